@@ -1,0 +1,46 @@
+# make demo | test | lint | format | clean. Set-up happens by itself, once, in $(VENV).
+#
+#   PYTHON=python3.12                    another interpreter (3.11 or newer)
+#   VENV=path                            another environment, made if it is not there
+#   VENV_ARGS=--system-site-packages     start from that interpreter's packages, for instance its own torch
+#   DEVICE=cpu|gpu                       overrides what nvidia-smi says
+#   JOBS=8                               test workers
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_ARGS ?=
+DEVICE ?= $(if $(findstring GPU,$(shell nvidia-smi -L 2>/dev/null)),gpu,cpu)
+JOBS ?= 2
+
+BIN := $(abspath $(VENV))/bin
+# One stamp per device: a machine that gains a GPU installs what was missing.
+STAMP := $(VENV)/.installed-$(DEVICE)
+
+.PHONY: demo test lint format setup clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	@bash scripts/demo.sh "$(BIN)"
+
+test: lint
+	$(BIN)/pytest -n $(JOBS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py scripts/setup.sh
+	@bash scripts/setup.sh "$(PYTHON)" "$(VENV)" "$(DEVICE)" $(VENV_ARGS)
+	@touch $@
+
+# Only the default environment: one that was named by VENV=... is yours.
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The agent room: command line, authors, judge, event log, acceptance."""

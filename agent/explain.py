@@ -1,0 +1,144 @@
+"""Every stage between a spec and machine code, as text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import CodaError, CompileError
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+STAGES = ("graph", "program", "cute", "ptx", "sass")
+
+
+def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None = None) -> str:
+    """One stage of a kernel.
+
+    Args:
+        spec: Its spec; needed where `text` is None, and to know element types.
+        text: The candidate's or accepted kernel's text; None lets the composer write it.
+        stage: "graph" is the reference's ATen graph (of a spec) or the program's graph, "program" the source, "cute" the kernel's MLIR, "ptx"
+            and "sass" what it compiles to for sm_90a at the default tile.
+        variant: Which program, where the spec has parameters; the default one otherwise.
+
+    Raises:
+        CodaError: an unknown stage or variant, or the kernel does not compile.
+    """
+    if stage not in STAGES:
+        raise CodaError(f"unknown stage {stage!r}, expected one of {', '.join(STAGES)}")
+    if text is None:
+        if spec is None:
+            raise CodaError("explain needs a spec or a program")
+        from coda_agent.agent.authors.composer import Composer, stages
+
+        if stage == "graph":
+            return stages(spec, _binding(spec, variant))["graph"]
+        text = Composer().write(spec, lambda *_: None)
+    if stage == "program":
+        return text
+    program = _program(spec, text, variant)
+    if stage == "graph":
+        from coda_agent.primitives.inspect import describe
+
+        return describe(program.graph)
+    return _compiled(spec, program, stage)
+
+
+def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
+    for binding in spec.bindings():
+        if variant in (None, spec.variant(binding)):
+            return dict(binding)
+    known = ", ".join(spec.variant(b) for b in spec.bindings())
+    raise CodaError(f"{spec.name} has no variant {variant!r}, expected one of {known}")
+
+
+def _program(spec: Spec | None, text: str, variant: str | None) -> Program:
+    from coda_agent.agent.judge.compile_gate import load
+    from coda_agent.agent.judge.pool import CompilePool
+    from coda_agent.agent.judge.static import check_source, program_names
+
+    wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
+    findings = check_source(text, wanted)
+    if findings:
+        raise CodaError(findings[0].message, hint=findings[0].hint)
+    with CompilePool(1) as pool:
+        programs = load(pool, text)
+    name = variant or wanted[0]
+    if name not in programs:
+        raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")
+    return programs[name]
+
+
+def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
+    """The kernel's MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
+    from coda_agent.primitives.target import ARCHITECTURES
+
+    types = dict.fromkeys(spec.types, next(iter(spec.types.values()))[0]) if spec else {}
+
+    def dtype(tensor: str) -> str:
+        return spec.dtype_of(tensor, types) if spec else "bfloat16"
+
+    job: dict[str, Any] = {
+        "program": program.to_dict(),
+        "dtype": dtype(spec.gemm[0]) if spec else "bfloat16",
+        "operand_dtypes": {o: dtype(o) for o in program.operands},
+        "output_dtypes": {o: dtype(o) for o in program.outputs},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "QUACK_ARCH": ARCHITECTURES["sm_90a"],
+            "CUTE_DSL_ARCH": "sm_90a",
+            "CUTE_DSL_KEEP": {"cute": "ir", "ptx": "ptx", "sass": "cubin"}[stage],
+            "CUTE_DSL_DUMP_DIR": folder,
+            "QUACK_CACHE_DIR": str(Path(folder) / "objects"),
+        }
+        import json
+
+        done = subprocess.run(
+            [sys.executable, "-m", "coda_agent.agent.explain", stage, folder],
+            input=json.dumps(job), text=True, capture_output=True, env=environment,
+            timeout=300, check=False,
+        )  # fmt: skip
+        result = Path(folder) / "result.txt"
+        if done.returncode or not result.exists():
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise CompileError(f"{program.name} does not compile: {last}")
+        return result.read_text()
+
+
+def _dump(stage: str, folder: str) -> None:
+    """Body of the fresh process: compile the job on stdin, leave the artifact in `folder`/result.txt."""
+    import json
+
+    from coda_agent.primitives.program import Program
+    from coda_agent.primitives.target import compile_blind, sass, use_cache
+    from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+
+    job = json.load(sys.stdin)
+    use_cache(Path(folder) / "objects")
+    report = compile_blind(
+        Program.from_dict(job["program"]), DEFAULT_CONFIGS["sm_90a"], "sm_90a", job["dtype"],
+        job["operand_dtypes"], job["output_dtypes"],
+    )  # fmt: skip
+    if stage == "sass":
+        text = sass(Path(report["object"]))
+    else:
+        suffix = {"cute": ".mlir", "ptx": ".ptx"}[stage]
+        files = sorted(Path(folder).glob(f"*{suffix}"))
+        if not files:
+            raise CompileError(f"the compiler left no {suffix} file")
+        text = files[0].read_text()
+    (Path(folder) / "result.txt").write_text(text)
+
+
+if __name__ == "__main__":
+    _dump(sys.argv[1], sys.argv[2])

@@ -1,0 +1,153 @@
+"""Gate 2: does every program compile, for which architectures, and at what cost in registers and shared memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.judge.pool import CompilePool
+from coda_agent.agent.judge.records import Finding
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
+
+if TYPE_CHECKING:
+    from coda_agent.specs import Spec
+
+Progress = Callable[[int, int, str], None]
+
+
+def load(pool: CompilePool, text: str) -> dict[str, Program]:
+    """The candidate's programs, traced in a worker.
+
+    Raises:
+        CompileError: the candidate's Python raised while it was traced.
+    """
+    programs = pool.run({"kind": "load", "text": text})
+    return {name: Program.from_dict(data) for name, data in programs.items()}
+
+
+def jobs_for(
+    spec: Spec, programs: dict[str, Program], types: list[str], *, all_tiles: bool
+) -> list[dict[str, Any]]:
+    """The compile jobs of a candidate: each program on sm_90a in every element type, and once for the newer architectures; with
+    `all_tiles`, sm_90a in every configuration a tuner may pick."""
+    jobs = []
+    for binding in spec.bindings():
+        name = spec.variant(binding)
+        program = programs[name]
+        for element in types:
+            tiles = offered(program.paired) if all_tiles else (DEFAULT_CONFIGS["sm_90a"],)
+            targets: list[tuple[str, TileConfig]] = [("sm_90a", c) for c in tiles]
+            if element == types[0]:
+                targets += [(a, DEFAULT_CONFIGS[a]) for a in ("sm_100a", "sm_120a")]
+            chosen = dict.fromkeys(spec.types, element)
+            dtypes = {
+                t: spec.dtype_of(t, chosen)
+                for t in (*program.operands, *program.outputs, spec.gemm[0])
+            }
+            jobs += [
+                {
+                    "kind": "compile",
+                    "program": program.to_dict(),
+                    "arch": arch,
+                    "config": config.to_dict(),
+                    "dtype": dtypes[spec.gemm[0]],
+                    "operand_dtypes": {o: dtypes[o] for o in program.operands},
+                    "output_dtypes": {o: dtypes[o] for o in program.outputs},
+                }
+                for arch, config in targets
+            ]
+    return jobs
+
+
+def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
+    """Do the programs take and return what the spec declares?"""
+    from coda_agent.primitives.program import (
+        ColVector,
+        HalfTile,
+        RowReduction,
+        RowVector,
+        Scalar,
+        Tile,
+    )
+
+    findings = []
+    rows, columns, _ = spec.gemm_dims
+    for binding in spec.bindings():
+        program = programs.get(spec.variant(binding))
+        if program is None:
+            findings.append(Finding(message=f"program {spec.variant(binding)!r} is missing"))
+            continue
+        wanted = [i for i in spec.inputs if i not in spec.gemm]
+        if sorted(program.operands) != sorted(wanted):
+            findings.append(
+                Finding(
+                    message=f"{program.name} takes {list(program.operands)}, the spec has {wanted}",
+                    hint="operands are the spec's inputs but for the two GEMM operands",
+                )
+            )
+        if list(program.outputs) != list(spec.outputs):
+            findings.append(
+                Finding(
+                    message=f"{program.name} returns {list(program.outputs)}, the spec declares "
+                    f"{list(spec.outputs)}",
+                    hint="same names, same order",
+                )
+            )
+        shapes = {
+            Scalar: (), ColVector: (rows,), RowVector: (columns,), Tile: (rows, columns),
+            HalfTile: (rows, f"{columns}/2"),
+        }
+        tensors = {**program.operands, **program.outputs}
+        for name, kind in tensors.items():
+            if name not in spec.inputs and name not in spec.outputs:
+                continue
+            declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
+            expected = (rows,) if issubclass(kind, RowReduction) else shapes[kind]
+            if declared != expected:
+                findings.append(
+                    Finding(
+                        message=f"{program.name}: {name} is {kind.__name__}, ({', '.join(expected)}); "
+                        f"the spec declares ({', '.join(declared)})"
+                    )
+                )
+    return findings
+
+
+def compile_all(
+    pool: CompilePool, jobs: list[dict[str, Any]], progress: Progress
+) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Run the jobs; a finding for each failure at a default configuration, and one report line a job.
+
+    A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the default one.
+    """
+    results = pool.map(
+        jobs, lambda done, job: progress(done, len(jobs), f"{job['arch']} {_label(job)}")
+    )
+    findings, reports = [], []
+    for job, result in zip(jobs, results, strict=True):
+        line = {
+            "program": job["program"]["name"],
+            "arch": job["arch"],
+            "dtype": job["dtype"],
+            "tile": TileConfig(**job["config"]).label,
+        }
+        if isinstance(result, CompileError):
+            line["error"] = str(result)
+            if TileConfig(**job["config"]) == DEFAULT_CONFIGS[job["arch"]]:
+                findings.append(
+                    Finding(
+                        message=result.message,
+                        where={"program": line["program"], "arch": job["arch"]},
+                        hint=result.hint,
+                    )
+                )
+        else:
+            line |= {k: v for k, v in result.items() if k != "object"}
+        reports.append(line)
+    return findings, reports
+
+
+def _label(job: dict[str, Any]) -> str:
+    return f"{TileConfig(**job['config']).label} {job['dtype']}"

@@ -1,0 +1,73 @@
+"""What decided a verdict: digests of spec, candidate, judge and toolchain, and the machine it ran on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coda_agent.specs import Spec
+
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "triton")
+_MODULES = {"nvidia-cutlass-dsl": "cutlass", "quack-kernels": "quack"}
+
+
+def version(package: str) -> str | None:
+    """Installed version of a distribution; the module's own word where it is on the path but not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        module = sys.modules.get(_MODULES.get(package, package))
+        return getattr(module, "__version__", None)
+
+
+def digests(spec: Spec, text: str) -> dict[str, str]:
+    """SHA-256 of everything that decides: equal digests mean the same trial."""
+    toolchain = {p: version(p) for p in PACKAGES if p != "torch"}
+    return {
+        "spec": spec.digest,
+        "candidate": sha(text),
+        "judge": judge_digest(),
+        "toolchain": sha(json.dumps(toolchain, sort_keys=True)),
+    }
+
+
+def sha(text: str) -> str:
+    """`sha256:` and the hash of `text`, line ends normalised."""
+    return "sha256:" + hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def judge_digest() -> str:
+    """Digest of the judge's, the language's and the spec format's sources."""
+    agent = Path(__file__).parent
+    root = agent.parent.parent
+    files = [*agent.glob("*.py"), *(root / "primitives").glob("*.py"), *(root / "specs").glob("*.py")]
+    hashed = hashlib.sha256()
+    for file in sorted(files, key=lambda f: (f.parent.name, f.name)):
+        hashed.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
+    return "sha256:" + hashed.hexdigest()
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The machine and the versions."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device,
+        "packages": {p: version(p) for p in PACKAGES},
+    }
+    if device == "cuda":
+        import torch
+
+        from coda_agent.agent.judge.timing import gpu_state
+
+        facts["gpu"] = gpu_state()
+        facts["cuda"] = torch.version.cuda
+    return facts

@@ -1,0 +1,45 @@
+"""What the judge says: one record a gate, one verdict a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Level = Literal["proved", "verified", "accepted"]
+Observer = Callable[[str, dict[str, Any]], None]
+
+
+class Finding(BaseModel):
+    """One thing wrong with a candidate: what, where, and what to try."""
+
+    message: str
+    where: dict[str, Any] = {}
+    hint: str = ""
+
+
+class GateResult(BaseModel):
+    """The outcome of one gate."""
+
+    name: str
+    passed: bool
+    skipped: str | None = None
+    """Why the gate did not run; a skipped gate neither passes nor fails the candidate."""
+    seconds: float = 0.0
+    findings: list[Finding] = []
+    data: dict[str, Any] = {}
+
+
+class Verdict(BaseModel):
+    """The judge's word on a candidate."""
+
+    passed: bool
+    level: Level | None
+    gates: list[GateResult]
+    tuned: dict[str, Any] | None = None
+    """Best configuration for each dtype and shape, where the performance gate ran."""
+    environment: dict[str, Any] = {}
+    digests: dict[str, str] = {}
+    not_shown: list[str] = []
+    """Sentences: what this machine could not show."""

@@ -1,0 +1,271 @@
+"""The workspace: a git repository (or a folder of one) with specs/, generated/ and logs/.
+
+- Everything a command knows by name (a spec, a kernel) is looked up here, so that an unknown name
+  always gets the same answer: what exists, and what was probably meant.
+- Git is always asked, never guessed at: `.git` may be a file (worktree, submodule), and the
+  repository may lie above the workspace.
+"""
+
+import difflib
+import importlib.util
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.errors import MachineError, WorkspaceError
+
+ROOMS = ("specs", "generated", "logs")
+INIT_HINT = "`coda-agent init` makes one"
+
+_IGNORED = ("logs/runs/", "generated/.*/")
+_README = """\
+# Kernels
+
+A coda-agent workspace: `specs/` holds what is wanted, `generated/` what was accepted, with its
+evidence, `logs/` the runs.
+
+    coda-agent doctor              # what this machine can show
+    coda-agent generate SPEC       # spec -> program -> judge -> commit
+    coda-agent list
+"""
+
+
+class GitError(WorkspaceError):
+    """Git refused a command; `stderr` is all it said."""
+
+    def __init__(self, message: str, *, stderr: str) -> None:
+        super().__init__(message)
+        self.stderr = stderr
+
+
+def run_git(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> bytes:
+    """Runs one git command in `folder`, through GitPython, with hooks off; its stdout.
+
+    Raises:
+        GitError: git exited with anything but 0.
+        MachineError: there is no git executable.
+    """
+    try:
+        from git.cmd import Git
+    except ImportError as error:  # GitPython looks for the executable when it is imported
+        raise MachineError("git was not found", hint="install git and put it on PATH") from error
+    # reference-transaction and post-index-change hooks run even under plumbing commands.
+    command = ["git", "-c", "core.hooksPath=/dev/null", *args]
+    status, stdout, stderr = Git(folder).execute(
+        command, env=env, with_extended_output=True, with_exceptions=False,
+        stdout_as_string=False, strip_newline_in_stdout=False,
+    )  # fmt: skip
+    if status != 0:
+        said = stderr if isinstance(stderr, str) else bytes(stderr).decode(errors="replace")
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "no reason")
+        raise GitError(f"git {args[0]} failed: {last.strip()}", stderr=said)
+    return bytes(stdout)
+
+
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """The hint for an unknown name: close spellings, else all there is."""
+    names = sorted(set(known))
+    if close := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(names[:12])}" if names else ""
+
+
+def packaged_specs() -> dict[str, Path]:
+    """The specs that come with the package, by name."""
+    # Found, not imported: listing names has no use for the parser and what it imports.
+    package = importlib.util.find_spec("coda_agent.specs")
+    folders = (package and package.submodule_search_locations) or []
+    return {n: path for folder in folders for n, path in _specs_in(Path(folder)).items()}
+
+
+def _specs_in(folder: Path) -> dict[str, Path]:
+    return {p.stem: p for p in sorted(folder.rglob("*.md")) if p.stem.lower() != "readme"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One accepted kernel: generated/<name>/."""
+
+    name: str
+    folder: Path
+
+    @property
+    def program(self) -> Path:
+        return self.folder / "kernel.py"
+
+    @property
+    def spec(self) -> Path:
+        return self.folder / "spec.md"
+
+    @cached_property
+    def evidence(self) -> dict[str, Any]:
+        path = self.folder / "evidence.json"
+        try:
+            return dict(json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            hint = f"git checkout -- {path} restores what was accepted"
+            raise WorkspaceError(f"{path} is not readable evidence: {error}", hint=hint) from error
+
+    @property
+    def level(self) -> str:
+        """proved, verified, accepted or revoked; damaged where the evidence cannot be read."""
+        try:
+            return str(self.evidence.get("level", "damaged"))
+        except WorkspaceError:
+            return "damaged"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder, logs/runs/<id>/."""
+
+    id: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A workspace at `root`, in the git working tree whose top folder is `top`."""
+
+    root: Path
+    top: Path
+
+    @property
+    def specs(self) -> Path:
+        return self.root / "specs"
+
+    @property
+    def generated(self) -> Path:
+        return self.root / "generated"
+
+    def git(self, *args: str, env: Mapping[str, str] | None = None) -> str:
+        """A git command run at the top folder; its stdout as text."""
+        return run_git(self.top, *args, env=env).decode("utf-8", "surrogateescape").strip()
+
+    def spec_names(self) -> dict[str, Path]:
+        """Every spec by name, the workspace's own before the packaged ones."""
+        return packaged_specs() | _specs_in(self.specs)
+
+    def resolve_spec(self, arg: str) -> Path:
+        """The file of a spec given by path, or by name in specs/ or among the packaged ones."""
+        return resolve_spec(arg, self)
+
+    def kernels(self) -> list[Kernel]:
+        """The accepted kernels: every folder of generated/ with an evidence.json, by name."""
+        found = sorted(self.generated.glob("*/evidence.json"))
+        return [Kernel(p.parent.name, p.parent) for p in found if p.parent.name[0] != "."]
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel of that name.
+
+        Raises:
+            WorkspaceError: there is none.
+        """
+        known = {kernel.name: kernel for kernel in self.kernels()}
+        if name not in known:
+            hint = near_matches(name, known) or "nothing is accepted yet: coda-agent generate SPEC"
+            raise WorkspaceError(f"no kernel named {name!r} in {self.generated}", hint=hint)
+        return known[name]
+
+    def new_run(self, kind: str, spec: str) -> Run:
+        """Makes logs/runs/<UTC time>-<kind>-<spec>-<4 hex>/."""
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        while True:
+            run_id = f"{stamp}-{kind}-{spec}-{secrets.token_hex(2)}"
+            folder = self.root / "logs" / "runs" / run_id
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return Run(run_id, folder)
+
+
+def resolve_spec(arg: str, workspace: Workspace | None) -> Path:
+    """As `Workspace.resolve_spec`, and without a workspace: a path or a packaged name.
+
+    Raises:
+        WorkspaceError: there is no such file, or no spec of that name.
+    """
+    path = Path(arg)
+    if path.suffix == ".md" or "/" in arg:
+        if not path.is_file():
+            raise WorkspaceError(f"no spec file at {path}")
+        return path.resolve()
+    known = workspace.spec_names() if workspace else packaged_specs()
+    if arg not in known:
+        where = f" in {workspace.specs} or" if workspace else ""
+        message = f"no spec named {arg!r}{where} among the packaged specs"
+        raise WorkspaceError(message, hint=near_matches(arg, known))
+    return known[arg].resolve()
+
+
+def find(start: Path | None = None) -> Workspace:
+    """The workspace at or above `start` (default: the current folder).
+
+    Raises:
+        WorkspaceError: no git repository there, or none of its folders on the way up has the
+            three rooms.
+    """
+    start = (start or Path.cwd()).resolve()
+    top = _top(start)
+    for folder in (start, *start.parents):
+        if not folder.is_relative_to(top):
+            break
+        if all((folder / room).is_dir() for room in ROOMS):
+            return Workspace(folder, top)
+    missing = ", ".join(f"{room}/" for room in ROOMS if not (top / room).is_dir())
+    raise WorkspaceError(f"{top} is not a workspace: it has no {missing}", hint=INIT_HINT)
+
+
+def _top(folder: Path) -> Path:
+    """The top of the working tree `folder` lies in."""
+    try:
+        said = run_git(folder, "rev-parse", "--show-toplevel")
+    except GitError as error:
+        if "not a git repository" in error.stderr:
+            message = f"no git repository at or above {folder}"
+            raise WorkspaceError(message, hint=INIT_HINT) from error
+        raise
+    # Path of bytes, not text: a folder's name need not be UTF-8.
+    return Path(said.removesuffix(b"\n").decode("utf-8", "surrogateescape")).resolve()
+
+
+def init(path: Path) -> tuple[Workspace, list[str]]:
+    """Makes a workspace at `path`; what exists stays as it is, and nothing is committed.
+
+    Returns:
+        The workspace, and what was made or extended, as paths relative to it.
+    """
+    if path.exists() and not path.is_dir():
+        raise WorkspaceError(f"{path} is a file, a workspace is a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    root = path.resolve()
+    made: list[str] = []
+    try:
+        top = _top(root)
+    except WorkspaceError as error:
+        if error.hint != INIT_HINT:
+            raise
+        run_git(root, "init", "--quiet")
+        made.append(".git")
+        top = _top(root)
+    for room in ROOMS:
+        (root / room).mkdir(exist_ok=True)
+        if not any((root / room).iterdir()):
+            (root / room / ".gitkeep").touch()
+            made.append(f"{room}/.gitkeep")
+    ignore = root / ".gitignore"
+    text = ignore.read_text("utf-8") if ignore.exists() else ""
+    if missing := [line for line in _IGNORED if line not in text.splitlines()]:
+        start = text if not text or text.endswith("\n") else f"{text}\n"
+        ignore.write_text(start + "\n".join(missing) + "\n", "utf-8")
+        made.append(".gitignore")
+    if not any(root.glob("README*")):
+        (root / "README.md").write_text(_README, "utf-8")
+        made.append("README.md")
+    return Workspace(root, top), made

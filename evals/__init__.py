@@ -1,0 +1,1 @@
+"""Evaluations: what the evidence says, in tables."""

@@ -1,0 +1,28 @@
+"""Accepted kernels as functions: `from coda_agent.generated import gemm_rmsnorm_swiglu`.
+
+Each folder here is one kernel: its program, its frozen spec, its evidence and its tuned tiles. A function takes the spec's inputs by the
+spec's names and returns its outputs in the spec's order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coda_agent.generated.kernel import Kernel
+
+_ROOT = Path(__file__).parent
+
+
+def __getattr__(name: str) -> Kernel:
+    if (_ROOT / name / "kernel.py").is_file():
+        from coda_agent.generated.kernel import load_kernel
+
+        kernel = globals()[name] = load_kernel(_ROOT / name)
+        return kernel
+    raise AttributeError(f"no accepted kernel named {name!r}; there are: {', '.join(__dir__())}")
+
+
+def __dir__() -> list[str]:
+    return sorted(p.parent.name for p in _ROOT.glob("*/kernel.py"))

@@ -1,0 +1,111 @@
+"""Activations and gates composed of atoms. Each is plain arithmetic, so each works in all three readings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coda_agent.primitives.ops import (
+    gelu_tanh,
+    maximum,
+    minimum,
+    sigmoid,
+)
+
+
+def relu(x: Any) -> Any:
+    """max(x, 0); NaN stays NaN.
+
+    Cost: one FMNMX. Use it as the cheapest activation.
+
+        return {"O": relu(acc + bias)}
+    """
+    return maximum(x, 0.0)
+
+
+def leaky_relu(x: Any, slope: float = 0.01) -> Any:
+    """x above 0, slope·x below, for 0 <= slope <= 1.
+
+    Cost: one multiplication and one FMNMX.
+
+        return {"O": leaky_relu(acc + bias, 0.1)}
+    """
+    return maximum(x, x * slope)
+
+
+def relu_squared(x: Any) -> Any:
+    """max(x, 0)² (Primer).
+
+    Cost: one FMNMX and one multiplication.
+
+        return {"O": relu_squared(acc)}
+    """
+    r = relu(x)
+    return r * r
+
+
+def clamp(x: Any, low: float, high: float) -> Any:
+    """x limited to [low, high]; NaN stays NaN.
+
+    Cost: two FMNMX.
+
+        return {"O": clamp(acc, -7.0, 7.0)}
+    """
+    return minimum(maximum(x, low), high)
+
+
+def hard_swish(x: Any) -> Any:
+    """x · clamp(x + 3, 0, 6) / 6, as torch.nn.functional.hardswish.
+
+    Cost: two FMNMX, three multiply-adds; no transcendental.
+
+        return {"O": hard_swish(acc + bias)}
+    """
+    return x * (clamp(x + 3.0, 0.0, 6.0) * (1.0 / 6.0))
+
+
+def silu(x: Any) -> Any:
+    """x · σ(x) (Swish).
+
+    Cost: one MUFU.EX2, one MUFU.RCP, three multiply-adds.
+
+        return {"O": silu(acc + bias)}
+    """
+    return x * sigmoid(x)
+
+
+def swiglu(gate: Any, up: Any) -> Any:
+    """silu(gate) · up: the gate of Llama's MLP (paper, section 3.2).
+
+    Takes the two half-width values `pairs` gives, columns interleaved [g₀, u₀, g₁, u₁, …].
+
+        gate, up = pairs(acc)
+        return {"O": swiglu(gate, up)}
+    """
+    return silu(gate) * up
+
+
+def geglu(gate: Any, up: Any) -> Any:
+    """gelu_tanh(gate) · up: the gate of Gemma's MLP.
+
+        gate, up = pairs(acc)
+        return {"O": geglu(gate, up)}
+    """
+    return gelu_tanh(gate) * up
+
+
+def reglu(gate: Any, up: Any) -> Any:
+    """relu(gate) · up; no transcendental.
+
+        gate, up = pairs(acc)
+        return {"O": reglu(gate, up)}
+    """
+    return relu(gate) * up
+
+
+def glu(gate: Any, up: Any) -> Any:
+    """σ(gate) · up: the original gated linear unit.
+
+        gate, up = pairs(acc)
+        return {"O": glu(gate, up)}
+    """
+    return sigmoid(gate) * up

@@ -1,0 +1,63 @@
+"""The vocabulary as data: what an author is shown, taken from the docstrings themselves."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import coda_agent.primitives as vocabulary
+from coda_agent.primitives.program import OUTPUT_KINDS, RowReduction
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of the vocabulary.
+
+    Attributes:
+        name: As a program writes it.
+        kind: Its class: "load", "load, store", "store", "reduction", "pairwise", "elementwise" or "program".
+        signature: How it is called.
+        summary: First line of its docstring.
+        doc: The whole docstring.
+    """
+
+    name: str
+    kind: str
+    signature: str
+    summary: str
+    doc: str
+
+
+def entries() -> list[Entry]:
+    """Every name of the vocabulary, loads and stores first."""
+    order = ["program", "load", "load, store", "store", "pairwise", "reduction", "elementwise"]
+    found = [_entry(name, getattr(vocabulary, name)) for name in vocabulary.__all__ if name != "Program"]
+    return sorted(found, key=lambda e: (order.index(e.kind), e.name))
+
+
+def _entry(name: str, item: Any) -> Entry:
+    doc = inspect.cleandoc(item.__doc__ or "")
+    signature = name if inspect.isclass(item) else name + _parameters(item)
+    return Entry(name, _kind(name, item), signature, doc.split("\n")[0], doc)
+
+
+def _parameters(item: Any) -> str:
+    parts = []
+    for p in inspect.signature(item).parameters.values():
+        stars = {p.VAR_KEYWORD: "**", p.VAR_POSITIONAL: "*"}.get(p.kind, "")
+        default = "" if p.default is p.empty else f"={p.default!r}"
+        parts.append(f"{stars}{p.name}{default}")
+    return f"({', '.join(parts)})"
+
+
+def _kind(name: str, item: Any) -> str:
+    if name == "epilogue":
+        return "program"
+    if inspect.isclass(item):
+        if issubclass(item, RowReduction):
+            return "reduction"
+        if item is vocabulary.Tile:
+            return "load, store"
+        return "store" if item in OUTPUT_KINDS else "load"
+    return "pairwise" if name in ("pairs", "interleave") else "elementwise"

@@ -1,0 +1,46 @@
+"""The exception tree. Every error is one line: what was wrong, what was expected, how to mend it."""
+
+
+class CodaError(Exception):
+    """Base of every error a user can cause or meet; the CLI prints it and exits with `exit_code`.
+
+    Args:
+        message: What was wrong and what was expected, in one line.
+        hint: How to mend it, in one line; empty where the message already says so.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class SpecError(CodaError):
+    """A spec file that cannot be used: unreadable, malformed, or disagreeing with its reference."""
+
+
+class ProgramError(CodaError):
+    """An epilogue program that breaks the rules of the language."""
+
+
+class LaunchError(CodaError):
+    """Tensors a kernel cannot take: wrong shape, dtype, device, layout or block size."""
+
+
+class CompileError(CodaError):
+    """A program that could not be lowered or compiled for an architecture."""
+
+
+class WorkspaceError(CodaError):
+    """No usable workspace or git repository, or nothing known by the given name."""
+
+
+class MachineError(CodaError):
+    """The machine lacks something a command needs (a GPU, a tool, a package)."""
+
+    exit_code = 3

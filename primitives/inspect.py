@@ -1,0 +1,126 @@
+"""Reading 3: what a program costs and what may be done with it, from the graph alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from coda_agent.primitives.graph import Graph, Shape
+from coda_agent.primitives.ops import OPS
+from coda_agent.primitives.program import Program, RowReduction
+
+
+class Degree(IntEnum):
+    """How a value depends on the accumulator."""
+
+    CONSTANT = 0
+    LINEAR = 1
+    AFFINE = 2
+    NONLINEAR = 3
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The facts of a program at one size.
+
+    Attributes:
+        gemm_flops: 2·M·N·K.
+        epilogue_flops: Floating-point operations after the GEMM.
+        bytes_moved: Least bytes through device memory: each input read once, each output written once.
+        launches: Kernel launches for final values: one, plus one for each row reduction.
+        tile_local: Whether final values need nothing beyond their own tile, that is no reduction.
+        split_k_safe: Whether every output is linear in the accumulator, so that partial sums over K may be stored and added.
+    """
+
+    gemm_flops: int
+    epilogue_flops: int
+    bytes_moved: int
+    launches: int
+    tile_local: bool
+    split_k_safe: bool
+
+
+def degrees(graph: Graph) -> list[Degree]:
+    """The degree of every node in the accumulator."""
+    out: list[Degree] = []
+    for n in graph.nodes:
+        d = [out[a] for a in n.args]
+        match n.op:
+            case "acc":
+                degree = Degree.LINEAR
+            case "operand" | "const":
+                degree = Degree.CONSTANT
+            case "even" | "odd" | "neg":
+                degree = d[0]
+            case "add" | "sub" | "interleave":
+                degree = d[0] if d[0] is d[1] else max(*d, Degree.AFFINE)
+            case "mul":
+                degree = max(d) if min(d) is Degree.CONSTANT else Degree.NONLINEAR
+            case "div":
+                degree = d[0] if d[1] is Degree.CONSTANT else Degree.NONLINEAR
+            case _:
+                degree = Degree.CONSTANT if max(d) is Degree.CONSTANT else Degree.NONLINEAR
+        out.append(degree)
+    return out
+
+
+def inspect_program(
+    program: Program,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    element_bytes: int = 2,
+    vector_bytes: int = 4,
+    block: int = 128,
+) -> Inspection:
+    """Fold over the program's graph at size (M, N, K)."""
+    elements = {
+        Shape.SCALAR: 1,
+        Shape.COL: m,
+        Shape.ROW: n,
+        Shape.HALF_ROW: n // 2,
+        Shape.TILE: m * n,
+        Shape.HALF: m * n // 2,
+    }
+    size: Mapping[Shape, int] = {
+        Shape.TILE: element_bytes,
+        Shape.HALF: element_bytes,
+        Shape.COL: vector_bytes,
+        Shape.ROW: vector_bytes,
+        Shape.SCALAR: 0,
+    }
+    nodes = program.graph.nodes
+    flops = sum(OPS[x.op].flops * elements[x.shape] for x in nodes if x.op in OPS)
+    moved = (m * k + n * k) * element_bytes
+    moved += sum(elements[x.shape] * size[x.shape] for x in nodes if x.op == "operand")
+    for o, kind in program.outputs.items():
+        root = nodes[program.graph.outputs[o]]
+        if issubclass(kind, RowReduction):
+            flops += elements[root.shape]
+            moved += m * -(-n // block) * 4
+        else:
+            moved += elements[root.shape] * element_bytes
+    degree = degrees(program.graph)
+    linear = all(degree[i] is Degree.LINEAR for i in program.graph.outputs.values())
+    sums = all(kind.combine == "add" for kind in program.reductions.values())
+    return Inspection(
+        gemm_flops=2 * m * n * k,
+        epilogue_flops=flops,
+        bytes_moved=moved,
+        launches=1 + len(program.reductions),
+        tile_local=not program.reductions,
+        split_k_safe=linear and sums,
+    )
+
+
+def describe(graph: Graph) -> str:
+    """The graph as text, one node a line."""
+    lines = []
+    for i, n in enumerate(graph.nodes):
+        inner = n.name or (f"{n.value:g}" if n.op == "const" else "")
+        args = ", ".join(f"%{a}" for a in n.args)
+        lines.append(f"%{i} = {n.op}({args or inner})  # {n.shape.value}")
+    lines += [f"{name} <- %{i}" for name, i in graph.outputs.items()]
+    return "\n".join(lines)

@@ -1,0 +1,267 @@
+"""Reading 2: lower a program to a CuTeDSL kernel through quack's epilogue machinery.
+
+- The graph is replayed at trace time, once for each accumulator element, or for each adjacent pair in a paired program.
+- The first `Tile` output is the GEMM's own store D; further ones are extra TMA stores. The first `Tile` operand rides in as C.
+- Every vector operand is pinned to its axis: quack infers axes from shapes, which is ambiguous when M = N.
+- Kernel-side names are positional, so renaming a program's tensors reuses the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.graph import Graph, Shape
+from coda_agent.primitives.ops import OPS
+from coda_agent.primitives.program import (
+    ColVector,
+    HalfTile,
+    Program,
+    RowReduction,
+    RowVector,
+    Scalar,
+    Tile,
+)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program bound to quack: the module to launch and where each tensor goes.
+
+    Attributes:
+        module: quack's EpiMod.
+        names: Program name of each operand and output to its kernel-side name; "c" and "D" are the GEMM's own.
+    """
+
+    module: Any
+    names: Mapping[str, str]
+
+
+def _bind(program: Program, block: int) -> Any:
+    """quack's EpiMod for `program`."""
+    from quack.epilogue.frontend import EpiMod
+    from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
+    from quack.epilogue.ops import Scalar as ScalarLoad
+
+    names = kernel_names(program)
+    loads = {ColVector: ColVecLoad, RowVector: RowVecLoad, Scalar: ScalarLoad, Tile: TileLoad}
+    ops = {
+        names[o]: loads[kind](names[o]) for o, kind in program.operands.items() if names[o] != "c"
+    }
+    stores = tuple(
+        names[o]
+        for o, kind in program.outputs.items()
+        if kind in (Tile, HalfTile) and names[o] != "D"
+    )
+    replay = Replay(program, names, block)
+    sinks = {names[o]: replay.sink(o) for o in program.reductions}
+
+    def fn(acc, **values):
+        return replay(acc, values)
+
+    parameters = ["acc", *(names[o] for o in program.operands)]
+    fn.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters]
+    )
+    mode = "acc_pair" if program.paired else None
+    return EpiMod(fn, outputs=stores, ops=ops, outs=sinks, mode=mode)
+
+
+# Bound modules by (digest, reduction block): each carries quack's plan cache, so a second call pays no planning.
+_BOUND: dict[tuple[str, int], Any] = {}
+
+
+def lower(program: Program, tile_n: int) -> Lowered:
+    """Bind `program` to quack for reduction blocks of `tile_n` columns.
+
+    Raises:
+        CompileError: the program needs something the lowering cannot express.
+    """
+    tiles = [o for o, kind in program.outputs.items() if kind is Tile]
+    if program.paired and len(tiles) > 1:
+        raise CompileError(
+            f"{program.name}: a program on pairs stores {len(tiles)} full-width outputs "
+            f"({', '.join(tiles)}), the kernel can store one",
+            hint="return one Tile and HalfTile outputs, or split the program",
+        )
+    # Only a mean bakes the block into the kernel: all else shares one module, and its compiled objects, over tiles. Kernel-side names
+    # are positional, so programs of one digest share it too.
+    block = tile_n if any(k.mean for k in program.reductions.values()) else 0
+    key = program.digest, block
+    if key not in _BOUND:
+        _BOUND[key] = _bind(program, block)
+    return Lowered(_BOUND[key], kernel_names(program))
+
+
+def kernel_names(program: Program) -> dict[str, str]:
+    """Kernel-side names: the first Tile operand is c, the first Tile output D, the rest positional."""
+    names = {}
+    tile = next((o for o, kind in program.operands.items() if kind is Tile), None)
+    for i, o in enumerate(program.operands):
+        names[o] = "c" if o == tile else f"in_{i}"
+    store = next((o for o, kind in program.outputs.items() if kind is Tile), None)
+    for i, o in enumerate(program.outputs):
+        names[o] = "D" if o == store else f"out_{i}"
+    return names
+
+
+@lru_cache(maxsize=1)
+def lowering_digest() -> str:
+    """SHA-256 of the sources that decide what a graph compiles to."""
+    here = Path(__file__).parent
+    text = b"".join((here / f"{m}.py").read_bytes() for m in ("graph", "ops", "masked_sum", "lower"))
+    return hashlib.sha256(text).hexdigest()
+
+
+class Replay:
+    """The epilogue function quack traces: replays the graph on its values."""
+
+    def __init__(self, program: Program, names: Mapping[str, str], block: int) -> None:
+        self.program = program
+        self.names = names
+        self.block = block
+        zero = zero_preserving(program.graph)
+        roots = program.graph.outputs
+        self.masked = {
+            o for o, k in program.reductions.items() if k.combine == "add" and not zero[roots[o]]
+        }
+        # A sum of products, or of a value times the constant of a mean, folds as one fused multiply-add; quack has that form in
+        # element mode only, and a mask needs the finished value.
+        self.scaled = {
+            o
+            for o, k in program.reductions.items()
+            if k.combine == "add"
+            and not program.paired
+            and o not in self.masked
+            and (k.mean or program.graph.nodes[roots[o]].op == "mul")
+        }
+
+    def __quack_semantic_key__(self) -> tuple[str, ...]:
+        return self.program.digest, str(self.block), lowering_digest()
+
+    def __call__(self, acc: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        graph, outputs = self.program.graph, self.program.outputs
+        operands = {o: values[self.names[o]] for o in self.program.operands}
+        replayed = _replay(graph, acc, operands)
+        results = {}
+        for o, kind in outputs.items():
+            value = replayed[graph.outputs[o]]
+            if issubclass(kind, RowReduction):
+                value = self._reduced(o, kind, value, replayed)
+            results[self.names[o]] = value
+        return results
+
+    def _reduced(self, o: str, kind: type[RowReduction], value: Any, replayed: list[Any]) -> Any:
+        node = self.program.graph.nodes[self.program.graph.outputs[o]]
+        half = node.shape is Shape.HALF
+        weight = 1.0 / (self.block // 2 if half else self.block) if kind.mean else 1.0
+        if o in self.scaled:
+            if node.op == "mul":
+                x, y = (replayed[a] for a in node.args)
+                return _lifted(x, value), _lifted(_apply("mul", y, weight) if kind.mean else y, value)
+            return value, _lifted(weight, value)
+        if kind.mean:
+            value = _apply("mul", value, weight)
+        if half:
+            # Both lanes of a pair reach the reduction: the second contributes its identity.
+            return value, value if kind.combine == "max" else _lifted(0.0, value)
+        return value
+
+    def sink(self, o: str) -> Any:
+        """quack's reduction op for output `o`."""
+        from quack.epilogue.ops import ColVecReduce
+
+        name = self.names[o]
+        if o in self.masked:
+            from coda_agent.primitives.masked_sum import MaskedRowSum
+
+            return MaskedRowSum(name)
+        kind = self.program.reductions[o]
+        return ColVecReduce(name, combine=kind.combine, scaled=o in self.scaled)
+
+
+def _lifted(x: Any, like: Any) -> Any:
+    """A number as a value shaped like `like` (a Float32, or packed lanes)."""
+    from cutlass import Float32
+    from quack.epilogue.math import F2
+
+    if isinstance(like, tuple) and not isinstance(x, tuple):
+        lane = Float32(x) if isinstance(x, float) else x
+        return F2(lane, lane)
+    return Float32(x) if isinstance(x, float) else x
+
+
+def _replay(graph: Graph, acc: Any, operands: Mapping[str, Any]) -> list[Any]:
+    from quack.epilogue.math import Pair
+
+    values: list[Any] = []
+    for n in graph.nodes:
+        args = [values[a] for a in n.args]
+        match n.op:
+            case "acc":
+                value = acc
+            case "operand":
+                value = operands[n.name]
+            case "const":
+                value = n.value
+            case "even":
+                value = args[0].a
+            case "odd":
+                value = args[0].b
+            case "interleave":
+                value = Pair(*args)
+            case op:
+                value = _apply(op, *args)
+        values.append(value)
+    return values
+
+
+def _apply(name: str, *args: Any) -> Any:
+    """Apply an atom to Float32 scalars, to `Pair`s lane by lane, or to packed f32x2 lanes."""
+    from quack.epilogue.math import F2, Pair
+
+    op = OPS[name]
+    if any(isinstance(a, Pair) for a in args):
+        lanes = [a if isinstance(a, Pair) else Pair(a, a) for a in args]
+        return Pair(op.cute(*(p.a for p in lanes)), op.cute(*(p.b for p in lanes)))
+    if any(isinstance(a, tuple) for a in args):
+        if op.packed:
+            return F2(*op.cute(*args))
+        lanes = [a if isinstance(a, tuple) else (a, a) for a in args]
+        return F2(op.cute(*(p[0] for p in lanes)), op.cute(*(p[1] for p in lanes)))
+    return op.cute(*args)
+
+
+def zero_preserving(graph: Graph) -> list[bool]:
+    """For each node: is it exactly 0 in columns past N, where the accumulator and tiles read 0 and row vectors garbage?"""
+    zero: list[bool] = []
+    finite: list[bool] = []
+    for n in graph.nodes:
+        z = [zero[a] for a in n.args]
+        f = [finite[a] for a in n.args]
+        match n.op:
+            case "acc":
+                value, bounded = True, True
+            case "operand":
+                value, bounded = n.shape is Shape.TILE, n.shape is not Shape.ROW
+            case "const":
+                value, bounded = n.value == 0.0, True
+            case "mul":
+                value, bounded = any(z) and all(f), all(f)
+            case "add" | "sub" | "maximum" | "minimum" | "interleave":
+                value, bounded = all(z), all(f)
+            case "neg" | "absolute" | "tanh" | "gelu_tanh" | "gelu_erf" | "erf" | "sqrt" | "even" | "odd":
+                value, bounded = z[0], f[0]
+            case "sigmoid":
+                value, bounded = False, f[0]
+            case _:
+                value, bounded = False, False
+        zero.append(value)
+        finite.append(bounded)
+    return zero

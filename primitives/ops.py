@@ -1,0 +1,201 @@
+"""Elementwise atoms: operations with a lowering of their own. Everything else composes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from coda_agent.primitives.graph import OPS, Op, Value, record
+
+
+def elementwise(
+    cute: Callable[..., Any], *, flops: int = 1, commutative: bool = False, packed: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an atom: the decorated function is its meaning on torch tensors, `cute` its lowering."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        name = fn.__name__
+        OPS[name] = Op(name, fn, cute, flops, commutative, packed)
+
+        @wraps(fn)
+        def call(*args: Any) -> Any:
+            return record(name, *args) if any(isinstance(a, Value) for a in args) else fn(*args)
+
+        return call
+
+    return decorate
+
+
+def _quack(name: str) -> Callable[..., Any]:
+    """A function of quack's activation vocabulary, imported when a kernel is traced."""
+
+    def call(*args: Any) -> Any:
+        from quack import activation
+
+        return getattr(activation, name)(*args)
+
+    return call
+
+
+def _math(name: str) -> Callable[..., Any]:
+    """A function of cute.math in its fast form (MUFU instructions)."""
+
+    def call(x: Any) -> Any:
+        from cutlass import cute
+
+        return getattr(cute.math, name)(x, fastmath=True)
+
+    return call
+
+
+def _arith(name: str) -> Callable[..., Any]:
+    """A binary arith operation on Float32; the NaN-propagating forms are one FMNMX.NAN on SM90."""
+
+    def call(x: Any, y: Any) -> Any:
+        from cutlass import Float32
+        from cutlass._mlir.dialects import arith
+
+        return Float32(getattr(arith, name)(Float32(x).ir_value(), Float32(y).ir_value()))
+
+    return call
+
+
+def _reciprocal(x: Any) -> Any:
+    from cutlass import Float32
+    from cutlass._mlir_helpers import math
+
+    return math.rcp(Float32(x), approx=True, ftz=True)
+
+
+def _abs(x: Any) -> Any:
+    from cutlass import cute
+
+    return cute.math.abs(x)
+
+
+@elementwise(lambda x, y: x + y, commutative=True, packed=True)
+def add(x: Any, y: Any) -> Any:
+    """x + y."""
+    return x + y
+
+
+@elementwise(lambda x, y: x - y, packed=True)
+def sub(x: Any, y: Any) -> Any:
+    """x - y."""
+    return x - y
+
+
+@elementwise(lambda x, y: x * y, commutative=True, packed=True)
+def mul(x: Any, y: Any) -> Any:
+    """x · y."""
+    return x * y
+
+
+@elementwise(lambda x, y: x * _reciprocal(y), flops=2)
+def div(x: Any, y: Any) -> Any:
+    """x / y, through the approximate reciprocal (1 ulp) on the GPU."""
+    return x / y
+
+
+@elementwise(lambda x: -x, packed=True)
+def neg(x: Any) -> Any:
+    """-x."""
+    return -x
+
+
+@elementwise(_arith("maximumf"), commutative=True)
+def maximum(x: Any, y: Any) -> Any:
+    """The larger of x and y; NaN if either is. One argument may be a number."""
+    import torch
+
+    return torch.maximum(*_tensors(x, y))
+
+
+@elementwise(_arith("minimumf"), commutative=True)
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller of x and y; NaN if either is. One argument may be a number."""
+    import torch
+
+    return torch.minimum(*_tensors(x, y))
+
+
+def _tensors(x: Any, y: Any) -> tuple[Any, Any]:
+    import torch
+
+    like = x if isinstance(x, torch.Tensor) else y
+    return torch.as_tensor(x, dtype=like.dtype, device=like.device), torch.as_tensor(
+        y, dtype=like.dtype, device=like.device
+    )
+
+
+@elementwise(_abs)
+def absolute(x: Any) -> Any:
+    """|x|."""
+    return x.abs()
+
+
+@elementwise(_math("exp"), flops=2)
+def exp(x: Any) -> Any:
+    """eˣ (MUFU.EX2 of the scaled argument)."""
+    return x.exp()
+
+
+@elementwise(_math("log"), flops=2)
+def log(x: Any) -> Any:
+    """Natural logarithm."""
+    return x.log()
+
+
+@elementwise(_math("sqrt"))
+def sqrt(x: Any) -> Any:
+    """Square root."""
+    return x.sqrt()
+
+
+@elementwise(_math("rsqrt"))
+def rsqrt(x: Any) -> Any:
+    """1 / √x."""
+    return x.rsqrt()
+
+
+@elementwise(_math("erf"), flops=10)
+def erf(x: Any) -> Any:
+    """The error function."""
+    return x.erf()
+
+
+@elementwise(_quack("tanh"), packed=True)
+def tanh(x: Any) -> Any:
+    """Hyperbolic tangent (one MUFU.TANH, relative error 2⁻¹¹)."""
+    return x.tanh()
+
+
+@elementwise(_quack("sigmoid"), flops=4, packed=True)
+def sigmoid(x: Any) -> Any:
+    """σ(x) = 1 / (1 + e⁻ˣ)."""
+    return x.sigmoid()
+
+
+@elementwise(_quack("softplus"), flops=5, packed=True)
+def softplus(x: Any) -> Any:
+    """log(1 + eˣ); x itself above 20, as torch.nn.functional.softplus."""
+    import torch
+
+    return torch.nn.functional.softplus(x)
+
+
+@elementwise(_quack("gelu_tanh_approx"), flops=8, packed=True)
+def gelu_tanh(x: Any) -> Any:
+    """GELU in the tanh approximation: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
+    import torch
+
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@elementwise(_quack("gelu_erf"), flops=14, packed=True)
+def gelu_erf(x: Any) -> Any:
+    """GELU, exact: ½·x·(1 + erf(x/√2))."""
+    import torch
+
+    return torch.nn.functional.gelu(x)

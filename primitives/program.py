@@ -1,0 +1,302 @@
+"""The `@epilogue` decorator: from a plain function to a `Program`, the object all three readings start from."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Graph, Node, Shape, Value
+from coda_agent.primitives.ops import OPS
+
+
+class Tile:
+    """A full (M, N) operand or output, in the spec's element type.
+
+    As an operand it is read once through TMA (M·N·size bytes); as an output it is rounded once, at the store. An operand arrives
+    as fp32. Use it for residuals and for every full-width result.
+
+        @epilogue(O=Tile)
+        def residual(acc, C: Tile):
+            return {"O": acc + C}
+    """
+
+
+class HalfTile:
+    """An output of half width, (M, N/2): one value for each adjacent column pair, 16-bit.
+
+    Costs M·N bytes at 16 bit. Use it for gates; the value comes from `pairs`.
+
+        @epilogue(O=HalfTile)
+        def gated(acc):
+            gate, up = pairs(acc)
+            return {"O": silu(gate) * up}
+    """
+
+
+class ColVector:
+    """An operand of length M, one number a row, any float dtype; arrives as fp32.
+
+    Costs 4·M bytes for each column of tiles. Use it for per-row scales such as RMSNorm's 1/rms.
+
+        @epilogue(O=Tile)
+        def scaled(acc, r: ColVector):
+            return {"O": acc * r}
+    """
+
+
+class RowVector:
+    """An operand of length N, one number a column, any float dtype; arrives as fp32.
+
+    Costs 4·N bytes for each row of tiles. Use it for biases and norm weights.
+
+        @epilogue(O=Tile)
+        def biased(acc, b: RowVector):
+            return {"O": acc + b}
+    """
+
+
+class Scalar:
+    """A Python number given at call time; changing it recompiles nothing.
+
+    Use it for alpha and beta.
+
+        @epilogue(O=Tile)
+        def axpby(acc, C: Tile, alpha: Scalar, beta: Scalar):
+            return {"O": alpha * acc + beta * C}
+    """
+
+
+class RowReduction:
+    """A reduction over the columns of each row: float32 partials a tile, then a finaliser.
+
+    Raw: (M, ⌈N / block⌉) float32, one partial for each block of columns, summed in fp32 before any rounding. Final: (M,) float32,
+    one small launch more. The value reduced may be full- or half-width.
+    """
+
+    combine = "add"
+    mean = False
+
+
+class RowSum(RowReduction):
+    """Sum of each row. Returning a product folds it as fused multiply-adds.
+
+    @epilogue(D=Tile, s=RowSum)
+    def squares(acc):
+        return {"D": acc, "s": acc * acc}
+    """
+
+
+class RowMean(RowReduction):
+    """Mean of each row; a raw partial is the block's sum over the block width (paper, section 3.2).
+
+    @epilogue(D=Tile, s=RowMean)
+    def statistics(acc):
+        return {"D": acc, "s": acc * acc}
+    """
+
+    mean = True
+
+
+class RowMax(RowReduction):
+    """Maximum of each row, for quantisation scales and softmax statistics.
+
+    @epilogue(D=Tile, m=RowMax)
+    def amax(acc):
+        return {"D": acc, "m": absolute(acc)}
+    """
+
+    combine = "max"
+
+
+OPERAND_SHAPES: dict[type, Shape] = {
+    Tile: Shape.TILE,
+    ColVector: Shape.COL,
+    RowVector: Shape.ROW,
+    Scalar: Shape.SCALAR,
+}
+STRUCTURAL = ("acc", "operand", "const", "even", "odd", "interleave")
+OUTPUT_KINDS: tuple[type, ...] = (Tile, HalfTile, RowSum, RowMean, RowMax)
+
+
+@dataclass(frozen=True)
+class Program:
+    """An epilogue program: declared resources and the graph that computes the outputs.
+
+    Attributes:
+        name: The function's name.
+        doc: Its docstring.
+        operands: Operand name to annotation class, in signature order.
+        outputs: Output name to kind class, in declaration order.
+        graph: What it computes.
+    """
+
+    name: str
+    doc: str
+    operands: Mapping[str, type]
+    outputs: Mapping[str, type]
+    graph: Graph
+
+    @cached_property
+    def paired(self) -> bool:
+        """Whether the program works on adjacent column pairs."""
+        return any(n.op in ("even", "odd", "interleave") for n in self.graph.nodes)
+
+    @cached_property
+    def reductions(self) -> dict[str, type[RowReduction]]:
+        return {k: v for k, v in self.outputs.items() if issubclass(v, RowReduction)}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what is computed: names of the program, its operands and outputs do not enter, nor does the order
+        of commutative arguments; the order of operands and outputs does."""
+        position = {name: i for i, name in enumerate(self.operands)}
+        keys: list[str] = []
+        for n in self.graph.nodes:
+            args = [keys[a] for a in n.args]
+            if n.op in OPS and OPS[n.op].commutative:
+                args.sort()
+            leaf = f"{position.get(n.name, '')}|{n.value!r}|{n.shape.value}"
+            keys.append(_sha(f"{n.op}|{leaf}|{','.join(args)}"))
+        parts = [f"{k.__name__}={keys[self.graph.outputs[n]]}" for n, k in self.outputs.items()]
+        return _sha(";".join([*(k.__name__ for k in self.operands.values()), *parts]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The program as JSON-ready data: what crosses process boundaries instead of an author's Python."""
+        return {
+            "name": self.name,
+            "doc": self.doc,
+            "operands": {k: v.__name__ for k, v in self.operands.items()},
+            "outputs": {k: [v.__name__, self.graph.outputs[k]] for k, v in self.outputs.items()},
+            "nodes": [
+                [n.op, list(n.args), n.shape.name, n.name, n.value] for n in self.graph.nodes
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Program:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ProgramError: an operation is not of the vocabulary, or an edge does not point backwards.
+        """
+        kinds = {k.__name__: k for k in (*OPERAND_SHAPES, *OUTPUT_KINDS)}
+        graph = Graph()
+        for op, args, shape, name, value in data["nodes"]:
+            if op not in OPS and op not in STRUCTURAL:
+                raise ProgramError(f"unknown operation {op!r} in a serialised program")
+            if any(not 0 <= a < len(graph.nodes) for a in args):
+                raise ProgramError(f"operation {op!r} refers to a value that does not precede it")
+            graph.nodes.append(Node(op, tuple(args), Shape[shape], name, value))
+        graph.outputs = {o: index for o, (_, index) in data["outputs"].items()}
+        return cls(
+            data["name"],
+            data["doc"],
+            {o: kinds[k] for o, k in data["operands"].items()},
+            {o: kinds[k] for o, (k, _) in data["outputs"].items()},
+            graph,
+        )
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def epilogue(**outputs: type) -> Callable[[Callable[..., Any]], Program]:
+    """Declare an epilogue program.
+
+    The decorated function takes the fp32 accumulator first, then operands annotated with `Tile`, `ColVector`, `RowVector` or
+    `Scalar`, and returns a dict with exactly the outputs declared here as `Tile`, `HalfTile`, `RowSum`, `RowMean` or `RowMax`.
+
+    Raises:
+        ProgramError: a resource is misdeclared, an output is never written, an operand never used, or widths disagree.
+    """
+    if not outputs:
+        raise ProgramError("@epilogue declares no output", hint="e.g. @epilogue(O=Tile)")
+    for name, kind in outputs.items():
+        if kind not in OUTPUT_KINDS:
+            raise ProgramError(
+                f"output {name!r} is declared as {_label(kind)}, expected one of {_names(OUTPUT_KINDS)}"
+            )
+
+    def decorate(fn: Callable[..., Any]) -> Program:
+        operands = _operands(fn)
+        graph = Graph()
+        values = {
+            name: graph.add(Node("operand", (), OPERAND_SHAPES[kind], name))
+            for name, kind in operands.items()
+        }
+        clash = set(outputs) & set(operands)
+        if clash:
+            raise ProgramError(f"{fn.__name__}: {sorted(clash)[0]!r} is an operand and an output")
+        acc = graph.add(Node("acc", (), Shape.TILE))
+        result = fn(acc, **values)
+        _bind_outputs(fn.__name__, graph, outputs, result)
+        pruned = graph.prune()
+        unused = [n for n in operands if not any(x.name == n for x in pruned.nodes)]
+        if unused:
+            raise ProgramError(f"{fn.__name__}: operand {unused[0]!r} is never used")
+        if not any(n.op == "acc" for n in pruned.nodes):
+            raise ProgramError(f"{fn.__name__}: no output depends on the accumulator")
+        doc = inspect.cleandoc(fn.__doc__ or "")
+        return Program(fn.__name__, doc, operands, dict(outputs), pruned)
+
+    return decorate
+
+
+def _operands(fn: Callable[..., Any]) -> dict[str, type]:
+    parameters = list(inspect.signature(fn).parameters.values())
+    if not parameters or parameters[0].name != "acc":
+        raise ProgramError(f"{fn.__name__}: the first parameter must be acc, the accumulator")
+    hints = inspect.get_annotations(fn, eval_str=True)
+    operands = {}
+    for p in parameters[1:]:
+        kind = hints.get(p.name)
+        if kind not in OPERAND_SHAPES:
+            raise ProgramError(
+                f"{fn.__name__}: operand {p.name!r} is annotated {_label(kind)}, expected one of "
+                f"{_names(OPERAND_SHAPES)}"
+            )
+        operands[p.name] = kind
+    return operands
+
+
+def _bind_outputs(name: str, graph: Graph, outputs: Mapping[str, type], result: Any) -> None:
+    if not isinstance(result, dict):
+        raise ProgramError(f"{name} returned {type(result).__name__}, expected a dict of outputs")
+    missing = [o for o in outputs if o not in result]
+    if missing:
+        raise ProgramError(f"{name}: output {missing[0]!r} is declared but never written")
+    extra = [o for o in result if o not in outputs]
+    if extra:
+        raise ProgramError(
+            f"{name}: returned {extra[0]!r}, which is not a declared output",
+            hint=f"declared: {', '.join(outputs)}",
+        )
+    for output, kind in outputs.items():
+        value = result[output]
+        if not isinstance(value, Value):
+            raise ProgramError(
+                f"{name}: output {output!r} is {type(value).__name__}, expected a value"
+            )
+        expected = {Tile: (Shape.TILE,), HalfTile: (Shape.HALF,)}.get(
+            kind, (Shape.TILE, Shape.HALF)
+        )
+        if value.shape not in expected:
+            raise ProgramError(
+                f"{name}: output {output!r} is declared {kind.__name__} but its value is "
+                f"{value.shape.value}, expected {' or '.join(s.value for s in expected)}"
+            )
+        graph.outputs[output] = value.index
+
+
+def _label(kind: Any) -> str:
+    return getattr(kind, "__name__", "nothing" if kind is None else repr(kind))
+
+
+def _names(kinds: Any) -> str:
+    return ", ".join(k.__name__ for k in kinds)

@@ -1,0 +1,211 @@
+"""Compile without a GPU: pick the architecture, and read what the compiler made of a kernel.
+
+- quack asks the driver one thing on the compile path, how many clusters fit, and only a launch needs the answer.
+- The DSL reads its architecture once; its environment manager's setter changes it, so one warm process serves all architectures.
+- A cached object file carries the cubin as an embedded ELF image of machine 190 (EM_CUDA).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.errors import CompileError, MachineError
+from coda_agent.primitives.program import ColVector, Program, RowVector, Scalar
+from coda_agent.primitives.tiles import TileConfig
+
+ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
+# Any size compiles the same kernel: M, N and K are run-time arguments.
+_M, _N, _K = 512, 1024, 256
+
+
+def cache_directory() -> Path:
+    """Where compiled objects are kept: `$QUACK_CACHE_DIR`, or a folder of the user's cache."""
+    given = os.environ.get("QUACK_CACHE_DIR")
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given) if given else Path(root) / "coda-agent" / "quack"
+
+
+def use_cache(directory: Path | None = None) -> None:
+    """Point quack's object cache at `directory`, also in a process that already imported quack."""
+    import quack.cache
+
+    quack.cache.CACHE_DIR = str(directory or cache_directory())
+
+
+@contextmanager
+def target(arch: str) -> Iterator[None]:
+    """Compile for `arch` inside the block, in a process that never launches.
+
+    Raises:
+        CompileError: `arch` is not one of `ARCHITECTURES`.
+    """
+    if arch not in ARCHITECTURES:
+        raise CompileError(f"unknown architecture {arch!r}, expected one of {', '.join(ARCHITECTURES)}")
+    os.environ.update(QUACK_ARCH=ARCHITECTURES[arch], CUTE_DSL_ARCH=arch)
+    from cutlass.cutlass_dsl import CuTeDSL
+    from quack import cute_dsl_utils
+    from quack.gemm_runtime import host
+
+    CuTeDSL._get_dsl().envar.arch = arch
+    cute_dsl_utils._get_device_capacity_cached.cache_clear()
+    cute_dsl_utils.get_compile_target_capacity.cache_clear()
+    clusters = host.get_max_active_clusters
+    host.get_max_active_clusters = lambda *_, **__: 132
+    try:
+        yield
+    finally:
+        host.get_max_active_clusters = clusters
+
+
+def compile_blind(
+    program: Program,
+    config: TileConfig,
+    arch: str,
+    dtype: str,
+    operand_dtypes: Mapping[str, str],
+    output_dtypes: Mapping[str, str],
+) -> dict[str, Any]:
+    """Compile `program` for `arch` on meta tensors and report what came out.
+
+    Returns:
+        `object` (path of the cached object file), `registers`, `stack_bytes`, `local_stores`, `shared_bytes` (dynamic, None when
+        the object came from the cache without its record).
+
+    Raises:
+        CompileError: the program does not lower or compile.
+    """
+    import torch
+    from coda_agent.primitives.launch import allocate, launch
+
+    def meta(*shape: int, name: str) -> Any:
+        return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
+
+    shapes = {ColVector: (_M,), RowVector: (_N,)}
+    operands = {
+        o: 1.0 if kind is Scalar else meta(*shapes.get(kind, (_M, _N)), name=operand_dtypes[o])
+        for o, kind in program.operands.items()
+    }
+    dtypes = {o: getattr(torch, name) for o, name in output_dtypes.items()}
+    with target(arch), _recorded() as record:
+        outputs = allocate(program, _M, _N, dtypes, config, "meta")
+        a, b = meta(_M, _K, name=dtype), meta(_N, _K, name=dtype)
+        launch(program, a, b, operands, outputs, config, run=False)
+    path = record.get("object")
+    if path is None or not Path(path).exists():
+        raise CompileError(f"{program.name}: the compiler left no object file for {config.label}")
+    return {"object": path, "shared_bytes": record.get("shared_bytes"), **resources(Path(path))}
+
+
+@contextmanager
+def _recorded() -> Iterator[dict[str, Any]]:
+    """Note which object file quack's cache resolves, and the kernel's shared memory when it is traced."""
+    import json
+
+    from quack.cache import jit
+    from quack.gemm_runtime import host
+
+    record: dict[str, Any] = {}
+    key_to_hash, build = jit._key_to_hash, host.compile_gemm_kernel
+
+    def hashed(key: Any) -> str:
+        sha = key_to_hash(key)
+        folder = jit.get_cache_path() / jit._compute_source_fingerprint()
+        record["object"] = str(folder / f"{sha}.o")
+        return sha
+
+    def built(*args: Any, post_init: Any = None, **kwargs: Any) -> Any:
+        kernels: list[Any] = []
+
+        def keep(kernel: Any) -> None:
+            kernels.append(kernel)
+            if post_init is not None:
+                post_init(kernel)
+
+        compiled = build(*args, post_init=keep, **kwargs)
+        storage = getattr(kernels[0], "shared_storage", None)
+        if storage is not None:
+            record["shared_bytes"] = int(storage.size_in_bytes())
+            Path(record["object"]).with_suffix(".json").write_text(
+                json.dumps({"shared_bytes": record["shared_bytes"]})
+            )
+        return compiled
+
+    jit._key_to_hash, host.compile_gemm_kernel = hashed, built
+    try:
+        yield record
+    finally:
+        jit._key_to_hash, host.compile_gemm_kernel = key_to_hash, build
+    side = Path(record.get("object", "")).with_suffix(".json") if record else None
+    if "shared_bytes" not in record and side is not None and side.exists():
+        record.update(json.loads(side.read_text()))
+
+
+def cubin(path: Path) -> bytes:
+    """The cubin inside an object file."""
+    data = path.read_bytes()
+    at = data.find(b"\x7fELF", 4)
+    while at >= 0:
+        if int.from_bytes(data[at + 18 : at + 20], "little") == 190:
+            return data[at:]
+        at = data.find(b"\x7fELF", at + 4)
+    raise CompileError(f"{path.name} carries no cubin")
+
+
+def resources(path: Path) -> dict[str, int]:
+    """Registers, stack bytes and local-memory stores of the kernel in an object file."""
+    with _cubin_file(path) as image:
+        usage = _tool("cuobjdump", "--dump-resource-usage", image)
+        sass = _tool("nvdisasm", "-c", image)
+    found = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "registers": found.get("REG", 0),
+        "stack_bytes": found.get("STACK", 0) + found.get("LOCAL", 0),
+        "local_stores": len(re.findall(r"\bSTL\b", sass)),
+        "wgmma": len(re.findall(r"\b[HQI]?GMMA\b|\bHGMMA\.|\bUTCHMMA\b|\bHMMA\b|\bUTC\w*MMA", sass)),
+    }
+
+
+def sass(path: Path) -> str:
+    """Disassembly of the kernel in an object file."""
+    with _cubin_file(path) as image:
+        return _tool("nvdisasm", "-c", image)
+
+
+@contextmanager
+def _cubin_file(path: Path) -> Iterator[str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin(path))
+        file.flush()
+        yield file.name
+
+
+def find_tool(name: str) -> str | None:
+    """`cuobjdump` or `nvdisasm`: on the path, in CUDA_HOME, or in triton's package."""
+    import importlib.util
+
+    found = shutil.which(name)
+    if found:
+        return found
+    candidates = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / name]
+    spec = importlib.util.find_spec("triton")
+    if spec and spec.origin:
+        candidates.append(Path(spec.origin).parent / "backends/nvidia/bin" / name)
+    return next((str(c) for c in candidates if c.exists()), None)
+
+
+def _tool(name: str, *args: str) -> str:
+    path = find_tool(name)
+    if path is None:
+        raise MachineError(f"{name} was not found", hint="it ships with triton and with the CUDA toolkit")
+    done = subprocess.run([path, *args], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise CompileError(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return done.stdout

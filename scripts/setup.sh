@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# setup.sh PYTHON VENV cpu|gpu [venv arguments]: makes the environment and installs coda-agent into it, editable.
+# Safe to repeat: an environment that works is kept, and pip installs only what is missing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=$1 venv=$2 device=$3
+shift 3
+
+say() { printf '[setup %4ds] %s\n' "$SECONDS" "$*"; }
+fail() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 3
+}
+
+command -v "$python" >/dev/null || fail "no '$python' here; install Python 3.11 or newer, or pass PYTHON=/path/to/python"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$("$python" --version) is too old; install Python 3.11 or newer, or pass PYTHON=/path/to/python"
+
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || fail "$venv exists and is no Python environment; pass another VENV="
+    say "making $venv with $("$python" --version)"
+    if "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+        "$python" -m venv --clear "$@" "$venv"
+    elif "$python" -c 'import virtualenv' 2>/dev/null; then
+        "$python" -m virtualenv --quiet --clear "$@" "$venv"
+    else
+        fail "this Python has neither venv with ensurepip nor virtualenv; install one ('apt-get install python3-venv', or your system's package of that kind)"
+    fi
+fi
+
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
+if [ "$device" = gpu ]; then
+    say "a GPU is here: installing coda-agent for CUDA 13, with the tools for development"
+    extras=cu13,dev
+else
+    # First, and by its exact version: where pip is offered a CPU build (2.13.0+cpu), this takes it, while a plain
+    # `torch` would take the newest one with its gigabytes of CUDA libraries.
+    say "no GPU here: installing torch for the CPU"
+    "${pip[@]}" install -qq torch==2.13.0
+    say "installing coda-agent with the tools for development"
+    extras=dev
+fi
+"${pip[@]}" install -qq -e ".[$extras]"
+say "ready: $venv/bin/coda-agent"

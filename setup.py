@@ -1,0 +1,14 @@
+"""Maps the namespace `coda_agent` onto the top-level folders; the rest is in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+ROOMS = ("agent", "primitives", "demos", "specs", "generated", "evals")
+
+setup(
+    packages=[
+        f"coda_agent.{package}"
+        for room in ROOMS
+        for package in (room, *(f"{room}.{sub}" for sub in find_packages(room)))
+    ],
+    package_dir={f"coda_agent.{room}": room for room in ROOMS},
+)

@@ -1,0 +1,425 @@
+"""The spec format: one Markdown file, read into a frozen `Spec`.
+
+- Front matter (YAML between `---` lines) declares names, shapes, element types and draws.
+- The prose carries the mathematics, for people and for authors.
+- One fenced block opened by "```python reference" defines `reference(...)`, plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import keyword
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+
+from coda_agent.primitives.errors import SpecError
+
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int32", "int64")
+
+_OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: math.pow,
+}
+_DRAW_ARGUMENTS = {"normal": 1, "constant": 1, "uniform": 2, "integers": 2}
+_FRONT = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```python reference[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+def evaluate(expression: float | str, sizes: Mapping[str, int]) -> float:
+    """Value of a number, or of a small arithmetic expression over dims such as `K**-0.5`.
+
+    Raises:
+        ValueError: Anything but numbers, dims, + - * / ** and parentheses, or no real value.
+    """
+
+    def visit(node: ast.AST) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return float(number)
+            case ast.Name(id=name) if name in sizes:
+                return float(sizes[name])
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](visit(left), visit(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -visit(operand)
+        raise ValueError(f"{ast.unparse(node)} is not allowed")
+
+    try:
+        # Bounded, so that nesting cannot exhaust the stack.
+        if len(str(expression)) > 100:
+            raise ValueError("it is too long")
+        value = visit(ast.parse(str(expression).strip(), mode="eval").body)
+        if not math.isfinite(value):
+            raise ValueError("it is not finite")
+        return value
+    except (SyntaxError, ValueError, ArithmeticError) as error:
+        raise ValueError(
+            f"{expression!r} has no value ({error}); expected numbers, dims"
+            f" ({', '.join(sizes)}) and + - * / **"
+        ) from None
+
+
+class Shape(NamedTuple):
+    """A tensor's symbolic shape: entries are dims "N", dims over an int "N/2", or ints."""
+
+    parameter: str
+    """The parameter the shape depends on; empty when there is one shape only."""
+    cases: dict[str, tuple[int | str, ...]]
+    """Shape per value of the parameter; the only key is "" when it depends on none."""
+
+
+class Draw(NamedTuple):
+    """How values are drawn; each argument is a number or an expression over dims."""
+
+    kind: Literal["normal", "uniform", "constant", "integers"]
+    args: tuple[float | str, ...]
+    """normal: std; uniform: lo, hi; constant: the value; integers: lo, hi (hi excluded)."""
+
+
+def _parse_entries(raw: Any) -> tuple[int | str, ...]:
+    entries = raw if isinstance(raw, list) else [raw]
+    for entry in entries:
+        good = isinstance(entry, str) and re.fullmatch(r"[A-Za-z_]\w*(/[1-9]\d*)?", entry)
+        if entry is raw or not (good or (type(entry) is int and entry > 0)):
+            raise ValueError(f"expected a list of dims, DIM/INT and positive ints, got {raw!r}")
+    return tuple(entries)
+
+
+def _parse_shape(raw: Any) -> Shape:
+    if not isinstance(raw, dict):
+        return Shape("", {"": _parse_entries(raw)})
+    cases = {value: _parse_entries(raw[value]) for value in raw if value != "parameter"}
+    if not isinstance(raw.get("parameter"), str) or not cases:
+        raise ValueError("a shape by cases needs `parameter: NAME` and one list per value of it")
+    return Shape(raw["parameter"], cases)
+
+
+def _parse_draw(raw: Any) -> Draw:
+    given: Any = {"normal": {"std": 1}} if raw == "normal" else raw
+    if isinstance(given, dict) and len(given) == 1:
+        kind, value = next(iter(given.items()))
+        if kind == "normal":
+            value = value["std"] if isinstance(value, dict) and [*value] == ["std"] else []
+        args: list[Any] = value if isinstance(value, list) else [value]
+        numbers = all(isinstance(arg, int | float | str) for arg in args)
+        if numbers and len(args) == _DRAW_ARGUMENTS.get(kind):
+            return Draw(kind, tuple(args))
+    raise ValueError(
+        "expected `normal`, `normal: {std: X}`, `uniform: [LO, HI]`, `constant: X` or"
+        f" `integers: [LO, HI]`, got {raw!r}"
+    )
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Dim(_Model):
+    """A symbolic extent."""
+
+    multiple_of: int = Field(default=1, ge=1)
+
+
+class Output(_Model):
+    """A tensor the kernel writes."""
+
+    shape: Annotated[Shape, PlainValidator(_parse_shape)]
+    dtype: str
+
+
+class Input(Output):
+    """A tensor, or with shape [] a scalar, that the kernel reads."""
+
+    draw: Annotated[Draw, PlainValidator(_parse_draw)] = Draw("normal", (1.0,))
+
+
+class Tolerance(_Model):
+    """The judge's bound: `multiple` times PyTorch's own error against the exact run."""
+
+    multiple: float = Field(gt=0)
+
+
+class _Header(_Model):
+    """The front matter."""
+
+    name: str
+    level: Literal["compose", "reparameterise", "extend"]
+    summary: str
+    types: dict[str, tuple[str, ...]] = {}
+    dims: dict[str, Dim]
+    gemm: tuple[str, ...] = Field(min_length=2, max_length=2)
+    parameters: dict[str, tuple[str, ...]] = {}
+    inputs: dict[str, Input]
+    outputs: dict[str, Output] = Field(min_length=1)
+    check_shapes: tuple[dict[str, int], ...] = Field(min_length=1)
+    bench_shapes: tuple[dict[str, int], ...] = Field(min_length=1)
+    tolerance: Tolerance
+    target: float = Field(gt=0)
+
+
+class Spec(_Header):
+    """A loaded spec; the accumulator is `A @ B.T` with `gemm` naming A (M, K) and B (N, K)."""
+
+    path: Path
+    text: str
+    prose: str
+    reference_source: str
+    reference_line: int
+    """Line of `text`, from 1, that the first line of the reference stands on."""
+    digest: str
+
+    @property
+    def gemm_dims(self) -> tuple[str, str, str]:
+        """Names of the dims (M, N, K) of the GEMM."""
+        (m, k), (n, _) = (self.symbolic_shape(name) for name in self.gemm)
+        return str(m), str(n), str(k)
+
+    def default_types(self) -> dict[str, str]:
+        """The first choice of every symbolic element type."""
+        return {name: choices[0] for name, choices in self.types.items()}
+
+    def bindings(self) -> list[dict[str, str]]:
+        """Every choice of the static parameters, the default first; `[{}]` when there are none."""
+        values = itertools.product(*self.parameters.values())
+        return [dict(zip(self.parameters, choice, strict=True)) for choice in values]
+
+    def bind(self, binding: Mapping[str, str] | None = None) -> dict[str, str]:
+        """`binding` completed with defaults, in declared order.
+
+        Raises:
+            SpecError: A parameter, or a value of one, that the spec does not declare.
+        """
+        given = binding or {}
+        for name, value in given.items():
+            if value not in self.parameters.get(name, ()):
+                known = "; ".join(f"{k}: {', '.join(v)}" for k, v in self.parameters.items())
+                raise SpecError(f"{self.name}: no {name}={value}; expected {known or 'none'}")
+        return {name: given.get(name, values[0]) for name, values in self.parameters.items()}
+
+    def variant(self, binding: Mapping[str, str] | None = None) -> str:
+        """Program name of one choice of parameters: `name`, then `__value` for each parameter."""
+        return "__".join([self.name, *self.bind(binding).values()])
+
+    def symbolic_shape(
+        self, tensor: str, binding: Mapping[str, str] | None = None
+    ) -> tuple[int | str, ...]:
+        """Shape of an input or output in dims, such as ("M", "N/2").
+
+        Raises:
+            SpecError: No such tensor, or an unknown binding.
+        """
+        shape = self._tensor(tensor).shape
+        return shape.cases[self.bind(binding)[shape.parameter] if shape.parameter else ""]
+
+    def shape_of(
+        self, tensor: str, sizes: Mapping[str, int], binding: Mapping[str, str] | None = None
+    ) -> tuple[int, ...]:
+        """Shape of an input or output at `sizes`; `()` for a scalar.
+
+        Raises:
+            SpecError: No such tensor, bad sizes, or an unknown binding.
+        """
+        self.check_sizes(sizes)
+        parts = [str(entry).partition("/") for entry in self.symbolic_shape(tensor, binding)]
+        return tuple(int(sizes.get(dim) or dim) // int(divisor or 1) for dim, _, divisor in parts)
+
+    def dtype_of(self, tensor: str, types: Mapping[str, str]) -> str:
+        """Concrete element type of an input or output, `types` choosing the symbolic ones.
+
+        Raises:
+            SpecError: No such tensor, or `types` lacks the symbol or chooses another than declared.
+        """
+        dtype = self._tensor(tensor).dtype
+        if dtype not in self.types:
+            return dtype
+        if types.get(dtype) not in self.types[dtype]:
+            allowed = ", ".join(self.types[dtype])
+            raise SpecError(f"{self.name}: type {dtype} is {types.get(dtype)}; expected {allowed}")
+        return types[dtype]
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Accept `sizes` for the dims.
+
+        Raises:
+            SpecError: A dim missing or unknown, not positive, or not a multiple of what it must be.
+        """
+        if set(sizes) != set(self.dims):
+            got, known = ", ".join(sizes) or "none", ", ".join(self.dims)
+            raise SpecError(f"{self.name}: sizes are given for {got}; expected {known}")
+        for name, size in sizes.items():
+            unit = self.dims[name].multiple_of
+            if size <= 0 or size % unit:
+                raise SpecError(
+                    f"{self.name}: {name}={size}; expected a positive multiple of {unit}"
+                )
+
+    def _tensor(self, name: str) -> Output:
+        tensor = self.inputs.get(name) or self.outputs.get(name)
+        if tensor is None:
+            known = ", ".join([*self.inputs, *self.outputs])
+            raise SpecError(f"{self.name}: no tensor {name!r}; expected one of {known}")
+        return tensor
+
+
+def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
+    """Read and check one spec; `text` replaces the file's content, `path` then only names it.
+
+    Raises:
+        SpecError: Unreadable, malformed or contradictory; names the file and the first fault.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8") if text is None else text
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        front, prose, source, line = _split(text)
+        header = _Header.model_validate(_read_yaml(front))
+        spec = Spec(
+            **{name: getattr(header, name) for name in _Header.model_fields},
+            path=path,
+            text=text,
+            prose=prose,
+            reference_source=source,
+            reference_line=line,
+            digest=f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
+        )
+        for fault in _faults(spec):
+            raise ValueError(fault)
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file; expected a spec in Markdown") from None
+    except ValidationError as error:
+        raise SpecError(f"{path}: {_first(error)}") from None
+    except (OSError, ValueError, SpecError) as error:
+        raise SpecError(f"{path}: {error}") from None
+    return spec
+
+
+def _split(text: str) -> tuple[str, str, str, int]:
+    """Front matter, prose, reference source and the line (from 1) that the source starts on."""
+    front = _FRONT.match(text)
+    if not front:
+        raise ValueError("no front matter; expected YAML between two `---` lines at the top")
+    blocks = list(_BLOCK.finditer(text, front.end()))
+    if len(blocks) != 1:
+        raise ValueError(f"expected one closed ```python reference block, found {len(blocks)}")
+    block = blocks[0]
+    prose = text[front.end() : block.start()] + text[block.end() :]
+    return front[1], prose.strip() + "\n", block[1], text.count("\n", 0, block.start(1)) + 1
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a repeated key is an error: the default keeps the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        for key, count in Counter(str(key.value) for key, _ in node.value).items():
+            if count > 1:
+                fault = f"key {key!r} is given {count} times"
+                raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(front: str) -> dict[str, Any]:
+    try:
+        data = yaml.load(front, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        line = f"line {mark.line + 2}: " if mark else ""
+        raise ValueError(f"{line}front matter is not YAML: {reason}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"front matter is a {type(data).__name__}; expected keys and values")
+    return data
+
+
+def _first(error: ValidationError) -> str:
+    # A misspelt key is also a missing one; the misspelling is what the reader must see.
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    fault = faults[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = f"; expected {', '.join(_Header.model_fields)}" if len(fault["loc"]) == 1 else ""
+        return f"unknown key {where!r}{known}"
+    if fault["type"] == "missing":
+        return f"missing key {where!r}"
+    return f"{where}: {fault['msg'].removeprefix('Value error, ')}"
+
+
+def _faults(spec: Spec) -> Iterator[str]:
+    """What contradicts what; lazily, so that later checks may trust earlier ones."""
+    names = [*spec.inputs, *spec.outputs, *spec.parameters]
+    values = itertools.chain(*spec.parameters.values())
+    for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
+        if not name.isidentifier() or keyword.iskeyword(name) or "__" in name:
+            yield f"name {name!r} must be a Python identifier without a double underscore"
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"name {name!r} is declared twice among inputs, outputs and parameters"
+    for name, choices in {**spec.types, **spec.parameters}.items():
+        if not choices or len(set(choices)) != len(choices):
+            yield f"{name!r} lists {list(choices)}; expected one or more distinct choices"
+    for name, choices in spec.types.items():
+        for dtype in sorted(set(choices) - set(DTYPES)):
+            yield f"type {name}: unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}"
+    for name, tensor in [*spec.inputs.items(), *spec.outputs.items()]:
+        yield from _tensor_faults(spec, name, tensor)
+    for name in sorted(set(spec.gemm) - set(spec.inputs)):
+        yield f"gemm: {name!r} is not an input; expected two of {', '.join(spec.inputs)}"
+    a, b = (spec.inputs[name].shape.cases.get("", ()) for name in spec.gemm)
+    if len(a) != 2 or len(b) != 2 or a[1] != b[1] or len({*a, *b} & set(spec.dims)) != 3:
+        got = f"{spec.gemm[0]} {list(a)} and {spec.gemm[1]} {list(b)}"
+        yield f"gemm: shapes {got}; expected [M, K] and [N, K] over three dims"
+    for sizes in (*spec.check_shapes, *spec.bench_shapes):
+        spec.check_sizes(sizes)
+        for name, tensor in spec.inputs.items():
+            kind, args = tensor.draw.kind, [evaluate(arg, sizes) for arg in tensor.draw.args]
+            if kind == "normal" and args[0] <= 0:
+                yield f"inputs.{name}.draw: expected a positive std, got {args[0]}"
+            bounds = [math.floor(arg) for arg in args] if kind == "integers" else args
+            if kind in ("uniform", "integers") and bounds[0] >= bounds[1]:
+                yield f"inputs.{name}.draw: expected LO < HI, got {bounds}"
+    yield from _reference_faults(spec)
+
+
+def _tensor_faults(spec: Spec, name: str, tensor: Output) -> Iterator[str]:
+    if tensor.dtype not in (*DTYPES, *spec.types):
+        known = ", ".join([*spec.types, *DTYPES])
+        yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}"
+    parameter, cases = tensor.shape
+    if parameter and set(cases) != set(spec.parameters.get(parameter, ())):
+        yield f"{name}: shape cases {', '.join(cases)} are not the values of {parameter!r}"
+    for entry in itertools.chain(*cases.values()):
+        dim, _, divisor = str(entry).partition("/")
+        if isinstance(entry, str) and dim not in spec.dims:
+            yield f"{name}: dim {dim!r} is not declared; expected one of {', '.join(spec.dims)}"
+        elif isinstance(entry, str) and spec.dims[dim].multiple_of % int(divisor or 1):
+            yield f"{name}: {entry} needs dim {dim} to be declared multiple_of: {divisor}"
+
+
+def _reference_faults(spec: Spec) -> Iterator[str]:
+    try:
+        tree = ast.parse(spec.reference_source)
+    except SyntaxError as error:
+        line = spec.reference_line + (error.lineno or 1) - 1
+        yield f"line {line}: reference has a syntax error: {error.msg}"
+        return
+    expected = ", ".join([*spec.inputs, *spec.parameters])
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "reference"]
+    if len(found) != 1:
+        yield f"block defines reference {len(found)} times; expected `def reference({expected})`"
+    for argument in ast.walk(found[0].args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    if (got := ast.unparse(found[0].args)) != expected:
+        yield f"reference takes ({got}); expected ({expected})"

@@ -1,0 +1,240 @@
+"""Running a spec's PyTorch reference: in its own element types, and exactly, in float64."""
+
+from __future__ import annotations
+
+import functools
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs.format import Spec, evaluate
+
+if TYPE_CHECKING:
+    import torch
+
+    Values = Mapping[str, torch.Tensor | float]
+
+# A row-wise output of a one-row check shape is a single element, which is always "constant".
+_ADMISSION_ELEMENTS = 16
+
+
+def draw_inputs(
+    spec: Spec,
+    sizes: Mapping[str, int],
+    types: Mapping[str, str],
+    *,
+    seed: int,
+    device: str | torch.device = "cpu",
+    binding: Mapping[str, str] | None = None,
+) -> dict[str, torch.Tensor | float]:
+    """Draw every input as the spec says: in float32 on `device`, then cast to its element type.
+
+    Returns:
+        Contiguous tensors of the declared shapes and dtypes; scalars (shape []) as floats.
+
+    Raises:
+        SpecError: Sizes, types or binding that the spec does not allow.
+    """
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+    inputs: dict[str, torch.Tensor | float] = {}
+    for name, tensor in spec.inputs.items():
+        shape = spec.shape_of(name, sizes, binding)
+        values = torch.empty(shape, dtype=torch.float32, device=device)
+        args = [evaluate(arg, sizes) for arg in tensor.draw.args]
+        match tensor.draw.kind:
+            case "normal":
+                values.normal_(0.0, args[0], generator=generator)
+            case "uniform":
+                values.uniform_(args[0], args[1], generator=generator)
+            case "integers":
+                # Through int64: float32 would round indices beyond 2**24.
+                lo, hi = map(math.floor, args)
+                values = values.long().random_(lo, hi, generator=generator)
+            case "constant":
+                values.fill_(args[0])
+        cast = values.to(getattr(torch, spec.dtype_of(name, types)))
+        inputs[name] = cast if cast.ndim else float(cast)
+    return inputs
+
+
+def reference_callable(
+    spec: Spec, binding: Mapping[str, str] | None = None
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """The bare reference with its parameters bound: `call(**inputs)`, fit for `torch.compile`.
+
+    Raises:
+        SpecError: The reference block raises on definition, or the binding is unknown.
+    """
+    bound = spec.bind(binding)
+    with _blaming(spec):
+        # Blank lines put the code on its own lines of the Markdown file, for tracebacks.
+        source = "\n" * (spec.reference_line - 1) + spec.reference_source
+        function = _define(source, str(spec.path))
+    return functools.partial(function, **bound) if bound else function
+
+
+@functools.lru_cache(maxsize=64)
+def _define(source: str, filename: str) -> Callable[..., dict[str, torch.Tensor]]:
+    # No `__name__`: torch.compile would import that module to find the block's globals.
+    namespace: dict[str, Any] = {}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace["reference"]
+
+
+@contextmanager
+def _blaming(spec: Spec) -> Iterator[None]:
+    """Turn whatever spec code raises into a SpecError with the line of the spec file."""
+    try:
+        yield
+    except Exception as error:  # The reference is foreign code: anything may come out of it.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(spec.path)]
+        reason = (str(error).splitlines() or ["no message"])[0]
+        raise SpecError(
+            f"{spec.path}:{lines[-1] if lines else spec.reference_line}:"
+            f" reference raised {type(error).__name__}: {reason}"
+        ) from error
+
+
+def run_reference(
+    spec: Spec,
+    inputs: Values,
+    *,
+    binding: Mapping[str, str] | None = None,
+    exact: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Run the reference; `exact` makes every floating value in it float64, casts included.
+
+    Returns:
+        Declared outputs in declared order; floating ones are float64 when `exact`.
+
+    Raises:
+        SpecError: The reference raises, returns other than its outputs, or left float64.
+    """
+    import torch
+
+    function = reference_callable(spec, binding)
+    with _blaming(spec):
+        if exact:
+            wide = dict(inputs)
+            for name, value in inputs.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    wide[name] = value.double()
+            with _float64():
+                outputs = function(**wide)
+        else:
+            outputs = function(**inputs)
+    got: object = outputs
+    if isinstance(got, dict):
+        got = {name: type(value).__name__ for name, value in got.items()}
+    if got != dict.fromkeys(spec.outputs, "Tensor"):
+        known = ", ".join(spec.outputs)
+        got = got if isinstance(got, dict) else f"a {type(got).__name__}"
+        raise SpecError(f"{spec.path}: reference returned {got}; expected Tensors {known}")
+    for name, value in outputs.items():
+        if exact and value.is_floating_point() and value.dtype != torch.float64:
+            raise SpecError(
+                f"{spec.path}: output {name!r} is {value.dtype} in the exact run;"
+                " expected casts by .to(), .float() and the like only"
+            )
+    return {name: outputs[name] for name in spec.outputs}
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    """Make every cast to a floating dtype, and every new floating tensor, float64."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    tensor = torch.Tensor
+    casts = (tensor.float, tensor.half, tensor.bfloat16, tensor.double)
+
+    class Float64(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            def widen(value: Any) -> Any:
+                floating = isinstance(value, torch.dtype) and value.is_floating_point
+                return torch.float64 if floating else value
+
+            keywords = kwargs or {}
+            extra = [*args[1:], *keywords.values()]
+            dtypes = any(isinstance(value, torch.dtype) for value in extra)
+            if (func is tensor.view and dtypes) or (func is tensor.type and extra and not dtypes):
+                raise TypeError("Tensor.view(dtype) and Tensor.type(name): use .to(dtype) instead")
+            call = tensor.double if func in casts else func
+            return call(*map(widen, args), **{k: widen(v) for k, v in keywords.items()})
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def admit(spec: Spec) -> None:
+    """Run the reference on CPU, for every binding, and refuse a spec that proves nothing.
+
+    Uses the first element types and the smallest check shape whose outputs are not tiny.
+
+    Raises:
+        SpecError: An output of another shape or dtype than declared, non-finite, zero or
+            constant; an input changed in place; or no output that needs both GEMM operands.
+    """
+    types = spec.default_types()
+    shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
+    for binding in spec.bindings():
+        for sizes in shapes:
+            elements = min(math.prod(spec.shape_of(name, sizes, binding)) for name in spec.outputs)
+            if elements >= _ADMISSION_ELEMENTS:
+                break
+        else:
+            sizes = shapes[-1]
+        fault = _degeneracy(spec, sizes, types, binding)
+        if fault:
+            raise SpecError(f"{spec.path}: {spec.variant(binding)}: {fault}")
+
+
+def _degeneracy(
+    spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
+) -> str:
+    import torch
+
+    inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
+    other = draw_inputs(spec, sizes, types, seed=1, binding=binding)
+    versions = {k: v._version for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    rounded = run_reference(spec, inputs, binding=binding)
+    for name, version in versions.items():
+        if getattr(inputs[name], "_version", version) != version:
+            return f"the reference changes its input {name!r} in place; expected a new tensor"
+    for name, value in rounded.items():
+        shape, dtype = spec.shape_of(name, sizes, binding), spec.dtype_of(name, types)
+        got = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        if got != (shape, dtype):
+            return f"output {name!r} is {got[1]} {got[0]}; expected {dtype} {shape}"
+
+    def exact(values: Values) -> dict[str, torch.Tensor]:
+        return run_reference(spec, values, binding=binding, exact=True)
+
+    truth, redrawn = exact(inputs), exact(other)
+    for name in spec.outputs:
+        for value in (rounded[name].double(), truth[name].double()):
+            if not value.isfinite().all():
+                return f"output {name!r} has non-finite values"
+            if not value.any():
+                return f"output {name!r} is all zero"
+            if value.numel() > 1 and (value == value.flatten()[0]).all():
+                return f"output {name!r} is constant"
+        if torch.equal(truth[name], redrawn[name]):
+            return f"output {name!r} is constant: it depends on no input"
+    moved = [exact({**inputs, operand: other[operand]}) for operand in spec.gemm]
+    if not any(all(not torch.equal(truth[n], run[n]) for run in moved) for n in spec.outputs):
+        return f"no output depends on both GEMM operands, {' and '.join(spec.gemm)}"
+    return ""

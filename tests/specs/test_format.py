@@ -1,0 +1,244 @@
+"""The spec parser: what it reads, and the one line it says about each kind of bad spec."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.format import evaluate
+
+SPECS = Path(load_spec.__code__.co_filename).parent
+
+GOOD = """\
+---
+name: scaled
+level: compose
+summary: A scaled product.
+types: {T: [bfloat16, float16]}
+dims:
+  M: {}
+  N: {multiple_of: 16}
+  K: {multiple_of: 8}
+gemm: [A, B]
+parameters:
+  per: [column, row]
+  act: [none, relu]
+inputs:
+  A: {shape: [M, K], dtype: T}
+  B: {shape: [N, K], dtype: T, draw: {normal: {std: K**-0.5}}}
+  v: {shape: {parameter: per, column: [N], row: [M]}, dtype: float32, draw: {uniform: [0, 1]}}
+  x: {shape: [], dtype: float32, draw: {constant: 2}}
+  y: {shape: [M, 3], dtype: int64, draw: {integers: [0, N]}}
+outputs:
+  D: {shape: [M, N/2], dtype: T}
+check_shapes:
+  - {M: 3, N: 16, K: 8}
+bench_shapes:
+  - {M: 4096, N: 4096, K: 4096}
+tolerance: {multiple: 2.0}
+target: 0.97
+---
+
+# Scaled
+
+Some mathematics.
+
+```python
+this = "is not the reference"
+```
+
+```python reference
+import torch
+
+
+def reference(A, B, v, x, y, per, act):
+    return {"D": (A @ B.T)[:, ::2]}
+```
+
+A last remark.
+"""
+
+
+def parse(*edits: tuple[str, str]) -> Spec:
+    text = GOOD
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return load_spec("here/scaled.md", text=text)
+
+
+def test_reads_every_field() -> None:
+    spec = parse()
+    assert (spec.name, spec.level, spec.summary) == ("scaled", "compose", "A scaled product.")
+    assert spec.gemm == ("A", "B") and spec.gemm_dims == ("M", "N", "K")
+    assert spec.dims["M"].multiple_of == 1 and spec.dims["N"].multiple_of == 16
+    assert spec.default_types() == {"T": "bfloat16"}
+    assert spec.tolerance.multiple == 2.0 and spec.target == 0.97
+    assert spec.check_shapes == ({"M": 3, "N": 16, "K": 8},)
+    assert [spec.inputs[name].draw for name in "ABvxy"] == [
+        ("normal", (1.0,)),
+        ("normal", ("K**-0.5",)),
+        ("uniform", (0, 1)),
+        ("constant", (2,)),
+        ("integers", (0, "N")),
+    ]
+    assert spec.prose.startswith("# Scaled") and spec.prose.endswith("A last remark.\n")
+    assert "is not the reference" in spec.prose and "def reference" not in spec.prose
+    assert spec.reference_source.startswith("import torch\n")
+    assert spec.text.splitlines()[spec.reference_line - 1] == "import torch"
+
+
+def test_shapes_and_dtypes() -> None:
+    spec, sizes = parse(), {"M": 3, "N": 32, "K": 8}
+    assert spec.shape_of("D", sizes) == (3, 16)
+    assert spec.shape_of("x", sizes) == ()
+    assert spec.shape_of("y", sizes) == (3, 3)
+    assert spec.shape_of("v", sizes) == (32,)
+    assert spec.shape_of("v", sizes, {"per": "row"}) == (3,)
+    assert spec.symbolic_shape("D") == ("M", "N/2")
+    assert spec.dtype_of("A", {"T": "float16"}) == "float16"
+    assert spec.dtype_of("y", {}) == "int64"
+
+
+def test_bindings_and_variants() -> None:
+    spec = parse()
+    assert spec.bindings()[0] == {"per": "column", "act": "none"} == spec.bind()
+    assert [spec.variant(binding) for binding in spec.bindings()] == [
+        "scaled__column__none",
+        "scaled__column__relu",
+        "scaled__row__none",
+        "scaled__row__relu",
+    ]
+    assert spec.variant({"act": "relu"}) == "scaled__column__relu"
+    plain = load_spec(SPECS / "gemm_swiglu.md")
+    assert plain.bindings() == [{}] and plain.variant() == "gemm_swiglu"
+
+
+def test_digest_ignores_line_ends_only() -> None:
+    unix, dos = parse(), load_spec("other.md", text=GOOD.replace("\n", "\r\n"))
+    assert unix.digest == dos.digest and unix.digest.startswith("sha256:")
+    assert unix.digest != parse(("A last", "The last")).digest
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("---\nname", "name", "no front matter; expected YAML between two `---` lines"),
+        ("target: 0.97\n---\n", "target: 0.97\n", "no front matter"),
+        ("gemm: [A, B]", "gemm: [A, B", "line 1"),
+        ("gemm: [A, B]", "gemm: [A, B]\ngemm: [B, A]", "line 2: front matter is not YAML: key"),
+        ("---\nname: scaled", "---\n- a\n---\nname: x", "front matter is a list; expected keys"),
+        ("target: 0.97", "target: 0.97\nowner: me", "unknown key 'owner'; expected name, level"),
+        ("target:", "tarjet:", "unknown key 'tarjet'; expected name"),
+        ("N: {multiple_of: 16}", "N: {multiple: 16}", "unknown key 'dims.N.multiple'"),
+        ("target: 0.97\n", "", "missing key 'target'"),
+        ("level: compose", "level: hard", "level: Input should be 'compose'"),
+        ("target: 0.97", "target: fast", "target: Input should be a valid number"),
+        ("name: scaled", "name: scaled-gemm", "name 'scaled-gemm' must be a Python identifier"),
+        ("[none, relu]", "[a__b, relu]", "name 'a__b' must be a Python identifier"),
+        ("[none, relu]", "[relu, relu]", "'act' lists ['relu', 'relu']; expected"),
+        ("[bfloat16, float16]", "[bfloat16, half]", "type T: unknown dtype 'half'; expected one"),
+        ("[M, K], dtype: T", "[M, K], dtype: S", "A: unknown dtype 'S'; expected one of T, bfloat"),
+        ("[M, 3]", "[M, Q]", "y: dim 'Q' is not declared; expected one of M, N, K"),
+        ("[M, N/2]", "[M, Z/2]", "D: dim 'Z' is not declared"),
+        ("[M, N/2]", "[M, N/3]", "D: N/3 needs dim N to be declared multiple_of: 3"),
+        ("[M, N/2]", "M", "outputs.D.shape: expected a list of dims, DIM/INT and positive ints"),
+        ("[M, 3]", "[M, 0]", "inputs.y.shape: expected a list of dims"),
+        ("parameter: per, ", "", "inputs.v.shape: a shape by cases needs `parameter: NAME`"),
+        ("row: [M]", "line: [M]", "v: shape cases column, line are not the values of 'per'"),
+        ("gemm: [A, B]", "gemm: [A, W]", "gemm: 'W' is not an input; expected two of A, B, v, x"),
+        ("gemm: [A, B]", "gemm: [A, v]", "gemm: shapes A ['M', 'K'] and v []; expected [M, K]"),
+        ("B: {shape: [N, K]", "B: {shape: [K, N]", "and B ['K', 'N']; expected [M, K] and [N, K]"),
+        ("gemm: [A, B]", "gemm: [A]", "gemm: Tuple should have at least 2 items"),
+        ("  D: {", "  A: {", "name 'A' is declared twice among inputs, outputs and parameters"),
+        ("  - {M: 3, N: 16", "  - {M: 3, N: 17", "N=17; expected a positive multiple of 16"),
+        ("  - {M: 3, N: 16", "  - {M: 0, N: 16", "M=0; expected a positive multiple of 1"),
+        ("  - {M: 3, N: 16", "  - {M: 3", "sizes are given for M, K; expected M, N, K"),
+        ("K: 4096}", "K: 4097}", "K=4097; expected a positive multiple of 8"),
+        ("{constant: 2}", "{gamma: 2}", "inputs.x.draw: expected `normal`"),
+        ("{uniform: [0, 1]}", "{uniform: [0]}", "inputs.v.draw: expected `normal`"),
+        ("{uniform: [0, 1]}", "{uniform: [1, 1]}", "inputs.v.draw: expected LO < HI"),
+        ("{normal: {std: K**-0.5}}", "{normal: {sd: 1}}", "inputs.B.draw: expected `normal`"),
+        ("K**-0.5", "-K", "inputs.B.draw: expected a positive std"),
+        ("K**-0.5", "Q**2", "'Q**2' has no value (Q is not allowed); expected numbers, dims"),
+        ("```python reference", "```python", "one closed ```python reference block, found 0"),
+        ("\n```\n\nA last", "\n\nA last", "one closed ```python reference block, found 0"),
+        ("A last", "```python reference\n```\nA last", "reference block, found 2"),
+        ("def reference(A", "def reference((A", "line {line}: reference has a syntax error"),
+        (
+            "def reference",
+            "def other",
+            "defines reference 0 times; expected `def reference(A,",
+        ),
+        ("reference(A, B", "reference(B, A", "takes (B, A, v, x, y, per, act); expected (A, B, v"),
+        ("per, act):", "per):", "reference takes (A, B, v, x, y, per); expected (A, B, v, x, y"),
+        ("per, act):", "per, act, *rest):", "reference takes (A, B, v, x, y, per, act, *rest)"),
+        ("per, act):", "per, act=1):", "reference takes (A, B, v, x, y, per, act=1)"),
+    ],
+)
+def test_bad_specs(old: str, new: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse((old, new))
+    said = str(caught.value)
+    line = GOOD[: GOOD.index("def reference")].count("\n") + 1
+    assert said.startswith("here/scaled.md: ") and message.replace("{line}", str(line)) in said
+    assert "\n" not in said
+
+
+def test_annotated_reference_is_accepted() -> None:
+    assert parse(("reference(A, B", "reference(A: torch.Tensor, B")).name == "scaled"
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"absent\.md: no such file; expected a spec in Markdown"):
+        load_spec(tmp_path / "absent.md")
+    (tmp_path / "binary.md").write_bytes(b"---\n\xff\n---\n")
+    with pytest.raises(SpecError, match=r"binary\.md: 'utf-8' codec can't decode"):
+        load_spec(tmp_path / "binary.md")
+    with pytest.raises(SpecError, match="Is a directory"):
+        load_spec(tmp_path)
+
+
+def test_methods_refuse_what_the_spec_does_not_declare() -> None:
+    spec, sizes = parse(), {"M": 3, "N": 16, "K": 8}
+    with pytest.raises(SpecError, match="no tensor 'Z'; expected one of A, B, v, x, y, D"):
+        spec.shape_of("Z", sizes)
+    with pytest.raises(SpecError, match="no act=tanh; expected per: column, row; act: none, relu"):
+        spec.variant({"act": "tanh"})
+    with pytest.raises(SpecError, match="type T is float32; expected bfloat16, float16"):
+        spec.dtype_of("A", {"T": "float32"})
+    with pytest.raises(SpecError, match="type T is None"):
+        spec.dtype_of("A", {})
+    with pytest.raises(SpecError, match="sizes are given for M, N, K, L; expected M, N, K"):
+        spec.check_sizes({**sizes, "L": 1})
+    with pytest.raises(SpecError, match="K=-8; expected a positive multiple of 8"):
+        spec.check_sizes({**sizes, "K": -8})
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [(0.5, 0.5), ("1e-3", 1e-3), ("K**-0.5", 0.25), ("-(K + 2*N) / 4", -6.0), ("N - K", -12.0)],
+)
+def test_expressions(expression: float | str, value: float) -> None:
+    assert evaluate(expression, {"K": 16, "N": 4}) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["__import__('os')", "K.real", "K if K else 1", "9**9**9**9", "(-1)**0.5", "1/0", "1e999", "",
+     "(" * 200, "1 +" * 60 + "1", "'a'"],
+)  # fmt: skip
+def test_expressions_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match="has no value"):
+        evaluate(expression, {"K": 16})
+
+
+def test_import_and_load_stay_free_of_torch() -> None:
+    code = (
+        "import sys, coda_agent.specs as s;"
+        f"s.load_spec({str(SPECS / 'gemm_rmsnorm.md')!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

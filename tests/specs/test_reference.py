@@ -1,0 +1,313 @@
+"""References: against expectations written here, in float64, and in the types a user runs."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs import Spec, admit, draw_inputs, load_spec, reference_callable, run_reference
+
+SPECS = Path(load_spec.__code__.co_filename).parent
+NAMES = (
+    "gemm_bias_act",
+    "gemm_residual_partial_rmsnorm",
+    "gemm_rmsnorm",
+    "gemm_rmsnorm_swiglu",
+    "gemm_swiglu",
+)
+SIZES = {"M": 5, "N": 16, "K": 8}
+BF16 = {"T": "bfloat16"}
+
+Rows = list[list[float]]
+
+
+def spec_of(name: str) -> Spec:
+    return load_spec(SPECS / f"{name}.md")
+
+
+def tensors(inputs: dict[str, torch.Tensor | float]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+ACTIVATIONS: dict[str, Callable[[float], float]] = {
+    "gelu_tanh": lambda x: (
+        0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
+    "relu": lambda x: max(x, 0.0),
+    "silu": lambda x: x * sigmoid(x),
+}
+
+
+def pairs(rows: Rows) -> Rows:
+    return [[row[j] * sigmoid(row[j]) * row[j + 1] for j in range(0, len(row), 2)] for row in rows]
+
+
+def expected(
+    name: str, inputs: dict[str, Any], binding: dict[str, str]
+) -> dict[str, Rows | list[float]]:
+    """The spec's mathematics in Python floats (float64), element by element."""
+    values: dict[str, Any] = {
+        k: v if isinstance(v, float) else v.double().tolist() for k, v in inputs.items()
+    }
+    a, b, c = values["A"], values["B"], values.get("C", [])
+    columns = range(len(b))
+    acc = [[math.fsum(x * y for x, y in zip(ra, rb, strict=True)) for rb in b] for ra in a]
+    if name == "gemm_bias_act":
+        act, bias = ACTIVATIONS[binding["activation"]], values["bias"]
+        alpha, beta = values["alpha"], values["beta"]
+        row = binding["bias_per"] == "row"
+        return {
+            "O": [
+                [act(alpha * acc[m][n] + beta * c[m][n] + bias[m if row else n]) for n in columns]
+                for m in range(len(a))
+            ]
+        }
+    if name == "gemm_residual_partial_rmsnorm":
+        d = [[x + y for x, y in zip(ra, rc, strict=True)] for ra, rc in zip(acc, c, strict=True)]
+        return {
+            "D": d,
+            "O": [[x * values["gamma"][n] for n, x in enumerate(row)] for row in d],
+            "s": [math.fsum(x * x for x in row) / len(row) for row in d],
+        }
+    if "rmsnorm" in name:
+        acc = [[x * r for x in row] for row, r in zip(acc, values["r"], strict=True)]
+    if name == "gemm_rmsnorm":
+        return {"O": acc}
+    return {"D": acc, "O": pairs(acc)}
+
+
+CASES = [(name, binding) for name in NAMES for binding in spec_of(name).bindings()]
+
+
+@pytest.mark.parametrize(("name", "binding"), CASES)
+def test_exact_run_is_float64(name: str, binding: dict[str, str]) -> None:
+    spec = spec_of(name)
+    inputs = draw_inputs(spec, SIZES, BF16, seed=3, binding=binding)
+    truth = run_reference(spec, inputs, binding=binding, exact=True)
+    wanted = expected(name, inputs, binding)
+    assert list(truth) == list(spec.outputs) and set(truth) == set(wanted)
+    for output, value in truth.items():
+        want = torch.tensor(wanted[output], dtype=torch.float64)
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "binding"), CASES)
+def test_rounded_run_is_near_the_exact_one(name: str, binding: dict[str, str], dtype: str) -> None:
+    spec = spec_of(name)
+    epsilon = torch.finfo(getattr(torch, dtype)).eps
+    for sizes in spec.check_shapes:
+        types = {"T": dtype}
+        inputs = draw_inputs(spec, sizes, types, seed=4, binding=binding)
+        rounded = run_reference(spec, inputs, binding=binding)
+        truth = run_reference(spec, inputs, binding=binding, exact=True)
+        for output, value in rounded.items():
+            assert str(value.dtype) == f"torch.{spec.dtype_of(output, types)}"
+            assert tuple(value.shape) == spec.shape_of(output, sizes, binding)
+            error = (value.double() - truth[output]).norm() / truth[output].norm()
+            assert 0 < error < 2 * epsilon
+            # Rounding happened: the exact run is not merely the rounded one upcast.
+            assert not torch.equal(value.double(), truth[output])
+
+
+def test_row_statistics_come_from_the_unrounded_sum() -> None:
+    spec = spec_of("gemm_residual_partial_rmsnorm")
+    inputs = draw_inputs(spec, {"M": 64, "N": 256, "K": 64}, BF16, seed=5)
+    out = run_reference(spec, inputs)
+    given = tensors(inputs)
+    unrounded = (given["A"] @ given["B"].T).double() + given["C"].double()
+    s = unrounded.square().mean(-1)
+    of_rounded = out["D"].double().square().mean(-1)
+    assert (out["s"] - s).abs().max() < 1e-6 < (out["s"] - of_rounded).abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_specs_are_admitted(name: str) -> None:
+    admit(spec_of(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_references_compile_whole(name: str) -> None:
+    spec = spec_of(name)
+    inputs = draw_inputs(spec, SIZES, BF16, seed=6)
+    compiled = torch.compile(reference_callable(spec), backend="eager", fullgraph=True)
+    for output, value in run_reference(spec, inputs).items():
+        assert torch.equal(compiled(**inputs)[output], value)
+
+
+# A spec small enough to break in every way, and to hold any reference body.
+TEMPLATE = """\
+---
+name: toy
+level: extend
+summary: For tests.
+types: {{T: [bfloat16]}}
+dims: {{M: {{}}, N: {{}}, K: {{}}}}
+gemm: [A, B]
+inputs:
+  A: {{shape: [M, K], dtype: T}}
+  B: {{shape: [N, K], dtype: {b_dtype}, draw: {{normal: {{std: K**-0.5}}}}}}
+  y: {{shape: [M], dtype: int64, draw: {{integers: [2, N]}}}}
+  u: {{shape: [M], dtype: float32, draw: {{uniform: [3, 4]}}}}
+  k: {{shape: [], dtype: float32, draw: {{constant: 0.1}}}}
+outputs: {{O: {{shape: {shape}, dtype: {dtype}}}}}
+check_shapes: [{{M: 8, N: 16, K: 32}}, {{M: 1, N: 4, K: 4}}]
+bench_shapes: [{{M: 64, N: 64, K: 64}}]
+tolerance: {{multiple: 2.0}}
+target: 0.9
+---
+```python reference
+import torch
+import torch.nn.functional as F
+
+
+def reference(A, B, y, u, k):
+    {body}
+```
+"""
+TOY = {"M": 400, "N": 16, "K": 256}
+BODY_LINE = TEMPLATE.split("{body}")[0].count("\n") + 1
+
+
+def toy(body: str, *, shape: str = "[M, N]", dtype: str = "T", b_dtype: str = "T") -> Spec:
+    text = TEMPLATE.format(
+        body=body.replace("\n", "\n    "), shape=shape, dtype=dtype, b_dtype=b_dtype
+    )
+    return load_spec("toy.md", text=text)
+
+
+def test_draws_follow_the_spec() -> None:
+    spec = toy("return {'O': A @ B.T}", b_dtype="float8_e4m3fn")
+    inputs = draw_inputs(spec, TOY, BF16, seed=0)
+    a, b, y, u = (tensors(inputs)[name] for name in "AByu")
+    dtypes = [t.dtype for t in (a, b, y, u)]
+    assert dtypes == [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.float32]
+    assert abs(a.double().std() - 1) < 0.02 and abs(b.double().std() * 16 - 1) < 0.05
+    assert set(y.tolist()) == set(range(2, 16))
+    assert u.min() >= 3 and u.max() < 4 and u.std() > 0.2
+    # A scalar is a float32 value, as the kernel receives it, held in a Python float.
+    assert inputs["k"] == float(torch.tensor(0.1)) != 0.1
+
+
+def test_draws_are_seeded() -> None:
+    spec = spec_of("gemm_bias_act")
+    first, again, other = (draw_inputs(spec, SIZES, BF16, seed=seed) for seed in (1, 1, 2))
+    for name in first:
+        value, same, different = (torch.as_tensor(run[name]) for run in (first, again, other))
+        assert torch.equal(value, same) and not torch.equal(value, different)
+    row = draw_inputs(spec, SIZES, BF16, seed=1, binding={"bias_per": "row"})["bias"]
+    assert isinstance(row, torch.Tensor) and row.shape == (5,)
+    with pytest.raises(SpecError, match="type T is None; expected bfloat16, float16"):
+        draw_inputs(spec, SIZES, {}, seed=1)
+    with pytest.raises(SpecError, match="N=17; expected a positive multiple of 16"):
+        draw_inputs(spec, {**SIZES, "N": 17}, BF16, seed=1)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        "x.to(torch.bfloat16)", "x.to(dtype=torch.float16)", "x.to('cpu', torch.float32)",
+        "x.to(u)", "x.half()", "x.float()", "x.bfloat16()", "x.double()", "x.type(torch.float16)",
+        "x.type_as(A)", "torch.sum(x[..., None], -1, dtype=torch.float32)",
+        "torch.full_like(x, 1.0, dtype=torch.float16) * x", "x * torch.ones(16)",
+        "torch.zeros(8, 16).add_(x)", "x + torch.zeros(16, dtype=torch.bfloat16)",
+        "torch.empty(8, 16, dtype=torch.bfloat16).copy_(x)", "x * torch.tensor(1.0)",
+        "x.cumsum(1, dtype=torch.float16).diff(dim=1, prepend=torch.zeros(8, 1))",
+    ],
+)  # fmt: skip
+def test_every_cast_is_exact(cast: str) -> None:
+    spec = toy(f"x = A.float() @ B.float().T\nreturn {{'O': {cast}}}")
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)
+    a, b = tensors(inputs)["A"], tensors(inputs)["B"]
+    got = run_reference(spec, inputs, exact=True)["O"]
+    torch.testing.assert_close(got, a.double() @ b.double().T, rtol=1e-12, atol=1e-13)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_softmax_dtype_keyword_is_exact() -> None:
+    spec = toy("return {'O': F.softmax(A @ B.T, -1, dtype=torch.float32).to(A.dtype)}")
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)
+    z = tensors(inputs)["A"].double() @ tensors(inputs)["B"].double().T
+    want = z.exp() / z.exp().sum(-1, keepdim=True)
+    got = run_reference(spec, inputs, exact=True)["O"]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+
+
+def test_integers_keep_their_type_in_the_exact_run() -> None:
+    spec = toy("return {'O': (A @ B.T).argmax(-1) + y}", shape="[M]", dtype="int64")
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)
+    assert run_reference(spec, inputs, exact=True)["O"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pass\nreturn {'O': A @ B}", f"toy.md:{BODY_LINE + 1}: reference raised RuntimeError: "),
+        ("raise ValueError", f"toy.md:{BODY_LINE}: reference raised ValueError: no message"),
+        ("return np.eye(3)", f"toy.md:{BODY_LINE}: reference raised NameError: name 'np'"),
+        ("return A @ B.T", "reference returned a Tensor; expected Tensors O"),
+        ("return {'Z': A}", "reference returned {'Z': 'Tensor'}; expected Tensors O"),
+        ("return {'O': A, 'Z': A}", "'Z': 'Tensor'}; expected Tensors O"),
+        ("return {'O': 1.0}", "reference returned {'O': 'float'}; expected Tensors O"),
+    ],
+)
+def test_faulty_references(body: str, message: str) -> None:
+    spec = toy(body)
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=0)
+    for exact in (False, True):
+        with pytest.raises(SpecError) as caught:
+            run_reference(spec, inputs, exact=exact)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cast", ["x.view(torch.int16)", "x.type('torch.HalfTensor')"])
+def test_casts_without_an_exact_counterpart_are_refused(cast: str) -> None:
+    spec = toy(f"x = A @ B.T\nreturn {{'O': {cast}}}")
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=0)
+    with pytest.raises(SpecError, match=r"use \.to\(dtype\) instead"):
+        run_reference(spec, inputs, exact=True)
+
+
+def test_an_output_that_left_float64_is_refused() -> None:
+    spec = toy("with torch._C.DisableTorchFunction():\n    return {'O': (A @ B.T).float()}")
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=0)
+    with pytest.raises(SpecError, match=r"is torch\.float32 in the exact run"):
+        run_reference(spec, inputs, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {'O': torch.zeros_like(A @ B.T)}", "output 'O' is all zero"),
+        ("return {'O': torch.ones_like(A @ B.T)}", "output 'O' is constant"),
+        ("return {'O': (A @ B.T * 0 + 1 + 1e-4 * u[:, None]).bfloat16()}", "'O' is constant"),
+        ("return {'O': torch.eye(8, 16, dtype=A.dtype)}", "is constant: it depends on no input"),
+        ("return {'O': A[:, :16] * 1}", "no output depends on both GEMM operands, A and B"),
+        ("return {'O': B[:, :8].T * 1}", "no output depends on both GEMM operands, A and B"),
+        ("return {'O': (A @ B.T).log()}", "output 'O' has non-finite values"),
+        ("return {'O': A @ B.T / 0}", "output 'O' has non-finite values"),
+        ("return {'O': B @ A.T}", "output 'O' is bfloat16 (16, 8); expected bfloat16 (8, 16)"),
+        ("return {'O': (A @ B.T).float()}", "output 'O' is float32 (8, 16); expected bfloat16"),
+        ("return {'O': A.mul_(2) @ B.T}", "the reference changes its input 'A' in place"),
+    ],
+)
+def test_degenerate_specs_are_refused(body: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        admit(toy(body))
+    said = str(caught.value)
+    assert said.startswith("toy.md: toy: ") and message in said and "\n" not in said
+
+
+def test_a_sound_toy_is_admitted() -> None:
+    admit(toy("return {'O': k * (A @ B.T)}"))
+    # (M,) outputs: the one-row check shape alone would look constant.
+    admit(toy("return {'O': (A @ B.T).float().amax(-1)}", shape="[M]", dtype="float32"))
