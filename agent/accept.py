@@ -16,6 +16,7 @@ import fcntl
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -159,7 +160,11 @@ def _sorted(value: object) -> Any:
 
 
 def _encode(value: object) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """JSON for review in git: a record without records inside, or a list of numbers, is a line."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    # A line break in JSON text is layout, never part of a string.
+    leaf = re.compile(r"\{\n[^{}\[\]]*\}|\[\n[-+.\deE,\s]*\]")
+    return (leaf.sub(lambda m: re.sub(r"\n\s*", " ", m[0]), text) + "\n").encode()
 
 
 def _same_program(digests: Mapping[str, str], old: Mapping[str, Any]) -> bool:

@@ -24,8 +24,9 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
     Args:
         spec: Its spec; needed where `text` is None, and to know element types.
         text: The candidate's or accepted kernel's text; None lets the composer write it.
-        stage: "graph" is the reference's ATen graph (of a spec) or the program's graph, "program" the source, "cute" the kernel's MLIR, "ptx"
-            and "sass" what it compiles to for sm_90a at the default tile.
+        stage: "graph" is the reference's ATen graph (of a spec) or the program's graph, "program"
+            the source, "cute" the kernel's MLIR, "ptx" and "sass" what it compiles to for sm_90a at
+            the default tile.
         variant: Which program, where the spec has parameters; the default one otherwise.
 
     Raises:
@@ -77,7 +78,8 @@ def _program(spec: Spec | None, text: str, variant: str | None) -> Program:
 
 
 def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
-    """The kernel's MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
+    """The kernel's MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings
+    once."""
     from coda_agent.primitives.target import ARCHITECTURES
 
     types = dict.fromkeys(spec.types, next(iter(spec.types.values()))[0]) if spec else {}
@@ -116,7 +118,8 @@ def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
 
 
 def _dump(stage: str, folder: str) -> None:
-    """Body of the fresh process: compile the job on stdin, leave the artifact in `folder`/result.txt."""
+    """Body of the fresh process: compile the job on stdin, leave the artifact in
+    `folder`/result.txt."""
     import json
 
     from coda_agent.primitives.program import Program

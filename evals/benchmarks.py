@@ -11,12 +11,16 @@ _HEAD = """# Benchmarks
 
 Written by `coda-agent bench --table` from `generated/*/evidence.json`; do not edit.
 
-Each row is one interleaved run on one GPU: kernel, bare cuBLAS GEMM and the reference under `torch.compile` in random order round by round,
-L2 overwritten before each call, median of {rounds} rounds. *of GEMM* is the bare GEMM's time over the kernel's (1 means the epilogue is
-free, above 1 that the mainloop beats cuBLAS too); *over compile* is torch.compile's time over the kernel's. Both with a 95 % bootstrap
-interval. Times include the finalisers of reductions. Times of different rows were taken at different temperatures: compare ratios.
+Each row is one interleaved run on one GPU: kernel, bare cuBLAS GEMM and the reference under
+    `torch.compile` in random order round by round,
+L2 overwritten before each call, median of {rounds} rounds. *of GEMM* is the bare GEMM's time over
+the kernel's (1 means the epilogue is free, above 1 that the mainloop beats cuBLAS too); *over
+compile* is torch.compile's time over the kernel's. Both with a 95 % bootstrap interval. Times
+include the finalisers of reductions. Times of different rows were taken at different temperatures:
+compare ratios.
 
-| kernel | dtype | M × N × K | kernel, µs | bare GEMM, µs | torch.compile, µs | of GEMM | over compile | TFLOP/s | tile |
+| kernel | dtype | M × N × K | kernel, µs | bare GEMM, µs | torch.compile, µs | of GEMM | over
+compile | TFLOP/s | tile |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -53,8 +57,8 @@ def render(workspace_root: Path) -> str:
     parts.append("## Machines\n\n" + "\n".join(f"- {m}" for m in machines))
     if refused:
         parts.append(
-            "## Tiles the judge refused\n\nCompiled, ran, and computed wrongly or not at all; they are never dispatched.\n\n"
-            + "\n".join(dict.fromkeys(refused))
+            "## Tiles the judge refused\n\nCompiled, ran, and computed wrongly or not "
+            "at all; they are never dispatched.\n\n" + "\n".join(dict.fromkeys(refused))
         )
     if missing:
         parts.append("## Not shown\n\n" + "\n".join(missing))

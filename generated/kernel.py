@@ -44,9 +44,10 @@ class Kernel:
         """Run the kernel.
 
         Args:
-            args: The spec's inputs in the spec's order; they may be given by name too. The GEMM operands are (…, M, K) and (N, K), the
-                nn.Linear layout; any strides.
-            block_size: None gives final reductions; an integer the raw float32 partials of blocks of that many columns, from one launch.
+            args: The spec's inputs in the spec's order; they may be given by name too. The GEMM
+                operands are (…, M, K) and (N, K), the nn.Linear layout; any strides.
+            block_size: None gives final reductions; an integer the raw float32 partials of blocks
+                of that many columns, from one launch.
             inputs: Inputs by name, and the spec's static parameters.
 
         Returns:
@@ -79,7 +80,8 @@ class Kernel:
         for name, value in inputs.items():
             if name not in names or name in values:
                 raise LaunchError(
-                    f"{self.spec.name}: unexpected or repeated argument {name!r}, expected {', '.join(names)}"
+                    f"{self.spec.name}: unexpected or repeated argument {name!r}, "
+                    f"expected {', '.join(names)}"
                 )
             values[name] = value
         missing = [n for n in names if n not in values]
@@ -104,7 +106,9 @@ class Kernel:
             return default_config(m, n, k, dtype)
 
         def distance(shape: dict[str, Any]) -> float:
-            return sum(abs(math.log(shape[d] / size)) for d, size in zip("mnk", (m, n, k), strict=True))
+            return sum(
+                abs(math.log(shape[d] / size)) for d, size in zip("mnk", (m, n, k), strict=True)
+            )
 
         return TileConfig(**min(measured, key=distance)["config"])
 
@@ -123,7 +127,9 @@ def load_kernel(folder: Path) -> Kernel:
         WorkspaceError: the folder holds no kernel.
     """
     path = folder / "kernel.py"
-    module_spec = importlib.util.spec_from_file_location(f"coda_agent.generated.{folder.name}", path)
+    module_spec = importlib.util.spec_from_file_location(
+        f"coda_agent.generated.{folder.name}", path
+    )
     if module_spec is None or module_spec.loader is None or not path.is_file():
         raise WorkspaceError(f"{folder} holds no kernel.py")
     module = importlib.util.module_from_spec(module_spec)

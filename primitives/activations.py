@@ -1,4 +1,5 @@
-"""Activations and gates composed of atoms. Each is plain arithmetic, so each works in all three readings."""
+"""Activations and gates composed of atoms. Each is plain arithmetic, so each works in all three
+readings."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ def swiglu(gate: Any, up: Any) -> Any:
 def geglu(gate: Any, up: Any) -> Any:
     """gelu_tanh(gate) · up: the gate of Gemma's MLP.
 
-        gate, up = pairs(acc)
-        return {"O": geglu(gate, up)}
+    gate, up = pairs(acc)
+    return {"O": geglu(gate, up)}
     """
     return gelu_tanh(gate) * up
 
@@ -96,8 +97,8 @@ def geglu(gate: Any, up: Any) -> Any:
 def reglu(gate: Any, up: Any) -> Any:
     """relu(gate) · up; no transcendental.
 
-        gate, up = pairs(acc)
-        return {"O": reglu(gate, up)}
+    gate, up = pairs(acc)
+    return {"O": reglu(gate, up)}
     """
     return relu(gate) * up
 
@@ -105,7 +106,7 @@ def reglu(gate: Any, up: Any) -> Any:
 def glu(gate: Any, up: Any) -> Any:
     """σ(gate) · up: the original gated linear unit.
 
-        gate, up = pairs(acc)
-        return {"O": glu(gate, up)}
+    gate, up = pairs(acc)
+    return {"O": glu(gate, up)}
     """
     return sigmoid(gate) * up

@@ -16,7 +16,8 @@ class Entry:
 
     Attributes:
         name: As a program writes it.
-        kind: Its class: "load", "load, store", "store", "reduction", "pairwise", "elementwise" or "program".
+        kind: Its class: "load", "load, store", "store", "reduction", "pairwise", "elementwise" or
+            "program".
         signature: How it is called.
         summary: First line of its docstring.
         doc: The whole docstring.
@@ -32,7 +33,9 @@ class Entry:
 def entries() -> list[Entry]:
     """Every name of the vocabulary, loads and stores first."""
     order = ["program", "load", "load, store", "store", "pairwise", "reduction", "elementwise"]
-    found = [_entry(name, getattr(vocabulary, name)) for name in vocabulary.__all__ if name != "Program"]
+    found = [
+        _entry(name, getattr(vocabulary, name)) for name in vocabulary.__all__ if name != "Program"
+    ]
     return sorted(found, key=lambda e: (order.index(e.kind), e.name))
 
 

@@ -1,4 +1,5 @@
-"""The exception tree. Every error is one line: what was wrong, what was expected, how to mend it."""
+"""The exception tree. Every error is one line: what was wrong, what was expected, how to mend
+it."""
 
 
 class CodaError(Exception):

@@ -1,4 +1,5 @@
-"""Programs as functions on tensors: shape checks, layouts, configuration, and the fallback without a GPU."""
+"""Programs as functions on tensors: shape checks, layouts, configuration, and the fallback without
+a GPU."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class ProgramFunction:
             a: (…, M, K), bf16 or fp16, any strides.
             b: (N, K), the nn.Linear layout, same dtype.
             operands: By name: tiles (…, M, N), column vectors (…, M), row vectors (N,), numbers.
-            block_size: None returns final reductions. An integer pins the reduction block and returns raw partials
-                (…, M, ⌈N / block_size⌉) from one launch.
+            block_size: None returns final reductions. An integer pins the reduction block and
+                returns raw partials (…, M, ⌈N / block_size⌉) from one launch.
             config: A tile configuration instead of the chosen one.
 
         Raises:
@@ -67,7 +68,12 @@ class ProgramFunction:
         else:
             _say_interpreted(str(a.device))
             results = interpret(
-                self.program, a2, b, flat, dtypes=dtypes, block=config.tile_n,
+                self.program,
+                a2,
+                b,
+                flat,
+                dtypes=dtypes,
+                block=config.tile_n,
                 raw=block_size is not None,
             )
         if len(lead) == 1:
@@ -130,18 +136,21 @@ class ProgramFunction:
         for label, t in (("A", a), ("B", b)):
             if not isinstance(t, torch.Tensor) or t.dtype not in (torch.bfloat16, torch.float16):
                 got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
-                raise LaunchError(f"{name}: {label} is {got}, expected a bfloat16 or float16 tensor")
+                raise LaunchError(
+                    f"{name}: {label} is {got}, expected a bfloat16 or float16 tensor"
+                )
         if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[-1] or a.dtype != b.dtype:
             raise LaunchError(
-                f"{name}: A is {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} {b.dtype}, expected "
-                "(…, M, K) and (N, K) of one dtype"
+                f"{name}: A is {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} {b.dtype}, "
+                "expected (…, M, K) and (N, K) of one dtype"
             )
         lead, (n, k) = tuple(a.shape[:-1]), b.shape
         m = a.numel() // k if k else 0
         step = 16 if any(kind is HalfTile for kind in self.program.outputs.values()) else 8
         if 0 in (m, n, k) or n % step or k % 8:
             raise LaunchError(
-                f"{name}: M, N, K = {m}, {n}, {k}, expected positive, N a multiple of {step} and K of 8",
+                f"{name}: M, N, K = {m}, {n}, {k}, "
+                f"expected positive, N a multiple of {step} and K of 8",
                 hint="TMA moves rows in units of 16 bytes; pad the weight",
             )
         missing = [o for o in self.program.operands if operands.get(o) is None]
@@ -186,11 +195,13 @@ def default_config(m: int, n: int, k: int, dtype: str) -> TileConfig:
 
 
 def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
-    """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the kernel's loads.
+    """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the
+    kernel's loads.
 
     Args:
         t: The tensor.
-        either_major: Whether the unit stride may be the first one (GEMM operands) or must be the last (epilogue operands).
+        either_major: Whether the unit stride may be the first one (GEMM operands) or must be the
+            last (epilogue operands).
     """
     step = 16 // t.element_size()
     strides = t.stride()

@@ -1,9 +1,10 @@
 """The epilogue graph: what a program computes, as data.
 
-- A program's function runs once, on `Value`s; each operation appends one `Node`. Equal nodes are shared.
+- A program's function runs once, on `Value`s; each operation appends one `Node`. Equal nodes are
+  shared.
 - Nodes are stored in topological order, so every reading is a single loop.
-- Every value has a `Shape`: how it varies over the (M, N) output tile. Shapes are joined like broadcasting,
-  and full-width and half-width values never mix silently.
+- Every value has a `Shape`: how it varies over the (M, N) output tile. Shapes are joined like
+  broadcasting, and full-width and half-width values never mix silently.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Op:
 class Node:
     """One value of the graph.
 
-    `op` is an operation's name, or one of the structural ones: "acc" (the fp32 accumulator), "operand" (`name`), "const"
-    (`value`), "even", "odd" (the two columns of each adjacent pair) and "interleave" (their inverse).
+    `op` is an operation's name, or one of the structural ones: "acc" (the fp32 accumulator),
+    "operand" (`name`), "const" (`value`), "even", "odd" (the two columns of each adjacent
+    pair) and "interleave" (their inverse).
     """
 
     op: str
@@ -127,7 +129,8 @@ class Graph:
 
 
 class Value:
-    """A symbolic value a program's function computes with. Only the vocabulary and + - * / apply to it."""
+    """A symbolic value a program's function computes with. Only the vocabulary and + - * / apply to
+    it."""
 
     __slots__ = ("graph", "index")
 

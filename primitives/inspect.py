@@ -27,10 +27,12 @@ class Inspection:
     Attributes:
         gemm_flops: 2·M·N·K.
         epilogue_flops: Floating-point operations after the GEMM.
-        bytes_moved: Least bytes through device memory: each input read once, each output written once.
+        bytes_moved: Least bytes through device memory: each input read once, each output written
+            once.
         launches: Kernel launches for final values: one, plus one for each row reduction.
         tile_local: Whether final values need nothing beyond their own tile, that is no reduction.
-        split_k_safe: Whether every output is linear in the accumulator, so that partial sums over K may be stored and added.
+        split_k_safe: Whether every output is linear in the accumulator, so that partial sums over K
+            may be stored and added.
     """
 
     gemm_flops: int

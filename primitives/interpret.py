@@ -1,8 +1,10 @@
 """Reading 1: run a program with torch tensors, tile-faithfully.
 
-- The accumulator is kept in `compute` precision (float32 as on the GPU, float64 as an exact reading).
+- The accumulator is kept in `compute` precision (float32 as on the GPU, float64 as an exact
+  reading).
 - Values are rounded only at stores, to the output's dtype.
-- Row reductions produce the same partials as the kernel: one for each block of columns, a ragged last one included.
+- Row reductions produce the same partials as the kernel: one for each block of columns, a ragged
+  last one included.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def interpret(
 
     compute = compute or torch.float32
     acc = a.to(compute) @ b.to(compute).mT
-    lifted = {name: _lift(operands[name], program.operands[name], compute) for name in program.operands}
+    lifted = {
+        name: _lift(operands[name], program.operands[name], compute) for name in program.operands
+    }
     values = evaluate(program.graph, acc, lifted)
     results = {}
     for name, kind in program.outputs.items():

@@ -1,7 +1,8 @@
 """Compile and launch lowered programs on 2-D operands.
 
 - `block` of a raw reduction is the tile's width, so partial buffers depend on the configuration.
-- Operands obey TMA: one unit stride, the other a multiple of 16 bytes, 16-byte aligned. `function.py` arranges that for callers.
+- Operands obey TMA: one unit stride, the other a multiple of 16 bytes, 16-byte aligned.
+  `function.py` arranges that for callers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Reading 2: lower a program to a CuTeDSL kernel through quack's epilogue machinery.
 
-- The graph is replayed at trace time, once for each accumulator element, or for each adjacent pair in a paired program.
-- The first `Tile` output is the GEMM's own store D; further ones are extra TMA stores. The first `Tile` operand rides in as C.
-- Every vector operand is pinned to its axis: quack infers axes from shapes, which is ambiguous when M = N.
+- The graph is replayed at trace time, once for each accumulator element, or for each adjacent pair
+  in a paired program.
+- The first `Tile` output is the GEMM's own store D; further ones are extra TMA stores. The first
+  `Tile` operand rides in as C.
+- Every vector operand is pinned to its axis: quack infers axes from shapes, which is ambiguous when
+  M = N.
 - Kernel-side names are positional, so renaming a program's tensors reuses the compiled kernel.
 """
 
@@ -36,7 +39,8 @@ class Lowered:
 
     Attributes:
         module: quack's EpiMod.
-        names: Program name of each operand and output to its kernel-side name; "c" and "D" are the GEMM's own.
+        names: Program name of each operand and output to its kernel-side name; "c" and "D" are the
+            GEMM's own.
     """
 
     module: Any
@@ -73,7 +77,8 @@ def _bind(program: Program, block: int) -> Any:
     return EpiMod(fn, outputs=stores, ops=ops, outs=sinks, mode=mode)
 
 
-# Bound modules by (digest, reduction block): each carries quack's plan cache, so a second call pays no planning.
+# Bound modules by (digest, reduction block): each carries quack's plan cache, so a second call pays
+# no planning.
 _BOUND: dict[tuple[str, int], Any] = {}
 
 
@@ -90,8 +95,8 @@ def lower(program: Program, tile_n: int) -> Lowered:
             f"({', '.join(tiles)}), the kernel can store one",
             hint="return one Tile and HalfTile outputs, or split the program",
         )
-    # Only a mean bakes the block into the kernel: all else shares one module, and its compiled objects, over tiles. Kernel-side names
-    # are positional, so programs of one digest share it too.
+    # Only a mean bakes the block into the kernel: all else shares one module, and its compiled
+    # objects, over tiles. Kernel-side names are positional, so programs of one digest share it too.
     block = tile_n if any(k.mean for k in program.reductions.values()) else 0
     key = program.digest, block
     if key not in _BOUND:
@@ -100,7 +105,8 @@ def lower(program: Program, tile_n: int) -> Lowered:
 
 
 def kernel_names(program: Program) -> dict[str, str]:
-    """Kernel-side names: the first Tile operand is c, the first Tile output D, the rest positional."""
+    """Kernel-side names: the first Tile operand is c, the first Tile output D, the rest
+    positional."""
     names = {}
     tile = next((o for o, kind in program.operands.items() if kind is Tile), None)
     for i, o in enumerate(program.operands):
@@ -115,7 +121,9 @@ def kernel_names(program: Program) -> dict[str, str]:
 def lowering_digest() -> str:
     """SHA-256 of the sources that decide what a graph compiles to."""
     here = Path(__file__).parent
-    text = b"".join((here / f"{m}.py").read_bytes() for m in ("graph", "ops", "masked_sum", "lower"))
+    text = b"".join(
+        (here / f"{m}.py").read_bytes() for m in ("graph", "ops", "masked_sum", "lower")
+    )
     return hashlib.sha256(text).hexdigest()
 
 
@@ -131,8 +139,9 @@ class Replay:
         self.masked = {
             o for o, k in program.reductions.items() if k.combine == "add" and not zero[roots[o]]
         }
-        # A sum of products, or of a value times the constant of a mean, folds as one fused multiply-add; quack has that form in
-        # element mode only, and a mask needs the finished value.
+        # A sum of products, or of a value times the constant of a mean, folds as one fused
+        # multiply-add; quack has that form in element mode only, and a mask needs the finished
+        # value.
         self.scaled = {
             o
             for o, k in program.reductions.items()
@@ -164,7 +173,9 @@ class Replay:
         if o in self.scaled:
             if node.op == "mul":
                 x, y = (replayed[a] for a in node.args)
-                return _lifted(x, value), _lifted(_apply("mul", y, weight) if kind.mean else y, value)
+                return _lifted(x, value), _lifted(
+                    _apply("mul", y, weight) if kind.mean else y, value
+                )
             return value, _lifted(weight, value)
         if kind.mean:
             value = _apply("mul", value, weight)
@@ -239,7 +250,8 @@ def _apply(name: str, *args: Any) -> Any:
 
 
 def zero_preserving(graph: Graph) -> list[bool]:
-    """For each node: is it exactly 0 in columns past N, where the accumulator and tiles read 0 and row vectors garbage?"""
+    """For each node: is it exactly 0 in columns past N, where the accumulator and tiles read 0 and
+    row vectors garbage?"""
     zero: list[bool] = []
     finite: list[bool] = []
     for n in graph.nodes:
@@ -256,7 +268,17 @@ def zero_preserving(graph: Graph) -> list[bool]:
                 value, bounded = any(z) and all(f), all(f)
             case "add" | "sub" | "maximum" | "minimum" | "interleave":
                 value, bounded = all(z), all(f)
-            case "neg" | "absolute" | "tanh" | "gelu_tanh" | "gelu_erf" | "erf" | "sqrt" | "even" | "odd":
+            case (
+                "neg"
+                | "absolute"
+                | "tanh"
+                | "gelu_tanh"
+                | "gelu_erf"
+                | "erf"
+                | "sqrt"
+                | "even"
+                | "odd"
+            ):
                 value, bounded = z[0], f[0]
             case "sigmoid":
                 value, bounded = False, f[0]

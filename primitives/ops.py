@@ -12,7 +12,8 @@ from coda_agent.primitives.graph import OPS, Op, Value, record
 def elementwise(
     cute: Callable[..., Any], *, flops: int = 1, commutative: bool = False, packed: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an atom: the decorated function is its meaning on torch tensors, `cute` its lowering."""
+    """Define an atom: the decorated function is its meaning on torch tensors, `cute` its
+    lowering."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         name = fn.__name__
@@ -71,7 +72,7 @@ def _reciprocal(x: Any) -> Any:
 def _abs(x: Any) -> Any:
     from cutlass import cute
 
-    return cute.math.abs(x)
+    return cute.math.abs(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @elementwise(lambda x, y: x + y, commutative=True, packed=True)

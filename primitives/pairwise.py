@@ -9,8 +9,9 @@ from coda_agent.primitives.graph import Node, Shape, Value
 def pairs(x: Value) -> tuple[Value, Value]:
     """Take a full-width value apart into its even and its odd columns.
 
-    (M, N) gives two (M, N/2) values, (1, N) two (1, N/2); a value without columns is given twice. Both columns of a pair lie in
-    one thread's registers, so this costs nothing. N must be even. Use it for gates and rotations.
+    (M, N) gives two (M, N/2) values, (1, N) two (1, N/2); a value without columns is given twice.
+    Both columns of a pair lie in one thread's registers, so this costs nothing. N must be even. Use
+    it for gates and rotations.
 
         gate, up = pairs(acc)
         return {"O": silu(gate) * up}
@@ -30,9 +31,11 @@ def pairs(x: Value) -> tuple[Value, Value]:
 
 
 def interleave(even: Value, odd: Value) -> Value:
-    """The inverse of `pairs`: put two half-width values into the even and odd columns of a full-width one.
+    """The inverse of `pairs`: put two half-width values into the even and odd columns of a
+    full-width one.
 
-    Two (M, N/2) values give (M, N). Costs nothing. Use it to store a rotated or otherwise mixed pair at full width.
+    Two (M, N/2) values give (M, N). Costs nothing. Use it to store a rotated or otherwise mixed
+    pair at full width.
 
         x, y = pairs(acc)
         return {"O": interleave(x + y, x - y)}

@@ -1,4 +1,5 @@
-"""The `@epilogue` decorator: from a plain function to a `Program`, the object all three readings start from."""
+"""The `@epilogue` decorator: from a plain function to a `Program`, the object all three readings
+start from."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from coda_agent.primitives.ops import OPS
 class Tile:
     """A full (M, N) operand or output, in the spec's element type.
 
-    As an operand it is read once through TMA (M·N·size bytes); as an output it is rounded once, at the store. An operand arrives
-    as fp32. Use it for residuals and for every full-width result.
+    As an operand it is read once through TMA (M·N·size bytes); as an output it is rounded once, at
+    the store. An operand arrives as fp32. Use it for residuals and for every full-width result.
 
         @epilogue(O=Tile)
         def residual(acc, C: Tile):
@@ -74,7 +75,8 @@ class Scalar:
 class RowReduction:
     """A reduction over the columns of each row: float32 partials a tile, then a finaliser.
 
-    Raw: (M, ⌈N / block⌉) float32, one partial for each block of columns, summed in fp32 before any rounding. Final: (M,) float32,
+    Raw: (M, ⌈N / block⌉) float32, one partial for each block of columns, summed in fp32 before any
+        rounding. Final: (M,) float32,
     one small launch more. The value reduced may be full- or half-width.
     """
 
@@ -152,8 +154,8 @@ class Program:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what is computed: names of the program, its operands and outputs do not enter, nor does the order
-        of commutative arguments; the order of operands and outputs does."""
+        """SHA-256 of what is computed: names of the program, its operands and outputs do not enter,
+        nor does the order of commutative arguments; the order of operands and outputs does."""
         position = {name: i for i, name in enumerate(self.operands)}
         keys: list[str] = []
         for n in self.graph.nodes:
@@ -166,7 +168,8 @@ class Program:
         return _sha(";".join([*(k.__name__ for k in self.operands.values()), *parts]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The program as JSON-ready data: what crosses process boundaries instead of an author's Python."""
+        """The program as JSON-ready data: what crosses process boundaries instead of an author's
+        Python."""
         return {
             "name": self.name,
             "doc": self.doc,
@@ -182,7 +185,8 @@ class Program:
         """The inverse of `to_dict`.
 
         Raises:
-            ProgramError: an operation is not of the vocabulary, or an edge does not point backwards.
+            ProgramError: an operation is not of the vocabulary, or an edge does not point
+                backwards.
         """
         kinds = {k.__name__: k for k in (*OPERAND_SHAPES, *OUTPUT_KINDS)}
         graph = Graph()
@@ -209,18 +213,21 @@ def _sha(text: str) -> str:
 def epilogue(**outputs: type) -> Callable[[Callable[..., Any]], Program]:
     """Declare an epilogue program.
 
-    The decorated function takes the fp32 accumulator first, then operands annotated with `Tile`, `ColVector`, `RowVector` or
-    `Scalar`, and returns a dict with exactly the outputs declared here as `Tile`, `HalfTile`, `RowSum`, `RowMean` or `RowMax`.
+    The decorated function takes the fp32 accumulator first, then operands annotated with `Tile`,
+    `ColVector`, `RowVector` or `Scalar`, and returns a dict with exactly the outputs declared here
+    as `Tile`, `HalfTile`, `RowSum`, `RowMean` or `RowMax`.
 
     Raises:
-        ProgramError: a resource is misdeclared, an output is never written, an operand never used, or widths disagree.
+        ProgramError: a resource is misdeclared, an output is never written, an operand never used,
+            or widths disagree.
     """
     if not outputs:
         raise ProgramError("@epilogue declares no output", hint="e.g. @epilogue(O=Tile)")
     for name, kind in outputs.items():
         if kind not in OUTPUT_KINDS:
             raise ProgramError(
-                f"output {name!r} is declared as {_label(kind)}, expected one of {_names(OUTPUT_KINDS)}"
+                f"output {name!r} is declared as {_label(kind)}, "
+                f"expected one of {_names(OUTPUT_KINDS)}"
             )
 
     def decorate(fn: Callable[..., Any]) -> Program:

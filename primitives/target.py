@@ -1,7 +1,9 @@
 """Compile without a GPU: pick the architecture, and read what the compiler made of a kernel.
 
-- quack asks the driver one thing on the compile path, how many clusters fit, and only a launch needs the answer.
-- The DSL reads its architecture once; its environment manager's setter changes it, so one warm process serves all architectures.
+- quack asks the driver one thing on the compile path, how many clusters fit, and only a launch
+  needs the answer.
+- The DSL reads its architecture once; its environment manager's setter changes it, so one warm
+  process serves all architectures.
 - A cached object file carries the cubin as an embedded ELF image of machine 190 (EM_CUDA).
 """
 
@@ -48,7 +50,9 @@ def target(arch: str) -> Iterator[None]:
         CompileError: `arch` is not one of `ARCHITECTURES`.
     """
     if arch not in ARCHITECTURES:
-        raise CompileError(f"unknown architecture {arch!r}, expected one of {', '.join(ARCHITECTURES)}")
+        raise CompileError(
+            f"unknown architecture {arch!r}, expected one of {', '.join(ARCHITECTURES)}"
+        )
     os.environ.update(QUACK_ARCH=ARCHITECTURES[arch], CUTE_DSL_ARCH=arch)
     from cutlass.cutlass_dsl import CuTeDSL
     from quack import cute_dsl_utils
@@ -76,13 +80,14 @@ def compile_blind(
     """Compile `program` for `arch` on meta tensors and report what came out.
 
     Returns:
-        `object` (path of the cached object file), `registers`, `stack_bytes`, `local_stores`, `shared_bytes` (dynamic, None when
-        the object came from the cache without its record).
+        `object` (path of the cached object file), `registers`, `stack_bytes`, `local_stores`,
+        `shared_bytes` (dynamic, None when the object came from the cache without its record).
 
     Raises:
         CompileError: the program does not lower or compile.
     """
     import torch
+
     from coda_agent.primitives.launch import allocate, launch
 
     def meta(*shape: int, name: str) -> Any:
@@ -106,7 +111,8 @@ def compile_blind(
 
 @contextmanager
 def _recorded() -> Iterator[dict[str, Any]]:
-    """Note which object file quack's cache resolves, and the kernel's shared memory when it is traced."""
+    """Note which object file quack's cache resolves, and the kernel's shared memory when it is
+    traced."""
     import json
 
     from quack.cache import jit
@@ -169,7 +175,9 @@ def resources(path: Path) -> dict[str, int]:
         "registers": found.get("REG", 0),
         "stack_bytes": found.get("STACK", 0) + found.get("LOCAL", 0),
         "local_stores": len(re.findall(r"\bSTL\b", sass)),
-        "wgmma": len(re.findall(r"\b[HQI]?GMMA\b|\bHGMMA\.|\bUTCHMMA\b|\bHMMA\b|\bUTC\w*MMA", sass)),
+        "wgmma": len(
+            re.findall(r"\b[HQI]?GMMA\b|\bHGMMA\.|\bUTCHMMA\b|\bHMMA\b|\bUTC\w*MMA", sass)
+        ),
     }
 
 
@@ -204,7 +212,9 @@ def find_tool(name: str) -> str | None:
 def _tool(name: str, *args: str) -> str:
     path = find_tool(name)
     if path is None:
-        raise MachineError(f"{name} was not found", hint="it ships with triton and with the CUDA toolkit")
+        raise MachineError(
+            f"{name} was not found", hint="it ships with triton and with the CUDA toolkit"
+        )
     done = subprocess.run([path, *args], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise CompileError(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}")

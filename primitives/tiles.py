@@ -15,8 +15,8 @@ class TileConfig:
         tile_n: Columns a CTA tile; also the block of row reductions.
         cluster_m: CTAs a cluster along M (they share B tiles by TMA multicast).
         cluster_n: CTAs a cluster along N (they share A tiles).
-        pingpong: Two warp groups on alternate tiles, the epilogue of one under the mainloop of the other; else they cooperate on
-            one tile.
+        pingpong: Two warp groups on alternate tiles, the epilogue of one under the mainloop of the
+            other; else they cooperate on one tile.
         swizzle: Largest rasterisation group of output tiles, for L2 reuse.
     """
 
@@ -38,8 +38,9 @@ class TileConfig:
         return asdict(self)
 
 
-# Best tiles measured for kernels of this family on an H200, and one (192x192 coop) that quack 0.6.5 compiles for paired programs but
-# computes wrongly: it stays on offer so that the numerics gate has something real to refuse.
+# Best tiles measured for kernels of this family on an H200, and one (192x192 coop) that quack 0.6.5
+# compiles for paired programs but computes wrongly: it stays on offer so that the numerics gate has
+# something real to refuse.
 SM90_CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(128, 128, 1, 1, True),
     TileConfig(128, 128, 1, 2, True),
@@ -66,6 +67,6 @@ DEFAULT_CONFIGS: dict[str, TileConfig] = {
 
 
 def offered(paired: bool) -> tuple[TileConfig, ...]:
-    """The SM90 configurations a program may be tuned over; paired programs need tile_n divisible by 32 for their half-width
-    stores."""
+    """The SM90 configurations a program may be tuned over; paired programs need tile_n divisible by
+    32 for their half-width stores."""
     return tuple(c for c in SM90_CONFIGS if not paired or c.tile_n % 32 == 0)

@@ -83,7 +83,7 @@ class _Trial:
 
         steps = [("static", self._static)]
         with CompilePool() as pool:
-            steps.append(("compile", lambda r: self._compile(r, pool)))
+            steps.append(("compile", lambda result: self._compile(result, pool)))
             steps.append(("numerics", self._numerics))
             if bench:
                 steps.append(("performance", self._performance))
@@ -104,11 +104,15 @@ class _Trial:
         result.passed = not result.findings
         result.seconds = round(time.monotonic() - start, 3)
         self.results.append(result)
-        self.observer("gate.finished", {**result.model_dump(exclude={"data", "name"}), "gate": name})
+        self.observer(
+            "gate.finished", {**result.model_dump(exclude={"data", "name"}), "gate": name}
+        )
 
     def _progress(self, gate: str) -> Any:
         def tell(done: int, total: int, note: str) -> None:
-            self.observer("gate.progress", {"gate": gate, "done": done, "total": total, "note": note})
+            self.observer(
+                "gate.progress", {"gate": gate, "done": done, "total": total, "note": note}
+            )
 
         return tell
 
@@ -155,7 +159,8 @@ class _Trial:
         if self.device == "cuda":
             use_cache()
         else:
-            # Two block widths: one that divides the common shapes and one that leaves a ragged block.
+            # Two block widths: one that divides the common shapes and one that leaves a ragged
+            # block.
             blocks = [TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True)]
             tiles = {(v, e): blocks for v in self._variants() for e in self.types}
         report = check_numerics(
@@ -195,7 +200,8 @@ class _Trial:
         missing = []
         if self.device != "cuda":
             missing = [
-                "numerics of the compiled kernels: no Hopper GPU here, the interpreter stood in for them",
+                "numerics of the compiled kernels: no Hopper GPU here, the interpreter stood in "
+                "for them",
                 "performance: no Hopper GPU here",
             ]
         return Verdict(

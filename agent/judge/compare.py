@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     import torch
 
 TILE = 64
-# Least bound by dtype: one rounding at the store (a 16-bit output's relative error is uniform up to eps / 2), and for float32 the fast
-# approximations of the special-function unit (tanh: 2^-11 relative).
+# Least bound by dtype: one rounding at the store (a 16-bit output's relative error is uniform up to
+# eps / 2), and for float32 the fast approximations of the special-function unit (tanh: 2^-11
+# relative).
 FLOORS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-12}
 
 
@@ -20,7 +21,8 @@ class Errors:
 
     Attributes:
         norm: ‖out - truth‖ / ‖truth‖.
-        tile: The largest root-mean-square error over 64 × 64 tiles, over the root-mean-square of the truth. A fault in a corner shows here.
+        tile: The largest root-mean-square error over 64 × 64 tiles, over the root-mean-square of
+            the truth. A fault in a corner shows here.
     """
 
     norm: float
@@ -31,11 +33,13 @@ class Errors:
 
 
 def measure(out: torch.Tensor, truth: torch.Tensor) -> Errors:
-    """Errors of `out` (M,) or (M, N) against float64 `truth`; infinite where `out` is not finite and the truth is, or the reverse."""
+    """Errors of `out` (M,) or (M, N) against float64 `truth`; infinite where `out` is not finite
+    and the truth is, or the reverse."""
     import torch
 
     difference = out.double() - truth
-    # Equal infinities and NaN against NaN agree; any other non-finite element is an error without bound.
+    # Equal infinities and NaN against NaN agree; any other non-finite element is an error without
+    # bound.
     agree = (out.double() == truth) | (out.isnan() & truth.isnan())
     difference = torch.where(agree, torch.zeros_like(difference), difference)
     if not difference.isfinite().all():
@@ -56,9 +60,12 @@ def measure(out: torch.Tensor, truth: torch.Tensor) -> Errors:
 
 
 def bound(torch_error: Errors, dtype: str, multiple: float) -> Errors:
-    """What a candidate may err: a multiple of PyTorch's own error on the same inputs, and never less than the dtype's floor."""
+    """What a candidate may err: a multiple of PyTorch's own error on the same inputs, and never
+    less than the dtype's floor."""
     floor = FLOORS[dtype]
-    return Errors(max(multiple * torch_error.norm, floor), max(multiple * torch_error.tile, 2 * floor))
+    return Errors(
+        max(multiple * torch_error.norm, floor), max(multiple * torch_error.tile, 2 * floor)
+    )
 
 
 def within(errors: Errors, limit: Errors) -> bool:
@@ -93,8 +100,14 @@ def diagnose(out: torch.Tensor, truth: torch.Tensor) -> tuple[str, dict[str, Any
         if float((out64 - swapped).norm() / truth.norm()) < 0.02:
             return "even and odd columns are swapped", where
     offset = out64 - truth
-    if truth.ndim == 2 and float(offset.std(0, correction=0).max()) < 0.02 * float(offset.abs().max()):
+    if truth.ndim == 2 and float(offset.std(0, correction=0).max()) < 0.02 * float(
+        offset.abs().max()
+    ):
         return "it is off by a constant in each column (a row vector missing or doubled)", where
-    if truth.ndim == 2 and columns > 1 and float(offset.std(1, correction=0).max()) < 0.02 * float(offset.abs().max()):
+    if (
+        truth.ndim == 2
+        and columns > 1
+        and float(offset.std(1, correction=0).max()) < 0.02 * float(offset.abs().max())
+    ):
         return "it is off by a constant in each row (a column vector missing or doubled)", where
     return "no simple pattern", where

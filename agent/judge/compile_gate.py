@@ -1,4 +1,5 @@
-"""Gate 2: does every program compile, for which architectures, and at what cost in registers and shared memory?"""
+"""Gate 2: does every program compile, for which architectures, and at what cost in registers and
+shared memory?"""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def load(pool: CompilePool, text: str) -> dict[str, Program]:
 def jobs_for(
     spec: Spec, programs: dict[str, Program], types: list[str], *, all_tiles: bool
 ) -> list[dict[str, Any]]:
-    """The compile jobs of a candidate: each program on sm_90a in every element type, and once for the newer architectures; with
-    `all_tiles`, sm_90a in every configuration a tuner may pick."""
+    """The compile jobs of a candidate: each program on sm_90a in every element type, and once for
+    the newer architectures; with `all_tiles`, sm_90a in every configuration a tuner may pick."""
     jobs = []
     for binding in spec.bindings():
         name = spec.variant(binding)
@@ -96,7 +97,10 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
                 )
             )
         shapes = {
-            Scalar: (), ColVector: (rows,), RowVector: (columns,), Tile: (rows, columns),
+            Scalar: (),
+            ColVector: (rows,),
+            RowVector: (columns,),
+            Tile: (rows, columns),
             HalfTile: (rows, f"{columns}/2"),
         }
         tensors = {**program.operands, **program.outputs}
@@ -108,7 +112,8 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
             if declared != expected:
                 findings.append(
                     Finding(
-                        message=f"{program.name}: {name} is {kind.__name__}, ({', '.join(expected)}); "
+                        message=f"{program.name}: {name} is {kind.__name__}, "
+                        f"({', '.join(expected)}); "
                         f"the spec declares ({', '.join(declared)})"
                     )
                 )
@@ -118,9 +123,11 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
 def compile_all(
     pool: CompilePool, jobs: list[dict[str, Any]], progress: Progress
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Run the jobs; a finding for each failure at a default configuration, and one report line a job.
+    """Run the jobs; a finding for each failure at a default configuration, and one report line a
+    job.
 
-    A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the default one.
+    A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the
+    default one.
     """
     results = pool.map(
         jobs, lambda done, job: progress(done, len(jobs), f"{job['arch']} {_label(job)}")

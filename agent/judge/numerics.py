@@ -1,8 +1,11 @@
 """Gate 3: does every program compute what the reference computes?
 
-- Truth: the reference in float64 on the same inputs. Bound: a multiple of the error PyTorch's own path makes on them.
-- On a Hopper GPU the compiled kernel runs, in every tile configuration a tuner may pick; elsewhere the interpreter stands in for it.
-- Inputs are drawn afresh each run from secret seeds and must be unchanged afterwards; outputs are poisoned with NaN before each launch.
+- Truth: the reference in float64 on the same inputs. Bound: a multiple of the error PyTorch's own
+  path makes on them.
+- On a Hopper GPU the compiled kernel runs, in every tile configuration a tuner may pick; elsewhere
+  the interpreter stands in for it.
+- Inputs are drawn afresh each run from secret seeds and must be unchanged afterwards; outputs are
+  poisoned with NaN before each launch.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 if TYPE_CHECKING:
     import torch
+
     from coda_agent.specs import Spec
 
 Progress = Callable[[int, int, str], None]
@@ -41,7 +45,8 @@ class NumericsReport:
 
     Attributes:
         findings: Faults that refuse the candidate.
-        worst: For each program and dtype, the largest error over bound of any output, shape and admitted tile.
+        worst: For each program and dtype, the largest error over bound of any output, shape and
+            admitted tile.
         refused_tiles: Configurations that compiled but computed wrongly, or did not compile.
         admitted: Configurations that may be dispatched, by (program, dtype).
     """
@@ -71,7 +76,11 @@ def make_case(
 
 
 def run_kernel(
-    spec: Spec, program: Program, inputs: Mapping[str, Any], config: TileConfig, dtypes: Mapping[str, Any]
+    spec: Spec,
+    program: Program,
+    inputs: Mapping[str, Any],
+    config: TileConfig,
+    dtypes: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Launch the compiled kernel into NaN-poisoned outputs and fold reductions to final values."""
     from coda_agent.primitives.function import finalised
@@ -86,7 +95,11 @@ def run_kernel(
 
 
 def run_interpreter(
-    spec: Spec, program: Program, inputs: Mapping[str, Any], config: TileConfig, dtypes: Mapping[str, Any]
+    spec: Spec,
+    program: Program,
+    inputs: Mapping[str, Any],
+    config: TileConfig,
+    dtypes: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """The interpreter's outputs, reductions in blocks of the configuration's width."""
     from coda_agent.primitives.interpret import interpret
@@ -135,8 +148,13 @@ def check_numerics(
                     kept.append(config)
                 elif device == "cuda" and config != DEFAULT_CONFIGS["sm_90a"]:
                     report.refused_tiles.append(
-                        {"program": name, "dtype": element, "tile": config.label,
-                         "fault": fault.message, "where": fault.where}
+                        {
+                            "program": name,
+                            "dtype": element,
+                            "tile": config.label,
+                            "fault": fault.message,
+                            "where": fault.where,
+                        }
                     )
                 else:
                     report.findings.append(fault)
@@ -171,7 +189,8 @@ def _check_case(
         place = {"output": o, **_where(program, sizes, config, element)}
         if tuple(out.shape) != tuple(truth.shape) or out.dtype != dtypes[o]:
             return Finding(
-                message=f"{o} is {tuple(out.shape)} {out.dtype}, expected {tuple(truth.shape)} {dtypes[o]}",
+                message=f"{o} is {tuple(out.shape)} {out.dtype}, expected "
+                f"{tuple(truth.shape)} {dtypes[o]}",
                 where=place,
             )
         errors, limit = measure(out, truth), case.bounds[o]
@@ -179,8 +198,8 @@ def _check_case(
         if not within(errors, limit):
             pattern, at = diagnose(out, truth)
             return Finding(
-                message=f"{o} is wrong: error {errors.norm:.2e} of its norm, {errors.tile:.2e} in the worst tile; "
-                f"allowed {limit.norm:.2e} and {limit.tile:.2e}; {pattern}",
+                message=f"{o} is wrong: error {errors.norm:.2e} of its norm, {errors.tile:.2e} in "
+                f"the worst tile; allowed {limit.norm:.2e} and {limit.tile:.2e}; {pattern}",
                 where={**place, **at},
                 hint="compare the program with the spec's mathematics, output by output",
             )

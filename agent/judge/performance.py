@@ -1,8 +1,9 @@
 """Gate 4, on a GPU: is the kernel as fast as what a user would run instead?
 
-For each element type and bench shape: every admitted tile is timed, the best four again, then the best one against a bare cuBLAS GEMM and
-the reference under torch.compile, interleaved. What is timed of ours includes the finalisers of reductions. Each timed output must equal,
-bit for bit, one that was checked against the fp64 truth.
+For each element type and bench shape: every admitted tile is timed, the best four again, then the
+    best one against a bare cuBLAS GEMM and
+the reference under torch.compile, interleaved. What is timed of ours includes the finalisers of
+reductions. Each timed output must equal, bit for bit, one that was checked against the fp64 truth.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
     import torch
+
     from coda_agent.specs import Spec
 
 Progress = Callable[[int, int, str], None]
 
 SEARCH_ROUNDS, FINAL_ROUNDS = 9, 50
-# Datasheet peaks of an H200, with 2 % of slack: a time below this floor is a fault of the measurement.
+# Datasheet peaks of an H200, with 2 % of slack: a time below this floor is a fault of the
+# measurement.
 _PEAK_FLOPS, _PEAK_BYTES_S = 990e12 * 1.02, 4.8e12 * 1.02
 
 
@@ -74,9 +77,15 @@ class _Cell:
     """One element type at one shape: inputs, contenders, measurements."""
 
     def __init__(
-        self, spec: Spec, program: Program, binding: Mapping[str, str], sizes: Mapping[str, int], element: str
+        self,
+        spec: Spec,
+        program: Program,
+        binding: Mapping[str, str],
+        sizes: Mapping[str, int],
+        element: str,
     ) -> None:
         import torch
+
         from coda_agent.specs import draw_inputs
 
         self.spec, self.program, self.binding = spec, program, binding
@@ -87,7 +96,7 @@ class _Cell:
         other = draw_inputs(
             spec, sizes, types, seed=secrets.randbits(62), device="cuda", binding=binding
         )
-        self.inputs = (self.case.inputs, other)
+        self.inputs: tuple[dict[str, Any], ...] = (self.case.inputs, other)
 
     @property
     def mnk(self) -> tuple[int, int, int]:
@@ -152,6 +161,7 @@ class _Cell:
 
     def _final(self, config: TileConfig) -> tuple[dict[str, Samples], int]:
         import torch
+
         from coda_agent.specs import reference_callable
 
         a, b = self.spec.gemm
@@ -175,7 +185,9 @@ class _Cell:
 
         contenders = {
             "ours": timed,
-            "gemm": lambda i: torch.mm(self.inputs[i % 2][a], self.inputs[i % 2][b].t(), out=product),
+            "gemm": lambda i: torch.mm(
+                self.inputs[i % 2][a], self.inputs[i % 2][b].t(), out=product
+            ),
             "compile": lambda i: reference(**self.inputs[i % 2]),
         }
         samples = interleave(contenders, FINAL_ROUNDS, after=verify)
@@ -189,22 +201,29 @@ def _judge(spec: Spec, record: dict[str, Any], *, is_largest: bool) -> list[Find
     findings = []
     ours = record["times"]["ours"]["median_us"]
     if record["mismatches"]:
-        findings.append(Finding(message=f"{record['mismatches']} timed outputs were wrong", where=where))
+        findings.append(
+            Finding(message=f"{record['mismatches']} timed outputs were wrong", where=where)
+        )
     if ours < record["floor_us"]:
         findings.append(
-            Finding(message=f"{ours} us is below the roofline floor of {record['floor_us']} us", where=where)
+            Finding(
+                message=f"{ours} us is below the roofline floor of {record['floor_us']} us",
+                where=where,
+            )
         )
     if record["over_compile"]["ratio"] < 1.0:
         findings.append(
             Finding(
-                message=f"slower than torch.compile: {record['over_compile']['ratio']:.3f} of its speed",
+                message=f"slower than torch.compile: {record['over_compile']['ratio']:.3f} of its "
+                "speed",
                 where=where,
             )
         )
     if spec.target and is_largest and record["of_gemm"]["ratio"] < spec.target:
         findings.append(
             Finding(
-                message=f"{record['of_gemm']['ratio']:.3f} of the bare GEMM's speed, target {spec.target}",
+                message=f"{record['of_gemm']['ratio']:.3f} of the bare GEMM's speed, "
+                f"target {spec.target}",
                 where=where,
             )
         )

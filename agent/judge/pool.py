@@ -21,7 +21,16 @@ from coda_agent.primitives.target import cache_directory
 
 # Measured: 1.2 to 6 s a kernel, and up to 20 s to import torch and the DSL on a loaded machine.
 JOB_TIMEOUT_S = 180.0
-_PASSED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME", "TMPDIR")
+_PASSED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "CUDA_HOME",
+    "TMPDIR",
+)
 
 
 class Worker:
@@ -50,7 +59,9 @@ class Worker:
             raise CompileError("the compile worker died") from error
         except TimeoutError as error:
             self.close()
-            raise CompileError(f"no result within {timeout_s:.0f} s; the worker was killed") from error
+            raise CompileError(
+                f"no result within {timeout_s:.0f} s; the worker was killed"
+            ) from error
         if answer.get("nonce") != nonce:
             self.close()
             raise CompileError("the compile worker answered out of turn and was killed")

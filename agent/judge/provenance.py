@@ -1,4 +1,5 @@
-"""What decided a verdict: digests of spec, candidate, judge and toolchain, and the machine it ran on."""
+"""What decided a verdict: digests of spec, candidate, judge and toolchain, and the machine it ran
+on."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _MODULES = {"nvidia-cutlass-dsl": "cutlass", "quack-kernels": "quack"}
 
 
 def version(package: str) -> str | None:
-    """Installed version of a distribution; the module's own word where it is on the path but not installed."""
+    """Installed version of a distribution; the module's own word where it is on the path but not
+    installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -48,7 +50,11 @@ def judge_digest() -> str:
     """Digest of the judge's, the language's and the spec format's sources."""
     agent = Path(__file__).parent
     root = agent.parent.parent
-    files = [*agent.glob("*.py"), *(root / "primitives").glob("*.py"), *(root / "specs").glob("*.py")]
+    files = [
+        *agent.glob("*.py"),
+        *(root / "primitives").glob("*.py"),
+        *(root / "specs").glob("*.py"),
+    ]
     hashed = hashlib.sha256()
     for file in sorted(files, key=lambda f: (f.parent.name, f.name)):
         hashed.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")

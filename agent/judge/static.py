@@ -1,7 +1,9 @@
 """Gate 1: is the candidate's text in the candidate language?
 
-A candidate is one Python file: a docstring, imports from `coda_agent.primitives`, and functions decorated with `@epilogue(...)` whose
-body is a docstring, assignments and one returned dict. No loops, branches, attributes, subscripts, comprehensions, definitions inside
+A candidate is one Python file: a docstring, imports from `coda_agent.primitives`, and functions
+    decorated with `@epilogue(...)` whose
+body is a docstring, assignments and one returned dict. No loops, branches, attributes, subscripts,
+comprehensions, definitions inside
 definitions, dunders or other names: what is left can only build expressions.
 """
 
@@ -13,8 +15,22 @@ from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.suggest import did_you_mean
 
 _EXPRESSIONS = (
-    ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Dict, ast.Tuple, ast.keyword,
-    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd, ast.Load, ast.Store,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Call,
+    ast.Constant,
+    ast.Name,
+    ast.Dict,
+    ast.Tuple,
+    ast.keyword,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.USub,
+    ast.UAdd,
+    ast.Load,
+    ast.Store,
 )
 _MAX_NODES = 20_000
 
@@ -45,12 +61,15 @@ def check_source(text: str, expected: list[str]) -> list[Finding]:
             programs.append(statement.name)
             findings += _check_function(statement, imported)
         else:
-            findings.append(_refuse(statement, "only imports and @epilogue functions may stand here"))
+            findings.append(
+                _refuse(statement, "only imports and @epilogue functions may stand here")
+            )
     for name in expected:
         if programs.count(name) != 1:
             findings.append(
                 Finding(
-                    message=f"the spec asks for one program named {name!r}, found {programs.count(name)}",
+                    message=f"the spec asks for one program named {name!r}, "
+                    f"found {programs.count(name)}",
                     hint=did_you_mean(name, programs),
                 )
             )
@@ -95,7 +114,9 @@ def _check_function(function: ast.FunctionDef, imported: set[str]) -> list[Findi
     if arguments.defaults or function.returns or getattr(function, "type_params", None):
         findings.append(_refuse(function, "no defaults and no return annotation"))
     if len(function.decorator_list) != 1 or not _is_epilogue(function.decorator_list[0]):
-        findings.append(_refuse(function, "a program is decorated with @epilogue(...) and nothing else"))
+        findings.append(
+            _refuse(function, "a program is decorated with @epilogue(...) and nothing else")
+        )
     else:
         findings += _check_expression(function.decorator_list[0], imported)
     for a in arguments.args:
@@ -132,9 +153,15 @@ def _bind(target: ast.expr, names: set[str]) -> list[Finding]:
 def _check_expression(expression: ast.expr, names: set[str]) -> list[Finding]:
     for node in ast.walk(expression):
         if not isinstance(node, _EXPRESSIONS):
-            return [_refuse(node if hasattr(node, "lineno") else expression, "not in the candidate language")]
+            return [
+                _refuse(
+                    node if hasattr(node, "lineno") else expression, "not in the candidate language"
+                )
+            ]
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names:
-            return [_refuse(node, f"unknown name {node.id!r}", did_you_mean(node.id, sorted(names)))]
+            return [
+                _refuse(node, f"unknown name {node.id!r}", did_you_mean(node.id, sorted(names)))
+            ]
         if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name):
             return [_refuse(node, "only functions of the vocabulary may be called")]
         if isinstance(node, ast.Constant) and not isinstance(node.value, (int, float, str)):

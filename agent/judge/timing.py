@@ -1,8 +1,11 @@
 """How long things take on a GPU, measured side by side.
 
-- All contenders run in one process, call by call, in a random order each round: clocks and temperature drift hits all alike.
-- Before each call the L2 cache is overwritten, which also gives the host time to queue the call: launch overhead stays out.
-- A result is a median with a bootstrap interval; a comparison is the ratio of medians with its own interval.
+- All contenders run in one process, call by call, in a random order each round: clocks and
+  temperature drift hits all alike.
+- Before each call the L2 cache is overwritten, which also gives the host time to queue the call:
+  launch overhead stays out.
+- A result is a median with a bootstrap interval; a comparison is the ratio of medians with its own
+  interval.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Twice 256 MiB: several times the 60 MB of an H200's L2, and about 0.15 ms, longer than any contender's host time.
+# Twice 256 MiB: several times the 60 MB of an H200's L2, and about 0.15 ms, longer than any
+# contender's host time.
 _FLUSH_BYTES = 256 << 20
 
 
@@ -30,7 +34,9 @@ class Samples:
 
     def interval_us(self) -> tuple[float, float]:
         """95 % bootstrap interval of the median."""
-        return _bootstrap(lambda pick: statistics.median(self.times_us[i] for i in pick), len(self.times_us))
+        return _bootstrap(
+            lambda pick: statistics.median(self.times_us[i] for i in pick), len(self.times_us)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         low, high = self.interval_us()
@@ -42,7 +48,8 @@ class Samples:
 
 
 def speedup(ours: Samples, other: Samples) -> dict[str, float]:
-    """How many times faster `ours` is than `other`: ratio of medians with a 95 % bootstrap interval over rounds."""
+    """How many times faster `ours` is than `other`: ratio of medians with a 95 % bootstrap interval
+    over rounds."""
 
     def ratio(pick: Sequence[int]) -> float:
         theirs = statistics.median(other.times_us[i] for i in pick)
@@ -69,10 +76,12 @@ def interleave(
     """Time every contender once a round.
 
     Args:
-        contenders: By name; called with the round number, so that a contender can rotate its inputs.
+        contenders: By name; called with the round number, so that a contender can rotate its
+            inputs.
         rounds: Timed rounds.
         warmup: Rounds before, not timed.
-        after: Called with (name, round) after each timed call, on the same stream: to verify the output.
+        after: Called with (name, round) after each timed call, on the same stream: to verify the
+            output.
     """
     import torch
 
@@ -101,12 +110,19 @@ def interleave(
 
 
 def gpu_state() -> dict[str, Any]:
-    """Clocks, temperature, power, throttling and foreign processes of GPU 0, as nvidia-smi reports them."""
+    """Clocks, temperature, power, throttling and foreign processes of GPU 0, as nvidia-smi reports
+    them."""
     fields = (
         "name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw",
         "clocks_event_reasons.active", "utilization.gpu",
     )  # fmt: skip
-    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "-i",
+        "0",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+    ]
     apps = ["nvidia-smi", "-i", "0", "--query-compute-apps=pid", "--format=csv,noheader"]
     try:
         row = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

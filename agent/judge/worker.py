@@ -1,7 +1,9 @@
-"""The compile worker: a child without GPU that runs candidates' Python and the compiler, so that the judging process never does.
+"""The compile worker: a child without GPU that runs candidates' Python and the compiler, so that
+the judging process never does.
 
-Started by `pool.Worker` as `python -m coda_agent.agent.judge.worker FD`. Jobs arrive as JSON lines on stdin, results leave as JSON lines on
-the file descriptor FD; whatever a job prints goes elsewhere and cannot pass for a result.
+Started by `pool.Worker` as `python -m coda_agent.agent.judge.worker FD`. Jobs arrive as JSON lines
+on stdin, results leave as JSON lines on the file descriptor FD; whatever a job prints goes
+elsewhere and cannot pass for a result.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ def load_programs(text: str) -> dict[str, Any]:
             raise ImportError(f"import of {name!r} is not allowed")
         return builtins.__import__(name, *args, **kwargs)
 
-    namespace: dict[str, Any] = {"__builtins__": {"__import__": restricted}, "__name__": "candidate"}
-    exec(compile(text, "<candidate>", "exec"), namespace)  # noqa: S102 - admitted by the static gate
+    namespace: dict[str, Any] = {
+        "__builtins__": {"__import__": restricted},
+        "__name__": "candidate",
+    }
+    exec(compile(text, "<candidate>", "exec"), namespace)  # admitted by the static gate
     return {k: v.to_dict() for k, v in namespace.items() if isinstance(v, Program)}
 
 
@@ -58,7 +63,9 @@ def main() -> None:
             answer = {"ok": HANDLERS[job["kind"]](job)}
         except CodaError as error:
             answer = {"error": error.message, "hint": error.hint, "type": type(error).__name__}
-        except Exception as error:  # a compiler may raise anything; the parent turns it into a finding
+        except (
+            Exception
+        ) as error:  # a compiler may raise anything; the parent turns it into a finding
             first = next((s for s in str(error).splitlines() if s.strip()), "")
             answer = {"error": f"{type(error).__name__}: {first}", "hint": "", "type": "Internal"}
         results.write(json.dumps({"nonce": job["nonce"], **answer}) + "\n")

@@ -1,0 +1,124 @@
+"""What an argument names: a program's file, an accepted kernel, or a spec."""
+
+import ast
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.workspace import (
+    Run,
+    Workspace,
+    find,
+    near_matches,
+    packaged_specs,
+    resolve_spec,
+)
+from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
+
+if TYPE_CHECKING:
+    from coda_agent.specs import Spec
+
+
+@dataclass(frozen=True)
+class Target:
+    """A program's text (None: what the composer would write), and its spec where it is known."""
+
+    text: str | None
+    spec: "Spec | None"
+
+
+def here() -> Workspace | None:
+    """The workspace around the current folder, for commands that can do without one."""
+    try:
+        return find()
+    except WorkspaceError:
+        return None
+
+
+def new_run(kind: str, spec: str) -> Run:
+    """A run of the workspace; a temporary folder where there is none."""
+    if workspace := here():
+        return workspace.new_run(kind, spec)
+    return Run(f"{kind}-{spec}", Path(tempfile.mkdtemp(prefix=f"coda-agent-{kind}-")))
+
+
+def program(arg: str, spec: str | None = None) -> tuple[str, "Spec"]:
+    """The text and the spec of a FILE or KERNEL.
+
+    Raises:
+        WorkspaceError: there is no such thing, or no spec for it.
+    """
+    from coda_agent.specs import load_spec
+
+    path = _program_file(arg)
+    return _read(path), load_spec(_spec_of(path, spec))
+
+
+def explainable(arg: str) -> Target:
+    """The text and the spec of a FILE or KERNEL, or a SPEC alone.
+
+    A kernel goes before a spec of its name: it is what runs. The spec's path asks for the spec.
+    """
+    from coda_agent.specs import load_spec
+
+    workspace = here()
+    kernels = [kernel.name for kernel in workspace.kernels()] if workspace else []
+    if arg.endswith(".py") or arg in kernels:
+        path = _program_file(arg)
+        try:
+            return Target(_read(path), load_spec(_spec_of(path, None)))
+        except (WorkspaceError, SpecError):
+            return Target(_read(path), None)
+    specs = workspace.spec_names() if workspace else packaged_specs()
+    if not arg.endswith(".md") and "/" not in arg and arg not in specs:
+        hint = near_matches(arg, [*kernels, *specs])
+        raise WorkspaceError(f"no kernel, spec or file named {arg!r}", hint=hint)
+    return Target(None, load_spec(resolve_spec(arg, workspace)))
+
+
+def _program_file(arg: str) -> Path:
+    path = Path(arg)
+    if path.suffix == ".py" or path.is_file():
+        if not path.is_file():
+            raise WorkspaceError(f"no file at {path}")
+        return path.resolve()
+    return find().kernel(arg).program
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CodaError(f"{path} cannot be read as text: {error}") from error
+
+
+def _spec_of(path: Path, spec: str | None) -> Path:
+    """The spec given, else spec.md beside the program, else one by the program's own name."""
+    workspace = here()
+    if spec is not None:
+        return resolve_spec(spec, workspace)
+    if (beside := path.with_name("spec.md")).is_file():
+        return beside
+    known = workspace.spec_names() if workspace else packaged_specs()
+    # A spec with parameters has a program for each choice, named <spec>__<value>.
+    names = sorted({name.partition("__")[0] for name in _program_names(_read(path))})
+    if len(found := [name for name in names if name in known]) == 1:
+        return known[found[0]].resolve()
+    what = " or ".join(names) or "no program"
+    raise WorkspaceError(f"no spec for {path} (it defines {what})", hint="name it with --spec")
+
+
+def _program_names(text: str) -> list[str]:
+    """The functions at module level decorated with @epilogue; read, never run."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    found: list[str] = []
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            marks = [m.func if isinstance(m, ast.Call) else m for m in node.decorator_list]
+            if any(isinstance(m, ast.Name) and m.id == "epilogue" for m in marks):
+                found.append(node.name)
+    return found

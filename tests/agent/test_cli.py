@@ -1,0 +1,219 @@
+"""The commands, with a judge and an author of our own; those have their own tests."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coda_agent.agent import doctor, workspace
+from coda_agent.agent.cli import app
+from coda_agent.agent.events import read_events, summary
+from coda_agent.agent.judge.records import Finding, GateResult, Verdict
+from coda_agent.primitives.errors import ProgramError
+
+PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
+runner = CliRunner()
+
+
+def judge_candidate(spec: Any, text: str, *, observer: Any, **_: Any) -> Verdict:
+    print("a library prints")
+    os.write(1, b"and a child process, too\n")
+    if "interrupt" in text:
+        raise KeyboardInterrupt
+    if "bug" in text:
+        raise RuntimeError("oops")
+    if "illegal" in text:
+        raise ProgramError("no such\nthing", hint="try another")
+    passed = "wrong" not in text
+    observer("gate.started", {"gate": "static"})
+    observer("gate.progress", {"gate": "static", "done": 1, "total": 2, "note": "[bold]"})
+    finding = Finding(message="import os", where={"line": 3}, hint="use primitives")
+    found = [] if passed else [finding]
+    result = GateResult(name="static", passed=passed, seconds=0.1, findings=found)
+    observer("gate.finished", {"gate": "static", **result.model_dump(exclude={"name"})})
+    late = GateResult(name="performance", passed=True, skipped="no GPU")
+    if doctor.gpus():
+        ratios = {"of_gemm": {"ratio": 0.97}, "over_compile": {"ratio": 1.5}, "tflops": 612.5}
+        times = {"ours": {"median_us": 10.0}}
+        cell = {"dtype": "bfloat16", "sizes": {"M": 8, "N": 16}, "times": times, **ratios}
+        late = GateResult(name="performance", passed=True, data={"cells": [cell]})
+    observer("gate.finished", {"gate": "performance", **late.model_dump(exclude={"name", "data"})})
+    return Verdict(
+        passed=passed,
+        level="proved" if passed else None,
+        gates=[result, late],
+        digests={"spec": spec.digest, "candidate": f"sha256:{len(text)}"},
+        not_shown=["Nothing ran on a GPU."],
+    )
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
+    judge, authors = ModuleType("judge"), ModuleType("authors")
+    judge.judge_candidate = judge_candidate  # type: ignore[attr-defined]
+    write = SimpleNamespace(name="composer", write=lambda spec, observer: PROGRAM)
+    bad = SimpleNamespace(name="bad", write=lambda spec, observer: "wrong\n")
+    authors.get_author = {"composer": write, "bad": bad}.__getitem__  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "coda_agent.agent.judge", judge)
+    monkeypatch.setitem(sys.modules, "coda_agent.agent.authors", authors)
+    monkeypatch.setattr(doctor, "gpus", list[doctor.Gpu])
+    for who in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{who}_NAME", "U")
+        monkeypatch.setenv(f"GIT_{who}_EMAIL", "u@example.com")
+    monkeypatch.chdir(tmp_path)
+    return workspace.init(tmp_path)[0]
+
+
+def run(*args: str, code: int = 0) -> Any:
+    """Runs a command that ends with `code`: what it printed, or its JSON document."""
+    result = runner.invoke(app, list(args))
+    assert result.exit_code == code, (result.stdout, result.stderr)
+    return json.loads(result.stdout) if "--json" in args else result.stdout + result.stderr
+
+
+def test_help_is_fast() -> None:
+    code = "from coda_agent.agent.cli import main; main()"
+    start = time.perf_counter()
+    for args in (["--help"], ["generate", "--help"]):
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, check=True)
+        assert b"Usage" in done.stdout
+    seconds = (time.perf_counter() - start) / 2
+    print(f"--help: {seconds:.2f} s")
+    assert seconds < 1.5
+    heavy = "import sys; print({'torch','cutlass','quack','pydantic','git'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import coda_agent.agent.cli; {heavy}"], capture_output=True
+    )
+    assert done.stdout == b"set()\n"
+
+
+def test_generate_show_list_verify(where: workspace.Workspace) -> None:
+    said = run("generate", "gemm_swiglu")
+    assert "static: passed (0.1 s)" in said and "not shown: Nothing ran on a GPU." in said
+    assert "performance: skipped: no GPU" in said and "gemm_swiglu: proved, commit" in said
+    again = run("generate", "gemm_swiglu", "--json")
+    assert (again["passed"], again["commit"], again["level"]) == (True, None, "proved")
+    state = summary(read_events(Path(again["run"]) / "events.jsonl"))
+    assert (state.outcome, state.author) == ("passed", "composer")
+    assert (Path(again["run"]) / "kernel.py").read_text() == PROGRAM
+
+    assert "gemm_swiglu" in run("list")
+    listed = run("list", "--json")
+    assert [(k["name"], k["level"]) for k in listed["kernels"]] == [("gemm_swiglu", "proved")]
+    assert "gemm_swiglu" not in listed["specs"] and "gemm_rmsnorm" in listed["specs"]
+    assert run("show", "gemm_swiglu", "--json")["program"] == PROGRAM
+    assert "proved" in run("show", "gemm_swiglu")
+
+    assert "unchanged" in run("verify", "--all")
+    (where.generated / "gemm_swiglu" / "kernel.py").write_text("wrong\n")
+    revoked = run("verify", "gemm_swiglu", "--json", code=1)["kernels"][0]
+    assert (revoked["before"], revoked["level"]) == ("proved", "revoked") and revoked["commit"]
+    assert "unchanged" not in run("generate", "gemm_swiglu")
+
+
+def test_refused_exits_1_and_loses_nothing(where: workspace.Workspace) -> None:
+    said = run("generate", "gemm_swiglu", "--author", "bad", code=1)
+    for line in ("static: FAILED", "    import os", "      at   line 3", "use primitives"):
+        assert line in said
+    assert where.kernels() == []
+    saved = next((where.root / "logs" / "runs").glob("*-generate-gemm_swiglu-*/kernel.py"))
+    assert saved.read_text() == "wrong\n"
+    run("generate", "gemm_swiglu", "--no-commit", "--json")
+    assert where.kernels() == []
+
+
+def test_check_finds_the_spec(where: workspace.Workspace, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(PROGRAM)
+    assert run("check", "a.py", "--json")["kernel"] == "gemm_swiglu"
+    (tmp_path / "b.py").write_text("wrong")
+    assert "name it with --spec" in run("check", "b.py", code=2)
+    run("check", "b.py", "--spec", "gemm_swiglu", code=1)
+    (tmp_path / "spec.md").write_text(where.resolve_spec("gemm_swiglu").read_text())
+    run("check", "b.py", code=1)
+    run("generate", "gemm_swiglu")
+    assert run("check", "gemm_swiglu", "--json")["level"] == "proved"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("illegal", 2, "no such\nthing"),
+        ("interrupt", 130, "interrupted"),
+        ("bug", 70, "RuntimeError: oops"),
+    ],
+)
+def test_errors(where: workspace.Workspace, text: str, code: int, message: str) -> None:
+    (where.root / "a.py").write_text(text)
+    document = run("check", "a.py", "--spec", "gemm_swiglu", "--json", code=code)
+    assert document["error"]["message"] == message and document["error"]["exit_code"] == code
+    said = runner.invoke(app, ["check", "a.py", "--spec", "gemm_swiglu"])
+    assert said.exit_code == code
+    last = said.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: {' '.join(message.split())}")
+    assert ("Traceback" in said.stderr) == (text == "bug")
+    log = next((where.root / "logs" / "runs").glob("*/events.jsonl"))
+    assert summary(read_events(log)).outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["show", "nope"], 2, "error: no kernel named 'nope'"),
+        (["generate", "gemm_swigl"], 2, "did you mean gemm_swiglu"),
+        (["check", "nope.py"], 2, "no file at nope.py"),
+        (["explain", "nope"], 2, "no kernel, spec or file named 'nope'"),
+        (["explain", "nope", "--stage", "x"], 2, "no stage 'x'"),
+        (["bench", "--all"], 3, "no NVIDIA GPU"),
+        (["generate", "gemm_swiglu", "--device", "cuda"], 3, "no NVIDIA GPU"),
+        (["verify"], 2, "name kernels, or give --all"),
+        (["generate", "gemm_swiglu", "--device", "tpu"], 2, "tpu"),
+    ],
+)
+def test_bad_input(where: workspace.Workspace, args: list[str], code: int, message: str) -> None:
+    result = runner.invoke(app, args)
+    assert result.exit_code == code and message in result.stderr and result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_bench_prints_the_timings(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("generate", "gemm_swiglu")
+    monkeypatch.setattr(doctor, "gpus", lambda: [doctor.Gpu("H200", "sm_90", "1")])
+    said = run("bench", "gemm_swiglu")
+    assert "bfloat16  M=8 N=16  10.0  612.5    0.970    1.500" in said
+
+
+def test_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no git repository" in run("list", code=2)
+    assert run("init", "w", "--json")["made"][0] == ".git"
+    assert "(unchanged)" in run("init", "w")
+    assert "coda-agent" in run("--version")
+
+
+def test_primitives(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"kind": "pairwise", "signature": "swiglu(gate, up)", "summary": "Gated.", "doc": "D."}
+    catalogue = ModuleType("catalogue")
+    entry = SimpleNamespace(name="swiglu", **about)
+    catalogue.entries = lambda: [entry]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "coda_agent.primitives.catalogue", catalogue)
+    assert run("primitives") == "swiglu  pairwise  Gated.\n"
+    assert run("primitives", "swiglu", "--json") == {"name": "swiglu", **about}
+    assert run("primitives", "swigl", "--json", code=2)["error"]["hint"] == "did you mean swiglu?"
+
+
+def test_doctor(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = run("doctor", "--json")
+    assert report["level"] == "proved"
+    found = {item["name"]: item["value"] for item in report["items"]}
+    assert found["git identity"] == "U <u@example.com>" and found["gpu"] is None
+    monkeypatch.setattr(doctor, "package_version", lambda distribution, module: None)
+    assert "nothing can be shown" in run("doctor", code=3)

@@ -1,0 +1,138 @@
+"""The gates together, on a machine without a GPU: what passes, what is refused, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.judge import Verdict, judge_candidate
+from coda_agent.specs import Spec, load_spec
+
+SPECS = Path(__file__).parents[2] / "specs"
+IMPORTS = (
+    "from coda_agent.primitives import ColVector, HalfTile, RowMean, RowVector, Tile, epilogue, "
+    "exp, glu, pairs, silu, swiglu\n"
+)
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return load_spec(SPECS / "gemm_rmsnorm_swiglu.md")
+
+
+def candidate(*body: str) -> str:
+    lines = "\n".join(f"    {line}" for line in body)
+    head = "@epilogue(D=Tile, O=HalfTile)\ndef gemm_rmsnorm_swiglu(acc, r: ColVector):"
+    return f"{IMPORTS}\n{head}\n{lines}\n"
+
+
+RIGHT = candidate("d = acc * r", "gate, up = pairs(d)", 'return {"D": d, "O": swiglu(gate, up)}')
+
+
+def judge(spec: Spec, text: str, **options: Any) -> Verdict:
+    options.setdefault("gates", ("static", "compile", "numerics"))
+    return judge_candidate(spec, text, device="cpu", types=["bfloat16"], **options)
+
+
+def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    verdict = judge(
+        spec,
+        RIGHT,
+        gates=("static", "compile", "numerics", "performance"),
+        observer=lambda kind, data: events.append((kind, data)),
+    )
+    assert verdict.passed and verdict.level == "proved"
+    assert [g.name for g in verdict.gates] == ["static", "compile", "numerics", "performance"]
+    assert verdict.gates[3].skipped == "needs a Hopper GPU"
+    assert len(verdict.not_shown) == 2
+    kernels = verdict.gates[1].data["kernels"]
+    assert {k["arch"] for k in kernels} == {"sm_90a", "sm_100a", "sm_120a"}
+    for kernel in kernels:
+        assert kernel["registers"] > 0 and kernel["shared_bytes"] > 0 and kernel["wgmma"] > 0
+    assert verdict.gates[2].data["ran"] == "interpreter"
+    assert 0 < verdict.gates[2].data["worst"]["gemm_rmsnorm_swiglu bfloat16"]["ratio"] < 1
+    kinds = [k for k, _ in events]
+    assert kinds.count("gate.started") == kinds.count("gate.finished") == 4
+    assert "gate.progress" in kinds
+
+
+# Each is one plausible slip that compiles; the numbers alone must refuse it.
+SLIPS = {
+    "missing scale": ("d = acc", "g, u = pairs(d * r)", 'return {"D": d, "O": swiglu(g, u)}'),
+    "swapped pair": ("d = acc * r", "u, g = pairs(d)", 'return {"D": d, "O": swiglu(g, u)}'),
+    "wrong gate": ("d = acc * r", "g, u = pairs(d)", 'return {"D": d, "O": glu(g, u)}'),
+    "scale applied twice": ("d = acc * r * r", "g, u = pairs(acc * r)", 'return {"D": d, "O": swiglu(g, u)}'),
+    "constant factor": ("d = acc * r", "g, u = pairs(d)", 'return {"D": d, "O": swiglu(g, u) * 1.05}'),
+    "gate of unscaled": ("d = acc * r", "g, u = pairs(acc)", 'return {"D": d, "O": swiglu(g, u * r)}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> None:
+    from coda_agent.agent.judge.numerics import check_numerics
+    from coda_agent.agent.judge.worker import load_programs
+    from coda_agent.primitives.program import Program
+    from coda_agent.primitives.tiles import TileConfig
+
+    programs = {k: Program.from_dict(v) for k, v in load_programs(candidate(*SLIPS[slip])).items()}
+    tiles = {("gemm_rmsnorm_swiglu", "bfloat16"): [TileConfig(128, 128)]}
+    report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
+    assert report.findings, slip
+    assert {"output", "row", "column", "got", "expected"} <= report.findings[0].where.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "gate", "said"),
+    [
+        ("import os\n" + RIGHT, "static", "only imports and @epilogue"),
+        (
+            candidate("d = acc * r", 'return {"D": d}'),
+            "compile",
+            "'O' is declared but never written",
+        ),
+        (candidate("d = acc + pairs(acc)", 'return {"D": d, "O": d}'), "compile", "tuple"),
+        (
+            candidate("g, u = pairs(acc)", 'return {"D": acc * r, "O": g * acc}'),
+            "compile",
+            "mixes a full-width value with a half-width one",
+        ),
+        (RIGHT.replace("r: ColVector", "r: RowVector"), "compile", "r is RowVector, (N)"),
+        (
+            RIGHT.replace("r: ColVector", "s: ColVector").replace("* r", "* s"),
+            "compile",
+            "takes ['s']",
+        ),
+    ],
+)
+def test_a_bad_candidate_fails_its_gate_with_one_line(
+    spec: Spec, text: str, gate: str, said: str
+) -> None:
+    verdict = judge(spec, text)
+    assert not verdict.passed and verdict.level is None
+    assert verdict.gates[-1].name == gate and not verdict.gates[-1].passed
+    assert said in verdict.gates[-1].findings[0].message
+    assert "\n" not in verdict.gates[-1].findings[0].message
+
+
+def test_the_same_trial_has_the_same_digests(spec: Spec) -> None:
+    first, second = (judge(spec, RIGHT, gates=("static",)) for _ in range(2))
+    assert first.digests == second.digests
+    assert set(first.digests) == {"spec", "candidate", "judge", "toolchain"}
+    assert (
+        judge(spec, RIGHT + "\n", gates=("static",)).digests["candidate"]
+        != first.digests["candidate"]
+    )
+
+
+def test_demanding_a_gpu_where_there_is_none_is_one_clear_error(spec: Spec) -> None:
+    import torch
+
+    from coda_agent.primitives.errors import MachineError
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(MachineError, match="no Hopper GPU is usable here"):
+        judge_candidate(spec, RIGHT, device="cuda")

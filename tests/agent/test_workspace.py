@@ -1,0 +1,94 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from coda_agent.agent import workspace
+from coda_agent.primitives.errors import WorkspaceError
+
+
+def git(folder: Path, *args: str) -> str:
+    return subprocess.run(
+        ["git", *args], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_init_makes_a_workspace_once(tmp_path: Path) -> None:
+    made, new = workspace.init(tmp_path / "w")
+    assert new[0] == ".git" and "README.md" in new
+    assert workspace.find(made.root) == made
+    assert workspace.init(made.root)[1] == []
+    run = made.new_run("generate", "x")
+    (run.folder / "a").touch()
+    assert "runs" not in git(made.root, "status", "--porcelain", "-uall")
+
+
+def test_init_keeps_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("build/")
+    (tmp_path / "README.rst").write_text("mine")
+    workspace.init(tmp_path)
+    assert (tmp_path / ".gitignore").read_text().startswith("build/\nlogs/runs/\n")
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_init_on_a_file(tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    with pytest.raises(WorkspaceError, match="is a file"):
+        workspace.init(tmp_path / "f")
+
+
+def test_find_walks_up_but_not_out_of_the_repository(tmp_path: Path) -> None:
+    outer, _ = workspace.init(tmp_path)
+    deep = tmp_path / "specs" / "a" / "b"
+    deep.mkdir(parents=True)
+    assert workspace.find(deep) == outer
+    git(deep, "init")
+    with pytest.raises(WorkspaceError, match=r"not a workspace: it has no specs/, generated/, log"):
+        workspace.find(deep)
+
+
+def test_find_in_a_subdirectory_workspace(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    made, new = workspace.init(tmp_path / "kernels")
+    assert ".git" not in new
+    found = workspace.find(made.root / "logs")
+    assert (found.root, found.top) == (made.root, tmp_path.resolve())
+
+
+def test_find_without_a_repository(tmp_path: Path) -> None:
+    with pytest.raises(WorkspaceError, match="no git repository at or above") as caught:
+        workspace.find(tmp_path)
+    assert "coda-agent init" in caught.value.hint
+
+
+def test_names(tmp_path: Path) -> None:
+    made, _ = workspace.init(tmp_path)
+    (made.specs / "my_gemm.md").write_text("x")
+    assert made.resolve_spec("my_gemm") == made.specs / "my_gemm.md"
+    assert made.resolve_spec(str(made.specs / "my_gemm.md")) == made.specs / "my_gemm.md"
+    packaged = made.resolve_spec("gemm_swiglu")
+    assert not packaged.is_relative_to(made.root)
+    (made.specs / "gemm_swiglu.md").write_text("mine first")
+    assert made.resolve_spec("gemm_swiglu").is_relative_to(made.root)
+    with pytest.raises(WorkspaceError, match="no spec named 'my_gem'") as caught:
+        made.resolve_spec("my_gem")
+    assert "did you mean my_gemm" in caught.value.hint
+    with pytest.raises(WorkspaceError, match="no spec file"):
+        made.resolve_spec("nowhere/x.md")
+
+
+def test_kernels(tmp_path: Path) -> None:
+    made, _ = workspace.init(tmp_path)
+    for name, text in (("gemm_a", '{"level": "proved"}'), ("gemm_b", "{torn")):
+        (made.generated / name).mkdir()
+        (made.generated / name / "evidence.json").write_text(text)
+    (made.generated / "not_a_kernel").mkdir()
+    assert [(k.name, k.level) for k in made.kernels()] == [
+        ("gemm_a", "proved"),
+        ("gemm_b", "damaged"),
+    ]
+    with pytest.raises(WorkspaceError, match="not readable evidence"):
+        _ = made.kernel("gemm_b").evidence
+    with pytest.raises(WorkspaceError) as caught:
+        made.kernel("gem_a")
+    assert "gemm_a" in caught.value.hint

@@ -1,0 +1,83 @@
+"""The benchmark page says what the evidence files say, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from coda_agent.evals.benchmarks import render, write_table
+
+
+def times(median: float) -> dict:
+    return {"median_us": median, "interval_us": [median, median], "times_us": [median] * 50}
+
+
+EVIDENCE = {
+    "kernel": "gemm_x",
+    "level": "accepted",
+    "environment": {
+        "gpu": {"name": "NVIDIA H200", "driver_version": "580.1"},
+        "cuda": "13.0",
+        "packages": {"torch": "2.11.0"},
+    },
+    "gates": [
+        {
+            "name": "numerics",
+            "data": {
+                "refused_tiles": [
+                    {
+                        "program": "gemm_x",
+                        "dtype": "bfloat16",
+                        "tile": "192x192 coop 2x1",
+                        "fault": "O is wrong",
+                    }
+                ]
+            },
+        },
+        {
+            "name": "performance",
+            "data": {
+                "cells": [
+                    {
+                        "dtype": "bfloat16",
+                        "sizes": {"M": 4096, "N": 4096, "K": 4096},
+                        "times": {
+                            "ours": times(180.0),
+                            "gemm": times(171.0),
+                            "compile": times(207.0),
+                        },
+                        "of_gemm": {"ratio": 0.95, "low": 0.94, "high": 0.96},
+                        "over_compile": {"ratio": 1.15, "low": 1.14, "high": 1.16},
+                        "tflops": 763.4,
+                        "tile": "128x192 pp 2x1",
+                    },
+                    {"dtype": "float16", "sizes": {"M": 1}, "error": "no tile"},
+                ]
+            },
+        },
+    ],
+}
+
+
+def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
+    folder = tmp_path / "generated" / "gemm_x"
+    folder.mkdir(parents=True)
+    (folder / "evidence.json").write_text(json.dumps(EVIDENCE))
+    proved = {**EVIDENCE, "kernel": "gemm_y", "level": "proved", "gates": []}
+    (tmp_path / "generated" / "gemm_y").mkdir()
+    (tmp_path / "generated" / "gemm_y" / "evidence.json").write_text(json.dumps(proved))
+    page = write_table(tmp_path).read_text()
+    assert page == render(tmp_path)
+    assert (
+        "| gemm_x | bfloat16 | 4096 × 4096 × 4096 | 180.0 | 171.0 | 207.0 | 0.950 (0.940–0.960) | "
+        "1.150 (1.140–1.160) | 763 | 128x192 pp 2x1 |" in page
+    )
+    assert "median of 50 rounds" in page
+    assert "- NVIDIA H200, driver 580.1, CUDA 13.0, torch 2.11.0" in page
+    assert "- gemm_x (bfloat16), tile 192x192 coop 2x1: O is wrong" in page
+    assert "- gemm_y: proved, not benchmarked" in page
+    assert "| float16" not in page
+
+
+def test_without_evidence_it_says_so(tmp_path: Path) -> None:
+    assert "No evidence file holds a benchmark yet" in render(tmp_path)
