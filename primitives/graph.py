@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn
@@ -111,6 +111,23 @@ class Graph:
 
     def const(self, value: float) -> Value:
         return self.add(Node("const", (), Shape.SCALAR, value=float(value)))
+
+    def replay(self, acc: Any, operands: Mapping[str, Any], apply: Callable[..., Any]) -> list[Any]:
+        """Compute every node: `apply(op, *arguments)` gives operations, "even", "odd" and
+        "interleave" included, their meaning on the caller's kind of value."""
+        values: list[Any] = []
+        for n in self.nodes:
+            match n.op:
+                case "acc":
+                    value = acc
+                case "operand":
+                    value = operands[n.name]
+                case "const":
+                    value = n.value
+                case op:
+                    value = apply(op, *(values[a] for a in n.args))
+            values.append(value)
+        return values
 
     def prune(self) -> Graph:
         """The same graph without nodes no output depends on."""

@@ -14,53 +14,36 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.ops import OPS
-from coda_agent.primitives.program import Program, RowReduction
+from coda_agent.primitives.program import ColVector, Program, RowReduction
 
 if TYPE_CHECKING:
     import torch
 
 
 def evaluate(graph: Graph, acc: torch.Tensor, operands: Mapping[str, Any]) -> list[Any]:
-    """Replay `graph` on tensors that broadcast against `acc` (M, N); one tensor for each node."""
-    values: list[Any] = []
-    for n in graph.nodes:
-        args = [values[a] for a in n.args]
-        match n.op:
-            case "acc":
-                value = acc
-            case "operand":
-                value = operands[n.name]
-            case "const":
-                value = n.value
+    """Replay `graph` on tensors that broadcast against `acc` (M, N); one value for each node."""
+
+    def apply(op: str, *args: Any) -> Any:
+        match op:
             case "even":
-                value = args[0][..., 0::2]
+                return args[0][..., 0::2]
             case "odd":
-                value = args[0][..., 1::2]
+                return args[0][..., 1::2]
             case "interleave":
-                value = _interleave(*args, columns=acc.shape[-1])
-            case op:
-                value = OPS[op].torch(*args)
-        values.append(value)
-    return values
+                return _interleave(*args, shape=tuple(acc.shape))
+            case _:
+                return OPS[op].torch(*args)
+
+    return graph.replay(acc, operands, apply)
 
 
-def _interleave(even: Any, odd: Any, *, columns: int) -> torch.Tensor:
+def _interleave(even: torch.Tensor, odd: torch.Tensor, *, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    like = even if isinstance(even, torch.Tensor) and even.ndim == 2 else odd
-    out = torch.empty(
-        like.shape[0] if like.shape[0] > 1 else max(_rows(even), _rows(odd)),
-        columns,
-        dtype=like.dtype,
-        device=like.device,
-    )
+    out = torch.empty(shape, dtype=even.dtype, device=even.device)
     out[:, 0::2] = even
     out[:, 1::2] = odd
     return out
-
-
-def _rows(x: Any) -> int:
-    return x.shape[0] if hasattr(x, "shape") and len(x.shape) == 2 else 1
 
 
 def interpret(
@@ -93,9 +76,7 @@ def interpret(
 
     compute = compute or torch.float32
     acc = a.to(compute) @ b.to(compute).mT
-    lifted = {
-        name: _lift(operands[name], program.operands[name], compute) for name in program.operands
-    }
+    lifted = {name: _lift(operands[name], program.operands[name], acc) for name in program.operands}
     values = evaluate(program.graph, acc, lifted)
     results = {}
     for name, kind in program.outputs.items():
@@ -112,13 +93,12 @@ def interpret(
     return results
 
 
-def _lift(value: Any, kind: type, compute: torch.dtype) -> Any:
-    from coda_agent.primitives.program import ColVector, Scalar
+def _lift(value: Any, kind: type, like: torch.Tensor) -> torch.Tensor:
+    """An operand in the accumulator's dtype, shaped to broadcast against it."""
+    import torch
 
-    if kind is Scalar:
-        return float(value)
-    value = value.to(compute)
-    return value[:, None] if kind is ColVector else value
+    lifted = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    return lifted[:, None] if kind is ColVector else lifted
 
 
 def row_partials(value: torch.Tensor, kind: type[RowReduction], width: int) -> torch.Tensor:

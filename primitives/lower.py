@@ -157,7 +157,7 @@ class Replay:
     def __call__(self, acc: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         graph, outputs = self.program.graph, self.program.outputs
         operands = {o: values[self.names[o]] for o in self.program.operands}
-        replayed = _replay(graph, acc, operands)
+        replayed = graph.replay(acc, operands, _apply)
         results = {}
         for o, kind in outputs.items():
             value = replayed[graph.outputs[o]]
@@ -208,35 +208,14 @@ def _lifted(x: Any, like: Any) -> Any:
     return Float32(x) if isinstance(x, float) else x
 
 
-def _replay(graph: Graph, acc: Any, operands: Mapping[str, Any]) -> list[Any]:
-    from quack.epilogue.math import Pair
-
-    values: list[Any] = []
-    for n in graph.nodes:
-        args = [values[a] for a in n.args]
-        match n.op:
-            case "acc":
-                value = acc
-            case "operand":
-                value = operands[n.name]
-            case "const":
-                value = n.value
-            case "even":
-                value = args[0].a
-            case "odd":
-                value = args[0].b
-            case "interleave":
-                value = Pair(*args)
-            case op:
-                value = _apply(op, *args)
-        values.append(value)
-    return values
-
-
 def _apply(name: str, *args: Any) -> Any:
-    """Apply an atom to Float32 scalars, to `Pair`s lane by lane, or to packed f32x2 lanes."""
+    """Apply an operation to Float32 scalars, to `Pair`s lane by lane, or to packed f32x2 lanes."""
     from quack.epilogue.math import F2, Pair
 
+    if name in ("even", "odd"):
+        return args[0].a if name == "even" else args[0].b
+    if name == "interleave":
+        return Pair(*args)
     op = OPS[name]
     if any(isinstance(a, Pair) for a in args):
         lanes = [a if isinstance(a, Pair) else Pair(a, a) for a in args]

@@ -14,8 +14,10 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.ops import OPS
 
+# Operand kinds are values to a type checker, so that programs check; nothing makes instances.
 
-class Tile:
+
+class Tile(Value):
     """A full (M, N) operand or output, in the spec's element type.
 
     As an operand it is read once through TMA (M·N·size bytes); as an output it is rounded once, at
@@ -39,7 +41,7 @@ class HalfTile:
     """
 
 
-class ColVector:
+class ColVector(Value):
     """An operand of length M, one number a row, any float dtype; arrives as fp32.
 
     Costs 4·M bytes for each column of tiles. Use it for per-row scales such as RMSNorm's 1/rms.
@@ -50,7 +52,7 @@ class ColVector:
     """
 
 
-class RowVector:
+class RowVector(Value):
     """An operand of length N, one number a column, any float dtype; arrives as fp32.
 
     Costs 4·N bytes for each row of tiles. Use it for biases and norm weights.
@@ -61,7 +63,7 @@ class RowVector:
     """
 
 
-class Scalar:
+class Scalar(Value):
     """A Python number given at call time; changing it recompiles nothing.
 
     Use it for alpha and beta.

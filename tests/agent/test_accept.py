@@ -352,6 +352,7 @@ def test_killed_anywhere(
         os._exit(0)
 
     old = contents(target) if again else None
+    done, n = False, 0
     for n in range(100):
         done = attempt(n)
         acceptance._clean(where.generated)  # what the next run does first

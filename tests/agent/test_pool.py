@@ -58,6 +58,8 @@ def test_map_keeps_order_and_returns_errors_in_place() -> None:
     jobs = [{"kind": "load", "text": t} for t in (GOOD, "1 / 0", GOOD)]
     with CompilePool(2) as pool:
         results = pool.map(jobs, lambda done, _: seen.append(done))
-    assert results[0]["k"]["name"] == results[2]["k"]["name"] == "k"
-    assert isinstance(results[1], CompileError) and "ZeroDivisionError" in str(results[1])
+    first, error, last = results
+    assert not isinstance(first, CompileError) and not isinstance(last, CompileError)
+    assert first["k"]["name"] == last["k"]["name"] == "k"
+    assert isinstance(error, CompileError) and "ZeroDivisionError" in str(error)
     assert seen == [1, 2, 3]

@@ -1,0 +1,105 @@
+"""The composer, an author without a key: derives the program from the reference, or says why not.
+
+- `capture`: the reference as an ATen graph.
+- `rewrite`: that graph as canonical expressions (`expression`, `layout`).
+- `emit`: the expressions as source.
+- Then it checks itself: what it wrote is run in float64 against the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.authors.composer.capture import capture
+from coda_agent.agent.authors.composer.emit import emit
+from coda_agent.agent.authors.composer.rewrite import rewrite
+from coda_agent.primitives.errors import ProgramError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.authors import Observer
+    from coda_agent.primitives import Program
+    from coda_agent.specs import Spec
+
+# Both sides are exact but for the order of float64 sums.
+TOLERANCE = 1e-9
+
+
+class Composer:
+    """The embedded author."""
+
+    name = "composer"
+
+    def write(self, spec: Spec, observer: Observer) -> str:
+        """The complete text of a candidate: one program for each binding of `spec`, checked.
+
+        Raises:
+            ProgramError: The reference cannot be expressed, or the program disagrees with it.
+        """
+        programs = []
+        for binding in spec.bindings():
+            variant = spec.variant(binding)
+            observer("author.progress", {"stage": "capture", "program": variant})
+            captured = capture(spec, binding)
+            observer("author.progress", {"stage": "rewrite", "program": variant})
+            programs.append(rewrite(captured))
+        observer("author.progress", {"stage": "emit", "programs": len(programs)})
+        text = emit(spec, programs)
+        loaded = load(text)
+        for binding in spec.bindings():
+            observer("author.progress", {"stage": "check", "program": spec.variant(binding)})
+            self_check(spec, loaded[spec.variant(binding)], binding)
+        return text
+
+
+def stages(spec: Spec, binding: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What becomes of one binding: "graph", the ATen graph, and "program", the source."""
+    captured = capture(spec, spec.bind(binding))
+    return {"graph": str(captured), "program": emit(spec, [rewrite(captured)])}
+
+
+def load(text: str) -> dict[str, Program]:
+    """The programs of a composed text, by name. It is executed: only for text written here."""
+    from coda_agent.primitives import Program
+
+    namespace: dict[str, Any] = {"__name__": "coda_agent.composed"}
+    exec(compile(text, "<composed>", "exec"), namespace)
+    return {k: v for k, v in namespace.items() if isinstance(v, Program)}
+
+
+def check_sizes(spec: Spec) -> dict[str, int]:
+    """A small ragged shape, other than the one captured, with more than one reduction tile."""
+    m, n, _ = spec.gemm_dims
+    start = {m: 5, n: 130}
+    sizes: dict[str, int] = {}
+    for name, dim in spec.dims.items():
+        step = dim.multiple_of * (2 if name == n and dim.multiple_of % 2 else 1)
+        sizes[name] = -(-start.get(name, 24) // step) * step
+    return sizes
+
+
+def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None:
+    """Compare `program` with the reference, both in float64.
+
+    Raises:
+        ProgramError: An output differs; names it.
+    """
+    import torch
+
+    from coda_agent.primitives.interpret import interpret
+    from coda_agent.specs import draw_inputs, run_reference
+
+    sizes = check_sizes(spec)
+    inputs = draw_inputs(spec, sizes, spec.default_types(), seed=0, binding=binding)
+    truth = run_reference(spec, inputs, binding=binding, exact=True)
+    a, b = (inputs[name] for name in spec.gemm)
+    assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    got = interpret(program, a, b, inputs, dtypes={}, compute=torch.float64)
+    for name, expected in truth.items():
+        error = (got[name] - expected).abs().max() / expected.abs().max()
+        if not error <= TOLERANCE:
+            raise ProgramError(
+                f"{program.name}: composed output {name!r} is off by {float(error):.1e} of the"
+                f" reference's largest value at {sizes}, expected at most {TOLERANCE:.0e}",
+                hint="the reference may use its sizes as numbers; a program cannot see them",
+            )

@@ -1,0 +1,152 @@
+"""From a spec's reference to an ATen graph.
+
+- Traced on fake tensors: nothing is computed, and a branch on a value is an error, not a guess.
+- Every dim, and N/2, has an extent of its own, so a shape says which dims it is over.
+- Scalars enter as symbolic floats, so alpha and beta stay operands whatever their draw.
+- In-place writes are functionalised away; each node carries the spec's line it comes from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.specs import reference_callable
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from coda_agent.specs import Spec
+
+_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A reference as a graph.
+
+    Attributes:
+        spec: Where it comes from.
+        binding: The parameters it was bound to.
+        sizes: Extent of each dim in the trace.
+        module: ATen nodes; placeholders in the order of the spec's inputs.
+    """
+
+    spec: Spec
+    binding: Mapping[str, str]
+    sizes: dict[str, int]
+    module: fx.GraphModule
+
+    def __str__(self) -> str:
+        return "\n".join(str(node.format_node()) for node in self.module.graph.nodes)
+
+
+def distinct_sizes(spec: Spec) -> dict[str, int]:
+    """An extent for each dim such that all of them, and half the columns, differ."""
+    columns = spec.gemm_dims[1]
+    sizes: dict[str, int] = {}
+    taken: set[int] = {1, 2}
+    for name, dim in spec.dims.items():
+        step = dim.multiple_of * (2 if name == columns and dim.multiple_of % 2 else 1)
+        for prime in itertools.chain(_PRIMES, itertools.count(53, 2)):
+            extents = {prime * step, prime * step // 2} if name == columns else {prime * step}
+            if not extents & taken:
+                break
+        else:
+            raise AssertionError("there are infinitely many odd numbers")
+        sizes[name] = prime * step
+        taken |= extents
+    return sizes
+
+
+def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
+    """Trace the reference of `spec` with its parameters bound to `binding`.
+
+    Raises:
+        ProgramError: The reference cannot be traced: it branches on values or raises.
+        SpecError: The reference block itself is broken.
+    """
+    import torch
+    import torch.fx.traceback as notes
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    reference = reference_callable(spec, binding)
+    sizes, types = distinct_sizes(spec), spec.default_types()
+    shapes = {name: spec.shape_of(name, sizes, binding) for name in spec.inputs}
+    line = spec.reference_line
+
+    def traced(*tensors: torch.Tensor) -> Any:
+        inputs = dict(zip(shapes, tensors, strict=True))
+        bound = {k: v if shapes[k] else v.item() for k, v in inputs.items()}
+        with ExitStack() as modes:
+            modes.enter_context(_lines(str(spec.path)))
+            modes.enter_context(notes.preserve_node_meta())
+            return reference(**bound)
+
+    # It logs a traceback for what is raised anyway, and reported below in one line.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    fake = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with fake:
+            tensors = [
+                torch.empty(shape, dtype=getattr(torch, spec.dtype_of(name, types)))
+                for name, shape in shapes.items()
+            ]
+            pure = torch.func.functionalize(traced, remove="mutations")
+            module = make_fx(pure, _allow_non_fake_inputs=True)(*tensors)
+    except Exception as error:  # The reference is foreign code: anything may come out of it.
+        frame = error.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code.co_filename == str(spec.path):
+                line = frame.tb_lineno
+            frame = frame.tb_next
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if "data-dependent" in reason or "DataDependent" in type(error).__name__:
+            reason = "control flow, or a Python number, depends on a value of an input"
+        fault = f"{spec.path}:{line}: the reference cannot be traced: {reason}"
+        raise ProgramError(fault) from None
+    finally:
+        logger.setLevel(level)
+    module.graph.eliminate_dead_code()
+    return Captured(spec, dict(binding), sizes, module)
+
+
+def _lines(path: str) -> Any:
+    """A mode that notes each node's line of `path`, and unfolds what would guard on a scalar."""
+    import torch
+    import torch.fx.traceback as notes
+    from torch.overrides import TorchFunctionMode
+
+    def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        scalars = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.SymFloat)]
+        if scalars and func in (torch.addmm, torch.Tensor.addmm):
+            # Its meta function asks whether beta is zero, which no symbolic float can answer.
+            c, a, b = args
+            return kwargs.get("beta", 1) * c + kwargs.get("alpha", 1) * torch.mm(a, b)
+        if scalars and func in (torch.tensor, torch.as_tensor):
+            return torch.full((), args[0])
+        return func(*args, **kwargs)
+
+    class Lines(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename != path:
+                frame = frame.f_back
+            if frame is None:
+                return call(func, args, kwargs or {})
+            with notes.annotate({"line": frame.f_lineno}):
+                return call(func, args, kwargs or {})
+
+    return Lines()

@@ -1,0 +1,144 @@
+"""Which value stands where in a tensor, whatever views it went through.
+
+- A tensor of the trace is an integer tensor of the same shape: which expression stands at each
+  element, and which element of it.
+- Views, slices, stacks and scatters run on those integers as ATen defines them, so no spelling of
+  them needs a rule.
+- `read` then asks what an elementwise operation would see: one expression, its even or its odd
+  columns, or two expressions interleaved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.authors.composer.expression import Builder, Expr
+from coda_agent.primitives.errors import ProgramError
+
+if TYPE_CHECKING:
+    import torch
+
+_SHIFT = 40
+_FRAMES = (("M",), ("N",), ("H",), ("K",), ("M", "N"), ("M", "H"), ("M", "K"), ("N", "K"))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The dims a shape is over, in canonical order; `flipped` if the shape has them reversed."""
+
+    dims: tuple[str, ...]
+    flipped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """A tensor of the trace, element by element."""
+
+    codes: torch.Tensor
+
+
+class Layout:
+    """Expressions as elements of tensors, at the extents of one trace.
+
+    Args:
+        builder: Makes the expressions that reading finds.
+        extents: Of M, N, H = N/2 and K.
+    """
+
+    def __init__(self, builder: Builder, extents: Mapping[str, int]) -> None:
+        self.builder = builder
+        self.extents = extents
+        self._numbers: dict[Expr, int] = {}
+        self._exprs: list[Expr] = []
+
+    def frame(self, shape: tuple[int, ...]) -> Frame | None:
+        """The dims that `shape` is over, its unit extents dropped and its columns joined."""
+        extents = [s for s in shape if s != 1]
+        if not extents:
+            return Frame(())
+        found = (math.prod(extents), extents[0], math.prod(extents[1:]))
+        for dims in _FRAMES:
+            wanted = tuple(self.extents[d] for d in dims)
+            if (len(dims) == 1 and found[0] == wanted[0]) or found[1:] == wanted:
+                return Frame(dims)
+            if len(dims) == 2 and tuple(extents) == wanted[::-1]:
+                return Frame(dims, flipped=True)
+        return None
+
+    def write(self, expr: Expr, shape: tuple[int, ...], frame: Frame) -> Elements:
+        """`expr` broadcast over a tensor of `shape`."""
+        full = self._grid(expr, frame.dims)
+        return Elements((full.mT if frame.flipped else full).reshape(shape))
+
+    def constants(self, values: torch.Tensor) -> Elements:
+        """A tensor whose values are known; few different ones, or it would be an operand."""
+        import torch
+
+        distinct, which = torch.unique(values.double(), return_inverse=True)
+        if len(distinct) > 4:
+            raise ProgramError("a table of constants must be an input of the spec")
+        codes = [self._number(self.builder.const(float(v))) << _SHIFT for v in distinct]
+        return Elements(torch.tensor(codes, dtype=torch.int64)[which].reshape(values.shape))
+
+    def read(self, elements: Elements, shape: tuple[int, ...], frame: Frame) -> Expr:
+        """The expression an elementwise operation over `shape` sees in `elements`, broadcast.
+
+        Raises:
+            ProgramError: Elements were moved other than within adjacent column pairs.
+        """
+        codes = elements.codes.broadcast_to(shape)
+        if frame.flipped:
+            codes = codes.reshape([self.extents[d] for d in reversed(frame.dims)]).mT
+        found = self._find(codes.reshape([self.extents[d] for d in frame.dims]), frame.dims)
+        if found is None:
+            raise ProgramError(
+                "moves values between rows or columns; a kernel can only take adjacent column pairs"
+                " (2j, 2j + 1) apart or put them together"
+            )
+        return found
+
+    def sources(self, elements: Elements) -> list[Expr]:
+        """The expressions that `elements` takes values from."""
+        return [self._exprs[int(i)] for i in (elements.codes >> _SHIFT).unique()]
+
+    def _find(self, codes: torch.Tensor, dims: tuple[str, ...]) -> Expr | None:
+        import torch
+
+        numbers = codes >> _SHIFT
+        number = int(numbers.flatten()[0])
+        if bool((numbers == number).all()):
+            expr = self._exprs[number]
+            if expr.dims <= set(dims) and torch.equal(codes, self._grid(expr, dims)):
+                return expr
+            if "H" in dims and "N" in expr.dims:
+                whole = self._grid(expr, tuple("N" if d == "H" else d for d in dims))
+                for side, half in (("even", whole[..., 0::2]), ("odd", whole[..., 1::2])):
+                    if torch.equal(codes, half):
+                        return self.builder.make(side, expr, dims=expr.dims - {"N"} | {"H"})
+        if not dims or dims[-1] != "N":
+            return None
+        half = (*dims[:-1], "H")
+        sides = [self._find(codes[..., start::2], half) for start in (0, 1)]
+        even, odd = sides
+        if even is None or odd is None or not {"M", "H"} <= even.dims | odd.dims:
+            return None
+        if "const" in (even.op, odd.op):
+            return None
+        return self.builder.make("interleave", even, odd, dims=frozenset({"M", "N"}))
+
+    def _grid(self, expr: Expr, dims: tuple[str, ...]) -> torch.Tensor:
+        """Codes of `expr` over `dims`, which include its own."""
+        import torch
+
+        own = [self.extents[d] if d in expr.dims else 1 for d in dims]
+        codes = torch.arange(math.prod(own)).reshape(own) + (self._number(expr) << _SHIFT)
+        return codes.expand([self.extents[d] for d in dims])
+
+    def _number(self, expr: Expr) -> int:
+        if expr not in self._numbers:
+            self._numbers[expr] = len(self._exprs)
+            self._exprs.append(expr)
+        return self._numbers[expr]

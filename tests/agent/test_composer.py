@@ -1,0 +1,841 @@
+"""The composer on whole specs, on spellings of the same program, and on what no program expresses."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent import specs as specs_room
+from coda_agent.agent.authors import get_author
+from coda_agent.agent.authors.composer import load, stages
+from coda_agent.agent.judge.static import check_source
+from coda_agent.primitives import (
+    ColVector,
+    HalfTile,
+    Program,
+    RowMax,
+    RowMean,
+    RowSum,
+    RowVector,
+    Scalar,
+    Tile,
+    absolute,
+    clamp,
+    epilogue,
+    geglu,
+    gelu_erf,
+    gelu_tanh,
+    hard_swish,
+    interleave,
+    leaky_relu,
+    pairs,
+    relu,
+    silu,
+    softplus,
+    swiglu,
+    tanh,
+)
+from coda_agent.primitives.errors import CodaError, ProgramError
+from coda_agent.primitives.interpret import interpret
+from coda_agent.specs import Spec, draw_inputs, load_spec
+
+SPECS = Path(next(iter(specs_room.__path__)))
+SHAPES = {
+    "C": "[M, N]",
+    "r": "[M]",
+    "b": "[N]",
+    "half": "[M, N/2]",
+    "alpha": "[]",
+    "beta": "[]",
+    "index": "[M]",
+    "D": "[M, N]",
+    "O": "[M, N]",
+    "H": "[M, N/2]",
+    "s": "[M]",
+    "Z": "[N, M]",
+}
+
+
+def spec(
+    body: str, inputs: str = "", outputs: str = "O", names: dict[str, str] | None = None
+) -> Spec:
+    """A spec whose reference has the lines of `body`; `D` is there when it is not assigned or stored."""
+    names = names or {}
+    new = lambda text: re.sub(r"\w+", lambda m: names.get(m[0], m[0]), text)
+    declared = [
+        f"  {n}: {{shape: {SHAPES[n]}, dtype: {'int64' if n == 'index' else 'float32'}"
+        + (", draw: {integers: [0, 16]}}" if n == "index" else ", draw: {uniform: [0.5, 1.5]}}")
+        for n in inputs.split()
+    ]
+    written = [f"  {n}: {{shape: {SHAPES[n]}, dtype: float32}}" for n in outputs.split()]
+    lines = [line.strip() for line in body.strip().split(";")]
+    text = "\n".join(
+        [
+            "---",
+            f"name: {names.get('probe', 'probe')}",
+            "level: compose",
+            "summary: A probe.",
+            "dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}",
+            new("gemm: [A, B]"),
+            "inputs:",
+            new("  A: {shape: [M, K], dtype: float32}\n  B: {shape: [N, K], dtype: float32}"),
+            *map(new, declared),
+            "outputs:",
+            *map(new, written),
+            "check_shapes: [{M: 3, N: 16, K: 8}]",
+            "bench_shapes: [{M: 3, N: 16, K: 8}]",
+            "tolerance: {multiple: 2.0}",
+            "target: 0.9",
+            "---",
+            "```python reference",
+            "import math",
+            "import torch",
+            "import torch.nn.functional as F",
+            "",
+            "",
+            new(f"def reference({', '.join(['A', 'B', *inputs.split()])}):"),
+            *(f"    {new(line)}" for line in lines),
+            "```",
+        ]
+    )
+    return load_spec("probe.md", text=text)
+
+
+def compose(a_spec: Spec) -> dict[str, Program]:
+    text = get_author("composer").write(a_spec, lambda *_: None)
+    names = [a_spec.variant(binding) for binding in a_spec.bindings()]
+    assert check_source(text, names) == []
+    return load(text)
+
+
+def body_of(text: str) -> str:
+    return text[text.index("@epilogue") :]
+
+
+# What the five specs compute, written once more and on its own: plain formulas in float64.
+
+
+def _bias_act(v: dict[str, Any], b: dict[str, str]) -> dict[str, torch.Tensor]:
+    bias = v["bias"].view(-1, 1) if b["bias_per"] == "row" else v["bias"]
+    x = v["alpha"] * (v["A"] @ v["B"].T) + v["beta"] * v["C"] + bias
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return {
+        "O": {
+            "relu": x.clamp(min=0),
+            "silu": x / (1 + torch.exp(-x)),
+            "gelu_tanh": x / 2 * (1 + torch.tanh(inner)),
+        }[b["activation"]]
+    }
+
+
+def _swiglu(d: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate, up = d.reshape(d.shape[0], -1, 2).unbind(-1)
+    return {"D": d, "O": gate / (1 + torch.exp(-gate)) * up}
+
+
+def _residual(v: dict[str, Any], _: dict[str, str]) -> dict[str, torch.Tensor]:
+    d = v["A"] @ v["B"].T + v["C"]
+    return {"D": d, "O": d * v["gamma"], "s": (d * d).sum(-1) / d.shape[-1]}
+
+
+EXPECTED: dict[str, Callable[[dict[str, Any], dict[str, str]], dict[str, torch.Tensor]]] = {
+    "gemm_bias_act": _bias_act,
+    "gemm_residual_partial_rmsnorm": _residual,
+    "gemm_rmsnorm": lambda v, _: {"O": v["r"].view(-1, 1) * (v["A"] @ v["B"].T)},
+    "gemm_rmsnorm_swiglu": lambda v, _: _swiglu(v["r"].view(-1, 1) * (v["A"] @ v["B"].T)),
+    "gemm_swiglu": lambda v, _: _swiglu(v["A"] @ v["B"].T),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_spec_composes_to_what_it_says(name: str) -> None:
+    a_spec = load_spec(SPECS / f"{name}.md")
+    programs = compose(a_spec)
+    assert list(programs) == [a_spec.variant(b) for b in a_spec.bindings()]
+    for binding in a_spec.bindings():
+        drawn = draw_inputs(
+            a_spec,
+            {"M": 13, "N": 336, "K": 40},
+            a_spec.default_types(),
+            seed=3,
+            binding=binding,
+        )
+        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in drawn.items()}
+        a, b = (drawn[k] for k in a_spec.gemm)
+        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        program = programs[a_spec.variant(binding)]
+        got = interpret(program, a, b, drawn, dtypes={}, compute=torch.float64)
+        expected = EXPECTED[name](wide, binding)
+        assert list(got) == list(expected) == list(a_spec.outputs)
+        for output, value in expected.items():
+            torch.testing.assert_close(got[output], value, rtol=1e-10, atol=1e-12)
+
+
+def test_the_text_reads_as_written_by_hand() -> None:
+    text = get_author("composer").write(
+        load_spec(SPECS / "gemm_rmsnorm_swiglu.md"), lambda *_: None
+    )
+    assert body_of(text) == (
+        "@epilogue(D=Tile, O=HalfTile)\n"
+        "def gemm_rmsnorm_swiglu(acc, r: ColVector):\n"
+        '    """D = (A Bᵀ) · r; O = silu(gate) · up; gate, up = even and odd columns of D"""\n'
+        "    d = acc * r\n"
+        "    gate, up = pairs(d)\n"
+        '    return {"D": d, "O": swiglu(gate, up)}\n'
+    )
+    assert (
+        "from coda_agent.primitives import ColVector, HalfTile, Tile, epilogue, pairs, swiglu\n"
+        in text
+    )
+    assert "Composed from the PyTorch reference of the spec." in text
+
+
+def test_the_same_spec_gives_the_same_bytes_and_every_stage_is_told() -> None:
+    a_spec = load_spec(SPECS / "gemm_bias_act.md")
+    told: list[tuple[str, dict[str, Any]]] = []
+    first = get_author("composer").write(a_spec, lambda kind, data: told.append((kind, data)))
+    assert first == get_author("composer").write(a_spec, lambda *_: None)
+    assert {kind for kind, _ in told} == {"author.progress"}
+    assert [d["stage"] for _, d in told] == ["capture", "rewrite"] * 6 + ["emit"] + ["check"] * 6
+
+
+def test_stages_show_the_graph_and_the_program() -> None:
+    shown = stages(load_spec(SPECS / "gemm_bias_act.md"), {"activation": "relu", "bias_per": "row"})
+    assert "torch.ops.aten.mm.default" in shown["graph"]
+    assert "def gemm_bias_act__relu__row(acc, C: Tile, bias: ColVector" in shown["program"]
+
+
+def test_unknown_author() -> None:
+    with pytest.raises(CodaError, match="unknown author 'ghost', expected one of composer"):
+        get_author("ghost")
+
+
+def test_importing_the_authors_is_cheap() -> None:
+    code = (
+        "import sys, coda_agent.agent.authors.composer as c;"
+        "sys.exit('torch' in sys.modules or 'cutlass' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# One program written by hand per group, and the ways people write its reference.
+
+
+@epilogue(O=Tile)
+def bare(acc: Any) -> Any:
+    return {"O": acc}
+
+
+@epilogue(O=Tile)
+def scaled(acc: Any, r: ColVector) -> Any:
+    return {"O": acc * r}
+
+
+@epilogue(O=Tile)
+def column_scaled(acc: Any, b: RowVector) -> Any:
+    return {"O": acc * b}
+
+
+@epilogue(O=Tile)
+def half(acc: Any) -> Any:
+    return {"O": 0.5 * acc}
+
+
+@epilogue(O=Tile)
+def axpby(acc: Any, C: Tile, alpha: Scalar, beta: Scalar) -> Any:
+    return {"O": alpha * acc + beta * C}  # pyright: ignore[reportOperatorIssue]
+
+
+@epilogue(O=Tile)
+def biased(acc: Any, b: RowVector) -> Any:
+    return {"O": acc + b}
+
+
+@epilogue(O=Tile)
+def difference(acc: Any, C: Tile) -> Any:
+    return {"O": C - acc}
+
+
+@epilogue(O=Tile)
+def product(acc: Any, C: Tile, r: ColVector, b: RowVector) -> Any:
+    return {"O": acc * C * r * b}
+
+
+@epilogue(O=Tile)
+def quotient(acc: Any, C: Tile, r: ColVector) -> Any:
+    return {"O": acc * C / r}
+
+
+@epilogue(O=Tile)
+def with_silu(acc: Any) -> Any:
+    return {"O": silu(acc)}
+
+
+@epilogue(O=Tile)
+def with_relu(acc: Any) -> Any:
+    return {"O": relu(acc)}
+
+
+@epilogue(O=Tile)
+def with_gelu_tanh(acc: Any) -> Any:
+    return {"O": gelu_tanh(acc)}
+
+
+@epilogue(O=Tile)
+def with_gelu_erf(acc: Any) -> Any:
+    return {"O": gelu_erf(acc)}
+
+
+@epilogue(O=Tile)
+def with_leaky(acc: Any) -> Any:
+    return {"O": leaky_relu(acc, 0.1)}
+
+
+@epilogue(O=Tile)
+def with_clamp(acc: Any) -> Any:
+    return {"O": clamp(acc, -1.0, 2.0)}
+
+
+@epilogue(O=Tile)
+def with_hard_swish(acc: Any) -> Any:
+    return {"O": hard_swish(acc)}
+
+
+@epilogue(O=Tile)
+def with_softplus(acc: Any) -> Any:
+    return {"O": softplus(acc)}
+
+
+@epilogue(O=Tile)
+def with_tanh(acc: Any, b: RowVector) -> Any:
+    return {"O": tanh(acc + b)}
+
+
+@epilogue(H=HalfTile)
+def gated(acc: Any) -> Any:
+    gate, up = pairs(acc)
+    return {"H": swiglu(gate, up)}
+
+
+@epilogue(H=HalfTile)
+def gelu_gated(acc: Any) -> Any:
+    gate, up = pairs(acc)
+    return {"H": geglu(gate, up)}
+
+
+@epilogue(H=HalfTile)
+def pair_sum(acc: Any) -> Any:
+    even, odd = pairs(acc)
+    return {"H": even + odd}
+
+
+@epilogue(O=Tile)
+def rotated(acc: Any, C: Tile) -> Any:
+    x, y = pairs(acc)
+    c, s = pairs(C)  # pyright: ignore[reportArgumentType]
+    return {"O": interleave(x * c - y * s, x * s + y * c)}
+
+
+@epilogue(O=Tile)
+def swapped(acc: Any) -> Any:
+    x, y = pairs(acc)
+    return {"O": interleave(-y, x)}
+
+
+@epilogue(D=Tile, s=RowSum)
+def sum_of_squares(acc: Any) -> Any:
+    return {"D": acc, "s": acc * acc}
+
+
+@epilogue(D=Tile, s=RowMean)
+def mean_of_squares(acc: Any) -> Any:
+    return {"D": acc, "s": acc * acc}
+
+
+@epilogue(D=Tile, s=RowMax)
+def largest(acc: Any) -> Any:
+    return {"D": acc, "s": absolute(acc)}
+
+
+@epilogue(D=Tile, s=RowSum)
+def scaled_sum(acc: Any, r: ColVector) -> Any:
+    return {"D": acc, "s": acc * r}
+
+
+MM = "D = A @ B.T;"
+SWAP = "x = torch.empty_like(D);x[:, 0::2] = -D[:, 1::2];x[:, 1::2] = D[:, 0::2];"
+GU = "g, u = D[:, 0::2], D[:, 1::2];"
+O, H, DS = "O", "H", "D s"
+SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
+    (
+        bare,
+        "",
+        O,
+        [
+            "return {'O': A @ B.T}",
+            "return {'O': A @ B.mT}",
+            "return {'O': torch.mm(A, B.t())}",
+            "return {'O': torch.matmul(A, B.transpose(0, 1))}",
+            "return {'O': F.linear(A, B)}",
+            "return {'O': torch.einsum('mk,nk->mn', A, B)}",
+            "return {'O': torch.inner(A, B)}",
+            "return {'O': (B @ A.T).T}",
+            "return {'O': torch.bmm(A[None], B.T[None])[0]}",
+            "return {'O': (A.half() @ B.half().T).to(torch.bfloat16).float().contiguous()}",
+            "return {'O': 1.0 * (A @ B.T) + 0.0}",
+            "x = (A @ B.T).view(A.shape[0], -1, 2);return {'O': torch.stack(x.unbind(-1), -1).flatten(-2)}",
+            "x = A @ B.T;return {'O': torch.cat((x[:, 0::2, None], x[:, 1::2, None]), -1).reshape(x.shape)}",
+            "x = (A @ B.T).flatten();return {'O': x.view(A.shape[0], B.shape[0])}",
+        ],
+    ),
+    (
+        scaled,
+        "r",
+        O,
+        [
+            MM + "return {'O': D * r[:, None]}",
+            MM + "return {'O': r.unsqueeze(-1) * D}",
+            MM + "return {'O': (D.T * r).T}",
+            MM + "return {'O': torch.mul(D, r.view(-1, 1).expand(-1, B.shape[0]))}",
+            MM + "return {'O': D.mul_(r.reshape(-1, 1))}",
+            MM + "return {'O': D / (1 / r[:, None])}",
+            "return {'O': (A * r[:, None]) @ B.T}",
+            "return {'O': (r[:, None].float() * A.float()) @ B.float().T}",
+            "return {'O': F.linear(A / r[:, None].reciprocal(), B)}",
+            "return {'O': torch.einsum('m,mk,nk->mn', r, A, B)}",
+            "return {'O': ((B @ A.T) * r).T}",
+        ],
+    ),
+    (
+        column_scaled,
+        "b",
+        O,
+        [
+            MM + "return {'O': D * b}",
+            MM + "return {'O': b[None, :] * D}",
+            "return {'O': A @ (B * b[:, None]).T}",
+            "return {'O': A @ (B.T * b)}",
+        ],
+    ),
+    (
+        half,
+        "",
+        O,
+        [
+            MM + "return {'O': D / 2}",
+            MM + "return {'O': D * 0.5}",
+            "return {'O': (0.5 * A) @ B.T}",
+            "return {'O': A @ (B / 4).T * 2}",
+            MM + "return {'O': D.mul(torch.tensor(0.5))}",
+            "return {'O': torch.addmm(torch.zeros_like(A @ B.T), A, B.T, alpha=0.5)}",
+        ],
+    ),
+    (
+        axpby,
+        "C alpha beta",
+        O,
+        [
+            MM + "return {'O': alpha * D + beta * C}",
+            MM + "return {'O': C * beta + D * alpha}",
+            "return {'O': torch.addmm(C, A, B.T, beta=beta, alpha=alpha)}",
+            "return {'O': C.addmm(A, B.T, beta=beta, alpha=alpha)}",
+            "return {'O': (alpha * A) @ B.T + beta * C}",
+            "return {'O': torch.add(A @ (alpha * B).T, C, alpha=beta)}",
+            "x = (A @ B.T).mul_(alpha);x += C.mul(beta);return {'O': x}",
+            MM + "return {'O': D * torch.tensor(alpha) - (-beta * C)}",
+        ],
+    ),
+    (
+        biased,
+        "b",
+        O,
+        [
+            MM + "return {'O': D + b}",
+            "return {'O': F.linear(A, B, b)}",
+            "return {'O': torch.addmm(b, A, B.T)}",
+            MM + "return {'O': b.expand_as(D) + D}",
+            MM + "return {'O': D - -b}",
+        ],
+    ),
+    (
+        difference,
+        "C",
+        O,
+        [
+            MM + "return {'O': C - D}",
+            MM + "return {'O': -D + C}",
+            MM + "return {'O': -(D - C)}",
+            MM + "return {'O': torch.rsub(D, C)}",
+            "return {'O': torch.addmm(C, A, B.T, alpha=-1)}",
+            "return {'O': C + (-A) @ B.T}",
+        ],
+    ),
+    (
+        product,
+        "C r b",
+        O,
+        [
+            MM + "return {'O': D * C * r[:, None] * b}",
+            MM + "return {'O': b * (r[:, None] * (C * D))}",
+            MM + "return {'O': (D * b) * (C * r[:, None])}",
+        ],
+    ),
+    (
+        quotient,
+        "C r",
+        O,
+        [
+            MM + "return {'O': D * C / r[:, None]}",
+            MM + "return {'O': (D / r[:, None]) * C}",
+            MM + "return {'O': C * (D * r[:, None].reciprocal())}",
+            MM + "return {'O': D * (C * r[:, None] ** -1)}",
+        ],
+    ),
+    (
+        with_silu,
+        "",
+        O,
+        [
+            MM + "return {'O': F.silu(D)}",
+            MM + "return {'O': D * torch.sigmoid(D)}",
+            MM + "return {'O': D.sigmoid() * D}",
+            MM + "return {'O': D / (1 + torch.exp(-D))}",
+            MM + "return {'O': D * (1 / ((-D).exp() + 1))}",
+        ],
+    ),
+    (
+        with_relu,
+        "",
+        O,
+        [
+            MM + "return {'O': F.relu(D)}",
+            MM + "return {'O': D.relu_()}",
+            MM + "return {'O': D.clamp(min=0)}",
+            MM + "return {'O': torch.clamp_min(D, 0.0)}",
+            MM + "return {'O': torch.maximum(D, torch.zeros_like(D))}",
+            MM + "return {'O': torch.where(D > 0, D, 0.0)}",
+            MM + "return {'O': torch.max(torch.tensor(0.0), D)}",
+        ],
+    ),
+    (
+        with_gelu_tanh,
+        "",
+        O,
+        [
+            MM + "return {'O': F.gelu(D, approximate='tanh')}",
+            MM + "c = math.sqrt(2 / math.pi);"
+            "return {'O': 0.5 * D * (1 + torch.tanh(c * (D + 0.044715 * D**3)))}",
+            MM + "c = math.sqrt(2 / math.pi);"
+            "return {'O': D * (torch.tanh(c * D * (1 + 0.044715 * D * D)) + 1) / 2}",
+        ],
+    ),
+    (
+        with_gelu_erf,
+        "",
+        O,
+        [
+            MM + "return {'O': F.gelu(D)}",
+            MM + "return {'O': D * 0.5 * (1 + torch.erf(D / math.sqrt(2)))}",
+        ],
+    ),
+    (
+        with_leaky,
+        "",
+        O,
+        [
+            MM + "return {'O': F.leaky_relu(D, 0.1)}",
+            MM + "return {'O': torch.maximum(0.1 * D, D)}",
+            MM + "return {'O': torch.where(D > 0, D, 0.1 * D)}",
+            MM + "return {'O': torch.where(D < 0, D * 0.1, D)}",
+        ],
+    ),
+    (
+        with_clamp,
+        "",
+        O,
+        [
+            MM + "return {'O': D.clamp(-1, 2)}",
+            MM + "return {'O': F.hardtanh(D, -1.0, 2.0)}",
+            MM + "return {'O': D.clamp_min(-1).clamp_max(2)}",
+            MM
+            + "return {'O': torch.minimum(torch.maximum(D, torch.tensor(-1.0)), torch.tensor(2.0))}",
+        ],
+    ),
+    (
+        with_hard_swish,
+        "",
+        O,
+        [
+            MM + "return {'O': F.hardswish(D)}",
+            MM + "return {'O': D * F.relu6(D + 3) / 6}",
+            MM + "return {'O': F.hardsigmoid(D) * D}",
+        ],
+    ),
+    (
+        with_softplus,
+        "",
+        O,
+        [
+            MM + "return {'O': F.softplus(D)}",
+            MM + "return {'O': torch.log(1 + torch.exp(D))}",
+            MM + "return {'O': torch.log1p(D.exp())}",
+            MM + "return {'O': -F.logsigmoid(-D)}",
+        ],
+    ),
+    (
+        with_tanh,
+        "b",
+        O,
+        [MM + "return {'O': torch.tanh(D + b)}", MM + "return {'O': (b + D).tanh()}"],
+    ),
+    (
+        gated,
+        "",
+        H,
+        [
+            MM + GU + "return {'H': F.silu(g) * u}",
+            MM + GU + "return {'H': u * g * torch.sigmoid(g)}",
+            MM + "g, u = D[..., ::2], D[..., 1::2];return {'H': F.silu(g).mul(u)}",
+            MM
+            + "x = D.view(D.shape[0], D.shape[1] // 2, 2);return {'H': F.silu(x[..., 0]) * x[..., 1]}",
+            MM + "g, u = D.unflatten(-1, (-1, 2)).unbind(-1);return {'H': F.silu(g) * u}",
+            MM + "g, u = D.reshape(-1, B.shape[0] // 2, 2).split(1, -1);"
+            "return {'H': (F.silu(g) * u).squeeze(-1)}",
+            MM
+            + "g, u = D.view(D.shape[0], -1, 2).chunk(2, dim=2);return {'H': (F.silu(g) * u)[..., 0]}",
+            MM + "i = torch.arange(0, D.shape[1], 2);return {'H': F.silu(D[:, i]) * D[:, i + 1]}",
+            MM + "g, u = D.view(D.shape[0], -1, 2).permute(2, 0, 1);return {'H': F.silu(g) * u}",
+            "D = B @ A.T;g, u = D[0::2], D[1::2];return {'H': F.silu(g.T) * u.T}",
+            "g, u = A @ B[0::2].T, 0;D = A @ B.T;x = D.unfold(1, 2, 2);"
+            "return {'H': F.silu(x[..., 0]) * x[..., 1]}",
+        ],
+    ),
+    (
+        gelu_gated,
+        "",
+        H,
+        [
+            MM + GU + "return {'H': F.gelu(g, approximate='tanh') * u}",
+            MM + GU + "c = math.sqrt(2 / math.pi);"
+            "return {'H': u * 0.5 * g * (1 + torch.tanh(c * (g + 0.044715 * g.pow(3))))}",
+        ],
+    ),
+    (
+        pair_sum,
+        "",
+        H,
+        [MM + GU + "return {'H': g + u}", MM + "return {'H': D.view(D.shape[0], -1, 2).sum(-1)}"],
+    ),
+    (
+        rotated,
+        "C",
+        O,
+        [
+            MM + GU + "c, s = C[:, 0::2], C[:, 1::2];"
+            "return {'O': torch.stack((g * c - u * s, g * s + u * c), dim=-1).flatten(-2)}",
+            MM + "x, c = D.view(D.shape[0], -1, 2), C.view(C.shape[0], -1, 2);"
+            "y = torch.empty_like(x);"
+            "y[..., 0] = x[..., 0] * c[..., 0] - x[..., 1] * c[..., 1];"
+            "y[..., 1] = x[..., 0] * c[..., 1] + x[..., 1] * c[..., 0];"
+            "return {'O': y.reshape(D.shape)}",
+        ],
+    ),
+    (
+        swapped,
+        "",
+        O,
+        [
+            MM + SWAP + "return {'O': x}",
+            MM + "x = D.view(D.shape[0], -1, 2);"
+            "return {'O': torch.stack((-x[..., 1], x[..., 0]), -1).reshape(D.shape)}",
+            MM + "x = D.unflatten(1, (-1, 2)).flip(-1).clone();"
+            "x[..., 0] *= -1;return {'O': x.flatten(1)}",
+        ],
+    ),
+    (
+        sum_of_squares,
+        "",
+        DS,
+        [
+            MM + "return {'D': D, 's': (D * D).sum(-1)}",
+            MM + "return {'D': D, 's': D.square().sum(dim=1)}",
+            MM + "return {'D': D, 's': D.pow(2).sum(-1, keepdim=True).squeeze(1)}",
+            MM + "return {'D': D, 's': torch.linalg.vector_norm(D, dim=-1) ** 2}",
+            MM + "return {'D': D, 's': D.norm(dim=-1).square()}",
+            MM + "return {'D': D, 's': (D**2).view(D.shape[0], -1, 2).sum((1, 2))}",
+        ],
+    ),
+    (
+        mean_of_squares,
+        "",
+        DS,
+        [
+            MM + "return {'D': D, 's': (D * D).mean(-1)}",
+            MM + "return {'D': D, 's': D.square().sum(-1) / D.shape[-1]}",
+            MM + "return {'D': D, 's': D.pow(2).mean(1, True)[:, 0]}",
+            MM + "return {'D': D, 's': torch.linalg.vector_norm(D, dim=-1).square() / B.shape[0]}",
+        ],
+    ),
+    (
+        largest,
+        "",
+        DS,
+        [
+            MM + "return {'D': D, 's': D.abs().amax(-1)}",
+            MM + "return {'D': D, 's': torch.max(D.abs(), dim=-1).values}",
+            MM + "return {'D': D, 's': D.abs().max(1, keepdim=True)[0].flatten()}",
+            MM + "return {'D': D, 's': torch.linalg.vector_norm(D, math.inf, dim=-1)}",
+        ],
+    ),
+    (
+        scaled_sum,
+        "r",
+        DS,
+        [
+            MM + "return {'D': D, 's': (D * r[:, None]).sum(-1)}",
+            MM + "return {'D': D, 's': r * D.sum(-1)}",
+        ],
+    ),
+]
+CASES = [
+    pytest.param(program, inputs, outputs, body, id=f"{program.name}-{i}")
+    for program, inputs, outputs, bodies in SPELLINGS
+    for i, body in enumerate(bodies)
+]
+
+
+@pytest.mark.parametrize(("program", "inputs", "outputs", "body"), CASES)
+def test_spellings_of_one_program(program: Program, inputs: str, outputs: str, body: str) -> None:
+    assert compose(spec(body, inputs, outputs))["probe"].digest == program.digest
+
+
+def test_there_are_many_spellings_and_they_differ() -> None:
+    assert len(CASES) >= 100
+    assert len({program.digest for program, *_ in SPELLINGS}) == len(SPELLINGS)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "body"),
+    [
+        ("C r b alpha", "D O s", MM + "D = D + C * r[:, None];O = F.silu(D) * b;"
+         "return {'D': D, 'O': O, 's': (alpha * O).abs().amax(-1)}"),
+        ("r", "D H", "D = (A @ B.T) * r[:, None];" + GU + "return {'D': D, 'H': F.gelu(u) * g}"),
+        ("C b", "O", MM + GU + "x = torch.stack((-u, g), -1).flatten(-2);return {'O': D * C + x * b}"),
+    ],
+)  # fmt: skip
+def test_new_names_change_only_names(inputs: str, outputs: str, body: str) -> None:
+    renamed = {
+        "A": "tokens",
+        "B": "weight",
+        "C": "res",
+        "r": "rstd",
+        "b": "shift",
+        "alpha": "factor",
+    }
+    renamed |= {"D": "hidden", "O": "result", "H": "act", "s": "stat", "probe": "other"}
+    first = spec(body, inputs, outputs)
+    second = spec(body, inputs, outputs, renamed)
+    mine, other = compose(first)["probe"], compose(second)["other"]
+    assert mine.digest == other.digest
+    text = body_of(get_author("composer").write(first, lambda *_: None))
+    lower = {k.lower(): v for k, v in renamed.items() if k in ("D", "O")}
+    there = re.sub(r"\w+", lambda m: {**lower, **renamed}.get(m[0], m[0]), text)
+    # Longer names may wrap differently.
+    squash = lambda t: re.sub(r"[\s(),;]+", "", t.replace("weightᵀ", "Bᵀ"))
+    assert squash(there.replace("Bᵀ", "weightᵀ")) == squash(
+        body_of(get_author("composer").write(second, lambda *_: None))
+    )
+
+
+def test_symbolic_scalars_stay_operands() -> None:
+    program = compose(
+        spec(MM + "return {'O': D.clamp(max=alpha) * (alpha * beta) ** 2}", "alpha beta")
+    )["probe"]
+    assert list(program.operands.values()) == [Scalar, Scalar]
+    acc = torch.tensor([[1.0, -4.0, 9.0, 0.0]], dtype=torch.float64)
+    eye = torch.eye(4, dtype=torch.float64)
+    scalars = {"alpha": 2.0, "beta": 3.0}
+    got = interpret(program, acc, eye, scalars, dtypes={}, compute=torch.float64)
+    assert got["O"].tolist() == [[36.0, -144.0, 72.0, 0.0]]
+
+
+def test_a_long_chain_of_shared_values_stays_short() -> None:
+    a_spec = spec(MM + "D = [D := D * (D + i) for i in range(40)][-1];return {'O': D}")
+    # Values grow beyond any float, so only the text is looked at, not the self-check.
+    text = stages(a_spec)["program"]
+    assert len(text) < 10_000
+    assert load(text)["probe"].graph.outputs == {
+        "O": 118
+    }  # acc, 39 constants, 39 sums, 40 products
+
+
+def test_a_shared_value_is_computed_once() -> None:
+    text = get_author("composer").write(
+        spec("D = (A @ B.T + C) * r[:, None];return {'D': D, 'O': D * b, 's': D.square().sum(-1)}",
+             "C r b", "D O s"),
+        lambda *_: None,
+    )  # fmt: skip
+    assert "    d = (acc + C) * r\n" in text
+    assert '    return {"D": d, "O": d * b, "s": d * d}\n' in text
+
+
+REFUSED = [
+    ("", O, "return {'O': torch.ones(A.shape[0], B.shape[0])}", "depends on no input"),
+    ("C", O, "return {'O': C * 2}", r"no output needs a GEMM, expected A @ B.T"),
+    ("C", O, MM + "return {'O': D @ C.T @ C}", r"probe.md:26: mm: is a second GEMM; a kernel has one"),
+    ("", O, "return {'O': A @ B.T + A @ A.T @ A @ B.T}", "mm: is not the spec's GEMM, A Bᵀ"),
+    ("", O, "return {'O': A @ (B * B).T}", "B enters the GEMM through 'mul'"),
+    ("", O, "return {'O': F.silu(A) @ B.T}", "A enters the GEMM through 'mul'"),
+    ("", O, "return {'O': F.rms_norm(A, A.shape[-1:]) @ B.T}", "mean: only a reduction over all col"),
+    ("", O, MM + "return {'O': torch.softmax(D, -1)}", "25: _softmax: needs a whole row"),
+    ("", O, MM + "return {'O': D.cumsum(-1)}", "cumsum: needs a whole row"),
+    ("", DS, MM + "return {'D': D, 's': D.logsumexp(-1)}", "logsumexp: needs a whole row"),
+    ("", O, MM + "return {'O': D / D.norm(dim=-1, keepdim=True)}", "div: uses a row reduction again"),
+    ("", O, MM + "s = D.square().mean(-1, keepdim=True);return {'O': D * torch.rsqrt(s + 1e-6)}",
+     r"probe.md:26: add: uses a row reduction again in the same kernel"),
+    ("", O, MM + "return {'O': D - D.amax(-1, keepdim=True)}", "uses a row reduction again"),
+    ("", DS, MM + "return {'D': D, 's': D.norm(dim=-1)}", "output 's' is computed by 'sqrt'"),
+    ("r", DS, MM + "return {'D': D, 's': r * D.amax(-1)}", "amax|maximum can be scaled by a positive"),
+    ("", "D s", MM + "return {'D': D, 's': D[:, 0]}", "'s' moves values|is computed by"),
+    ("index", DS, MM + "return {'D': D, 's': D.gather(1, index[:, None])[:, 0]}",
+     r"input 'index' is int64 \[M\]"),
+    ("", O, MM + "return {'O': D[:, D.argmax(-1)][:, :1] + D}", "argmax: needs a whole row"),
+    ("", "Z", MM + "return {'Z': D.T}", r"output 'Z' is \[N, M\]; a kernel writes \[M, N\]"),
+    ("", O, MM + "return {'O': D.roll(1, -1)}", "output 'O' moves values between rows or columns"),
+    ("", H, MM + "g, u = D.chunk(2, -1);return {'H': F.silu(g) * u}",
+     r"silu: moves values between rows or columns; a kernel can only take adjacent column pairs"),
+    ("half", H, MM + GU + "return {'H': g * half}", r"mul: input 'half' is float32 \[M, N/2\]"),
+    ("", O, MM + "return {'O': F.dropout(D, 0.5)}", "bernoulli: draws random numbers"),
+    ("", O, MM + "return {'O': D.round()}", "round: has no counterpart among the primitives"),
+    ("", O, MM + "return {'O': D.int().float()}", r"_to_copy: casts to torch.int32"),
+    ("", O, MM + "return {'O': D.pow(2.5)}", "pow: a power must be one of"),
+    ("", O, MM + "return {'O': F.leaky_relu(D, 1.5)}", "slope must be a constant between 0 and 1"),
+    ("C", O, MM + "return {'O': torch.where(C > 0, D, -C)}", "where: only a maximum"),
+    ("", O, MM + "return {'O': D * torch.arange(D.shape[1])}", "a table of constants must be an input"),
+    ("alpha", O, MM + "return {'O': D if alpha > 1 else -D}",
+     "probe.md:26: the reference cannot be traced: control flow"),
+    ("", O, MM + "return {'O': D + D.shape[1]}", "'O' is off by .*the reference may use its sizes"),
+    ("C", O, MM + "C.add_(1);return {'O': D + C}", "copy_: writes to an input in place"),
+    ("", O, MM + "return {'O': D * (D > 0)}", "'gt' has no counterpart among the primitives"),
+    ("r", "D O", MM + "return {'D': D, 'O': r[:, None].expand_as(D)}", r"its value is \(M, 1\)"),
+    ("", O, "return {'O': A @ B}", "probe.md:24: the reference cannot be traced"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "body", "message"), REFUSED)
+def test_what_no_program_expresses_is_refused(
+    inputs: str, outputs: str, body: str, message: str
+) -> None:
+    with pytest.raises(ProgramError, match=message) as raised:
+        get_author("composer").write(spec(body, inputs, outputs), lambda *_: None)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_input_named_like_a_primitive_is_refused() -> None:
+    with pytest.raises(ProgramError, match="input 'tanh' has a name of the language; rename it"):
+        compose(spec(MM + "return {'O': D * r[:, None]}", "r", "O", {"r": "tanh"}))
