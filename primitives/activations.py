@@ -88,8 +88,10 @@ def swiglu(gate: Any, up: Any) -> Any:
 def geglu(gate: Any, up: Any) -> Any:
     """gelu_tanh(gate) · up: the gate of Gemma's MLP.
 
-    gate, up = pairs(acc)
-    return {"O": geglu(gate, up)}
+    Takes the two half-width values `pairs` gives.
+
+        gate, up = pairs(acc)
+        return {"O": geglu(gate, up)}
     """
     return gelu_tanh(gate) * up
 
@@ -97,8 +99,10 @@ def geglu(gate: Any, up: Any) -> Any:
 def reglu(gate: Any, up: Any) -> Any:
     """relu(gate) · up; no transcendental.
 
-    gate, up = pairs(acc)
-    return {"O": reglu(gate, up)}
+    Takes the two half-width values `pairs` gives.
+
+        gate, up = pairs(acc)
+        return {"O": reglu(gate, up)}
     """
     return relu(gate) * up
 
@@ -106,7 +110,9 @@ def reglu(gate: Any, up: Any) -> Any:
 def glu(gate: Any, up: Any) -> Any:
     """σ(gate) · up: the original gated linear unit.
 
-    gate, up = pairs(acc)
-    return {"O": glu(gate, up)}
+    Takes the two half-width values `pairs` gives.
+
+        gate, up = pairs(acc)
+        return {"O": glu(gate, up)}
     """
     return sigmoid(gate) * up

@@ -153,6 +153,9 @@ class ProgramFunction:
                 f"expected positive, N a multiple of {step} and K of 8",
                 hint="TMA moves rows in units of 16 bytes; pad the weight",
             )
+        unknown = sorted(set(operands) - set(self.program.operands))
+        if unknown:
+            raise LaunchError(f"{name}: no operand is named {unknown[0]!r}")
         missing = [o for o in self.program.operands if operands.get(o) is None]
         if missing:
             raise LaunchError(f"{name}: operand {missing[0]!r} is missing")

@@ -65,14 +65,16 @@ class Op:
         name: Its name in programs and graphs.
         torch: Meaning on torch tensors; the definition of the operation.
         cute: Lowering on CuTeDSL Float32 scalars.
+        arity: How many arguments it takes.
         flops: Floating-point operations an element, counting a transcendental as one.
-        commutative: Whether the order of the two arguments matters.
+        commutative: Whether the two arguments may change places.
         packed: Whether `cute` also takes packed f32x2 lanes (SM100).
     """
 
     name: str
     torch: Callable[..., Any]
     cute: Callable[..., Any]
+    arity: int
     flops: int = 1
     commutative: bool = False
     packed: bool = False
@@ -179,6 +181,8 @@ class Value:
 
     def __truediv__(self, other: Operand) -> Value:
         if isinstance(other, (int, float)):
+            if other == 0:
+                raise ProgramError("division by the constant 0")
             return record("mul", self, 1.0 / other)
         return record("div", self, other)
 
@@ -187,6 +191,9 @@ class Value:
 
     def __neg__(self) -> Value:
         return record("neg", self)
+
+    def __pow__(self, _: object) -> NoReturn:
+        raise ProgramError("** is not in the language", hint="write the product, x * x")
 
     def _branch(self, *_: object) -> NoReturn:
         raise ProgramError(

@@ -30,17 +30,17 @@ def evaluate(graph: Graph, acc: torch.Tensor, operands: Mapping[str, Any]) -> li
             case "odd":
                 return args[0][..., 1::2]
             case "interleave":
-                return _interleave(*args, shape=tuple(acc.shape))
+                return _interleave(*args, like=acc)
             case _:
                 return OPS[op].torch(*args)
 
     return graph.replay(acc, operands, apply)
 
 
-def _interleave(even: torch.Tensor, odd: torch.Tensor, *, shape: tuple[int, ...]) -> torch.Tensor:
+def _interleave(even: Any, odd: Any, *, like: torch.Tensor) -> torch.Tensor:
     import torch
 
-    out = torch.empty(shape, dtype=even.dtype, device=even.device)
+    out = torch.empty_like(like)
     out[:, 0::2] = even
     out[:, 1::2] = odd
     return out
@@ -111,7 +111,8 @@ def row_partials(value: torch.Tensor, kind: type[RowReduction], width: int) -> t
     padded = torch.nn.functional.pad(value, (0, blocks * width - n), value=identity)
     tiles = padded.reshape(m, blocks, width)
     if kind.combine == "max":
-        return tiles.amax(-1)
+        # As the GPU: NaN is passed over.
+        return torch.where(tiles.isnan(), identity, tiles).amax(-1)
     return tiles.sum(-1) / width if kind.mean else tiles.sum(-1)
 
 

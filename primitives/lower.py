@@ -117,6 +117,18 @@ def kernel_names(program: Program) -> dict[str, str]:
     return names
 
 
+def forget() -> None:
+    """Drop every bound module and compiled kernel this process holds.
+
+    quack's plan cache and its in-memory object cache know nothing of the architecture, so a process
+    that compiles for several starts each compilation afresh; objects on disk stay.
+    """
+    from quack.gemm_runtime import host
+
+    _BOUND.clear()
+    host._compile_gemm_epi.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+
+
 @lru_cache(maxsize=1)
 def lowering_digest() -> str:
     """SHA-256 of the sources that decide what a graph compiles to."""
@@ -210,12 +222,13 @@ def _lifted(x: Any, like: Any) -> Any:
 
 def _apply(name: str, *args: Any) -> Any:
     """Apply an operation to Float32 scalars, to `Pair`s lane by lane, or to packed f32x2 lanes."""
+    from cutlass import Float32
     from quack.epilogue.math import F2, Pair
 
     if name in ("even", "odd"):
         return args[0].a if name == "even" else args[0].b
     if name == "interleave":
-        return Pair(*args)
+        return Pair(*(Float32(a) if isinstance(a, float) else a for a in args))
     op = OPS[name]
     if any(isinstance(a, Pair) for a in args):
         lanes = [a if isinstance(a, Pair) else Pair(a, a) for a in args]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import OPS, Op, Value, record
 
 
@@ -16,16 +18,33 @@ def elementwise(
     lowering."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        name = fn.__name__
-        OPS[name] = Op(name, fn, cute, flops, commutative, packed)
+        name, signature = fn.__name__, inspect.signature(fn)
+        OPS[name] = Op(name, fn, cute, len(signature.parameters), flops, commutative, packed)
 
         @wraps(fn)
-        def call(*args: Any) -> Any:
-            return record(name, *args) if any(isinstance(a, Value) for a in args) else fn(*args)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                values = signature.bind(*args, **kwargs).args
+            except TypeError as error:
+                raise ProgramError(f"{name}{signature}: {error}".replace(": Any", "")) from None
+            if any(isinstance(v, Value) for v in values):
+                return record(name, *values)
+            return _constant(fn, values) if all(_is_number(v) for v in values) else fn(*values)
 
         return call
 
     return decorate
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _constant(fn: Callable[..., Any], values: tuple[float, ...]) -> float:
+    """An operation of numbers alone, in float64."""
+    import torch
+
+    return float(fn(*(torch.tensor(float(v), dtype=torch.float64) for v in values)))
 
 
 def _quack(name: str) -> Callable[..., Any]:

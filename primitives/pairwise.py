@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.graph import Node, Shape, Value
+from coda_agent.primitives.graph import Node, Operand, Shape, Value
 
 
 def pairs(x: Value) -> tuple[Value, Value]:
@@ -16,6 +16,8 @@ def pairs(x: Value) -> tuple[Value, Value]:
         gate, up = pairs(acc)
         return {"O": silu(gate) * up}
     """
+    if not isinstance(x, Value):
+        raise ProgramError(f"pairs() got {type(x).__name__}, expected a value of the program")
     if x.shape.half_width:
         raise ProgramError("pairs() got a half-width value, expected a full-width one")
     if not x.shape.full_width:
@@ -30,7 +32,7 @@ def pairs(x: Value) -> tuple[Value, Value]:
     )
 
 
-def interleave(even: Value, odd: Value) -> Value:
+def interleave(even: Operand, odd: Operand) -> Value:
     """The inverse of `pairs`: put two half-width values into the even and odd columns of a
     full-width one.
 
@@ -40,6 +42,11 @@ def interleave(even: Value, odd: Value) -> Value:
         x, y = pairs(acc)
         return {"O": interleave(x + y, x - y)}
     """
+    values = [v for v in (even, odd) if isinstance(v, Value)]
+    if not values or not all(isinstance(v, (Value, int, float)) for v in (even, odd)):
+        raise ProgramError("interleave() expects two half-width values, (M, N/2)")
+    graph = values[0].graph
+    even, odd = (v if isinstance(v, Value) else graph.const(v) for v in (even, odd))
     if even.shape not in (Shape.HALF, Shape.COL, Shape.SCALAR, Shape.HALF_ROW):
         raise ProgramError("interleave() got a full-width value, expected two half-width ones")
     if Shape.HALF not in (even.shape, odd.shape) or odd.shape.full_width:

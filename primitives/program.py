@@ -87,20 +87,24 @@ class RowReduction:
 
 
 class RowSum(RowReduction):
-    """Sum of each row. Returning a product folds it as fused multiply-adds.
+    """Sum of each row.
 
-    @epilogue(D=Tile, s=RowSum)
-    def squares(acc):
-        return {"D": acc, "s": acc * acc}
+    Returning a product folds it as fused multiply-adds.
+
+        @epilogue(D=Tile, s=RowSum)
+        def squares(acc):
+            return {"D": acc, "s": acc * acc}
     """
 
 
 class RowMean(RowReduction):
-    """Mean of each row; a raw partial is the block's sum over the block width (paper, section 3.2).
+    """Mean of each row (paper, section 3.2).
 
-    @epilogue(D=Tile, s=RowMean)
-    def statistics(acc):
-        return {"D": acc, "s": acc * acc}
+    A raw partial is the block's sum over the block width, in a ragged last block too.
+
+        @epilogue(D=Tile, s=RowMean)
+        def statistics(acc):
+            return {"D": acc, "s": acc * acc}
     """
 
     mean = True
@@ -109,9 +113,11 @@ class RowMean(RowReduction):
 class RowMax(RowReduction):
     """Maximum of each row, for quantisation scales and softmax statistics.
 
-    @epilogue(D=Tile, m=RowMax)
-    def amax(acc):
-        return {"D": acc, "m": absolute(acc)}
+    NaN elements are passed over, as the GPU's max instruction does.
+
+        @epilogue(D=Tile, m=RowMax)
+        def amax(acc):
+            return {"D": acc, "m": absolute(acc)}
     """
 
     combine = "max"
@@ -195,9 +201,13 @@ class Program:
         for op, args, shape, name, value in data["nodes"]:
             if op not in OPS and op not in STRUCTURAL:
                 raise ProgramError(f"unknown operation {op!r} in a serialised program")
+            if op in OPS and len(args) != OPS[op].arity:
+                raise ProgramError(f"operation {op!r} has {len(args)} arguments")
             if any(not 0 <= a < len(graph.nodes) for a in args):
                 raise ProgramError(f"operation {op!r} refers to a value that does not precede it")
             graph.nodes.append(Node(op, tuple(args), Shape[shape], name, value))
+        if any(not 0 <= i < len(graph.nodes) for _, i in data["outputs"].values()):
+            raise ProgramError("an output of a serialised program refers to no value")
         graph.outputs = {o: index for o, (_, index) in data["outputs"].items()}
         return cls(
             data["name"],

@@ -89,6 +89,7 @@ def compile_blind(
     import torch
 
     from coda_agent.primitives.launch import allocate, launch
+    from coda_agent.primitives.lower import forget
 
     def meta(*shape: int, name: str) -> Any:
         return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
@@ -100,6 +101,7 @@ def compile_blind(
     }
     dtypes = {o: getattr(torch, name) for o, name in output_dtypes.items()}
     with target(arch), _recorded() as record:
+        forget()
         outputs = allocate(program, _M, _N, dtypes, config, "meta")
         a, b = meta(_M, _K, name=dtype), meta(_N, _K, name=dtype)
         launch(program, a, b, operands, outputs, config, run=False)

@@ -1,0 +1,73 @@
+"""Demonstrations: small epilogue programs to read, each with problem, reasons and reference.
+
+- One module is one demonstration. Its docstring states the problem as a spec would; the program
+  follows, in the candidate language; after the line `END` come `WHY`, `reference` and `inputs`.
+- `reference(**inputs)` is plain PyTorch in the dtype of its inputs; it returns outputs by name.
+- A new demonstration is a new module in this folder; nothing has to be registered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives import Program
+
+if TYPE_CHECKING:
+    import torch
+
+END = "# --- end of program ---"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One demonstration.
+
+    Attributes:
+        name: The module's name.
+        summary: First line of its docstring.
+        problem: The docstring: mathematics, shapes and dtypes.
+        why: Why the program is written so: what is free, what costs, what would be worse.
+        text: The module's source.
+        programs: The programs it defines, in order; their output names are distinct.
+        reference: Named inputs to named outputs, in plain PyTorch.
+        inputs: (generator, M, N, K) to the named inputs: A (M, K), B (N, K) and the operands.
+    """
+
+    name: str
+    summary: str
+    problem: str
+    why: str
+    text: str
+    programs: tuple[Program, ...]
+    reference: Callable[..., dict[str, torch.Tensor]]
+    inputs: Callable[[torch.Generator, int, int, int], dict[str, Any]]
+
+    @property
+    def candidate(self) -> str:
+        """The part of the text that is a candidate: docstring, import and programs."""
+        return self.text.partition(END)[0]
+
+
+def demos() -> list[Demo]:
+    """Every demonstration of this folder, by name."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [_load(file) for file in files if not file.stem.startswith("_")]
+
+
+def _load(file: Path) -> Demo:
+    module = importlib.import_module(f"{__name__}.{file.stem}")
+    problem = (module.__doc__ or "").strip()
+    return Demo(
+        name=file.stem,
+        summary=problem.split("\n")[0],
+        problem=problem,
+        why=module.WHY.strip(),
+        text=file.read_text(encoding="utf-8"),
+        programs=tuple(v for v in vars(module).values() if isinstance(v, Program)),
+        reference=module.reference,
+        inputs=module.inputs,
+    )

@@ -1,0 +1,95 @@
+"""The vocabulary as an author sees it: complete, and every example runs."""
+
+import subprocess
+import sys
+from textwrap import dedent, indent
+
+import pytest
+
+import coda_agent.primitives as vocabulary
+from coda_agent.primitives import Program
+from coda_agent.primitives.catalogue import Entry, entries
+
+ENTRIES = entries()
+EXAMPLES_OF = ("load", "load, store", "store", "reduction", "pairwise")
+COMPOSITES = (
+    "clamp", "geglu", "glu", "hard_swish", "leaky_relu",
+    "reglu", "relu", "relu_squared", "silu", "swiglu",
+)  # fmt: skip
+
+
+def example(entry: Entry) -> str:
+    """The code that ends a docstring, dedented; an empty string where there is none."""
+    last = entry.doc.split("\n\n")[-1]
+    return dedent(last) if 'return {"' in last else ""
+
+
+def as_program(code: str) -> str:
+    """A whole definition as it is; a fragment as the body of a program with a bias."""
+    if code.startswith("@epilogue"):
+        return code
+    operand = ", bias: RowVector" if "bias" in code else ""
+    kind = "HalfTile" if "pairs(" in code and "interleave(" not in code else "Tile"
+    return f"@epilogue(O={kind})\ndef fragment(acc{operand}):\n{indent(code, '    ')}"
+
+
+WITH_EXAMPLE = [e for e in ENTRIES if example(e)]
+
+
+def test_every_name_has_an_entry() -> None:
+    assert sorted([*(e.name for e in ENTRIES), "Program"]) == sorted(vocabulary.__all__)
+    assert list(vocabulary.__all__) == sorted(vocabulary.__all__)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
+def test_entry(entry: Entry) -> None:
+    assert entry.summary == entry.doc.split("\n")[0] != ""
+    assert entry.signature.startswith(entry.name)
+    if entry.kind in EXAMPLES_OF or entry.name in COMPOSITES:
+        assert example(entry), "no example"
+
+
+@pytest.mark.parametrize("entry", WITH_EXAMPLE, ids=lambda e: e.name)
+def test_example_traces_and_uses_what_it_shows(entry: Entry) -> None:
+    code = as_program(example(entry))
+    assert entry.name in code
+    names = {name: getattr(vocabulary, name) for name in vocabulary.__all__}
+    exec(compile(code, f"<example of {entry.name}>", "exec"), names)
+    programs = [v for k, v in names.items() if isinstance(v, Program) and k not in dir(vocabulary)]
+    assert len(programs) == 1
+
+
+def test_kinds() -> None:
+    kind = {e.name: e.kind for e in ENTRIES}
+    assert kind["epilogue"] == "program"
+    assert kind["Tile"] == "load, store"
+    assert {kind[n] for n in ("ColVector", "RowVector", "Scalar")} == {"load"}
+    assert kind["HalfTile"] == "store"
+    assert {kind[n] for n in ("RowSum", "RowMean", "RowMax")} == {"reduction"}
+    assert {kind[n] for n in ("pairs", "interleave")} == {"pairwise"}
+    assert {kind[n] for n in (*COMPOSITES, "exp", "gelu_tanh")} == {"elementwise"}
+
+
+def test_signatures() -> None:
+    signature = {e.name: e.signature for e in ENTRIES}
+    assert signature["clamp"] == "clamp(x, low, high)"
+    assert signature["leaky_relu"] == "leaky_relu(x, slope=0.01)"
+    assert signature["maximum"] == "maximum(x, y)"
+    assert signature["epilogue"] == "epilogue(**outputs)"
+    assert signature["RowSum"] == "RowSum"
+
+
+def test_loads_and_stores_come_first() -> None:
+    order = list(dict.fromkeys(e.kind for e in ENTRIES))
+    assert order == [
+        "program", "load", "load, store", "store", "pairwise", "reduction", "elementwise"
+    ]  # fmt: skip
+
+
+def test_importing_the_language_imports_neither_torch_nor_cutlass() -> None:
+    code = (
+        "import sys; import coda_agent.primitives; from coda_agent.primitives import catalogue; "
+        "catalogue.entries(); print({'torch', 'cutlass', 'quack', 'triton'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

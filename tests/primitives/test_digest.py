@@ -1,0 +1,193 @@
+"""The canonical digest, and programs as data."""
+
+import json
+from typing import Any
+
+import pytest
+
+from coda_agent.primitives import (
+    ColVector,
+    HalfTile,
+    Program,
+    RowMean,
+    RowSum,
+    RowVector,
+    Scalar,
+    Tile,
+    epilogue,
+    maximum,
+    pairs,
+    swiglu,
+)
+from coda_agent.primitives.errors import ProgramError
+
+
+@epilogue(O=Tile)
+def base(acc, r: ColVector, b: RowVector):
+    """The program others are compared with."""
+    return {"O": acc * r + b * 2.0}
+
+
+@epilogue(result=Tile)
+def renamed(acc, scale: ColVector, bias: RowVector):
+    two = 2.0
+    product = acc * scale
+    return {"result": product + bias * two}
+
+
+@epilogue(O=Tile)
+def commuted(acc, r: ColVector, b: RowVector):
+    return {"O": 2 * b + r * acc}
+
+
+@epilogue(O=Tile)
+def with_dead_code(acc, r: ColVector, b: RowVector):
+    _ = acc - 17.0
+    return {"O": acc * r + b * 2.0}
+
+
+@epilogue(O=Tile)
+def other_constant(acc, r: ColVector, b: RowVector):
+    return {"O": acc * r + b * 2.0000000000000004}
+
+
+@epilogue(O=Tile)
+def operands_swapped(acc, b: RowVector, r: ColVector):
+    return {"O": acc * r + b * 2.0}
+
+
+@epilogue(O=Tile)
+def subtracted(acc, r: ColVector, b: RowVector):
+    return {"O": acc * r - b * 2.0}
+
+
+@epilogue(O=Tile)
+def vectors_exchanged(acc, r: RowVector, b: ColVector):
+    return {"O": acc * r + b * 2.0}
+
+
+@pytest.mark.parametrize("other", [renamed, commuted, with_dead_code], ids=lambda p: p.name)
+def test_same_computation_same_digest(other: Program) -> None:
+    assert other.digest == base.digest
+
+
+@pytest.mark.parametrize(
+    "other",
+    [other_constant, operands_swapped, subtracted, vectors_exchanged],
+    ids=lambda p: p.name,
+)
+def test_different_computation_different_digest(other: Program) -> None:
+    assert other.digest != base.digest
+
+
+def test_digest_is_a_sha256_and_does_not_change_between_runs() -> None:
+    @epilogue(O=Tile)
+    def identity(acc):
+        return {"O": acc}
+
+    # Evidence of accepted kernels records digests: changing this value orphans them.
+    assert identity.digest == IDENTITY_DIGEST
+
+
+IDENTITY_DIGEST = "6a34b2195ea119016cfce5439ca7d6f380ed356429fbc5eb7f84e1cc4327f144"
+
+
+def test_order_matters_to_operations_that_do_not_commute() -> None:
+    @epilogue(O=Tile)
+    def first(acc, C: Tile):
+        return {"O": acc - C}
+
+    @epilogue(O=Tile)
+    def second(acc, C: Tile):
+        return {"O": C - acc}
+
+    assert first.digest != second.digest
+
+
+def test_which_of_two_like_operands_matters() -> None:
+    @epilogue(O=Tile)
+    def first(acc, p: ColVector, q: ColVector):
+        return {"O": acc * p + q}
+
+    @epilogue(O=Tile)
+    def second(acc, p: ColVector, q: ColVector):
+        return {"O": acc * q + p}
+
+    assert first.digest != second.digest
+
+
+def test_order_and_kind_of_outputs_matter() -> None:
+    def values(acc) -> dict[str, Any]:
+        return {"D": acc + 1.0, "O": acc * acc}
+
+    digests = {
+        epilogue(D=Tile, O=Tile)(values).digest,
+        epilogue(O=Tile, D=Tile)(values).digest,
+        epilogue(D=Tile, O=RowSum)(values).digest,
+        epilogue(D=Tile, O=RowMean)(values).digest,
+    }
+    assert len(digests) == 4
+
+
+def test_lanes_of_a_pair_matter() -> None:
+    @epilogue(O=HalfTile)
+    def first(acc):
+        gate, up = pairs(acc)
+        return {"O": swiglu(gate, up)}
+
+    @epilogue(O=HalfTile)
+    def second(acc):
+        up, gate = pairs(acc)
+        return {"O": swiglu(gate, up)}
+
+    assert first.digest != second.digest
+
+
+@epilogue(D=Tile, O=HalfTile, s=RowMean)
+def everything(acc, C: Tile, r: ColVector, b: RowVector, beta: Scalar):
+    """One of each."""
+    d = maximum(acc * r + b, -3.5) + beta * C
+    gate, up = pairs(d)
+    return {"D": d, "O": swiglu(gate, up), "s": d * d}
+
+
+def test_round_trip_through_json() -> None:
+    data = json.loads(json.dumps(everything.to_dict()))
+    back = Program.from_dict(data)
+    assert back.digest == everything.digest
+    assert (back.name, back.doc) == ("everything", "One of each.")
+    assert list(back.operands.items()) == list(everything.operands.items())
+    assert list(back.outputs.items()) == list(everything.outputs.items())
+    assert back.graph.nodes == everything.graph.nodes
+    assert back.graph.outputs == everything.graph.outputs
+    assert back.to_dict() == everything.to_dict()
+
+
+def test_infinite_constants_survive_json() -> None:
+    @epilogue(O=Tile)
+    def program(acc):
+        return {"O": maximum(acc, float("-inf"))}
+
+    assert Program.from_dict(json.loads(json.dumps(program.to_dict()))).digest == program.digest
+
+
+def test_from_dict_refuses_an_unknown_operation() -> None:
+    data = everything.to_dict()
+    data["nodes"][-1][0] = "system"
+    with pytest.raises(ProgramError) as error:
+        Program.from_dict(data)
+    assert str(error.value) == "unknown operation 'system' in a serialised program"
+
+
+@pytest.mark.parametrize("edge", [1, 2, 99, -1])
+def test_from_dict_refuses_an_edge_that_does_not_point_backwards(edge: int) -> None:
+    data = {
+        "name": "loop",
+        "doc": "",
+        "operands": {},
+        "outputs": {"O": ["Tile", 1]},
+        "nodes": [["acc", [], "TILE", "", 0.0], ["neg", [edge], "TILE", "", 0.0]],
+    }
+    with pytest.raises(ProgramError) as error:
+        Program.from_dict(data)
+    assert str(error.value) == "operation 'neg' refers to a value that does not precede it"

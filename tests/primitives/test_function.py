@@ -1,0 +1,311 @@
+"""Programs as functions, on a machine without a GPU: checks, batches, strides, raw partials."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.primitives import (
+    ColVector,
+    HalfTile,
+    RowMean,
+    RowVector,
+    Scalar,
+    Tile,
+    epilogue,
+    pairs,
+    swiglu,
+)
+from coda_agent.primitives import function as function_module
+from coda_agent.primitives.errors import LaunchError
+from coda_agent.primitives.function import ProgramFunction, default_config, supported, tma_ready
+from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.tiles import TileConfig
+
+M, N, K = 24, 272, 32
+
+
+@epilogue(D=Tile, O=HalfTile, s=RowMean)
+def program(acc, C: Tile, r: ColVector, b: RowVector, beta: Scalar):
+    d = acc * r + b + beta * C
+    gate, up = pairs(d)
+    return {"D": d, "O": swiglu(gate, up), "s": d * d}
+
+
+@epilogue(O=Tile)
+def doubled(acc):
+    return {"O": acc * 2.0}
+
+
+RUN = ProgramFunction(program, {"D": None, "O": "float32"}, default_config)
+DOUBLED = ProgramFunction(doubled, {"O": None}, default_config)
+Operands = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="coda-agent: no Hopper GPU")
+        yield
+
+
+@pytest.fixture
+def tensors() -> tuple[torch.Tensor, torch.Tensor, Operands]:
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(M, K, generator=g).bfloat16()
+    b = (torch.randn(N, K, generator=g) * K**-0.5).bfloat16()
+    operands = {
+        "C": torch.randn(M, N, generator=g).bfloat16(),
+        "r": torch.randn(M, generator=g),
+        "b": torch.randn(N, generator=g),
+        "beta": 0.5,
+    }
+    return a, b, operands
+
+
+def test_interprets_with_one_warning(tensors: Any) -> None:
+    a, b, operands = tensors
+
+    def public(*args: Any) -> dict[str, torch.Tensor]:
+        return RUN(*args)
+
+    function_module._say_interpreted.cache_clear()
+    with pytest.warns(UserWarning, match="no Hopper GPU behind tensors on cpu") as caught:
+        public(a, b, operands)
+        public(a, b, operands)
+        DOUBLED(a, b, {})
+    assert len(caught) == 1
+    assert caught[0].filename == __file__  # the line that called a kernel's public function
+
+
+def test_equals_the_interpreter_and_has_the_declared_dtypes(tensors: Any) -> None:
+    a, b, operands = tensors
+    got = RUN(a, b, operands)
+    dtypes = {"D": torch.bfloat16, "O": torch.float32}
+    want = interpret(program, a, b, operands, dtypes=dtypes)
+    assert list(got) == ["D", "O", "s"]
+    for o, value in want.items():
+        assert torch.equal(got[o], value), o
+        assert got[o].dtype == value.dtype
+    assert got["s"].shape == (M,)
+    assert got["s"].dtype == torch.float32
+
+
+def test_a_none_dtype_follows_the_input(tensors: Any) -> None:
+    a, b, _ = tensors
+    assert DOUBLED(a.half(), b.half(), {})["O"].dtype == torch.float16
+
+
+def test_leading_batch_dimensions(tensors: Any) -> None:
+    a, b, operands = tensors
+    want = RUN(a, b, operands)
+    lead = (2, 3, M // 6)
+    batched = {
+        **operands, "C": operands["C"].reshape(*lead, N), "r": operands["r"].reshape(lead)
+    }  # fmt: skip
+    got = RUN(a.reshape(*lead, K), b, batched)
+    assert got["D"].shape == (*lead, N)
+    assert got["O"].shape == (*lead, N // 2)
+    assert got["s"].shape == lead
+    for o in want:
+        assert torch.equal(got[o].flatten(0, 2), want[o])
+    raw = RUN(a.reshape(*lead, K), b, batched, block_size=128)
+    assert raw["s"].shape == (*lead, 3)
+
+
+def test_block_size_returns_raw_partials(tensors: Any) -> None:
+    a, b, operands = tensors
+    final = RUN(a, b, operands)["s"]
+    for block, blocks in ((128, 3), (160, 2), (192, 2), (256, 2)):
+        raw = RUN(a, b, operands, block_size=block)["s"]
+        assert raw.shape == (M, blocks)
+        assert raw.dtype == torch.float32
+        torch.testing.assert_close(raw.sum(-1) * block / N, final)
+
+
+def test_an_unoffered_block_size_names_the_offered_ones(tensors: Any) -> None:
+    a, b, operands = tensors
+    with pytest.raises(LaunchError) as error:
+        RUN(a, b, operands, block_size=100)
+    assert str(error.value) == (
+        "program: no tile has block_size 100, expected one of 128, 160, 192, 256"
+    )
+
+
+def test_the_chooser_sees_the_problem(tensors: Any) -> None:
+    a, b, operands = tensors
+    seen: list[tuple[int, int, int, str]] = []
+
+    def choose(m: int, n: int, k: int, dtype: str) -> TileConfig:
+        seen.append((m, n, k, dtype))
+        return TileConfig(128, 192)
+
+    bound = ProgramFunction(program, {}, choose)
+    raw = bound(a, b, operands, block_size=192)["s"]
+    assert seen == [(M, N, K, "bfloat16")]
+    assert raw.shape == (M, 2)
+    bound(a, b, operands, config=TileConfig(128, 128))
+    assert len(seen) == 1
+
+
+def strided(t: torch.Tensor) -> list[torch.Tensor]:
+    """`t` with other strides and offsets: transposed storage, spaced columns, a shifted start."""
+    spaced = torch.zeros(*t.shape[:-1], t.shape[-1] * 2, dtype=t.dtype)
+    spaced[..., 1::2] = t
+    flat = torch.zeros(t.numel() + 3, dtype=t.dtype)
+    flat[3:] = t.flatten()
+    found = [spaced[..., 1::2], flat[3:].view(t.shape)]
+    if t.ndim == 2:
+        found.append(t.T.contiguous().T)
+    return found
+
+
+def test_strides_and_offsets_do_not_matter(tensors: Any) -> None:
+    a, b, operands = tensors
+    want = RUN(a, b, operands)
+    cases = [(x, b, operands) for x in strided(a)] + [(a, x, operands) for x in strided(b)]
+    for o in ("C", "r", "b"):
+        cases += [(a, b, {**operands, o: x}) for x in strided(operands[o])]
+    assert len(cases) == 13
+    for case in cases:
+        got = RUN(*case)
+        for o in want:
+            torch.testing.assert_close(got[o], want[o], rtol=1e-6, atol=1e-6)
+    expanded = {**operands, "r": torch.ones(1).expand(M)}
+    dense = {**operands, "r": torch.ones(M)}
+    assert torch.equal(RUN(a, b, expanded)["D"], RUN(a, b, dense)["D"])
+
+
+def test_vectors_of_any_float_dtype(tensors: Any) -> None:
+    a, b, operands = tensors
+    rounded = {**operands, "r": operands["r"].bfloat16(), "b": operands["b"].half()}
+    widened = {**operands, "r": rounded["r"].float(), "b": rounded["b"].float()}
+    assert torch.equal(RUN(a, b, rounded)["D"], RUN(a, b, widened)["D"])
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+A, B = bf16(M, K), bf16(N, K)
+GEMM_ERRORS: list[tuple[str, Any, Any, str]] = [
+    ("float32 A", A.float(), B, "doubled: A is torch.float32, expected a bfloat16 or float16 tensor"),
+    ("list", [[1.0]], B, "doubled: A is list, expected a bfloat16 or float16 tensor"),
+    ("integer B", A, B.int(), "doubled: B is torch.int32, expected a bfloat16 or float16 tensor"),
+    (
+        "two dtypes", A, B.half(),
+        "doubled: A is (24, 32) torch.bfloat16 and B (272, 32) torch.float16, expected (…, M, K) and "
+        "(N, K) of one dtype",
+    ),
+    (
+        "K differs", A, bf16(N, 40),
+        "doubled: A is (24, 32) torch.bfloat16 and B (272, 40) torch.bfloat16, expected (…, M, K) and "
+        "(N, K) of one dtype",
+    ),
+    (
+        "B not transposed", A, bf16(K, N),
+        "doubled: A is (24, 32) torch.bfloat16 and B (32, 272) torch.bfloat16, expected (…, M, K) and "
+        "(N, K) of one dtype",
+    ),
+    (
+        "vector A", bf16(K), B,
+        "doubled: A is (32,) torch.bfloat16 and B (272, 32) torch.bfloat16, expected (…, M, K) and "
+        "(N, K) of one dtype",
+    ),
+    (
+        "batched B", A, bf16(2, N, K),
+        "doubled: A is (24, 32) torch.bfloat16 and B (2, 272, 32) torch.bfloat16, expected (…, M, K) "
+        "and (N, K) of one dtype",
+    ),
+    (
+        "no rows", bf16(0, K), B,
+        "doubled: M, N, K = 0, 272, 32, expected positive, N a multiple of 8 and K of 8 (TMA moves rows "
+        "in units of 16 bytes; pad the weight)",
+    ),
+    (
+        "K = 0", bf16(M, 0), bf16(N, 0),
+        "doubled: M, N, K = 0, 272, 0, expected positive, N a multiple of 8 and K of 8 (TMA moves rows "
+        "in units of 16 bytes; pad the weight)",
+    ),
+    (
+        "ragged K", bf16(M, 36), bf16(N, 36),
+        "doubled: M, N, K = 24, 272, 36, expected positive, N a multiple of 8 and K of 8 (TMA moves "
+        "rows in units of 16 bytes; pad the weight)",
+    ),
+    (
+        "ragged N", A, bf16(270, K),
+        "doubled: M, N, K = 24, 270, 32, expected positive, N a multiple of 8 and K of 8 (TMA moves "
+        "rows in units of 16 bytes; pad the weight)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"), [case[1:] for case in GEMM_ERRORS], ids=[c[0] for c in GEMM_ERRORS]
+)
+def test_error_in_the_gemm_operands(a: Any, b: Any, message: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        DOUBLED(a, b, {})
+    assert str(error.value) == message
+
+
+def test_half_width_outputs_need_columns_in_sixteens() -> None:
+    assert DOUBLED(A, bf16(264, K), {})["O"].shape == (M, 264)
+    with pytest.raises(LaunchError, match=r"N a multiple of 16 and K of 8"):
+        RUN(A, bf16(264, K), {})
+
+
+OPERAND_ERRORS: list[tuple[str, Any, str]] = [
+    ("C", None, "program: operand 'C' is missing"),
+    ("beta", None, "program: operand 'beta' is missing"),
+    ("C", bf16(N, M), "program: operand 'C' has shape (272, 24), expected (24, 272)"),
+    ("C", bf16(N), "program: operand 'C' has shape (272,), expected (24, 272)"),
+    ("r", torch.ones(N), "program: operand 'r' has shape (272,), expected (24,)"),
+    ("r", torch.ones(M, 1), "program: operand 'r' has shape (24, 1), expected (24,)"),
+    ("b", torch.ones(M), "program: operand 'b' has shape (24,), expected (272,)"),
+    ("b", 1.5, "program: operand 'b' has shape 1.5, expected (272,)"),
+    (
+        "b",
+        torch.ones(N, device="meta"),
+        "program: operand 'b' is on meta, A on cpu",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OPERAND_ERRORS)
+def test_error_in_an_operand(tensors: Any, name: str, value: Any, message: str) -> None:
+    a, b, operands = tensors
+    with pytest.raises(LaunchError) as error:
+        RUN(a, b, {**operands, name: value})
+    assert str(error.value) == message
+
+
+def test_an_operand_left_out_is_missing(tensors: Any) -> None:
+    a, b, operands = tensors
+    del operands["r"]
+    with pytest.raises(LaunchError, match=re.escape("program: operand 'r' is missing")):
+        RUN(a, b, operands)
+
+
+def test_a_cpu_is_not_supported() -> None:
+    assert not supported(torch.device("cpu"))
+
+
+def test_tma_ready_copies_only_what_it_must() -> None:
+    t = bf16(16, 32)
+    assert tma_ready(t) is t
+    transposed = t.T
+    assert tma_ready(transposed, either_major=True) is transposed
+    assert tma_ready(transposed).is_contiguous()
+    block = bf16(16, 64)[:, 32:]
+    assert tma_ready(block) is block  # row stride 128 bytes, start 64 bytes in
+    for awkward in (bf16(16, 65)[:, :32], bf16(16, 64)[:, 1:33], bf16(16, 64)[:, ::2]):
+        ready = tma_ready(awkward, either_major=True)
+        assert ready.is_contiguous() and ready.data_ptr() % 16 == 0
+        assert torch.equal(ready, awkward)
+    shifted = torch.arange(33, dtype=torch.float32)[1:]
+    assert tma_ready(shifted).data_ptr() % 16 == 0
+    assert torch.equal(tma_ready(shifted), shifted)

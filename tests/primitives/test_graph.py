@@ -1,0 +1,430 @@
+"""The language's errors, the sharing of equal nodes, shapes, and pruning."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.primitives import (
+    ColVector,
+    HalfTile,
+    RowMean,
+    RowSum,
+    RowVector,
+    Scalar,
+    Tile,
+    epilogue,
+    exp,
+    interleave,
+    maximum,
+    pairs,
+    silu,
+)
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Graph, Node, Shape, Value, join
+from coda_agent.primitives.inspect import describe
+from coda_agent.primitives.interpret import interpret
+
+
+def no_accumulator(x):
+    return {"O": x}
+
+
+def no_parameters():
+    return {}
+
+
+def bare_operand(acc, r):
+    return {"O": acc * r}
+
+
+def half_operand(acc, h: HalfTile):
+    return {"O": acc * h}
+
+
+def number_operand(acc, r: float):
+    return {"O": acc * r}
+
+
+def starred(acc, *rest):
+    return {"O": acc}
+
+
+def not_a_dict(acc):
+    return acc
+
+
+def missing(acc):
+    return {}
+
+
+def extra(acc):
+    return {"O": acc, "P": acc}
+
+
+def number_output(acc):
+    return {"O": 1.0}
+
+
+def unused(acc, r: ColVector):
+    return {"O": acc}
+
+
+def unused_in_effect(acc, r: ColVector):
+    _ = acc * r
+    return {"O": acc}
+
+
+def accumulator_unused(acc, C: Tile):
+    return {"O": C}
+
+
+def branches(acc):
+    return {"O": acc if acc > 0 else -acc}
+
+
+def compares(acc):
+    return {"O": acc if acc == 0 else -acc}
+
+
+def truth(acc):
+    return {"O": acc and -acc}
+
+
+def mixed(acc):
+    gate, _ = pairs(acc)
+    return {"O": acc * gate}
+
+
+def half_with_row_vector(acc, b: RowVector):
+    gate, _ = pairs(acc)
+    return {"O": gate + b}
+
+
+def half_as_tile(acc):
+    gate, up = pairs(acc)
+    return {"O": silu(gate) * up}
+
+
+def vector_output(acc, r: ColVector):
+    return {"O": exp(r)}
+
+
+def pairs_of_half(acc):
+    gate, _ = pairs(acc)
+    x, _ = pairs(gate)
+    return {"O": x}
+
+
+def interleave_full(acc):
+    return {"O": interleave(acc, acc)}
+
+
+def interleave_vectors(acc, r: ColVector):
+    return {"O": acc + interleave(r, r)}
+
+
+def text_argument(acc):
+    return {"O": acc * "2"}
+
+
+def truth_argument(acc):
+    return {"O": maximum(acc, True)}
+
+
+ERRORS: list[tuple[Callable[..., Any], str]] = [
+    (no_accumulator, "no_accumulator: the first parameter must be acc, the accumulator"),
+    (no_parameters, "no_parameters: the first parameter must be acc, the accumulator"),
+    (
+        bare_operand,
+        "bare_operand: operand 'r' is annotated nothing, expected one of Tile, ColVector, "
+        "RowVector, Scalar",
+    ),
+    (
+        half_operand,
+        "half_operand: operand 'h' is annotated HalfTile, expected one of Tile, ColVector, "
+        "RowVector, Scalar",
+    ),
+    (
+        number_operand,
+        "number_operand: operand 'r' is annotated float, expected one of Tile, ColVector, "
+        "RowVector, Scalar",
+    ),
+    (
+        starred,
+        "starred: operand 'rest' is annotated nothing, expected one of Tile, ColVector, "
+        "RowVector, Scalar",
+    ),
+    (not_a_dict, "not_a_dict returned Value, expected a dict of outputs"),
+    (missing, "missing: output 'O' is declared but never written"),
+    (extra, "extra: returned 'P', which is not a declared output (declared: O)"),
+    (number_output, "number_output: output 'O' is float, expected a value"),
+    (unused, "unused: operand 'r' is never used"),
+    (unused_in_effect, "unused_in_effect: operand 'r' is never used"),
+    (accumulator_unused, "accumulator_unused: no output depends on the accumulator"),
+    (
+        branches,
+        "a program cannot branch on a value: it runs once, for every element (use maximum, "
+        "minimum or clamp)",
+    ),
+    (
+        compares,
+        "a program cannot branch on a value: it runs once, for every element (use maximum, "
+        "minimum or clamp)",
+    ),
+    (
+        truth,
+        "a program cannot branch on a value: it runs once, for every element (use maximum, "
+        "minimum or clamp)",
+    ),
+    (
+        mixed,
+        "mul mixes a full-width value with a half-width one (take both apart with pairs(), or "
+        "join halves with interleave())",
+    ),
+    (
+        half_with_row_vector,
+        "add mixes a full-width value with a half-width one (take both apart with pairs(), or "
+        "join halves with interleave())",
+    ),
+    (
+        half_as_tile,
+        "half_as_tile: output 'O' is declared Tile but its value is (M, N/2), expected (M, N)",
+    ),
+    (
+        vector_output,
+        "vector_output: output 'O' is declared Tile but its value is (M, 1), expected (M, N)",
+    ),
+    (pairs_of_half, "pairs() got a half-width value, expected a full-width one"),
+    (interleave_full, "interleave() got a full-width value, expected two half-width ones"),
+    (interleave_vectors, "interleave() expects two half-width values, (M, N/2)"),
+    (text_argument, "mul got str, expected a value of the program or a number"),
+    (truth_argument, "maximum got bool, expected a value of the program or a number"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), ERRORS, ids=[f.__name__ for f, _ in ERRORS])
+def test_error_of_the_language(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        epilogue(O=Tile)(function)
+    assert str(error.value) == message
+
+
+def test_half_tile_of_a_full_value() -> None:
+    def full(acc):
+        return {"O": acc}
+
+    with pytest.raises(ProgramError) as error:
+        epilogue(O=HalfTile)(full)
+    assert str(error.value) == (
+        "full: output 'O' is declared HalfTile but its value is (M, N), expected (M, N/2)"
+    )
+
+
+def test_reduction_of_a_vector() -> None:
+    def vector(acc, r: ColVector):
+        return {"D": acc, "s": r}
+
+    with pytest.raises(ProgramError) as error:
+        epilogue(D=Tile, s=RowSum)(vector)
+    assert str(error.value) == (
+        "vector: output 's' is declared RowSum but its value is (M, 1), expected (M, N) or (M, N/2)"
+    )
+
+
+def test_interleave_of_a_half_and_a_full_value() -> None:
+    def wide(acc):
+        gate, _ = pairs(acc)
+        return {"O": interleave(gate, acc)}
+
+    with pytest.raises(ProgramError, match="expects two half-width values"):
+        epilogue(O=Tile)(wide)
+
+
+def test_declaring_nothing() -> None:
+    with pytest.raises(ProgramError) as error:
+        epilogue()
+    assert str(error.value) == "@epilogue declares no output (e.g. @epilogue(O=Tile))"
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"), [(ColVector, "ColVector"), (float, "float"), (None, "nothing"), (3, "3")]
+)
+def test_declaring_a_wrong_kind(kind: Any, label: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        epilogue(O=kind)
+    assert str(error.value) == (
+        f"output 'O' is declared as {label}, expected one of Tile, HalfTile, RowSum, RowMean, RowMax"
+    )
+
+
+def test_one_name_for_operand_and_output() -> None:
+    def clash(acc, O: Tile):
+        return {"O": acc + O}
+
+    with pytest.raises(ProgramError) as error:
+        epilogue(O=Tile)(clash)
+    assert str(error.value) == "clash: 'O' is an operand and an output"
+
+
+def test_a_value_of_another_program() -> None:
+    kept: list[Value] = []
+
+    @epilogue(O=Tile)
+    def first(acc):
+        kept.append(acc)
+        return {"O": acc}
+
+    def second(acc):
+        return {"O": acc + kept[0]}
+
+    assert first.name == "first"
+    with pytest.raises(ProgramError) as error:
+        epilogue(O=Tile)(second)
+    assert str(error.value) == "add got a value of another program"
+
+
+def test_program_records_its_declaration_in_order() -> None:
+    @epilogue(D=Tile, O=HalfTile, s=RowMean)
+    def program(acc, C: Tile, r: ColVector, beta: Scalar):
+        """What it computes.
+
+        And how.
+        """
+        d = acc * r + beta * C
+        gate, up = pairs(d)
+        return {"s": d * d, "O": silu(gate) * up, "D": d}
+
+    assert program.name == "program"
+    assert program.doc == "What it computes.\n\nAnd how."
+    assert list(program.operands.items()) == [("C", Tile), ("r", ColVector), ("beta", Scalar)]
+    assert list(program.outputs.items()) == [("D", Tile), ("O", HalfTile), ("s", RowMean)]
+    assert program.reductions == {"s": RowMean}
+    assert program.paired
+
+
+def test_equal_nodes_are_shared() -> None:
+    @epilogue(D=Tile, s=RowSum)
+    def program(acc, r: ColVector):
+        return {"D": acc * r + 1.0, "s": (acc * r + 1.0) * (acc * r + 1)}
+
+    assert [n.op for n in program.graph.nodes] == ["operand", "acc", "mul", "const", "add", "mul"]
+
+
+def test_dead_nodes_are_pruned() -> None:
+    @epilogue(O=Tile)
+    def program(acc):
+        wasted = exp(acc) + 3.0
+        _ = wasted * wasted
+        return {"O": acc * 2.0}
+
+    assert describe(program.graph) == (
+        "%0 = acc()  # (M, N)\n%1 = const(2)  # ()\n%2 = mul(%0, %1)  # (M, N)\nO <- %2"
+    )
+
+
+def test_prune_renumbers_arguments_and_outputs() -> None:
+    graph = Graph()
+    acc = graph.add(Node("acc", (), Shape.TILE))
+    dead = graph.const(7.0)
+    root = graph.add(Node("neg", (acc.index,), Shape.TILE))
+    graph.outputs = {"O": root.index, "P": acc.index}
+    assert (dead.index, root.index) == (1, 2)
+    pruned = graph.prune()
+    assert pruned.nodes == [Node("acc", (), Shape.TILE), Node("neg", (0,), Shape.TILE)]
+    assert pruned.outputs == {"O": 1, "P": 0}
+    assert graph.outputs == {"O": 2, "P": 0}
+
+
+def test_a_number_may_be_interleaved() -> None:
+    @epilogue(O=Tile)
+    def even_only(acc):
+        return {"O": interleave(pairs(acc)[0], 0.0)}
+
+    a, b = torch.randn(3, 8), torch.randn(6, 8)
+    out = interpret(even_only, a, b, {}, dtypes={"O": torch.float32})["O"]
+    expected = a @ b.T
+    expected[:, 1::2] = 0
+    torch.testing.assert_close(out, expected)
+
+
+def test_pairs_of_interleave_are_its_arguments() -> None:
+    @epilogue(O=HalfTile)
+    def program(acc):
+        x, y = pairs(acc)
+        a, b = pairs(interleave(x + y, x - y))
+        return {"O": a * b}
+
+    assert [n.op for n in program.graph.nodes] == ["acc", "even", "odd", "add", "sub", "mul"]
+
+
+def test_pairs_of_a_value_without_columns_is_the_value_twice() -> None:
+    @epilogue(O=HalfTile)
+    def program(acc, r: ColVector):
+        x, y = pairs(acc)
+        a, b = pairs(r)
+        return {"O": x * a + y * b}
+
+    assert [n.op for n in program.graph.nodes].count("even") == 1
+
+
+SCALAR, COL, ROW, TILE = Shape.SCALAR, Shape.COL, Shape.ROW, Shape.TILE
+HALF_ROW, HALF = Shape.HALF_ROW, Shape.HALF
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([SCALAR], SCALAR),
+        ([SCALAR, COL], COL),
+        ([SCALAR, ROW], ROW),
+        ([COL, ROW], TILE),
+        ([COL, COL], COL),
+        ([ROW, TILE], TILE),
+        ([COL, HALF_ROW], HALF),
+        ([SCALAR, HALF_ROW], HALF_ROW),
+        ([HALF, COL], HALF),
+    ],
+)
+def test_join_is_broadcasting(shapes: list[Shape], expected: Shape) -> None:
+    assert join(shapes, "add") is expected
+    assert join(shapes[::-1], "add") is expected
+
+
+@pytest.mark.parametrize("full", [ROW, TILE])
+@pytest.mark.parametrize("half", [HALF_ROW, HALF])
+def test_join_refuses_two_widths(full: Shape, half: Shape) -> None:
+    with pytest.raises(ProgramError, match="add mixes a full-width value with a half-width one"):
+        join([full, half], "add")
+
+
+def test_arithmetic_records_both_orders() -> None:
+    @epilogue(O=Tile)
+    def program(acc, C: Tile):
+        return {"O": (2 - acc) + (1 / C) - (acc / 4) * (3 + C) / C + -acc}
+
+    ops = [n.op for n in program.graph.nodes if n.op not in ("acc", "operand", "const")]
+    assert sorted(ops) == ["add", "add", "add", "div", "div", "mul", "mul", "neg", "sub", "sub"]
+    assert 0.25 in [n.value for n in program.graph.nodes]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda acc: exp(acc, 2.0),
+        lambda acc: maximum(acc),
+        lambda acc: maximum(acc, acc, acc),
+        lambda acc: acc * interleave(2.0, 0.0),
+        lambda acc: acc**2,
+        lambda acc: acc * pairs(2.0)[0],  # pyright: ignore[reportArgumentType]
+        lambda acc: acc / 0,
+    ],
+    ids=["two for one", "one for two", "three for two", "interleave", "power", "pairs", "by 0"],
+)
+def test_wrong_arguments_are_errors_of_the_language(call: Any) -> None:
+    def program(acc):
+        return {"O": call(acc)}
+
+    with pytest.raises(ProgramError):
+        epilogue(O=Tile)(program)

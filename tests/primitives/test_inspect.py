@@ -1,0 +1,189 @@
+"""Inspection: degree in the accumulator, split-K, and costs counted by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coda_agent.primitives import (
+    ColVector,
+    HalfTile,
+    RowMax,
+    RowMean,
+    RowSum,
+    RowVector,
+    Scalar,
+    Tile,
+    absolute,
+    epilogue,
+    exp,
+    interleave,
+    maximum,
+    pairs,
+    rsqrt,
+    sigmoid,
+    silu,
+)
+from coda_agent.primitives.inspect import Degree, degrees, describe, inspect_program
+
+
+def identity(acc):
+    return {"O": acc}
+
+
+def scaled(acc, r: ColVector, b: RowVector, alpha: Scalar):
+    return {"O": -(alpha * acc) * r * b}
+
+
+def scaled_by_a_computed_vector(acc, r: ColVector):
+    return {"O": acc * rsqrt(r + 1e-6)}
+
+
+def divided(acc, r: ColVector):
+    return {"O": acc / r}
+
+
+def doubled(acc):
+    return {"O": acc + acc * 2.0}
+
+
+def rotated(acc, t: RowVector):
+    x, y = pairs(acc)
+    cos, sin = pairs(t)
+    return {"O": interleave(x * cos - y * sin, x * sin + y * cos)}
+
+
+def biased(acc, b: RowVector):
+    return {"O": acc + b}
+
+
+def half_kept(acc, alpha: Scalar):
+    x, _ = pairs(acc)
+    return {"O": interleave(x, alpha)}
+
+
+def squared(acc):
+    return {"O": acc * acc}
+
+
+def inverse(acc, r: ColVector):
+    return {"O": r / acc}
+
+
+def activated(acc):
+    return {"O": silu(acc)}
+
+
+def clipped(acc):
+    return {"O": maximum(acc, 0.0)}
+
+
+def gated(acc):
+    gate, up = pairs(acc)
+    return {"O": interleave(gate * up, up)}
+
+
+DEGREES: list[tuple[Callable[..., Any], Degree]] = [
+    (identity, Degree.LINEAR),
+    (scaled, Degree.LINEAR),
+    (scaled_by_a_computed_vector, Degree.LINEAR),
+    (divided, Degree.LINEAR),
+    (doubled, Degree.LINEAR),
+    (rotated, Degree.LINEAR),
+    (biased, Degree.AFFINE),
+    (half_kept, Degree.AFFINE),
+    (squared, Degree.NONLINEAR),
+    (inverse, Degree.NONLINEAR),
+    (activated, Degree.NONLINEAR),
+    (clipped, Degree.NONLINEAR),
+    (gated, Degree.NONLINEAR),
+]
+
+
+@pytest.mark.parametrize(("function", "degree"), DEGREES, ids=[f.__name__ for f, _ in DEGREES])
+def test_degree_and_split_k(function: Callable[..., Any], degree: Degree) -> None:
+    program = epilogue(O=Tile)(function)
+    assert degrees(program.graph)[program.graph.outputs["O"]] is degree
+    found = inspect_program(program, 128, 256, 64)
+    assert found.split_k_safe == (degree is Degree.LINEAR)
+
+
+def test_every_output_decides_split_k() -> None:
+    def both(acc, C: Tile):
+        return {"D": acc, "O": acc + C}
+
+    def constant_output(acc, C: Tile):
+        return {"D": acc, "O": C}
+
+    assert not inspect_program(epilogue(D=Tile, O=Tile)(both), 128, 256, 64).split_k_safe
+    # An output that ignores the accumulator would be added once for each part of K.
+    assert not inspect_program(epilogue(D=Tile, O=Tile)(constant_output), 128, 256, 64).split_k_safe
+
+
+@pytest.mark.parametrize(("kind", "safe"), [(RowSum, True), (RowMean, True), (RowMax, False)])
+def test_linear_reductions(kind: Any, safe: bool) -> None:
+    def program(acc, r: ColVector):
+        return {"D": acc, "s": acc * r}
+
+    assert inspect_program(epilogue(D=Tile, s=kind)(program), 128, 256, 64).split_k_safe is safe
+
+
+def test_sum_of_squares_is_not_split_k_safe() -> None:
+    def program(acc):
+        return {"D": acc, "s": acc * acc}
+
+    assert not inspect_program(epilogue(D=Tile, s=RowSum)(program), 128, 256, 64).split_k_safe
+
+
+@epilogue(D=Tile, O=HalfTile, s=RowMean, t=RowMax)
+def counted(acc, C: Tile, r: ColVector, b: RowVector, alpha: Scalar):
+    d = alpha * acc + C
+    gate, up = pairs(d * (r * 2.0) + b)
+    return {"D": d, "O": sigmoid(gate) * up, "s": d * d, "t": absolute(up)}
+
+
+def test_costs_by_hand() -> None:
+    m, n, k = 96, 320, 64
+    tile, half, blocks = m * n, m * n // 2, 3
+    found = inspect_program(counted, m, n, k)
+    assert found.gemm_flops == 2 * m * n * k
+    # alpha·acc, + C, · (r·2), + b and d·d at full width; r·2 a row; σ (4), · and |up| at half width;
+    # the sum and the maximum one operation an element each.
+    assert found.epilogue_flops == 5 * tile + m + (4 + 1 + 1) * half + tile + half
+    read = 2 * (m * k + n * k) + 2 * tile + 4 * m + 4 * n
+    written = 2 * tile + 2 * half + 2 * (4 * m * blocks)
+    assert found.bytes_moved == read + written
+    assert found.launches == 3
+    assert not found.tile_local
+    assert not found.split_k_safe
+
+
+def test_cost_options() -> None:
+    found = inspect_program(counted, 96, 320, 64, element_bytes=4, vector_bytes=2, block=192)
+    tile, half = 96 * 320, 96 * 160
+    read = 4 * (96 * 64 + 320 * 64) + 4 * tile + 2 * (96 + 320)
+    assert found.bytes_moved == read + 4 * tile + 4 * half + 2 * (4 * 96 * 2)
+
+
+def test_plain_gemm_costs_nothing_after_it() -> None:
+    found = inspect_program(epilogue(O=Tile)(identity), 128, 256, 64)
+    assert found.epilogue_flops == 0
+    assert found.launches == 1
+    assert found.tile_local and found.split_k_safe
+
+
+def test_describe() -> None:
+    @epilogue(O=Tile, s=RowSum)
+    def program(acc, r: ColVector):
+        return {"O": exp(acc * r), "s": acc * 0.5}
+
+    assert describe(program.graph).splitlines() == [
+        "%0 = operand(r)  # (M, 1)",
+        "%1 = acc()  # (M, N)",
+        "%2 = mul(%1, %0)  # (M, N)",
+        "%3 = exp(%2)  # (M, N)",
+        "%4 = const(0.5)  # ()",
+        "%5 = mul(%1, %4)  # (M, N)",
+        "O <- %3",
+        "s <- %5",
+    ]

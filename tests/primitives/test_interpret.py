@@ -1,0 +1,331 @@
+"""The interpreter against expectations written here: torch.nn.functional, and loops over Python floats."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coda_agent.primitives import (
+    ColVector,
+    HalfTile,
+    Program,
+    RowMax,
+    RowMean,
+    RowSum,
+    RowVector,
+    Scalar,
+    Tile,
+    absolute,
+    clamp,
+    epilogue,
+    erf,
+    exp,
+    geglu,
+    gelu_erf,
+    gelu_tanh,
+    glu,
+    hard_swish,
+    interleave,
+    leaky_relu,
+    log,
+    maximum,
+    minimum,
+    pairs,
+    reglu,
+    relu,
+    relu_squared,
+    rsqrt,
+    sigmoid,
+    silu,
+    softplus,
+    sqrt,
+    swiglu,
+    tanh,
+)
+from coda_agent.primitives.interpret import finalise, interpret, row_partials
+
+M, N, K = 5, 40, 8
+Unary = Callable[[Any], Any]
+
+UNARY: list[tuple[str, Unary, Unary]] = [
+    ("absolute", absolute, torch.abs),
+    ("clamp", lambda x: clamp(x, -0.5, 0.75), lambda x: x.clamp(-0.5, 0.75)),
+    ("erf", erf, torch.special.erf),
+    ("exp", exp, torch.exp),
+    ("gelu_erf", gelu_erf, F.gelu),
+    ("gelu_tanh", gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
+    ("hard_swish", hard_swish, F.hardswish),
+    ("leaky_relu", leaky_relu, F.leaky_relu),
+    ("leaky_relu 0.2", lambda x: leaky_relu(x, 0.2), lambda x: F.leaky_relu(x, 0.2)),
+    ("log", lambda x: log(absolute(x)), lambda x: x.abs().log()),
+    ("maximum", lambda x: maximum(x, 0.25), lambda x: x.clamp(min=0.25)),
+    ("maximum, number first", lambda x: maximum(0.25, x), lambda x: x.clamp(min=0.25)),
+    ("minimum", lambda x: minimum(x, 0.25), lambda x: x.clamp(max=0.25)),
+    ("neg", lambda x: -x, torch.neg),
+    ("relu", relu, F.relu),
+    ("relu_squared", relu_squared, lambda x: F.relu(x) ** 2),
+    ("rsqrt", lambda x: rsqrt(x * x + 0.5), lambda x: (x * x + 0.5) ** -0.5),
+    ("sigmoid", sigmoid, torch.sigmoid),
+    ("silu", silu, F.silu),
+    ("softplus", softplus, F.softplus),
+    ("softplus above 20", lambda x: softplus(x * 40.0), lambda x: F.softplus(x * 40.0)),
+    ("sqrt", lambda x: sqrt(absolute(x)), lambda x: x.abs().sqrt()),
+    ("tanh", tanh, torch.tanh),
+    ("divided by a number", lambda x: x / 3, lambda x: x / 3),
+    ("number divided", lambda x: 3 / x, lambda x: 3 / x),
+    ("number minus", lambda x: 3 - x, lambda x: 3 - x),
+]
+GATES: list[tuple[str, Callable[[Any, Any], Any], Unary]] = [
+    ("swiglu", swiglu, F.silu),
+    ("geglu", geglu, lambda x: F.gelu(x, approximate="tanh")),
+    ("reglu", reglu, F.relu),
+    ("glu", glu, torch.sigmoid),
+]
+
+
+def matrices(seed: int = 0, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(M, K, generator=generator)
+    b = torch.randn(n, K, generator=generator) * K**-0.5
+    return a.bfloat16(), b.bfloat16()
+
+
+def rows(value: torch.Tensor) -> list[list[float]]:
+    return value.double().tolist()
+
+
+def exact(
+    program: Program, a: torch.Tensor, b: torch.Tensor, /, **operands: Any
+) -> dict[str, torch.Tensor]:
+    return interpret(program, a, b, operands, dtypes={}, compute=torch.float64)
+
+
+@pytest.mark.parametrize(("label", "ours", "theirs"), UNARY, ids=[u[0] for u in UNARY])
+def test_elementwise(label: str, ours: Unary, theirs: Unary) -> None:
+    def program(acc):
+        return {"O": ours(acc)}
+
+    a, b = matrices()
+    want = theirs(a.double() @ b.double().T)
+    got = exact(epilogue(O=Tile)(program), a, b)["O"]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    single = interpret(epilogue(O=Tile)(program), a, b, {}, dtypes={"O": torch.float32})["O"]
+    torch.testing.assert_close(single.double(), want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("label", "gate", "activation"), GATES, ids=[g[0] for g in GATES])
+def test_gate(label: str, gate: Callable[[Any, Any], Any], activation: Unary) -> None:
+    def program(acc):
+        return {"O": gate(*pairs(acc))}
+
+    a, b = matrices()
+    acc = a.double() @ b.double().T
+    got = exact(epilogue(O=HalfTile)(program), a, b)["O"]
+    assert got.shape == (M, N // 2)
+    torch.testing.assert_close(got, activation(acc[:, 0::2]) * acc[:, 1::2], rtol=1e-12, atol=1e-14)
+
+
+def test_functions_of_the_vocabulary_take_tensors_too() -> None:
+    x = torch.tensor([-1.5, 0.0, 2.0])
+    torch.testing.assert_close(silu(x), F.silu(x))
+    assert torch.equal(maximum(x, 1.0), torch.tensor([1.0, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("function", [relu, leaky_relu, lambda x: clamp(x, -1.0, 1.0)])
+def test_nan_stays_nan(function: Unary) -> None:
+    assert function(torch.tensor([math.nan])).isnan().all()
+
+
+def test_operands_broadcast_along_their_axis() -> None:
+    @epilogue(O=Tile)
+    def program(acc, C: Tile, r: ColVector, b: RowVector, alpha: Scalar):
+        return {"O": alpha * acc * r + b - C}
+
+    square = 8  # M = N: the axis must come from the annotation, not from the shape
+    generator = torch.Generator().manual_seed(3)
+    a, w, c = (torch.randn(square, square, generator=generator) for _ in range(3))
+    r, b = torch.randn(square, generator=generator), torch.randn(square, generator=generator)
+    got = rows(exact(program, a, w, C=c, r=r, b=b, alpha=0.5)["O"])
+    A, W, C, R, B = rows(a), rows(w), rows(c), r.tolist(), b.tolist()
+    for m in range(square):
+        for n in range(square):
+            acc = math.fsum(x * y for x, y in zip(A[m], W[n], strict=True))
+            assert got[m][n] == pytest.approx(0.5 * acc * R[m] + B[n] - C[m][n], abs=1e-13)
+
+
+def test_interleave_puts_values_side_by_side() -> None:
+    @epilogue(O=Tile)
+    def program(acc, t: RowVector):
+        x, y = pairs(acc)
+        c, s = pairs(t)
+        return {"O": interleave(x * c - y * s, x + 1.0)}
+
+    a, b = matrices()
+    t = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    got = rows(exact(program, a, b, t=t)["O"])
+    acc, T = rows(a.double() @ b.double().T), t.tolist()
+    for m in range(M):
+        for j in range(0, N, 2):
+            x, y = acc[m][j], acc[m][j + 1]
+            assert got[m][j] == pytest.approx(x * T[j] - y * T[j + 1], abs=1e-13)
+            assert got[m][j + 1] == pytest.approx(x + 1.0, abs=1e-13)
+
+
+def test_interleave_takes_a_vector_or_a_scalar_on_one_side() -> None:
+    @epilogue(O=Tile, P=Tile)
+    def program(acc, r: ColVector, alpha: Scalar):
+        x, _ = pairs(acc)
+        return {"O": interleave(r, x), "P": interleave(x, alpha)}
+
+    a, b = matrices()
+    r = torch.arange(M).double()
+    got = exact(program, a, b, r=r, alpha=2.5)
+    acc = a.double() @ b.double().T
+    assert torch.equal(got["O"][:, 0::2], r[:, None].expand(M, N // 2))
+    assert torch.equal(got["O"][:, 1::2], acc[:, 0::2])
+    assert torch.equal(got["P"][:, 0::2], acc[:, 0::2])
+    assert (got["P"][:, 1::2] == 2.5).all()
+
+
+@epilogue(D=Tile, total=RowSum, mean=RowMean, top=RowMax)
+def reductions(acc, b: RowVector):
+    d = acc + b
+    return {"D": d, "total": d, "mean": d * d, "top": d}
+
+
+@epilogue(O=HalfTile, total=RowSum, mean=RowMean, top=RowMax)
+def half_reductions(acc, b: RowVector):
+    gate, up = pairs(acc + b)
+    o = gate * up
+    return {"O": o, "total": o, "mean": o * o, "top": o}
+
+
+def expected_partials(value: list[list[float]], width: int) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]] = {"total": [], "mean": [], "top": []}
+    for row in value:
+        blocks = [row[i : i + width] for i in range(0, len(row), width)]
+        found["total"].append([math.fsum(block) for block in blocks])
+        found["mean"].append([math.fsum(x * x for x in block) / width for block in blocks])
+        found["top"].append([max(block) for block in blocks])
+    return found
+
+
+@pytest.mark.parametrize("program", [reductions, half_reductions], ids=lambda p: p.name)
+@pytest.mark.parametrize(("columns", "block", "blocks"), [(40, 16, 3), (32, 16, 2), (24, 128, 1)])
+def test_raw_partials_and_final_values(
+    program: Program, columns: int, block: int, blocks: int
+) -> None:
+    a, w = matrices(n=columns)
+    b = torch.linspace(-1.0, 3.0, columns)
+    acc = a.double() @ w.double().T + b.double()
+    half = program is half_reductions
+    value = rows(acc[:, 0::2] * acc[:, 1::2] if half else acc)
+    want = expected_partials(value, block // 2 if half else block)
+    options: dict[str, Any] = {"dtypes": {}, "block": block, "compute": torch.float64}
+    raw = interpret(program, a, w, {"b": b}, raw=True, **options)
+    final = interpret(program, a, w, {"b": b}, **options)
+    width = len(value[0])
+    for o in ("total", "mean", "top"):
+        assert raw[o].shape == (M, blocks)
+        torch.testing.assert_close(raw[o], torch.tensor(want[o]).double(), rtol=1e-6, atol=1e-6)
+        assert final[o].shape == (M,)
+    for m, row in enumerate(value):
+        assert final["total"][m].item() == pytest.approx(math.fsum(row), abs=1e-12)
+        mean = math.fsum(x * x for x in row) / width
+        assert final["mean"][m].item() == pytest.approx(mean, abs=1e-12)
+        assert final["top"][m].item() == pytest.approx(max(row), abs=1e-12)
+
+
+def test_partials_of_a_ragged_row_by_hand() -> None:
+    value = torch.tensor([[1.0, 2.0, 3.0, 4.0, -5.0], [-1.0, -2.0, -3.0, -4.0, -5.0]])
+    assert row_partials(value, RowSum, 2).tolist() == [[3.0, 7.0, -5.0], [-3.0, -7.0, -5.0]]
+    assert row_partials(value, RowMean, 2).tolist() == [[1.5, 3.5, -2.5], [-1.5, -3.5, -2.5]]
+    assert row_partials(value, RowMax, 2).tolist() == [[2.0, 4.0, -5.0], [-1.0, -3.0, -5.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(RowSum, [5.0, -15.0]), (RowMean, [1.0, -3.0]), (RowMax, [4.0, -1.0])]
+)
+@pytest.mark.parametrize("width", [1, 2, 5, 8])
+def test_finalise_is_exact(kind: Any, expected: list[float], width: int) -> None:
+    value = torch.tensor([[1.0, 2.0, 3.0, 4.0, -5.0], [-1.0, -2.0, -3.0, -4.0, -5.0]])
+    partials = row_partials(value.double(), kind, width)
+    got = finalise(partials, kind, 5, width)
+    torch.testing.assert_close(got, torch.tensor(expected).double(), rtol=1e-15, atol=0.0)
+
+
+def test_documented_identity_of_mean_partials() -> None:
+    a, w = matrices()
+    raw = interpret(
+        reductions,
+        a,
+        w,
+        {"b": torch.zeros(N)},
+        dtypes={},
+        block=16,
+        raw=True,
+        compute=torch.float64,
+    )
+    acc = a.double() @ w.double().T
+    torch.testing.assert_close(raw["mean"].sum(-1) * 16 / N, acc.square().mean(-1))
+
+
+def test_values_are_rounded_at_stores_only() -> None:
+    @epilogue(D=Tile, O=Tile, s=RowSum)
+    def program(acc):
+        d = acc * 1.1
+        return {"D": d, "O": (d - acc) * 64.0, "s": d}
+
+    a, b = matrices()
+    kind = torch.bfloat16
+    got = interpret(program, a, b, {}, dtypes={"D": kind, "O": kind})
+    acc = a.float() @ b.float().T
+    d = acc * 1.1
+    assert torch.equal(got["D"], d.to(kind))
+    assert torch.equal(got["O"], ((d - acc) * 64.0).to(kind))
+    torch.testing.assert_close(got["s"], d.sum(-1), rtol=1e-6, atol=1e-6)
+    early = d.to(kind).float()
+    assert not torch.equal(got["O"], ((early - acc) * 64.0).to(kind))
+    assert (got["s"] - early.sum(-1)).abs().max() > 1e-4
+
+
+def test_each_output_has_its_dtype() -> None:
+    a, b = matrices()
+    got = interpret(
+        half_reductions, a, b, {"b": torch.zeros(N)}, dtypes={"O": torch.float16}, raw=True
+    )
+    assert got["O"].dtype == torch.float16
+    assert {got[o].dtype for o in ("total", "mean", "top")} == {torch.float32}
+
+
+def test_float64_leaves_outputs_unrounded() -> None:
+    a, b = matrices()
+    got = exact(reductions, a, b, b=torch.zeros(N))
+    assert {t.dtype for t in got.values()} == {torch.float64}
+    torch.testing.assert_close(got["D"], a.double() @ b.double().T, rtol=1e-13, atol=1e-13)
+
+
+def test_an_output_may_be_an_operand_or_an_outer_product() -> None:
+    @epilogue(O=Tile, P=Tile, Q=Tile)
+    def program(acc, C: Tile, r: ColVector, b: RowVector):
+        return {"O": acc, "P": C, "Q": r * b}
+
+    a, w = matrices()
+    c, r, b = torch.ones(M, N), torch.arange(M).float(), torch.arange(N).float()
+    got = exact(program, a, w, C=c, r=r, b=b)
+    assert torch.equal(got["P"], c.double())
+    assert torch.equal(got["Q"], torch.outer(r, b).double())
+
+
+def test_atoms_take_scalar_operands_and_numbers() -> None:
+    @epilogue(O=Tile)
+    def program(acc, alpha: Scalar):
+        return {"O": acc * sigmoid(alpha) + maximum(alpha, 0.5) * exp(1.0)}
+
+    a, b = matrices()
+    got = exact(program, a, b, alpha=0.25)["O"]
+    want = (a.double() @ b.double().T) / (1 + math.exp(-0.25)) + 0.5 * math.e
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
