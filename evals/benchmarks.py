@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+_COLUMNS = (
+    "kernel",
+    "dtype",
+    "M × N × K",
+    "kernel, µs",
+    "bare GEMM, µs",
+    "torch.compile, µs",
+    "of GEMM",
+    "over compile",
+    "TFLOP/s",
+    "tile",
+)
 _HEAD = """# Benchmarks
 
 Written by `coda-agent bench --table` from `generated/*/evidence.json`; do not edit.
 
 Each row is one interleaved run on one GPU: kernel, bare cuBLAS GEMM and the reference under
-    `torch.compile` in random order round by round,
-L2 overwritten before each call, median of {rounds} rounds. *of GEMM* is the bare GEMM's time over
-the kernel's (1 means the epilogue is free, above 1 that the mainloop beats cuBLAS too); *over
-compile* is torch.compile's time over the kernel's. Both with a 95 % bootstrap interval. Times
-include the finalisers of reductions. Times of different rows were taken at different temperatures:
-compare ratios.
+`torch.compile` in random order round by round, L2 overwritten before each call, median of {rounds}
+rounds. *Of GEMM* is the bare GEMM's time over the kernel's: 1 means the epilogue is free, above 1
+that the mainloop beats cuBLAS too. *Over compile* is torch.compile's time over the kernel's. Both
+carry a 95 % bootstrap interval. Times include the finalisers of reductions. Rows were taken at
+different temperatures: compare ratios, not times.
 
-| kernel | dtype | M × N × K | kernel, µs | bare GEMM, µs | torch.compile, µs | of GEMM | over
-compile | TFLOP/s | tile |
-|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -53,7 +61,8 @@ def render(workspace_root: Path) -> str:
         refused += list(_refused(evidence))
     if not rows:
         return "# Benchmarks\n\nNo evidence file holds a benchmark yet.\n"
-    parts = [_HEAD.format(rounds=rounds) + "\n".join(rows)]
+    header = [_line(_COLUMNS), "|---" * len(_COLUMNS) + "|"]
+    parts = [_HEAD.format(rounds=rounds) + "\n".join(header + rows)]
     parts.append("## Machines\n\n" + "\n".join(f"- {m}" for m in machines))
     if refused:
         parts.append(
@@ -80,6 +89,10 @@ def _row(kernel: str, cell: dict[str, Any]) -> str:
         f"{cell['tflops']:.0f}",
         cell["tile"],
     ]
+    return _line(fields)
+
+
+def _line(fields: Iterable[str]) -> str:
     return "| " + " | ".join(fields) + " |"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -110,10 +111,10 @@ def kernel_names(program: Program) -> dict[str, str]:
     names = {}
     tile = next((o for o, kind in program.operands.items() if kind is Tile), None)
     for i, o in enumerate(program.operands):
-        names[o] = "c" if o == tile else f"in_{i}"
+        names[o] = "c" if o == tile else sys.intern(f"in_{i}")
     store = next((o for o, kind in program.outputs.items() if kind is Tile), None)
     for i, o in enumerate(program.outputs):
-        names[o] = "D" if o == store else f"out_{i}"
+        names[o] = "D" if o == store else sys.intern(f"out_{i}")
     return names
 
 

@@ -99,15 +99,10 @@ def diagnose(out: torch.Tensor, truth: torch.Tensor) -> tuple[str, dict[str, Any
         swapped = truth.reshape(truth.shape[0], -1, 2).flip(-1).reshape(truth.shape)
         if float((out64 - swapped).norm() / truth.norm()) < 0.02:
             return "even and odd columns are swapped", where
-    offset = out64 - truth
-    if truth.ndim == 2 and float(offset.std(0, correction=0).max()) < 0.02 * float(
-        offset.abs().max()
-    ):
-        return "it is off by a constant in each column (a row vector missing or doubled)", where
-    if (
-        truth.ndim == 2
-        and columns > 1
-        and float(offset.std(1, correction=0).max()) < 0.02 * float(offset.abs().max())
-    ):
-        return "it is off by a constant in each row (a column vector missing or doubled)", where
+    offset, vector = out64 - truth, "(a {} vector missing or doubled)"
+    for axis, name in enumerate(("column", "row")):
+        spread = truth.ndim == 2 and min(truth.shape) > 1 and offset.std(axis, correction=0).max()
+        if spread is not False and float(spread) < 0.02 * float(offset.abs().max()):
+            other = ("row", "column")[axis]
+            return f"it is off by a constant in each {name} {vector.format(other)}", where
     return "no simple pattern", where

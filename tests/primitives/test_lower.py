@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coda_agent.primitives import (
     ColVector,
@@ -38,14 +39,16 @@ from coda_agent.primitives import (
     tanh,
 )
 from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.launch import launch
 from coda_agent.primitives.lower import (
     Replay,
+    forget,
     kernel_names,
     lower,
     lowering_digest,
     zero_preserving,
 )
-from coda_agent.primitives.target import compile_blind, cubin, sass
+from coda_agent.primitives.target import compile_blind, cubin, sass, target, use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, SM90_CONFIGS, TileConfig, offered
 
 
@@ -273,3 +276,32 @@ def test_offered_tiles() -> None:
     assert TileConfig(128, 192, 2, 1, True).label == "128x192 pp 2x1"
     assert TileConfig(256, 128, 1, 2, swizzle=4).label == "256x128 coop 1x2 s4"
     assert len({c.label for c in SM90_CONFIGS}) == len(SM90_CONFIGS)
+
+
+def test_a_second_process_finds_every_tile_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a worker compiles tile by tile, the judging process loads while it keeps its modules."""
+    from quack.gemm_runtime import host
+
+    @epilogue(O=Tile)
+    def scaled(acc, r: ColVector, b: RowVector):
+        return {"O": acc * r + b}
+
+    use_cache(tmp_path)
+    types = ("sm_90a", "bfloat16", {"r": "float32", "b": "bfloat16"}, {"O": "bfloat16"})
+    tiles = [TileConfig(128, 128, 2, 1, True), TileConfig(128, 256, 2, 1)]
+    for config in tiles:
+        compile_blind(scaled, config, *types)
+    forget()
+
+    def compiled_again(*_: object, **__: object) -> None:
+        raise AssertionError("this tile was not found in the cache")
+
+    monkeypatch.setattr(host, "compile_gemm_kernel", compiled_again)
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    a, b, o = (torch.empty(*s, **meta) for s in ((77, 64), (272, 64), (77, 272)))
+    operands = {"r": torch.empty(77, device="meta"), "b": torch.empty(272, **meta)}
+    with target("sm_90a"):
+        for config in tiles:
+            launch(scaled, a, b, operands, {"O": o}, config, run=False)
