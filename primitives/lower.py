@@ -20,7 +20,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.ops import OPS
 from coda_agent.primitives.program import (
@@ -59,13 +58,16 @@ def _bind(program: Program, block: int) -> Any:
     ops = {
         names[o]: loads[kind](names[o]) for o, kind in program.operands.items() if names[o] != "c"
     }
-    stores = tuple(
-        names[o]
-        for o, kind in program.outputs.items()
-        if kind in (Tile, HalfTile) and names[o] != "D"
-    )
+    extra = {o: k for o, k in program.outputs.items() if k in (Tile, HalfTile) and names[o] != "D"}
     replay = Replay(program, names, block)
     sinks = {names[o]: replay.sink(o) for o in program.reductions}
+    wide = [o for o, kind in extra.items() if program.paired and kind is Tile]
+    if wide:
+        from coda_agent.primitives.pair_store import PairedMod as EpiMod
+        from coda_agent.primitives.pair_store import PairStore
+
+        sinks = {names[o]: PairStore(names[o]) for o in wide} | sinks
+    stores = tuple(names[o] for o in extra if o not in wide)
 
     def fn(acc, **values):
         return replay(acc, values)
@@ -84,18 +86,7 @@ _BOUND: dict[tuple[str, int], Any] = {}
 
 
 def lower(program: Program, tile_n: int) -> Lowered:
-    """Bind `program` to quack for reduction blocks of `tile_n` columns.
-
-    Raises:
-        CompileError: the program needs something the lowering cannot express.
-    """
-    tiles = [o for o, kind in program.outputs.items() if kind is Tile]
-    if program.paired and len(tiles) > 1:
-        raise CompileError(
-            f"{program.name}: a program on pairs stores {len(tiles)} full-width outputs "
-            f"({', '.join(tiles)}), the kernel can store one",
-            hint="return one Tile and HalfTile outputs, or split the program",
-        )
+    """Bind `program` to quack for reduction blocks of `tile_n` columns."""
     # Only a mean bakes the block into the kernel: all else shares one module, and its compiled
     # objects, over tiles. Kernel-side names are positional, so programs of one digest share it too.
     block = tile_n if any(k.mean for k in program.reductions.values()) else 0
@@ -135,7 +126,8 @@ def lowering_digest() -> str:
     """SHA-256 of the sources that decide what a graph compiles to."""
     here = Path(__file__).parent
     text = b"".join(
-        (here / f"{m}.py").read_bytes() for m in ("graph", "ops", "masked_sum", "lower")
+        (here / f"{m}.py").read_bytes()
+        for m in ("graph", "ops", "masked_sum", "pair_store", "lower")
     )
     return hashlib.sha256(text).hexdigest()
 

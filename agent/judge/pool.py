@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import Any
 
@@ -154,16 +154,13 @@ class CompilePool:
             self._threads.submit(self.run, job): i for i, job in enumerate(jobs)
         }
         results: list[Any] = [None] * len(jobs)
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                i = futures[future]
-                error = future.exception()
-                if error is not None and not isinstance(error, CompileError):
-                    raise error
-                results[i] = error or future.result()
-                progress(len(jobs) - len(pending), jobs[i])
+        for done, future in enumerate(as_completed(futures), 1):
+            i = futures[future]
+            error = future.exception()
+            if error is not None and not isinstance(error, CompileError):
+                raise error
+            results[i] = error or future.result()
+            progress(done, jobs[i])
         return results
 
     def close(self) -> None:

@@ -212,7 +212,7 @@ def test_what_supersedes(where: Workspace) -> None:
     assert json.loads((folder / "tuned.json").read_text()) == {}
     assert run_accept(where, candidate="1", level="accepted")
     text = (folder / "evidence.json").read_text()
-    assert json.dumps(digests, indent=1).replace("\n", "\n ") in text
+    assert f'"digests": {{ {json.dumps(digests)[1:-1]} }},' in text
 
 
 def test_raise_and_revoke(where: Workspace) -> None:
