@@ -12,6 +12,7 @@ from coda_agent.primitives.activations import (
     silu,
     swiglu,
 )
+from coda_agent.primitives.gather import gather
 from coda_agent.primitives.ops import (
     absolute,
     erf,
@@ -28,23 +29,32 @@ from coda_agent.primitives.ops import (
     tanh,
 )
 from coda_agent.primitives.pairwise import interleave, pairs
-from coda_agent.primitives.program import (
+from coda_agent.primitives.program import Program, epilogue
+from coda_agent.primitives.resources import (
+    ColIndex,
+    ColMax,
+    ColSum,
     ColVector,
     HalfTile,
-    Program,
+    RowGather,
+    RowLogSumExp,
     RowMax,
     RowMean,
     RowSum,
     RowVector,
     Scalar,
     Tile,
-    epilogue,
 )
 
 __all__ = [
+    "ColIndex",
+    "ColMax",
+    "ColSum",
     "ColVector",
     "HalfTile",
     "Program",
+    "RowGather",
+    "RowLogSumExp",
     "RowMax",
     "RowMean",
     "RowSum",
@@ -56,6 +66,7 @@ __all__ = [
     "epilogue",
     "erf",
     "exp",
+    "gather",
     "geglu",
     "gelu_erf",
     "gelu_tanh",

@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import coda_agent.primitives as vocabulary
-from coda_agent.primitives.program import OUTPUT_KINDS, RowReduction
+from coda_agent.primitives.resources import OUTPUTKINDS, Reduction
+
+KINDS = (
+    "program",
+    "load",
+    "load, store",
+    "store",
+    "pairwise",
+    "select",
+    "reduction",
+    "elementwise",
+)
+_FUNCTIONS = {"pairs": "pairwise", "interleave": "pairwise", "gather": "select"}
 
 
 @dataclass(frozen=True)
@@ -16,8 +28,7 @@ class Entry:
 
     Attributes:
         name: As a program writes it.
-        kind: Its class: "load", "load, store", "store", "reduction", "pairwise", "elementwise" or
-            "program".
+        kind: Its class, one of `KINDS`.
         signature: How it is called.
         summary: First line of its docstring.
         doc: The whole docstring.
@@ -32,11 +43,9 @@ class Entry:
 
 def entries() -> list[Entry]:
     """Every name of the vocabulary, loads and stores first."""
-    order = ["program", "load", "load, store", "store", "pairwise", "reduction", "elementwise"]
-    found = [
-        _entry(name, getattr(vocabulary, name)) for name in vocabulary.__all__ if name != "Program"
-    ]
-    return sorted(found, key=lambda e: (order.index(e.kind), e.name))
+    names = [name for name in vocabulary.__all__ if name != "Program"]
+    found = [_entry(name, getattr(vocabulary, name)) for name in names]
+    return sorted(found, key=lambda e: (KINDS.index(e.kind), e.name))
 
 
 def _entry(name: str, item: Any) -> Entry:
@@ -58,9 +67,9 @@ def _kind(name: str, item: Any) -> str:
     if name == "epilogue":
         return "program"
     if inspect.isclass(item):
-        if issubclass(item, RowReduction):
+        if issubclass(item, Reduction):
             return "reduction"
         if item is vocabulary.Tile:
             return "load, store"
-        return "store" if item in OUTPUT_KINDS else "load"
-    return "pairwise" if name in ("pairs", "interleave") else "elementwise"
+        return "store" if item in OUTPUTKINDS else "load"
+    return _FUNCTIONS.get(name, "elementwise")

@@ -10,9 +10,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.primitives.interpret import finalise, interpret
+from coda_agent.primitives.graph import Shape
+from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import allocate, launch
-from coda_agent.primitives.program import ColVector, HalfTile, Program, RowVector, Scalar
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import finalise
+from coda_agent.primitives.resources import ColIndex, ColVector, HalfTile, RowVector, Scalar
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
 if TYPE_CHECKING:
@@ -101,23 +104,32 @@ class ProgramFunction:
             outputs,
             config,
         )
-        if raw:
-            return outputs
-        return finalised(self.program, outputs, n, config.tile_n)
+        return finalised(self.program, outputs, m, n, config, raw=raw)
 
     def _configuration(
         self, m: int, n: int, k: int, a: torch.Tensor, block_size: int | None
     ) -> TileConfig:
         config = self.choose(m, n, k, str(a.dtype).removeprefix("torch."))
-        if block_size is None or config.tile_n == block_size:
+        if block_size is None or block_size in self._blocks(config):
             return config
-        blocks = {c.tile_n: c for c in reversed(offered(self.program.paired))}
+        blocks = {
+            block: c for c in reversed(offered(self.program.paired)) for block in self._blocks(c)
+        }
         if block_size not in blocks:
             raise LaunchError(
                 f"{self.program.name}: no tile has block_size {block_size}, expected one of "
                 f"{', '.join(map(str, sorted(blocks)))}"
             )
         return blocks[block_size]
+
+    def _blocks(self, config: TileConfig) -> set[int]:
+        """The reduction block a configuration gives; none where rows and columns are both reduced
+        over, by different extents."""
+        extents = {
+            config.tile_m if kind.over_rows else config.tile_n
+            for kind in self.program.reductions.values()
+        }
+        return {config.tile_n} if not extents else extents if len(extents) == 1 else set()
 
     def _dtypes(self, a: torch.Tensor) -> dict[str, torch.dtype]:
         import torch
@@ -163,7 +175,7 @@ class ProgramFunction:
             value = operands[o]
             if kind is Scalar:
                 continue
-            expected = {ColVector: lead, RowVector: (n,)}.get(kind, (*lead, n))
+            expected = {ColVector: lead, ColIndex: lead, RowVector: (n,)}.get(kind, (*lead, n))
             if tuple(getattr(value, "shape", ())) != expected:
                 got = tuple(getattr(value, "shape", ())) if hasattr(value, "shape") else value
                 raise LaunchError(f"{name}: operand {o!r} has shape {got}, expected {expected}")
@@ -175,20 +187,28 @@ class ProgramFunction:
         kind = self.program.operands[o]
         if kind in (Scalar, RowVector):
             return value
-        return value.reshape(m) if kind is ColVector else value.reshape(m, n)
+        return value.reshape(m) if kind in (ColVector, ColIndex) else value.reshape(m, n)
 
 
 def finalised(
-    program: Program, outputs: Mapping[str, torch.Tensor], n: int, tile_n: int
+    program: Program,
+    outputs: Mapping[str, torch.Tensor],
+    m: int,
+    n: int,
+    config: TileConfig,
+    *,
+    raw: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Raw buffers to final values: each reduction's partials folded, the rest as they are."""
-    from coda_agent.primitives.graph import Shape
-
+    """What a kernel wrote as the caller wants it: partials of a reduction over rows turned to
+    (N, blocks), and unless `raw` every reduction folded to its final values."""
     results = dict(outputs)
     for o, kind in program.reductions.items():
+        found = outputs[o].mT if kind.over_rows else outputs[o]
         half = program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF
-        columns, width = (n // 2, tile_n // 2) if half else (n, tile_n)
-        results[o] = finalise(outputs[o], kind, columns, width)
+        folded, block = (m, config.tile_m) if kind.over_rows else (n, config.tile_n)
+        if half:
+            folded, block = folded // 2, block // 2
+        results[o] = found if raw else finalise(found, kind, folded, block)
     return results
 
 

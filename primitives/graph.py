@@ -26,6 +26,8 @@ class Shape(Enum):
     TILE = "(M, N)"
     HALF_ROW = "(1, N/2)"
     HALF = "(M, N/2)"
+    INDEX = "(M,) integers"
+    GATHERED = "(M,)"
 
     @property
     def half_width(self) -> bool:
@@ -40,8 +42,14 @@ def join(shapes: list[Shape], op: str) -> Shape:
     """The broadcast shape of `shapes`.
 
     Raises:
-        ProgramError: a full-width value meets a half-width one.
+        ProgramError: a full-width value meets a half-width one, or an index or gathered value is
+            computed with.
     """
+    if Shape.INDEX in shapes or Shape.GATHERED in shapes:
+        raise ProgramError(
+            f"{op} cannot compute with an index or a gathered value",
+            hint="an index goes into gather(), and what that gives into a RowGather output",
+        )
     half = any(s.half_width for s in shapes)
     if half and any(s.full_width for s in shapes):
         raise ProgramError(
@@ -86,7 +94,7 @@ class Node:
 
     `op` is an operation's name, or one of the structural ones: "acc" (the fp32 accumulator),
     "operand" (`name`), "const" (`value`), "even", "odd" (the two columns of each adjacent
-    pair) and "interleave" (their inverse).
+    pair), "interleave" (their inverse) and "gather" (one column of each row).
     """
 
     op: str

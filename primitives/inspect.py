@@ -8,7 +8,8 @@ from enum import IntEnum
 
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.ops import OPS
-from coda_agent.primitives.program import Program, RowReduction
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import Reduction, RowGather
 
 
 class Degree(IntEnum):
@@ -53,7 +54,7 @@ def degrees(graph: Graph) -> list[Degree]:
                 degree = Degree.LINEAR
             case "operand" | "const":
                 degree = Degree.CONSTANT
-            case "even" | "odd" | "neg":
+            case "even" | "odd" | "neg" | "gather":
                 degree = d[0]
             case "add" | "sub" | "interleave":
                 degree = d[0] if d[0] is d[1] else max(*d, Degree.AFFINE)
@@ -85,6 +86,8 @@ def inspect_program(
         Shape.HALF_ROW: n // 2,
         Shape.TILE: m * n,
         Shape.HALF: m * n // 2,
+        Shape.INDEX: m,
+        Shape.GATHERED: m,
     }
     size: Mapping[Shape, int] = {
         Shape.TILE: element_bytes,
@@ -92,6 +95,7 @@ def inspect_program(
         Shape.COL: vector_bytes,
         Shape.ROW: vector_bytes,
         Shape.SCALAR: 0,
+        Shape.INDEX: 8,
     }
     nodes = program.graph.nodes
     flops = sum(OPS[x.op].flops * elements[x.shape] for x in nodes if x.op in OPS)
@@ -99,9 +103,12 @@ def inspect_program(
     moved += sum(elements[x.shape] * size[x.shape] for x in nodes if x.op == "operand")
     for o, kind in program.outputs.items():
         root = nodes[program.graph.outputs[o]]
-        if issubclass(kind, RowReduction):
+        if issubclass(kind, Reduction):
             flops += elements[root.shape]
-            moved += m * -(-n // block) * 4
+            kept, folded = (n, m) if kind.over_rows else (m, n)
+            moved += kept * -(-folded // block) * 4
+        elif kind is RowGather:
+            moved += m * 4
         else:
             moved += elements[root.shape] * element_bytes
     degree = degrees(program.graph)

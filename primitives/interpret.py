@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.ops import OPS
-from coda_agent.primitives.program import ColVector, Program, RowReduction
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import finalise, partials
+from coda_agent.primitives.resources import ColIndex, ColVector, Reduction, RowGather
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,8 @@ def evaluate(graph: Graph, acc: torch.Tensor, operands: Mapping[str, Any]) -> li
                 return args[0][..., 1::2]
             case "interleave":
                 return _interleave(*args, like=acc)
+            case "gather":
+                return _gather(*args)
             case _:
                 return OPS[op].torch(*args)
 
@@ -44,6 +48,12 @@ def _interleave(even: Any, odd: Any, *, like: torch.Tensor) -> torch.Tensor:
     out[:, 0::2] = even
     out[:, 1::2] = odd
     return out
+
+
+def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    inside = (index >= 0) & (index < x.shape[1])
+    found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
+    return found.where(inside, found.new_zeros(()))
 
 
 def interpret(
@@ -63,10 +73,11 @@ def interpret(
         program: The program.
         a: (M, K), any strides.
         b: (N, K), any strides.
-        operands: By name: (M, N) tiles, (M,) column vectors, (N,) row vectors, numbers.
+        operands: By name: (M, N) tiles, (M,) column vectors and indices, (N,) row vectors, numbers.
         dtypes: Element type of each `Tile` and `HalfTile` output.
-        block: Columns a reduction tile.
-        raw: Return raw reduction partials (M, ⌈N / block⌉) instead of final (M,) values.
+        block: Columns, or rows, a reduction tile.
+        raw: Return raw reduction partials, (M, ⌈N / block⌉) or (N, ⌈M / block⌉), instead of final
+            values.
         compute: float32 (the default) or float64.
 
     Returns:
@@ -81,11 +92,15 @@ def interpret(
     results = {}
     for name, kind in program.outputs.items():
         value = values[program.graph.outputs[name]]
-        if issubclass(kind, RowReduction):
-            half = value.shape[-1] != acc.shape[-1]
+        if issubclass(kind, Reduction):
+            value = value.expand(acc.shape[0], -1)
+            half = value.shape[-1] != acc.shape[-1] and not kind.over_rows
             width = block // 2 if half else block
-            partials = row_partials(value.expand(acc.shape[0], -1), kind, width)
-            results[name] = partials if raw else finalise(partials, kind, value.shape[-1], width)
+            folded = value.shape[0 if kind.over_rows else 1]
+            found = partials(value, kind, width)
+            results[name] = found if raw else finalise(found, kind, folded, width)
+        elif kind is RowGather:
+            results[name] = value
         else:
             columns = acc.shape[-1] // (1 if value.shape[-1] == acc.shape[-1] else 2)
             stored = value.expand(acc.shape[0], columns).contiguous()
@@ -97,32 +112,7 @@ def _lift(value: Any, kind: type, like: torch.Tensor) -> torch.Tensor:
     """An operand in the accumulator's dtype, shaped to broadcast against it."""
     import torch
 
+    if kind is ColIndex:
+        return value.long()
     lifted = torch.as_tensor(value, dtype=like.dtype, device=like.device)
     return lifted[:, None] if kind is ColVector else lifted
-
-
-def row_partials(value: torch.Tensor, kind: type[RowReduction], width: int) -> torch.Tensor:
-    """Reduce (M, N) over blocks of `width` columns to (M, ⌈N / width⌉)."""
-    import torch
-
-    m, n = value.shape
-    blocks = -(-n // width)
-    identity = 0.0 if kind.combine == "add" else float("-inf")
-    padded = torch.nn.functional.pad(value, (0, blocks * width - n), value=identity)
-    tiles = padded.reshape(m, blocks, width)
-    if kind.combine == "max":
-        # As the GPU: NaN is passed over.
-        return torch.where(tiles.isnan(), identity, tiles).amax(-1)
-    return tiles.sum(-1) / width if kind.mean else tiles.sum(-1)
-
-
-def finalise(
-    partials: torch.Tensor, kind: type[RowReduction], columns: int, width: int
-) -> torch.Tensor:
-    """Fold raw partials (M, blocks) of a row of `columns` values to the final (M,)."""
-    if kind.combine == "max":
-        return partials.amax(-1)
-    if kind.mean and columns % width == 0:
-        return partials.mean(-1)  # one kernel instead of two
-    total = partials.sum(-1)
-    return total * (width / columns) if kind.mean else total

@@ -12,19 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import lower
-from coda_agent.primitives.program import ColVector, HalfTile, Program, RowVector, Scalar
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import (
+    ColVector,
+    HalfTile,
+    Reduction,
+    RowGather,
+    RowVector,
+    Scalar,
+    Tile,
+)
 from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
     import torch
 
 
-def output_shape(kind: type, m: int, n: int, tile_n: int) -> tuple[int, int]:
-    """Shape of the raw buffer of an output: (M, N), (M, N/2) or (M, ⌈N / tile_n⌉)."""
-    from coda_agent.primitives.program import RowReduction
-
-    if issubclass(kind, RowReduction):
-        return m, -(-n // tile_n)
+def output_shape(kind: type, m: int, n: int, config: TileConfig) -> tuple[int, ...]:
+    """Shape of an output's buffer as the kernel writes it: (M, N), (M, N/2), (M,), (M, ⌈N /
+    tile_n⌉), or (⌈M / tile_m⌉, N) for a reduction over rows."""
+    if issubclass(kind, Reduction):
+        return (-(-m // config.tile_m), n) if kind.over_rows else (m, -(-n // config.tile_n))
+    if kind is RowGather:
+        return (m,)
     return m, n // 2 if kind is HalfTile else n
 
 
@@ -36,17 +46,16 @@ def allocate(
     config: TileConfig,
     device: Any,
 ) -> dict[str, torch.Tensor]:
-    """Uninitialised raw output buffers; reductions are float32."""
+    """Raw output buffers, uninitialised but for gathered outputs, which are 0: the kernel writes
+    only rows whose index is inside. Reductions and gathered outputs are float32."""
     import torch
 
-    return {
-        o: torch.empty(
-            output_shape(kind, m, n, config.tile_n),
-            dtype=torch.float32 if o in program.reductions else dtypes[o],
-            device=device,
-        )
-        for o, kind in program.outputs.items()
-    }
+    buffers = {}
+    for o, kind in program.outputs.items():
+        make = torch.zeros if kind is RowGather else torch.empty
+        dtype = dtypes[o] if kind in (Tile, HalfTile) else torch.float32
+        buffers[o] = make(output_shape(kind, m, n, config), dtype=dtype, device=device)
+    return buffers
 
 
 def launch(

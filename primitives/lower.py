@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from typing import Any
 
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.ops import OPS
-from coda_agent.primitives.program import (
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import (
+    ColIndex,
     ColVector,
     HalfTile,
-    Program,
-    RowReduction,
+    Reduction,
+    RowGather,
     RowVector,
     Scalar,
     Tile,
@@ -50,17 +53,25 @@ class Lowered:
 def _bind(program: Program, block: int) -> Any:
     """quack's EpiMod for `program`."""
     from quack.epilogue.frontend import EpiMod
-    from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
+    from quack.epilogue.ops import ColVecLoad, ColVecSelect, RowVecLoad, TileLoad
     from quack.epilogue.ops import Scalar as ScalarLoad
 
     names = kernel_names(program)
     loads = {ColVector: ColVecLoad, RowVector: RowVecLoad, Scalar: ScalarLoad, Tile: TileLoad}
     ops = {
-        names[o]: loads[kind](names[o]) for o, kind in program.operands.items() if names[o] != "c"
+        names[o]: loads[kind](names[o])
+        for o, kind in program.operands.items()
+        if names[o] != "c" and kind is not ColIndex
     }
     extra = {o: k for o, k in program.outputs.items() if k in (Tile, HalfTile) and names[o] != "D"}
     replay = Replay(program, names, block)
+    indices = {o: ColVecLoad(names[o]) for o, k in program.operands.items() if k is ColIndex}
     sinks = {names[o]: replay.sink(o) for o in program.reductions}
+    sinks |= {
+        names[o]: ColVecSelect(names[o], indices[replay.index_of(o)])
+        for o, kind in program.outputs.items()
+        if kind is RowGather
+    }
     wide = [o for o, kind in extra.items() if program.paired and kind is Tile]
     if wide:
         from coda_agent.primitives.pair_store import PairedMod as EpiMod
@@ -72,12 +83,14 @@ def _bind(program: Program, block: int) -> Any:
     def fn(acc, **values):
         return replay(acc, values)
 
-    parameters = ["acc", *(names[o] for o in program.operands)]
+    parameters = ["acc", *(names[o] for o in program.operands if o not in indices)]
     fn.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
         [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters]
     )
     mode = "acc_pair" if program.paired else None
-    return EpiMod(fn, outputs=stores, ops=ops, outs=sinks, mode=mode)
+    return EpiMod(
+        fn, outputs=stores, ops=ops, outs=sinks, mode=mode, extra_ops=tuple(indices.values())
+    )
 
 
 # Bound modules by (digest, reduction block): each carries quack's plan cache, so a second call pays
@@ -127,7 +140,7 @@ def lowering_digest() -> str:
     here = Path(__file__).parent
     text = b"".join(
         (here / f"{m}.py").read_bytes()
-        for m in ("graph", "ops", "masked_sum", "pair_store", "lower")
+        for m in ("graph", "ops", "resources", "masked_sum", "pair_store", "lower")
     )
     return hashlib.sha256(text).hexdigest()
 
@@ -139,10 +152,12 @@ class Replay:
         self.program = program
         self.names = names
         self.block = block
-        zero = zero_preserving(program.graph)
         roots = program.graph.outputs
+        zero = {r: zero_preserving(program.graph, past_rows=r) for r in (False, True)}
         self.masked = {
-            o for o, k in program.reductions.items() if k.combine == "add" and not zero[roots[o]]
+            o
+            for o, k in program.reductions.items()
+            if k.combine == "add" and not zero[k.over_rows][roots[o]]
         }
         # A sum of products, or of a value times the constant of a mean, folds as one fused
         # multiply-add; quack has that form in element mode only, and a mask needs the finished
@@ -161,17 +176,17 @@ class Replay:
 
     def __call__(self, acc: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         graph, outputs = self.program.graph, self.program.outputs
-        operands = {o: values[self.names[o]] for o in self.program.operands}
+        operands = {o: values.get(self.names[o]) for o in self.program.operands}
         replayed = graph.replay(acc, operands, _apply)
         results = {}
         for o, kind in outputs.items():
             value = replayed[graph.outputs[o]]
-            if issubclass(kind, RowReduction):
+            if issubclass(kind, Reduction):
                 value = self._reduced(o, kind, value, replayed)
             results[self.names[o]] = value
         return results
 
-    def _reduced(self, o: str, kind: type[RowReduction], value: Any, replayed: list[Any]) -> Any:
+    def _reduced(self, o: str, kind: type[Reduction], value: Any, replayed: list[Any]) -> Any:
         node = self.program.graph.nodes[self.program.graph.outputs[o]]
         half = node.shape is Shape.HALF
         weight = 1.0 / (self.block // 2 if half else self.block) if kind.mean else 1.0
@@ -186,20 +201,28 @@ class Replay:
             value = _apply("mul", value, weight)
         if half:
             # Both lanes of a pair reach the reduction: the second contributes its identity.
-            return value, value if kind.combine == "max" else _lifted(0.0, value)
+            identity = {"add": 0.0, "logsumexp": -math.inf}
+            return value, value if kind.combine == "max" else _lifted(identity[kind.combine], value)
         return value
+
+    def index_of(self, o: str) -> str:
+        """The operand that indexes gathered output `o`."""
+        nodes = self.program.graph.nodes
+        return nodes[nodes[self.program.graph.outputs[o]].args[1]].name
 
     def sink(self, o: str) -> Any:
         """quack's reduction op for output `o`."""
-        from quack.epilogue.ops import ColVecReduce
+        from quack.epilogue.ops import ColVecReduce, OnlineLSEReduce, RowVecReduce
 
-        name = self.names[o]
+        name, kind = self.names[o], self.program.reductions[o]
         if o in self.masked:
-            from coda_agent.primitives.masked_sum import MaskedRowSum
+            from coda_agent.primitives.masked_sum import MaskedColSum, MaskedRowSum
 
-            return MaskedRowSum(name)
-        kind = self.program.reductions[o]
-        return ColVecReduce(name, combine=kind.combine, scaled=o in self.scaled)
+            return (MaskedColSum if kind.over_rows else MaskedRowSum)(name)
+        if kind.combine == "logsumexp":
+            return OnlineLSEReduce(name)
+        op = RowVecReduce if kind.over_rows else ColVecReduce
+        return op(name, combine=kind.combine, scaled=o in self.scaled)
 
 
 def _lifted(x: Any, like: Any) -> Any:
@@ -220,6 +243,8 @@ def _apply(name: str, *args: Any) -> Any:
 
     if name in ("even", "odd"):
         return args[0].a if name == "even" else args[0].b
+    if name == "gather":
+        return args[0]  # the store picks the element
     if name == "interleave":
         return Pair(*(Float32(a) if isinstance(a, float) else a for a in args))
     op = OPS[name]
@@ -234,9 +259,10 @@ def _apply(name: str, *args: Any) -> Any:
     return op.cute(*args)
 
 
-def zero_preserving(graph: Graph) -> list[bool]:
-    """For each node: is it exactly 0 in columns past N, where the accumulator and tiles read 0 and
-    row vectors garbage?"""
+def zero_preserving(graph: Graph, *, past_rows: bool = False) -> list[bool]:
+    """For each node: is it exactly 0 in columns past N (or rows past M), where the accumulator and
+    tiles read 0 and row (or column) vectors garbage?"""
+    garbage = (Shape.COL,) if past_rows else (Shape.ROW, Shape.HALF_ROW)
     zero: list[bool] = []
     finite: list[bool] = []
     for n in graph.nodes:
@@ -246,7 +272,7 @@ def zero_preserving(graph: Graph) -> list[bool]:
             case "acc":
                 value, bounded = True, True
             case "operand":
-                value, bounded = n.shape is Shape.TILE, n.shape is not Shape.ROW
+                value, bounded = n.shape is Shape.TILE, n.shape not in garbage
             case "const":
                 value, bounded = n.value == 0.0, True
             case "mul":

@@ -31,7 +31,7 @@ class PairedMod(EpiMod):
         self._storing: dict[type, type] = {}
         super().__init__(*args, **kwargs)
 
-    def _mint(self, *key: Any) -> type:
+    def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         minted = super()._mint(*key)
         if minted not in self._storing:
             self._storing[minted] = _storing(minted)

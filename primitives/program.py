@@ -13,124 +13,17 @@ from typing import Any
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.ops import OPS
+from coda_agent.primitives.resources import (
+    OPERAND_SHAPES,
+    OUTPUT_KINDS,
+    HalfTile,
+    Reduction,
+    RowGather,
+    Tile,
+)
 
-# Operand kinds are values to a type checker, so that programs check; nothing makes instances.
-
-
-class Tile(Value):
-    """A full (M, N) operand or output, in the spec's element type.
-
-    As an operand it is read once through TMA (M·N·size bytes); as an output it is rounded once, at
-    the store. An operand arrives as fp32. Use it for residuals and for every full-width result.
-
-        @epilogue(O=Tile)
-        def residual(acc, C: Tile):
-            return {"O": acc + C}
-    """
-
-
-class HalfTile:
-    """An output of half width, (M, N/2): one value for each adjacent column pair, 16-bit.
-
-    Costs M·N bytes at 16 bit. Use it for gates; the value comes from `pairs`.
-
-        @epilogue(O=HalfTile)
-        def gated(acc):
-            gate, up = pairs(acc)
-            return {"O": silu(gate) * up}
-    """
-
-
-class ColVector(Value):
-    """An operand of length M, one number a row, any float dtype; arrives as fp32.
-
-    Costs 4·M bytes for each column of tiles. Use it for per-row scales such as RMSNorm's 1/rms.
-
-        @epilogue(O=Tile)
-        def scaled(acc, r: ColVector):
-            return {"O": acc * r}
-    """
-
-
-class RowVector(Value):
-    """An operand of length N, one number a column, any float dtype; arrives as fp32.
-
-    Costs 4·N bytes for each row of tiles. Use it for biases and norm weights.
-
-        @epilogue(O=Tile)
-        def biased(acc, b: RowVector):
-            return {"O": acc + b}
-    """
-
-
-class Scalar(Value):
-    """A Python number given at call time; changing it recompiles nothing.
-
-    Use it for alpha and beta.
-
-        @epilogue(O=Tile)
-        def axpby(acc, C: Tile, alpha: Scalar, beta: Scalar):
-            return {"O": alpha * acc + beta * C}
-    """
-
-
-class RowReduction:
-    """A reduction over the columns of each row: float32 partials a tile, then a finaliser.
-
-    Raw: (M, ⌈N / block⌉) float32, one partial for each block of columns, summed in fp32 before any
-        rounding. Final: (M,) float32,
-    one small launch more. The value reduced may be full- or half-width.
-    """
-
-    combine = "add"
-    mean = False
-
-
-class RowSum(RowReduction):
-    """Sum of each row.
-
-    Returning a product folds it as fused multiply-adds.
-
-        @epilogue(D=Tile, s=RowSum)
-        def squares(acc):
-            return {"D": acc, "s": acc * acc}
-    """
-
-
-class RowMean(RowReduction):
-    """Mean of each row (paper, section 3.2).
-
-    A raw partial is the block's sum over the block width, in a ragged last block too.
-
-        @epilogue(D=Tile, s=RowMean)
-        def statistics(acc):
-            return {"D": acc, "s": acc * acc}
-    """
-
-    mean = True
-
-
-class RowMax(RowReduction):
-    """Maximum of each row, for quantisation scales and softmax statistics.
-
-    NaN elements are passed over, as the GPU's max instruction does.
-
-        @epilogue(D=Tile, m=RowMax)
-        def amax(acc):
-            return {"D": acc, "m": absolute(acc)}
-    """
-
-    combine = "max"
-
-
-OPERAND_SHAPES: dict[type, Shape] = {
-    Tile: Shape.TILE,
-    ColVector: Shape.COL,
-    RowVector: Shape.ROW,
-    Scalar: Shape.SCALAR,
-}
-STRUCTURAL = ("acc", "operand", "const", "even", "odd", "interleave")
-OUTPUT_KINDS: tuple[type, ...] = (Tile, HalfTile, RowSum, RowMean, RowMax)
+_STORED = {Tile: (Shape.TILE,), HalfTile: (Shape.HALF,), RowGather: (Shape.GATHERED,)}
+STRUCTURAL = ("acc", "operand", "const", "even", "odd", "interleave", "gather")
 
 
 @dataclass(frozen=True)
@@ -157,8 +50,8 @@ class Program:
         return any(n.op in ("even", "odd", "interleave") for n in self.graph.nodes)
 
     @cached_property
-    def reductions(self) -> dict[str, type[RowReduction]]:
-        return {k: v for k, v in self.outputs.items() if issubclass(v, RowReduction)}
+    def reductions(self) -> dict[str, type[Reduction]]:
+        return {k: v for k, v in self.outputs.items() if issubclass(v, Reduction)}
 
     @cached_property
     def digest(self) -> str:
@@ -302,9 +195,9 @@ def _bind_outputs(name: str, graph: Graph, outputs: Mapping[str, type], result: 
             raise ProgramError(
                 f"{name}: output {output!r} is {type(value).__name__}, expected a value"
             )
-        expected = {Tile: (Shape.TILE,), HalfTile: (Shape.HALF,)}.get(
-            kind, (Shape.TILE, Shape.HALF)
-        )
+        expected = _STORED.get(kind, (Shape.TILE, Shape.HALF))
+        if issubclass(kind, Reduction) and kind.over_rows:
+            expected = (Shape.TILE,)
         if value.shape not in expected:
             raise ProgramError(
                 f"{name}: output {output!r} is declared {kind.__name__} but its value is "

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.errors import CompileError, MachineError
-from coda_agent.primitives.program import ColVector, Program, RowVector, Scalar
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import ColIndex, ColVector, RowVector, Scalar
 from coda_agent.primitives.tiles import TileConfig
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
@@ -94,7 +95,7 @@ def compile_blind(
     def meta(*shape: int, name: str) -> Any:
         return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
 
-    shapes = {ColVector: (_M,), RowVector: (_N,)}
+    shapes = {ColVector: (_M,), ColIndex: (_M,), RowVector: (_N,)}
     operands = {
         o: 1.0 if kind is Scalar else meta(*shapes.get(kind, (_M, _N)), name=operand_dtypes[o])
         for o, kind in program.operands.items()

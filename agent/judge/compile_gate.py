@@ -64,10 +64,12 @@ def jobs_for(
 
 def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
     """Do the programs take and return what the spec declares?"""
-    from coda_agent.primitives.program import (
+    from coda_agent.primitives.resources import (
+        ColIndex,
         ColVector,
         HalfTile,
-        RowReduction,
+        Reduction,
+        RowGather,
         RowVector,
         Scalar,
         Tile,
@@ -99,6 +101,8 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
         shapes = {
             Scalar: (),
             ColVector: (rows,),
+            ColIndex: (rows,),
+            RowGather: (rows,),
             RowVector: (columns,),
             Tile: (rows, columns),
             HalfTile: (rows, f"{columns}/2"),
@@ -108,7 +112,9 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
             if name not in spec.inputs and name not in spec.outputs:
                 continue
             declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
-            expected = (rows,) if issubclass(kind, RowReduction) else shapes[kind]
+            expected = shapes.get(kind, (rows,))
+            if issubclass(kind, Reduction) and kind.over_rows:
+                expected = (columns,)
             if declared != expected:
                 findings.append(
                     Finding(

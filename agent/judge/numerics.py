@@ -91,7 +91,7 @@ def run_kernel(
     for tensor in outputs.values():
         tensor.fill_(float("nan"))
     launch(program, a, b, inputs, outputs, config)
-    return finalised(program, outputs, b.shape[0], config.tile_n)
+    return finalised(program, outputs, a.shape[0], b.shape[0], config)
 
 
 def run_interpreter(

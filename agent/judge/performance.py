@@ -155,7 +155,7 @@ class _Cell:
             inputs = self.inputs[i % 2]
             a, b = (inputs[g] for g in self.spec.gemm)
             launch(self.program, a, b, inputs, outputs, config)
-            return finalised(self.program, outputs, n, config.tile_n)
+            return finalised(self.program, outputs, m, n, config)
 
         return run
 

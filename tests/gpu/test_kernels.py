@@ -22,7 +22,8 @@ from coda_agent.primitives import (
     sigmoid,
 )
 from coda_agent.primitives.function import ProgramFunction, default_config
-from coda_agent.primitives.interpret import interpret, row_partials
+from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.reductions import partials as row_partials
 from coda_agent.primitives.tiles import TileConfig
 
 pytestmark = pytest.mark.gpu

@@ -45,7 +45,9 @@ from coda_agent.primitives import (
     swiglu,
     tanh,
 )
-from coda_agent.primitives.interpret import finalise, interpret, row_partials
+from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.reductions import finalise
+from coda_agent.primitives.reductions import partials as row_partials
 
 M, N, K = 5, 40, 8
 Unary = Callable[[Any], Any]
