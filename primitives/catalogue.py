@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import coda_agent.primitives as vocabulary
-from coda_agent.primitives.resources import OUTPUTKINDS, Reduction
+from coda_agent.primitives.resources import OUTPUT_KINDS, Reduction
 
 KINDS = (
     "program",
@@ -71,5 +71,5 @@ def _kind(name: str, item: Any) -> str:
             return "reduction"
         if item is vocabulary.Tile:
             return "load, store"
-        return "store" if item in OUTPUTKINDS else "load"
+        return "store" if item in OUTPUT_KINDS else "load"
     return _FUNCTIONS.get(name, "elementwise")
