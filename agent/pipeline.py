@@ -74,10 +74,7 @@ def _judge(
 
     (run.folder / "kernel.py").write_text(text, "utf-8")
     tell("candidate.saved", {"path": str(run.folder / "kernel.py")})
-    verdict = judge_candidate(
-        spec, text, device=device, gates=gates, observer=tell, workdir=run.folder,
-        bench="performance" in gates,
-    )  # fmt: skip
+    verdict = judge_candidate(spec, text, device=device, gates=gates, observer=tell)
     (run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
     tell("verdict", {"passed": verdict.passed, "level": verdict.level})
     return verdict

@@ -145,7 +145,7 @@ class RowMax(Reduction):
 
 
 class RowLogSumExp(Reduction):
-    """log Σ exp of each row, kept stable by a running maximum (paper, section 3.3).
+    """log Σ exp of each row, kept stable by a running maximum (paper, section 3.1).
 
     A raw partial is the log-sum-exp of its block. Two MUFU.EX2 an element at most. Use it for
     cross-entropy: the loss of a row is this minus the target's logit.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.records import Finding, GateResult, Level, Observer, Verdict
@@ -26,9 +25,7 @@ def judge_candidate(
     device: str = "auto",
     gates: tuple[str, ...] = GATES,
     observer: Observer = lambda *_: None,
-    workdir: Path | None = None,
     types: list[str] | None = None,
-    bench: bool = True,
 ) -> Verdict:
     """Judge a candidate's text against a spec.
 
@@ -38,9 +35,7 @@ def judge_candidate(
         device: "auto" uses a Hopper GPU where there is one; "cuda" demands it; "cpu" interprets.
         gates: Which gates to run, in `GATES` order; "static" and what a gate needs always run.
         observer: Told of each gate's start, progress and end.
-        workdir: Folder of the run, for artifacts.
         types: Element types to check; all the spec declares by default.
-        bench: Whether the performance gate runs on a GPU.
 
     Returns:
         The verdict; passed when no gate that ran found a fault.
@@ -48,7 +43,7 @@ def judge_candidate(
     Raises:
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
-    return _Trial(spec, text, _resolve(device), observer, types).run(gates, bench=bench)
+    return _Trial(spec, text, _resolve(device), observer, types).run(gates)
 
 
 def _resolve(device: str) -> str:
@@ -78,20 +73,21 @@ class _Trial:
         self.admitted: dict[tuple[str, str], list[Any]] = {}
         self.tuned: dict[str, Any] | None = None
 
-    def run(self, gates: tuple[str, ...], *, bench: bool) -> Verdict:
+    def run(self, gates: tuple[str, ...]) -> Verdict:
         from coda_agent.agent.judge.pool import CompilePool
 
-        steps = [("static", self._static)]
         with CompilePool() as pool:
-            steps.append(("compile", lambda result: self._compile(result, pool)))
-            steps.append(("numerics", self._numerics))
-            if bench:
-                steps.append(("performance", self._performance))
-            for name, step in steps:
+            steps = {
+                "static": self._static,
+                "compile": lambda result: self._compile(result, pool),
+                "numerics": self._numerics,
+                "performance": self._performance,
+            }
+            for name in GATES:
                 if name not in gates and name != "static":
                     continue
                 with self._gate(name) as result:
-                    step(result)
+                    steps[name](result)
                 if not result.passed:
                     break
         return self._verdict()
