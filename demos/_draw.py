@@ -34,3 +34,12 @@ def vector(
 def positive(generator: torch.Generator, length: int) -> torch.Tensor:
     """Float32 values of at least 0.5, such as a variance, a norm or a sum of exponentials."""
     return 0.5 + vector(generator, length).abs()
+
+
+def index(generator: torch.Generator, length: int, columns: int) -> torch.Tensor:
+    """A column for each row, int64; every fifth row has -100, PyTorch's mark for padding."""
+    import torch
+
+    drawn = torch.randint(columns, (length,), generator=generator, device=generator.device)
+    drawn[4::5] = -100
+    return drawn

@@ -15,9 +15,14 @@ from coda_agent.agent.authors import get_author
 from coda_agent.agent.authors.composer import load, stages
 from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import (
+    ColIndex,
+    ColMax,
+    ColSum,
     ColVector,
     HalfTile,
     Program,
+    RowGather,
+    RowLogSumExp,
     RowMax,
     RowMean,
     RowSum,
@@ -27,6 +32,7 @@ from coda_agent.primitives import (
     absolute,
     clamp,
     epilogue,
+    gather,
     geglu,
     gelu_erf,
     gelu_tanh,
@@ -57,6 +63,8 @@ SHAPES = {
     "O": "[M, N]",
     "H": "[M, N/2]",
     "s": "[M]",
+    "t": "[M]",
+    "n": "[N]",
     "Z": "[N, M]",
 }
 
@@ -117,7 +125,7 @@ def body_of(text: str) -> str:
     return text[text.index("@epilogue") :]
 
 
-# What the five specs compute, written once more and on its own: plain formulas in float64.
+# What the specs compute, written once more and on its own: plain formulas in float64.
 
 
 def _bias_act(v: dict[str, Any], b: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -143,11 +151,29 @@ def _residual(v: dict[str, Any], _: dict[str, str]) -> dict[str, torch.Tensor]:
     return {"D": d, "O": d * v["gamma"], "s": (d * d).sum(-1) / d.shape[-1]}
 
 
+def _rope(d: torch.Tensor, cs: torch.Tensor) -> dict[str, torch.Tensor]:
+    # Turning (x, y) by -angle is a product with cos - i·sin.
+    turned = torch.view_as_complex(d.unflatten(-1, (-1, 2)).contiguous())
+    table = torch.view_as_complex(cs.unflatten(-1, (-1, 2)).contiguous()).conj()
+    return {"D": d, "O": torch.view_as_real(turned * table).flatten(-2)}
+
+
+def _entropy(z: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    chosen = torch.stack([row[i] for row, i in zip(z, y.tolist(), strict=True)])
+    return {"Z": z, "z_tgt": chosen, "lse": z.exp().sum(-1).log()}
+
+
 EXPECTED: dict[str, Callable[[dict[str, Any], dict[str, str]], dict[str, torch.Tensor]]] = {
     "gemm_bias_act": _bias_act,
+    "gemm_partial_cross_entropy": lambda v, _: _entropy(v["A"] @ v["B"].T, v["y"]),
     "gemm_residual_partial_rmsnorm": _residual,
     "gemm_rmsnorm": lambda v, _: {"O": v["r"].view(-1, 1) * (v["A"] @ v["B"].T)},
+    "gemm_rmsnorm_partial_cross_entropy": lambda v, _: _entropy(
+        v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["y"]
+    ),
+    "gemm_rmsnorm_rope": lambda v, _: _rope(v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["cs"]),
     "gemm_rmsnorm_swiglu": lambda v, _: _swiglu(v["r"].view(-1, 1) * (v["A"] @ v["B"].T)),
+    "gemm_rope": lambda v, _: _rope(v["A"] @ v["B"].T, v["cs"]),
     "gemm_swiglu": lambda v, _: _swiglu(v["A"] @ v["B"].T),
 }
 
@@ -165,7 +191,10 @@ def test_each_spec_composes_to_what_it_says(name: str) -> None:
             seed=3,
             binding=binding,
         )
-        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in drawn.items()}
+        wide = {
+            k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for k, v in drawn.items()
+        }
         a, b = (drawn[k] for k in a_spec.gemm)
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         program = programs[a_spec.variant(binding)]
@@ -193,6 +222,27 @@ def test_the_text_reads_as_written_by_hand() -> None:
         in text
     )
     assert "Composed from the PyTorch reference of the spec." in text
+
+
+def test_rope_and_cross_entropy_read_as_written_by_hand() -> None:
+    write = lambda name: get_author("composer").write(
+        load_spec(SPECS / f"{name}.md"), lambda *_: None
+    )
+    rope, entropy = write("gemm_rmsnorm_rope"), write("gemm_rmsnorm_partial_cross_entropy")
+    assert rope.endswith(
+        "    d = acc * r\n"
+        "    even, odd = pairs(d)\n"
+        "    cs_even, cs_odd = pairs(cs)\n"
+        "    o = interleave(even * cs_even + odd * cs_odd, odd * cs_even - even * cs_odd)\n"
+        '    return {"D": d, "O": o}\n'
+    )
+    assert body_of(entropy) == (
+        "@epilogue(Z=Tile, z_tgt=RowGather, lse=RowLogSumExp)\n"
+        "def gemm_rmsnorm_partial_cross_entropy(acc, r: ColVector, y: ColIndex):\n"
+        '    """Z = (A Bᵀ) · r; z_tgt = gather(Z, y); lse = row log-sum-exp of Z"""\n'
+        "    z = acc * r\n"
+        '    return {"Z": z, "z_tgt": gather(z, y), "lse": z}\n'
+    )
 
 
 def test_the_same_spec_gives_the_same_bytes_and_every_stage_is_told() -> None:
@@ -367,10 +417,47 @@ def scaled_sum(acc: Any, r: ColVector) -> Any:
     return {"D": acc, "s": acc * r}
 
 
+@epilogue(D=Tile, s=RowLogSumExp)
+def log_sum_exp(acc: Any) -> Any:
+    return {"D": acc, "s": acc}
+
+
+@epilogue(D=Tile, s=RowLogSumExp)
+def scaled_log_sum_exp(acc: Any, r: ColVector) -> Any:
+    d = acc * r
+    return {"D": d, "s": d}
+
+
+@epilogue(D=Tile, s=RowGather)
+def target(acc: Any, index: ColIndex) -> Any:
+    return {"D": acc, "s": gather(acc, index)}
+
+
+@epilogue(D=Tile, s=RowGather)
+def scaled_target(acc: Any, index: ColIndex, r: ColVector) -> Any:
+    return {"D": acc, "s": gather(acc * r, index)}
+
+
+@epilogue(D=Tile, n=ColSum)
+def column_sum(acc: Any, C: Tile) -> Any:
+    return {"D": acc, "n": acc * C}
+
+
+@epilogue(D=Tile, n=ColSum)
+def scaled_column_sum(acc: Any, b: RowVector) -> Any:
+    return {"D": acc, "n": acc * b}
+
+
+@epilogue(D=Tile, n=ColMax)
+def column_largest(acc: Any) -> Any:
+    return {"D": acc, "n": absolute(acc)}
+
+
 MM = "D = A @ B.T;"
 SWAP = "x = torch.empty_like(D);x[:, 0::2] = -D[:, 1::2];x[:, 1::2] = D[:, 0::2];"
 GU = "g, u = D[:, 0::2], D[:, 1::2];"
-O, H, DS = "O", "H", "D s"
+MAX = "m = D.amax(-1, keepdim=True);"
+O, H, DS, DN = "O", "H", "D s", "D n"
 SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
     (
         bare,
@@ -701,6 +788,89 @@ SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
             MM + "return {'D': D, 's': r * D.sum(-1)}",
         ],
     ),
+    (
+        log_sum_exp,
+        "",
+        DS,
+        [
+            MM + "return {'D': D, 's': D.logsumexp(-1)}",
+            MM + "return {'D': D, 's': torch.logsumexp(D.float(), dim=1, keepdim=True)[:, 0]}",
+            MM + "return {'D': D, 's': D.T.logsumexp((0,))}",
+            MM + "return {'D': D, 's': D.exp().sum(-1).log()}",
+            MM + MAX + "return {'D': D, 's': (D - m).exp().sum(-1).log() + m.squeeze(-1)}",
+            MM
+            + MAX
+            + "e = torch.sub(D, m).exp();return {'D': D, 's': (m + e.sum(1, True).log())[:, 0]}",
+            MM + "m = D.max(-1).values;"
+            "return {'D': D, 's': m + torch.log(torch.exp(D - m[:, None]).sum(-1))}",
+        ],
+    ),
+    (
+        scaled_log_sum_exp,
+        "r",
+        DS,
+        [
+            "D = (A @ B.T) * r[:, None];return {'D': D, 's': D.logsumexp(-1)}",
+            "D = (A * r[:, None]) @ B.T;return {'D': D, 's': D.logsumexp(-1)}",
+            "D = r[:, None] * (A @ B.T);" + MAX + "s = torch.exp(D - m).sum(-1).log() + m[:, 0];"
+            "return {'D': D, 's': s}",
+        ],
+    ),
+    (
+        target,
+        "index",
+        DS,
+        [
+            MM + "return {'D': D, 's': D.gather(1, index[:, None])[:, 0]}",
+            MM + "return {'D': D, 's': torch.gather(D, -1, index.unsqueeze(-1)).squeeze(1)}",
+            MM + "return {'D': D, 's': D.float().gather(1, index.long().view(-1, 1)).flatten()}",
+            MM + "return {'D': D, 's': torch.take_along_dim(D, index[:, None], dim=1)[:, 0]}",
+            MM + "return {'D': D, 's': D[torch.arange(D.shape[0]), index]}",
+            MM + "return {'D': D, 's': D.T[index, torch.arange(D.shape[0])]}",
+            MM + "return {'D': D, 's': (B @ A.T).gather(0, index[None])[0]}",
+        ],
+    ),
+    (
+        scaled_target,
+        "index r",
+        DS,
+        [
+            MM + "return {'D': D, 's': (D * r[:, None]).gather(1, index[:, None])[:, 0]}",
+            MM + "return {'D': D, 's': D.gather(1, index[:, None])[:, 0] * r}",
+            MM + "return {'D': D, 's': (D.gather(1, index[:, None]) * r[:, None]).squeeze(-1)}",
+        ],
+    ),
+    (
+        column_sum,
+        "C",
+        DN,
+        [
+            MM + "return {'D': D, 'n': (D * C).sum(0)}",
+            MM + "return {'D': D, 'n': (C * D).sum(dim=-2, keepdim=True)[0]}",
+            MM + "return {'D': D, 'n': (D.T * C.T).sum(1)}",
+            MM + "return {'D': D, 'n': (D * C).view(D.shape[0], -1, 2).sum(0).flatten()}",
+            MM + "return {'D': D, 'n': -(-D * C).sum(0)}",
+        ],
+    ),
+    (
+        scaled_column_sum,
+        "b",
+        DN,
+        [
+            MM + "return {'D': D, 'n': (D * b).sum(0)}",
+            MM + "return {'D': D, 'n': D.sum(0) * b}",
+        ],
+    ),
+    (
+        column_largest,
+        "",
+        DN,
+        [
+            MM + "return {'D': D, 'n': D.abs().amax(0)}",
+            MM + "return {'D': D, 'n': D.abs().max(dim=0).values}",
+            MM + "return {'D': D, 'n': torch.linalg.vector_norm(D, math.inf, dim=0)}",
+        ],
+    ),
 ]
 CASES = [
     pytest.param(program, inputs, outputs, body, id=f"{program.name}-{i}")
@@ -794,7 +964,16 @@ REFUSED = [
     ("", O, "return {'O': F.rms_norm(A, A.shape[-1:]) @ B.T}", "mean: only a reduction over all col"),
     ("", O, MM + "return {'O': torch.softmax(D, -1)}", "25: _softmax: needs a whole row"),
     ("", O, MM + "return {'O': D.cumsum(-1)}", "cumsum: needs a whole row"),
-    ("", DS, MM + "return {'D': D, 's': D.logsumexp(-1)}", "logsumexp: needs a whole row"),
+    ("", O, MM + "return {'O': torch.log_softmax(D, -1)}", "_log_softmax: needs a whole row"),
+    ("r", DS, MM + "return {'D': D, 's': r * D.logsumexp(-1)}", "mul: scales a log-sum-exp"),
+    ("", DS, MM + "return {'D': D, 's': -D.logsumexp(-1)}", "neg: uses a row reduction again"),
+    ("", DN, MM + "return {'D': D, 'n': D.logsumexp(0)}", "logsumexp: only a sum or a maximum over"),
+    ("", DN, MM + "return {'D': D, 'n': D.mean(0)}", "mean: only a sum or a maximum over all rows"),
+    ("", H, MM + "return {'H': D.view(D.shape[0], -1, 2).logsumexp(-1)}", "only a reduction over all"),
+    ("", DN, MM + "return {'D': D, 'n': D.sum(0) / D.shape[0]}", "may use its sizes as numbers"),
+    ("", O, MM + "return {'O': D / D.norm(dim=0)}", "div: uses a row reduction again"),
+    ("", DS, MM + "return {'D': D, 's': D.sum()[None].expand(D.shape[0])}", "only a reduction over"),
+    ("", O, MM + "return {'O': (D - D.amax(-1, True)).exp()}", "'O' uses a row reduction again"),
     ("", O, MM + "return {'O': D / D.norm(dim=-1, keepdim=True)}", "div: uses a row reduction again"),
     ("", O, MM + "s = D.square().mean(-1, keepdim=True);return {'O': D * torch.rsqrt(s + 1e-6)}",
      r"probe.md:26: add: uses a row reduction again in the same kernel"),
@@ -802,8 +981,23 @@ REFUSED = [
     ("", DS, MM + "return {'D': D, 's': D.norm(dim=-1)}", "output 's' is computed by 'sqrt'"),
     ("r", DS, MM + "return {'D': D, 's': r * D.amax(-1)}", "amax|maximum can be scaled by a positive"),
     ("", "D s", MM + "return {'D': D, 's': D[:, 0]}", "'s' moves values|is computed by"),
-    ("index", DS, MM + "return {'D': D, 's': D.gather(1, index[:, None])[:, 0]}",
-     r"input 'index' is int64 \[M\]"),
+    ("index", O, MM + "return {'O': D.gather(1, index[:, None].expand_as(D))}",
+     "gather: only one element of each row can be taken"),
+    ("index", DS, MM + "return {'D': D, 's': D[:, 0::2].gather(1, index[:, None])[:, 0]}",
+     "only one element of each full-width row"),
+    ("index b", DS, MM + "return {'D': D, 's': b.expand_as(D).gather(1, index[:, None])[:, 0]}",
+     "gather: reduces a value that is the same|only one element of each full-width row"),
+    ("r", DS, MM + "return {'D': D, 's': D.gather(1, r[:, None].long())[:, 0]}",
+     "casts to torch.int64"),
+    ("index", O, MM + "return {'O': D * index[:, None]}", "mul: computes with 'index'"),
+    ("index", DS, MM + "return {'D': D, 's': D.gather(1, index[:, None] + 1)[:, 0]}",
+     "add: computes with 'index'; an index only selects columns"),
+    ("index", O, "return {'O': (A * index[:, None]) @ B.T}", "computes with 'index'"),
+    ("index", DS, MM + "s = D[index, index];return {'D': D, 's': s}", "x.arange.M., index"),
+    ("index", O, MM + "return {'O': D[index]}", "index: only one element of each row can be taken"),
+    ("index", O, MM + "return {'O': D - D.gather(1, index[:, None])}", "uses a gathered element again"),
+    ("index", DS, MM + "s = D.logsumexp(-1) - D.gather(1, index[:, None])[:, 0];"
+     "return {'D': D, 's': s}", "sub: uses a row reduction again"),
     ("", O, MM + "return {'O': D[:, D.argmax(-1)][:, :1] + D}", "argmax: needs a whole row"),
     ("", "Z", MM + "return {'Z': D.T}", r"output 'Z' is \[N, M\]; a kernel writes \[M, N\]"),
     ("", O, MM + "return {'O': D.roll(1, -1)}", "output 'O' moves values between rows or columns"),
@@ -834,6 +1028,15 @@ def test_what_no_program_expresses_is_refused(
     with pytest.raises(ProgramError, match=message) as raised:
         get_author("composer").write(spec(body, inputs, outputs), lambda *_: None)
     assert "\n" not in str(raised.value)
+
+
+def test_one_index_may_select_from_several_values() -> None:
+    program = compose(
+        spec(MM + "i = index[:, None];s = D.gather(1, i)[:, 0];"
+             "return {'D': D, 's': s, 't': F.silu(D * C).gather(1, i)[:, 0]}", "index C", "D s t")
+    )["probe"]  # fmt: skip
+    assert [kind.__name__ for kind in program.operands.values()] == ["ColIndex", "Tile"]
+    assert list(program.outputs.values()) == [Tile, RowGather, RowGather]
 
 
 def test_an_input_named_like_a_primitive_is_refused() -> None:

@@ -24,7 +24,9 @@ def draw(demo: Demo, seed: int = 0) -> dict[str, Any]:
 
 
 def in_float64(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+    """Float tensors in float64; indices and numbers as they are."""
+    floats = {k for k, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return {k: v.double() if k in floats else v for k, v in values.items()}
 
 
 def run(

@@ -7,8 +7,14 @@ import torch
 
 from coda_agent.demos import Demo, demos
 from coda_agent.primitives import (
+    ColIndex,
+    ColMax,
+    ColSum,
+    ColVector,
     HalfTile,
     Program,
+    RowGather,
+    RowLogSumExp,
     RowMax,
     RowMean,
     RowSum,
@@ -17,6 +23,7 @@ from coda_agent.primitives import (
     absolute,
     epilogue,
     exp,
+    gather,
     interleave,
     pairs,
     sigmoid,
@@ -34,6 +41,7 @@ DEFAULT = TileConfig(128, 128, 2, 1, True)
 WIDE = TileConfig(128, 192, 1, 1, True)
 COOPERATIVE = TileConfig(256, 128, 2, 1)
 RAGGED = (77, 272, 64)
+TALL = (300, 272, 64)  # three tiles of rows, the last one ragged
 SIZES = [RAGGED, (1, 16, 8), (300, 528, 200)]
 
 
@@ -45,21 +53,35 @@ def draw(demo: Demo, size: tuple[int, int, int], seed: int = 0) -> dict[str, Any
     return demo.inputs(torch.Generator("cuda").manual_seed(seed), *size)
 
 
+def interpreted(
+    program: Program, values: dict[str, Any], config: TileConfig, *, raw: bool
+) -> dict[str, torch.Tensor]:
+    """The interpreter's outputs in float32, each reduction in blocks of the tile's own extent."""
+    dtypes = {o: torch.float32 for o in program.outputs}
+    by_extent = {
+        extent: interpret(
+            program, values["A"], values["B"], values, dtypes=dtypes, block=extent, raw=raw
+        )
+        for extent in {config.tile_m, config.tile_n}
+    }
+    over_rows = {o for o, kind in program.reductions.items() if kind.over_rows}
+    return {
+        o: by_extent[config.tile_m if o in over_rows else config.tile_n][o] for o in program.outputs
+    }
+
+
 def check(program: Program, values: dict[str, Any], config: TileConfig, **options: Any) -> None:
-    """Kernel against interpreter: an ulp of bfloat16 for tiles, 2⁻¹⁰ of the largest for reductions."""
+    """Kernel against interpreter: an ulp of bfloat16 for tiles, 2⁻¹⁰ of the largest for the rest."""
     a, b = values["A"], values["B"]
     operands = {o: values[o] for o in program.operands}
     got = bound(program)(a, b, operands, config=config, **options)
-    want = interpret(
-        program, a, b, operands,
-        dtypes={o: torch.float32 for o in program.outputs},
-        block=config.tile_n, raw=bool(options),
-    )  # fmt: skip
+    want = interpreted(program, values, config, raw=bool(options))
     for o, expected in want.items():
-        assert got[o].shape == expected.shape
+        assert got[o].shape == expected.shape, o
+        assert not got[o].isnan().any(), o
         error = (got[o].float() - expected).abs()
         scale = expected.abs().max()
-        relative = 2**-10 if o in program.reductions else 2**-7
+        relative = 2**-7 if program.outputs[o] in (Tile, HalfTile) else 2**-10
         # 2⁻¹¹ of the largest is what one MUFU.TANH may add.
         slack = relative * expected.abs() + 2**-10 * scale
         worst = (error - slack).argmax()
@@ -86,9 +108,10 @@ def test_demo_with_other_tiles(demo: Demo, program: Program, config: TileConfig)
 @pytest.mark.parametrize(
     ("demo", "program"), [x for x in PROGRAMS if x[1].reductions], ids=lambda x: x.name
 )
-@pytest.mark.parametrize("config", [DEFAULT, WIDE], ids=lambda c: c.label)
+@pytest.mark.parametrize("config", [DEFAULT, WIDE, COOPERATIVE], ids=lambda c: c.label)
 def test_demo_raw_partials(demo: Demo, program: Program, config: TileConfig) -> None:
-    check(program, draw(demo, RAGGED), config, block_size=config.tile_n)
+    for size in (RAGGED, TALL):
+        check(program, draw(demo, size), config, block_size=config.tile_n)
 
 
 @pytest.mark.parametrize(("demo", "program"), PROGRAMS, ids=IDS)
@@ -204,3 +227,145 @@ def test_changing_a_scalar_changes_the_result() -> None:
     values = draw(demo, RAGGED)
     for alpha, beta in ((1.0, 0.0), (0.0, 1.0), (-2.5, 3.0)):
         check(demo.programs[0], {**values, "alpha": alpha, "beta": beta}, DEFAULT)
+
+
+@epilogue(D=Tile, g=ColSum, top=ColMax)
+def column_masked(acc, r: ColVector):
+    d = acc + r
+    return {"D": d, "g": d, "top": -d}
+
+
+@epilogue(D=Tile, E=Tile, g=ColSum, top=ColMax)
+def column_masked_pairs(acc, r: ColVector):
+    x, y = pairs(acc + r)
+    d = interleave(y, x)
+    return {"D": d, "E": acc, "g": d, "top": -d}
+
+
+@pytest.mark.parametrize("program", [column_masked, column_masked_pairs], ids=lambda p: p.name)
+@pytest.mark.parametrize("config", [DEFAULT, WIDE, COOPERATIVE], ids=lambda c: c.label)
+@pytest.mark.parametrize("height", [1, 77, 129, 300])
+def test_rows_past_the_edge_do_not_leak(program: Program, config: TileConfig, height: int) -> None:
+    """0 + r is not 0: a sum that took in rows past M, or stale shared memory, would show."""
+    generator = torch.Generator("cuda").manual_seed(height)
+
+    def values(m: int, bias: float) -> dict[str, Any]:
+        a = torch.randn(m, 64, generator=generator, device="cuda").bfloat16()
+        b = torch.randn(272, 64, generator=generator, device="cuda").bfloat16() / 8
+        return {"A": a, "B": b, "r": torch.full((m,), bias, device="cuda")}
+
+    check(program, values(512, 1e4), config)  # leaves large values behind
+    check(program, values(height, 0.5), config)
+    check(program, values(height, 0.5), config, block_size=config.tile_m)
+
+
+def test_column_partials_of_integers_are_exact() -> None:
+    a, b = integers(300, 64, 4), integers(272, 64, 5)
+    acc = a.float() @ b.float().T
+    operands = {"C": acc.bfloat16()}
+
+    @epilogue(D=Tile, g=ColSum, top=ColMax)
+    def program(acc, C: Tile):
+        return {"D": acc, "g": acc * C, "top": acc}
+
+    for config in (DEFAULT, WIDE, COOPERATIVE):
+        got = bound(program)(a, b, operands, block_size=config.tile_m, config=config)
+        product = acc * operands["C"].float()
+        assert torch.equal(got["g"], row_partials(product, ColSum, config.tile_m)), config.label
+        assert torch.equal(got["top"], row_partials(acc, ColMax, config.tile_m)), config.label
+        final = bound(program)(a, b, operands, config=config)
+        assert torch.equal(final["g"], product.sum(0)), config.label
+        assert torch.equal(final["top"], acc.amax(0)), config.label
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TileConfig(128, 128, 1, 1, True), WIDE, COOPERATIVE],
+    ids=lambda c: c.label,
+)
+@pytest.mark.parametrize("size", [*SIZES, TALL, (129, 144, 72)], ids=str)
+def test_two_full_width_outputs_on_pairs(config: TileConfig, size: tuple[int, int, int]) -> None:
+    demo = next(d for d in demos() if d.name == "rotate_pairs")
+    program = next(p for p in demo.programs if p.name == "rotate_and_keep")
+    check(program, draw(demo, size), config)
+
+
+def test_full_width_outputs_on_pairs_are_not_exchanged() -> None:
+    @epilogue(D=Tile, H=HalfTile, E=Tile, F=Tile)
+    def program(acc):
+        x, y = pairs(acc)
+        return {"D": acc, "H": x - y, "E": interleave(y, x), "F": -acc}
+
+    a, b = integers(200, 64, 6), integers(272, 64, 7)
+    acc = a.float() @ b.float().T
+    got = bound(program)(a, b, {})
+    assert torch.equal(got["D"], acc.bfloat16())
+    assert torch.equal(got["H"], (acc[:, 0::2] - acc[:, 1::2]).bfloat16())
+    assert torch.equal(got["E"][:, 0::2], acc[:, 1::2].bfloat16())
+    assert torch.equal(got["E"][:, 1::2], acc[:, 0::2].bfloat16())
+    assert torch.equal(got["F"], -acc.bfloat16())
+
+
+@epilogue(Z=Tile, t=RowGather, shifted=RowGather)
+def gathering(acc, y: ColIndex, b: RowVector):
+    return {"Z": acc, "t": gather(acc, y), "shifted": gather(acc + b, y)}
+
+
+@epilogue(D=Tile, t=RowGather, lse=RowLogSumExp)
+def gathering_pairs(acc, y: ColIndex, b: RowVector):
+    x, z = pairs(acc + b)
+    d = interleave(z, x)
+    return {"D": d, "t": gather(d, y), "lse": x * z}
+
+
+@pytest.mark.parametrize("program", [gathering, gathering_pairs], ids=lambda p: p.name)
+@pytest.mark.parametrize("config", [DEFAULT, WIDE, COOPERATIVE], ids=lambda c: c.label)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_gather_at_every_column_and_outside(
+    program: Program, config: TileConfig, kind: torch.dtype
+) -> None:
+    """Outside [0, N) is 0, in the columns of the last, ragged tile too; 300 rows name 272 columns."""
+    m, n, k = TALL
+    generator = torch.Generator("cuda").manual_seed(8)
+    y = torch.arange(m, device="cuda", dtype=kind) % n
+    outside = [-1, -100, n, n + 1, 383, 384, 2**31 - 1, -(2**31)]
+    y[: len(outside)] = torch.tensor(outside, device="cuda", dtype=kind)
+    values: dict[str, Any] = {
+        "A": torch.randn(m, k, generator=generator, device="cuda").bfloat16(),
+        "B": torch.randn(n, k, generator=generator, device="cuda").bfloat16() / 8,
+        "y": y,
+        "b": torch.full((n,), 5.0, device="cuda"),
+    }
+    operands = {o: values[o] for o in program.operands}
+    for _ in range(2):
+        got = bound(program)(values["A"], values["B"], operands, config=config)
+        for o, output in program.outputs.items():
+            if output is RowGather:
+                assert (got[o][: len(outside)] == 0).all(), (o, got[o][: len(outside)])
+    check(program, values, config)
+
+
+def test_an_index_of_64_bits_does_not_wrap() -> None:
+    a, b = integers(77, 64, 9), integers(272, 64, 10)
+    y = torch.full((77,), 2**32 + 3, device="cuda")
+    got = bound(gathering)(a, b, {"y": y, "b": torch.zeros(272, device="cuda")})
+    assert (got["t"] == 0).all()
+
+
+@pytest.mark.parametrize("config", [DEFAULT, WIDE, COOPERATIVE], ids=lambda c: c.label)
+def test_log_sum_exp_of_large_values_stays_finite(config: TileConfig) -> None:
+    """Past N the accumulator reads 0, which is far above -1e4: it must not be counted."""
+
+    @epilogue(Z=Tile, lse=RowLogSumExp)
+    def program(acc, b: RowVector):
+        return {"Z": acc, "lse": acc + b}
+
+    generator = torch.Generator("cuda").manual_seed(11)
+    for shift in (-1e4, 0.0, 1e4):
+        values = {
+            "A": torch.randn(77, 64, generator=generator, device="cuda").bfloat16(),
+            "B": torch.randn(272, 64, generator=generator, device="cuda").bfloat16() / 8,
+            "b": torch.full((272,), shift, device="cuda"),
+        }
+        check(program, values, config)
+        check(program, values, config, block_size=config.tile_n)

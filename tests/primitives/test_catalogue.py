@@ -8,10 +8,10 @@ import pytest
 
 import coda_agent.primitives as vocabulary
 from coda_agent.primitives import Program
-from coda_agent.primitives.catalogue import Entry, entries
+from coda_agent.primitives.catalogue import KINDS, Entry, entries
 
 ENTRIES = entries()
-EXAMPLES_OF = ("load", "load, store", "store", "reduction", "pairwise")
+EXAMPLES_OF = ("load", "load, store", "store", "reduction", "pairwise", "select")
 COMPOSITES = (
     "clamp", "geglu", "glu", "hard_swish", "leaky_relu",
     "reglu", "relu", "relu_squared", "silu", "swiglu",
@@ -25,9 +25,11 @@ def example(entry: Entry) -> str:
 
 
 def as_program(code: str) -> str:
-    """A whole definition as it is; a fragment as the body of a program with a bias."""
+    """A whole definition as it is; a fragment as the body of a program with a bias or an index."""
     if code.startswith("@epilogue"):
         return code
+    if "gather(" in code:
+        return f"@epilogue(Z=Tile, target=RowGather)\ndef fragment(acc, y: ColIndex):\n{indent(code, '    ')}"
     operand = ", bias: RowVector" if "bias" in code else ""
     kind = "HalfTile" if "pairs(" in code and "interleave(" not in code else "Tile"
     return f"@epilogue(O={kind})\ndef fragment(acc{operand}):\n{indent(code, '    ')}"
@@ -63,9 +65,11 @@ def test_kinds() -> None:
     kind = {e.name: e.kind for e in ENTRIES}
     assert kind["epilogue"] == "program"
     assert kind["Tile"] == "load, store"
-    assert {kind[n] for n in ("ColVector", "RowVector", "Scalar")} == {"load"}
-    assert kind["HalfTile"] == "store"
-    assert {kind[n] for n in ("RowSum", "RowMean", "RowMax")} == {"reduction"}
+    assert {kind[n] for n in ("ColIndex", "ColVector", "RowVector", "Scalar")} == {"load"}
+    assert {kind[n] for n in ("HalfTile", "RowGather")} == {"store"}
+    reductions = ("RowSum", "RowMean", "RowMax", "RowLogSumExp", "ColSum", "ColMax")
+    assert {kind[n] for n in reductions} == {"reduction"}
+    assert kind["gather"] == "select"
     assert {kind[n] for n in ("pairs", "interleave")} == {"pairwise"}
     assert {kind[n] for n in (*COMPOSITES, "exp", "gelu_tanh")} == {"elementwise"}
 
@@ -81,8 +85,9 @@ def test_signatures() -> None:
 
 def test_loads_and_stores_come_first() -> None:
     order = list(dict.fromkeys(e.kind for e in ENTRIES))
+    assert order == list(KINDS)
     assert order == [
-        "program", "load", "load, store", "store", "pairwise", "reduction", "elementwise"
+        "program", "load", "load, store", "store", "pairwise", "select", "reduction", "elementwise"
     ]  # fmt: skip
 
 

@@ -9,13 +9,19 @@ import pytest
 import torch
 
 from coda_agent.primitives import (
+    ColIndex,
+    ColMax,
+    ColSum,
     ColVector,
     HalfTile,
+    RowGather,
+    RowLogSumExp,
     RowMean,
     RowVector,
     Scalar,
     Tile,
     epilogue,
+    gather,
     pairs,
     swiglu,
 )
@@ -309,3 +315,145 @@ def test_tma_ready_copies_only_what_it_must() -> None:
     shifted = torch.arange(33, dtype=torch.float32)[1:]
     assert tma_ready(shifted).data_ptr() % 16 == 0
     assert torch.equal(tma_ready(shifted), shifted)
+
+
+@epilogue(D=Tile, g=ColSum, top=ColMax)
+def over_rows(acc, C: Tile):
+    return {"D": acc, "g": acc * C, "top": acc}
+
+
+@epilogue(D=Tile, s=RowMean, g=ColSum)
+def both_ways(acc):
+    return {"D": acc, "s": acc, "g": acc}
+
+
+@epilogue(Z=Tile, lse=RowLogSumExp, target=RowGather)
+def logits(acc, y: ColIndex):
+    return {"Z": acc, "lse": acc, "target": gather(acc, y)}
+
+
+OVER_ROWS = ProgramFunction(over_rows, {}, default_config)
+BOTH_WAYS = ProgramFunction(both_ways, {}, default_config)
+LOGITS = ProgramFunction(logits, {}, default_config)
+TALL = 300
+
+
+@pytest.fixture
+def tall() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    a = torch.randn(TALL, K, generator=g).bfloat16()
+    b = (torch.randn(N, K, generator=g) * K**-0.5).bfloat16()
+    return a, b, torch.randn(TALL, N, generator=g).bfloat16()
+
+
+@pytest.mark.parametrize(("block", "blocks"), [(128, 3), (192, 2), (256, 2)])
+def test_block_size_of_reductions_over_rows_is_the_tile_height(
+    tall: Any, block: int, blocks: int
+) -> None:
+    a, b, c = tall
+    final = OVER_ROWS(a, b, {"C": c})
+    raw = OVER_ROWS(a, b, {"C": c}, block_size=block)
+    product = (a.float() @ b.float().T) * c.float()
+    for o in ("g", "top"):
+        assert final[o].shape == (N,)
+        assert raw[o].shape == (N, blocks)
+        assert raw[o].dtype == final[o].dtype == torch.float32
+    torch.testing.assert_close(raw["g"][:, 0], product[:block].sum(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(raw["g"].sum(-1), final["g"], rtol=1e-4, atol=1e-4)
+    assert torch.equal(raw["top"].amax(-1), final["top"])
+
+
+def test_a_height_no_tile_has_names_the_offered_ones(tall: Any) -> None:
+    a, b, c = tall
+    with pytest.raises(LaunchError) as error:
+        OVER_ROWS(a, b, {"C": c}, block_size=160)  # a width
+    assert str(error.value) == (
+        "over_rows: no tile has block_size 160, expected one of 128, 192, 256"
+    )
+
+
+@pytest.mark.parametrize("config", [TileConfig(256, 128, 2, 1), TileConfig(128, 192, 1, 1, True)])
+def test_raw_partials_follow_the_configuration(tall: Any, config: TileConfig) -> None:
+    a, b, _ = tall
+    raw = BOTH_WAYS(a, b, {}, config=config, block_size=config.tile_n)
+    assert raw["s"].shape == (TALL, -(-N // config.tile_n))
+    assert raw["g"].shape == (N, -(-TALL // config.tile_m))
+
+
+def test_reductions_both_ways_need_a_square_tile(tall: Any) -> None:
+    a, b, _ = tall
+    raw = BOTH_WAYS(a, b, {}, block_size=192)
+    assert raw["s"].shape == (TALL, 2)
+    assert raw["g"].shape == (N, 2)
+    with pytest.raises(LaunchError) as error:
+        BOTH_WAYS(a, b, {}, block_size=256)
+    assert str(error.value) == "both_ways: no tile has block_size 256, expected one of 128, 192"
+
+
+def test_reductions_over_rows_take_all_leading_dimensions_together(tall: Any) -> None:
+    a, b, c = tall
+    want = OVER_ROWS(a, b, {"C": c})
+    lead = (2, 3, TALL // 6)
+    batched = {"C": c.reshape(*lead, N)}
+    got = OVER_ROWS(a.reshape(*lead, K), b, batched)
+    assert got["D"].shape == (*lead, N)
+    for o in ("g", "top"):
+        assert torch.equal(got[o], want[o])
+    raw = OVER_ROWS(a.reshape(*lead, K), b, batched, block_size=128)
+    assert raw["g"].shape == (N, 3)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_an_index_takes_leading_dimensions(tall: Any, kind: torch.dtype) -> None:
+    a, b, _ = tall
+    y = torch.randint(N, (TALL,), generator=torch.Generator().manual_seed(2)).to(kind)
+    y[::7] = -100
+    y[1::7] = N
+    want = LOGITS(a, b, {"y": y})
+    acc = a.float() @ b.float().T
+    inside = (y >= 0) & (y < N)
+    found = acc[range(TALL), y.long().clamp(0, N - 1)] * inside
+    torch.testing.assert_close(want["target"], found, rtol=1e-6, atol=1e-6)
+    assert (want["target"][~inside] == 0).all()
+    torch.testing.assert_close(want["lse"], acc.logsumexp(-1), rtol=1e-6, atol=1e-5)
+    lead = (2, 3, TALL // 6)
+    got = LOGITS(a.reshape(*lead, K), b, {"y": y.reshape(lead)})
+    for o in ("lse", "target"):
+        assert got[o].shape == lead
+        assert got[o].dtype == torch.float32
+        assert torch.equal(got[o].flatten(), want[o])
+    for strided_index in strided(y):
+        assert torch.equal(LOGITS(a, b, {"y": strided_index})["target"], want["target"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((N,), "logits: operand 'y' has shape (272,), expected (2, 150)"),
+        ((TALL,), "logits: operand 'y' has shape (300,), expected (2, 150)"),
+        ((2, 150, 1), "logits: operand 'y' has shape (2, 150, 1), expected (2, 150)"),
+        ((1, 150), "logits: operand 'y' has shape (1, 150), expected (2, 150)"),
+    ],
+)
+def test_wrong_shape_of_an_index(tall: Any, shape: tuple[int, ...], message: str) -> None:
+    a, b, _ = tall
+    with pytest.raises(LaunchError) as error:
+        LOGITS(a.reshape(2, 150, K), b, {"y": torch.zeros(shape, dtype=torch.int64)})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool])
+def test_an_index_must_be_of_integers(tall: Any, kind: torch.dtype) -> None:
+    a, b, _ = tall
+    with pytest.raises(LaunchError, match="'y'"):
+        LOGITS(a, b, {"y": torch.zeros(TALL, dtype=kind)})
+
+
+def test_raw_log_sum_exp_of_an_index_program(tall: Any) -> None:
+    a, b, _ = tall
+    y = torch.zeros(TALL, dtype=torch.int64)
+    raw = LOGITS(a, b, {"y": y}, block_size=128)
+    assert raw["lse"].shape == (TALL, 3)
+    assert raw["target"].shape == (TALL,)
+    final = LOGITS(a, b, {"y": y})
+    torch.testing.assert_close(raw["lse"].logsumexp(-1), final["lse"])

@@ -1,5 +1,6 @@
 """The language's errors, the sharing of equal nodes, shapes, and pruning."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,14 @@ import pytest
 import torch
 
 from coda_agent.primitives import (
+    ColIndex,
+    ColMax,
+    ColSum,
     ColVector,
     HalfTile,
+    Program,
+    RowGather,
+    RowLogSumExp,
     RowMean,
     RowSum,
     RowVector,
@@ -16,6 +23,7 @@ from coda_agent.primitives import (
     Tile,
     epilogue,
     exp,
+    gather,
     interleave,
     maximum,
     pairs,
@@ -139,22 +147,22 @@ ERRORS: list[tuple[Callable[..., Any], str]] = [
     (
         bare_operand,
         "bare_operand: operand 'r' is annotated nothing, expected one of Tile, ColVector, "
-        "RowVector, Scalar",
+        "RowVector, Scalar, ColIndex",
     ),
     (
         half_operand,
         "half_operand: operand 'h' is annotated HalfTile, expected one of Tile, ColVector, "
-        "RowVector, Scalar",
+        "RowVector, Scalar, ColIndex",
     ),
     (
         number_operand,
         "number_operand: operand 'r' is annotated float, expected one of Tile, ColVector, "
-        "RowVector, Scalar",
+        "RowVector, Scalar, ColIndex",
     ),
     (
         starred,
         "starred: operand 'rest' is annotated nothing, expected one of Tile, ColVector, "
-        "RowVector, Scalar",
+        "RowVector, Scalar, ColIndex",
     ),
     (not_a_dict, "not_a_dict returned Value, expected a dict of outputs"),
     (missing, "missing: output 'O' is declared but never written"),
@@ -233,6 +241,188 @@ def test_reduction_of_a_vector() -> None:
     )
 
 
+GATHER_FIRST = "gather() takes its first argument at full width, (M, N)"
+GATHER_INDEX = "gather() takes a ColIndex operand as its second argument"
+COMPUTED = (
+    "{} cannot compute with an index or a gathered value (an index goes into gather(), and what "
+    "that gives into a RowGather output)"
+)
+
+
+def gathers_half(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(pairs(acc)[0], y)}
+
+
+def gathers_vector(acc, y: ColIndex, b: RowVector):
+    return {"Z": acc, "t": gather(b, y)}
+
+
+def gathers_index(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(y, y)}
+
+
+def gathers_twice(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(gather(acc, y), y)}
+
+
+def gathers_number(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(2.0, y)}  # pyright: ignore[reportArgumentType]
+
+
+def by_vector(acc, y: ColVector):
+    return {"Z": acc, "t": gather(acc, y)}
+
+
+def by_number(acc):
+    return {"Z": acc, "t": gather(acc, 3)}  # pyright: ignore[reportArgumentType]
+
+
+def by_gathered(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(acc, gather(acc, y))}
+
+
+def computes_with_index(acc, y: ColIndex):
+    return {"Z": acc + y, "t": gather(acc, y)}
+
+
+def negates_index(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(acc, -y)}
+
+
+def computes_with_gathered(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(acc, y) * 2.0}
+
+
+def normalises_by_gathered(acc, y: ColIndex):
+    return {"Z": maximum(acc, gather(acc, y)), "t": gather(acc, y)}
+
+
+def stores_index(acc, y: ColIndex):
+    return {"Z": acc, "t": y}
+
+
+def stores_index_as_tile(acc, y: ColIndex):
+    return {"Z": y, "t": gather(acc, y)}
+
+
+def stores_gathered_as_tile(acc, y: ColIndex):
+    return {"Z": gather(acc, y), "t": gather(acc, y)}
+
+
+def stores_tile_as_gathered(acc):
+    return {"Z": acc, "t": acc}
+
+
+def interleaves_gathered(acc, y: ColIndex):
+    return {"Z": interleave(pairs(acc)[0], gather(acc, y)), "t": gather(acc, y)}
+
+
+def interleaves_index(acc, y: ColIndex):
+    return {"Z": interleave(y, pairs(acc)[1]), "t": gather(acc, y)}
+
+
+GATHER_ERRORS: list[tuple[Callable[..., Any], str]] = [
+    (gathers_half, GATHER_FIRST),
+    (gathers_vector, GATHER_FIRST),
+    (gathers_index, GATHER_FIRST),
+    (gathers_twice, GATHER_FIRST),
+    (gathers_number, GATHER_FIRST),
+    (by_vector, GATHER_INDEX),
+    (by_number, GATHER_INDEX),
+    (by_gathered, GATHER_INDEX),
+    (computes_with_index, COMPUTED.format("add")),
+    (negates_index, COMPUTED.format("neg")),
+    (computes_with_gathered, COMPUTED.format("mul")),
+    (normalises_by_gathered, COMPUTED.format("maximum")),
+    (
+        stores_index,
+        "stores_index: output 't' is declared RowGather but its value is (M,) integers, "
+        "expected (M,)",
+    ),
+    (
+        stores_index_as_tile,
+        "stores_index_as_tile: output 'Z' is declared Tile but its value is (M,) integers, "
+        "expected (M, N)",
+    ),
+    (
+        stores_gathered_as_tile,
+        "stores_gathered_as_tile: output 'Z' is declared Tile but its value is (M,), "
+        "expected (M, N)",
+    ),
+    (
+        stores_tile_as_gathered,
+        "stores_tile_as_gathered: output 't' is declared RowGather but its value is (M, N), "
+        "expected (M,)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), GATHER_ERRORS, ids=[f.__name__ for f, _ in GATHER_ERRORS]
+)
+def test_error_of_gather(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        epilogue(Z=Tile, t=RowGather)(function)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("function", [interleaves_gathered, interleaves_index])
+def test_interleave_takes_neither_indices_nor_gathered_values(function: Any) -> None:
+    with pytest.raises(ProgramError):
+        epilogue(Z=Tile, t=RowGather)(function)
+
+
+def test_pairs_takes_no_index() -> None:
+    def paired_index(acc, y: ColIndex):
+        even, _ = pairs(y)
+        return {"O": pairs(acc)[0] * even}
+
+    with pytest.raises(ProgramError):
+        epilogue(O=HalfTile)(paired_index)
+
+
+@pytest.mark.parametrize("shape", [Shape.INDEX, Shape.GATHERED])
+def test_join_refuses_indices_and_gathered_values(shape: Shape) -> None:
+    for other in Shape:
+        with pytest.raises(ProgramError, match="add cannot compute with an index"):
+            join([other, shape], "add")
+
+
+@pytest.mark.parametrize("kind", [ColSum, ColMax])
+def test_reduction_over_rows_of_a_half_width_value(kind: type) -> None:
+    def half(acc):
+        gate, up = pairs(acc)
+        return {"O": gate * up, "g": gate}
+
+    with pytest.raises(ProgramError) as error:
+        epilogue(O=HalfTile, g=kind)(half)
+    assert str(error.value) == (
+        f"half: output 'g' is declared {kind.__name__} but its value is (M, N/2), expected (M, N)"
+    )
+
+
+@pytest.mark.parametrize("kind", [RowLogSumExp, ColSum, ColMax])
+def test_reduction_of_a_gathered_value(kind: type) -> None:
+    def reduced(acc, y: ColIndex):
+        return {"Z": acc, "s": gather(acc, y)}
+
+    with pytest.raises(ProgramError, match=r"its value is \(M,\), expected"):
+        epilogue(Z=Tile, s=kind)(reduced)
+
+
+def test_a_gathering_program_survives_serialisation() -> None:
+    @epilogue(Z=Tile, lse=RowLogSumExp, t=RowGather, g=ColSum)
+    def program(acc, y: ColIndex):
+        return {"Z": acc, "lse": acc, "t": gather(acc, y), "g": acc}
+
+    copy = Program.from_dict(json.loads(json.dumps(program.to_dict())))
+    assert copy.to_dict() == program.to_dict()
+    assert copy.digest == program.digest
+    assert list(program.reductions) == ["lse", "g"]
+    assert not program.paired
+    assert describe(program.graph).splitlines()[2] == "%2 = gather(%1, %0)  # (M,)"
+
+
 def test_interleave_of_a_half_and_a_full_value() -> None:
     def wide(acc):
         gate, _ = pairs(acc)
@@ -255,7 +445,8 @@ def test_declaring_a_wrong_kind(kind: Any, label: str) -> None:
     with pytest.raises(ProgramError) as error:
         epilogue(O=kind)
     assert str(error.value) == (
-        f"output 'O' is declared as {label}, expected one of Tile, HalfTile, RowSum, RowMean, RowMax"
+        f"output 'O' is declared as {label}, expected one of Tile, HalfTile, RowGather, RowSum, "
+        "RowMean, RowMax, RowLogSumExp, ColSum, ColMax"
     )
 
 

@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 
 from coda_agent.primitives import (
+    ColIndex,
+    ColMax,
+    ColSum,
     ColVector,
     HalfTile,
+    RowGather,
+    RowLogSumExp,
     RowMax,
     RowMean,
     RowSum,
@@ -17,6 +22,7 @@ from coda_agent.primitives import (
     absolute,
     epilogue,
     exp,
+    gather,
     interleave,
     maximum,
     pairs,
@@ -120,7 +126,17 @@ def test_every_output_decides_split_k() -> None:
     assert not inspect_program(epilogue(D=Tile, O=Tile)(constant_output), 128, 256, 64).split_k_safe
 
 
-@pytest.mark.parametrize(("kind", "safe"), [(RowSum, True), (RowMean, True), (RowMax, False)])
+@pytest.mark.parametrize(
+    ("kind", "safe"),
+    [
+        (RowSum, True),
+        (RowMean, True),
+        (RowMax, False),
+        (RowLogSumExp, False),
+        (ColSum, True),
+        (ColMax, False),
+    ],
+)
 def test_linear_reductions(kind: Any, safe: bool) -> None:
     def program(acc, r: ColVector):
         return {"D": acc, "s": acc * r}
@@ -170,6 +186,49 @@ def test_plain_gemm_costs_nothing_after_it() -> None:
     assert found.epilogue_flops == 0
     assert found.launches == 1
     assert found.tile_local and found.split_k_safe
+
+
+@epilogue(Z=Tile, lse=RowLogSumExp, target=RowGather, g=ColSum, top=ColMax)
+def selecting(acc, C: Tile, y: ColIndex):
+    z = acc * C
+    return {"Z": acc, "lse": acc, "target": gather(acc, y), "g": z, "top": absolute(z)}
+
+
+def test_costs_of_a_gather_and_of_column_reductions_by_hand() -> None:
+    m, n, k = 300, 272, 64
+    tile, across, down = m * n, 3, 3  # ⌈272 / 128⌉ and ⌈300 / 128⌉
+    found = inspect_program(selecting, m, n, k)
+    # acc·C and |z|, then a fold for each of the three reductions; selecting computes nothing.
+    assert found.epilogue_flops == 2 * tile + 3 * tile
+    read = 2 * (m * k + n * k) + 2 * tile + 8 * m
+    written = 2 * tile + 4 * m * across + 4 * m + 2 * (4 * n * down)
+    assert found.bytes_moved == read + written
+    assert found.launches == 4
+    assert not found.tile_local
+    assert not found.split_k_safe
+
+
+def test_blocks_of_reductions_over_rows_divide_m() -> None:
+    @epilogue(D=Tile, g=ColSum)
+    def program(acc):
+        return {"D": acc, "g": acc}
+
+    m, n, k = 1000, 64, 32
+    found = inspect_program(program, m, n, k, block=256)
+    assert found.bytes_moved == 2 * (m * k + n * k) + 2 * m * n + 4 * n * 4
+    assert found.launches == 2
+
+
+@pytest.mark.parametrize(("bias", "safe"), [(False, True), (True, False)])
+def test_a_gather_is_as_linear_as_what_it_takes(bias: bool, safe: bool) -> None:
+    @epilogue(Z=Tile, t=RowGather)
+    def program(acc, y: ColIndex):
+        return {"Z": acc, "t": gather(acc + 1.0 if bias else acc * 2.0, y)}
+
+    found = inspect_program(program, 128, 256, 64)
+    assert found.split_k_safe is safe
+    assert found.tile_local  # one element of one tile: nothing to fold
+    assert found.launches == 1
 
 
 def test_describe() -> None:

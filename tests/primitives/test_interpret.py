@@ -9,9 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from coda_agent.primitives import (
+    ColIndex,
+    ColMax,
+    ColSum,
     ColVector,
     HalfTile,
     Program,
+    RowGather,
+    RowLogSumExp,
     RowMax,
     RowMean,
     RowSum,
@@ -23,6 +28,7 @@ from coda_agent.primitives import (
     epilogue,
     erf,
     exp,
+    gather,
     geglu,
     gelu_erf,
     gelu_tanh,
@@ -331,3 +337,181 @@ def test_atoms_take_scalar_operands_and_numbers() -> None:
     got = exact(program, a, b, alpha=0.25)["O"]
     want = (a.double() @ b.double().T) / (1 + math.exp(-0.25)) + 0.5 * math.e
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def log_sum_exp(values: list[float]) -> float:
+    top = max(values)
+    return top + math.log(math.fsum(math.exp(x - top) for x in values))
+
+
+@epilogue(Z=Tile, lse=RowLogSumExp)
+def full_lse(acc, b: RowVector, alpha: Scalar):
+    z = alpha * acc + b
+    return {"Z": z, "lse": z}
+
+
+@epilogue(O=HalfTile, lse=RowLogSumExp)
+def half_lse(acc, b: RowVector, alpha: Scalar):
+    x, y = pairs(alpha * acc + b)
+    return {"O": x - y, "lse": x - y}
+
+
+@pytest.mark.parametrize("program", [full_lse, half_lse], ids=lambda p: p.name)
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize(("columns", "block", "blocks"), [(40, 16, 3), (32, 16, 2), (24, 128, 1)])
+def test_log_sum_exp(program: Program, scale: float, columns: int, block: int, blocks: int) -> None:
+    a, w = matrices(n=columns)
+    operands = {"b": torch.linspace(-1.0, 3.0, columns) * scale, "alpha": scale}
+    acc = scale * (a.double() @ w.double().T) + operands["b"].double()
+    half = program is half_lse
+    value = rows(acc[:, 0::2] - acc[:, 1::2] if half else acc)
+    width = block // 2 if half else block
+    for compute, relative in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        options: dict[str, Any] = {
+            "dtypes": {o: torch.float32 for o in program.outputs},
+            "block": block,
+            "compute": compute,
+        }
+        raw = interpret(program, a, w, operands, raw=True, **options)["lse"]
+        final = interpret(program, a, w, operands, **options)["lse"]
+        assert raw.shape == (M, blocks) and final.shape == (M,)
+        assert raw.dtype == final.dtype == compute
+        for m, row in enumerate(value):
+            parts = [log_sum_exp(row[i : i + width]) for i in range(0, len(row), width)]
+            # Rounding of Z, not of the reduction, is what float32 adds at a large scale.
+            slack = relative * max(1.0, scale)
+            assert raw[m].tolist() == pytest.approx(parts, rel=relative, abs=slack)
+            assert final[m].item() == pytest.approx(log_sum_exp(row), rel=relative, abs=slack)
+
+
+def test_log_sum_exp_stays_finite_at_both_extremes() -> None:
+    value = torch.tensor([[1e4, -1e4, 1e4, -1e4, -1e4], [-1e4, -1e4, -1e4, -1e4, -1e4]])
+    for width in (1, 2, 5, 8):
+        raw = row_partials(value, RowLogSumExp, width)
+        assert raw.isfinite().all()
+        got = finalise(raw, RowLogSumExp, 5, width)
+        want = torch.tensor([1e4 + math.log(2.0), -1e4 + math.log(5.0)])
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-3)
+    assert row_partials(value, RowLogSumExp, 2)[1, 2].item() == -1e4  # one element, no padding
+
+
+@epilogue(D=Tile, g=ColSum, top=ColMax)
+def columns_reduced(acc, r: ColVector, b: RowVector):
+    d = acc + r * b
+    return {"D": d, "g": d * acc, "top": d}
+
+
+@pytest.mark.parametrize(
+    ("height", "block", "blocks"), [(5, 2, 3), (6, 2, 3), (5, 8, 1), (37, 16, 3)]
+)
+def test_reductions_over_rows(height: int, block: int, blocks: int) -> None:
+    generator = torch.Generator().manual_seed(height)
+    a = torch.randn(height, K, generator=generator).bfloat16()
+    _, w = matrices()
+    r, b = torch.randn(height, generator=generator), torch.linspace(-4.0, 1.0, N)
+    acc = a.double() @ w.double().T
+    d = acc + r.double()[:, None] * b.double()
+    options: dict[str, Any] = {"dtypes": {}, "block": block, "compute": torch.float64}
+    raw = interpret(columns_reduced, a, w, {"r": r, "b": b}, raw=True, **options)
+    final = interpret(columns_reduced, a, w, {"r": r, "b": b}, **options)
+    products, values = rows((d * acc).T), rows(d.T)
+    for o in ("g", "top"):
+        assert raw[o].shape == (N, blocks)
+        assert final[o].shape == (N,)
+    for n in range(N):
+        cut = [slice(i, i + block) for i in range(0, height, block)]
+        sums = [math.fsum(products[n][c]) for c in cut]
+        assert raw["g"][n].tolist() == pytest.approx(sums, abs=1e-12)
+        assert raw["top"][n].tolist() == pytest.approx([max(values[n][c]) for c in cut], abs=1e-12)
+        assert final["g"][n].item() == pytest.approx(math.fsum(products[n]), abs=1e-12)
+        assert final["top"][n].item() == pytest.approx(max(values[n]), abs=1e-12)
+
+
+def test_partials_over_ragged_rows_by_hand() -> None:
+    value = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-5.0, -3.0]])
+    assert row_partials(value, ColSum, 2).tolist() == [[3.0, -5.0], [-3.0, -3.0]]
+    assert row_partials(value, ColMax, 2).tolist() == [[2.0, -5.0], [-1.0, -3.0]]
+    assert finalise(row_partials(value, ColMax, 2), ColMax, 3, 2).tolist() == [2.0, -1.0]
+    nan = torch.tensor([[math.nan], [1.0]])
+    assert row_partials(nan, ColMax, 2).tolist() == [[1.0]]  # as RowMax: NaN is passed over
+
+
+def test_reductions_over_rows_and_over_columns_together() -> None:
+    @epilogue(D=Tile, s=RowSum, g=ColSum)
+    def program(acc, r: ColVector):
+        return {"D": acc, "s": acc * r, "g": acc * r}
+
+    a, w = matrices()
+    r = torch.arange(M).double()
+    raw = interpret(program, a, w, {"r": r}, dtypes={}, block=2, raw=True, compute=torch.float64)
+    assert raw["s"].shape == (M, N // 2)
+    assert raw["g"].shape == (N, 3)
+    got = exact(program, a, w, r=r)
+    torch.testing.assert_close(got["s"].sum(), got["g"].sum())
+
+
+def test_an_outer_product_is_reduced_over_all_rows() -> None:
+    @epilogue(D=Tile, g=ColSum)
+    def program(acc, r: ColVector, b: RowVector):
+        return {"D": acc, "g": r * b}
+
+    a, w = matrices()
+    r, b = torch.arange(M).double(), torch.arange(N).double()
+    torch.testing.assert_close(exact(program, a, w, r=r, b=b)["g"], r.sum() * b)
+
+
+@epilogue(Z=Tile, target=RowGather, doubled=RowGather, swapped=RowGather)
+def gathering(acc, y: ColIndex, b: RowVector):
+    even, odd = pairs(acc)
+    return {
+        "Z": acc,
+        "target": gather(acc, y),
+        "doubled": gather(2.0 * acc + b, y),
+        "swapped": gather(interleave(odd, even), y),
+    }
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("index", [[0, 39, 17, 2, 1], [-1, 40, -100, 39, 2**31 - 1]])
+def test_gather(kind: torch.dtype, index: list[int]) -> None:
+    a, w = matrices()
+    b = torch.arange(N).float()
+    y = torch.tensor(index, dtype=kind)
+    got = exact(gathering, a, w, y=y, b=b)
+    acc = rows(a.double() @ w.double().T)
+    for m, n in enumerate(index):
+        inside = 0 <= n < N
+        want = acc[m][n] if inside else 0.0
+        assert got["target"][m].item() == pytest.approx(want, abs=1e-13)
+        assert got["doubled"][m].item() == pytest.approx(2 * want + (n if inside else 0), abs=1e-13)
+        other = acc[m][n ^ 1] if inside else 0.0
+        assert got["swapped"][m].item() == pytest.approx(other, abs=1e-13)
+    assert y.tolist() == index
+
+
+def test_gathered_values_are_taken_before_rounding() -> None:
+    a, w = matrices()
+    operands = {"y": torch.arange(M), "b": torch.zeros(N)}
+    got = interpret(
+        gathering, a, w, operands, dtypes={o: torch.bfloat16 for o in gathering.outputs}
+    )
+    assert got["Z"].dtype == torch.bfloat16
+    assert got["target"].shape == (M,)
+    assert got["target"].dtype == torch.float32
+    acc = a.float() @ w.float().T
+    assert torch.equal(got["target"], acc[range(M), range(M)])
+    assert not torch.equal(got["target"], got["Z"].float()[range(M), range(M)])
+
+
+def test_gather_passes_over_what_is_not_finite_elsewhere() -> None:
+    @epilogue(Z=Tile, t=RowGather)
+    def program(acc, y: ColIndex, b: RowVector):
+        return {"Z": acc, "t": gather(acc + b, y)}
+
+    a, w = matrices()
+    b = torch.full((N,), math.nan)
+    b[3] = 0.5
+    got = exact(program, a, w, y=torch.tensor([3, 3, -1, 3, N]), b=b)["t"]
+    want = (a.double() @ w.double().T)[:, 3] + 0.5
+    assert got[2] == got[4] == 0.0
+    torch.testing.assert_close(got[[0, 1, 3]], want[[0, 1, 3]])

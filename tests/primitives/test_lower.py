@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from coda_agent.demos import demos
 from coda_agent.primitives import (
+    ColIndex,
+    ColMax,
+    ColSum,
     ColVector,
     HalfTile,
     Program,
+    RowGather,
+    RowLogSumExp,
     RowMax,
     RowMean,
     RowSum,
@@ -21,6 +27,7 @@ from coda_agent.primitives import (
     clamp,
     epilogue,
     exp,
+    gather,
     gelu_erf,
     gelu_tanh,
     hard_swish,
@@ -85,6 +92,9 @@ def transcendental(acc, C: Tile, E: Tile):
     return {"O": x, "P": log(exp(-absolute(x)) + 1.0) * rsqrt(x * x + 1.0)}
 
 
+ELEMENTS: dict[type, str] = {Tile: "bfloat16", ColIndex: "int64"}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile for real: objects of earlier runs are neither found nor left behind."""
@@ -103,9 +113,13 @@ def build(program: Program, arch: str, config: TileConfig | None = None) -> dict
         config or DEFAULT_CONFIGS[arch],
         arch,
         "bfloat16",
-        {o: "bfloat16" if k is Tile else "float32" for o, k in program.operands.items()},
-        {o: "bfloat16" for o in program.outputs if o not in program.reductions},
+        {o: ELEMENTS.get(k, "float32") for o, k in program.operands.items()},
+        {o: "bfloat16" for o, k in program.outputs.items() if k in (Tile, HalfTile)},
     )
+
+
+def demo_programs(name: str) -> tuple[Program, ...]:
+    return next(d for d in demos() if d.name == name).programs
 
 
 @pytest.mark.parametrize(
@@ -178,6 +192,29 @@ def test_two_full_width_outputs_on_pairs(arch: str) -> None:
     assert build(three, arch)["stack_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    "program",
+    [*demo_programs("cross_entropy"), *demo_programs("column_statistics")],
+    ids=lambda p: p.name,
+)
+def test_gathers_and_column_reductions_compile_for_hopper(program: Program) -> None:
+    found = build(program, "sm_90a")
+    assert 0 < found["registers"] <= 255
+    assert found["wgmma"] > 0
+    assert found["stack_bytes"] == 0
+    assert found["local_stores"] == 0
+
+
+def test_selecting_reducing_and_storing_pairs_at_once() -> None:
+    @epilogue(D=Tile, E=Tile, t=RowGather, lse=RowLogSumExp, g=ColSum)
+    def program(acc, y: ColIndex, r: ColVector):
+        x, z = pairs(acc)
+        turned = interleave(z, x)
+        return {"D": acc, "E": turned, "t": gather(turned, y), "lse": x * z, "g": turned + r}
+
+    assert build(program, "sm_90a")["stack_bytes"] == 0
+
+
 def test_kernel_names_are_positional() -> None:
     @epilogue(h=HalfTile, first=Tile, s=RowSum)
     def program(acc, r: ColVector, X: Tile, alpha: Scalar, Y: Tile):
@@ -241,6 +278,77 @@ def test_what_is_zero_past_the_last_column(value: Any, zero: bool) -> None:
 
     graph = epilogue(O=Tile, used=Tile)(program).graph
     assert zero_preserving(graph)[graph.outputs["O"]] is zero
+
+
+ZERO_BELOW: list[tuple[Any, bool]] = [
+    (lambda acc, C, r, b, a: acc, True),
+    (lambda acc, C, r, b, a: acc * C, True),
+    (lambda acc, C, r, b, a: acc * b, True),  # a row vector is whole in every row of tiles
+    (lambda acc, C, r, b, a: acc * b * a - C * (b + 1.0), True),
+    (lambda acc, C, r, b, a: acc * (a * 2.0), True),
+    (lambda acc, C, r, b, a: silu(acc) * b, True),
+    (lambda acc, C, r, b, a: interleave(pairs(acc)[1] * pairs(b)[0], 0.0), True),
+    (lambda acc, C, r, b, a: acc * sigmoid(b), True),
+    (lambda acc, C, r, b, a: acc * r, False),  # what is read past M may be NaN or infinite
+    (lambda acc, C, r, b, a: acc * (r * b), False),
+    (lambda acc, C, r, b, a: acc * sigmoid(r), False),
+    (lambda acc, C, r, b, a: acc + r, False),
+    (lambda acc, C, r, b, a: acc + b, False),
+    (lambda acc, C, r, b, a: acc + b * a, False),
+    (lambda acc, C, r, b, a: r * b, False),
+    (lambda acc, C, r, b, a: acc * rsqrt(b), False),  # 0 · ∞
+    (lambda acc, C, r, b, a: interleave(pairs(acc)[0], pairs(b)[1] * pairs(acc)[1] + 1.0), False),
+    (lambda acc, C, r, b, a: sigmoid(acc), False),
+    (lambda acc, C, r, b, a: exp(acc) * b, False),
+]
+
+
+@pytest.mark.parametrize(("value", "zero"), ZERO_BELOW)
+def test_what_is_zero_past_the_last_row(value: Any, zero: bool) -> None:
+    def program(acc, C: Tile, r: ColVector, b: RowVector, a: Scalar):
+        everything = acc + C + r + b + a
+        return {"O": value(acc, C, r, b, a), "used": everything}
+
+    graph = epilogue(O=Tile, used=Tile)(program).graph
+    assert zero_preserving(graph, past_rows=True)[graph.outputs["O"]] is zero
+
+
+def test_sums_over_rows_are_masked_by_what_lies_past_the_last_row() -> None:
+    @epilogue(D=Tile, by_r=ColSum, by_b=ColSum, across_r=RowSum, across_b=RowSum, top=ColMax)
+    def program(acc, r: ColVector, b: RowVector):
+        u, v = acc * r, acc * b
+        return {"D": acc, "by_r": u, "by_b": v, "across_r": u, "across_b": v, "top": u}
+
+    replay = Replay(program, kernel_names(program), 0)
+    assert replay.masked == {"by_r", "across_b"}
+    assert replay.scaled == {"by_b", "across_r"}
+    kinds = {o: type(replay.sink(o)).__name__ for o in program.reductions}
+    assert kinds == {
+        "by_r": "MaskedColSum",
+        "by_b": "RowVecReduce",
+        "across_r": "ColVecReduce",
+        "across_b": "MaskedRowSum",
+        "top": "RowVecReduce",
+    }
+
+
+def test_log_sum_exp_is_a_reduction_of_its_own() -> None:
+    @epilogue(Z=Tile, lse=RowLogSumExp)
+    def program(acc):
+        return {"Z": acc, "lse": acc + 1.0}
+
+    replay = Replay(program, kernel_names(program), 0)
+    assert replay.masked == replay.scaled == set()
+    assert type(replay.sink("lse")).__name__ == "OnlineLSEReduce"
+
+
+def test_the_index_of_a_gather() -> None:
+    @epilogue(Z=Tile, t=RowGather, u=RowGather)
+    def program(acc, first: ColIndex, second: ColIndex):
+        return {"Z": acc, "t": gather(acc, second), "u": gather(acc * 2.0, first)}
+
+    replay = Replay(program, kernel_names(program), 0)
+    assert (replay.index_of("t"), replay.index_of("u")) == ("second", "first")
 
 
 def test_sums_are_masked_where_needed_and_maxima_left_to_quack() -> None:

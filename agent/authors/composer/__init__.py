@@ -1,7 +1,7 @@
 """The composer, an author without a key: derives the program from the reference, or says why not.
 
 - `capture`: the reference as an ATen graph.
-- `rewrite`: that graph as canonical expressions (`expression`, `layout`).
+- `rewrite`: that graph as canonical expressions (`across`, `builder`, `layout`).
 - `emit`: the expressions as source.
 - Then it checks itself: what it wrote is run in float64 against the reference.
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from coda_agent.agent.authors.composer.expression import Builder, Expr
+from coda_agent.agent.authors.composer.builder import Builder
+from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives.errors import ProgramError
 
 VIEWS = frozenset(
@@ -29,11 +30,21 @@ FACTORIES = {
     "new_empty": math.nan,
 }
 GEMMS = ("mm", "bmm", "addmm")
-REDUCTIONS = {"sum": "row_sum", "mean": "row_mean", "amax": "row_max", "max": "row_max"}
+# By what is left: each row's value, or each column's.
+REDUCTIONS = {
+    "M": {
+        "sum": "row_sum",
+        "mean": "row_mean",
+        "amax": "row_max",
+        "max": "row_max",
+        "logsumexp": "row_logsumexp",
+    },
+    "N": {"sum": "col_sum", "amax": "col_max", "max": "col_max"},
+}
 
 ACROSS = frozenset(
     """
-    argmax argmin cumprod cumsum logsumexp _log_softmax native_layer_norm _softmax sort std topk var
+    argmax argmin cumprod cumsum _log_softmax native_layer_norm _softmax sort std topk var
     var_mean
     """.split()  # noqa: SIM905
 )

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
 _GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu", "sigmoid": "glu"}
-_REDUCED = {"row_sum": "row sum", "row_mean": "row mean", "row_max": "row maximum"}
+_REDUCED = {
+    "row_sum": "row sum",
+    "row_mean": "row mean",
+    "row_max": "row maximum",
+    "row_logsumexp": "row log-sum-exp",
+    "col_sum": "column sum",
+    "col_max": "column maximum",
+}
 _TEMPORARIES = ("x", "y", "z", "u", "v", "w", *(f"t{i}" for i in range(100)))
 _SUM, _PRODUCT, _SIGN, _ATOM = range(4)
 _LONG = 64
@@ -33,7 +40,7 @@ def emit(spec: Spec, programs: list[Rewritten]) -> str:
     line = f"from coda_agent.primitives import {', '.join(names)}"
     if len(line) > 100:
         line = "from coda_agent.primitives import (\n" + "".join(f"    {n},\n" for n in names) + ")"
-    head = textwrap.fill(f"{spec.name}: {_plain(spec.summary)}", 96)
+    head = textwrap.fill(f"{spec.name}: {_plain(spec.summary)}", 96, break_on_hyphens=False)
     doc = f'"""{head}\n\nComposed from the PyTorch reference of the spec.\n"""'
     return "\n\n\n".join([f"{doc}\n\n{line}", *(f.text for f in functions)]) + "\n"
 
@@ -149,7 +156,7 @@ class _Function:
 
     def _spelled(self, expr: Expr) -> tuple[str, int]:
         match expr.op:
-            case "acc" | "operand":
+            case "acc" | "operand" | "index":
                 return expr.name, _ATOM
             case "const":
                 return _number(expr.value), _ATOM if expr.value >= 0 else _SIGN

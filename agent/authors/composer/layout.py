@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.authors.composer.expression import Builder, Expr
+from coda_agent.agent.authors.composer.builder import Builder
+from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives.errors import ProgramError
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ class Elements:
     """A tensor of the trace, element by element."""
 
     codes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A value that an epilogue cannot take; an error only where it is used."""
+
+    reason: str
 
 
 class Layout:

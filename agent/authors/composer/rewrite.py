@@ -13,29 +13,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.authors.composer.across import Across
 from coda_agent.agent.authors.composer.aten import (
     ACROSS,
     FACTORIES,
     GEMMS,
-    REDUCTIONS,
     VIEWS,
     WHOLE_ROW,
     elementwise,
 )
+from coda_agent.agent.authors.composer.builder import AGAIN, Builder
 from coda_agent.agent.authors.composer.capture import Captured
-from coda_agent.agent.authors.composer.expression import Builder, Expr, walk
-from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout
+from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, walk
+from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.primitives.errors import ProgramError
 
 if TYPE_CHECKING:
     from torch import fx
-
-
-@dataclass(frozen=True)
-class _Unusable:
-    """An input that an epilogue cannot take; an error only where it is used."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,7 @@ class _Rewriter:
         self.builder = Builder(n)
         self.layout = Layout(self.builder, {"M": m, "N": n, "H": n // 2, "K": k})
         self.meaning = elementwise(self.builder)
+        self.across = Across(self.layout, self._apply)
         self.acc = self.builder.leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
 
@@ -99,7 +94,7 @@ class _Rewriter:
                         reason = f"is called in a way that is not understood: {error}"
                         raise ProgramError(f"{self._where(node)}: {reason}") from None
         values, outputs = self._outputs(returned)
-        used = {e.name for e in walk(list(values.values())) if e.op == "operand"}
+        used = {e.name for e in walk(list(values.values())) if e.op in ("operand", "index")}
         operands = {name: kind for name, kind in self.kinds.items() if name in used}
         if not any(e is self.acc for e in walk(list(values.values()))):
             raise ProgramError(
@@ -111,7 +106,7 @@ class _Rewriter:
         line = node.meta.get("custom", {}).get("line", self.spec.reference_line)
         return f"{self.spec.path}:{line}: {_name(node)}"
 
-    def _input(self, position: int, name: str) -> Elements | _Unusable:
+    def _input(self, position: int, name: str) -> Elements | Unusable:
         symbolic = self.spec.symbolic_shape(name, self.captured.binding)
         shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
         m, n, _ = self.spec.gemm_dims
@@ -122,17 +117,23 @@ class _Rewriter:
             (m, n): (("M", "N"), "Tile"),
         }
         a, b = self.spec.gemm
+        integer = self.spec.inputs[name].dtype.startswith("int")
         if name in (a, b):
             dims, kind = ("M" if name == a else "N", "K"), ""
-        elif symbolic in known and not self.spec.inputs[name].dtype.startswith("int"):
+        elif symbolic == (m,) and integer:
+            dims, kind = ("M",), "ColIndex"
+        elif symbolic in known and not integer:
             dims, kind = known[symbolic]
-            self.kinds[name] = kind
         else:
             got = f"{self.spec.inputs[name].dtype} [{', '.join(map(str, symbolic))}]"
-            return _Unusable(
+            return Unusable(
                 f"input {name!r} is {got}; an epilogue takes floating [], [{m}], [{n}], [{m}, {n}]"
+                f" and integer [{m}]"
             )
-        expr = self.builder.leaf("operand", name, position, frozenset(dims))
+        if kind:
+            self.kinds[name] = kind
+        leaf = "index" if kind == "ColIndex" else "operand"
+        expr = self.builder.leaf(leaf, name, position, frozenset(dims))
         return self.layout.write(expr, shape, Frame(dims))
 
     def _node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +144,7 @@ class _Rewriter:
             raise ProgramError("draws random numbers")
         flat: list[Any] = tree_leaves((args, kwargs))
         for value in flat:
-            if isinstance(value, _Unusable) and op != "getitem":
+            if isinstance(value, Unusable) and op != "getitem":
                 raise ProgramError(value.reason)
         if op == "copy_":
             raise ProgramError("writes to an input in place")
@@ -151,7 +152,8 @@ class _Rewriter:
             return target(*args, **kwargs)
         if op in ("_to_copy", "to", "convert_element_type"):
             dtype = kwargs.get("dtype") or (args[1:] or (torch.float32,))[0]
-            if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+            whole = isinstance(dtype, torch.dtype) and not dtype.is_floating_point
+            if whole and not self.across.is_index(args[0]):
                 raise ProgramError(f"casts to {dtype}; an epilogue computes in float32")
             return args[0]
         if op in ("_local_scalar_dense", "contiguous"):
@@ -163,10 +165,13 @@ class _Rewriter:
             return Elements(fill.codes.expand(shape))
         if op in GEMMS:
             return self._gemm(op, args, kwargs)
-        if op in REDUCTIONS:
-            return self._reduce(op, *args, **kwargs)
-        if op in ("linalg_vector_norm", "norm"):
-            return self._norm(*args, **kwargs)
+        if op in self.across.meaning:
+            return self.across.meaning[op](*args, **kwargs)
+        if op == "remainder" and self.across.is_index(args[0]):
+            if args[1] == self.layout.extents["N"]:
+                return args[0]
+        if op == "index" and any(isinstance(i, Elements) for i in args[1]):
+            return self.across.select(*args)
         if op == "where" and isinstance(args[0], torch.Tensor):
             x, y = (self._lift(a).codes for a in args[1:])
             return Elements(torch.where(args[0], x, y))
@@ -195,8 +200,6 @@ class _Rewriter:
         else:
             lift = lambda v: v.codes if isinstance(v, Elements) else v
         kept = {k: v for k, v in kwargs.items() if k not in ("dtype", "layout", "pin_memory")}
-        if _name_of(target) == "index" and any(isinstance(i, Elements) for i in args[1]):
-            raise ProgramError("gathers at positions that are values")
         if _name_of(target) == "copy":
             return Elements(lift(args[1]).expand(lift(args[0]).shape))
         out = target(*tree_map(lift, args), **tree_map(lift, kept))
@@ -276,58 +279,15 @@ class _Rewriter:
             " commutes past the product"
         )
 
-    def _reduce(
-        self, op: str, x: Elements, dims: Any = None, keepdim: bool = False, dtype: Any = None
-    ) -> Any:
-        codes = x.codes
-        rank = codes.ndim
-        listed = [dims] if isinstance(dims, int) else dims
-        over = sorted(d % rank for d in listed) if listed else list(range(rank))
-        kept = [d for d in range(rank) if d not in over]
-        shape = tuple(
-            1 if d in over else s for d, s in enumerate(codes.shape) if keepdim or d not in over
-        )
-        outer = tuple(codes.shape[d] for d in kept)
-        extent = math.prod(codes.shape[d] for d in over)
-        moved = Elements(codes.permute(*kept, *over).reshape(*outer, extent))
-        if extent == 2:
-            first, second = (Elements(moved.codes[..., i]) for i in (0, 1))
-            joined = self._apply("maximum" if "max" in op else "add", (first, second), {})
-            joined = self._apply("mul", (joined, 0.5), {}) if op == "mean" else joined
-            out = Elements(joined.codes.reshape(shape))
-        else:
-            m = self.layout.extents["M"]
-            frame = self.layout.frame((m, extent))
-            if math.prod(outer) != m or frame is None or frame.dims[1:] not in (("N",), ("H",)):
-                raise ProgramError("only a reduction over all columns of each row is available")
-            value = self.layout.read(Elements(moved.codes.reshape(m, extent)), (m, extent), frame)
-            if "M" not in value.dims or len(value.dims) != 2:
-                raise ProgramError("reduces a value that is the same in every row or column")
-            made = self.builder.make(REDUCTIONS[op], value, dims=frozenset({"M"}))
-            out = self.layout.write(made, shape, Frame(("M",)))
-        if op == "max" and dims is not None:
-            return [out, _Unusable("the position of a maximum is not available")]
-        return out
-
-    def _norm(
-        self, x: Elements, order: Any = 2, dims: Any = None, keepdim: bool = False, **_: Any
-    ) -> Any:
-        if order in (1, math.inf):
-            sizes = self._apply("abs", (x,), {})
-            return self._reduce("sum" if order == 1 else "amax", sizes, dims, keepdim)
-        if order != 2:
-            raise ProgramError(f"takes a norm of order {order}; expected 1, 2 or inf")
-        squares = self._apply("square", (x,), {})
-        return self._apply("sqrt", (self._reduce("sum", squares, dims, keepdim),), {})
-
     def _outputs(self, returned: Any) -> tuple[dict[str, Expr], dict[str, str]]:
         m, n, _ = self.spec.gemm_dims
         kinds = {
             (m, n): ("Tile", ("M", "N")),
             (m, f"{n}/2"): ("HalfTile", ("M", "H")),
             (m,): ("", ("M",)),
+            (n,): ("", ("N",)),
         }
-        reductions = {"row_sum": "RowSum", "row_mean": "RowMean", "row_max": "RowMax"}
+        alone = {**REDUCTIONS, "gather": "RowGather"}
         values: dict[str, Expr] = {}
         outputs: dict[str, str] = {}
         for name in self.spec.outputs:
@@ -336,7 +296,7 @@ class _Rewriter:
             shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
             value = returned.get(name) if isinstance(returned, dict) else None
             if not isinstance(value, Elements):
-                reason = value.reason if isinstance(value, _Unusable) else "depends on no input"
+                reason = value.reason if isinstance(value, Unusable) else "depends on no input"
                 raise ProgramError(f"{where}: {reason}")
             if symbolic not in kinds or value.codes.shape != shape:
                 extents = value.codes.shape if symbolic in kinds else symbolic
@@ -349,13 +309,15 @@ class _Rewriter:
                 expr = self.layout.read(value, shape, Frame(dims))
             except ProgramError as error:
                 raise ProgramError(f"{where} {error.message}") from None
-            if bool(kind) == expr.reduction:
+            if any(e.op == "centred" for e in walk([expr])):
+                raise ProgramError(f"{where} {AGAIN}")
+            if bool(kind) == (expr.op in alone):
                 raise ProgramError(
                     f"{where} is computed by {expr.op!r}; a kernel writes full or half tiles, and"
-                    " [M] only as a row sum, mean or maximum itself"
+                    f" [{m}] or [{n}] only as a reduction itself, [{m}] also as a gather"
                 )
             values[name] = expr
-            outputs[name] = kind or reductions[expr.op]
+            outputs[name] = kind or alone[expr.op]
         canonical = self.builder.canonical(list(values.values()))
         return dict(zip(values, canonical, strict=True)), outputs
 
