@@ -52,9 +52,11 @@ class ProgramFunction:
         Args:
             a: (…, M, K), bf16 or fp16, any strides.
             b: (N, K), the nn.Linear layout, same dtype.
-            operands: By name: tiles (…, M, N), column vectors (…, M), row vectors (N,), numbers.
+            operands: By name: tiles (…, M, N), column vectors and indices (…, M), row vectors (N,),
+                numbers.
             block_size: None returns final reductions. An integer pins the reduction block and
-                returns raw partials (…, M, ⌈N / block_size⌉) from one launch.
+                returns raw partials from one launch: (…, M, ⌈N / block_size⌉), or
+                (N, ⌈M / block_size⌉) over rows.
             config: A tile configuration instead of the chosen one.
 
         Raises:
@@ -77,11 +79,15 @@ class ProgramFunction:
                 flat,
                 dtypes=dtypes,
                 block=config.tile_n,
+                row_block=config.tile_m,
                 raw=block_size is not None,
             )
         if len(lead) == 1:
             return results
-        return {o: t.reshape(*lead, *t.shape[1:]) for o, t in results.items()}
+        per_column = {o for o, kind in self.program.reductions.items() if kind.over_rows}
+        return {
+            o: t if o in per_column else t.reshape(*lead, *t.shape[1:]) for o, t in results.items()
+        }
 
     def _run(
         self,
@@ -179,6 +185,10 @@ class ProgramFunction:
             if tuple(getattr(value, "shape", ())) != expected:
                 got = tuple(getattr(value, "shape", ())) if hasattr(value, "shape") else value
                 raise LaunchError(f"{name}: operand {o!r} has shape {got}, expected {expected}")
+            if kind is ColIndex and value.dtype not in (torch.int32, torch.int64):
+                raise LaunchError(
+                    f"{name}: operand {o!r} is {value.dtype}, expected int32 or int64 indices"
+                )
             if value.device != a.device:
                 raise LaunchError(f"{name}: operand {o!r} is on {value.device}, A on {a.device}")
         return m, n, k, lead
@@ -187,6 +197,9 @@ class ProgramFunction:
         kind = self.program.operands[o]
         if kind in (Scalar, RowVector):
             return value
+        if kind is ColIndex and value.is_cuda:
+            # The kernel compares 32 bits, and does not know where the last tile's columns end.
+            value = value.where((value >= 0) & (value < n), -1).int()
         return value.reshape(m) if kind in (ColVector, ColIndex) else value.reshape(m, n)
 
 

@@ -30,7 +30,7 @@ class Inspection:
         epilogue_flops: Floating-point operations after the GEMM.
         bytes_moved: Least bytes through device memory: each input read once, each output written
             once.
-        launches: Kernel launches for final values: one, plus one for each row reduction.
+        launches: Kernel launches for final values: one, plus one for each reduction.
         tile_local: Whether final values need nothing beyond their own tile, that is no reduction.
         split_k_safe: Whether every output is linear in the accumulator, so that partial sums over K
             may be stored and added.

@@ -3,8 +3,8 @@
 - The accumulator is kept in `compute` precision (float32 as on the GPU, float64 as an exact
   reading).
 - Values are rounded only at stores, to the output's dtype.
-- Row reductions produce the same partials as the kernel: one for each block of columns, a ragged
-  last one included.
+- Reductions produce the same partials as the kernel: one for each block of columns, or rows, a
+  ragged last one included.
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ def _interleave(even: Any, odd: Any, *, like: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    import torch
+
     inside = (index >= 0) & (index < x.shape[1])
     found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
-    return found.where(inside, found.new_zeros(()))
+    # As the kernel, which takes -inf for "not found".
+    return found.where(inside & (found != -torch.inf), found.new_zeros(()))
 
 
 def interpret(
@@ -64,6 +67,7 @@ def interpret(
     *,
     dtypes: Mapping[str, torch.dtype],
     block: int = 128,
+    row_block: int = 128,
     raw: bool = False,
     compute: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -75,7 +79,8 @@ def interpret(
         b: (N, K), any strides.
         operands: By name: (M, N) tiles, (M,) column vectors and indices, (N,) row vectors, numbers.
         dtypes: Element type of each `Tile` and `HalfTile` output.
-        block: Columns, or rows, a reduction tile.
+        block: Columns a tile of a reduction over columns.
+        row_block: Rows a tile of a reduction over rows.
         raw: Return raw reduction partials, (M, ⌈N / block⌉) or (N, ⌈M / block⌉), instead of final
             values.
         compute: float32 (the default) or float64.
@@ -94,11 +99,11 @@ def interpret(
         value = values[program.graph.outputs[name]]
         if issubclass(kind, Reduction):
             value = value.expand(acc.shape[0], -1)
-            half = value.shape[-1] != acc.shape[-1] and not kind.over_rows
-            width = block // 2 if half else block
-            folded = value.shape[0 if kind.over_rows else 1]
-            found = partials(value, kind, width)
-            results[name] = found if raw else finalise(found, kind, folded, width)
+            extent, folded = (row_block, len(value)) if kind.over_rows else (block, value.shape[1])
+            if value.shape[1] != acc.shape[1]:
+                extent //= 2
+            found = partials(value, kind, extent)
+            results[name] = found if raw else finalise(found, kind, folded, extent)
         elif kind is RowGather:
             results[name] = value
         else:

@@ -47,8 +47,9 @@ def interleave(even: Operand, odd: Operand) -> Value:
         raise ProgramError("interleave() expects two half-width values, (M, N/2)")
     graph = values[0].graph
     even, odd = (v if isinstance(v, Value) else graph.const(v) for v in (even, odd))
-    if even.shape not in (Shape.HALF, Shape.COL, Shape.SCALAR, Shape.HALF_ROW):
+    if even.shape.full_width:
         raise ProgramError("interleave() got a full-width value, expected two half-width ones")
-    if Shape.HALF not in (even.shape, odd.shape) or odd.shape.full_width:
+    legal = (Shape.HALF, Shape.HALF_ROW, Shape.COL, Shape.SCALAR)
+    if Shape.HALF not in (even.shape, odd.shape) or not {even.shape, odd.shape} <= set(legal):
         raise ProgramError("interleave() expects two half-width values, (M, N/2)")
     return even.graph.add(Node("interleave", (even.index, odd.index), Shape.TILE))

@@ -118,9 +118,9 @@ def _sha(text: str) -> str:
 def epilogue(**outputs: type) -> Callable[[Callable[..., Any]], Program]:
     """Declare an epilogue program.
 
-    The decorated function takes the fp32 accumulator first, then operands annotated with `Tile`,
-    `ColVector`, `RowVector` or `Scalar`, and returns a dict with exactly the outputs declared here
-    as `Tile`, `HalfTile`, `RowSum`, `RowMean` or `RowMax`.
+    The decorated function takes the fp32 accumulator first, then operands annotated with a kind of
+    `OPERAND_SHAPES`, and returns a dict with exactly the outputs declared here as a kind of
+    `OUTPUT_KINDS` (both in resources.py).
 
     Raises:
         ProgramError: a resource is misdeclared, an output is never written, an operand never used,

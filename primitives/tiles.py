@@ -11,8 +11,8 @@ class TileConfig:
     """One way to run a kernel.
 
     Attributes:
-        tile_m: Rows a CTA tile.
-        tile_n: Columns a CTA tile; also the block of row reductions.
+        tile_m: Rows a CTA tile; also the block of reductions over rows.
+        tile_n: Columns a CTA tile; also the block of reductions over columns.
         cluster_m: CTAs a cluster along M (they share B tiles by TMA multicast).
         cluster_n: CTAs a cluster along N (they share A tiles).
         pingpong: Two warp groups on alternate tiles, the epilogue of one under the mainloop of the

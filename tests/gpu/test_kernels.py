@@ -57,17 +57,16 @@ def interpreted(
     program: Program, values: dict[str, Any], config: TileConfig, *, raw: bool
 ) -> dict[str, torch.Tensor]:
     """The interpreter's outputs in float32, each reduction in blocks of the tile's own extent."""
-    dtypes = {o: torch.float32 for o in program.outputs}
-    by_extent = {
-        extent: interpret(
-            program, values["A"], values["B"], values, dtypes=dtypes, block=extent, raw=raw
-        )
-        for extent in {config.tile_m, config.tile_n}
-    }
-    over_rows = {o for o, kind in program.reductions.items() if kind.over_rows}
-    return {
-        o: by_extent[config.tile_m if o in over_rows else config.tile_n][o] for o in program.outputs
-    }
+    return interpret(
+        program,
+        values["A"],
+        values["B"],
+        values,
+        dtypes={o: torch.float32 for o in program.outputs},
+        block=config.tile_n,
+        row_block=config.tile_m,
+        raw=raw,
+    )
 
 
 def check(program: Program, values: dict[str, Any], config: TileConfig, **options: Any) -> None:

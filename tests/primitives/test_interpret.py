@@ -232,7 +232,12 @@ def test_raw_partials_and_final_values(
     half = program is half_reductions
     value = rows(acc[:, 0::2] * acc[:, 1::2] if half else acc)
     want = expected_partials(value, block // 2 if half else block)
-    options: dict[str, Any] = {"dtypes": {}, "block": block, "compute": torch.float64}
+    options: dict[str, Any] = {
+        "dtypes": {},
+        "block": block,
+        "row_block": block,
+        "compute": torch.float64,
+    }
     raw = interpret(program, a, w, {"b": b}, raw=True, **options)
     final = interpret(program, a, w, {"b": b}, **options)
     width = len(value[0])
@@ -411,7 +416,12 @@ def test_reductions_over_rows(height: int, block: int, blocks: int) -> None:
     r, b = torch.randn(height, generator=generator), torch.linspace(-4.0, 1.0, N)
     acc = a.double() @ w.double().T
     d = acc + r.double()[:, None] * b.double()
-    options: dict[str, Any] = {"dtypes": {}, "block": block, "compute": torch.float64}
+    options: dict[str, Any] = {
+        "dtypes": {},
+        "block": block,
+        "row_block": block,
+        "compute": torch.float64,
+    }
     raw = interpret(columns_reduced, a, w, {"r": r, "b": b}, raw=True, **options)
     final = interpret(columns_reduced, a, w, {"r": r, "b": b}, **options)
     products, values = rows((d * acc).T), rows(d.T)
@@ -443,7 +453,9 @@ def test_reductions_over_rows_and_over_columns_together() -> None:
 
     a, w = matrices()
     r = torch.arange(M).double()
-    raw = interpret(program, a, w, {"r": r}, dtypes={}, block=2, raw=True, compute=torch.float64)
+    raw = interpret(
+        program, a, w, {"r": r}, dtypes={}, block=2, row_block=2, raw=True, compute=torch.float64
+    )
     assert raw["s"].shape == (M, N // 2)
     assert raw["g"].shape == (N, 3)
     got = exact(program, a, w, r=r)
