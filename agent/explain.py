@@ -78,8 +78,7 @@ def _program(spec: Spec | None, text: str, variant: str | None) -> Program:
 
 
 def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
-    """The kernel's MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings
-    once."""
+    """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
     from coda_agent.primitives.target import ARCHITECTURES
 
     types = dict.fromkeys(spec.types, next(iter(spec.types.values()))[0]) if spec else {}

@@ -1,8 +1,8 @@
 """Accepted kernels as functions: `from coda_agent.generated import gemm_rmsnorm_swiglu`.
 
-Each folder here is one kernel: its program, its frozen spec, its evidence and its tuned tiles. A
-    function takes the spec's inputs by the
-spec's names and returns its outputs in the spec's order.
+Each folder here is one kernel: its program, its frozen spec, its evidence and its tuned tiles.
+A function takes the spec's inputs by the spec's names and returns its outputs in the spec's
+order.
 """
 
 from __future__ import annotations

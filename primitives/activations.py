@@ -1,5 +1,4 @@
-"""Activations and gates composed of atoms. Each is plain arithmetic, so each works in all three
-readings."""
+"""Activations and gates composed of atoms: plain arithmetic, so they work in all three readings."""
 
 from __future__ import annotations
 

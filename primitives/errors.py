@@ -1,5 +1,4 @@
-"""The exception tree. Every error is one line: what was wrong, what was expected, how to mend
-it."""
+"""The exception tree. Each error is one line: what was wrong, what was expected, how to mend it."""
 
 
 class CodaError(Exception):

@@ -1,5 +1,4 @@
-"""Programs as functions on tensors: shape checks, layouts, configuration, and the fallback without
-a GPU."""
+"""Programs as functions on tensors: checks, layouts, configuration, the fallback without a GPU."""
 
 from __future__ import annotations
 

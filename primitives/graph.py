@@ -156,8 +156,7 @@ class Graph:
 
 
 class Value:
-    """A symbolic value a program's function computes with. Only the vocabulary and + - * / apply to
-    it."""
+    """A symbolic value; only the vocabulary and + - * / apply to it."""
 
     __slots__ = ("graph", "index")
 

@@ -110,8 +110,11 @@ def lower(program: Program, tile_n: int) -> Lowered:
 
 
 def kernel_names(program: Program) -> dict[str, str]:
-    """Kernel-side names: the first Tile operand is c, the first Tile output D, the rest
-    positional."""
+    """Kernel-side names: c for the first Tile operand, D for the first Tile output, then positions.
+
+    Interned, because quack's object cache hashes a pickle, and pickle writes two equal strings
+    differently when they are not one object: else a second process, or tile, misses the cache.
+    """
     names = {}
     tile = next((o for o, kind in program.operands.items() if kind is Tile), None)
     for i, o in enumerate(program.operands):

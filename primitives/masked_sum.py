@@ -1,5 +1,4 @@
-"""Sums that ignore what lies past the last row or column; imports quack, so only the lowering
-imports it."""
+"""Sums that ignore what lies past the last row or column; only the lowering imports this."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from coda_agent.primitives.graph import OPS, Op, Value, record
 def elementwise(
     cute: Callable[..., Any], *, flops: int = 1, commutative: bool = False, packed: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an atom: the decorated function is its meaning on torch tensors, `cute` its
-    lowering."""
+    """Define an atom: the decorated function is its meaning in torch, `cute` its lowering."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         name, signature = fn.__name__, inspect.signature(fn)

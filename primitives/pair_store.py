@@ -1,4 +1,4 @@
-"""A second full-width store of a paired program; imports quack, so only the lowering imports it.
+"""A second full-width store of a paired program; only the lowering imports this.
 
 quack's paired mode hands a program two adjacent accumulator lanes and takes back half-width
 outputs; full width it knows only for the GEMM's own store D. Reductions, though, collect both lanes

@@ -1,5 +1,4 @@
-"""The `@epilogue` decorator: from a plain function to a `Program`, the object all three readings
-start from."""
+"""The `@epilogue` decorator: from a plain function to a `Program`, where all readings start."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Program:
         return _sha(";".join([*(k.__name__ for k in self.operands.values()), *parts]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The program as JSON-ready data: what crosses process boundaries instead of an author's
-        Python."""
+        """The program as JSON-ready data, which crosses process boundaries in place of Python."""
         return {
             "name": self.name,
             "doc": self.doc,

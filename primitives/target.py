@@ -114,8 +114,7 @@ def compile_blind(
 
 @contextmanager
 def _recorded() -> Iterator[dict[str, Any]]:
-    """Note which object file quack's cache resolves, and the kernel's shared memory when it is
-    traced."""
+    """Note which object file quack's cache resolves, and the shared memory of a traced kernel."""
     import json
 
     from quack.cache import jit
@@ -178,9 +177,7 @@ def resources(path: Path) -> dict[str, int]:
         "registers": found.get("REG", 0),
         "stack_bytes": found.get("STACK", 0) + found.get("LOCAL", 0),
         "local_stores": len(re.findall(r"\bSTL\b", sass)),
-        "wgmma": len(
-            re.findall(r"\b[HQI]?GMMA\b|\bHGMMA\.|\bUTCHMMA\b|\bHMMA\b|\bUTC\w*MMA", sass)
-        ),
+        "mma_instructions": len(re.findall(r"\b(?:[HQI]GMMA|HMMA|UTC\w*MMA)\b", sass)),
     }
 
 

@@ -200,6 +200,9 @@ class _Trial:
                 "for them",
                 "performance: no Hopper GPU here",
             ]
+        elif "performance" in ran and len(self._variants()) > 1:
+            first, *others = self._variants()
+            missing = [f"performance of {', '.join(others)}: only {first} is timed"]
         return Verdict(
             passed=passed,
             level=level,

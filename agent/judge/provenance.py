@@ -1,5 +1,4 @@
-"""What decided a verdict: digests of spec, candidate, judge and toolchain, and the machine it ran
-on."""
+"""What decided a verdict: digests of spec, candidate, judge and toolchain, and the machine."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _MODULES = {"nvidia-cutlass-dsl": "cutlass", "quack-kernels": "quack"}
 
 
 def version(package: str) -> str | None:
-    """Installed version of a distribution; the module's own word where it is on the path but not
-    installed."""
+    """Installed version of a distribution; the module's own word where it is only on the path."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

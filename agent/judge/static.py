@@ -1,10 +1,9 @@
 """Gate 1: is the candidate's text in the candidate language?
 
 A candidate is one Python file: a docstring, imports from `coda_agent.primitives`, and functions
-    decorated with `@epilogue(...)` whose
-body is a docstring, assignments and one returned dict. No loops, branches, attributes, subscripts,
-comprehensions, definitions inside
-definitions, dunders or other names: what is left can only build expressions.
+decorated with `@epilogue(...)` whose body is a docstring, assignments and one returned dict. No
+loops, branches, attributes, subscripts, comprehensions, definitions inside definitions, dunders
+or other names: what is left can only build expressions.
 """
 
 from __future__ import annotations

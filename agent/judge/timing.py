@@ -48,8 +48,7 @@ class Samples:
 
 
 def speedup(ours: Samples, other: Samples) -> dict[str, float]:
-    """How many times faster `ours` is than `other`: ratio of medians with a 95 % bootstrap interval
-    over rounds."""
+    """How many times faster `ours` is: ratio of medians, 95 % bootstrap interval over rounds."""
 
     def ratio(pick: Sequence[int]) -> float:
         theirs = statistics.median(other.times_us[i] for i in pick)
@@ -110,8 +109,7 @@ def interleave(
 
 
 def gpu_state() -> dict[str, Any]:
-    """Clocks, temperature, power, throttling and foreign processes of GPU 0, as nvidia-smi reports
-    them."""
+    """Clocks, temperature, power, throttling and processes of GPU 0, as nvidia-smi reports them."""
     fields = (
         "name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw",
         "clocks_event_reasons.active", "utilization.gpu",

@@ -51,7 +51,11 @@ def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> 
     kernels = verdict.gates[1].data["kernels"]
     assert {k["arch"] for k in kernels} == {"sm_90a", "sm_100a", "sm_120a"}
     for kernel in kernels:
-        assert kernel["registers"] > 0 and kernel["shared_bytes"] > 0 and kernel["wgmma"] > 0
+        assert (
+            kernel["registers"] > 0
+            and kernel["shared_bytes"] > 0
+            and kernel["mma_instructions"] > 0
+        )
     assert verdict.gates[2].data["ran"] == "interpreter"
     assert 0 < verdict.gates[2].data["worst"]["gemm_rmsnorm_swiglu bfloat16"]["ratio"] < 1
     kinds = [k for k, _ in events]

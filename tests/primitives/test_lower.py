@@ -128,7 +128,7 @@ def demo_programs(name: str) -> tuple[Program, ...]:
 def test_compiles_for_hopper(program: Program) -> None:
     found = build(program, "sm_90a")
     assert 0 < found["registers"] <= 255
-    assert found["wgmma"] > 0
+    assert found["mma_instructions"] > 0
     assert found["stack_bytes"] == 0
     assert found["local_stores"] == 0
     assert 0 < found["shared_bytes"] <= 227 * 1024 + 1024
@@ -139,7 +139,7 @@ def test_compiles_for_hopper(program: Program) -> None:
 def test_compiles_for_blackwell(arch: str) -> None:
     found = build(gated, arch)
     assert found["registers"] > 0
-    assert found["wgmma"] > 0
+    assert found["mma_instructions"] > 0
     assert found["local_stores"] == 0
 
 
@@ -200,7 +200,7 @@ def test_two_full_width_outputs_on_pairs(arch: str) -> None:
 def test_gathers_and_column_reductions_compile_for_hopper(program: Program) -> None:
     found = build(program, "sm_90a")
     assert 0 < found["registers"] <= 255
-    assert found["wgmma"] > 0
+    assert found["mma_instructions"] > 0
     assert found["stack_bytes"] == 0
     assert found["local_stores"] == 0
 
