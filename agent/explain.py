@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def _program(spec: Spec | None, text: str, variant: str | None) -> Program:
 def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
     """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
     from coda_agent.primitives.target import ARCHITECTURES
+    from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
     types = dict.fromkeys(spec.types, next(iter(spec.types.values()))[0]) if spec else {}
 
@@ -88,6 +90,8 @@ def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
 
     job: dict[str, Any] = {
         "program": program.to_dict(),
+        "arch": "sm_90a",
+        "config": DEFAULT_CONFIGS["sm_90a"].to_dict(),
         "dtype": dtype(spec.gemm[0]) if spec else "bfloat16",
         "operand_dtypes": {o: dtype(o) for o in program.operands},
         "output_dtypes": {o: dtype(o) for o in program.outputs},
@@ -102,8 +106,6 @@ def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
             "CUTE_DSL_DUMP_DIR": folder,
             "QUACK_CACHE_DIR": str(Path(folder) / "objects"),
         }
-        import json
-
         done = subprocess.run(
             [sys.executable, "-m", "coda_agent.agent.explain", stage, folder],
             input=json.dumps(job), text=True, capture_output=True, env=environment,
@@ -119,18 +121,10 @@ def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
 def _dump(stage: str, folder: str) -> None:
     """Body of the fresh process: compile the job on stdin, leave the artifact in
     `folder`/result.txt."""
-    import json
+    from coda_agent.agent.judge.worker import compile_program
+    from coda_agent.primitives.target import sass
 
-    from coda_agent.primitives.program import Program
-    from coda_agent.primitives.target import compile_blind, sass, use_cache
-    from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-
-    job = json.load(sys.stdin)
-    use_cache(Path(folder) / "objects")
-    report = compile_blind(
-        Program.from_dict(job["program"]), DEFAULT_CONFIGS["sm_90a"], "sm_90a", job["dtype"],
-        job["operand_dtypes"], job["output_dtypes"],
-    )  # fmt: skip
+    report = compile_program(json.load(sys.stdin))
     if stage == "sass":
         text = sass(Path(report["object"]))
     else:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.authors.composer.emit import emit
@@ -59,12 +59,11 @@ def stages(spec: Spec, binding: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def load(text: str) -> dict[str, Program]:
-    """The programs of a composed text, by name. It is executed: only for text written here."""
+    """The programs of a composed text, by name, read as the judge's worker reads a candidate."""
+    from coda_agent.agent.judge.worker import load_programs
     from coda_agent.primitives import Program
 
-    namespace: dict[str, Any] = {"__name__": "coda_agent.composed"}
-    exec(compile(text, "<composed>", "exec"), namespace)
-    return {k: v for k, v in namespace.items() if isinstance(v, Program)}
+    return {name: Program.from_dict(data) for name, data in load_programs(text).items()}
 
 
 def check_sizes(spec: Spec) -> dict[str, int]:
