@@ -3,6 +3,7 @@
 - One module is one demonstration. Its docstring states the problem as a spec would; the program
   follows, in the candidate language; after the line `END` come `WHY`, `reference` and `inputs`.
 - `reference(**inputs)` is plain PyTorch in the dtype of its inputs; it returns outputs by name.
+- A program whose N must be a multiple of more than 16 says so by the constant `N_MULTIPLE`.
 - A new demonstration is a new module in this folder; nothing has to be registered.
 """
 
@@ -34,7 +35,9 @@ class Demo:
         text: The module's source.
         programs: The programs it defines, in order; their output names are distinct.
         reference: Named inputs to named outputs, in plain PyTorch.
-        inputs: (generator, M, N, K) to the named inputs: A (M, K), B (N, K) and the operands.
+        inputs: (generator, M, N, K) to the named inputs: A (M, K), B (N, K), the operands, and by
+            its output's name what an `AddTile` is added to.
+        n_multiple: What N must be a multiple of.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Demo:
     programs: tuple[Program, ...]
     reference: Callable[..., dict[str, torch.Tensor]]
     inputs: Callable[[torch.Generator, int, int, int], dict[str, Any]]
+    n_multiple: int
 
     @property
     def candidate(self) -> str:
@@ -70,4 +74,5 @@ def _load(file: Path) -> Demo:
         programs=tuple(v for v in vars(module).values() if isinstance(v, Program)),
         reference=module.reference,
         inputs=module.inputs,
+        n_multiple=getattr(module, "N_MULTIPLE", 16),
     )

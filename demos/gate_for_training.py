@@ -23,7 +23,7 @@ WHY = """
   than inference needs, and saves the backward pass a GEMM.
 - O is computed from d in fp32, not from the stored D. A reference that rounds D first differs by
   the rounding of bfloat16, which is noise and no error: state in the spec which one is meant.
-- A program on pairs stores at most one full-width output, beside its `HalfTile`s.
+- Further outputs of either width cost their elements written and nothing else.
 - Worse: scaling gate and up apart after `pairs`. It is the same arithmetic, but D would then have
   to be put together again with `interleave`.
 """

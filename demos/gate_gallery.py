@@ -1,12 +1,23 @@
-"""Every gate of the vocabulary, with biases: SwiGLU, GeGLU, ReGLU, GLU.
+"""Every gate of the vocabulary, with biases: SwiGLU, GeGLU, ReGLU, GLU, and that of gpt-oss.
 
 O[m, j] = act(X[m, 2j] + b[2j]) · (X[m, 2j + 1] + b[2j + 1]),   X = A Bᵀ
 
 A (M, K) and B (N, K) bfloat16, N even, b (N,) float32; O (M, N/2) bfloat16. act is silu, gelu_tanh,
-relu or σ, one program each.
+relu or σ, one program each. gpt-oss limits the gate g to at most 7 and u to [-7, 7], and computes
+g · σ(1.702 g) · (u + 1).
 """
 
-from coda_agent.primitives import HalfTile, RowVector, epilogue, geglu, glu, pairs, reglu, swiglu
+from coda_agent.primitives import (
+    HalfTile,
+    RowVector,
+    epilogue,
+    geglu,
+    glu,
+    pairs,
+    reglu,
+    swiglu,
+    swiglu_oai,
+)
 
 
 @epilogue(O_swiglu=HalfTile)
@@ -33,6 +44,12 @@ def bias_glu(acc, b: RowVector):
     return {"O_glu": glu(gate, up)}
 
 
+@epilogue(O_oai=HalfTile)
+def bias_swiglu_oai(acc, b: RowVector):
+    gate, up = pairs(acc + b)
+    return {"O_oai": swiglu_oai(gate, up, 1.702, 7.0)}
+
+
 # --- end of program ---
 
 WHY = """
@@ -43,6 +60,7 @@ WHY = """
   gate N/2.
 - Cost rises from ReGLU (one maximum), over GLU and SwiGLU (one exponential and one reciprocal), to
   GeGLU.
+- The limits of gpt-oss's gate are numbers of the program: another limit is another kernel.
 """
 
 
@@ -51,15 +69,17 @@ def reference(A, B, b):
 
     x = A @ B.T + b
     g, u = x[:, 0::2], x[:, 1::2]
+    limited = g.clamp(max=7.0)
     return {
         "O_swiglu": silu(g) * u,
         "O_geglu": gelu(g, approximate="tanh") * u,
         "O_reglu": relu(g) * u,
         "O_glu": g.sigmoid() * u,
+        "O_oai": limited * (1.702 * limited).sigmoid() * (u.clamp(-7.0, 7.0) + 1),
     }
 
 
 def inputs(generator, m, n, k):
     from coda_agent.demos._draw import gemm, vector
 
-    return {**gemm(generator, m, n, k), "b": vector(generator, n)}
+    return {**gemm(generator, m, n, k), "b": vector(generator, n, scale=3.0)}

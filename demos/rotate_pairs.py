@@ -33,8 +33,7 @@ WHY = """
   the cosines and the sines, in the order in which the columns want them.
 - `interleave` puts two half-width values back side by side, in the same registers: the output is
   full width and no data moves.
-- A rotation by position (RoPE) has an angle for each row and pair: the same program with t as a
-  `Tile`, for M·N more elements read.
+- A rotation by position has an angle for each row and pair: see rope.
 - A second full-width output costs its M·N elements written and nothing else.
 - Worse: two tables of N/2. A `RowVector` has N entries, one for each column; each table would hold
   every number twice.

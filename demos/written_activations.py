@@ -1,21 +1,24 @@
-"""Activations the vocabulary lacks, written out of atoms: ELU, squareplus, Mish, normal CDF.
+"""Activations the vocabulary lacks, written out of atoms: ELU, squareplus, normal CDF and others.
 
 elu(x) = x for x > 0, eˣ - 1 below          squareplus(x) = (x + √(x² + 4)) / 2
-mish(x) = x · tanh(log(1 + eˣ))              Φ(x) = (1 + erf(x / √2)) / 2
+jump(x) = x for x > t, 0 below               Φ(x) = (1 + erf(x / √2)) / 2
+snake(x) = x + sin²(x)                       siren(x) = sin(2x)
 
-x = A Bᵀ. A (M, K) and B (N, K) bfloat16; each O (M, N) bfloat16.
+x = A Bᵀ. A (M, K) and B (N, K) bfloat16, t (N,) float32; each O (M, N) bfloat16.
 """
 
 from coda_agent.primitives import (
+    RowVector,
     Tile,
+    cos,
     epilogue,
     erf,
     exp,
     maximum,
     minimum,
-    softplus,
+    sin,
     sqrt,
-    tanh,
+    step,
 )
 
 
@@ -29,9 +32,19 @@ def squareplus(acc):
     return {"O_squareplus": (acc + sqrt(acc * acc + 4.0)) * 0.5}
 
 
-@epilogue(O_mish=Tile)
-def mish(acc):
-    return {"O_mish": acc * tanh(softplus(acc))}
+@epilogue(O_jump=Tile)
+def jump_relu(acc, t: RowVector):
+    return {"O_jump": acc * step(acc - t)}
+
+
+@epilogue(O_snake=Tile)
+def snake(acc):
+    return {"O_snake": acc + (0.5 - 0.5 * cos(2.0 * acc))}
+
+
+@epilogue(O_siren=Tile)
+def siren(acc):
+    return {"O_siren": sin(2.0 * acc)}
 
 
 @epilogue(O_phi=Tile)
@@ -47,12 +60,14 @@ WHY = """
   wanted.
 - Squareplus is a smooth ReLU of one square root, with no exponential.
 - A division by a number is written, or becomes, a multiplication by its reciprocal.
-- `tanh` is one instruction with relative error 2⁻¹¹: below the rounding of bfloat16, about that of
-  fp16, and far above that of float32 outputs and sums.
+- `step` is the one comparison of the language: 1 or 0 as a factor, no branch.
+- `sin` and `cos` are one instruction each and lose digits with |x| beyond π: twice a layer's output
+  is small enough here, an angle that grows with a position is not (see rope). sin² is written with
+  the cosine of the double angle, for one product less.
 """
 
 
-def reference(A, B):
+def reference(A, B, t):
     import torch
     import torch.nn.functional as F
 
@@ -60,12 +75,14 @@ def reference(A, B):
     return {
         "O_elu": F.elu(x),
         "O_squareplus": (x + (x * x + 4).sqrt()) / 2,
-        "O_mish": F.mish(x),
+        "O_jump": x * (x > t),
+        "O_snake": x + x.sin().square(),
+        "O_siren": (2 * x).sin(),
         "O_phi": torch.special.ndtr(x),
     }
 
 
 def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm
+    from coda_agent.demos._draw import gemm, vector
 
-    return gemm(generator, m, n, k)
+    return {**gemm(generator, m, n, k), "t": vector(generator, n)}

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coda_agent.primitives.ops import (
-    gelu_tanh,
-    maximum,
-    minimum,
-    sigmoid,
-)
+from coda_agent.primitives.ops import exp, gelu_tanh, maximum, minimum, sigmoid
 
 
 def relu(x: Any) -> Any:
@@ -73,6 +68,29 @@ def silu(x: Any) -> Any:
     return x * sigmoid(x)
 
 
+def quick_gelu(x: Any) -> Any:
+    """x · σ(1.702·x): the approximate GELU of CLIP.
+
+    Cost: that of `silu` and one multiplication.
+
+        return {"O": quick_gelu(acc + bias)}
+    """
+    return x * sigmoid(x * 1.702)
+
+
+def mish(x: Any) -> Any:
+    """x · tanh(log(1 + eˣ)), as torch.nn.functional.mish.
+
+    Cost: one MUFU.EX2, one MUFU.RCP, one FMNMX, six multiply-adds: with w = eˣ·(eˣ + 2), the tanh
+    is w / (w + 2), and 1 from x = 20 on.
+
+        return {"O": mish(acc + bias)}
+    """
+    e = exp(minimum(x, 20.0))
+    w = e * (e + 2.0)
+    return x * (w / (w + 2.0))
+
+
 def swiglu(gate: Any, up: Any) -> Any:
     """silu(gate) · up: the gate of Llama's MLP (paper, section 3.2).
 
@@ -84,8 +102,21 @@ def swiglu(gate: Any, up: Any) -> Any:
     return silu(gate) * up
 
 
+def swiglu_oai(gate: Any, up: Any, alpha: float = 1.702, limit: float = 7.0) -> Any:
+    """g · σ(alpha·g) · (u + 1), g = min(gate, limit), u = up in [-limit, limit]: gpt-oss's gate.
+
+    Takes the two half-width values `pairs` gives. Cost: that of `swiglu`, three FMNMX and two
+    multiply-adds.
+
+        gate, up = pairs(acc + bias)
+        return {"O": swiglu_oai(gate, up)}
+    """
+    gate = minimum(gate, limit)
+    return gate * sigmoid(gate * alpha) * (clamp(up, -limit, limit) + 1.0)
+
+
 def geglu(gate: Any, up: Any) -> Any:
-    """gelu_tanh(gate) · up: the gate of Gemma's MLP.
+    """gelu_tanh(gate) · up: the gate of Gemma's MLP; with `gelu_erf`, write the product.
 
     Takes the two half-width values `pairs` gives.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import coda_agent.primitives as vocabulary
-from coda_agent.primitives.resources import OUTPUT_KINDS, Reduction
+from coda_agent.primitives.resources import OPERAND_SHAPES, OUTPUT_KINDS, Reduction
 
 KINDS = (
     "program",
@@ -19,7 +19,13 @@ KINDS = (
     "reduction",
     "elementwise",
 )
-_FUNCTIONS = {"pairs": "pairwise", "interleave": "pairwise", "gather": "select"}
+_FUNCTIONS = {
+    "pairs": "pairwise",
+    "interleave": "pairwise",
+    "rotary": "pairwise",
+    "rotate": "pairwise",
+    "gather": "select",
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def _kind(name: str, item: Any) -> str:
     if inspect.isclass(item):
         if issubclass(item, Reduction):
             return "reduction"
-        if item is vocabulary.Tile:
+        if item in OUTPUT_KINDS and item in OPERAND_SHAPES:
             return "load, store"
         return "store" if item in OUTPUT_KINDS else "load"
     return _FUNCTIONS.get(name, "elementwise")

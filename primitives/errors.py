@@ -28,7 +28,7 @@ class ProgramError(CodaError):
     """An epilogue program that breaks the rules of the language."""
 
 
-class LaunchError(CodaError):
+class LaunchError(CodaError, ValueError):
     """Tensors a kernel cannot take: wrong shape, dtype, device, layout or block size."""
 
 

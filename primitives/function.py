@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
@@ -14,28 +15,44 @@ from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import finalise
-from coda_agent.primitives.resources import ColIndex, ColVector, HalfTile, RowVector, Scalar
+from coda_agent.primitives.resources import (
+    AddTile,
+    ColIndex,
+    ColVector,
+    HalfTile,
+    HeadTable,
+    RowGather,
+    RowVector,
+    Scalar,
+    Tile,
+    WideTile,
+)
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
 if TYPE_CHECKING:
     import torch
 
-Chooser = Callable[[int, int, int, str], TileConfig]
+Chooser = Callable[[int, int, int, str, int | None], TileConfig | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProgramFunction:
-    """A program bound to output dtypes and a way to choose its tiles.
+    """A program bound to element types and a way to choose its tiles.
 
     Attributes:
         program: The program.
-        dtypes: Output name to dtype name; None means the dtype of A.
-        choose: (M, N, K, dtype name of A) to the configuration to run.
+        dtypes: Output name to dtype name; None or none means the dtype of A, float32 if gathered.
+        choose: (M, N, K, dtype name of A, reduction block or None) to the configuration to run;
+            None where none is known for that block.
+        types: Names of the dtypes that A may have.
+        refused: Labels of tiles that no block size may select.
     """
 
     program: Program
     dtypes: Mapping[str, str | None]
     choose: Chooser
+    types: tuple[str, ...] = ("bfloat16", "float16")
+    refused: frozenset[str] = frozenset()
 
     def __call__(
         self,
@@ -49,157 +66,238 @@ class ProgramFunction:
         """Compute the outputs of the program on a bᵀ.
 
         Args:
-            a: (…, M, K), bf16 or fp16, any strides.
+            a: (…, M, K), any strides. No rows give empty results, and final reductions over rows
+                their identity.
             b: (N, K), the nn.Linear layout, same dtype.
-            operands: By name: tiles (…, M, N), column vectors and indices (…, M), row vectors (N,),
-                numbers.
+            operands: By name: tiles (…, M, N) or (…, M, 2N), column vectors and indices (…, M), row
+                vectors (N,); scalars as numbers, or as float32 tensors of one element, which the
+                kernel reads. By its output's name what an `AddTile` is added to, in place.
             block_size: None returns final reductions. An integer pins the reduction block and
                 returns raw partials from one launch: (…, M, ⌈N / block_size⌉), or
-                (N, ⌈M / block_size⌉) over rows.
+                (N, ⌈M / block_size⌉) over rows, column by column in memory.
             config: A tile configuration instead of the chosen one.
 
         Raises:
             LaunchError: wrong shape, dtype or device, or a block size no configuration has.
         """
         m, n, k, lead = self._check(a, b, operands)
-        if config is None:
-            config = self._configuration(m, n, k, a, block_size)
-        a2 = a.reshape(m, k)
-        flat = {o: self._flatten(o, operands[o], m, n) for o in self.program.operands}
-        dtypes = self._dtypes(a)
-        if supported(a.device):
-            results = self._run(a2, b, flat, dtypes, config, raw=block_size is not None)
-        else:
-            _say_interpreted(str(a.device))
-            results = interpret(
-                self.program,
-                a2,
-                b,
-                flat,
-                dtypes=dtypes,
-                block=config.tile_n,
-                row_block=config.tile_m,
-                raw=block_size is not None,
-            )
-        if len(lead) == 1:
-            return results
-        per_column = {o for o, kind in self.program.reductions.items() if kind.over_rows}
-        return {
-            o: t if o in per_column else t.reshape(*lead, *t.shape[1:]) for o, t in results.items()
-        }
+        if m == 0:
+            return self.fake(a, b, operands, block_size=block_size)
+        config = config or self._configuration(m, n, k, a, block_size)
+        flat = {o: _flat(operands[o], kind, m) for o, kind in self._operands.items()}
+        run = self._run if supported(a.device) else self._interpret
+        results = run(a.reshape(m, k), b, flat, config, raw=block_size is not None)
+        if o := self.program.accumulated:
+            if results[o].data_ptr() != operands[o].data_ptr():
+                operands[o].copy_(results[o].reshape(operands[o].shape))
+            results[o] = operands[o]
+        return self._batched(results, lead)
 
-    def _run(
+    def fake(
         self,
         a: torch.Tensor,
         b: torch.Tensor,
         operands: Mapping[str, Any],
-        dtypes: Mapping[str, torch.dtype],
-        config: TileConfig,
         *,
-        raw: bool,
+        block_size: int | None = None,
     ) -> dict[str, torch.Tensor]:
+        """What a call returns, in shapes, dtypes and strides alone: for tensors without data, whose
+        sizes may be symbols. Reductions are those over no rows.
+
+        Raises:
+            LaunchError: as a call.
+        """
+        m, n, _, lead = self._check(a, b, operands)
+        tile = DEFAULT_CONFIGS["sm_90a"] if block_size is None else self._tile(block_size)
+        results = allocate(self.program, m, n, self._dtypes(a.dtype), tile, a.device)
+        for o, kind in self.program.reductions.items():
+            if block_size is None:
+                identity = 0.0 if kind.combine == "add" else -math.inf
+                results[o] = results[o].new_full((n if kind.over_rows else m,), identity)
+            elif kind.over_rows:
+                results[o] = results[o].mT
+        held = {o: operands[o] for o in results if o == self.program.accumulated}
+        return self._batched(results | held, lead)
+
+    def _run(
+        self, a: Any, b: Any, operands: dict[str, Any], config: TileConfig, *, raw: bool
+    ) -> dict[str, torch.Tensor]:
+        import torch
+
         m, n = a.shape[0], b.shape[0]
-        outputs = allocate(self.program, m, n, dtypes, config, a.device)
-        ready = {o: tma_ready(v) if hasattr(v, "stride") else v for o, v in operands.items()}
-        launch(
+        with torch.cuda.device(a.device):
+            outputs = allocate(self.program, m, n, self._dtypes(a.dtype), config, a.device)
+            for o, kind in self._operands.items():
+                if kind is not Scalar:
+                    operands[o] = tma_ready(operands[o])
+                if kind is AddTile:
+                    outputs[o] = operands[o]
+            # The tensor core reads FP8 operands along K only.
+            a, b = (tma_ready(t, either_major=t.element_size() > 1) for t in (a, b))
+            launch(self.program, a, b, operands, outputs, config)
+            return finalised(self.program, outputs, m, n, config, raw=raw)
+
+    def _interpret(
+        self, a: Any, b: Any, operands: dict[str, Any], config: TileConfig, *, raw: bool
+    ) -> dict[str, torch.Tensor]:
+        _say_interpreted(str(a.device))
+        results = interpret(
             self.program,
-            tma_ready(a, either_major=True),
-            tma_ready(b, either_major=True),
-            ready,
-            outputs,
-            config,
+            a,
+            b,
+            operands,
+            dtypes=self._dtypes(a.dtype),
+            block=config.tile_n,
+            row_block=config.tile_m,
+            raw=raw,
         )
-        return finalised(self.program, outputs, m, n, config, raw=raw)
+        # In memory as the kernel's own partials.
+        return results | {o: results[o].mT.contiguous().mT for o in self._over_rows if raw}
+
+    def _batched(
+        self, results: dict[str, torch.Tensor], lead: tuple[int, ...]
+    ) -> dict[str, torch.Tensor]:
+        """`results` with the leading dimensions of A, but for reductions over rows."""
+        if len(lead) == 1:
+            return results
+        kept = {*self._over_rows, self.program.accumulated}
+        return {o: t if o in kept else t.reshape(*lead, *t.shape[1:]) for o, t in results.items()}
+
+    @cached_property
+    def _operands(self) -> dict[str, type]:
+        """Kinds of the operands, and of what is added to."""
+        added = {o: kind for o, kind in self.program.outputs.items() if kind is AddTile}
+        return {**self.program.operands, **added}
+
+    @cached_property
+    def _over_rows(self) -> frozenset[str]:
+        return frozenset(o for o, kind in self.program.reductions.items() if kind.over_rows)
 
     def _configuration(
         self, m: int, n: int, k: int, a: torch.Tensor, block_size: int | None
     ) -> TileConfig:
-        config = self.choose(m, n, k, str(a.dtype).removeprefix("torch."))
-        if block_size is None or block_size in self._blocks(config):
-            return config
-        blocks = {
-            block: c for c in reversed(offered(self.program.paired)) for block in self._blocks(c)
-        }
-        if block_size not in blocks:
+        config = self.choose(m, n, k, _name(a.dtype), block_size)
+        if config is None:
+            return DEFAULT_CONFIGS["sm_90a"] if block_size is None else self._tile(block_size)
+        return config
+
+    def _tile(self, block_size: int) -> TileConfig:
+        """The first configuration on offer with this reduction block."""
+        if block_size not in self._tiles:
             raise LaunchError(
                 f"{self.program.name}: no tile has block_size {block_size}, expected one of "
-                f"{', '.join(map(str, sorted(blocks)))}"
+                f"{', '.join(map(str, sorted(self._tiles)))}"
             )
-        return blocks[block_size]
+        return self._tiles[block_size]
 
-    def _blocks(self, config: TileConfig) -> set[int]:
-        """The reduction block a configuration gives; none where rows and columns are both reduced
-        over, by different extents."""
-        extents = {
-            config.tile_m if kind.over_rows else config.tile_n
-            for kind in self.program.reductions.values()
-        }
-        return {config.tile_n} if not extents else extents if len(extents) == 1 else set()
+    @cached_property
+    def _tiles(self) -> dict[int, TileConfig]:
+        usable = [c for c in offered(self.program) if c.label not in self.refused]
+        blocks = ((reduction_block(self.program, c), c) for c in reversed(usable))
+        return {block: c for block, c in blocks if block is not None}
 
-    def _dtypes(self, a: torch.Tensor) -> dict[str, torch.dtype]:
+    @lru_cache(maxsize=64)  # noqa: B019 (there are as many functions as kernels)
+    def _dtypes(self, element: torch.dtype) -> dict[str, torch.dtype]:
         import torch
 
+        names = {o: "float32" for o, k in self.program.outputs.items() if k is RowGather}
+        names |= {o: name for o, name in self.dtypes.items() if name is not None}
         return {
-            o: a.dtype if (name := self.dtypes.get(o)) is None else getattr(torch, name)
-            for o in self.program.outputs
+            o: getattr(torch, names[o]) if o in names else element for o in self.program.outputs
         }
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def _steps(self, element: torch.dtype) -> tuple[int, int]:
+        """What N and K must be multiples of."""
+        narrowest = min(d.itemsize for d in self._dtypes(element).values())
+        half = HalfTile in self.program.outputs.values()
+        return (32 if half else 16) // min(narrowest, 2), 16 // element.itemsize
 
     def _check(
         self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
     ) -> tuple[int, int, int, tuple[int, ...]]:
-        import torch
-
-        name = self.program.name
+        """(M, N, K) and the leading dimensions; asks nothing of M, which may be a symbol."""
         for label, t in (("A", a), ("B", b)):
-            if not isinstance(t, torch.Tensor) or t.dtype not in (torch.bfloat16, torch.float16):
-                got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
-                raise LaunchError(
-                    f"{name}: {label} is {got}, expected a bfloat16 or float16 tensor"
-                )
+            got = getattr(t, "dtype", type(t).__name__)
+            if _name(got) not in self.types:
+                raise self._error(f"{label} is {got}, expected a {' or '.join(self.types)} tensor")
         if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[-1] or a.dtype != b.dtype:
-            raise LaunchError(
-                f"{name}: A is {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} {b.dtype}, "
+            raise self._error(
+                f"A is {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} {b.dtype}, "
                 "expected (…, M, K) and (N, K) of one dtype"
             )
+        if b.device != a.device:
+            raise self._error(f"B is on {b.device}, A on {a.device}")
         lead, (n, k) = tuple(a.shape[:-1]), b.shape
-        m = a.numel() // k if k else 0
-        step = 16 if any(kind is HalfTile for kind in self.program.outputs.values()) else 8
-        if 0 in (m, n, k) or n % step or k % 8:
-            raise LaunchError(
-                f"{name}: M, N, K = {m}, {n}, {k}, "
-                f"expected positive, N a multiple of {step} and K of 8",
+        n_step, k_step = self._steps(a.dtype)
+        if n == 0 or k == 0 or n % n_step or k % k_step:
+            raise self._error(
+                f"N, K = {n}, {k}, expected positive, N a multiple of {n_step} and K of {k_step}",
                 hint="TMA moves rows in units of 16 bytes; pad the weight",
             )
-        unknown = sorted(set(operands) - set(self.program.operands))
-        if unknown:
-            raise LaunchError(f"{name}: no operand is named {unknown[0]!r}")
-        missing = [o for o in self.program.operands if operands.get(o) is None]
-        if missing:
-            raise LaunchError(f"{name}: operand {missing[0]!r} is missing")
-        for o, kind in self.program.operands.items():
-            value = operands[o]
-            if kind is Scalar:
-                continue
-            expected = {ColVector: lead, ColIndex: lead, RowVector: (n,)}.get(kind, (*lead, n))
-            if tuple(getattr(value, "shape", ())) != expected:
-                got = tuple(getattr(value, "shape", ())) if hasattr(value, "shape") else value
-                raise LaunchError(f"{name}: operand {o!r} has shape {got}, expected {expected}")
-            if kind is ColIndex and value.dtype not in (torch.int32, torch.int64):
-                raise LaunchError(
-                    f"{name}: operand {o!r} is {value.dtype}, expected int32 or int64 indices"
-                )
-            if value.device != a.device:
-                raise LaunchError(f"{name}: operand {o!r} is on {value.device}, A on {a.device}")
-        return m, n, k, lead
+        if len(operands) > len(self._operands):
+            unknown = sorted(set(operands) - set(self._operands))
+            raise self._error(f"no operand is named {unknown[0]!r}")
+        for o, kind in self._operands.items():
+            self._check_operand(o, kind, operands.get(o), a, lead, n)
+        return math.prod(lead), n, k, lead
 
-    def _flatten(self, o: str, value: Any, m: int, n: int) -> Any:
-        kind = self.program.operands[o]
-        if kind in (Scalar, RowVector):
-            return value
-        if kind is ColIndex and value.is_cuda:
-            # The kernel compares 32 bits, and does not know where the last tile's columns end.
-            value = value.where((value >= 0) & (value < n), -1).int()
-        return value.reshape(m) if kind in (ColVector, ColIndex) else value.reshape(m, n)
+    def _check_operand(
+        self, o: str, kind: type, value: Any, a: torch.Tensor, lead: tuple[int, ...], n: int
+    ) -> None:
+        import torch
+
+        if value is None:
+            raise self._error(f"operand {o!r} is missing")
+        shape = tuple(value.shape) if hasattr(value, "shape") else value
+        if kind is Scalar:
+            if isinstance(value, (int, float)):
+                return
+            if value.numel() != 1 or value.dtype != torch.float32:
+                raise self._error(
+                    f"operand {o!r} is {shape} {value.dtype}, expected a number or one float32"
+                )
+        elif kind is HeadTable:
+            s, w = shape if len(shape) == 2 else (0, 0)
+            if s == 0 or w == 0 or n % w or w % 32 or (s < math.prod(lead) and s % 128):
+                raise self._error(
+                    f"operand {o!r} has shape {shape}, expected (S, W) with W a multiple of 32 "
+                    f"that divides {n}, and S at least {math.prod(lead)} or a multiple of 128"
+                )
+        else:
+            columns = {Tile: (n,), AddTile: (n,), WideTile: (2 * n,)}.get(kind, ())
+            expected = (n,) if kind is RowVector else (*lead, *columns)
+            if shape != expected:
+                raise self._error(f"operand {o!r} has shape {shape}, expected {expected}")
+        if kind is ColIndex and value.dtype not in (torch.int32, torch.int64):
+            raise self._error(f"operand {o!r} is {value.dtype}, expected int32 or int64 indices")
+        if kind is AddTile and value.dtype != (wanted := self._dtypes(a.dtype)[o]):
+            raise self._error(f"operand {o!r} is {value.dtype}, expected {wanted}")
+        if value.device != a.device:
+            raise self._error(f"operand {o!r} is on {value.device}, A on {a.device}")
+
+    def _error(self, message: str, *, hint: str = "") -> LaunchError:
+        return LaunchError(f"{self.program.name}: {message}", hint=hint)
+
+
+def reduction_block(program: Program, config: TileConfig) -> int | None:
+    """The block of raw partials a configuration gives in one launch; None where rows and columns
+    are both reduced over, by different extents, or where partials of K are summed first."""
+    kinds = program.reductions.values()
+    extents = {config.tile_m if kind.over_rows else config.tile_n for kind in kinds}
+    extents = extents or {config.tile_n}
+    return extents.pop() if len(extents) == 1 and config.split_k == 1 else None
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _flat(value: Any, kind: type, m: int) -> Any:
+    """An operand with one dimension of rows."""
+    if kind in (Scalar, RowVector, HeadTable):
+        return value
+    return value.reshape(m) if kind in (ColVector, ColIndex) else value.reshape(m, value.shape[-1])
 
 
 def finalised(
@@ -224,9 +322,8 @@ def finalised(
     return results
 
 
-def default_config(m: int, n: int, k: int, dtype: str) -> TileConfig:
-    """The configuration of an untuned call."""
-    return DEFAULT_CONFIGS["sm_90a"]
+def untuned(m: int, n: int, k: int, dtype: str, block: int | None) -> None:
+    """The chooser of a program nobody has measured."""
 
 
 def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
@@ -238,6 +335,8 @@ def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
         either_major: Whether the unit stride may be the first one (GEMM operands) or must be the
             last (epilogue operands).
     """
+    import torch
+
     step = 16 // t.element_size()
     strides = t.stride()
     suits = strides[-1] == 1 and all(s % step == 0 and s > 0 for s in strides[:-1])
@@ -245,8 +344,8 @@ def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
         suits = strides[0] == 1 and strides[1] % step == 0 and strides[1] > 0
     if suits and t.data_ptr() % 16 == 0:
         return t
-    dense = t.contiguous()
-    return dense.clone() if dense.data_ptr() == t.data_ptr() else dense
+    # Not `contiguous()`: that keeps any stride of a dimension of extent 1.
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=16)
@@ -262,5 +361,5 @@ def _say_interpreted(device: str) -> None:
     warnings.warn(
         f"coda-agent: no Hopper GPU behind tensors on {device}; kernels are interpreted by PyTorch "
         "(correct, not fast)",
-        stacklevel=4,
+        stacklevel=7,  # the line that calls a kernel, which gets here through torch's dispatch
     )

@@ -26,6 +26,7 @@ class Shape(Enum):
     TILE = "(M, N)"
     HALF_ROW = "(1, N/2)"
     HALF = "(M, N/2)"
+    WIDE = "(M, 2N)"
     INDEX = "(M,) integers"
     GATHERED = "(M,)"
 
@@ -42,9 +43,14 @@ def join(shapes: list[Shape], op: str) -> Shape:
     """The broadcast shape of `shapes`.
 
     Raises:
-        ProgramError: a full-width value meets a half-width one, or an index or gathered value is
-            computed with.
+        ProgramError: a full-width value meets a half-width one, or an index, a gathered or a
+            double-width value is computed with.
     """
+    if Shape.WIDE in shapes:
+        raise ProgramError(
+            f"{op} cannot compute with a double-width value",
+            hint="take it apart with pairs() into two full-width ones",
+        )
     if Shape.INDEX in shapes or Shape.GATHERED in shapes:
         raise ProgramError(
             f"{op} cannot compute with an index or a gathered value",

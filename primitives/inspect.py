@@ -9,7 +9,7 @@ from enum import IntEnum
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.ops import OPS
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import Reduction, RowGather
+from coda_agent.primitives.resources import AddTile, HeadTable, Reduction, RowGather
 
 
 class Degree(IntEnum):
@@ -75,10 +75,13 @@ def inspect_program(
     k: int,
     *,
     element_bytes: int = 2,
+    gemm_bytes: int = 2,
+    widths: Mapping[str, int] | None = None,
     vector_bytes: int = 4,
     block: int = 128,
 ) -> Inspection:
-    """Fold over the program's graph at size (M, N, K)."""
+    """Fold over the program's graph at size (M, N, K); `widths` are the bytes an element of outputs
+    that differ from `element_bytes`."""
     elements = {
         Shape.SCALAR: 1,
         Shape.COL: m,
@@ -86,12 +89,14 @@ def inspect_program(
         Shape.HALF_ROW: n // 2,
         Shape.TILE: m * n,
         Shape.HALF: m * n // 2,
+        Shape.WIDE: 2 * m * n,
         Shape.INDEX: m,
         Shape.GATHERED: m,
     }
     size: Mapping[Shape, int] = {
         Shape.TILE: element_bytes,
         Shape.HALF: element_bytes,
+        Shape.WIDE: element_bytes,
         Shape.COL: vector_bytes,
         Shape.ROW: vector_bytes,
         Shape.SCALAR: 0,
@@ -99,8 +104,14 @@ def inspect_program(
     }
     nodes = program.graph.nodes
     flops = sum(OPS[x.op].flops * elements[x.shape] for x in nodes if x.op in OPS)
-    moved = (m * k + n * k) * element_bytes
-    moved += sum(elements[x.shape] * size[x.shape] for x in nodes if x.op == "operand")
+    moved = (m * k + n * k) * gemm_bytes
+    # A table's rows and columns are not known here, and few beside M·N.
+    tables = {o for o, kind in program.operands.items() if kind is HeadTable}
+    moved += sum(
+        elements[x.shape] * size[x.shape]
+        for x in nodes
+        if x.op == "operand" and x.name not in tables
+    )
     for o, kind in program.outputs.items():
         root = nodes[program.graph.outputs[o]]
         if issubclass(kind, Reduction):
@@ -110,7 +121,9 @@ def inspect_program(
         elif kind is RowGather:
             moved += m * 4
         else:
-            moved += elements[root.shape] * element_bytes
+            # What is added to is read as well.
+            width = (widths or {}).get(o, element_bytes)
+            moved += elements[root.shape] * width * (2 if kind is AddTile else 1)
     degree = degrees(program.graph)
     linear = all(degree[i] is Degree.LINEAR for i in program.graph.outputs.values())
     sums = all(kind.combine == "add" for kind in program.reductions.values())

@@ -16,7 +16,14 @@ from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.ops import OPS
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import finalise, partials
-from coda_agent.primitives.resources import ColIndex, ColVector, Reduction, RowGather
+from coda_agent.primitives.resources import (
+    AddTile,
+    ColIndex,
+    ColVector,
+    HeadTable,
+    Reduction,
+    Scalar,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +51,8 @@ def evaluate(graph: Graph, acc: torch.Tensor, operands: Mapping[str, Any]) -> li
 def _interleave(even: Any, odd: Any, *, like: torch.Tensor) -> torch.Tensor:
     import torch
 
-    out = torch.empty_like(like)
-    out[:, 0::2] = even
-    out[:, 1::2] = odd
-    return out
+    lanes = (torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in (even, odd))
+    return torch.stack(torch.broadcast_tensors(*lanes), dim=-1).flatten(-2)
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -77,8 +82,9 @@ def interpret(
         program: The program.
         a: (M, K), any strides.
         b: (N, K), any strides.
-        operands: By name: (M, N) tiles, (M,) column vectors and indices, (N,) row vectors, numbers.
-        dtypes: Element type of each `Tile` and `HalfTile` output.
+        operands: By name: (M, N) and (M, 2N) tiles, (M,) column vectors and indices, (N,) row
+            vectors, numbers; and by its output's name, what an `AddTile` is added to.
+        dtypes: Element type of each output that is no reduction.
         block: Columns a tile of a reduction over columns.
         row_block: Rows a tile of a reduction over rows.
         raw: Return raw reduction partials, (M, ⌈N / block⌉) or (N, ⌈M / block⌉), instead of final
@@ -104,13 +110,22 @@ def interpret(
                 extent //= 2
             found = partials(value, kind, extent)
             results[name] = found if raw else finalise(found, kind, folded, extent)
-        elif kind is RowGather:
-            results[name] = value
         else:
-            columns = acc.shape[-1] // (1 if value.shape[-1] == acc.shape[-1] else 2)
-            stored = value.expand(acc.shape[0], columns).contiguous()
-            results[name] = stored if compute is torch.float64 else stored.to(dtypes[name])
+            stored = value.expand(acc.shape[0], *value.shape[1:]).contiguous()
+            exact = compute is torch.float64
+            results[name] = stored if exact else _rounded(stored, dtypes[name])
+            if kind is AddTile:
+                held = operands[name].to(compute) + results[name].to(compute)
+                results[name] = held if exact else held.to(dtypes[name])
     return results
+
+
+def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`value` as the kernel's store converts it: to e4m3 with saturation, where torch gives NaN."""
+    import torch
+
+    largest = torch.finfo(dtype).max
+    return (value.clamp(-largest, largest) if dtype.itemsize == 1 else value).to(dtype)
 
 
 def _lift(value: Any, kind: type, like: torch.Tensor) -> torch.Tensor:
@@ -120,4 +135,9 @@ def _lift(value: Any, kind: type, like: torch.Tensor) -> torch.Tensor:
     if kind is ColIndex:
         return value.long()
     lifted = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    if kind is Scalar:
+        return lifted.reshape(())
+    if kind is HeadTable:
+        (m, n), (s, w) = like.shape, lifted.shape
+        return lifted.repeat(-(-m // s), n // w)[:m]
     return lifted[:, None] if kind is ColVector else lifted

@@ -2,8 +2,9 @@
 
 - The graph is replayed at trace time, once for each accumulator element, or for each adjacent pair
   in a paired program.
-- The first `Tile` output is the GEMM's own store D; further ones are extra TMA stores. The first
-  `Tile` operand rides in as C.
+- The GEMM's own store D carries the `AddTile` or `WideTile` output, else the first `Tile`; further
+  ones are extra TMA stores. The `WideTile` operand, or the first `Tile`, rides in as C, unless D
+  accumulates: then nothing may.
 - Every vector operand is pinned to its axis: quack infers axes from shapes, which is ambiguous when
   M = N.
 - Kernel-side names are positional, so renaming a program's tensors reuses the compiled kernel.
@@ -15,7 +16,7 @@ import hashlib
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,11 +29,13 @@ from coda_agent.primitives.resources import (
     ColIndex,
     ColVector,
     HalfTile,
+    HeadTable,
     Reduction,
     RowGather,
     RowVector,
     Scalar,
     Tile,
+    WideTile,
 )
 
 
@@ -51,13 +54,21 @@ class Lowered:
 
 
 def _bind(program: Program, block: int) -> Any:
-    """quack's EpiMod for `program`."""
-    from quack.epilogue.frontend import EpiMod
-    from quack.epilogue.ops import ColVecLoad, ColVecSelect, RowVecLoad, TileLoad
+    """quack's module for `program`."""
+    from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
     from quack.epilogue.ops import Scalar as ScalarLoad
 
+    from coda_agent.primitives.head_table import HeadTableLoad
+    from coda_agent.primitives.stores import HalfStore, Mod, PairStore, RowSelect
+
     names = kernel_names(program)
-    loads = {ColVector: ColVecLoad, RowVector: RowVecLoad, Scalar: ScalarLoad, Tile: TileLoad}
+    loads = {
+        ColVector: ColVecLoad,
+        RowVector: RowVecLoad,
+        Scalar: ScalarLoad,
+        Tile: TileLoad,
+        HeadTable: HeadTableLoad,
+    }
     ops = {
         names[o]: loads[kind](names[o])
         for o, kind in program.operands.items()
@@ -68,17 +79,17 @@ def _bind(program: Program, block: int) -> Any:
     indices = {o: ColVecLoad(names[o]) for o, k in program.operands.items() if k is ColIndex}
     sinks = {names[o]: replay.sink(o) for o in program.reductions}
     sinks |= {
-        names[o]: ColVecSelect(names[o], indices[replay.index_of(o)])
+        names[o]: RowSelect(names[o], indices[replay.index_of(o)])
         for o, kind in program.outputs.items()
         if kind is RowGather
     }
-    wide = [o for o, kind in extra.items() if program.paired and kind is Tile]
-    if wide:
-        from coda_agent.primitives.pair_store import PairedMod as EpiMod
-        from coda_agent.primitives.pair_store import PairStore
-
-        sinks = {names[o]: PairStore(names[o]) for o in wide} | sinks
-    stores = tuple(names[o] for o in extra if o not in wide)
+    full = [o for o, kind in extra.items() if program.paired and kind is Tile]
+    sinks = {names[o]: PairStore(names[o]) for o in full} | sinks
+    stores = tuple(
+        HalfStore(names[o]) if kind is HalfTile else names[o]
+        for o, kind in extra.items()
+        if o not in full
+    )
 
     def fn(acc, **values):
         return replay(acc, values)
@@ -87,9 +98,14 @@ def _bind(program: Program, block: int) -> Any:
     fn.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
         [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters]
     )
-    mode = "acc_pair" if program.paired else None
-    return EpiMod(
-        fn, outputs=stores, ops=ops, outs=sinks, mode=mode, extra_ops=tuple(indices.values())
+    mode = "acc_pair" if program.paired else "packed_cd_b16x2" if program.wide else None
+    return Mod(
+        fn,
+        outputs=stores,
+        ops=ops,
+        outs=sinks,
+        mode=mode,
+        extra_ops=tuple(indices.values()),
     )
 
 
@@ -110,16 +126,20 @@ def lower(program: Program, tile_n: int) -> Lowered:
 
 
 def kernel_names(program: Program) -> dict[str, str]:
-    """Kernel-side names: c for the first Tile operand, D for the first Tile output, then positions.
+    """Kernel-side names: c and D for what the GEMM's own load and store carry, then positions.
 
     Interned, because quack's object cache hashes a pickle, and pickle writes two equal strings
     differently when they are not one object: else a second process, or tile, misses the cache.
     """
     names = {}
-    tile = next((o for o, kind in program.operands.items() if kind is Tile), None)
+    carried = WideTile if program.wide else Tile
+    load = None
+    if program.accumulated is None:
+        load = next((o for o, kind in program.operands.items() if kind is carried), None)
     for i, o in enumerate(program.operands):
-        names[o] = "c" if o == tile else sys.intern(f"in_{i}")
-    store = next((o for o, kind in program.outputs.items() if kind is Tile), None)
+        names[o] = "c" if o == load else sys.intern(f"in_{i}")
+    store = next((o for o, kind in program.outputs.items() if kind is carried), None)
+    store = program.accumulated or store
     for i, o in enumerate(program.outputs):
         names[o] = "D" if o == store else sys.intern(f"out_{i}")
     return names
@@ -143,7 +163,7 @@ def lowering_digest() -> str:
     here = Path(__file__).parent
     text = b"".join(
         (here / f"{m}.py").read_bytes()
-        for m in ("graph", "ops", "resources", "masked_sum", "pair_store", "lower")
+        for m in ("graph", "ops", "resources", "masked_sum", "stores", "head_table", "lower")
     )
     return hashlib.sha256(text).hexdigest()
 
@@ -156,7 +176,10 @@ class Replay:
         self.names = names
         self.block = block
         roots = program.graph.outputs
-        zero = {r: zero_preserving(program.graph, past_rows=r) for r in (False, True)}
+        tables = {o for o, kind in program.operands.items() if kind is HeadTable}
+        zero = {
+            r: zero_preserving(program.graph, past_rows=r, tables=tables) for r in (False, True)
+        }
         self.masked = {
             o
             for o, k in program.reductions.items()
@@ -262,9 +285,11 @@ def _apply(name: str, *args: Any) -> Any:
     return op.cute(*args)
 
 
-def zero_preserving(graph: Graph, *, past_rows: bool = False) -> list[bool]:
+def zero_preserving(
+    graph: Graph, *, past_rows: bool = False, tables: Collection[str] = ()
+) -> list[bool]:
     """For each node: is it exactly 0 in columns past N (or rows past M), where the accumulator and
-    tiles read 0 and row (or column) vectors garbage?"""
+    tiles read 0, row (or column) vectors garbage, and the operands `tables` what they hold?"""
     garbage = (Shape.COL,) if past_rows else (Shape.ROW, Shape.HALF_ROW)
     zero: list[bool] = []
     finite: list[bool] = []
@@ -275,26 +300,25 @@ def zero_preserving(graph: Graph, *, past_rows: bool = False) -> list[bool]:
             case "acc":
                 value, bounded = True, True
             case "operand":
-                value, bounded = n.shape is Shape.TILE, n.shape not in garbage
+                value = n.shape is Shape.TILE and n.name not in tables
+                bounded = n.shape not in garbage and n.name not in tables
             case "const":
-                value, bounded = n.value == 0.0, True
+                value, bounded = n.value == 0.0, math.isfinite(n.value)
             case "mul":
                 value, bounded = any(z) and all(f), all(f)
             case "add" | "sub" | "maximum" | "minimum" | "interleave":
                 value, bounded = all(z), all(f)
-            case (
-                "neg"
-                | "absolute"
-                | "tanh"
-                | "gelu_tanh"
-                | "gelu_erf"
-                | "erf"
-                | "sqrt"
-                | "even"
-                | "odd"
-            ):
+            case "neg" | "absolute" | "rint" | "even" | "odd":
                 value, bounded = z[0], f[0]
-            case "sigmoid":
+            case "sin" | "tanh" | "erf" | "gelu_tanh" | "gelu_erf":
+                value, bounded = z[0], f[0]
+            case "step":
+                value, bounded = z[0], True
+            case "sqrt":
+                value, bounded = z[0], z[0]  # of what is negative it is NaN
+            case "fma":
+                value, bounded = z[2] and any(z[:2]) and all(f), all(f)
+            case "sigmoid" | "cos":
                 value, bounded = False, f[0]
             case _:
                 value, bounded = False, False

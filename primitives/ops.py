@@ -93,6 +93,28 @@ def _abs(x: Any) -> Any:
     return cute.math.abs(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _step(x: Any) -> Any:
+    from cutlass import Float32
+    from cutlass._mlir.dialects import arith
+
+    zero, one = Float32(0.0).ir_value(), Float32(1.0).ir_value()
+    above = arith.cmpf(arith.CmpFPredicate.OGT, Float32(x).ir_value(), zero)
+    return Float32(arith.select(above, one, zero))
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    from cutlass import Float32, cute
+
+    x, y, z = Float32(x), Float32(y), Float32(z)
+    return cute.math.fma(x, y, z)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _rint(x: Any) -> Any:
+    # Adding 1.5·2²³ leaves no bit for the fraction, on the FMA pipe; FRND shares MUFU's. As an fma,
+    # because quack reports that SM100's loop vectoriser crashes on values added twice.
+    return _fma(x, 1.0, 12582912.0) - 12582912.0
+
+
 @elementwise(lambda x, y: x + y, commutative=True, packed=True)
 def add(x: Any, y: Any) -> Any:
     """x + y."""
@@ -154,6 +176,29 @@ def absolute(x: Any) -> Any:
     return x.abs()
 
 
+@elementwise(_step)
+def step(x: Any) -> Any:
+    """1 where x > 0, else 0, for NaN too: the derivative of `relu`."""
+    return (x > 0).to(x.dtype)
+
+
+@elementwise(_fma, flops=2)
+def fma(x: Any, y: Any, z: Any) -> Any:
+    """x · y + z, rounded once."""
+    import torch
+
+    like = next(v for v in (x, y, z) if isinstance(v, torch.Tensor))
+    # A product of two float32 is exact in float64.
+    x, y, z = (v.double() if isinstance(v, torch.Tensor) else v for v in (x, y, z))
+    return (x * y + z).to(like.dtype)
+
+
+@elementwise(_rint, flops=2)
+def rint(x: Any) -> Any:
+    """The nearest integer, ties to even, for |x| < 2²²; two additions on the GPU."""
+    return x.round()
+
+
 @elementwise(_math("exp"), flops=2)
 def exp(x: Any) -> Any:
     """eˣ (MUFU.EX2 of the scaled argument)."""
@@ -176,6 +221,18 @@ def sqrt(x: Any) -> Any:
 def rsqrt(x: Any) -> Any:
     """1 / √x."""
     return x.rsqrt()
+
+
+@elementwise(_math("sin"), flops=2)
+def sin(x: Any) -> Any:
+    """Sine of x in radians (MUFU.SIN): good for |x| <= π, losing digits with |x| beyond."""
+    return x.sin()
+
+
+@elementwise(_math("cos"), flops=2)
+def cos(x: Any) -> Any:
+    """Cosine of x in radians (MUFU.COS): good for |x| <= π, losing digits with |x| beyond."""
+    return x.cos()
 
 
 @elementwise(_math("erf"), flops=10)

@@ -15,13 +15,21 @@ from coda_agent.primitives.ops import OPS
 from coda_agent.primitives.resources import (
     OPERAND_SHAPES,
     OUTPUT_KINDS,
+    AddTile,
     HalfTile,
     Reduction,
     RowGather,
     Tile,
+    WideTile,
 )
 
-_STORED = {Tile: (Shape.TILE,), HalfTile: (Shape.HALF,), RowGather: (Shape.GATHERED,)}
+_STORED = {
+    Tile: (Shape.TILE,),
+    AddTile: (Shape.TILE,),
+    HalfTile: (Shape.HALF,),
+    WideTile: (Shape.WIDE,),
+    RowGather: (Shape.GATHERED,),
+}
 STRUCTURAL = ("acc", "operand", "const", "even", "odd", "interleave", "gather")
 
 
@@ -45,8 +53,18 @@ class Program:
 
     @cached_property
     def paired(self) -> bool:
-        """Whether the program works on adjacent column pairs."""
-        return any(n.op in ("even", "odd", "interleave") for n in self.graph.nodes)
+        """Whether the program works on adjacent column pairs of the accumulator."""
+        return any(n.shape.half_width for n in self.graph.nodes)
+
+    @cached_property
+    def wide(self) -> bool:
+        """Whether the program reads and writes double-width tiles."""
+        return any(n.shape is Shape.WIDE for n in self.graph.nodes)
+
+    @cached_property
+    def accumulated(self) -> str | None:
+        """The output that is added to what its buffer holds, if any."""
+        return next((o for o, kind in self.outputs.items() if kind is AddTile), None)
 
     @cached_property
     def reductions(self) -> dict[str, type[Reduction]]:
@@ -153,7 +171,9 @@ def epilogue(**outputs: type) -> Callable[[Callable[..., Any]], Program]:
         if not any(n.op == "acc" for n in pruned.nodes):
             raise ProgramError(f"{fn.__name__}: no output depends on the accumulator")
         doc = inspect.cleandoc(fn.__doc__ or "")
-        return Program(fn.__name__, doc, operands, dict(outputs), pruned)
+        program = Program(fn.__name__, doc, operands, dict(outputs), pruned)
+        _check_stores(program)
+        return program
 
     return decorate
 
@@ -202,6 +222,22 @@ def _bind_outputs(name: str, graph: Graph, outputs: Mapping[str, type], result: 
                 f"{value.shape.value}, expected {' or '.join(s.value for s in expected)}"
             )
         graph.outputs[output] = value.index
+
+
+def _check_stores(program: Program) -> None:
+    """What the GEMM's own load and store carry: one wide tile each way, one accumulation."""
+    kinds = [*program.operands.values()], [*program.outputs.values()]
+    wide = [side.count(WideTile) for side in kinds]
+    if program.wide and (wide != [1, 1] or program.paired):
+        raise ProgramError(
+            f"{program.name} has {wide[0]} WideTile operands and {wide[1]} outputs"
+            f"{' and pairs the accumulator' * program.paired}, expected one of each",
+            hint="a wide tile takes the place of the accumulator's own pairs",
+        )
+    if (count := kinds[1].count(AddTile)) > 1 or (count and program.wide):
+        raise ProgramError(
+            f"{program.name} has {count} AddTile outputs, expected one, and no WideTile beside it"
+        )
 
 
 def _label(kind: Any) -> str:

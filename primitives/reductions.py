@@ -35,11 +35,13 @@ def partials(value: torch.Tensor, kind: type[Reduction], block: int) -> torch.Te
 
 def finalise(raw: torch.Tensor, kind: type[Reduction], folded: int, block: int) -> torch.Tensor:
     """Fold `partials` of blocks of `block` out of `folded` elements, over the last dimension."""
+    weight = block / folded if kind.mean else 1.0
+    if raw.is_cuda and raw.dtype.itemsize == 4:
+        from coda_agent.primitives.fold import fold
+
+        return fold(raw, kind.combine, weight)
     if kind.combine == "logsumexp":
         return raw.logsumexp(-1)
     if kind.combine == "max":
         return raw.amax(-1)
-    if kind.mean and folded % block == 0:
-        return raw.mean(-1)  # one kernel instead of two
-    total = raw.sum(-1)
-    return total * (block / folded) if kind.mean else total
+    return raw.sum(-1) * weight

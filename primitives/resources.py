@@ -35,6 +35,51 @@ class HalfTile:
     """
 
 
+class HeadTable(Value):
+    """An (S, W) table repeated over the (M, N) output: its element (m % S, n % W); arrives as fp32.
+
+    W is a multiple of 32 that divides N; S is at least M, or a multiple of 128. Read through TMA:
+    S·W elements from memory, M·N from the L2 cache. Use it for the cosines and sines of rotary
+    embedding, W being the head dimension and S the sequence length; a `RowVector` of ones and zeros
+    blends out columns that are not rotated. `rotary` needs no table.
+
+        @epilogue(O=Tile)
+        def rope(acc, cs: HeadTable):
+            x, y = pairs(acc)
+            cosine, sine = pairs(cs)
+            u, v = rotate(x, y, cosine, sine)
+            return {"O": interleave(u, v)}
+    """
+
+
+class WideTile(Value):
+    """A double-width (M, 2N) operand or output, 16-bit: two numbers for each element of the GEMM.
+
+    `pairs` takes the operand apart into two (M, N) values, `interleave` makes the output. A program
+    has one of each, of one dtype, or none; it cannot pair the accumulator's own columns as well.
+    Read and written through TMA as 32-bit words (4·M·N bytes each). Use it for the backward pass of
+    a gate (paper, section 4): the saved [g₀, u₀, g₁, u₁, …] in, their gradients out.
+
+        @epilogue(dZ=WideTile)
+        def product_backward(acc, Z: WideTile):
+            gate, up = pairs(Z)
+            return {"dZ": interleave(acc * up, acc * gate)}
+    """
+
+
+class AddTile:
+    """A full (M, N) output added to what its buffer holds: the value is what is added.
+
+    Stored by TMA's reduce-add, which neither loads the old value nor spends registers on it; the
+    value is rounded to the output's type first and the sum again, so 16-bit types round twice. One
+    a program. Use it to accumulate gradients in place.
+
+        @epilogue(dX=AddTile)
+        def accumulate(acc, r: ColVector):
+            return {"dX": acc * r}
+    """
+
+
 class ColVector(Value):
     """An operand of length M, one number a row, any float dtype; arrives as fp32.
 
@@ -58,9 +103,9 @@ class RowVector(Value):
 
 
 class Scalar(Value):
-    """A Python number given at call time; changing it recompiles nothing.
+    """A number given at call time, or a one-element float32 CUDA tensor, read by the kernel.
 
-    Use it for alpha and beta.
+    Changing it recompiles nothing. Use it for alpha and beta, and for the scales of FP8 operands.
 
         @epilogue(O=Tile)
         def axpby(acc, C: Tile, alpha: Scalar, beta: Scalar):
@@ -80,7 +125,7 @@ class ColIndex(Value):
 
 
 class RowGather:
-    """An output of one element of each row, (M,) float32: what `gather` took, before any rounding.
+    """An output of one element of each row, (M,), float32 or 16-bit: what `gather` took in fp32.
 
     Rows whose index lies outside [0, N), and elements of -∞, give 0. Costs 4·M bytes.
 
@@ -187,10 +232,12 @@ class ColMax(Reduction):
 
 OPERAND_SHAPES: dict[type, Shape] = {
     Tile: Shape.TILE,
+    HeadTable: Shape.TILE,
+    WideTile: Shape.WIDE,
     ColVector: Shape.COL,
     RowVector: Shape.ROW,
     Scalar: Shape.SCALAR,
     ColIndex: Shape.INDEX,
 }
 REDUCTIONS = (RowSum, RowMean, RowMax, RowLogSumExp, ColSum, ColMax)
-OUTPUT_KINDS: tuple[type, ...] = (Tile, HalfTile, RowGather, *REDUCTIONS)
+OUTPUT_KINDS: tuple[type, ...] = (Tile, HalfTile, WideTile, AddTile, RowGather, *REDUCTIONS)

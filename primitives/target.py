@@ -21,12 +21,20 @@ from typing import Any
 
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import ColIndex, ColVector, RowVector, Scalar
+from coda_agent.primitives.resources import (
+    ColIndex,
+    ColVector,
+    HeadTable,
+    RowVector,
+    Scalar,
+    WideTile,
+)
 from coda_agent.primitives.tiles import TileConfig
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
-# Any size compiles the same kernel: M, N and K are run-time arguments.
-_M, _N, _K = 512, 1024, 256
+# Any size compiles the same kernel, M, N and K being run-time arguments, but that a launch splits
+# only a K that is long enough.
+_M, _N, _K = 512, 1024, 4096
 
 
 def cache_directory() -> Path:
@@ -95,7 +103,13 @@ def compile_blind(
     def meta(*shape: int, name: str) -> Any:
         return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
 
-    shapes = {ColVector: (_M,), ColIndex: (_M,), RowVector: (_N,)}
+    shapes = {
+        ColVector: (_M,),
+        ColIndex: (_M,),
+        RowVector: (_N,),
+        WideTile: (_M, 2 * _N),
+        HeadTable: (_M, 128),
+    }
     operands = {
         o: 1.0 if kind is Scalar else meta(*shapes.get(kind, (_M, _N)), name=operand_dtypes[o])
         for o, kind in program.operands.items()
@@ -177,7 +191,7 @@ def resources(path: Path) -> dict[str, int]:
         "registers": found.get("REG", 0),
         "stack_bytes": found.get("STACK", 0) + found.get("LOCAL", 0),
         "local_stores": len(re.findall(r"\bSTL\b", sass)),
-        "mma_instructions": len(re.findall(r"\b(?:[HQI]GMMA|HMMA|UTC\w*MMA)\b", sass)),
+        "mma_instructions": len(re.findall(r"\b(?:[HQI]GMMA|[HQ]MMA|UTC\w*MMA)\b", sass)),
     }
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.resources import AddTile, HeadTable, Tile, WideTile
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
 
 
 @dataclass(frozen=True, order=True)
@@ -17,7 +23,10 @@ class TileConfig:
         cluster_n: CTAs a cluster along N (they share A tiles).
         pingpong: Two warp groups on alternate tiles, the epilogue of one under the mainloop of the
             other; else they cooperate on one tile.
-        swizzle: Largest rasterisation group of output tiles, for L2 reuse.
+        swizzle: Largest rasterisation group of output tiles, for L2 reuse; no other code.
+        split_k: CTAs that share one output tile, each a part of K; the last one runs the epilogue.
+        swap_ab: Compute the transposed product: tile_m then cuts N, and tile_n cuts M.
+        persistent: One CTA an SM takes tile after tile; else one CTA a tile.
     """
 
     tile_m: int
@@ -26,30 +35,44 @@ class TileConfig:
     cluster_n: int = 1
     pingpong: bool = False
     swizzle: int = 8
+    split_k: int = 1
+    swap_ab: bool = False
+    persistent: bool = True
 
     @property
     def label(self) -> str:
-        """Short name, e.g. `128x192 pp 2x1`."""
-        schedule = "pp" if self.pingpong else "coop"
-        label = f"{self.tile_m}x{self.tile_n} {schedule} {self.cluster_m}x{self.cluster_n}"
-        return label if self.swizzle == 8 else f"{label} s{self.swizzle}"
+        """Short name, e.g. `128x192 pp 2x1`, or `64x256 coop 1x1 s4 k2 swap once`."""
+        parts = [
+            f"{self.tile_m}x{self.tile_n}",
+            "pp" if self.pingpong else "coop",
+            f"{self.cluster_m}x{self.cluster_n}",
+            f"s{self.swizzle}" * (self.swizzle != 8),
+            f"k{self.split_k}" * (self.split_k > 1),
+            "swap" * self.swap_ab,
+            "once" * (not self.persistent),
+        ]
+        return " ".join(p for p in parts if p)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-# Best tiles measured for kernels of this family on an H200, and one (192x192 coop) that quack 0.6.5
-# compiles for paired programs but computes wrongly: it stays on offer so that the numerics gate has
-# something real to refuse.
+# Best tiles measured for kernels of this family on an H200; narrow ones, so that reduction blocks
+# of 64 exist; and one (192x192 coop) that quack 0.6.5 compiles for paired programs but computes
+# wrongly: it stays on offer so that the numerics gate has something real to refuse.
 SM90_CONFIGS: tuple[TileConfig, ...] = (
-    TileConfig(128, 128, 1, 1, True),
-    TileConfig(128, 128, 1, 2, True),
     TileConfig(128, 128, 2, 1, True),
+    TileConfig(128, 128, 1, 2, True),
+    TileConfig(128, 128, 1, 1, True),
     TileConfig(128, 160, 2, 1, True),
-    TileConfig(128, 192, 1, 1, True),
+    TileConfig(128, 176, 2, 1, True),
     TileConfig(128, 192, 2, 1, True),
     TileConfig(128, 192, 1, 2, True),
+    TileConfig(128, 192, 1, 1, True),
+    TileConfig(128, 208, 2, 1, True),
     TileConfig(192, 128, 1, 2, True),
+    TileConfig(64, 256, 2, 1, True),
+    TileConfig(128, 64, 2, 1, True),
     TileConfig(128, 256, 2, 1),
     TileConfig(128, 256, 1, 2),
     TileConfig(256, 128, 1, 2),
@@ -57,6 +80,7 @@ SM90_CONFIGS: tuple[TileConfig, ...] = (
     TileConfig(256, 160, 1, 2),
     TileConfig(192, 192, 2, 1),
 )
+SWIZZLES = (2, 4, 16)
 
 # One configuration an architecture for the compile gate; SM90's is also what an untuned call runs.
 DEFAULT_CONFIGS: dict[str, TileConfig] = {
@@ -65,8 +89,30 @@ DEFAULT_CONFIGS: dict[str, TileConfig] = {
     "sm_120a": TileConfig(128, 128, 1, 1, True),
 }
 
+# Output tiles of 128 x 128 below which a GPU of 132 SMs starves.
+_STARVED = 132
 
-def offered(paired: bool) -> tuple[TileConfig, ...]:
-    """The SM90 configurations a program may be tuned over; paired programs need tile_n divisible by
-    32 for their half-width stores."""
-    return tuple(c for c in SM90_CONFIGS if not paired or c.tile_n % 32 == 0)
+
+def offered(
+    program: Program, shapes: Iterable[tuple[int, int, int]] = ()
+) -> tuple[TileConfig, ...]:
+    """The SM90 configurations a program may be tuned over.
+
+    Args:
+        program: The program. Paired ones need tile_n divisible by 32 for their half-width stores.
+        shapes: (M, N, K) it will be tuned for. Where an output is too small to fill the GPU, forms
+            that split K are offered too, and transposed ones, which a program without pairs, tables
+            and reductions allows.
+    """
+    base = tuple(c for c in SM90_CONFIGS if not program.paired or c.tile_n % 32 == 0)
+    if all(-(-m // 128) * -(-n // 128) >= _STARVED for m, n, _ in shapes):
+        return base
+    small = TileConfig(128, 128, 1, 1, True), TileConfig(64, 256, 1, 1, True)
+    split = tuple(replace(c, split_k=k) for c in small for k in (2, 4, 8))
+    stores = program.outputs.values()
+    if not any(kind in (Tile, AddTile, WideTile) for kind in stores):
+        split = ()  # quack folds the parts into the GEMM's own store
+    special = program.paired or HeadTable in program.operands.values()
+    plain = all(kind is Tile for kind in stores) and not special
+    narrow = tuple(TileConfig(128, n, 1, 1, True, swap_ab=True) for n in (32, 64, 128) if plain)
+    return base + split + narrow

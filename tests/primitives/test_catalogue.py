@@ -13,8 +13,8 @@ from coda_agent.primitives.catalogue import KINDS, Entry, entries
 ENTRIES = entries()
 EXAMPLES_OF = ("load", "load, store", "store", "reduction", "pairwise", "select")
 COMPOSITES = (
-    "clamp", "geglu", "glu", "hard_swish", "leaky_relu",
-    "reglu", "relu", "relu_squared", "silu", "swiglu",
+    "clamp", "derivative", "geglu", "glu", "hard_swish", "leaky_relu", "mish", "quick_gelu",
+    "reglu", "relu", "relu_squared", "silu", "swiglu", "swiglu_oai",
 )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_kinds() -> None:
     reductions = ("RowSum", "RowMean", "RowMax", "RowLogSumExp", "ColSum", "ColMax")
     assert {kind[n] for n in reductions} == {"reduction"}
     assert kind["gather"] == "select"
-    assert {kind[n] for n in ("pairs", "interleave")} == {"pairwise"}
+    assert {kind[n] for n in ("pairs", "interleave", "rotary", "rotate")} == {"pairwise"}
     assert {kind[n] for n in (*COMPOSITES, "exp", "gelu_tanh")} == {"elementwise"}
 
 
@@ -80,6 +80,7 @@ def test_signatures() -> None:
     assert signature["leaky_relu"] == "leaky_relu(x, slope=0.01)"
     assert signature["maximum"] == "maximum(x, y)"
     assert signature["epilogue"] == "epilogue(**outputs)"
+    assert signature["derivative"] == "derivative(fn, *args, wrt=0)"
     assert signature["RowSum"] == "RowSum"
 
 

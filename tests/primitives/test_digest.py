@@ -6,15 +6,22 @@ from typing import Any
 import pytest
 
 from coda_agent.primitives import (
+    AddTile,
+    ColIndex,
     ColVector,
     HalfTile,
+    HeadTable,
     Program,
+    RowGather,
     RowMean,
     RowSum,
     RowVector,
     Scalar,
     Tile,
+    WideTile,
     epilogue,
+    gather,
+    interleave,
     maximum,
     pairs,
     swiglu,
@@ -143,6 +150,44 @@ def test_lanes_of_a_pair_matter() -> None:
     assert first.digest != second.digest
 
 
+def test_kinds_of_one_shape_differ() -> None:
+    """Each pair computes one value from one shape; what becomes of it, or how it is read, differs."""
+
+    def product(acc, C: Tile):
+        return {"O": acc * C}
+
+    def by_table(acc, C: HeadTable):
+        return {"O": acc * C}
+
+    digests = {
+        epilogue(O=Tile)(product).digest,
+        epilogue(O=AddTile)(product).digest,
+        epilogue(O=Tile)(by_table).digest,
+        epilogue(O=AddTile)(by_table).digest,
+    }
+    assert len(digests) == 4
+
+
+def test_lanes_of_a_wide_tile_matter() -> None:
+    @epilogue(dZ=WideTile)
+    def first(acc, Z: WideTile):
+        gate, up = pairs(Z)
+        return {"dZ": interleave(acc * up, acc * gate)}
+
+    @epilogue(dZ=WideTile)
+    def second(acc, Z: WideTile):
+        up, gate = pairs(Z)
+        return {"dZ": interleave(acc * up, acc * gate)}
+
+    @epilogue(gradients=WideTile)
+    def renamed_lanes(acc, saved: WideTile):
+        x, y = pairs(saved)
+        return {"gradients": interleave(y * acc, x * acc)}
+
+    assert first.digest != second.digest
+    assert first.digest == renamed_lanes.digest
+
+
 @epilogue(D=Tile, O=HalfTile, s=RowMean)
 def everything(acc, C: Tile, r: ColVector, b: RowVector, beta: Scalar):
     """One of each."""
@@ -151,16 +196,40 @@ def everything(acc, C: Tile, r: ColVector, b: RowVector, beta: Scalar):
     return {"D": d, "O": swiglu(gate, up), "s": d * d}
 
 
-def test_round_trip_through_json() -> None:
-    data = json.loads(json.dumps(everything.to_dict()))
+@epilogue(dZ=WideTile, O=Tile, t=RowGather)
+def widened(acc, Z: WideTile, y: ColIndex):
+    """A saved gate, its gradients."""
+    gate, up = pairs(Z)
+    return {"dZ": interleave(acc * up, acc * gate), "O": gate * up, "t": gather(acc, y)}
+
+
+@epilogue(X=AddTile, O=Tile)
+def accumulating(acc, cs: HeadTable, C: Tile):
+    """A table, a sum in place."""
+    return {"X": acc * cs, "O": C - acc}
+
+
+@pytest.mark.parametrize(
+    ("program", "doc"),
+    [
+        (everything, "One of each."),
+        (widened, "A saved gate, its gradients."),
+        (accumulating, "A table, a sum in place."),
+    ],
+    ids=lambda x: x.name if isinstance(x, Program) else "",
+)
+def test_round_trip_through_json(program: Program, doc: str) -> None:
+    data = json.loads(json.dumps(program.to_dict()))
     back = Program.from_dict(data)
-    assert back.digest == everything.digest
-    assert (back.name, back.doc) == ("everything", "One of each.")
-    assert list(back.operands.items()) == list(everything.operands.items())
-    assert list(back.outputs.items()) == list(everything.outputs.items())
-    assert back.graph.nodes == everything.graph.nodes
-    assert back.graph.outputs == everything.graph.outputs
-    assert back.to_dict() == everything.to_dict()
+    assert back.digest == program.digest
+    assert back.doc == doc
+    assert (back.name, back.wide) == (program.name, program.wide)
+    assert (back.paired, back.accumulated) == (program.paired, program.accumulated)
+    assert list(back.operands.items()) == list(program.operands.items())
+    assert list(back.outputs.items()) == list(program.outputs.items())
+    assert back.graph.nodes == program.graph.nodes
+    assert back.graph.outputs == program.graph.outputs
+    assert back.to_dict() == program.to_dict()
 
 
 def test_infinite_constants_survive_json() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coda_agent.primitives import (
+    AddTile,
     ColIndex,
     ColMax,
     ColSum,
@@ -21,6 +22,7 @@ from coda_agent.primitives import (
     RowVector,
     Scalar,
     Tile,
+    WideTile,
     epilogue,
     exp,
     gather,
@@ -133,6 +135,18 @@ def interleave_vectors(acc, r: ColVector):
     return {"O": acc + interleave(r, r)}
 
 
+def interleave_rows(acc, b: RowVector):
+    return {"O": acc + interleave(b, b)}
+
+
+def interleave_widths(acc):
+    return {"O": interleave(pairs(acc)[0], acc)}
+
+
+def interleave_numbers(acc):
+    return {"O": acc * interleave(2.0, 0.0)}
+
+
 def text_argument(acc):
     return {"O": acc * "2"}
 
@@ -141,28 +155,30 @@ def truth_argument(acc):
     return {"O": maximum(acc, True)}
 
 
+OPERANDS = "Tile, HeadTable, WideTile, ColVector, RowVector, Scalar, ColIndex"
+ONE_WIDTH = "expected two values of one width, (M, N/2) or (M, N)"
+MIXED = (
+    "{} mixes a full-width value with a half-width one (take both apart with pairs(), or join "
+    "halves with interleave())"
+)
 ERRORS: list[tuple[Callable[..., Any], str]] = [
     (no_accumulator, "no_accumulator: the first parameter must be acc, the accumulator"),
     (no_parameters, "no_parameters: the first parameter must be acc, the accumulator"),
     (
         bare_operand,
-        "bare_operand: operand 'r' is annotated nothing, expected one of Tile, ColVector, "
-        "RowVector, Scalar, ColIndex",
+        "bare_operand: operand 'r' is annotated nothing, expected one of " + OPERANDS,
     ),
     (
         half_operand,
-        "half_operand: operand 'h' is annotated HalfTile, expected one of Tile, ColVector, "
-        "RowVector, Scalar, ColIndex",
+        "half_operand: operand 'h' is annotated HalfTile, expected one of " + OPERANDS,
     ),
     (
         number_operand,
-        "number_operand: operand 'r' is annotated float, expected one of Tile, ColVector, "
-        "RowVector, Scalar, ColIndex",
+        "number_operand: operand 'r' is annotated float, expected one of " + OPERANDS,
     ),
     (
         starred,
-        "starred: operand 'rest' is annotated nothing, expected one of Tile, ColVector, "
-        "RowVector, Scalar, ColIndex",
+        "starred: operand 'rest' is annotated nothing, expected one of " + OPERANDS,
     ),
     (not_a_dict, "not_a_dict returned Value, expected a dict of outputs"),
     (missing, "missing: output 'O' is declared but never written"),
@@ -186,16 +202,8 @@ ERRORS: list[tuple[Callable[..., Any], str]] = [
         "a program cannot branch on a value: it runs once, for every element (use maximum, "
         "minimum or clamp)",
     ),
-    (
-        mixed,
-        "mul mixes a full-width value with a half-width one (take both apart with pairs(), or "
-        "join halves with interleave())",
-    ),
-    (
-        half_with_row_vector,
-        "add mixes a full-width value with a half-width one (take both apart with pairs(), or "
-        "join halves with interleave())",
-    ),
+    (mixed, MIXED.format("mul")),
+    (half_with_row_vector, MIXED.format("add")),
     (
         half_as_tile,
         "half_as_tile: output 'O' is declared Tile but its value is (M, N/2), expected (M, N)",
@@ -205,8 +213,14 @@ ERRORS: list[tuple[Callable[..., Any], str]] = [
         "vector_output: output 'O' is declared Tile but its value is (M, 1), expected (M, N)",
     ),
     (pairs_of_half, "pairs() got a half-width value, expected a full-width one"),
-    (interleave_full, "interleave() got a full-width value, expected two half-width ones"),
-    (interleave_vectors, "interleave() expects two half-width values, (M, N/2)"),
+    (
+        interleave_full,
+        "interleave_full: output 'O' is declared Tile but its value is (M, 2N), expected (M, N)",
+    ),
+    (interleave_vectors, f"interleave() got (M, 1) and (M, 1), {ONE_WIDTH}"),
+    (interleave_rows, f"interleave() got (1, N) and (1, N), {ONE_WIDTH}"),
+    (interleave_widths, MIXED.format("interleave()")),
+    (interleave_numbers, f"interleave() {ONE_WIDTH.replace('expected', 'expects')}"),
     (text_argument, "mul got str, expected a value of the program or a number"),
     (truth_argument, "maximum got bool, expected a value of the program or a number"),
 ]
@@ -383,9 +397,15 @@ def test_pairs_takes_no_index() -> None:
 
 @pytest.mark.parametrize("shape", [Shape.INDEX, Shape.GATHERED])
 def test_join_refuses_indices_and_gathered_values(shape: Shape) -> None:
-    for other in Shape:
+    for other in set(Shape) - {Shape.WIDE}:
         with pytest.raises(ProgramError, match="add cannot compute with an index"):
             join([other, shape], "add")
+
+
+def test_join_refuses_double_width() -> None:
+    for other in Shape:
+        with pytest.raises(ProgramError, match="add cannot compute with a double-width value"):
+            join([other, Shape.WIDE], "add")
 
 
 @pytest.mark.parametrize("kind", [ColSum, ColMax])
@@ -423,13 +443,190 @@ def test_a_gathering_program_survives_serialisation() -> None:
     assert describe(program.graph).splitlines()[2] == "%2 = gather(%1, %0)  # (M,)"
 
 
-def test_interleave_of_a_half_and_a_full_value() -> None:
-    def wide(acc):
-        gate, _ = pairs(acc)
-        return {"O": interleave(gate, acc)}
+DOUBLE = (
+    "{} cannot compute with a double-width value (take it apart with pairs() into two full-width "
+    "ones)"
+)
+COUNT = (
+    "{} has {} WideTile operands and {} outputs{}, expected one of each (a wide tile takes the "
+    "place of the accumulator's own pairs)"
+)
+PAIRED = " and pairs the accumulator"
 
-    with pytest.raises(ProgramError, match="expects two half-width values"):
-        epilogue(O=Tile)(wide)
+
+def computes_wide(acc, Z: WideTile):
+    return {"W": Z * acc}
+
+
+def stores_wide_as_tile(acc, Z: WideTile):
+    return {"W": interleave(acc, pairs(Z)[0]), "T": Z}
+
+
+def stores_tile_as_wide(acc, Z: WideTile):
+    return {"W": acc * pairs(Z)[0]}
+
+
+def stores_half_pairs_as_wide(acc, Z: WideTile):
+    return {"W": interleave(*pairs(acc))}
+
+
+def interleaves_wide(acc, Z: WideTile):
+    return {"W": interleave(Z, acc)}
+
+
+def sums_wide(acc, Z: WideTile):
+    return {"W": interleave(acc, pairs(Z)[0]), "S": Z}
+
+
+def gathers_wide(acc, Z: WideTile, y: ColIndex):
+    return {"W": interleave(acc, pairs(Z)[0]), "G": gather(Z, y)}
+
+
+def wide_output_alone(acc):
+    return {"W": interleave(acc, -acc)}
+
+
+def two_wide_operands(acc, Y: WideTile, Z: WideTile):
+    return {"W": interleave(acc * pairs(Y)[0], pairs(Z)[1])}
+
+
+def two_wide_outputs(acc, Z: WideTile):
+    gate, up = pairs(Z)
+    return {"W": interleave(acc, up), "V": interleave(acc, gate)}
+
+
+def wide_operand_alone(acc, Z: WideTile):
+    return {"T": acc * pairs(Z)[0]}
+
+
+def wide_beside_pairs(acc, Z: WideTile):
+    x, y = pairs(acc)
+    return {"W": interleave(acc, pairs(Z)[0]), "H": x * y}
+
+
+def wide_beside_paired_vector(acc, Z: WideTile, t: RowVector):
+    gate, up = pairs(Z)
+    return {"W": interleave(acc * interleave(*pairs(t * acc)), gate), "T": up, "H": pairs(up)[0]}
+
+
+def wide_beside_added(acc, Z: WideTile):
+    return {"W": interleave(acc, pairs(Z)[0]), "A": acc}
+
+
+def two_added(acc):
+    return {"A": acc, "B": -acc}
+
+
+def half_added(acc):
+    x, y = pairs(acc)
+    return {"A": x * y}
+
+
+KINDS = {"W": WideTile, "V": WideTile, "T": Tile, "H": HalfTile, "S": RowSum, "G": RowGather}
+KINDS |= {"A": AddTile, "B": AddTile}
+STORE_ERRORS: list[tuple[Callable[..., Any], str, str]] = [
+    (computes_wide, "W", DOUBLE.format("mul")),
+    (
+        stores_wide_as_tile,
+        "WT",
+        "stores_wide_as_tile: output 'T' is declared Tile but its value is (M, 2N), expected (M, N)",
+    ),
+    (
+        stores_tile_as_wide,
+        "W",
+        "stores_tile_as_wide: output 'W' is declared WideTile but its value is (M, N), "
+        "expected (M, 2N)",
+    ),
+    (
+        stores_half_pairs_as_wide,
+        "W",
+        "stores_half_pairs_as_wide: output 'W' is declared WideTile but its value is (M, N), "
+        "expected (M, 2N)",
+    ),
+    (interleaves_wide, "W", DOUBLE.format("interleave()")),
+    (
+        sums_wide,
+        "WS",
+        "sums_wide: output 'S' is declared RowSum but its value is (M, 2N), expected (M, N) or "
+        "(M, N/2)",
+    ),
+    (gathers_wide, "WG", GATHER_FIRST),
+    (wide_output_alone, "W", COUNT.format("wide_output_alone", 0, 1, "")),
+    (two_wide_operands, "W", COUNT.format("two_wide_operands", 2, 1, "")),
+    (two_wide_outputs, "WV", COUNT.format("two_wide_outputs", 1, 2, "")),
+    (wide_operand_alone, "T", COUNT.format("wide_operand_alone", 1, 0, "")),
+    (wide_beside_pairs, "WH", COUNT.format("wide_beside_pairs", 1, 1, PAIRED)),
+    (wide_beside_paired_vector, "WTH", COUNT.format("wide_beside_paired_vector", 1, 1, PAIRED)),
+    (
+        wide_beside_added,
+        "WA",
+        "wide_beside_added has 1 AddTile outputs, expected one, and no WideTile beside it",
+    ),
+    (two_added, "AB", "two_added has 2 AddTile outputs, expected one, and no WideTile beside it"),
+    (
+        half_added,
+        "A",
+        "half_added: output 'A' is declared AddTile but its value is (M, N/2), expected (M, N)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "outputs", "message"), STORE_ERRORS, ids=[f.__name__ for f, *_ in STORE_ERRORS]
+)
+def test_error_of_wide_and_added_tiles(
+    function: Callable[..., Any], outputs: str, message: str
+) -> None:
+    with pytest.raises(ProgramError) as error:
+        epilogue(**{o: KINDS[o] for o in outputs})(function)
+    assert str(error.value) == message
+
+
+def test_pairs_of_a_wide_tile_are_full_width_and_their_interleave_double() -> None:
+    @epilogue(dZ=WideTile, O=Tile, s=RowSum)
+    def program(acc, Z: WideTile, r: ColVector, t: RowVector):
+        gate, up = pairs(Z)
+        again, _ = pairs(interleave(gate * acc, up))
+        return {"dZ": interleave(again, r * t), "O": up + acc, "s": gate}
+
+    assert program.wide and not program.paired and program.accumulated is None
+    shapes = {n.op: n.shape for n in program.graph.nodes}
+    assert shapes["even"] is shapes["odd"] is shapes["mul"] is Shape.TILE
+    assert shapes["interleave"] is Shape.WIDE
+    # pairs() of interleave() found its arguments: only the stored one is left.
+    assert [n.op for n in program.graph.nodes].count("interleave") == 1
+
+
+def test_a_number_may_be_one_side_of_a_wide_tile() -> None:
+    @epilogue(dZ=WideTile)
+    def program(acc, Z: WideTile):
+        return {"dZ": interleave(0.0, acc * pairs(Z)[0])}
+
+    assert program.graph.nodes[program.graph.outputs["dZ"]].shape is Shape.WIDE
+
+
+def test_vectors_are_interleaved_where_they_make_a_tile() -> None:
+    @epilogue(O=Tile)
+    def program(acc, r: ColVector, t: RowVector):
+        x, y = pairs(acc)
+        cosine, _ = pairs(t)
+        return {"O": interleave(cosine, r) + interleave(y, x)}
+
+    a, b = torch.randn(3, 8), torch.randn(6, 8)
+    r, t = torch.randn(3), torch.randn(6)
+    out = interpret(program, a, b, {"r": r, "t": t}, dtypes={"O": torch.float32})["O"]
+    acc = a @ b.T
+    torch.testing.assert_close(out[:, 0::2], t[0::2] + acc[:, 1::2])
+    torch.testing.assert_close(out[:, 1::2], r[:, None] + acc[:, 0::2])
+
+
+def test_accumulated_names_the_added_output() -> None:
+    @epilogue(D=Tile, dX=AddTile)
+    def program(acc, C: Tile):
+        return {"D": acc, "dX": acc * C}
+
+    assert program.accumulated == "dX"
+    assert not program.wide and not program.paired
 
 
 def test_declaring_nothing() -> None:
@@ -445,8 +642,8 @@ def test_declaring_a_wrong_kind(kind: Any, label: str) -> None:
     with pytest.raises(ProgramError) as error:
         epilogue(O=kind)
     assert str(error.value) == (
-        f"output 'O' is declared as {label}, expected one of Tile, HalfTile, RowGather, RowSum, "
-        "RowMean, RowMax, RowLogSumExp, ColSum, ColMax"
+        f"output 'O' is declared as {label}, expected one of Tile, HalfTile, WideTile, "
+        "AddTile, RowGather, RowSum, RowMean, RowMax, RowLogSumExp, ColSum, ColMax"
     )
 
 
@@ -606,12 +803,11 @@ def test_arithmetic_records_both_orders() -> None:
         lambda acc: exp(acc, 2.0),
         lambda acc: maximum(acc),
         lambda acc: maximum(acc, acc, acc),
-        lambda acc: acc * interleave(2.0, 0.0),
         lambda acc: acc**2,
         lambda acc: acc * pairs(2.0)[0],  # pyright: ignore[reportArgumentType]
         lambda acc: acc / 0,
     ],
-    ids=["two for one", "one for two", "three for two", "interleave", "power", "pairs", "by 0"],
+    ids=["two for one", "one for two", "three for two", "power", "pairs", "by 0"],
 )
 def test_wrong_arguments_are_errors_of_the_language(call: Any) -> None:
     def program(acc):

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from coda_agent.primitives import (
+    AddTile,
     ColIndex,
     ColMax,
     ColSum,
     ColVector,
     HalfTile,
+    HeadTable,
     RowGather,
     RowLogSumExp,
     RowMax,
@@ -19,6 +21,7 @@ from coda_agent.primitives import (
     RowVector,
     Scalar,
     Tile,
+    WideTile,
     absolute,
     epilogue,
     exp,
@@ -175,10 +178,50 @@ def test_costs_by_hand() -> None:
 
 
 def test_cost_options() -> None:
-    found = inspect_program(counted, 96, 320, 64, element_bytes=4, vector_bytes=2, block=192)
+    found = inspect_program(
+        counted, 96, 320, 64, element_bytes=4, gemm_bytes=1, vector_bytes=2, block=192
+    )
     tile, half = 96 * 320, 96 * 160
-    read = 4 * (96 * 64 + 320 * 64) + 4 * tile + 2 * (96 + 320)
+    read = (96 * 64 + 320 * 64) + 4 * tile + 2 * (96 + 320)
     assert found.bytes_moved == read + 4 * tile + 4 * half + 2 * (4 * 96 * 2)
+
+
+def wide_product(acc, Z: WideTile):
+    gate, up = pairs(Z)
+    return {"dZ": interleave(acc * up, acc * gate), "s": gate * up}
+
+
+def test_a_wide_tile_has_twice_the_elements() -> None:
+    m, n, k = 96, 320, 64
+    program = epilogue(dZ=WideTile, s=RowSum)(wide_product)
+    found = inspect_program(program, m, n, k)
+    assert found.epilogue_flops == 3 * m * n + m * n
+    assert found.bytes_moved == 2 * (m * k + n * k) + 2 * (2 * m * n) * 2 + 4 * m * 3
+    degree = degrees(program.graph)
+    assert degree[program.graph.outputs["dZ"]] is Degree.LINEAR
+    assert degree[program.graph.outputs["s"]] is Degree.CONSTANT
+
+
+def test_what_is_added_to_is_read_and_written() -> None:
+    @epilogue(X=AddTile, O=Tile)
+    def program(acc, C: Tile):
+        return {"X": acc * C, "O": acc}
+
+    m, n, k = 96, 320, 64
+    found = inspect_program(program, m, n, k)
+    assert found.bytes_moved == 2 * (m * k + n * k) + 2 * m * n * (1 + 2 + 1)
+    assert found.split_k_safe and found.tile_local and found.launches == 1
+
+
+def test_a_table_is_computed_with_but_hardly_read() -> None:
+    @epilogue(O=Tile)
+    def program(acc, cs: HeadTable, C: Tile):
+        return {"O": acc * cs + C}
+
+    m, n, k = 96, 320, 64
+    found = inspect_program(program, m, n, k, gemm_bytes=1)
+    assert found.epilogue_flops == 2 * m * n
+    assert found.bytes_moved == (m * k + n * k) + 2 * m * n * 2
 
 
 def test_plain_gemm_costs_nothing_after_it() -> None:

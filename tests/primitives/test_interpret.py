@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from coda_agent.primitives import (
+    AddTile,
     ColIndex,
     ColMax,
     ColSum,
     ColVector,
     HalfTile,
+    HeadTable,
     Program,
     RowGather,
     RowLogSumExp,
@@ -23,6 +25,7 @@ from coda_agent.primitives import (
     RowVector,
     Scalar,
     Tile,
+    WideTile,
     absolute,
     clamp,
     epilogue,
@@ -504,15 +507,16 @@ def test_gather(kind: torch.dtype, index: list[int]) -> None:
 def test_gathered_values_are_taken_before_rounding() -> None:
     a, w = matrices()
     operands = {"y": torch.arange(M), "b": torch.zeros(N)}
-    got = interpret(
-        gathering, a, w, operands, dtypes={o: torch.bfloat16 for o in gathering.outputs}
-    )
+    dtypes = {o: torch.bfloat16 for o in gathering.outputs}
+    got = interpret(gathering, a, w, operands, dtypes={**dtypes, "target": torch.float32})
     assert got["Z"].dtype == torch.bfloat16
     assert got["target"].shape == (M,)
     assert got["target"].dtype == torch.float32
-    acc = a.float() @ w.float().T
-    assert torch.equal(got["target"], acc[range(M), range(M)])
+    acc = (a.float() @ w.float().T)[range(M), range(M)]
+    assert torch.equal(got["target"], acc)
     assert not torch.equal(got["target"], got["Z"].float()[range(M), range(M)])
+    # In 16 bits it is rounded once, at the store: 2·acc from acc in fp32.
+    assert torch.equal(got["doubled"], (2.0 * acc).bfloat16())
 
 
 def test_gather_passes_over_what_is_not_finite_elsewhere() -> None:
@@ -527,3 +531,115 @@ def test_gather_passes_over_what_is_not_finite_elsewhere() -> None:
     want = (a.double() @ w.double().T)[:, 3] + 0.5
     assert got[2] == got[4] == 0.0
     torch.testing.assert_close(got[[0, 1, 3]], want[[0, 1, 3]])
+
+
+@epilogue(dZ=WideTile, O=Tile, s=RowSum)
+def gate_backward(acc, Z: WideTile, b: RowVector):
+    gate, up = pairs(Z)
+    return {"dZ": interleave(acc * up, acc * gate + b), "O": gate - up, "s": acc * up}
+
+
+def test_a_wide_tile_holds_two_numbers_for_each_element() -> None:
+    a, w = matrices()
+    Z = torch.randn(M, 2 * N, generator=torch.Generator().manual_seed(1))
+    b = torch.arange(N).float()
+    got = exact(gate_backward, a, w, Z=Z, b=b)
+    acc, z = rows(a.double() @ w.double().T), rows(Z)
+    assert got["dZ"].shape == (M, 2 * N) and got["O"].shape == (M, N)
+    for m in range(M):
+        ups = [z[m][2 * n + 1] for n in range(N)]
+        products = [x * up for x, up in zip(acc[m], ups, strict=True)]
+        assert got["s"][m].item() == pytest.approx(math.fsum(products))
+        for n in range(N):
+            gate, up = z[m][2 * n], z[m][2 * n + 1]
+            assert got["dZ"][m, 2 * n].item() == pytest.approx(acc[m][n] * up, abs=1e-13)
+            assert got["dZ"][m, 2 * n + 1].item() == pytest.approx(acc[m][n] * gate + n, abs=1e-12)
+            assert got["O"][m, n].item() == pytest.approx(gate - up, abs=1e-13)
+    raw = interpret(
+        gate_backward, a, w, {"Z": Z, "b": b}, dtypes={}, block=16, raw=True, compute=torch.float64
+    )
+    assert raw["s"].shape == (M, 3)  # blocks are of the accumulator's N columns, not of 2N
+
+
+@epilogue(X=AddTile, D=Tile)
+def accumulating(acc, r: ColVector):
+    return {"X": acc * r, "D": acc}
+
+
+def test_what_is_added_is_rounded_before_the_sum_and_the_sum_again() -> None:
+    a, w = matrices()
+    r = torch.linspace(0.3, 1.7, M)
+    held = torch.randn(M, N, generator=torch.Generator().manual_seed(2)).bfloat16()
+    kept = held.clone()
+    added = (a.float() @ w.float().T) * r[:, None]
+    kind = torch.bfloat16
+    got = interpret(accumulating, a, w, {"X": held, "r": r}, dtypes={"X": kind, "D": kind})["X"]
+    assert got.dtype == kind
+    assert torch.equal(got, (held.float() + added.to(kind).float()).to(kind))
+    assert not torch.equal(got, (held.float() + added).to(kind))
+    assert torch.equal(held, kept)  # the interpreter returns the sum; who calls it writes it back
+
+
+def test_accumulation_is_exact_in_float64() -> None:
+    a, w = matrices()
+    r, held = torch.linspace(0.3, 1.7, M), torch.linspace(-9.0, 9.0, M * N).reshape(M, N).bfloat16()
+    got = exact(accumulating, a, w, X=held, r=r)
+    added = (a.double() @ w.double().T) * r.double()[:, None]
+    assert got["X"].dtype == torch.float64
+    assert torch.equal(got["X"], held.double() + added)
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 8), (M, N), (7, 4), (3, 40)])
+def test_a_head_table_repeats_over_rows_and_columns(height: int, width: int) -> None:
+    @epilogue(O=Tile, R=Tile)
+    def program(acc, cs: HeadTable):
+        x, y = pairs(acc)
+        cosine, sine = pairs(cs)
+        return {"O": acc + cs, "R": interleave(x * cosine, y - sine)}
+
+    a, w = matrices()
+    table = torch.randn(height, width, generator=torch.Generator().manual_seed(3)).bfloat16()
+    got = exact(program, a, w, cs=table)
+    acc, cs = rows(a.double() @ w.double().T), rows(table)
+    for m in range(M):
+        for n in range(N):
+            here = cs[m % height][n % width]
+            turned = acc[m][n] - here if n % 2 else acc[m][n] * here
+            assert got["O"][m, n].item() == pytest.approx(acc[m][n] + here, abs=1e-13)
+            assert got["R"][m, n].item() == pytest.approx(turned, abs=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_a_scalar_may_be_a_tensor_of_one_element(shape: tuple[int, ...]) -> None:
+    @epilogue(O=Tile, P=Tile, s=RowSum)
+    def program(acc, alpha: Scalar):
+        x, _ = pairs(acc)
+        return {"O": alpha * acc, "P": interleave(alpha, x), "s": acc + alpha}
+
+    a, w = matrices()
+    got = exact(program, a, w, alpha=torch.full(shape, 0.75))
+    want = exact(program, a, w, alpha=0.75)
+    for o in want:
+        assert torch.equal(got[o], want[o]), o
+
+
+def test_e4m3_operands_and_outputs() -> None:
+    kind = torch.float8_e4m3fn
+
+    @epilogue(O=HalfTile, D=Tile)
+    def program(acc, alpha: Scalar):
+        x, y = pairs(acc * alpha)
+        return {"O": x * y, "D": acc * alpha}
+
+    a, w = (t.to(kind) for t in matrices())
+    got = interpret(program, a, w, {"alpha": 0.5}, dtypes={"O": kind, "D": torch.bfloat16})
+    d = (a.float() @ w.float().T) * 0.5
+    assert (got["O"].dtype, got["D"].dtype) == (kind, torch.bfloat16)
+    assert torch.equal(got["O"].float(), (d[:, 0::2] * d[:, 1::2]).to(kind).float())
+    assert torch.equal(got["D"], d.bfloat16())
+    # As the GPU's conversion: saturated where torch's own gives NaN; NaN stays.
+    large = interpret(program, a, w, {"alpha": 1e6}, dtypes=dict.fromkeys("OD", kind))["D"].float()
+    assert large.abs().max() == 448.0 and not large.isnan().any()
+    assert torch.equal(large.sign(), d.sign())
+    bad = interpret(program, a, w, {"alpha": math.nan}, dtypes=dict.fromkeys("OD", kind))
+    assert bad["D"].float().isnan().all()

@@ -1,6 +1,8 @@
-"""Lowering and compilation without a GPU. A compilation takes some three seconds, so there are few."""
+"""Lowering and compilation without a GPU. A compilation takes 3 to 10 s, so there are few."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import torch
 
 from coda_agent.demos import demos
 from coda_agent.primitives import (
+    AddTile,
     ColIndex,
     ColMax,
     ColSum,
     ColVector,
     HalfTile,
+    HeadTable,
     Program,
     RowGather,
     RowLogSumExp,
@@ -23,8 +27,10 @@ from coda_agent.primitives import (
     RowVector,
     Scalar,
     Tile,
+    WideTile,
     absolute,
     clamp,
+    cos,
     epilogue,
     exp,
     gather,
@@ -37,15 +43,19 @@ from coda_agent.primitives import (
     maximum,
     pairs,
     relu,
+    rotate,
     rsqrt,
     sigmoid,
     silu,
+    sin,
     softplus,
     sqrt,
+    step,
     swiglu,
     tanh,
 )
 from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.graph import Graph, Node, Shape, record
 from coda_agent.primitives.launch import launch
 from coda_agent.primitives.lower import (
     Replay,
@@ -55,6 +65,7 @@ from coda_agent.primitives.lower import (
     lowering_digest,
     zero_preserving,
 )
+from coda_agent.primitives.ops import OPS, fma
 from coda_agent.primitives.target import compile_blind, cubin, sass, target, use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, SM90_CONFIGS, TileConfig, offered
 
@@ -92,7 +103,37 @@ def transcendental(acc, C: Tile, E: Tile):
     return {"O": x, "P": log(exp(-absolute(x)) + 1.0) * rsqrt(x * x + 1.0)}
 
 
-ELEMENTS: dict[type, str] = {Tile: "bfloat16", ColIndex: "int64"}
+@epilogue(O=Tile, dZ=WideTile, s=RowSum)
+def widened(acc, C: Tile, Z: WideTile, r: ColVector):
+    gate, up = pairs(Z)
+    return {"O": gate * up + C, "dZ": interleave(acc * up * r, acc * gate), "s": acc * up}
+
+
+@epilogue(C_out=Tile, X=AddTile, t=RowGather)
+def accumulating(acc, C: Tile, cs: HeadTable, r: ColVector, y: ColIndex):
+    return {"C_out": C * cs, "X": acc * r, "t": gather(acc + C, y)}
+
+
+@epilogue(O=Tile, s=RowSum)
+def tabled(acc, cs: HeadTable, C: Tile):
+    x, y = pairs(acc + C)
+    cosine, sine = pairs(cs)
+    d = interleave(*rotate(x, y, cosine, sine))
+    return {"O": d, "s": d}
+
+
+@epilogue(O=HalfTile, m=RowMax)
+def quantised(acc, alpha: Scalar, q: ColVector):
+    o = swiglu(*pairs(acc * alpha))
+    return {"O": clamp(o * q, -448.0, 448.0), "m": absolute(o)}
+
+
+@epilogue(O=Tile)
+def scaled(acc, alpha: Scalar, r: ColVector, b: RowVector):
+    return {"O": alpha * acc * r * b}
+
+
+ELEMENTS: dict[type, str] = {ColVector: "float32", RowVector: "float32", ColIndex: "int64"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,14 +148,20 @@ def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def build(program: Program, arch: str, config: TileConfig | None = None) -> dict[str, Any]:
+def build(
+    program: Program,
+    arch: str,
+    config: TileConfig | None = None,
+    dtype: str = "bfloat16",
+    stored: str = "bfloat16",
+) -> dict[str, Any]:
     return compile_blind(
         program,
         config or DEFAULT_CONFIGS[arch],
         arch,
-        "bfloat16",
-        {o: ELEMENTS.get(k, "float32") for o, k in program.operands.items()},
-        {o: "bfloat16" for o, k in program.outputs.items() if k in (Tile, HalfTile)},
+        dtype,
+        {o: ELEMENTS.get(k, "bfloat16") for o, k in program.operands.items()},
+        dict.fromkeys(program.outputs, stored),
     )
 
 
@@ -182,6 +229,88 @@ def test_an_impossible_tile_is_a_compile_error() -> None:
         build(gated, "sm_90a", TileConfig(100, 128))
 
 
+@pytest.mark.parametrize("program", [widened, accumulating, tabled], ids=lambda p: p.name)
+def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
+    """With them: a Tile beside each, a 16-bit RowGather, a masked sum of a table's values."""
+    found = build(program, "sm_90a")
+    assert found["mma_instructions"] > 0
+    assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
+@pytest.mark.parametrize("program", [widened, accumulating], ids=lambda p: p.name)
+def test_wide_added_and_tabled_compile_for_blackwell(program: Program, arch: str) -> None:
+    assert build(program, arch)["mma_instructions"] > 0
+
+
+def test_e4m3_operands_and_outputs_compile() -> None:
+    found = build(quantised, "sm_90a", None, "float8_e4m3fn", "float8_e4m3fn")
+    text = sass(Path(found["object"]))
+    assert "QGMMA.64x128x32.F32.E4M3.E4M3" in text
+    assert "F2FP.SATFINITE.E4M3" in text  # as the interpreter: saturated, not NaN
+    assert found["local_stores"] == 0
+
+
+def test_an_e4m3_half_tile_beside_a_full_width_store_is_a_compile_error() -> None:
+    with pytest.raises(CompileError) as error:
+        build(gated, "sm_90a", None, "bfloat16", "float8_e4m3fn")
+    assert str(error.value) == (
+        "gated: an e4m3 HalfTile beside a full-width store is not supported (store it in 16 bits, "
+        "or leave the full-width output out)"
+    )
+
+
+TRANSPOSED = TileConfig(128, 64, 1, 1, True, swap_ab=True)
+
+
+def dry(program: Program, config: TileConfig, k: int) -> Any:
+    """quack's plan for an inner dimension of `k`, compiled for Hopper."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    a, b, o = (torch.empty(*s, **meta) for s in ((128, k), (256, k), (128, 256)))
+    vectors = {"alpha": 2.0, "r": torch.empty(128, **meta), "b": torch.empty(256, **meta)}
+    with target("sm_90a"):
+        return launch(program, a, b, vectors, {"O": o}, config, run=False)
+
+
+def test_other_launch_forms_compile_to_other_kernels() -> None:
+    forms = TRANSPOSED, TileConfig(128, 128, 2, 1, persistent=False)
+    found = [build(scaled, "sm_90a", c) for c in forms]
+    assert found[0]["object"] != found[1]["object"]
+    assert all(f["mma_instructions"] > 0 and f["local_stores"] == 0 for f in found)
+
+
+def test_k_is_split_only_where_each_part_has_enough_of_it() -> None:
+    import quack.cache
+
+    def compiled(k: int) -> int:
+        dry(scaled, TileConfig(128, 128, 1, 1, True, split_k=2), k)
+        return len(list(Path(str(quack.cache.CACHE_DIR)).rglob("*.o")))
+
+    forget()
+    whole = compiled(504)
+    assert compiled(504) == whole
+    assert compiled(512) == whole + 1
+    with pytest.raises(CompileError, match="split_k requires a dense GEMM"):
+        dry(scaled, replace(TRANSPOSED, split_k=2), 512)
+
+
+@pytest.mark.parametrize(
+    ("program", "config"),
+    [
+        (scaled, TileConfig(128, 128, pingpong=True, persistent=False)),
+        (gated, TRANSPOSED),
+        (statistics, TRANSPOSED),
+        (widened, TRANSPOSED),
+    ],
+    ids=lambda x: x.label if isinstance(x, TileConfig) else x.name,
+)
+def test_a_form_that_cannot_carry_a_program_is_a_compile_error(
+    program: Program, config: TileConfig
+) -> None:
+    with pytest.raises(CompileError, match=f"{program.name} does not compile as {config.label}: "):
+        build(program, "sm_90a", config)
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_two_full_width_outputs_on_pairs(arch: str) -> None:
     @epilogue(D=Tile, E=Tile, H=HalfTile)
@@ -230,6 +359,26 @@ def test_kernel_names_are_positional() -> None:
     }  # fmt: skip
 
 
+def test_what_rides_as_c_and_d() -> None:
+    """The wide tiles before the first Tile; beside an accumulation nothing rides in."""
+
+    @epilogue(first=Tile, O=Tile)
+    def table_first(acc, cs: HeadTable, C: Tile, Y: Tile):
+        return {"first": acc * cs, "O": acc + C + Y}
+
+    def named(program: Program) -> dict[str, str]:
+        return {o: n for o, n in kernel_names(program).items() if n in ("c", "D")}
+
+    assert named(widened) == {"Z": "c", "dZ": "D"}
+    assert named(accumulating) == {"X": "D"}
+    assert named(table_first) == {"C": "c", "first": "D"}
+    assert named(tabled) == {"C": "c", "O": "D"}
+    assert named(quantised) == {}
+    assert kernel_names(accumulating)["C"] == "in_0"
+    assert kernel_names(widened)["O"] == "out_0"
+    assert kernel_names(table_first)["cs"] == "in_0"
+
+
 def test_only_a_mean_binds_the_block() -> None:
     assert lower(masked, 128).module is lower(masked, 192).module
     assert lower(statistics, 128).module is lower(statistics, 128).module
@@ -252,6 +401,14 @@ ZERO: list[tuple[Any, bool]] = [
     (lambda acc, C, r, b, a: silu(acc), True),
     (lambda acc, C, r, b, a: hard_swish(acc), True),
     (lambda acc, C, r, b, a: sqrt(acc * acc), True),
+    (lambda acc, C, r, b, a: acc * sqrt(C), True),
+    (lambda acc, C, r, b, a: acc * sqrt(C - 1.0), False),  # √-1
+    (lambda acc, C, r, b, a: sin(acc) * cos(a), True),
+    (lambda acc, C, r, b, a: acc * step(b), True),
+    (lambda acc, C, r, b, a: acc * math.inf, False),
+    (lambda acc, C, r, b, a: fma(acc, a, C), True),
+    (lambda acc, C, r, b, a: fma(acc, b, C), False),
+    (lambda acc, C, r, b, a: fma(acc, C, a), False),
     (lambda acc, C, r, b, a: interleave(*reversed(pairs(acc))), True),
     (lambda acc, C, r, b, a: acc + b, False),
     (lambda acc, C, r, b, a: acc * b, False),  # what is read past N may be NaN or infinite
@@ -278,6 +435,35 @@ def test_what_is_zero_past_the_last_column(value: Any, zero: bool) -> None:
 
     graph = epilogue(O=Tile, used=Tile)(program).graph
     assert zero_preserving(graph)[graph.outputs["O"]] is zero
+
+
+def claims(name: str, shape: Shape) -> tuple[bool, bool]:
+    """Whether atom `name` of operands of `shape` is said to be 0 past the edge, and acc times it."""
+    graph = Graph()
+    acc = graph.add(Node("acc", (), Shape.TILE))
+    x = graph.add(Node("operand", (), shape, "x"))
+    atom = record(name, *[x] * OPS[name].arity)
+    product = acc * atom
+    zero = zero_preserving(graph)
+    return zero[atom.index], zero[product.index]
+
+
+NOT_FINITE = {"div", "exp", "log", "rsqrt", "softplus", "sqrt"}  # for some finite argument, in fp32
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_what_is_claimed_of_an_atom_is_what_it_gives(name: str) -> None:
+    def value(x: float) -> torch.Tensor:
+        return OPS[name].torch(*[torch.tensor(x)] * OPS[name].arity)
+
+    of_zero, times_zero = claims(name, Shape.TILE)
+    assert of_zero is bool(value(0.0) == 0)
+    assert value(0.0).isfinite() or not times_zero
+    of_number, times_number = claims(name, Shape.SCALAR)
+    assert not of_number
+    assert times_number is (name not in NOT_FINITE)
+    if times_number:
+        assert all(value(x) * 0.0 == 0 for x in (-1e3, -3.0, -0.5, 0.0, 0.5, 3.0, 1e3))
 
 
 ZERO_BELOW: list[tuple[Any, bool]] = [
@@ -311,6 +497,21 @@ def test_what_is_zero_past_the_last_row(value: Any, zero: bool) -> None:
 
     graph = epilogue(O=Tile, used=Tile)(program).graph
     assert zero_preserving(graph, past_rows=True)[graph.outputs["O"]] is zero
+
+
+def test_a_table_is_read_past_the_edge_too() -> None:
+    replay = Replay(tabled, kernel_names(tabled), 0)
+    assert replay.masked == {"s"}
+    graph = tabled.graph
+    for past_rows in (False, True):
+        assert zero_preserving(graph, past_rows=past_rows)[graph.outputs["s"]]
+        claimed = zero_preserving(graph, past_rows=past_rows, tables={"cs"})
+        assert not claimed[graph.outputs["s"]]
+
+
+def test_sums_of_wide_values_are_fused_and_not_masked() -> None:
+    replay = Replay(widened, kernel_names(widened), 0)
+    assert (replay.masked, replay.scaled) == (set(), {"s"})
 
 
 def test_sums_over_rows_are_masked_by_what_lies_past_the_last_row() -> None:
@@ -373,13 +574,50 @@ def test_fused_sums() -> None:
     assert Replay(rotated, kernel_names(rotated), 128).scaled == set()  # element mode only
 
 
-def test_offered_tiles() -> None:
-    assert set(offered(True)) <= set(offered(False)) == set(SM90_CONFIGS)
-    assert all(c.tile_n % 32 == 0 for c in offered(True))
-    assert DEFAULT_CONFIGS["sm_90a"] in offered(True)
+SPLIT = {
+    replace(c, split_k=k)
+    for c in (TileConfig(128, 128, 1, 1, True), TileConfig(64, 256, 1, 1, True))
+    for k in (2, 4, 8)
+}
+NARROW = {TileConfig(128, n, 1, 1, True, swap_ab=True) for n in (32, 64, 128)}
+BY_32 = {c for c in SM90_CONFIGS if c.tile_n % 32 == 0}
+
+
+@epilogue(O=Tile)
+def scaled_by_table(acc, cs: HeadTable):
+    return {"O": acc * cs}
+
+
+@pytest.mark.parametrize(
+    ("program", "base", "small"),
+    [
+        (scaled, set(SM90_CONFIGS), SPLIT | NARROW),
+        (scaled_by_table, set(SM90_CONFIGS), SPLIT),
+        (statistics, set(SM90_CONFIGS), SPLIT),
+        (widened, set(SM90_CONFIGS), SPLIT),
+        (accumulating, set(SM90_CONFIGS), SPLIT),
+        (gated, BY_32, SPLIT),
+        (tabled, BY_32, SPLIT),
+        (quantised, BY_32, set()),  # nothing for quack to fold the parts into
+    ],
+    ids=lambda x: x.name if isinstance(x, Program) else "",
+)
+def test_offered_tiles(program: Program, base: set[TileConfig], small: set[TileConfig]) -> None:
+    full = (128 * 11, 128 * 12, 4096)  # 132 tiles, one for each SM
+    assert set(offered(program)) == set(offered(program, [full])) == base
+    assert set(offered(program, [full, (128 * 131, 128, 64)])) == base | small
+    assert len(offered(program, [(1, 16, 8)])) == len(base) + len(small)
+    assert DEFAULT_CONFIGS["sm_90a"] in base
+
+
+def test_labels() -> None:
     assert TileConfig(128, 192, 2, 1, True).label == "128x192 pp 2x1"
     assert TileConfig(256, 128, 1, 2, swizzle=4).label == "256x128 coop 1x2 s4"
-    assert len({c.label for c in SM90_CONFIGS}) == len(SM90_CONFIGS)
+    every = TileConfig(64, 256, swizzle=4, split_k=2, swap_ab=True, persistent=False)
+    assert every.label == "64x256 coop 1x1 s4 k2 swap once"
+    assert TileConfig(**every.to_dict()) == every
+    tiles = offered(scaled, [(1, 16, 8)])
+    assert len({c.label for c in tiles}) == len(tiles)
 
 
 def test_a_second_process_finds_every_tile_in_the_cache(

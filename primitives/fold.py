@@ -1,0 +1,83 @@
+"""One launch that folds a reduction's partials on a GPU; only `reductions.py` imports this.
+
+PyTorch takes two launches for a scaled sum and five for a log-sum-exp: 59 us for the partials of
+8192 rows of 32768 logits on an H200, where one pass over them takes 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+# Elements a CTA takes in one step, in the shape that reads memory in order.
+_STEP = 2048
+
+
+@triton.jit
+def _fold(
+    raw,
+    out,
+    kept,
+    folded,
+    kept_stride,
+    folded_stride,
+    weight,
+    eps,
+    COMBINE: tl.constexpr,
+    KEPT: tl.constexpr,
+    FOLDED: tl.constexpr,
+):
+    i = tl.program_id(0) * KEPT + tl.arange(0, KEPT)
+    # Launched while the kernel that writes the partials still runs, and waits for its end here.
+    gdc_wait()
+    summed: tl.constexpr = COMBINE == "add" or COMBINE == "rstd"
+    top = tl.full((KEPT,), float("-inf"), tl.float32)
+    total = tl.zeros((KEPT,), tl.float32)
+    for start in range(0, folded, FOLDED):
+        j = start + tl.arange(0, FOLDED)
+        inside = (i < kept)[:, None] & (j < folded)[None, :]
+        at = i.to(tl.int64)[:, None] * kept_stride + j[None, :] * folded_stride
+        x = tl.load(raw + at, mask=inside, other=0.0 if summed else float("-inf"))
+        if summed:
+            total += tl.sum(x, 1)
+        else:
+            before, top = top, tl.maximum(top, tl.max(x, 1))
+            if COMBINE == "logsumexp":
+                # Where all is -inf so far, so is the result: 0 stands in for the shift.
+                shift = tl.where(top == float("-inf"), 0.0, top)
+                total = total * tl.exp(before - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
+    if COMBINE == "add":
+        result = total * weight
+    elif COMBINE == "rstd":
+        result = tl.rsqrt(total * weight + eps)
+    elif COMBINE == "max":
+        result = top
+    else:
+        result = tl.where(top == float("-inf"), top, top + tl.log(total))
+    tl.store(out + i, result, mask=i < kept)
+
+
+def fold(raw: torch.Tensor, combine: str, weight: float, eps: float = 0.0) -> torch.Tensor:
+    """Fold float32 `raw` (…, folded), any strides, over its last dimension.
+
+    Args:
+        raw: The partials, on a GPU.
+        combine: "add", "max", "logsumexp", or "rstd" for 1 / √(sum · weight + eps).
+        weight: Factor of a sum.
+        eps: Added under the root.
+    """
+    flat = raw.flatten(0, -2)
+    kept, folded = flat.shape
+    out = torch.empty(kept, dtype=torch.float32, device=raw.device)
+    widest = 256 if flat.stride(1) == 1 else 64
+    across = min(max(triton.next_power_of_2(folded), 16), widest)
+    down = _STEP // across
+    launch: Any = _fold[(triton.cdiv(kept, down),)]
+    launch(
+        flat, out, kept, folded, *flat.stride(), weight, eps, combine, down, across, launch_pdl=True
+    )
+    return out.view(raw.shape[:-1])

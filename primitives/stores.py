@@ -1,0 +1,130 @@
+"""Output stores that quack lacks; only the lowering imports this.
+
+- quack's paired mode hands a program two adjacent accumulator lanes and takes back half-width
+  outputs; full width it knows only for the GEMM's own store D. Reductions, though, collect both
+  lanes at full width. So `PairStore` poses as a reduction to collect its values, and as a tile
+  store to write them.
+- Its half-width store permutes 8-bit values for SM90 too, but declares them for SM100 only.
+- Its target select writes float32 only, and trusts the index.
+- It compiles kernels whose epilogue leaves room for one stage of the mainloop; they deadlock.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from cutlass import Float32, Int32, cute
+from cutlass.base_dsl.ast_helpers import const_expr
+from cutlass.cutlass_dsl import select_
+from quack.epilogue.frontend import EpiMod
+from quack.epilogue.ops import ColVecSelect, TileStore
+
+
+class HalfStore(TileStore):
+    """A half-width TMA store of 16-bit or e4m3 values, one for each pair of lanes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, gated=True)
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        """quack's set-up without its assertion on the element width."""
+        unchecked = copy.copy(self)
+        unchecked.gated = gemm.arch != 90
+        return TileStore.to_params(unchecked, gemm, args)
+
+
+class _Inside:
+    """A row's index as 32 bits, and -1 where it lies outside [0, n): quack compares its low 32
+    bits, and does not know where the last tile's columns end."""
+
+    def __init__(self, index: Any, n: Any) -> None:
+        self.index, self.n = index, n
+
+    def __getitem__(self, row: Any) -> Int32:
+        found = self.index[row]
+        inside: Any = (found >= 0) & (found < self.n)
+        return Int32(select_(inside, found, type(found)(-1)))
+
+
+class RowSelect(ColVecSelect):
+    """quack's target select, into a vector of any float type, at any index."""
+
+    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> tuple[Any, ...]:
+        index, *state = super().begin(gemm, param, smem_tensor, ctx)
+        return (_Inside(index, ctx.varlen_manager.len_n()), *state)
+
+    def host_validate(self, value: Any, **context: Any) -> None:
+        """Nothing: `allocate` made the vector."""
+
+    @cute.jit
+    def _select_packed16(self, frag_g, gVec, si, row, idx1, offs, n_aliased):
+        if const_expr(gVec.element_type is Float32):
+            ColVecSelect._select_packed16(self, frag_g, gVec, si, row, idx1, offs, n_aliased)
+        else:
+            # One register that every row indexes: quack selects into it, and leaves it at -inf
+            # where the row's target is not in this thread.
+            found = cute.make_rmem_tensor(cute.make_layout(cute.size(gVec), stride=0), Float32)
+            found[0] = Float32(-math.inf)
+            ColVecSelect._select_packed16(self, frag_g, found, si, row, idx1, offs, n_aliased)
+            if found[0] != Float32(-math.inf):
+                gVec[row] = found[0].to(gVec.element_type)
+
+
+class PairStore(TileStore):
+    """A full-width TMA store fed with both lanes of each pair."""
+
+    fn_port = "sink"
+
+    def fn_sink_flush(self, gemm: Any, state: Any, frag: Any, scale: Any = None) -> None:
+        """Keep the subtile's values, in registers, for the store that follows in the same trace."""
+        gemm.pair_fragments[self.name] = frag
+
+
+class Mod(EpiMod):
+    """An EpiMod whose kernels also write their `PairStore`s, and never wait for ever."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ours: dict[type, type] = {}
+        super().__init__(*args, **kwargs)
+
+    def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        minted = super()._mint(*key)
+        if minted not in self._ours:
+            self._ours[minted] = _checked(minted)
+        return self._ours[minted]
+
+
+def _checked(minted: Any) -> type:
+    """`minted` with a check of its stages, and its pair stores' fragments appended to what a
+    subtile's visit returns.
+
+    The driver pairs the returned fragments with the class's store operations in order: outputs come
+    first, then reductions.
+    """
+
+    def epi_visit_subtile(self: Any, *args: Any) -> tuple[Any, ...]:
+        self.pair_fragments = {}
+        stored = minted.epi_visit_subtile(self, *args)
+        return (*stored, *self.pair_fragments.values())
+
+    def compute_stages(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int, int]:
+        stages = minted._compute_stages(*args, **kwargs)
+        # With one stage the loads wait for the products and the products for the loads: quack
+        # compiles it, and it hangs (seen on an H200).
+        if self.arch == 90 and stages[0] < 2:
+            raise NotImplementedError(
+                "its loads and stores leave shared memory for one stage of the GEMM, not two"
+            )
+        return stages
+
+    ours: Any = type(
+        minted.__name__,
+        (minted,),
+        {
+            "epi_visit_subtile": epi_visit_subtile,
+            "_compute_stages": compute_stages,
+        },
+    )
+    return ours
