@@ -2,7 +2,9 @@
 
 - Front matter (YAML between `---` lines) declares names, shapes, element types and draws.
 - The prose carries the mathematics, for people and for authors.
-- One fenced block opened by "```python reference" defines `reference(...)`, plain PyTorch.
+- One fenced block opened by "```python reference" defines `reference(...)`, plain PyTorch; where a
+  user would run something else for speed, `baseline(...)` beside it is what kernels are timed
+  against.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Pow: math.pow,
 }
 _DRAW_ARGUMENTS = {"normal": 1, "constant": 1, "uniform": 2, "integers": 2}
+_ENTRY = re.compile(r"(?:([1-9]\d*)\*)?([A-Za-z_]\w*)(?:/([1-9]\d*))?")
 _FRONT = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
 _BLOCK = re.compile(r"^```python reference[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
@@ -73,7 +76,8 @@ def evaluate(expression: float | str, sizes: Mapping[str, int]) -> float:
 
 
 class Shape(NamedTuple):
-    """A tensor's symbolic shape: entries are dims "N", dims over an int "N/2", or ints."""
+    """A tensor's symbolic shape: entries are dims "N", fractions "N/2" or multiples "2*N" of them,
+    or ints."""
 
     parameter: str
     """The parameter the shape depends on; empty when there is one shape only."""
@@ -92,10 +96,23 @@ class Draw(NamedTuple):
 def _parse_entries(raw: Any) -> tuple[int | str, ...]:
     entries = raw if isinstance(raw, list) else [raw]
     for entry in entries:
-        good = isinstance(entry, str) and re.fullmatch(r"[A-Za-z_]\w*(/[1-9]\d*)?", entry)
+        good = isinstance(entry, str) and _ENTRY.fullmatch(entry)
         if entry is raw or not (good or (type(entry) is int and entry > 0)):
-            raise ValueError(f"expected a list of dims, DIM/INT and positive ints, got {raw!r}")
+            raise ValueError(
+                f"expected a list of dims, DIM/INT, INT*DIM and positive ints, got {raw!r}"
+            )
     return tuple(entries)
+
+
+def _parts(entry: str) -> tuple[int, str, int]:
+    """Factor, dim and divisor of a shape's entry."""
+    factor, dim, divisor = _ENTRY.findall(entry)[0]
+    return int(factor or 1), dim, int(divisor or 1)
+
+
+def _extent(entry: str, sizes: Mapping[str, int]) -> int:
+    factor, dim, divisor = _parts(entry)
+    return factor * sizes[dim] // divisor
 
 
 def _parse_shape(raw: Any) -> Shape:
@@ -146,6 +163,15 @@ class Input(Output):
     draw: Annotated[Draw, PlainValidator(_parse_draw)] = Draw("normal", (1.0,))
 
 
+class InPlace(_Model):
+    """An output that starts from an input and, in these variants, overwrites it."""
+
+    output: str
+    input: str
+    when: dict[str, str] = {}
+    """Static parameters' values that select the variants; all of them when empty."""
+
+
 class Tolerance(_Model):
     """The judge's bound: `multiple` times PyTorch's own error against the exact run."""
 
@@ -164,6 +190,7 @@ class _Header(_Model):
     parameters: dict[str, tuple[str, ...]] = {}
     inputs: dict[str, Input]
     outputs: dict[str, Output] = Field(min_length=1)
+    in_place: InPlace | None = None
     check_shapes: tuple[dict[str, int], ...] = Field(min_length=1)
     bench_shapes: tuple[dict[str, int], ...] = Field(min_length=1)
     tolerance: Tolerance
@@ -180,6 +207,12 @@ class Spec(_Header):
     reference_line: int
     """Line of `text`, from 1, that the first line of the reference stands on."""
     digest: str
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the reference block defines `baseline` too."""
+        tree = ast.parse(self.reference_source)
+        return any(isinstance(n, ast.FunctionDef) and n.name == "baseline" for n in tree.body)
 
     @property
     def gemm_dims(self) -> tuple[str, str, str]:
@@ -213,6 +246,13 @@ class Spec(_Header):
         """Program name of one choice of parameters: `name`, then `__value` for each parameter."""
         return "__".join([self.name, *self.bind(binding).values()])
 
+    def updated(self, binding: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Output to the input it overwrites, in the variant of `binding`."""
+        place = self.in_place
+        if place is None or not place.when.items() <= self.bind(binding).items():
+            return {}
+        return {place.output: place.input}
+
     def symbolic_shape(
         self, tensor: str, binding: Mapping[str, str] | None = None
     ) -> tuple[int | str, ...]:
@@ -233,8 +273,10 @@ class Spec(_Header):
             SpecError: No such tensor, bad sizes, or an unknown binding.
         """
         self.check_sizes(sizes)
-        parts = [str(entry).partition("/") for entry in self.symbolic_shape(tensor, binding)]
-        return tuple(int(sizes.get(dim) or dim) // int(divisor or 1) for dim, _, divisor in parts)
+        return tuple(
+            entry if isinstance(entry, int) else _extent(entry, sizes)
+            for entry in self.symbolic_shape(tensor, binding)
+        )
 
     def dtype_of(self, tensor: str, types: Mapping[str, str]) -> str:
         """Concrete element type of an input or output, `types` choosing the symbolic ones.
@@ -380,6 +422,14 @@ def _faults(spec: Spec) -> Iterator[str]:
     if len(a) != 2 or len(b) != 2 or a[1] != b[1] or len({*a, *b} & set(spec.dims)) != 3:
         got = f"{spec.gemm[0]} {list(a)} and {spec.gemm[1]} {list(b)}"
         yield f"gemm: shapes {got}; expected [M, K] and [N, K] over three dims"
+    if (place := spec.in_place) is not None:
+        pair = spec.outputs.get(place.output), spec.inputs.get(place.input)
+        faces = [(t.shape, t.dtype) for t in pair if t is not None]
+        if len(faces) < 2 or faces[0] != faces[1]:
+            yield f"in_place: expected an output and an input of one shape and dtype, got {place}"
+        for name, value in place.when.items():
+            if value not in spec.parameters.get(name, ()):
+                yield f"in_place: no {name}={value}; expected a parameter and one of its values"
     for sizes in (*spec.check_shapes, *spec.bench_shapes):
         spec.check_sizes(sizes)
         for name, tensor in spec.inputs.items():
@@ -400,10 +450,12 @@ def _tensor_faults(spec: Spec, name: str, tensor: Output) -> Iterator[str]:
     if parameter and set(cases) != set(spec.parameters.get(parameter, ())):
         yield f"{name}: shape cases {', '.join(cases)} are not the values of {parameter!r}"
     for entry in itertools.chain(*cases.values()):
-        dim, _, divisor = str(entry).partition("/")
-        if isinstance(entry, str) and dim not in spec.dims:
+        if isinstance(entry, int):
+            continue
+        _, dim, divisor = _parts(entry)
+        if dim not in spec.dims:
             yield f"{name}: dim {dim!r} is not declared; expected one of {', '.join(spec.dims)}"
-        elif isinstance(entry, str) and spec.dims[dim].multiple_of % int(divisor or 1):
+        elif spec.dims[dim].multiple_of % divisor:
             yield f"{name}: {entry} needs dim {dim} to be declared multiple_of: {divisor}"
 
 

@@ -63,9 +63,11 @@ def draw_inputs(
 
 
 def reference_callable(
-    spec: Spec, binding: Mapping[str, str] | None = None
+    spec: Spec, binding: Mapping[str, str] | None = None, *, baseline: bool = False
 ) -> Callable[..., dict[str, torch.Tensor]]:
     """The bare reference with its parameters bound: `call(**inputs)`, fit for `torch.compile`.
+
+    With `baseline`, the block's function of that name, where it defines one: what a user would run.
 
     Raises:
         SpecError: The reference block raises on definition, or the binding is unknown.
@@ -74,16 +76,17 @@ def reference_callable(
     with _blaming(spec):
         # Blank lines put the code on its own lines of the Markdown file, for tracebacks.
         source = "\n" * (spec.reference_line - 1) + spec.reference_source
-        function = _define(source, str(spec.path))
+        defined = _define(source, str(spec.path))
+        function = (baseline and defined.get("baseline")) or defined["reference"]
     return functools.partial(function, **bound) if bound else function
 
 
 @functools.lru_cache(maxsize=64)
-def _define(source: str, filename: str) -> Callable[..., dict[str, torch.Tensor]]:
+def _define(source: str, filename: str) -> dict[str, Any]:
     # No `__name__`: torch.compile would import that module to find the block's globals.
     namespace: dict[str, Any] = {}
     exec(compile(source, filename, "exec"), namespace)
-    return namespace["reference"]
+    return namespace
 
 
 @contextmanager
@@ -107,8 +110,11 @@ def run_reference(
     *,
     binding: Mapping[str, str] | None = None,
     exact: bool = False,
+    baseline: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Run the reference; `exact` makes every floating value in it float64, casts included.
+
+    With `baseline`, what a user would run instead, where the spec has such a function.
 
     Returns:
         Declared outputs in declared order; floating ones are float64 when `exact`.
@@ -118,7 +124,7 @@ def run_reference(
     """
     import torch
 
-    function = reference_callable(spec, binding)
+    function = reference_callable(spec, binding, baseline=baseline)
     with _blaming(spec):
         if exact:
             wide = dict(inputs)

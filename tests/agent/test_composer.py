@@ -15,6 +15,7 @@ from coda_agent.agent.authors import get_author
 from coda_agent.agent.authors.composer import load, stages
 from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import (
+    AddTile,
     ColIndex,
     ColMax,
     ColSum,
@@ -29,8 +30,10 @@ from coda_agent.primitives import (
     RowVector,
     Scalar,
     Tile,
+    WideTile,
     absolute,
     clamp,
+    derivative,
     epilogue,
     gather,
     geglu,
@@ -39,8 +42,10 @@ from coda_agent.primitives import (
     hard_swish,
     interleave,
     leaky_relu,
+    maximum,
     pairs,
     relu,
+    sigmoid,
     silu,
     softplus,
     swiglu,
@@ -56,6 +61,7 @@ SHAPES = {
     "r": "[M]",
     "b": "[N]",
     "half": "[M, N/2]",
+    "W": "[M, 2*N]",
     "alpha": "[]",
     "beta": "[]",
     "index": "[M]",
@@ -66,11 +72,16 @@ SHAPES = {
     "t": "[M]",
     "n": "[N]",
     "Z": "[N, M]",
+    "V": "[M, 2*N]",
 }
 
 
 def spec(
-    body: str, inputs: str = "", outputs: str = "O", names: dict[str, str] | None = None
+    body: str,
+    inputs: str = "",
+    outputs: str = "O",
+    names: dict[str, str] | None = None,
+    header: str = "",
 ) -> Spec:
     """A spec whose reference has the lines of `body`; `D` is there when it is not assigned or stored."""
     names = names or {}
@@ -99,6 +110,7 @@ def spec(
             "bench_shapes: [{M: 3, N: 16, K: 8}]",
             "tolerance: {multiple: 2.0}",
             "target: 0.9",
+            *([header] if header else []),
             "---",
             "```python reference",
             "import math",
@@ -141,13 +153,46 @@ def _bias_act(v: dict[str, Any], b: dict[str, str]) -> dict[str, torch.Tensor]:
     }
 
 
-def _swiglu(d: torch.Tensor) -> dict[str, torch.Tensor]:
+def _gated(d: torch.Tensor) -> torch.Tensor:
     gate, up = d.reshape(d.shape[0], -1, 2).unbind(-1)
-    return {"D": d, "O": gate / (1 + torch.exp(-gate)) * up}
+    return gate / (1 + torch.exp(-gate)) * up
 
 
-def _residual(v: dict[str, Any], _: dict[str, str]) -> dict[str, torch.Tensor]:
-    d = v["A"] @ v["B"].T + v["C"]
+def _swiglu(d: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"D": d, "O": _gated(d)}
+
+
+def _swiglu_backward(v: dict[str, Any], _: dict[str, str]) -> dict[str, torch.Tensor]:
+    wide = v["Z"].requires_grad_()
+    out = _gated(wide)
+    (slope,) = torch.autograd.grad(out, wide, v["A"] @ v["B"].T)
+    with torch.no_grad():
+        return {"dZ": slope, "z": (slope * wide).sum(-1) / out.shape[-1], "O": out}
+
+
+def _norm_backward(v: dict[str, Any], _: dict[str, str]) -> dict[str, torch.Tensor]:
+    d, r = v["A"] @ v["B"].T, torch.diag(v["r"])
+    c = r @ v["C"]
+    change = r @ (d @ torch.diag(v["gamma"]) - torch.diag(v["z"]) @ c)
+    return {"O": change + v["X"], "C_out": c * v["gamma"], "dgamma": torch.diag(d.T @ c)}
+
+
+def _row_wise(v: dict[str, Any]) -> torch.Tensor:
+    return (v["A"] * v["scale_a"].view(-1, 1)) @ (v["B"] * v["scale_b"].view(-1, 1)).T
+
+
+def _normed(v: dict[str, Any]) -> torch.Tensor:
+    return v["r"].view(-1, 1) * ((v["A"] * v["scale_a"]) @ (v["B"] * v["scale_b"]).T)
+
+
+def _quantised(x: torch.Tensor, scale: Any) -> dict[str, torch.Tensor]:
+    return {
+        "O": torch.minimum(torch.tensor(448.0), (x * scale)).clamp(min=-448.0),
+        "amax": torch.stack([row.abs().max() for row in x]),
+    }
+
+
+def _with_statistic(v: dict[str, Any], d: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"D": d, "O": d * v["gamma"], "s": (d * d).sum(-1) / d.shape[-1]}
 
 
@@ -165,8 +210,19 @@ def _entropy(z: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
 
 EXPECTED: dict[str, Callable[[dict[str, Any], dict[str, str]], dict[str, torch.Tensor]]] = {
     "gemm_bias_act": _bias_act,
+    "gemm_fp8_residual_partial_rmsnorm": lambda v, _: _with_statistic(v, _row_wise(v) + v["C"]),
+    "gemm_fp8_rmsnorm": lambda v, _: {"O": _normed(v)},
+    "gemm_fp8_rmsnorm_rope": lambda v, _: _rope(_normed(v), v["cs"]),
+    "gemm_fp8_rmsnorm_swiglu": lambda v, _: _swiglu(_normed(v)),
+    "gemm_fp8_rmsnorm_swiglu_quantised": lambda v, _: _quantised(
+        _gated(_normed(v)), v["scale_o"].view(-1, 1)
+    ),
+    "gemm_fp8_swiglu": lambda v, _: _swiglu(_row_wise(v)),
+    "gemm_fp8_swiglu_quantised": lambda v, _: _quantised(_gated(_row_wise(v)), v["scale_o"]),
     "gemm_partial_cross_entropy": lambda v, _: _entropy(v["A"] @ v["B"].T, v["y"]),
-    "gemm_residual_partial_rmsnorm": _residual,
+    "gemm_partial_swiglu_bwd": _swiglu_backward,
+    "gemm_residual_partial_rmsnorm": lambda v, _: _with_statistic(v, v["A"] @ v["B"].T + v["C"]),
+    "gemm_residual_partial_rmsnorm_bwd": _norm_backward,
     "gemm_rmsnorm": lambda v, _: {"O": v["r"].view(-1, 1) * (v["A"] @ v["B"].T)},
     "gemm_rmsnorm_partial_cross_entropy": lambda v, _: _entropy(
         v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["y"]
@@ -186,7 +242,7 @@ def test_each_spec_composes_to_what_it_says(name: str) -> None:
     for binding in a_spec.bindings():
         drawn = draw_inputs(
             a_spec,
-            {"M": 13, "N": 336, "K": 40},
+            {"M": 13, "N": 352, "K": 48},
             a_spec.default_types(),
             seed=3,
             binding=binding,
@@ -198,7 +254,8 @@ def test_each_spec_composes_to_what_it_says(name: str) -> None:
         a, b = (drawn[k] for k in a_spec.gemm)
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         program = programs[a_spec.variant(binding)]
-        got = interpret(program, a, b, drawn, dtypes={}, compute=torch.float64)
+        held = {output: drawn[start] for output, start in a_spec.updated(binding).items()}
+        got = interpret(program, a, b, {**drawn, **held}, dtypes={}, compute=torch.float64)
         expected = EXPECTED[name](wide, binding)
         assert list(got) == list(expected) == list(a_spec.outputs)
         for output, value in expected.items():
@@ -243,6 +300,32 @@ def test_rope_and_cross_entropy_read_as_written_by_hand() -> None:
         "    z = acc * r\n"
         '    return {"Z": z, "z_tgt": gather(z, y), "lse": z}\n'
     )
+
+
+def test_backward_kernels_read_as_written_by_hand() -> None:
+    write = lambda name: get_author("composer").write(
+        load_spec(SPECS / f"{name}.md"), lambda *_: None
+    )
+    gate, norm = write("gemm_partial_swiglu_bwd"), write("gemm_residual_partial_rmsnorm_bwd")
+    assert body_of(gate) == (
+        "@epilogue(dZ=WideTile, z=RowMean, O=Tile)\n"
+        "def gemm_partial_swiglu_bwd(acc, Z: WideTile):\n"
+        '    """dZ = interleave((A Bᵀ) · silu′(gate) · up, (A Bᵀ) · silu(gate)); gate, up = even and odd\n'
+        "      columns of Z\n"
+        "    z = row mean of (A Bᵀ) · silu′(gate) · up · gate + (A Bᵀ) · silu(gate) · up\n"
+        "    O = silu(gate) · up\n"
+        '    """\n'
+        "    gate, up = pairs(Z)\n"
+        "    x = acc * derivative(silu, gate) * up\n"
+        "    y = silu(gate)\n"
+        "    z = acc * y\n"
+        '    return {"dZ": interleave(x, z), "z": x * gate + z * up, "O": y * up}\n'
+    )
+    in_place, out_of_place = norm.split("@epilogue")[1:]
+    assert in_place.startswith("(O=AddTile, C_out=Tile, dgamma=ColSum)\n") and "X" not in in_place
+    assert "O += ((A Bᵀ) · gamma - C · r · z) · r" in in_place
+    assert out_of_place.startswith("(O=Tile, C_out=Tile, dgamma=ColSum)\n")
+    assert '"O": (acc * gamma - x * z) * r + X' in out_of_place
 
 
 def test_the_same_spec_gives_the_same_bytes_and_every_stage_is_told() -> None:
@@ -453,10 +536,68 @@ def column_largest(acc: Any) -> Any:
     return {"D": acc, "n": absolute(acc)}
 
 
+@epilogue(O=Tile)
+def silu_slope(acc: Any, C: Tile) -> Any:
+    return {"O": acc * derivative(silu, C)}
+
+
+@epilogue(O=Tile)
+def sigmoid_slope(acc: Any, C: Tile) -> Any:
+    return {"O": acc * derivative(sigmoid, C)}
+
+
+@epilogue(O=Tile)
+def tanh_slope(acc: Any, C: Tile) -> Any:
+    return {"O": acc * derivative(tanh, C)}
+
+
+@epilogue(O=Tile)
+def relu_slope(acc: Any, C: Tile) -> Any:
+    return {"O": acc * derivative(relu, C)}
+
+
+@epilogue(O=Tile)
+def gelu_slope(acc: Any, C: Tile) -> Any:
+    return {"O": acc * derivative(gelu_erf, C)}
+
+
+@epilogue(O=Tile)
+def gelu_tanh_slope(acc: Any, C: Tile) -> Any:
+    return {"O": acc * derivative(gelu_tanh, C)}
+
+
+@epilogue(V=WideTile)
+def product_slopes(acc: Any, W: WideTile) -> Any:
+    gate, up = pairs(W)
+    return {"V": interleave(acc * up, acc * gate)}
+
+
+@epilogue(V=WideTile, s=RowMean, O=Tile)
+def gated_slopes(acc: Any, W: WideTile) -> Any:
+    gate, up = pairs(W)
+    x, y = acc * derivative(silu, gate) * up, acc * silu(gate)
+    return {"V": interleave(x, y), "s": gate * x + up * y, "O": silu(gate) * up}
+
+
+@epilogue(V=WideTile, s=RowMax)
+def wide_largest(acc: Any, W: WideTile) -> Any:
+    even, odd = pairs(W)
+    return {"V": interleave(acc, odd), "s": maximum(absolute(even), absolute(odd))}
+
+
+@epilogue(H=HalfTile, s=RowMax)
+def quantised(acc: Any, alpha: Scalar, r: ColVector) -> Any:
+    gate, up = pairs(acc * alpha)
+    x = swiglu(gate, up)
+    return {"H": clamp(x * r, -448.0, 448.0), "s": absolute(x)}
+
+
 MM = "D = A @ B.T;"
 SWAP = "x = torch.empty_like(D);x[:, 0::2] = -D[:, 1::2];x[:, 1::2] = D[:, 0::2];"
 GU = "g, u = D[:, 0::2], D[:, 1::2];"
 MAX = "m = D.amax(-1, keepdim=True);"
+VJP = MM + "_, vjp = torch.func.vjp({}, C);return {{'O': vjp(D)[0]}}"
+GW = MM + "g, u = W[:, 0::2], W[:, 1::2];"
 O, H, DS, DN = "O", "H", "D s", "D n"
 SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
     (
@@ -871,6 +1012,109 @@ SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
             MM + "return {'D': D, 'n': torch.linalg.vector_norm(D, math.inf, dim=0)}",
         ],
     ),
+    (
+        silu_slope,
+        "C",
+        O,
+        [
+            VJP.format("F.silu"),
+            MM + "s = C.sigmoid();return {'O': D * (s + C * s * (1 - s))}",
+            MM + "s = C.sigmoid();return {'O': s * D * (1 + C * (1 - s))}",
+            MM + "s = torch.sigmoid(C);return {'O': D * (s + C * (s - s * s))}",
+            MM + "s, o = torch.sigmoid(C), F.silu(C);return {'O': (s + o - o * s) * D}",
+            MM + "s = 1 / (1 + torch.exp(-C));return {'O': D * s * (1 + C - C * s)}",
+        ],
+    ),
+    (
+        sigmoid_slope,
+        "C",
+        O,
+        [
+            VJP.format("torch.sigmoid"),
+            MM + "s = torch.sigmoid(C);return {'O': D * s * (1 - s)}",
+            MM + "s = torch.sigmoid(C);return {'O': D * (s - s.square())}",
+            MM + "return {'O': torch.sigmoid(C) * D * torch.sigmoid(-C)}",
+        ],
+    ),
+    (
+        tanh_slope,
+        "C",
+        O,
+        [VJP.format("torch.tanh"), MM + "return {'O': (1 - torch.tanh(C) ** 2) * D}"],
+    ),
+    (relu_slope, "C", O, [VJP.format("F.relu")]),
+    (
+        gelu_slope,
+        "C",
+        O,
+        [
+            VJP.format("F.gelu"),
+            MM + "density = torch.exp(-C * C / 2) / math.sqrt(2 * math.pi);"
+            "return {'O': D * (0.5 * (1 + torch.erf(C / math.sqrt(2))) + C * density)}",
+        ],
+    ),
+    (
+        gelu_tanh_slope,
+        "C",
+        O,
+        [
+            VJP.format("lambda x: F.gelu(x, approximate='tanh')"),
+            MM + "k = math.sqrt(2 / math.pi);t = torch.tanh(k * (C + 0.044715 * C**3));"
+            "inner = k * (1 + 3 * 0.044715 * C**2);"
+            "return {'O': 0.5 * D * (1 + t + C * (1 - t * t) * inner)}",
+        ],
+    ),
+    (
+        product_slopes,
+        "W",
+        "V",
+        [
+            GW + "return {'V': torch.stack((D * u, D * g), dim=-1).flatten(-2)}",
+            GW + "x = torch.empty_like(W);x[:, 0::2] = D * u;x[:, 1::2] = D * g;return {'V': x}",
+            MM + "x = W.view(W.shape[0], -1, 2).flip(-1) * D[..., None];return {'V': x.flatten(1)}",
+            MM + "_, vjp = torch.func.vjp(lambda w: w[:, 0::2] * w[:, 1::2], W);"
+            "return {'V': vjp(D)[0]}",
+        ],
+    ),
+    (
+        gated_slopes,
+        "W",
+        "V s O",
+        [
+            GW + "s, o = torch.sigmoid(g), F.silu(g);x, y = D * u * (s + o * (1 - s)), D * o;"
+            "v = torch.stack((x, y), -1).flatten(-2);"
+            "return {'V': v, 's': (g * x + u * y).mean(-1), 'O': o * u}",
+            GW + "s = torch.sigmoid(g);x, y = u * s * (1 + g * (1 - s)) * D, D * F.silu(g);"
+            "v = torch.stack((x, y), -1).reshape(W.shape);"
+            "return {'V': v, 's': (v * W).sum(-1) / D.shape[1], 'O': u * g * s}",
+            MM + "x = W.view(W.shape[0], -1, 2);"
+            "o, vjp = torch.func.vjp(lambda w: F.silu(w[..., 0]) * w[..., 1], x);v = vjp(D)[0];"
+            "return {'V': v.flatten(1), 's': 2 * (v * x).mean((1, 2)), 'O': o}",
+        ],
+    ),
+    (
+        wide_largest,
+        "W",
+        "V s",
+        [
+            MM + "x = W.clone();x[:, ::2] = D;return {'V': x, 's': W.abs().amax(-1)}",
+            GW + "x = torch.stack((D, u), -1).view(W.shape);"
+            "return {'V': x, 's': torch.maximum(g.abs(), u.abs()).amax(-1)}",
+            MM + "x = W.clone();x[:, ::2] = D;return {'V': x, 's': W.abs().max(-1).values}",
+        ],
+    ),
+    (
+        quantised,
+        "alpha r",
+        "H s",
+        [
+            "D = (A @ B.T) * alpha;" + GU + "x = F.silu(g) * u;"
+            "return {'H': (x * r[:, None]).clamp(-448, 448), 's': x.abs().amax(-1)}",
+            "D = (alpha * A.float()) @ B.T;" + GU + "x = g * u * g.sigmoid();"
+            "return {'H': torch.clamp(r[:, None] * x, max=448.0).clamp(min=-448.0),"
+            " 's': torch.linalg.vector_norm(x, math.inf, dim=-1)}",
+        ],
+    ),
 ]
 CASES = [
     pytest.param(program, inputs, outputs, body, id=f"{program.name}-{i}")
@@ -1003,6 +1247,11 @@ REFUSED = [
     ("", O, MM + "return {'O': D.roll(1, -1)}", "output 'O' moves values between rows or columns"),
     ("", H, MM + "g, u = D.chunk(2, -1);return {'H': F.silu(g) * u}",
      r"silu: moves values between rows or columns; a kernel can only take adjacent column pairs"),
+    ("W", "V", MM + "g, u = W.chunk(2, -1);return {'V': torch.cat((D * u, D * g), -1)}",
+     "mul: moves values between rows or columns"),
+    ("W", O, GW + "return {'O': D * g + u}", "1 WideTile operands and 0 outputs, expected one of each"),
+    ("W", "V", MM + "return {'V': torch.softmax(W, -1) * D.repeat_interleave(2, -1)}",
+     "_softmax: needs a whole row"),
     ("half", H, MM + GU + "return {'H': g * half}", r"mul: input 'half' is float32 \[M, N/2\]"),
     ("", O, MM + "return {'O': F.dropout(D, 0.5)}", "bernoulli: draws random numbers"),
     ("", O, MM + "return {'O': D.round()}", "round: has no counterpart among the primitives"),
@@ -1028,6 +1277,50 @@ def test_what_no_program_expresses_is_refused(
     with pytest.raises(ProgramError, match=message) as raised:
         get_author("composer").write(spec(body, inputs, outputs), lambda *_: None)
     assert "\n" not in str(raised.value)
+
+
+IN_PLACE = "in_place: {output: O, input: C}"
+
+
+@epilogue(O=AddTile)
+def added(acc: Any, r: ColVector) -> Any:
+    return {"O": acc * r}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        MM + "return {'O': C + D * r[:, None]}",
+        "D = (A * r[:, None]) @ B.T;D += C;return {'O': D}",
+        "return {'O': torch.addmm(C, A * r[:, None], B.T)}",
+        MM + "return {'O': C - r[:, None] * -D}",
+        MM + "return {'O': (C - (C - D * r[:, None])) + C}",
+    ],
+)
+def test_an_output_updated_in_place_is_what_is_added(body: str) -> None:
+    assert compose(spec(body, "C r", header=IN_PLACE))["probe"].digest == added.digest
+
+
+@pytest.mark.parametrize(
+    ("outputs", "body"),
+    [
+        (O, "return {'O': D}"),
+        (O, "return {'O': 2 * C + D}"),
+        (O, "return {'O': C * r[:, None] + D}"),
+        (O, "return {'O': F.silu(C + D)}"),
+        ("O D", "return {'O': C + D, 'D': C * D}"),
+        ("O s", "O = C + D;return {'O': O, 's': O.square().sum(-1)}"),
+    ],
+)
+def test_what_needs_the_overwritten_value_is_refused(outputs: str, body: str) -> None:
+    with pytest.raises(ProgramError, match="needs 'C', which 'O' overwrites; a kernel only adds"):
+        compose(spec(MM + body, "C r", outputs, header=IN_PLACE))
+
+
+def test_only_full_tiles_are_updated_in_place() -> None:
+    header = "in_place: {output: H, input: half}"
+    with pytest.raises(ProgramError, match=r"'H': a kernel updates only \[M, N\] in place"):
+        compose(spec(MM + GU + "return {'H': g + u}", "half", H, header=header))
 
 
 def test_one_index_may_select_from_several_values() -> None:

@@ -103,6 +103,36 @@ def test_shapes_and_dtypes() -> None:
     assert spec.dtype_of("y", {}) == "int64"
 
 
+def test_a_shape_may_be_twice_a_dim() -> None:
+    spec = parse(
+        ("shape: [M, N/2]", "shape: [M, 2*N]"), ("y: {shape: [M, 3]", "y: {shape: [3*N/8]")
+    )
+    assert spec.symbolic_shape("D") == ("M", "2*N")
+    assert spec.shape_of("D", {"M": 3, "N": 32, "K": 8}) == (3, 64)
+    assert spec.shape_of("y", {"M": 3, "N": 32, "K": 8}) == (12,)
+
+
+IN_PLACE = ("gemm: [A, B]", "gemm: [A, B]\nin_place: {output: D, input: y, when: {act: relu}}")
+SAME_FACE = (
+    "y: {shape: [M, 3], dtype: int64, draw: {integers: [0, N]}}",
+    "y: {shape: [M, N/2], dtype: T}",
+)
+
+
+def test_an_output_may_overwrite_an_input_in_some_variants() -> None:
+    spec = parse(IN_PLACE, SAME_FACE)
+    assert [spec.updated(binding) for binding in spec.bindings()] == [{}, {"D": "y"}] * 2
+    assert spec.updated({"act": "relu"}) == {"D": "y"} and spec.updated() == {}
+    always = parse((IN_PLACE[0], IN_PLACE[1].replace(", when: {act: relu}", "")), SAME_FACE)
+    assert always.updated() == {"D": "y"}
+    assert parse().updated({"act": "relu"}) == {}
+
+
+def test_a_baseline_is_found() -> None:
+    assert not parse().has_baseline
+    assert parse(("def reference", "def baseline(A):\n    pass\n\n\ndef reference")).has_baseline
+
+
 def test_bindings_and_variants() -> None:
     spec = parse()
     assert spec.bindings()[0] == {"per": "column", "act": "none"} == spec.bind()
@@ -144,8 +174,24 @@ def test_digest_ignores_line_ends_only() -> None:
         ("[M, K], dtype: T", "[M, K], dtype: S", "A: unknown dtype 'S'; expected one of T, bfloat"),
         ("[M, 3]", "[M, Q]", "y: dim 'Q' is not declared; expected one of M, N, K"),
         ("[M, N/2]", "[M, Z/2]", "D: dim 'Z' is not declared"),
+        (*IN_PLACE, "in_place: expected an output and an input of one shape and dtype"),
+        (
+            "gemm: [A, B]",
+            "gemm: [A, B]\nin_place: {output: D, input: z}",
+            "in_place: expected an output and an input",
+        ),
+        (
+            "gemm: [A, B]\n",
+            "gemm: [A, B]\nin_place: {output: D}\n",
+            "missing key 'in_place.input'",
+        ),
+        ("[M, N/2]", "[M, N*2]", "outputs.D.shape: expected a list of dims, DIM/INT, INT*DIM"),
         ("[M, N/2]", "[M, N/3]", "D: N/3 needs dim N to be declared multiple_of: 3"),
-        ("[M, N/2]", "M", "outputs.D.shape: expected a list of dims, DIM/INT and positive ints"),
+        (
+            "[M, N/2]",
+            "M",
+            "outputs.D.shape: expected a list of dims, DIM/INT, INT*DIM and positive ints",
+        ),
         ("[M, 3]", "[M, 0]", "inputs.y.shape: expected a list of dims"),
         ("parameter: per, ", "", "inputs.v.shape: a shape by cases needs `parameter: NAME`"),
         ("row: [M]", "line: [M]", "v: shape cases column, line are not the values of 'per'"),

@@ -233,6 +233,82 @@ def test_every_cast_is_exact(cast: str) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_a_baseline_runs_in_place_of_the_reference() -> None:
+    plain = toy("return {'O': (A.float() @ B.float().T).bfloat16()}")
+    baseline = "def baseline(A, B, u, y, k):\n    return {'O': A @ B.T + k}\n\n\ndef reference"
+    spec = load_spec("toy.md", text=plain.text.replace("def reference", baseline))
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)
+    a, b = tensors(inputs)["A"], tensors(inputs)["B"]
+    assert torch.equal(run_reference(spec, inputs)["O"], (a.float() @ b.float().T).bfloat16())
+    got = run_reference(spec, inputs, baseline=True)["O"]
+    assert torch.equal(got, a @ b.T + inputs["k"])
+    assert reference_callable(plain, baseline=True) is reference_callable(plain)
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.glob("*_fp8_*.md")), ids=lambda p: p.stem)
+def test_fp8_baselines_compute_what_the_reference_does(path: Path) -> None:
+    spec = load_spec(path)
+    assert spec.has_baseline
+    inputs = draw_inputs(spec, spec.check_shapes[1], {}, seed=4)
+    truth = run_reference(spec, inputs, exact=True)
+    for baseline in (False, True):
+        got = run_reference(spec, inputs, baseline=baseline)
+        for name, value in got.items():
+            assert str(value.dtype) == f"torch.{spec.outputs[name].dtype}"
+            # Each value rounded to bfloat16 a few times, or to three bits.
+            least = 2**-4 if value.dtype == torch.float8_e4m3fn else 2**-7
+            assert (value.double() - truth[name]).norm() < least * truth[name].norm()
+    # Both sets of scalars, in one graph each, with nothing but the product's launch for the scales.
+    torch.compiler.reset()
+    graphs: list[torch.fx.GraphModule] = []
+    seen = lambda graph, _: graphs.append(graph) or graph.forward
+    compiled = torch.compile(reference_callable(spec, baseline=True), backend=seen, dynamic=False)
+    for values in (inputs, draw_inputs(spec, spec.check_shapes[1], {}, seed=5)):
+        plain = run_reference(spec, values, baseline=True)
+        for name, value in compiled(**values).items():
+            assert torch.equal(value.view(torch.uint8), plain[name].view(torch.uint8))
+    assert len(graphs) <= 2
+    for graph in graphs:
+        called = [str(n.target) for n in graph.graph.nodes if n.op.startswith("call")]
+        assert sum("scaled_mm" in c for c in called) == 1
+        assert not any("tensor" in c or "full" in c for c in called)
+
+
+def test_the_backward_of_a_norm_is_what_autograd_finds() -> None:
+    spec = spec_of("gemm_residual_partial_rmsnorm_bwd")
+    drawn = tensors(draw_inputs(spec, {"M": 5, "N": 16, "K": 8}, BF16, seed=3))
+    v = {name: value.double() for name, value in drawn.items()}
+    x, gamma = v["C"].requires_grad_(), v["gamma"].requires_grad_()
+    y = x * x.square().mean(-1, keepdim=True).rsqrt() * gamma
+    g = v["A"] @ v["B"].T
+    dx, dgamma = torch.autograd.grad(y, (x, gamma), g)
+    with torch.no_grad():
+        # The saved statistic, and the inner product of the norm's output with its gradient.
+        given: dict[str, torch.Tensor | float] = {
+            **v,
+            "r": x.square().mean(-1).rsqrt(),
+            "z": (y * g).mean(-1),
+        }
+        got = run_reference(spec, given, exact=True)
+    torch.testing.assert_close(got["O"], v["X"] + dx)
+    torch.testing.assert_close(got["C_out"], y.detach())
+    torch.testing.assert_close(got["dgamma"], dgamma)
+
+
+def test_the_backward_of_swiglu_is_what_autograd_finds() -> None:
+    spec = spec_of("gemm_partial_swiglu_bwd")
+    drawn = tensors(draw_inputs(spec, {"M": 5, "N": 16, "K": 8}, BF16, seed=3))
+    v = {name: value.double() for name, value in drawn.items()}
+    z, g = v["Z"].requires_grad_(), v["A"] @ v["B"].T
+    out = torch.nn.functional.silu(z[:, ::2]) * z[:, 1::2]
+    (dz,) = torch.autograd.grad(out, z, g)
+    with torch.no_grad():
+        got = run_reference(spec, v, exact=True)
+    torch.testing.assert_close(got["dZ"], dz)
+    torch.testing.assert_close(got["O"], out.detach())
+    torch.testing.assert_close(got["z"], (z * dz).sum(-1).detach() / 16)
+
+
 def test_softmax_dtype_keyword_is_exact() -> None:
     spec = toy("return {'O': F.softmax(A @ B.T, -1, dtype=torch.float32).to(A.dtype)}")
     inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)

@@ -44,7 +44,11 @@ class Across:
         )
         extent = math.prod(codes.shape[d] for d in over)
         moved = Elements(codes.permute(*kept, *over).reshape(*(codes.shape[d] for d in kept), -1))
-        if extent == 2 and op != "logsumexp":
+        if extent == self.layout.extents["W"] and op != "logsumexp":
+            each = "amax" if op == "max" else op
+            paired = self.reduce(each, Elements(moved.codes.unflatten(-1, (-1, 2))), -1)
+            out = Elements(self.reduce(each, paired, -1).codes.reshape(shape))
+        elif extent == 2 and op != "logsumexp":
             first, second = (Elements(moved.codes[..., i]) for i in (0, 1))
             joined = self.apply("maximum" if "max" in op else "add", (first, second), {})
             joined = self.apply("mul", (joined, 0.5), {}) if op == "mean" else joined

@@ -19,6 +19,7 @@ VIEWS = frozenset(
     """.split()  # noqa: SIM905
 )
 FACTORIES = {
+    "fill": None,
     "full": None,
     "full_like": None,
     "new_full": None,
@@ -30,6 +31,8 @@ FACTORIES = {
     "new_empty": math.nan,
 }
 GEMMS = ("mm", "bmm", "addmm")
+# What autograd makes of a view: its gradient among zeros.
+SCATTERS = {"slice_backward": "slice_scatter", "select_backward": "select_scatter"}
 # By what is left: each row's value, or each column's.
 REDUCTIONS = {
     "M": {
@@ -61,8 +64,11 @@ def elementwise(b: Builder) -> dict[str, _Meaning]:
     def same(op: str) -> _Meaning:
         return lambda x: f(op, x)
 
-    def gelu(x: Expr, approximate: str = "none") -> Expr:
-        return f("gelu_tanh" if approximate == "tanh" else "gelu_erf", x)
+    def gelu_of(approximate: str) -> str:
+        return "gelu_tanh" if approximate == "tanh" else "gelu_erf"
+
+    def unclamped(y: Expr) -> Expr:
+        return y.args[0] if y.op == "maximum" and y.args[1] is c(0.0) else y
 
     def leaky(x: Expr, slope: Expr | None = None) -> Expr:
         slope = slope or c(0.01)
@@ -112,12 +118,18 @@ def elementwise(b: Builder) -> dict[str, _Meaning]:
         "hardtanh": lambda x, lo=None, hi=None: b.clamp(x, lo or c(-1.0), hi or one),
         "relu": lambda x: f("maximum", x, c(0.0)),
         "leaky_relu": leaky,
-        "gelu": gelu,
+        "gelu": lambda x, approximate="none": f(gelu_of(approximate), x),
         "silu": lambda x: b.mul(x, f("sigmoid", x)),
         "mish": lambda x: b.mul(x, f("tanh", f("softplus", x))),
         "softplus": softplus,
         "log_sigmoid_forward": lambda x: b.neg(f("softplus", b.neg(x))),
         "log1p": lambda x: f("log", b.add(x, one)),
+        "gelu_backward": lambda d, x, approximate="none": b.mul(
+            d, f(f"d_{gelu_of(approximate)}", x)
+        ),
+        "sigmoid_backward": lambda d, y: b.mul(d, b.mul(y, b.sub(one, y))),
+        "threshold_backward": lambda d, y, _: b.mul(d, f("d_relu", unclamped(y))),
+        "tanh_backward": lambda d, y: b.mul(d, b.sub(one, b.mul(y, y))),
         "hardsigmoid": hard,
         "hardswish": lambda x: b.mul(x, hard(x)),
         "where": where,

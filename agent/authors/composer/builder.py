@@ -3,13 +3,14 @@
 - Equal expressions are the same object, so identity is equality.
 - `Builder`'s methods take arithmetic as a reference spells it; trivial identities vanish at once.
 - `canonical` then flattens products and sums of values used once, sorts them by a key without
-  names, and recognises activations that were spelled out. Values used more than once stay as
-  given: they are what the program will name.
+  names, and recognises activations and derivatives that were spelled out. Values used more than
+  once stay as given: they are what the program will name.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -190,10 +191,10 @@ class Builder:
             above, below, coefficient = [], [], 1.0
             for part, inverse in self._factors(expr, count, root=True):
                 value = done.get(part, part)
-                if value.op == "const":
-                    coefficient *= 1 / value.value if inverse else value.value
-                else:
-                    (below if inverse else above).append(value)
+                named = count[part] > 1 and value.op != "const"
+                c, rest = (1.0, [value]) if named else self._coefficient(value)
+                coefficient *= 1 / c if inverse else c
+                (below if inverse else above).extend(rest)
             return self._product(above, below, coefficient)
         args = [done[a] for a in expr.args]
         if expr.op in ("maximum", "minimum"):
@@ -201,6 +202,10 @@ class Builder:
             x, y = args
             if x is y:
                 return x
+            if expr.op == "maximum" and y.op == "const" and x.op == "minimum":
+                high = x.args[1]
+                if high.op == "const" and y.value <= high.value and count[expr.args[0]] == 1:
+                    return self.make("clamp", x.args[0], y, high)
             if expr.op == "maximum" and y is self.const(0.0):
                 return self.make("relu", x)
             for a, b in ((x, y), (y, x)):
@@ -243,12 +248,22 @@ class Builder:
     def _product(self, above: list[Expr], below: list[Expr], coefficient: float) -> Expr:
         if len(above) == 1 and not below:
             # A coefficient within the only factor joins the one outside.
-            inner = above[0].args
-            if above[0].op == "neg":
-                return self._product([*inner], [], -coefficient)
-            if above[0].op == "mul" and inner[0].op == "const":
-                return self._product([*inner[1:]], [], coefficient * inner[0].value)
-        above, below, coefficient = self._activations(above, below, coefficient)
+            c, rest = self._coefficient(above[0])
+            if c != 1.0 and rest:
+                return self._product(rest, [], coefficient * c)
+        # Two factors whose product is c times a known function become it, a derivative first.
+        factors = [*((f, False) for f in above), *((f, True) for f in below)]
+        found = [
+            (known, pair)
+            for pair in itertools.combinations(factors, 2)
+            if (known := known_product(*pair))
+        ]
+        if found:
+            (name, x, c), pair = min(found, key=lambda f: not f[0][0].startswith("d_"))
+            for factor in pair:
+                factors.remove(factor)
+            above = [self.make(name, x), *(f for f, inverse in factors if not inverse)]
+            return self._product(above, [f for f, inverse in factors if inverse], coefficient * c)
         above.sort(key=lambda p: (bool(p.dims), p.key))
         below.sort(key=lambda p: (bool(p.dims), p.key))
         if coefficient == -1.0 and above:
@@ -260,25 +275,29 @@ class Builder:
             return top
         return self.make("div", top, below[0] if len(below) == 1 else self.make("mul", *below))
 
+    @staticmethod
+    def _coefficient(expr: Expr) -> tuple[float, list[Expr]]:
+        """The number in a product, and its other factors."""
+        if expr.op == "neg":
+            return -1.0, [*expr.args]
+        if expr.op == "mul" and expr.args[0].op == "const":
+            return expr.args[0].value, [*expr.args[1:]]
+        return (expr.value, []) if expr.op == "const" else (1.0, [expr])
+
     def _sum(self, terms: list[Expr]) -> Expr:
         constant = sum(t.value for t in terms if t.op == "const")
         rest = [t for t in terms if t.op != "const"]
+        for term in [t for t in rest if t.op == "neg"]:
+            if term.args[0] in rest:
+                rest.remove(term)
+                rest.remove(term.args[0])
         rest.sort(key=lambda t: (negative(t), min(t.key), t.key))
         if constant:
             rest.append(self.const(constant))
         if not rest:
             return self.const(0.0)
-        return rest[0] if len(rest) == 1 else self.make("add", *rest)
-
-    def _activations(
-        self, above: list[Expr], below: list[Expr], coefficient: float
-    ) -> tuple[list[Expr], list[Expr], float]:
-        """Replace factors x and f(x) whose product is c times a known activation of x."""
-        for x in dict.fromkeys(above):
-            for f, side in [*((f, above) for f in above), *((f, below) for f in below)]:
-                known = None if f is x else known_product(x, f, inverse=side is below)
-                if known:
-                    side.remove(f)
-                    above[above.index(x)] = self.make(known[0], x)
-                    return self._activations(above, below, coefficient * known[1])
-        return above, below, coefficient
+        if len(rest) == 1:
+            return rest[0]
+        made = self.make("add", *rest)
+        known = known_product((made, False))
+        return self._product([self.make(*known[:2])], [], known[2]) if known else made

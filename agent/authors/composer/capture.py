@@ -1,7 +1,7 @@
 """From a spec's reference to an ATen graph.
 
 - Traced on fake tensors: nothing is computed, and a branch on a value is an error, not a guess.
-- Every dim, and N/2, has an extent of its own, so a shape says which dims it is over.
+- Every dim, N/2 and 2N have extents of their own, so a shape says which dims it is over.
 - Scalars enter as symbolic floats, so alpha and beta stay operands whatever their draw.
 - In-place writes are functionalised away; each node carries the spec's line it comes from.
 """
@@ -48,14 +48,16 @@ class Captured:
 
 
 def distinct_sizes(spec: Spec) -> dict[str, int]:
-    """An extent for each dim such that all of them, and half the columns, differ."""
+    """An extent for each dim such that all of them, and half and twice the columns, differ."""
     columns = spec.gemm_dims[1]
     sizes: dict[str, int] = {}
     taken: set[int] = {1, 2}
     for name, dim in spec.dims.items():
         step = dim.multiple_of * (2 if name == columns and dim.multiple_of % 2 else 1)
         for prime in itertools.chain(_PRIMES, itertools.count(53, 2)):
-            extents = {prime * step, prime * step // 2} if name == columns else {prime * step}
+            extents = {prime * step}
+            if name == columns:
+                extents |= {prime * step // 2, prime * step * 2}
             if not extents & taken:
                 break
         else:

@@ -127,7 +127,8 @@ class _Function:
         text = self._render(whole, root=True)[0]
         halves = [e for e in walk(list(self.stored.values())) if e.args == (whole,)]
         by_side = {e.op: e for e in halves if e.op in ("even", "odd")}
-        gating = next((e for e in walk(list(self.sugar)) if e in by_side.values()), None)
+        gates = [e for e in walk(list(self.stored.values())) if e.op in _GATES]
+        gating = next((e for e in walk(gates) if e in by_side.values()), None)
         base = self.names.get(whole, whole.name) or "pair"
         for first, second in (("gate", "up"), ("even", "odd"), (f"{base}_even", f"{base}_odd")):
             if {first, second} & self.taken or (first == "gate" and gating is None):
@@ -173,6 +174,9 @@ class _Function:
                 return f"{self._within(x, _PRODUCT)} / {self._within(y, _SIGN)}", _PRODUCT
             case "neg":
                 return f"-{self._within(expr.args[0], _SIGN)}", _SIGN
+            case op if op.startswith("d_"):
+                self.imports |= {"derivative", op[2:]}
+                return f"derivative({op[2:]}, {self._render(expr.args[0])[0]})", _ATOM
             case op if op in primitives.__all__:
                 return self._call(op, expr.args), _ATOM
             case op:
@@ -238,7 +242,8 @@ class _Mathematics(_Function):
             formula = self._render(value)[0].replace(" * ", " · ")
             if kind:
                 formula = f"{_REDUCED[kind]} of {formula}"
-            lines.append("; ".join([f"{name} = {formula}", *self._pairs_of(value, fresh)]))
+            sign = "+=" if self.program.outputs[name] == "AddTile" else "="
+            lines.append("; ".join([f"{name} {sign} {formula}", *self._pairs_of(value, fresh)]))
             shown |= fresh
             if not kind and value.op != "operand":
                 self.names[value] = name
@@ -265,6 +270,8 @@ class _Mathematics(_Function):
             return f"{self.gemm[0]} {self.gemm[1]}ᵀ", _SUM
         if expr.op == "mul" and len(expr.args) == 2 and expr.args[0] is expr.args[1]:
             return f"{self._within(expr.args[0], _ATOM)}²", _SIGN
+        if expr.op.startswith("d_"):
+            return f"{expr.op[2:]}′({self._render(expr.args[0])[0]})", _ATOM
         return super()._spelled(expr)
 
 
@@ -278,7 +285,7 @@ def _gates(roots: list[Expr], count: Mapping[Expr, int]) -> dict[Expr, Expr]:
     """Products that are a gated unit of a pair, with the factor that gates."""
     found: dict[Expr, Expr] = {}
     for expr in walk(roots):
-        if expr.op == "mul" and len(expr.args) == 2 and "H" in expr.dims:
+        if expr.op == "mul" and len(expr.args) == 2:
             for gate in expr.args:
                 halved = {e.op for e in walk([gate])} & {"even", "odd"}
                 if gate.op in _GATES and count[gate] == 1 and halved and expr not in found:

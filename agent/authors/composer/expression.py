@@ -23,7 +23,7 @@ class Expr:
     Attributes:
         op: A name of the vocabulary or a structural one; once canonical, "mul" and "add" take any
             number of arguments.
-        dims: Which of M, N, H (half of N) and K it varies over.
+        dims: Which of M, N, H (half of N), W (twice N) and K it varies over.
         key: Order among commutative arguments; holds positions of inputs, never names.
     """
 

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 _SHIFT = 40
-_FRAMES = (("M",), ("N",), ("H",), ("K",), ("M", "N"), ("M", "H"), ("M", "K"), ("N", "K"))
+_FRAMES = (
+    *(("M",), ("N",), ("H",), ("K",)),
+    *(("M", "N"), ("M", "H"), ("M", "W"), ("M", "K"), ("N", "K")),
+)
+# Half as wide: H is N/2, and W, of wide tiles, 2N.
+_HALF = {"N": "H", "W": "N"}
+_DOUBLE = {half: whole for whole, half in _HALF.items()}
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Layout:
 
     Args:
         builder: Makes the expressions that reading finds.
-        extents: Of M, N, H = N/2 and K.
+        extents: Of M, N, H = N/2, W = 2N and K.
     """
 
     def __init__(self, builder: Builder, extents: Mapping[str, int]) -> None:
@@ -121,21 +127,23 @@ class Layout:
             expr = self._exprs[number]
             if expr.dims <= set(dims) and torch.equal(codes, self._grid(expr, dims)):
                 return expr
-            if "H" in dims and "N" in expr.dims:
-                whole = self._grid(expr, tuple("N" if d == "H" else d for d in dims))
+            columns = dims[-1] if dims else ""
+            double = _DOUBLE.get(columns)
+            if double in expr.dims:
+                whole = self._grid(expr, (*dims[:-1], double))
                 for side, half in (("even", whole[..., 0::2]), ("odd", whole[..., 1::2])):
                     if torch.equal(codes, half):
-                        return self.builder.make(side, expr, dims=expr.dims - {"N"} | {"H"})
-        if not dims or dims[-1] != "N":
+                        return self.builder.make(side, expr, dims=expr.dims - {double} | {columns})
+        if not dims or dims[-1] not in _HALF:
             return None
-        half = (*dims[:-1], "H")
-        sides = [self._find(codes[..., start::2], half) for start in (0, 1)]
+        half = _HALF[dims[-1]]
+        sides = [self._find(codes[..., start::2], (*dims[:-1], half)) for start in (0, 1)]
         even, odd = sides
-        if even is None or odd is None or not {"M", "H"} <= even.dims | odd.dims:
+        if even is None or odd is None or not {"M", half} <= even.dims | odd.dims:
             return None
         if "const" in (even.op, odd.op):
             return None
-        return self.builder.make("interleave", even, odd, dims=frozenset({"M", "N"}))
+        return self.builder.make("interleave", even, odd, dims=frozenset({"M", dims[-1]}))
 
     def _grid(self, expr: Expr, dims: tuple[str, ...]) -> torch.Tensor:
         """Codes of `expr` over `dims`, which include its own."""

@@ -1,82 +1,101 @@
-"""Activations that a reference spelled out, recognised by value, not by form."""
+"""Activations and derivatives that a reference spelled out, recognised by value, not by form."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.authors.composer.expression import Expr
+from coda_agent.primitives import activations
 from coda_agent.primitives.graph import OPS
 
 if TYPE_CHECKING:
     import torch
 
+_FUNCTIONS = ("silu", "gelu_tanh", "gelu_erf", "hard_swish", "sigmoid", "tanh")
+# What every one of them is made with; without any there is nothing to look for.
+_CURVED = frozenset({"sigmoid", "tanh", "erf", "exp", "clamp"})
 # Points an unnamed function of one value is compared at, and how far it may be off.
 _POINTS = (-9.0, -3.3, -1.7, -0.6, -0.2, 0.3, 0.9, 2.1, 5.2)
 _CLOSE = 1e-10
+# The longest form met, a GELU's derivative spelled out, has nine operations in a row.
+_DEPTH = 12
 
 
-def known_product(x: Expr, f: Expr, *, inverse: bool) -> tuple[str, float] | None:
-    """The activation g and factor c with x · f(x) = c · g(x), or None."""
+def known_product(*factors: tuple[Expr, bool]) -> tuple[str, Expr, float] | None:
+    """The function g, value x and number c such that the factors' product is c · g(x), or None.
+
+    A factor is an expression and whether it divides. A derivative's name begins with "d_".
+    """
     import torch
-    import torch.nn.functional as F
 
-    points = torch.tensor(_POINTS, dtype=torch.float64)
-    values = _at(f, x, points)
-    if values is None:
+    below = _near([f for f, _ in factors])
+    if _CURVED.isdisjoint(e.op for e in below):
         return None
-    product = points / values if inverse else points * values
-    for name, g in (
-        ("silu", F.silu(points)),
-        ("gelu_tanh", F.gelu(points, approximate="tanh")),
-        ("gelu_erf", F.gelu(points)),
-        ("hard_swish", F.hardswish(points)),
-    ):
-        c = float(product[-1] / g[-1])
-        c = round(c) if abs(c - round(c)) < _CLOSE else c
-        if torch.isfinite(product).all() and c and (product - c * g).abs().max() < _CLOSE * abs(c):
-            return name, c
+    points = torch.tensor(_POINTS, dtype=torch.float64)
+    for x in below:
+        product = torch.ones_like(points)
+        for f, inverse in factors:
+            value = _at(f, x, points)
+            if value is None:
+                break
+            product = product / value if inverse else product * value
+        else:
+            for name, g in _known().items() if product.isfinite().all() else ():
+                c = float(product[-1] / g[-1])
+                c = float(round(c)) if abs(c - round(c)) < _CLOSE else c
+                if c and (product - c * g).abs().max() < _CLOSE * abs(c):
+                    return name, x, c
     return None
 
 
-def _at(f: Expr, x: Expr, points: torch.Tensor) -> torch.Tensor | None:
-    """f at `points`, or None where it depends on more than x or not on it."""
+@functools.lru_cache(maxsize=1)
+def _known() -> dict[str, torch.Tensor]:
+    """Each known function and derivative at the points."""
     import torch
 
-    values: dict[Expr, Any] = {x: points}
-    inner: dict[Expr, bool] = {x: True}
+    points = torch.tensor(_POINTS, dtype=torch.float64)
+    names = [name for f in _FUNCTIONS for name in (f, f"d_{f}")]
+    return {name: _meaning(name)(points) for name in names}
 
-    def visit(e: Expr) -> bool:
-        if e not in inner:
-            inner[e] = e.op == "const" or (bool(e.args) and all([visit(a) for a in e.args]))
-        return inner[e]
 
-    if not visit(f):
-        return None
+def _meaning(op: str) -> Any:
+    """An elementwise operation on tensors, by name; None for others."""
+    import torch
 
-    def value(e: Expr) -> Any:
-        if e in values:
-            return values[e]
-        args = [value(a) for a in e.args]
-        match e.op:
-            case "const":
-                out = torch.tensor(e.value, dtype=torch.float64)
-            case "mul" | "add":
-                out = args[0]
-                for a in args[1:]:
-                    out = OPS[e.op].torch(out, a)
-            case "relu":
-                out = torch.relu(args[0])
-            case "clamp":
-                out = torch.clamp(*args)
-            case op if op in OPS:
-                out = OPS[op].torch(*args)
-            case _:
-                raise KeyError(e.op)
-        values[e] = out
-        return out
+    if not op.startswith("d_"):
+        return OPS[op].torch if op in OPS else getattr(activations, op, None)
+    function: Callable[..., Any] = _meaning(op[2:])
+    return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
 
-    try:
-        out = value(f)
-    except KeyError:
-        return None
-    return out if isinstance(out, torch.Tensor) and out.ndim else None
+
+def _near(roots: list[Expr]) -> list[Expr]:
+    """What lies within a few operations below `roots`, themselves included."""
+    found = level = dict.fromkeys(roots)
+    for _ in range(_DEPTH):
+        level = dict.fromkeys(a for e in level for a in e.args if a not in found)
+        found |= level
+    return list(found)
+
+
+def _at(f: Expr, x: Expr, points: torch.Tensor) -> torch.Tensor | None:
+    """f at `points`, or None where it depends on more than x, not on it, or from too far."""
+    import torch
+
+    values: dict[Expr, torch.Tensor | None] = {x: points}
+
+    def value(e: Expr, depth: int) -> torch.Tensor | None:
+        if e not in values:
+            values[e] = None
+            if e.op == "const":
+                values[e] = torch.tensor(e.value, dtype=torch.float64)
+            elif e.args and depth and (function := _meaning(e.op)):
+                args = [value(a, depth - 1) for a in e.args]
+                if not any(a is None for a in args):
+                    many = e.op in ("add", "mul")
+                    values[e] = functools.reduce(function, args) if many else function(*args)
+        return values[e]
+
+    found = value(f, _DEPTH)
+    return found if found is not None and found.ndim else None

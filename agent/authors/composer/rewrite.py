@@ -18,6 +18,7 @@ from coda_agent.agent.authors.composer.aten import (
     ACROSS,
     FACTORIES,
     GEMMS,
+    SCATTERS,
     VIEWS,
     WHOLE_ROW,
     elementwise,
@@ -63,11 +64,12 @@ class _Rewriter:
         self.captured, self.spec = captured, captured.spec
         m, n, k = (captured.sizes[d] for d in self.spec.gemm_dims)
         self.builder = Builder(n)
-        self.layout = Layout(self.builder, {"M": m, "N": n, "H": n // 2, "K": k})
+        self.layout = Layout(self.builder, {"M": m, "N": n, "H": n // 2, "W": 2 * n, "K": k})
         self.meaning = elementwise(self.builder)
         self.across = Across(self.layout, self._apply)
         self.acc = self.builder.leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
+        self.leaves: dict[str, Expr] = {}
 
     def run(self) -> Rewritten:
         import torch.fx
@@ -115,6 +117,7 @@ class _Rewriter:
             (m,): (("M",), "ColVector"),
             (n,): (("N",), "RowVector"),
             (m, n): (("M", "N"), "Tile"),
+            (m, f"2*{n}"): (("M", "W"), "WideTile"),
         }
         a, b = self.spec.gemm
         integer = self.spec.inputs[name].dtype.startswith("int")
@@ -127,13 +130,13 @@ class _Rewriter:
         else:
             got = f"{self.spec.inputs[name].dtype} [{', '.join(map(str, symbolic))}]"
             return Unusable(
-                f"input {name!r} is {got}; an epilogue takes floating [], [{m}], [{n}], [{m}, {n}]"
-                f" and integer [{m}]"
+                f"input {name!r} is {got}; an epilogue takes floating [], [{m}], [{n}], [{m}, {n}],"
+                f" [{m}, 2*{n}] and integer [{m}]"
             )
         if kind:
             self.kinds[name] = kind
         leaf = "index" if kind == "ColIndex" else "operand"
-        expr = self.builder.leaf(leaf, name, position, frozenset(dims))
+        self.leaves[name] = expr = self.builder.leaf(leaf, name, position, frozenset(dims))
         return self.layout.write(expr, shape, Frame(dims))
 
     def _node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,7 +162,8 @@ class _Rewriter:
         if op in ("_local_scalar_dense", "contiguous"):
             return args[0]
         if op in FACTORIES:
-            shape = args[0].codes.shape if op.endswith("_like") else args[op.startswith("new_")]
+            like = args[op.startswith("new_")]
+            shape = like.codes.shape if isinstance(like, Elements) else like
             fill = args[-1] if FACTORIES[op] is None else FACTORIES[op]
             fill = fill if isinstance(fill, Elements) else self.layout.constants(torch.tensor(fill))
             return Elements(fill.codes.expand(shape))
@@ -175,6 +179,9 @@ class _Rewriter:
         if op == "where" and isinstance(args[0], torch.Tensor):
             x, y = (self._lift(a).codes for a in args[1:])
             return Elements(torch.where(args[0], x, y))
+        if op in SCATTERS:
+            zeros = self.layout.constants(torch.zeros(args[1]))
+            return self._view(getattr(torch, SCATTERS[op]), (zeros, args[0], *args[2:]), kwargs)
         if op in VIEWS:
             return self._view(target, args, kwargs)
         if op not in self.meaning:
@@ -214,14 +221,27 @@ class _Rewriter:
         frame = self.layout.frame(shape)
         if frame is None:
             raise ProgramError(f"works on a shape {shape} that is neither (M, N) nor part of it")
+        seen, wide = shape, frame.dims == ("M", "W")
+        if wide:
+            seen, frame = tuple(self.layout.extents[d] for d in "MN"), Frame(("M", "N"))
 
-        def expr(value: Any) -> Any:
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                return self.builder.const(value)
-            return self.layout.read(self._lift(value), shape, frame) if _tensor(value) else value
+        def computed(side: int) -> torch.Tensor:
+            """The result; of a wide value one of its sides, which programs compute with apart."""
 
-        result = self.meaning[op](*map(expr, args), **{k: expr(v) for k, v in kwargs.items()})
-        written = self.layout.write(result, shape, frame)
+            def expr(value: Any) -> Any:
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    return self.builder.const(value)
+                if not _tensor(value):
+                    return value
+                codes = self._lift(value).codes.broadcast_to(shape)
+                codes = codes.reshape(*seen, 2)[..., side] if wide else codes
+                return self.layout.read(Elements(codes), seen, frame)
+
+            result = self.meaning[op](*map(expr, args), **{k: expr(v) for k, v in kwargs.items()})
+            return self.layout.write(result, seen, frame).codes
+
+        codes = torch.stack([computed(0), computed(1)], -1) if wide else computed(0)
+        written = Elements(codes.reshape(shape))
         return [written, None] if op == "log_sigmoid_forward" else written
 
     def _gemm(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Elements:
@@ -284,10 +304,12 @@ class _Rewriter:
         kinds = {
             (m, n): ("Tile", ("M", "N")),
             (m, f"{n}/2"): ("HalfTile", ("M", "H")),
+            (m, f"2*{n}"): ("WideTile", ("M", "W")),
             (m,): ("", ("M",)),
             (n,): ("", ("N",)),
         }
         alone = {**REDUCTIONS, "gather": "RowGather"}
+        updated = self.spec.updated(self.captured.binding)
         values: dict[str, Expr] = {}
         outputs: dict[str, str] = {}
         for name in self.spec.outputs:
@@ -302,7 +324,8 @@ class _Rewriter:
                 extents = value.codes.shape if symbolic in kinds else symbolic
                 got = f"[{', '.join(map(str, extents))}]"
                 raise ProgramError(
-                    f"{where} is {got}; a kernel writes [{m}, {n}], [{m}, {n}/2] and reductions"
+                    f"{where} is {got}; a kernel writes [{m}, {n}], [{m}, {n}/2], [{m}, 2*{n}] and"
+                    " reductions"
                 )
             kind, dims = kinds[symbolic]
             try:
@@ -316,10 +339,24 @@ class _Rewriter:
                     f"{where} is computed by {expr.op!r}; a kernel writes full or half tiles, and"
                     f" [{m}] or [{n}] only as a reduction itself, [{m}] also as a gather"
                 )
+            if name in updated:
+                if kind != "Tile":
+                    raise ProgramError(f"{where}: a kernel updates only [{m}, {n}] in place")
+                # Stored as what is added to the old value, which cancels.
+                kind, old = "AddTile", self.leaves[updated[name]]
+                expr = self.builder.sub(expr, old)
             values[name] = expr
             outputs[name] = kind or alone[expr.op]
         canonical = self.builder.canonical(list(values.values()))
-        return dict(zip(values, canonical, strict=True)), outputs
+        values = dict(zip(values, canonical, strict=True))
+        for name, old in updated.items():
+            for output, value in values.items():
+                if self.leaves[old] in walk([value]):
+                    raise ProgramError(
+                        f"{self.spec.path}: output {output!r} needs {old!r}, which {name!r}"
+                        f" overwrites; a kernel only adds to it, {name} = {old} + ..."
+                    )
+        return values, outputs
 
 
 def _tensor(value: Any) -> bool:
