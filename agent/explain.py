@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.errors import CodaError, CompileError
 
@@ -80,22 +80,12 @@ def _program(spec: Spec | None, text: str, variant: str | None) -> Program:
 
 def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
     """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
+    from coda_agent.agent.judge.compile_gate import job
     from coda_agent.primitives.target import ARCHITECTURES
     from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
-    types = dict.fromkeys(spec.types, next(iter(spec.types.values()))[0]) if spec else {}
-
-    def dtype(tensor: str) -> str:
-        return spec.dtype_of(tensor, types) if spec else "bfloat16"
-
-    job: dict[str, Any] = {
-        "program": program.to_dict(),
-        "arch": "sm_90a",
-        "config": DEFAULT_CONFIGS["sm_90a"].to_dict(),
-        "dtype": dtype(spec.gemm[0]) if spec else "bfloat16",
-        "operand_dtypes": {o: dtype(o) for o in program.operands},
-        "output_dtypes": {o: dtype(o) for o in program.outputs},
-    }
+    element = next(iter(spec.types.values()))[0] if spec and spec.types else "bfloat16"
+    work = job(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", spec, element)
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -108,7 +98,7 @@ def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
         }
         done = subprocess.run(
             [sys.executable, "-m", "coda_agent.agent.explain", stage, folder],
-            input=json.dumps(job), text=True, capture_output=True, env=environment,
+            input=json.dumps(work), text=True, capture_output=True, env=environment,
             timeout=300, check=False,
         )  # fmt: skip
         result = Path(folder) / "result.txt"

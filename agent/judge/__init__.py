@@ -46,6 +46,21 @@ def judge_candidate(
     return _Trial(spec, text, _resolve(device), observer, types).run(gates)
 
 
+def tune_candidate(
+    spec: Spec, text: str, *, observer: Observer = lambda *_: None
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The fastest right configurations at the spec's bench shapes, for each element type.
+
+    Returns:
+        What tuned.json holds: GPU name to dtype of A to one entry a shape.
+
+    Raises:
+        MachineError: no Hopper GPU is usable.
+        CompileError: the program does not compile, or is wrong in every configuration at a shape.
+    """
+    return _Trial(spec, text, _resolve("cuda"), observer, None).tune()
+
+
 def _resolve(device: str) -> str:
     from coda_agent.primitives.errors import MachineError
 
@@ -92,6 +107,33 @@ class _Trial:
                     break
         return self._verdict()
 
+    def tune(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
+        from coda_agent.agent.judge.pool import CompilePool
+        from coda_agent.agent.judge.tuner import Cell
+        from coda_agent.primitives.errors import CompileError
+        from coda_agent.primitives.target import use_cache
+
+        with CompilePool() as pool:
+            for name, step in (
+                ("static", self._static),
+                ("compile", lambda result: self._compile(result, pool)),
+            ):
+                with self._gate(name) as result:
+                    step(result)
+                if not result.passed:
+                    raise CompileError(result.findings[0].message)
+        use_cache()
+        binding, name = self.spec.bindings()[0], self._variants()[0]
+        found: dict[str, list[dict[str, Any]]] = {}
+        for element in self.types:
+            for sizes in self.spec.bench_shapes:
+                cell = Cell(self.spec, self.programs[name], binding, sizes, element)
+                search = cell.search(self.admitted[name, element])
+                if not search:
+                    raise CompileError(f"{name}: no tile computes the right result at {sizes}")
+                found.setdefault(cell.gemm_type, []).append(cell.entry(search, search[0][1]))
+        return {gpu_name(): found}
+
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
         self.observer("gate.started", {"gate": name})
@@ -133,8 +175,13 @@ class _Trial:
         result.findings = compile_gate.check_signature(self.spec, self.programs)
         if result.findings:
             return
+        m, n, k = self.spec.gemm_dims
         jobs = compile_gate.jobs_for(
-            self.spec, self.programs, self.types, all_tiles=self.device == "cuda"
+            self.spec,
+            self.programs,
+            self.types,
+            all_tiles=self.device == "cuda",
+            shapes=[(s[m], s[n], s[k]) for s in self.spec.bench_shapes],
         )
         result.findings, reports = compile_gate.compile_all(pool, jobs, self._progress("compile"))
         result.data = {
@@ -179,7 +226,7 @@ class _Trial:
         result.findings, result.data, tuned = check_performance(
             self.spec, self.programs, self.admitted, progress=self._progress("performance")
         )
-        self.tuned = {_gpu_name(): tuned}
+        self.tuned = {gpu_name(): tuned}
 
     def _verdict(self) -> Verdict:
         from coda_agent.agent.judge.provenance import digests, environment
@@ -214,7 +261,13 @@ class _Trial:
         )
 
 
-def _gpu_name() -> str:
+def gpu_name() -> str:
+    """The GPU that kernels run on here.
+
+    Raises:
+        MachineError: it is no Hopper GPU.
+    """
     import torch
 
+    _resolve("cuda")
     return torch.cuda.get_device_name(0)

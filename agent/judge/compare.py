@@ -9,10 +9,18 @@ if TYPE_CHECKING:
     import torch
 
 TILE = 64
-# Least bound by dtype: one rounding at the store (a 16-bit output's relative error is uniform up to
+# Least bound by dtype: one rounding at the store (a narrow output's relative error is uniform up to
 # eps / 2), and for float32 the fast approximations of the special-function unit (tanh: 2^-11
 # relative).
-FLOORS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-12}
+FLOORS = {
+    "float8_e4m3fn": 2.0**-4,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-10,
+    "float32": 2.0**-12,
+}
+# How far a spec's baseline, which calibrates the bounds, may be from the truth, of its norm: FP8
+# outputs are rounded to 2^-4, a wrong or missing term comes to more.
+BASELINE_LIMIT = 2.0**-4
 
 
 @dataclass(frozen=True)
@@ -37,10 +45,11 @@ def measure(out: torch.Tensor, truth: torch.Tensor) -> Errors:
     and the truth is, or the reverse."""
     import torch
 
-    difference = out.double() - truth
+    out = out.double()
+    difference = out - truth
     # Equal infinities and NaN against NaN agree; any other non-finite element is an error without
     # bound.
-    agree = (out.double() == truth) | (out.isnan() & truth.isnan())
+    agree = (out == truth) | (out.isnan() & truth.isnan())
     difference = torch.where(agree, torch.zeros_like(difference), difference)
     if not difference.isfinite().all():
         return Errors(float("inf"), float("inf"))
@@ -66,6 +75,13 @@ def bound(torch_error: Errors, dtype: str, multiple: float) -> Errors:
     return Errors(
         max(multiple * torch_error.norm, floor), max(multiple * torch_error.tile, 2 * floor)
     )
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits (torch.equal knows no 8-bit floats, and no NaN)."""
+    import torch
+
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 def within(errors: Errors, limit: Errors) -> bool:

@@ -15,9 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.compare import Errors, bound, diagnose, measure, within
+from coda_agent.agent.judge.compare import (
+    BASELINE_LIMIT,
+    Errors,
+    bound,
+    diagnose,
+    measure,
+    same,
+    within,
+)
 from coda_agent.agent.judge.records import Finding
-from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.errors import CompileError, SpecError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
@@ -60,19 +68,36 @@ class NumericsReport:
 def make_case(
     spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], element: str, device: str
 ) -> Case:
-    """Draw inputs from a fresh seed and compute truth and bounds."""
+    """Draw inputs from a fresh seed and compute truth and bounds.
+
+    Bounds come from what a user would run: on a GPU the spec's baseline, where it has one.
+
+    Raises:
+        SpecError: the baseline computes something else.
+    """
     from coda_agent.specs import draw_inputs, run_reference
 
     types = dict.fromkeys(spec.types, element)
     seed = secrets.randbits(62)
     inputs = draw_inputs(spec, sizes, types, seed=seed, device=device, binding=binding)
     truth = run_reference(spec, inputs, binding=binding, exact=True)
-    plain = run_reference(spec, inputs, binding=binding)
+    plain = run_reference(spec, inputs, binding=binding, baseline=device == "cuda")
     errors = {o: measure(plain[o], truth[o]) for o in spec.outputs}
-    bounds = {
-        o: bound(errors[o], spec.dtype_of(o, types), spec.tolerance.multiple) for o in spec.outputs
-    }
+    dtypes = {o: spec.dtype_of(o, types) for o in spec.outputs}
+    bounds = {o: bound(errors[o], dtypes[o], spec.tolerance.multiple) for o in spec.outputs}
+    for o in spec.outputs:
+        if spec.has_baseline and errors[o].norm > BASELINE_LIMIT:
+            raise SpecError(
+                f"{spec.path}: the baseline's {o} is {errors[o].norm:.2e} of its norm away from "
+                "the reference"
+            )
     return Case(inputs, truth, bounds, errors)
+
+
+def held(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an output that is added to in place holds before a run: output to input tensor."""
+    place = spec.in_place
+    return {place.output: inputs[place.input]} if place and program.accumulated else {}
 
 
 def run_kernel(
@@ -82,14 +107,16 @@ def run_kernel(
     config: TileConfig,
     dtypes: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """Launch the compiled kernel into NaN-poisoned outputs and fold reductions to final values."""
+    """Launch the compiled kernel into NaN-poisoned outputs, but for what it adds to, and fold
+    reductions to final values."""
     from coda_agent.primitives.function import finalised
     from coda_agent.primitives.launch import allocate, launch
 
     a, b = (inputs[name] for name in spec.gemm)
     outputs = allocate(program, a.shape[0], b.shape[0], dtypes, config, a.device)
-    for tensor in outputs.values():
-        tensor.fill_(float("nan"))
+    start = held(spec, program, inputs)
+    for o, tensor in outputs.items():
+        tensor.copy_(start[o]) if o in start else tensor.fill_(float("nan"))
     launch(program, a, b, inputs, outputs, config)
     return finalised(program, outputs, a.shape[0], b.shape[0], config)
 
@@ -105,7 +132,15 @@ def run_interpreter(
     from coda_agent.primitives.interpret import interpret
 
     a, b = (inputs[name] for name in spec.gemm)
-    return interpret(program, a, b, inputs, dtypes=dtypes, block=config.tile_n)
+    return interpret(
+        program,
+        a,
+        b,
+        {**inputs, **held(spec, program, inputs)},
+        dtypes=dtypes,
+        block=config.tile_n,
+        row_block=config.tile_m,
+    )
 
 
 def check_numerics(
@@ -203,9 +238,9 @@ def _check_case(
                 where={**place, **at},
                 hint="compare the program with the spec's mathematics, output by output",
             )
-        if not torch.equal(out.nan_to_num(), again[o].nan_to_num()):
+        if not same(out, again[o]):
             return Finding(message=f"{o} differs between two runs on the same inputs", where=place)
-    changed = [k for k, v in before.items() if not torch.equal(v, case.inputs[k])]
+    changed = [k for k, v in before.items() if not same(v, case.inputs[k])]
     if changed:
         return Finding(message=f"input {changed[0]} was changed", where={"input": changed[0]})
     top = max(ratios, key=lambda o: ratios[o])

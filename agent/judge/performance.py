@@ -1,24 +1,21 @@
 """Gate 4, on a GPU: is the kernel as fast as what a user would run instead?
 
-For each element type and bench shape: every admitted tile is timed, the best four again, then
-the best one against a bare cuBLAS GEMM and the reference under torch.compile, interleaved. What
-is timed of ours includes the finalisers of reductions. Each timed output must equal, bit for
-bit, one that was checked against the fp64 truth.
+For each element type and bench shape the tuner picks a configuration, which is then timed against
+a bare cuBLAS GEMM and the reference (or the spec's baseline) under torch.compile, interleaved. What
+is timed of ours includes the finalisers of reductions; what an in-place output starts from is put
+back outside the timed region. Each timed output must equal, bit for bit, one that was checked
+against the fp64 truth.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.compare import measure, within
-from coda_agent.agent.judge.numerics import make_case
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.timing import Samples, gpu_state, interleave, speedup
-from coda_agent.primitives.function import finalised
+from coda_agent.agent.judge.tuner import Cell
 from coda_agent.primitives.inspect import inspect_program
-from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 
-SEARCH_ROUNDS, FINAL_ROUNDS = 9, 50
+FINAL_ROUNDS = 50
 # Datasheet peaks of an H200, with 2 % of slack: a time below this floor is a fault of the
 # measurement.
 _PEAK_FLOPS, _PEAK_BYTES_S = 990e12 * 1.02, 4.8e12 * 1.02
@@ -45,7 +42,7 @@ def check_performance(
     """Time the default binding's program.
 
     Returns:
-        Findings, the record of all figures, and the tuned configurations by dtype.
+        Findings, the record of all figures, and the tuned configurations by dtype of A.
     """
     binding = spec.bindings()[0]
     name = spec.variant(binding)
@@ -53,60 +50,30 @@ def check_performance(
     total, done = len(elements) * len(spec.bench_shapes), 0
     findings: list[Finding] = []
     cells: list[dict[str, Any]] = []
-    tuned: dict[str, list[dict[str, Any]]] = {e: [] for e in elements}
+    tuned: dict[str, list[dict[str, Any]]] = {}
     largest = max((_volume(s) for s in spec.bench_shapes), default=0)
     for element in elements:
         for sizes in spec.bench_shapes:
             progress(done, total, f"{element} {_label(sizes)}")
             cell = _Cell(spec, programs[name], binding, sizes, element)
-            record = cell.measure(admitted[name, element])
+            search = cell.search(admitted[name, element])
+            record = cell.measure(search)
             done += 1
             cells.append(record)
             findings += _judge(spec, record, is_largest=_volume(sizes) == largest)
-            if "config" in record:
-                m, n, k = cell.mnk
-                tuned[element].append(
-                    {"m": m, "n": n, "k": k, "config": record["config"],
-                     "median_us": record["times"]["ours"]["median_us"]}
-                )  # fmt: skip
+            if search:
+                time_us = record["times"]["ours"]["median_us"]
+                tuned.setdefault(cell.gemm_type, []).append(cell.entry(search, time_us))
     progress(total, total, "")
     return findings, {"program": name, "cells": cells}, tuned
 
 
-class _Cell:
-    """One element type at one shape: inputs, contenders, measurements."""
+class _Cell(Cell):
+    """A cell measured against what a user would run instead."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        program: Program,
-        binding: Mapping[str, str],
-        sizes: Mapping[str, int],
-        element: str,
-    ) -> None:
-        import torch
-
-        from coda_agent.specs import draw_inputs
-
-        self.spec, self.program, self.binding = spec, program, binding
-        self.sizes, self.element = dict(sizes), element
-        types = dict.fromkeys(spec.types, element)
-        self.dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
-        self.case = make_case(spec, binding, sizes, element, "cuda")
-        other = draw_inputs(
-            spec, sizes, types, seed=secrets.randbits(62), device="cuda", binding=binding
-        )
-        self.inputs: tuple[dict[str, Any], ...] = (self.case.inputs, other)
-
-    @property
-    def mnk(self) -> tuple[int, int, int]:
-        a, b = (self.case.inputs[g] for g in self.spec.gemm)
-        return a.shape[0], b.shape[0], a.shape[1]
-
-    def measure(self, configs: Sequence[TileConfig]) -> dict[str, Any]:
-        """Search the tiles, then measure the best against the baselines."""
+    def measure(self, search: Sequence[tuple[TileConfig, float]]) -> dict[str, Any]:
+        """Measure the best of a search against the baselines."""
         record: dict[str, Any] = {"dtype": self.element, "sizes": self.sizes}
-        search = self._search(configs)
         if not search:
             return {**record, "error": "no tile computes the right result at this shape"}
         record["search_us"] = {c.label: round(t, 2) for c, t in search}
@@ -120,77 +87,76 @@ class _Cell:
         record["over_compile"] = speedup(samples["ours"], samples["compile"])
         record["mismatches"] = mismatches
         m, n, k = self.mnk
-        facts = inspect_program(self.program, m, n, k, block=best.tile_n)
+        a = self.case.inputs[self.spec.gemm[0]]
+        facts = inspect_program(
+            self.program,
+            m,
+            n,
+            k,
+            gemm_bytes=a.element_size(),
+            widths={o: dtype.itemsize for o, dtype in self.dtypes.items()},
+            block=best.tile_n,
+        )
+        peak = _PEAK_FLOPS * 2 // a.element_size()
         record["floor_us"] = round(
-            1e6 * max(facts.gemm_flops / _PEAK_FLOPS, facts.bytes_moved / _PEAK_BYTES_S), 2
+            1e6 * max(facts.gemm_flops / peak, facts.bytes_moved / _PEAK_BYTES_S), 2
         )
         record["tflops"] = round(facts.gemm_flops / samples["ours"].median_us / 1e6, 1)
         return record
-
-    def _search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
-        right = [c for c in configs if self._is_right(c)]
-        if not right:
-            return []
-        first = interleave({c.label: self._ours(c) for c in right}, SEARCH_ROUNDS)
-        ranked = sorted(right, key=lambda c: first[c.label].median_us)
-        second = interleave({c.label: self._ours(c) for c in ranked[:4]}, 2 * SEARCH_ROUNDS)
-        top = sorted(ranked[:4], key=lambda c: second[c.label].median_us)
-        return [(c, second[c.label].median_us) for c in top] + [
-            (c, first[c.label].median_us) for c in ranked[4:]
-        ]
-
-    def _is_right(self, config: TileConfig) -> bool:
-        results = self._ours(config)(0)
-        return all(
-            within(measure(results[o], self.case.truth[o]), self.case.bounds[o])
-            for o in self.spec.outputs
-        )
-
-    def _ours(self, config: TileConfig) -> Callable[[int], dict[str, torch.Tensor]]:
-        m, n, _ = self.mnk
-        outputs = allocate(self.program, m, n, self.dtypes, config, "cuda")
-
-        def run(i: int) -> dict[str, torch.Tensor]:
-            inputs = self.inputs[i % 2]
-            a, b = (inputs[g] for g in self.spec.gemm)
-            launch(self.program, a, b, inputs, outputs, config)
-            return finalised(self.program, outputs, m, n, config)
-
-        return run
 
     def _final(self, config: TileConfig) -> tuple[dict[str, Samples], int]:
         import torch
 
         from coda_agent.specs import reference_callable
 
-        a, b = self.spec.gemm
-        reference = torch.compile(reference_callable(self.spec, self.binding), dynamic=False)
-        m, n, _ = self.mnk
-        product = torch.empty(m, n, dtype=self.case.inputs[a].dtype, device="cuda")
-        ours = self._ours(config)
-        expected = [{o: t.clone() for o, t in ours(i).items()} for i in range(2)]
+        ours = self.run(config)
+        expected = []
+        for i in range(2):
+            ours.restore(i)
+            expected.append({o: t.clone() for o, t in ours(i).items()})
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        held: dict[str, Any] = {}
+        results: dict[str, Any] = {}
 
         def timed(i: int) -> None:
-            held["ours"] = ours(i)
+            results["ours"] = ours(i)
+
+        def restore(name: str, i: int) -> None:
+            if name == "ours":
+                ours.restore(i)
 
         def verify(name: str, i: int) -> None:
             if name != "ours":
                 return
-            for o, t in held["ours"].items():
-                wrong.add_((t != expected[i % 2][o]).any())
+            for o, t in results["ours"].items():
+                wrong.add_((t.view(torch.uint8) != expected[i % 2][o].view(torch.uint8)).any())
                 t.fill_(float("nan"))
 
+        baseline = torch.compile(
+            reference_callable(self.spec, self.binding, baseline=True), dynamic=False
+        )
+        a, b = ([inputs[g] for inputs in self.inputs] for g in self.spec.gemm)
+        gemm = bare_gemm(a[0], b[0])
         contenders = {
             "ours": timed,
-            "gemm": lambda i: torch.mm(
-                self.inputs[i % 2][a], self.inputs[i % 2][b].t(), out=product
-            ),
-            "compile": lambda i: reference(**self.inputs[i % 2]),
+            "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
+            "compile": lambda i: baseline(**self.inputs[i % 2]),
         }
-        samples = interleave(contenders, FINAL_ROUNDS, after=verify)
+        samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
         return samples, int(wrong)
+
+
+def bare_gemm(a: torch.Tensor, b: torch.Tensor) -> Callable[[Any, Any], Any]:
+    """cuBLAS's product of operands like `a` (M, K) and `b` (N, K), into one buffer where cuBLAS's
+    binding takes one; FP8 operands give bfloat16, with unit scales and fast accumulation."""
+    import torch
+
+    if a.element_size() > 1:
+        product = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+        return lambda x, y: torch.mm(x, y.t(), out=product)
+    one = torch.ones((), device=a.device)
+    return lambda x, y: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x, y.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def _judge(spec: Spec, record: dict[str, Any], *, is_largest: bool) -> list[Finding]:

@@ -70,6 +70,7 @@ def interleave(
     rounds: int,
     *,
     warmup: int = 3,
+    before: Callable[[str, int], None] | None = None,
     after: Callable[[str, int], None] | None = None,
 ) -> dict[str, Samples]:
     """Time every contender once a round.
@@ -79,6 +80,8 @@ def interleave(
             inputs.
         rounds: Timed rounds.
         warmup: Rounds before, not timed.
+        before: Called with (name, round) before the cache is overwritten for a timed call: to put
+            back what the call changes in place.
         after: Called with (name, round) after each timed call, on the same stream: to verify the
             output.
     """
@@ -90,6 +93,8 @@ def interleave(
     for i in range(-warmup, rounds):
         random.shuffle(order)
         for name in order:
+            if before is not None:
+                before(name, i)
             scratch.zero_()
             scratch.zero_()
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

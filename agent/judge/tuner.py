@@ -1,0 +1,128 @@
+"""Which configuration is fastest at a shape, among those that compute the right result there.
+
+Three rounds of elimination, all interleaved: every admitted configuration; the best few in other
+rasterisation orders, which need no other code; the best of those again, for longer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.judge.compare import measure, within
+from coda_agent.agent.judge.numerics import held, make_case
+from coda_agent.agent.judge.timing import interleave
+from coda_agent.primitives.function import finalised, reduction_block
+from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+SEARCH_ROUNDS = 9
+
+
+class Cell:
+    """One element type at one shape: a checked case, and a second set of inputs to alternate."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        program: Program,
+        binding: Mapping[str, str],
+        sizes: Mapping[str, int],
+        element: str,
+    ) -> None:
+        import torch
+
+        from coda_agent.specs import draw_inputs
+
+        self.spec, self.program, self.binding = spec, program, binding
+        self.sizes, self.element = dict(sizes), element
+        types = dict.fromkeys(spec.types, element)
+        self.gemm_type = spec.dtype_of(spec.gemm[0], types)
+        self.dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
+        self.case = make_case(spec, binding, sizes, element, "cuda")
+        other = draw_inputs(
+            spec, sizes, types, seed=secrets.randbits(62), device="cuda", binding=binding
+        )
+        self.inputs: tuple[dict[str, Any], ...] = (self.case.inputs, other)
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        a, b = (self.case.inputs[g] for g in self.spec.gemm)
+        return a.shape[0], b.shape[0], a.shape[1]
+
+    def run(self, config: TileConfig) -> Run:
+        """The program in one configuration, with its own output buffers."""
+        return Run(self, config)
+
+    def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
+        """Right configurations with their median time in microseconds, fastest first; those that
+        came into the last round stand before the others."""
+        right = [c for c in configs if self._is_right(c)]
+        if not right:
+            return []
+        first = self._ranked(right, SEARCH_ROUNDS)
+        orders = [replace(c, swizzle=s) for c, _ in first[:3] for s in SWIZZLES if self._cut(c) > s]
+        second = self._ranked([c for c, _ in first[:4]] + orders, SEARCH_ROUNDS)
+        last = self._ranked([c for c, _ in second[:4]], 3 * SEARCH_ROUNDS)
+        known = {c for c, _ in last}
+        rest = sorted({**dict(first), **dict(second)}.items(), key=lambda found: found[1])
+        return last + [(c, t) for c, t in rest if c not in known]
+
+    def _cut(self, config: TileConfig) -> int:
+        """Output tiles along the shorter side: larger groups are all one."""
+        m, n, _ = self.mnk
+        return min(-(-m // config.tile_m), -(-n // config.tile_n))
+
+    def _ranked(self, configs: Sequence[TileConfig], rounds: int) -> list[tuple[TileConfig, float]]:
+        runs = {c.label: self.run(c) for c in configs}
+        samples = interleave(runs, rounds)
+        timed = [(c, samples[c.label].median_us) for c in configs]
+        return sorted(timed, key=lambda found: found[1])
+
+    def _is_right(self, config: TileConfig) -> bool:
+        run = self.run(config)
+        run.restore(0)
+        results = run(0)
+        return all(
+            within(measure(results[o], self.case.truth[o]), self.case.bounds[o])
+            for o in self.spec.outputs
+        )
+
+    def entry(self, search: Sequence[tuple[TileConfig, float]], time_us: float) -> dict[str, Any]:
+        """A line of tuned.json: the best configuration, and the best for each reduction block."""
+        m, n, k = self.mnk
+        blocks: dict[str, Any] = {}
+        for config, _ in search:
+            if (block := reduction_block(self.program, config)) is not None:
+                blocks.setdefault(str(block), config.to_dict())
+        best = search[0][0].to_dict()
+        return {"m": m, "n": n, "k": k, "config": best, "blocks": blocks, "median_us": time_us}
+
+
+class Run:
+    """A cell's program in one configuration: call it with the round's number."""
+
+    def __init__(self, cell: Cell, config: TileConfig) -> None:
+        self.cell, self.config = cell, config
+        m, n, _ = cell.mnk
+        self.outputs = allocate(cell.program, m, n, cell.dtypes, config, "cuda")
+
+    def restore(self, i: int) -> None:
+        """Put back what an in-place output starts from."""
+        cell = self.cell
+        for o, start in held(cell.spec, cell.program, cell.inputs[i % 2]).items():
+            self.outputs[o].copy_(start)
+
+    def __call__(self, i: int) -> dict[str, torch.Tensor]:
+        cell, inputs = self.cell, self.cell.inputs[i % 2]
+        a, b = (inputs[g] for g in cell.spec.gemm)
+        launch(cell.program, a, b, inputs, self.outputs, self.config)
+        return finalised(cell.program, self.outputs, a.shape[0], b.shape[0], self.config)
