@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.generated.ops import register, scalars
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
+from coda_agent.primitives.function import ProgramFunction
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
@@ -20,23 +22,51 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
 class Kernel:
-    """An accepted kernel.
+    """An accepted kernel: a function of the spec's inputs, behind torch operators.
+
+    torch.compile traces it, with dynamic shapes too, and a CUDA graph captures it once a call with
+    the same dtypes and layouts has compiled it.
 
     Attributes:
         spec: Its frozen spec.
         programs: Its programs by variant name.
         tuned: GPU name to dtype to measured shapes with their best configuration.
+        ops: The operator of each choice of the static parameters.
     """
 
-    spec: Spec
-    programs: Mapping[str, Program]
-    tuned: Mapping[str, Mapping[str, list[dict[str, Any]]]]
-
-    @property
-    def __name__(self) -> str:  # what help() and torch.compile print
-        return self.spec.name
+    def __init__(
+        self,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        tuned: Mapping[str, Mapping[str, list[dict[str, Any]]]],
+        refused: frozenset[str],
+        op_name: str,
+    ) -> None:
+        self.spec, self.programs, self.tuned = spec, programs, tuned
+        self.__name__ = spec.name  # what help() and torch.compile print
+        element = spec.inputs[spec.gemm[0]].dtype
+        types = spec.types.get(element, (element,))
+        dtypes = {
+            o: None if x.dtype == element else spec.types.get(x.dtype, (x.dtype,))[0]
+            for o, x in spec.outputs.items()
+        }
+        choose = lru_cache(maxsize=1024)(self.choose)
+        functions = {
+            v: ProgramFunction(program, dtypes, choose, types, refused)
+            for v, program in programs.items()
+        }
+        self.ops = register(op_name, spec, functions)
+        # Plain values, because torch.compile traces the call.
+        self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
+        self._a = self._inputs.index(spec.gemm[0])
+        self._scalars = tuple(map(self._inputs.index, scalars(spec)))
+        outputs = tuple(spec.outputs)
+        self._updated = {
+            tuple(x.values()): (outputs.index(o), self._inputs.index(i))
+            for x in spec.bindings()
+            for o, i in spec.updated(x).items()
+        }
 
     def __call__(
         self, *args: Any, block_size: int | None = None, **inputs: Any
@@ -45,72 +75,87 @@ class Kernel:
 
         Args:
             args: The spec's inputs in the spec's order; they may be given by name too. The GEMM
-                operands are (…, M, K) and (N, K), the nn.Linear layout; any strides.
+                operands are (…, M, K) and (N, K), the nn.Linear layout; any strides. A scalar is a
+                number, or a float32 tensor of one element on the others' device; torch.compile
+                specialises on a number, and not on what a tensor holds.
             block_size: None gives final reductions; an integer the raw float32 partials of blocks
-                of that many columns, from one launch.
+                of that many columns (or rows, where rows are reduced over), from one launch.
             inputs: Inputs by name, and the spec's static parameters.
 
         Returns:
-            The outputs in the spec's order; a single one alone.
+            The outputs in the spec's order; a single one alone. One that overwrites an input is
+            that input.
 
         Raises:
             LaunchError: wrong arguments, shapes, dtypes or layouts; the message names the tensor.
         """
-        from coda_agent.primitives.function import ProgramFunction
+        import torch
 
-        binding = {p: inputs.pop(p) for p in list(inputs) if p in self.spec.parameters}
+        static = {p: inputs.pop(p, known[0]) for p, known in self._parameters.items()}
+        for p, value in static.items():
+            if value not in (known := self._parameters[p]):
+                raise LaunchError(
+                    f"{self.__name__}: {p} is {value!r}, expected one of {', '.join(known)}"
+                )
+        key = tuple(static.values())
         values = self._bind(args, inputs)
-        program = self.programs[self._variant(binding)]
-        a, b = (values.pop(name) for name in self.spec.gemm)
-        dtypes = {
-            o: None if self.spec.outputs[o].dtype in self.spec.types else self.spec.outputs[o].dtype
-            for o in self.spec.outputs
-        }
-        results = ProgramFunction(program, dtypes, self._choose)(
-            a, b, values, block_size=block_size
-        )
-        ordered = tuple(results[o] for o in self.spec.outputs)
-        return ordered[0] if len(ordered) == 1 else ordered
+        op = self.ops[key].default
+        if any(isinstance(values[i], torch.Tensor) for i in self._scalars):
+            op = self.ops[key].Tensor
+            for i in self._scalars:
+                if not isinstance(values[i], torch.Tensor):
+                    device = values[self._a].device
+                    values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
+        block = {} if block_size is None else {"block_size": block_size}
+        results = op(*values, **static, **block)
+        if key not in self._updated:
+            return results
+        o, i = self._updated[key]
+        others = results if isinstance(results, tuple) else () if results is None else (results,)
+        return (*others[:o], values[i], *others[o:]) if others else values[i]
 
-    def _bind(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
-        names = list(self.spec.inputs)
+    def _bind(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
+        """The inputs in the spec's order."""
+        import torch
+
+        name, names = self.__name__, self._inputs
         if len(args) > len(names):
-            raise LaunchError(f"{self.spec.name} takes {len(names)} inputs, got {len(args)}")
-        values = dict(zip(names, args, strict=False))
-        for name, value in inputs.items():
-            if name not in names or name in values:
+            raise LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}")
+        given = dict(zip(names, args, strict=False))
+        for key, value in inputs.items():
+            if key not in names or key in given:
                 raise LaunchError(
-                    f"{self.spec.name}: unexpected or repeated argument {name!r}, "
-                    f"expected {', '.join(names)}"
+                    f"{name}: unexpected or repeated argument {key!r}, expected {', '.join(names)}"
                 )
-            values[name] = value
-        missing = [n for n in names if n not in values]
-        if missing:
-            raise LaunchError(f"{self.spec.name}: input {missing[0]!r} is missing")
-        return values
-
-    def _variant(self, binding: Mapping[str, str]) -> str:
-        for name, value in binding.items():
-            choices = self.spec.parameters[name]
-            if value not in choices:
+            given[key] = value
+        for i, key in enumerate(names):
+            if key not in given:
+                raise LaunchError(f"{name}: input {key!r} is missing")
+            wanted = (torch.Tensor, int, float) if i in self._scalars else torch.Tensor
+            if not isinstance(given[key], wanted):
                 raise LaunchError(
-                    f"{self.spec.name}: {name} is {value!r}, expected one of {', '.join(choices)}"
+                    f"{name}: input {key!r} is {type(given[key]).__name__}, expected a "
+                    f"{'number or ' * (i in self._scalars)}tensor"
                 )
-        return self.spec.variant(binding)
+        return [given[key] for key in names]
 
-    def _choose(self, m: int, n: int, k: int, dtype: str) -> TileConfig:
-        from coda_agent.primitives.function import default_config
-
-        measured = self.tuned.get(_gpu_name(), {}).get(dtype, [])
-        if not measured:
-            return default_config(m, n, k, dtype)
+    def choose(
+        self, m: int, n: int, k: int, dtype: str, block: int | None = None
+    ) -> TileConfig | None:
+        """The configuration measured to be fastest at the nearest shape, of those with this
+        reduction block; None where none was measured."""
 
         def distance(shape: dict[str, Any]) -> float:
             return sum(
                 abs(math.log(shape[d] / size)) for d, size in zip("mnk", (m, n, k), strict=True)
             )
 
-        return TileConfig(**min(measured, key=distance)["config"])
+        measured = self.tuned.get(_gpu_name(), {}).get(dtype, [])
+        known = [s for s in measured if block is None or str(block) in s.get("blocks", ())]
+        if not known:
+            return None
+        shape = min(known, key=distance)
+        return TileConfig(**(shape["config"] if block is None else shape["blocks"][str(block)]))
 
 
 @lru_cache(maxsize=1)
@@ -120,8 +165,15 @@ def _gpu_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
+# By operator: torch takes each name once a process.
+_LOADED: dict[str, tuple[str, Kernel]] = {}
+
+
 def load_kernel(folder: Path) -> Kernel:
-    """The kernel in `folder` (kernel.py, spec.md and, where it was tuned, tuned.json).
+    """The kernel in `folder`: kernel.py, spec.md and, if there, tuned.json and evidence.json.
+
+    Its operator is `coda_agent::<name>` for a kernel of this package. Elsewhere, where other
+    contents may come under the same name, `coda_agent::<name>_<digest of the files>`.
 
     Raises:
         WorkspaceError: the folder holds no kernel.
@@ -132,12 +184,18 @@ def load_kernel(folder: Path) -> Kernel:
     )
     if module_spec is None or module_spec.loader is None or not path.is_file():
         raise WorkspaceError(f"{folder} holds no kernel.py")
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    spec = load_spec(folder / "spec.md")
-    tuned = folder / "tuned.json"
-    return Kernel(
-        spec,
-        {spec.variant(b): getattr(module, spec.variant(b)) for b in spec.bindings()},
-        json.loads(tuned.read_text()) if tuned.is_file() else {},
-    )
+    paths = [folder / f for f in ("kernel.py", "spec.md", "tuned.json", "evidence.json")]
+    texts = [p.read_bytes() if p.is_file() else b"{}" for p in paths]
+    digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
+    name = (spec := load_spec(paths[1])).name
+    if folder.parent != Path(__file__).parent or _LOADED.get(name, (digest,))[0] != digest:
+        name = f"{name}_{digest}"
+    if name not in _LOADED:
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        programs = {v: getattr(module, v) for v in map(spec.variant, spec.bindings())}
+        tuned, evidence = map(json.loads, texts[2:])
+        found = (gate["data"].get("refused_tiles", ()) for gate in evidence.get("gates", ()))
+        refused = frozenset(tile["tile"] for tiles in found for tile in tiles)
+        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name)
+    return _LOADED[name][1]

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from coda_agent import generated
 from coda_agent.generated.kernel import Kernel, load_kernel
+from coda_agent.primitives import function as function_module
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import draw_inputs
 
 SPECS = Path(__file__).parents[2] / "specs"
 RESIDUAL = """
@@ -42,7 +48,7 @@ def make(folder: Path, name: str, program: str, tuned: dict | None = None) -> Ke
 
 
 @pytest.fixture
-def operands() -> dict[str, torch.Tensor]:
+def operands() -> dict[str, Any]:
     g = torch.Generator().manual_seed(5)
     m, n, k = 37, 208, 64
     return {
@@ -51,7 +57,7 @@ def operands() -> dict[str, torch.Tensor]:
     }
 
 
-def test_outputs_in_spec_order_and_final(tmp_path: Path, operands: dict[str, torch.Tensor]) -> None:
+def test_outputs_in_spec_order_and_final(tmp_path: Path, operands: dict[str, Any]) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     d, o, s = kernel(*operands.values())
     a, b, c, gamma = (t.double() for t in operands.values())
@@ -62,7 +68,7 @@ def test_outputs_in_spec_order_and_final(tmp_path: Path, operands: dict[str, tor
     torch.testing.assert_close(s.double(), exact.square().mean(-1), rtol=1e-5, atol=0)
 
 
-def test_raw_partials_of_a_block_size(tmp_path: Path, operands: dict[str, torch.Tensor]) -> None:
+def test_raw_partials_of_a_block_size(tmp_path: Path, operands: dict[str, Any]) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     a, b, c, _ = (t.double() for t in operands.values())
     exact = (a @ b.T + c).square()
@@ -71,13 +77,11 @@ def test_raw_partials_of_a_block_size(tmp_path: Path, operands: dict[str, torch.
         assert partials.shape == (37, 2)
         expected = torch.stack([exact[:, :block].sum(1), exact[:, block:].sum(1)], 1) / block
         torch.testing.assert_close(partials.double(), expected, rtol=1e-5, atol=0)
-    with pytest.raises(LaunchError, match="no tile has block_size 100, expected one of 128"):
+    with pytest.raises(LaunchError, match="no tile has block_size 100, expected one of 64"):
         kernel(**operands, block_size=100)
 
 
-def test_static_parameters_choose_the_program(
-    tmp_path: Path, operands: dict[str, torch.Tensor]
-) -> None:
+def test_static_parameters_choose_the_program(tmp_path: Path, operands: dict[str, Any]) -> None:
     kernel = make(tmp_path, "gemm_bias_act", BIAS)
     a, b, c = operands["A"], operands["B"], operands["C"]
     row = torch.randn(37, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -91,7 +95,7 @@ def test_static_parameters_choose_the_program(
         kernel(a, b, c, row, 0.5, 2.0)
 
 
-def test_wrong_arguments_are_named(tmp_path: Path, operands: dict[str, torch.Tensor]) -> None:
+def test_wrong_arguments_are_named(tmp_path: Path, operands: dict[str, Any]) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     values = list(operands.values())
     with pytest.raises(LaunchError, match="input 'gamma' is missing"):
@@ -109,16 +113,19 @@ def test_the_nearest_measured_shape_gives_the_tile(
 ) -> None:
     small, large = TileConfig(128, 256, 2, 1), TileConfig(128, 192, 2, 1, True)
     entries = [
-        {"m": s, "n": s, "k": s, "config": c.to_dict()} for s, c in ((4096, small), (8192, large))
+        {"m": s, "n": s, "k": s, "config": c.to_dict(), "blocks": {str(c.tile_n): c.to_dict()}}
+        for s, c in ((4096, small), (8192, large))
     ]
     tuned = {"some GPU": {"bfloat16": entries}}
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL, tuned)
     monkeypatch.setattr("coda_agent.generated.kernel._gpu_name", lambda: "some GPU")
-    assert kernel._choose(4000, 4096, 5000, "bfloat16") == small
-    assert kernel._choose(16384, 8192, 4096, "bfloat16") == large
-    assert kernel._choose(4096, 4096, 4096, "float16") == TileConfig(128, 128, 2, 1, True)
+    assert kernel.choose(4000, 4096, 5000, "bfloat16") == small
+    assert kernel.choose(16384, 8192, 4096, "bfloat16") == large
+    assert kernel.choose(4000, 4096, 5000, "bfloat16", 192) == large
+    assert kernel.choose(4000, 4096, 5000, "bfloat16", 128) is None
+    assert kernel.choose(4096, 4096, 4096, "float16") is None
     monkeypatch.setattr("coda_agent.generated.kernel._gpu_name", lambda: "another GPU")
-    assert kernel._choose(4096, 4096, 4096, "bfloat16") == TileConfig(128, 128, 2, 1, True)
+    assert kernel.choose(4096, 4096, 4096, "bfloat16") is None
 
 
 def test_a_folder_without_a_kernel(tmp_path: Path) -> None:
@@ -127,7 +134,233 @@ def test_a_folder_without_a_kernel(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_says_what_there_is() -> None:
-    import coda_agent.generated as generated
-
     with pytest.raises(AttributeError, match="no accepted kernel named 'gemm_nothing'"):
         generated.gemm_nothing  # noqa: B018
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, coda_agent.generated; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_warning_names_the_line_that_called_the_kernel(
+    tmp_path: Path, operands: dict[str, Any]
+) -> None:
+    kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
+    function_module._say_interpreted.cache_clear()
+    with pytest.warns(UserWarning, match="no Hopper GPU behind tensors on cpu") as caught:
+        kernel(**operands)
+    assert [w.filename for w in caught] == [__file__]
+
+
+# Operators. `opcheck` compares the schema, the fake kernel and a traced run with a real one.
+
+
+def given(kernel: Kernel, binding: dict[str, str] | None = None) -> list[Any]:
+    """The kernel's inputs, drawn as its spec says, at the second check shape: a ragged one."""
+    spec = kernel.spec
+    sizes, types = spec.check_shapes[1], spec.default_types()
+    return list(draw_inputs(spec, sizes, types, seed=9, binding=binding).values())
+
+
+def compiled(f: Any, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(f, fullgraph=True, backend="aot_eager", **options)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    assert len(got) == len(want)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and x.dtype == y.dtype
+        assert x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("name", dir(generated))
+def test_operators_of_a_public_kernel(name: str) -> None:
+    kernel = getattr(generated, name)
+    firsts = {op: key for key, op in reversed(kernel.ops.items())}
+    for op, key in firsts.items():
+        values = tuple(given(kernel, dict(zip(kernel.spec.parameters, key, strict=True))))
+        for keywords in ({}, {"block_size": 128}):
+            torch.library.opcheck(op.default, values, keywords)
+        assert str(op).removesuffix("_") == f"coda_agent.{name}"
+    assert_same(compiled(kernel)(*given(kernel)), kernel(*given(kernel)))
+
+
+def test_schema_follows_the_spec() -> None:
+    assert str(generated.gemm_bias_act.ops["gelu_tanh", "column"].default._schema) == (
+        "coda_agent::gemm_bias_act(Tensor A, Tensor B, Tensor C, Tensor bias, float alpha, float beta, *, "
+        'str activation="gelu_tanh", str bias_per="column", int? block_size=None) -> Tensor'
+    )
+    with pytest.raises(LaunchError, match="gemm_bias_act has no variant mish, column"):
+        torch.ops.coda_agent.gemm_bias_act(*given(generated.gemm_bias_act), activation="mish")
+
+
+@pytest.mark.parametrize("block", [None, 192], ids=str)
+def test_compiled_with_dynamic_shapes_and_leading_dimensions(block: int | None) -> None:
+    kernel = generated.gemm_residual_partial_rmsnorm
+
+    def run(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, gamma: torch.Tensor) -> Any:
+        return kernel(a * 2, b, gamma=gamma, C=c, block_size=block)
+
+    f = compiled(run, dynamic=True)
+    for lead in ((3, 8), (5, 9), (2, 4)):
+        g = torch.Generator().manual_seed(lead[0])
+        a, c = (torch.randn(*lead, x, generator=g).bfloat16() for x in (64, 208))
+        b, gamma = (torch.randn(*x, generator=g).bfloat16() for x in ((208, 64), (208,)))
+        with torch.compiler.set_stance("fail_on_recompile" if lead[0] == 2 else "default"):
+            got = f(a, b, c, gamma)
+        assert got[2].shape == (lead if block is None else (*lead, 2))
+        assert_same(got, run(a, b, c, gamma))
+
+
+def test_compiled_on_a_number_of_rows_known_at_run_time_only() -> None:
+    a, b, r = given(generated.gemm_rmsnorm_swiglu)
+
+    def run(mask: torch.Tensor) -> Any:
+        rows = mask.nonzero()[:, 0]
+        return generated.gemm_rmsnorm_swiglu(a[rows], b, r[rows])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        f = compiled(run)
+        for mask in (torch.arange(len(a)) % 3 == 0, torch.zeros(len(a), dtype=torch.bool)):
+            assert_same(f(mask), run(mask))
+
+
+def test_no_rows() -> None:
+    kernel = generated.gemm_residual_partial_rmsnorm
+    a, b, c, gamma = given(kernel)
+    d, o, s = kernel(a[:0], b, c[:0], gamma)
+    assert d.shape == o.shape == c[:0].shape and s.shape == (0,)
+
+
+def test_tensors_for_scalars() -> None:
+    kernel = generated.gemm_bias_act
+    *others, _, _ = given(kernel)
+    want = kernel(*others, 0.5, 2.0)
+    for alpha, beta in ((torch.tensor(0.5), torch.tensor([2.0])), (torch.tensor(0.5), 2.0)):
+        assert_same(kernel(*others, alpha, beta), want)
+        assert_same(compiled(kernel)(*others, alpha, beta), want)
+    op = torch.ops.coda_agent.gemm_bias_act.Tensor
+    torch.library.opcheck(
+        op, (*others, torch.tensor(0.5), torch.tensor(2.0)), {"activation": "relu"}
+    )
+    with pytest.raises(LaunchError, match="input 'alpha' is str, expected a number or tensor"):
+        kernel(*others, "1", 2.0)
+    with pytest.raises(LaunchError, match="input 'A' is float, expected a tensor"):
+        kernel(1.0, *others[1:], 1.0, 2.0)
+
+
+def test_an_input_that_requires_a_gradient_is_refused(operands: dict[str, Any]) -> None:
+    operands["B"].requires_grad_()
+    kernel = generated.gemm_residual_partial_rmsnorm
+    with pytest.raises(LaunchError, match=r"has no backward pass.*torch\.no_grad"):
+        kernel(**operands)
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in kernel(**operands))
+
+
+def test_kernels_of_one_name_do_not_mix(tmp_path: Path, operands: dict[str, Any]) -> None:
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+    public = generated.gemm_residual_partial_rmsnorm
+    first = make(tmp_path / "a", "gemm_residual_partial_rmsnorm", RESIDUAL)
+    other = make(
+        tmp_path / "b", "gemm_residual_partial_rmsnorm", RESIDUAL.replace("acc + C", "acc - C")
+    )
+    again = make(tmp_path / "c", "gemm_residual_partial_rmsnorm", RESIDUAL)
+    assert again is first and first is not other
+    assert len({str(k.ops[()]) for k in (public, first, other)}) == 3
+    d, negated = first(**operands)[0], other(**{**operands, "C": -operands["C"]})[0]
+    assert torch.equal(d, negated) and torch.equal(d, public(**operands)[0])
+    assert not torch.equal(d, other(**operands)[0])
+
+
+IN_PLACE = """
+---
+name: gemm_accumulate
+level: compose
+summary: A product added to what is there.
+types: {T: [bfloat16, float16]}
+dims: {M: {}, N: {multiple_of: 8}, K: {multiple_of: 8}}
+gemm: [A, B]
+parameters: {update: [in_place, out_of_place]}
+inputs:
+  A: {shape: [M, K], dtype: T}
+  B: {shape: [N, K], dtype: T}
+  X: {shape: [M, N], dtype: T}
+  alpha: {shape: [], dtype: float32}
+outputs:
+  s: {shape: [M], dtype: float32}
+  O: {shape: [M, N], dtype: T}
+in_place: {output: O, input: X, when: {update: in_place}}
+check_shapes: [{M: 8, N: 8, K: 8}]
+bench_shapes: [{M: 8, N: 8, K: 8}]
+tolerance: {multiple: 2.0}
+target: 0.9
+---
+```python reference
+def reference(A, B, X, alpha, update):
+    D = (A @ B.T).float()
+    return {"s": D.sum(-1), "O": (X + alpha * D).to(X.dtype)}
+```
+""".lstrip()
+ADDS = """
+from coda_agent.primitives import AddTile, RowSum, Scalar, epilogue
+
+def program(name):
+    def fn(acc, alpha: Scalar):
+        return {"s": acc, "O": alpha * acc}
+    fn.__name__ = name
+    return epilogue(s=RowSum, O=AddTile)(fn)
+
+gemm_accumulate__in_place = program("gemm_accumulate__in_place")
+gemm_accumulate__out_of_place = program("gemm_accumulate__out_of_place")
+"""
+READS = """
+from coda_agent.primitives import RowSum, Scalar, Tile, epilogue
+
+def program(name):
+    def fn(acc, X: Tile, alpha: Scalar):
+        return {"s": acc, "O": X + alpha * acc}
+    fn.__name__ = name
+    return epilogue(s=RowSum, O=Tile)(fn)
+
+gemm_accumulate__in_place = program("gemm_accumulate__in_place")
+gemm_accumulate__out_of_place = program("gemm_accumulate__out_of_place")
+"""
+
+
+@pytest.mark.parametrize("program", [ADDS, READS], ids=["adds", "reads"])
+def test_an_output_that_overwrites_an_input(
+    tmp_path: Path, program: str, operands: dict[str, Any]
+) -> None:
+    (tmp_path / "spec.md").write_text(IN_PLACE)
+    (tmp_path / "kernel.py").write_text(program)
+    kernel = load_kernel(tmp_path)
+    a, b, c = (operands[x] for x in "ABC")
+    product = a.float() @ b.float().T
+    want = (c.double() + 0.5 * product.double()).bfloat16()
+
+    x = c.clone()
+    s, o = kernel(a, b, x, 0.5, update="out_of_place")
+    assert torch.equal(x, c)
+    torch.testing.assert_close(o, want, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(s, product.sum(-1), rtol=1e-5, atol=1e-4)
+    for run in (kernel, compiled(lambda *args: kernel(*args))):
+        for alpha in (0.5, torch.tensor(0.5)):
+            x = c.clone()
+            s, found = run(a, b, x, alpha)
+            assert torch.equal(x, o) and torch.equal(found, o)
+            torch.testing.assert_close(s, product.sum(-1), rtol=1e-5, atol=1e-4)
+    x = c.clone()
+    assert kernel(a, b, x, 0.5)[1] is x
+
+    out, inside = kernel.ops["out_of_place",], kernel.ops["in_place",]
+    assert str(inside) == f"{out}_"
+    assert "Tensor(a!) X" in str(inside.default._schema)
+    for op in (out, inside):
+        torch.library.opcheck(op.default, (a, b, c.clone(), 0.5))
+    with pytest.raises(LaunchError, match="has no variant in_place"):
+        out(a, b, c, 0.5, update="in_place")
