@@ -1,0 +1,262 @@
+"""What other libraries offer for the paper's kernels: compositions, and quack's fused products.
+
+- Liger-Kernel and FlashInfer: a cuBLAS product and their kernels around it, weights laid out
+  beforehand as they like them. Norms before the product take the place of `r`.
+- quack: its own epilogue library, one launch.
+- A library is imported when a contender is built; a missing one raises ImportError.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.evals.contenders import EPS, HEAD, Case, Outputs, Run, product, tile_options
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.tiles import TileConfig
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Library:
+    """Kernels of a library to compose with; None where it has none.
+
+    Attributes:
+        norm: (x (M, K), weight (K,)) to x normalised.
+        silu_mul: [gate | up] (M, N) to (M, N/2).
+        add_norm: (x, residual (M, N), weight) to their sum and its norm.
+        table: (cos, sin (M, 64)) to what `rope` wants of them; not timed.
+        rope: (q, k (M, heads, 128), that table), in place.
+        halves: Whether `rope` pairs column j with j + 64 of contiguous q and k; else 2j with
+            2j + 1 of strided ones.
+        cross_entropy: (logits (M, N), targets (M,)) to the loss (M,).
+        silu_mul_backward: ([gate | up] (M, 2N), gradient (M, N)) to the gradient (M, 2N).
+        norm_backward: (gradient, x (M, N), weight, rstd (M,)) to those of x and of the weight.
+    """
+
+    norm: Function
+    silu_mul: Function
+    add_norm: Function
+    table: Function
+    rope: Function
+    halves: bool
+    cross_entropy: Function | None = None
+    silu_mul_backward: Function | None = None
+    norm_backward: Function | None = None
+
+
+def liger() -> Library:
+    """Liger-Kernel."""
+    ops = importlib.import_module("liger_kernel.ops")
+    settings = importlib.import_module("liger_kernel.ops.utils").calculate_settings
+
+    def rope(q: Any, k: Any, table: Any) -> None:
+        q, k = (x[None].transpose(1, 2) for x in (q, k))  # (1, heads, M, 128), as a model has them
+        ops.LigerRopeFunction.apply(q, k, *table, None, 1, HEAD)
+
+    def norm_backward(g: Any, x: Any, w: Any, r: Any) -> Any:
+        llama = 0  # its casting mode: statistics in float32
+        args = (0.0, llama, *settings(x.shape[-1]), True, None)
+        return importlib.import_module("liger_kernel.ops.rms_norm").rms_norm_backward(
+            g, x, w, r, *args
+        )
+
+    entropy = ops.LigerCrossEntropyFunction
+    swiglu = importlib.import_module("liger_kernel.ops.swiglu")
+    return Library(
+        norm=lambda x, w: ops.LigerRMSNormFunction.apply(x, w, EPS),
+        silu_mul=lambda d: swiglu.swiglu_fused_gate_up_forward(d)[1],
+        add_norm=lambda x, c, w: ops.LigerFusedAddRMSNormFunction.apply(x, c, w, EPS)[::-1],
+        table=lambda cos, sin: (cos, sin),
+        rope=rope,
+        halves=True,
+        cross_entropy=lambda z, y: entropy.apply(z, y, None, -100, 0.0, 0.0, "none")[0],
+        silu_mul_backward=swiglu.swiglu_fused_gate_up_backward,
+        norm_backward=norm_backward,
+    )
+
+
+def flashinfer() -> Library:
+    """FlashInfer, for inference: no cross-entropy and nothing backward."""
+    import torch
+
+    fi = importlib.import_module("flashinfer")
+
+    def rope(q: Any, k: Any, table: Any) -> None:
+        rotate = fi.apply_rope_with_cos_sin_cache_inplace
+        rotate(table[0], q.flatten(1), k.flatten(1), HEAD, table[1], is_neox=False)
+
+    def add_norm(x: Any, c: Any, w: Any) -> tuple[Any, Any]:
+        fi.fused_add_rmsnorm(x, c, w, EPS)
+        return c, x
+
+    return Library(
+        norm=lambda x, w: fi.rmsnorm(x, w, EPS),
+        silu_mul=fi.silu_and_mul,
+        add_norm=add_norm,
+        table=lambda cos, sin: (
+            torch.arange(len(cos), device=cos.device),
+            torch.cat((cos, sin), -1).float(),
+        ),
+        rope=rope,
+        halves=False,
+    )
+
+
+def compose(case: Case, library: Library) -> Run | None:
+    """A cuBLAS product between a library's kernels; None where it has nothing for this kernel."""
+    import torch
+
+    m, n, k = case.mnk
+    a0 = case.operands[0][0]
+    out, ones = product(case), torch.ones(k, dtype=a0.dtype, device=a0.device)
+
+    def left(x: dict[str, Any]) -> torch.Tensor:
+        a = x[case.kernel.spec.gemm[0]]
+        return library.norm(a, ones) if case.norms_first else a
+
+    def made(finish: Function, *prepared: list[Any], b: list[Any] | None = None) -> Run:
+        """`finish(the product, inputs, and one of each of the prepared lists)`."""
+        weights = b or [b for _, b in case.operands]
+
+        def run(i: int) -> Outputs:
+            x, j = case.inputs[i % 2], i % 2
+            d = torch.mm(left(x), weights[j].t(), out=out)
+            return finish(d, x, *(p[j] for p in prepared))
+
+        return run
+
+    match case.name.removeprefix("gemm_rmsnorm_").removeprefix("gemm_"):
+        case "swiglu":
+            apart = [torch.cat((b[0::2], b[1::2])) for _, b in case.operands]
+            both = lambda d, x: {"D": d.view(m, 2, n // 2).mT, "O": library.silu_mul(d)}
+            return made(both, b=apart)
+        case "rope":
+            return _rope(case, library, left)
+        case "rmsnorm":
+            return made(lambda d, x: {"O": d})
+        case "residual_partial_rmsnorm":
+            copies = [x["C"].clone() for x in case.inputs]  # FlashInfer adds into them
+            names = ("D", "normed")
+            normed = lambda d, x, c: dict(
+                zip(names, library.add_norm(d, c, x["gamma"]), strict=True)
+            )
+            return made(normed, copies)
+        case "partial_cross_entropy" if loss := library.cross_entropy:
+            return made(lambda d, x: {"Z": d, "loss": loss(d, x["y"])})
+        case "partial_swiglu_bwd" if backward := library.silu_mul_backward:
+            saved = [torch.cat((x["Z"][:, 0::2], x["Z"][:, 1::2]), -1) for x in case.inputs]
+            return made(lambda d, x, z: {"dZ": backward(z, d).view(m, 2, n).mT}, saved)
+        case "residual_partial_rmsnorm_bwd" if backward := library.norm_backward:
+
+            def added(d: Any, x: dict[str, Any]) -> Outputs:
+                dx, dgamma = backward(d, x["C"], x["gamma"], x["r"])
+                return {"O": dx + x["X"], "dgamma": dgamma}
+
+            return made(added)
+    return None
+
+
+def _rope(case: Case, library: Library, left: Function) -> Run:
+    """In place, so that O overwrites D, and on q and k alone. A library that wants them contiguous
+    gets each from a product of its own."""
+    import torch
+
+    m, n, _ = case.mnk
+    tables = []
+    for x in case.inputs:  # what the kernel calls sin turns the other way
+        cos, sin = x["cs"][:, 0:HEAD:2].contiguous(), -x["cs"][:, 1:HEAD:2]
+        tables.append(library.table(cos, sin))
+    weights = [b for _, b in case.operands]
+    if library.halves:
+        pairs = [b.view(-1, HEAD // 2, 2, b.shape[-1]).transpose(1, 2) for b in weights]
+        weights = [p.reshape(3, n // 3, -1) for p in pairs]
+    out = product(case)
+
+    def run(i: int) -> Outputs:
+        a, b = left(case.inputs[i % 2]), weights[i % 2]
+        if library.halves:
+            parts = out.view(3, m, n // 3)
+            for part, rows in zip(parts, b, strict=True):
+                torch.mm(a, rows.t(), out=part)
+            done = parts.view(3, m, -1, 2, HEAD // 2).permute(1, 0, 2, 4, 3)
+        else:
+            done = torch.mm(a, b.t(), out=out)
+            parts = done.view(m, 3, -1).unbind(1)
+        library.rope(*(part.view(m, -1, HEAD) for part in parts[:2]), tables[i % 2])
+        return {"O": done}
+
+    return run
+
+
+def quack(case: Case, config: TileConfig) -> Run | None:
+    """quack's own epilogue library; None where it has nothing for this kernel."""
+    from quack.rmsnorm import rmsnorm
+
+    made = [_quack_call(case, x, config) for x in case.inputs]
+
+    def run(i: int) -> Outputs:
+        a, b = case.operands[i % 2]
+        mod, d, c, values, finish = made[i % 2]
+        if case.name == "gemm_rmsnorm_rope":  # no ready epilogue scales and rotates by a table
+            a = rmsnorm(a, eps=EPS)
+        mod.gemm(a, b, d, c, epi_args=values, **tile_options(config))
+        return finish()
+
+    return None if None in made else run
+
+
+def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
+    """The epilogue, its D, its C, its arguments, and what returns the outputs."""
+    import torch
+    from quack.epilogue import library
+
+    m, n, _ = case.mnk
+    a = case.operands[0][0]
+
+    def new(*shape: int, dtype: Any = a.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=a.device)
+
+    d, partials = product(case), new(m, -(-n // config.tile_n), dtype=torch.float32)
+    options = {"has_c": False, "has_rowvec": False}
+    match case.name:
+        case "gemm_rope" | "gemm_rmsnorm_rope":
+            turned = x["cs"] * torch.tensor([1, -1], device=a.device, dtype=a.dtype).repeat(n // 2)
+            return library.rope_epi, d, None, {"table": turned}, lambda: {"O": d}
+        case "gemm_swiglu" | "gemm_rmsnorm_swiglu":
+            o, scale = new(m, n // 2), "r" in x
+            make = library.norm_act_mod if scale else library.linear_act_mod
+            mod = make("swiglu", gated=True, has_colvec=scale, **options)
+            values = {"mAuxOut": o} | ({"mColVecBroadcast": x["r"][None]} if scale else {})
+            return mod, d, None, values, lambda: {"D": d, "O": o}
+        case "gemm_rmsnorm":
+            mod = library.norm_act_mod(None, gated=False, has_colvec=True, **options)
+            values = {"mAuxOut": d, "mColVecBroadcast": x["r"][None]}
+            return mod, None, None, values, lambda: {"O": d}
+        case "gemm_residual_partial_rmsnorm":
+            o = new(m, n)
+            values = {"weight": x["gamma"][None], "resid_out": d, "sqsum": partials}
+            finish = lambda: {"D": d, "O": o, "s": partials.sum(-1) / n}
+            return library.rms_partial_epi, o, x["C"], values, finish
+        case "gemm_partial_cross_entropy":
+            z = new(m, dtype=torch.float32)
+            values = {"lse": partials, "target_logit": z, "target": x["y"][None]}
+            finish = lambda: {"Z": d, "z_tgt": z, "lse": partials.logsumexp(-1)}
+            return library.lse_target_epi, d, None, values, finish
+        case "gemm_rmsnorm_partial_cross_entropy":
+            values = {"rstd": x["r"][None], "lse": partials}
+            y = x["y"][:, None]
+            finish = lambda: {"Z": d, "z_tgt": d.gather(1, y)[:, 0], "lse": partials.logsumexp(-1)}
+            return library.rstd_lse_epi, d, None, values, finish
+        case "gemm_partial_swiglu_bwd":
+            dz = new(m, 2 * n)
+            values = {"postact": d, "dsum": partials}
+            finish = lambda: {"dZ": dz, "O": d, "z": partials.sum(-1) / n}
+            return library.dswiglu_dpreact_mod, dz, x["Z"], values, finish
+    return None

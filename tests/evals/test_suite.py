@@ -1,0 +1,269 @@
+"""Suites: what is measured, kept, resumed and said. The clock is handed in; the rest is real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coda_agent.agent.judge.timing import Samples, speedup
+from coda_agent.evals import contenders, libraries
+from coda_agent.evals.suite import load_suite, run_suite
+from coda_agent.evals.suite_page import write_page
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.errors import CodaError, MachineError
+
+ROOT = Path(__file__).parents[2]
+PAPER = load_suite("paper")
+SMALL = replace(PAPER, sizes=[128, 256])
+MACHINE = {"gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}, "packages": {"torch": "2.11"}}
+
+
+class Clock:
+    """Runs each contender once and says how long it is told; stops after `cells`."""
+
+    def __init__(self, times_us: Mapping[str, float], cells: int = 99) -> None:
+        self.times_us, self.left, self.cells = times_us, cells, 0
+
+    def interleave(
+        self, contenders: Mapping[str, Callable[[int], Any]], rounds: int
+    ) -> dict[str, Samples]:
+        if self.left == self.cells:
+            raise KeyboardInterrupt
+        self.cells += 1
+        for run in contenders.values():
+            run(1)
+        return {name: Samples((self.times_us[name],) * rounds) for name in contenders}
+
+    def speedup(self, ours: Samples, other: Samples) -> dict[str, float]:
+        return speedup(ours, other)
+
+    def gpu_state(self) -> dict[str, Any]:
+        return {"clocks.sm": "1980"}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    for name in ("gemm_swiglu", "gemm_rope"):
+        shutil.copytree(ROOT / "generated" / name, tmp_path / "generated" / name)
+    return tmp_path
+
+
+def run(root: Path, clock: Clock, **options: Any) -> list[str]:
+    said: list[str] = []
+    options = {"names": ["ours"], **options}
+    run_suite(
+        root,
+        SMALL,
+        clock=clock,
+        machine=MACHINE,
+        rounds=20,
+        device="cpu",
+        say=said.append,
+        **options,
+    )
+    return said
+
+
+def cells(root: Path) -> dict[str, Any]:
+    file = root / "evals" / "results" / "paper-nvidia-h200.json"
+    return json.loads(file.read_text())["cells"]
+
+
+def test_cells_are_kept_and_skipped_until_something_changes(workspace: Path) -> None:
+    times = {"ours": 200.0, "gemm": 190.0}
+    run(workspace, Clock(times))
+    found = cells(workspace)
+    assert list(found) == ["gemm_rope 128", "gemm_rope 256", "gemm_swiglu 128", "gemm_swiglu 256"]
+    cell = found["gemm_rope 256"]
+    assert cell["sizes"] == {"M": 256, "N": 768, "K": 256}
+    assert cell["of_gemm"]["ours"] == {"ratio": 0.95, "low": 0.95, "high": 0.95}
+    assert cell["times"]["ours"]["median_us"] == 200.0
+    assert 0 < cell["errors"]["ours"] < 4e-3  # interpreted, but computed
+
+    again = Clock(times)
+    assert all(line.endswith("in the record") for line in run(workspace, again))
+    assert again.cells == 0
+
+    (workspace / "generated" / "gemm_swiglu" / "tuned.json").unlink()
+    again = Clock(times)
+    run(workspace, again)
+    assert again.cells == 2
+    again = Clock(times)
+    run(workspace, again, names=["ours", "quack"], kernels=["gemm_rope"], sizes=[128])
+    assert again.cells == 1  # a contender that the cell has no answer for
+    assert "quack" in cells(workspace)["gemm_rope 128"]["absent"]  # no GPU here
+    again = Clock(times)
+    run(workspace, again, kernels=["gemm_rope"], sizes=[128])
+    assert again.cells == 0  # what was there is kept
+
+
+def test_an_interruption_loses_one_cell(workspace: Path) -> None:
+    times = {"ours": 200.0, "gemm": 190.0}
+    with pytest.raises(KeyboardInterrupt):
+        run(workspace, Clock(times, cells=3))
+    assert len(cells(workspace)) == 3
+    rest = Clock(times)
+    run(workspace, rest)
+    assert rest.cells == 1
+    assert len(cells(workspace)) == 4
+
+
+def test_a_missing_or_wrong_library_is_said_and_not_timed(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = SimpleNamespace(
+        swiglu_fused_gate_up_forward=lambda d: (d, F.silu(d[:, 1::2]) * d[:, 0::2]),  # interleaved
+        swiglu_fused_gate_up_backward=None,
+    )
+    ops = SimpleNamespace(LigerCrossEntropyFunction=None)
+    utils = SimpleNamespace(calculate_settings=None)
+    for name, module in {"": None, ".ops": ops, ".ops.swiglu": gate, ".ops.utils": utils}.items():
+        monkeypatch.setitem(sys.modules, f"liger_kernel{name}", module or SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    clock = Clock({"ours": 200.0, "gemm": 190.0})
+    options = {"kernels": ["gemm_swiglu"], "sizes": [128]}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run(workspace, clock, names=["liger", "flashinfer"], **options)
+    cell = cells(workspace)["gemm_swiglu 128"]
+    assert cell["absent"]["liger"].startswith("computes something else: error ")
+    assert cell["absent"]["flashinfer"].startswith("not installed: ")
+    assert set(cell["times"]) == {"ours", "gemm"}
+
+
+def plain_torch(*, halves: bool) -> libraries.Library:
+    """A library of plain torch functions, with either pairing of RoPE."""
+
+    def norm(x: Any, w: Any) -> Any:
+        return F.rms_norm(x, (x.shape[-1],), w, contenders.EPS)
+
+    def silu_mul(d: Any) -> Any:
+        gate, up = d.float().chunk(2, -1)
+        return (F.silu(gate) * up).to(d.dtype)
+
+    def rope(q: Any, k: Any, table: Any) -> None:
+        cos, sin = (t[:, None].float() for t in table)
+        for x in (q, k):
+            assert x.is_contiguous() or not halves
+            left, right = (x[..., :64], x[..., 64:]) if halves else (x[..., 0::2], x[..., 1::2])
+            a, b = left.float(), right.float()
+            left.copy_(a * cos - b * sin)
+            right.copy_(b * cos + a * sin)
+
+    return libraries.Library(
+        norm=norm,
+        silu_mul=silu_mul,
+        add_norm=lambda x, c, w: (x + c, norm(x + c, w)),
+        table=lambda cos, sin: (cos, sin),
+        rope=rope,
+        halves=halves,
+        cross_entropy=lambda z, y: F.cross_entropy(z.float(), y, reduction="none"),
+    )
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(
+    "name", [k for k in PAPER.kernels if (ROOT / "generated" / k).is_dir() and k[-3:] != "bwd"]
+)
+def test_a_composition_computes_what_the_kernel_does(name: str, halves: bool) -> None:
+    kernel = load_kernel(ROOT / "generated" / name)
+    case = contenders.make_case(kernel, {"M": 64, "N": 384, "K": 128}, "bfloat16", "cpu")
+    run = libraries.compose(case, plain_torch(halves=halves))
+    assert run is not None
+    assert contenders.error(case, run(0)) < 5e-3
+    assert contenders.error(case, run(1)) > 0.1  # the other set: the check can fail
+
+
+def test_a_fixed_block_measures_partials_and_checks_their_sum() -> None:
+    kernel = load_kernel(ROOT / "generated" / "gemm_residual_partial_rmsnorm")
+    case = contenders.make_case(kernel, {"M": 64, "N": 400, "K": 128}, "bfloat16", "cpu")
+    outputs = contenders.ours(case, PAPER.tiles[0], raw=True)(0)
+    assert contenders.error(case, outputs) < 4e-3
+    assert contenders.error(case, {**outputs, "s": outputs["s"] * 1.1}) == pytest.approx(
+        0.1, rel=0.01
+    )
+
+
+def cell(kernel: str, size: int, times: Mapping[str, float], **more: Any) -> dict[str, Any]:
+    samples = {n: Samples((t,) * 20) for n, t in times.items()}
+    return {
+        "kernel": kernel, "size": size, "sizes": {"M": size, "N": 3 * size, "K": size},
+        "machine": MACHINE, "rounds": 20, "tiles": {"ours": "128x192 pp 2x1"}, "notes": {},
+        "absent": {}, "times": {n: s.to_dict() for n, s in samples.items()},
+        "of_gemm": {n: speedup(s, samples["gemm"]) for n, s in samples.items()},
+        "over": {n: speedup(samples["ours"], s) for n, s in samples.items()}, **more,
+    }  # fmt: skip
+
+
+def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
+    found = [
+        cell("gemm_swiglu", 4096, {"ours": 200.0, "gemm": 192.0, "compile": 220.0}),
+        cell(
+            "gemm_rope", 4096, {"ours": 600.0, "gemm": 570.0, "compile": 750.0, "liger": 900.0},
+            notes={"liger": "without D"}, absent={"flashinfer": "not installed: No module"},
+        ),
+    ]  # fmt: skip
+    results = tmp_path / "evals" / "results"
+    results.mkdir(parents=True)
+    record = {
+        "suite": "paper",
+        "date": "2026-01-02",
+        "cells": {str(i): c for i, c in enumerate(found)},
+    }
+    (results / "paper-nvidia-h200.json").write_text(json.dumps(record))
+    older = {**record, "date": "2026-01-01", "cells": {}}
+    (results / "paper-nvidia-h100.json").write_text(json.dumps(older))
+    _, page, chart = write_page(tmp_path, PAPER)
+    text = page.read_text()
+    assert (
+        "| gemm_rope (N = 12288) | 128x192 pp 2x1 | 570.0 | 600.0 | 0.950 (0.950–0.950) |" in text
+    )
+    assert "0.760 | 0.633 [1] |" in text  # 570 / 750 and 570 / 900
+    assert "1. Liger: without D" in text
+    # √(0.96 · 0.95), and over compile √(1.1 · 1.25); one of two kernels has Liger
+    assert "| **geometric mean** |  |  |  | 0.955 | 0.814 | 0.633 of 1 |" in text
+    assert "| 4096 | 2 | 1.173 | – |" in text
+    # the paper: 0.192 / 0.209 of its GEMM, 209 µs
+    assert "| gemm_swiglu | 4096 | 0.919 | 0.960 | **1.045** | 209 | 200.0 | 1.045 |" in text
+    assert "`gemm_rmsnorm_rope`" in text.split("## Missing")[1]
+    assert "`gemm_swiglu`" not in text.split("## Missing")[1]
+    assert "- NVIDIA H200, driver 580.1, torch 2.11" in text
+
+    svg = ET.fromstring(chart.read_text())
+    named = {
+        str(tip.text): rect
+        for rect in svg.iter("{http://www.w3.org/2000/svg}rect")
+        for tip in rect
+        if tip.text
+    }
+    assert set(named) == {
+        "swiglu, ours: 0.960", "swiglu, torch.compile: 0.873",
+        "rope, ours: 0.950", "rope, torch.compile: 0.760",
+    }  # fmt: skip
+    high = {name: float(rect.attrib["height"]) for name, rect in named.items()}
+    assert high["rope, torch.compile: 0.760"] == pytest.approx(
+        high["rope, ours: 0.950"] * 0.24 / 0.05, rel=0.02
+    )
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CodaError, match="no suite 'nope', expected one of paper"):
+        load_suite("nope")
+    with pytest.raises(CodaError, match="no record of suite paper"):
+        write_page(tmp_path, PAPER)
+    clock = Clock({})
+    with pytest.raises(CodaError, match="no contender 'mine' in the suite"):
+        run(tmp_path, clock, names=["mine"])
+    if not torch.cuda.is_available():
+        with pytest.raises(MachineError, match="Hopper"):
+            run_suite(tmp_path, PAPER, clock=clock, machine=MACHINE)
