@@ -88,6 +88,34 @@ def raise_or_revoke(
     return _record(workspace, kernel, sources, verdict, level, subject, author, run_id)
 
 
+def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) -> str | None:
+    """Adds measured shapes to a kernel's tuned.json and commits it; None where nothing is new.
+
+    Raises:
+        WorkspaceError: no git identity, no such kernel in HEAD, or git refused.
+    """
+    check_identity(workspace)
+    with _exclusive(workspace):
+        _clean(workspace.generated)
+        files = _held(workspace, kernel)
+        if files.keys() != set(FILES):
+            raise WorkspaceError(f"{kernel} is not committed", hint="accept it first: generate")
+        tuned = _merged(_parsed(files, "tuned.json"), measured)
+        files["tuned.json"] = _encode(_sorted(tuned))
+        return _publish(workspace, kernel, files, f"Tune {kernel} on {', '.join(measured)}\n")
+
+
+def _merged(known: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """tuned.json with the entries of `measured` in place of, or beside, those of the same shape."""
+    merged: dict[str, Any] = {gpu: dict(types) for gpu, types in known.items()}
+    for gpu, types in measured.items():
+        for dtype, entries in types.items():
+            found = {(e["m"], e["n"], e["k"]): e for e in merged.get(gpu, {}).get(dtype, [])}
+            found |= {(e["m"], e["n"], e["k"]): e for e in entries}
+            merged.setdefault(gpu, {})[dtype] = [found[shape] for shape in sorted(found)]
+    return merged
+
+
 def check_identity(workspace: Workspace) -> None:
     """Refuses a repository in which git could not say who commits.
 
@@ -142,10 +170,10 @@ def _record(
         if held.keys() != set(FILES) or _supersedes(verdict, level, old):
             files = {file: text.encode() for file, text in sources.items()}
             files["evidence.json"] = _encode(evidence)
-            tuned = known | measured
+            tuned = _merged(known, measured)
         else:
             files = dict(held)
-            tuned = measured | known  # a GPU not seen before is all that can be new
+            tuned = _merged(measured, known)  # a GPU not seen before is all that can be new
         files["tuned.json"] = _encode(_sorted(tuned))
         return _publish(workspace, name, files, message + "\n")
 

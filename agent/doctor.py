@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from coda_agent.agent.events import has_secrets
 from coda_agent.primitives.errors import CodaError
 
 _PACKAGES = (
@@ -108,7 +109,7 @@ def _tools() -> Iterator[Item]:
         path = shutil.which(tool) or _beside(tool)
         hint = "part of the CUDA toolkit, and of triton's Linux wheels"
         yield Item(tool, path, "`explain --stage sass`", hint)
-    key = "set" if os.environ.get("ANTHROPIC_API_KEY") else None
+    key = "set" if has_secrets() else None
     hint = "not needed by the composer"
     yield Item("ANTHROPIC_API_KEY", key, "the author `claude`", hint)
 

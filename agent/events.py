@@ -3,21 +3,49 @@
 - One writer at a time, held by flock: two would give two events one number.
 - A line counts once its newline is on disk. A torn last line is what a kill leaves; readers skip it
   and the next writer cuts it off. A bad line anywhere else is damage, and an error.
-- The state of a run is a fold over its events (`summary`); nothing else is stored.
+- The state of a run is a fold over its events (`summary`); nothing else is stored. A `Recorder`
+  writes events and hands each to the folds that follow it, so what is remembered in a process and
+  what is rebuilt from the file are the same.
+- Secrets are taken out of the environment once (`take_secrets`) and out of whatever is written.
 """
 
 import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 from coda_agent.primitives.errors import WorkspaceError
+
+Observer = Callable[[str, dict[str, Any]], None]
+
+_SECRET_NAMES = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+_secrets: dict[str, str] = {}
+
+
+def take_secrets() -> dict[str, str]:
+    """The keys this process was started with, by name; no child process inherits them after."""
+    for name in _SECRET_NAMES:
+        if value := os.environ.pop(name, ""):
+            _secrets[name] = value
+    return _secrets
+
+
+def has_secrets() -> bool:
+    """Whether there is a key, taken already or not."""
+    return bool(_secrets) or any(os.environ.get(name) for name in _SECRET_NAMES)
+
+
+def redacted(text: str) -> str:
+    """`text` without the secrets of `take_secrets`."""
+    for name, value in _secrets.items():
+        text = text.replace(value, f"<{name}>")
+    return text
 
 
 def plain(value: object) -> Any:
@@ -98,6 +126,8 @@ class EventLog:
         """Writes one event; it is on disk when this returns."""
         event = Event(self._next, utc_now(), type, plain(data or {}))
         line = json.dumps(vars(event), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        if (clean := redacted(line)) != line:
+            line, event = clean, Event(**json.loads(clean))
         self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -120,6 +150,39 @@ class EventLog:
         self.close()
 
 
+class Fold(Protocol):
+    """A state that events build."""
+
+    def apply(self, event: Event) -> None:
+        """Takes the next event."""
+        ...
+
+
+class Recorder:
+    """Writes a run's events, and hands each to the folds and to the observer.
+
+    Callable as an observer. Progress is for eyes only: no fold needs it, and each would cost a
+    sync to disk.
+    """
+
+    def __init__(self, log: EventLog, observer: Observer = lambda *_: None) -> None:
+        self._log, self.observer = log, observer
+        self._folds: list[Fold] = []
+
+    def follow(self, fold: Fold) -> None:
+        """Brings `fold` up to date and keeps it so."""
+        for event in read_events(self._log.path):
+            fold.apply(event)
+        self._folds.append(fold)
+
+    def __call__(self, type: str, data: dict[str, Any]) -> None:
+        if type != "gate.progress":
+            event = self._log.append(type, data)
+            for fold in self._folds:
+                fold.apply(event)
+        self.observer(type, data)
+
+
 @dataclass(frozen=True)
 class GateState:
     """How far one gate came; `passed` is None while it runs."""
@@ -130,7 +193,11 @@ class GateState:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run's events say about it; `outcome` is running, passed, refused or failed."""
+    """What a run's events say about it.
+
+    `outcome` is running, passed, refused, failed, or stopped: an author ended without a verdict,
+    and `reason` says why.
+    """
 
     kind: str | None = None
     spec: str | None = None
@@ -139,7 +206,10 @@ class RunState:
     level: str | None = None
     commit: str | None = None
     outcome: str = "running"
+    reason: str | None = None
     error: str | None = None
+    usd: float = 0.0
+    steps: int = 0
 
 
 def summary(events: Iterable[Event]) -> RunState:
@@ -159,4 +229,13 @@ def summary(events: Iterable[Event]) -> RunState:
             state = replace(state, commit=data.get("commit"))
         elif event.type == "run.failed":
             state = replace(state, outcome="failed", error=data.get("message"))
+        elif event.type == "run.resumed" and state.outcome in ("stopped", "failed"):
+            state = replace(state, outcome="running", reason=None, error=None)
+        elif event.type == "run.finished":
+            outcome = "stopped" if state.outcome == "running" else state.outcome
+            state = replace(state, outcome=outcome, reason=data.get("reason"))
+        elif event.type in ("response", "request.failed"):
+            step = int(event.type == "response")
+            usd = state.usd + data.get("usd", 0.0)
+            state = replace(state, usd=usd, steps=state.steps + step)
     return state

@@ -1,24 +1,28 @@
 """The main job: spec -> author -> judge -> accept, each step an event of the run's log.
 
-The candidate's text is in the run's folder before it is judged, so a refusal, a crash or Ctrl-C
-loses nothing an author wrote.
+The candidate's text is in the run's log and folder before it is judged, so a refusal, a crash or
+Ctrl-C loses nothing an author wrote. An author either writes a text (`Author.write`), or works at
+the workbench by itself (`Agent.drive`); its run can be left and taken up again (`reopened`).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from coda_agent.agent import accept as acceptance
-from coda_agent.agent.events import EventLog, plain
+from coda_agent.agent.events import EventLog, Observer, Recorder, plain, read_events, take_secrets
 from coda_agent.agent.workspace import Run, Workspace
+from coda_agent.primitives.errors import WorkspaceError
 
 if TYPE_CHECKING:
+    from coda_agent.agent.authors import Agent, Author
     from coda_agent.agent.judge import Verdict
+    from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import Spec
 
-Observer = Callable[[str, dict[str, Any]], None]
 Device = Literal["auto", "cpu", "cuda"]
 
 GATES = ("static", "compile", "numerics", "performance")
@@ -30,6 +34,7 @@ class Outcome:
 
     `level` is the kernel's level afterwards (a refusal stores nothing: None, or revoked by
     verify), `before` the one verify found, `commit` None where there was nothing to commit.
+    `verdict` is None where the author ended before any, and `reason` says why it ended.
     """
 
     kernel: str
@@ -39,41 +44,104 @@ class Outcome:
     commit: str | None
     folder: Path | None
     run: Path
-    verdict: "Verdict"
+    verdict: "Verdict | None"
+    reason: str | None = None
 
     def record(self) -> dict[str, Any]:
         """As plain JSON data."""
-        return plain({**vars(self), "verdict": self.verdict.model_dump(mode="json")})
+        verdict = self.verdict and self.verdict.model_dump(mode="json")
+        return plain({**vars(self), "verdict": verdict})
 
 
 @contextlib.contextmanager
-def _logged(run: Run, observer: Observer, **about: object) -> Iterator[Observer]:
-    """An observer that also writes the run's log; a failure is its last event."""
+def _logged(run: Run, observer: Observer, type: str, about: dict[str, Any]) -> Iterator[Recorder]:
+    """The recorder of a run, its first event written; a failure is its last event."""
+    take_secrets()
     with EventLog(run.folder / "events.jsonl") as log:
-
-        def tell(type: str, data: dict[str, Any]) -> None:
-            # Progress is for eyes: no fold needs it, and each would cost a sync to disk.
-            if type != "gate.progress":
-                log.append(type, data)
-            observer(type, data)
-
-        tell("run.started", {"run": run.id, **about})
+        tell = Recorder(log, observer)
+        tell(type, {"run": run.id, **about})
         try:
             yield tell
         except BaseException as error:
             message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            log.append("run.failed", {"error": type(error).__name__, "message": message})
+            log.append("run.failed", {"error": error.__class__.__name__, "message": message})
             raise
+
+
+@contextlib.contextmanager
+def _short(run: Run, observer: Observer, **about: object) -> Iterator[Recorder]:
+    """The recorder of a run that ends with the command."""
+    with _logged(run, observer, "run.started", about) as tell:
+        yield tell
         tell("run.finished", {})
 
 
+@contextlib.contextmanager
+def opened(
+    workspace: Workspace,
+    spec_path: Path,
+    author: str,
+    observer: Observer,
+    *,
+    device: Device = "auto",
+    commit: bool = True,
+    gpu_limit_s: float = math.inf,
+    settings: dict[str, Any] | None = None,
+) -> "Iterator[Workbench]":
+    """The workbench of a new run, its spec admitted.
+
+    Raises:
+        SpecError: the spec cannot be used.
+        WorkspaceError: nothing could be committed; checked before the author starts.
+    """
+    from coda_agent.agent.workbench import Workbench
+    from coda_agent.specs import admit, load_spec
+
+    if commit:
+        acceptance.check_identity(workspace)
+    spec = load_spec(spec_path)
+    run = workspace.new_run("generate", spec.name)
+    (run.folder / "spec.md").write_text(spec.text, "utf-8")
+    about = {"kind": "generate", "spec": spec.name, "author": author, "device": device}
+    about |= {"commit": commit, **(settings or {})}
+    with _logged(run, observer, "run.started", about) as tell:
+        admit(spec)
+        tell("spec.admitted", {"path": str(spec_path), "digest": spec.digest})
+        yield Workbench(workspace, run, spec, tell, gpu_limit_s)
+
+
+@contextlib.contextmanager
+def reopened(
+    workspace: Workspace,
+    run: Run,
+    observer: Observer,
+    *,
+    gpu_limit_s: float = math.inf,
+    settings: dict[str, Any] | None = None,
+) -> "Iterator[Workbench]":
+    """The workbench of a run as its last process left it, with the spec it was started with.
+
+    Raises:
+        WorkspaceError: it is no run of an author, or another process works on it.
+    """
+    from coda_agent.agent.workbench import Workbench
+    from coda_agent.specs import load_spec
+
+    first = next(iter(read_events(run.folder / "events.jsonl")), None)
+    if first is None or first.data.get("kind") != "generate":
+        raise WorkspaceError(f"{run.id} is not the run of an author")
+    spec = load_spec(run.folder / "spec.md")
+    with _logged(run, observer, "run.resumed", settings or {}) as tell:
+        yield Workbench(workspace, run, spec, tell, gpu_limit_s)
+
+
 def _judge(
-    spec: "Spec", text: str, run: Run, tell: Observer, device: Device, gates: tuple[str, ...]
+    spec: "Spec", text: str, run: Run, tell: Recorder, device: Device, gates: tuple[str, ...]
 ) -> "Verdict":
     from coda_agent.agent.judge import judge_candidate
 
     (run.folder / "kernel.py").write_text(text, "utf-8")
-    tell("candidate.saved", {"path": str(run.folder / "kernel.py")})
+    tell("candidate.saved", {"path": str(run.folder / "kernel.py"), "text": text})
     verdict = judge_candidate(spec, text, device=device, gates=gates, observer=tell)
     (run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
     tell("verdict", {"passed": verdict.passed, "level": verdict.level})
@@ -83,11 +151,12 @@ def _judge(
 def generate(
     workspace: Workspace,
     spec_path: Path,
-    author_name: str,
+    author: "Author | Agent",
     observer: Observer,
     *,
     device: Device = "auto",
     commit: bool = True,
+    gpu_limit_s: float = math.inf,
 ) -> Outcome:
     """Has an author write a kernel for a spec, judges it, and accepts it when it passes.
 
@@ -95,31 +164,54 @@ def generate(
         SpecError: the spec cannot be used.
         WorkspaceError: nothing could be committed; checked before the author starts.
     """
-    from coda_agent.agent.authors import get_author
-    from coda_agent.specs import admit, load_spec
+    settings = getattr(author, "settings", dict[str, Any])()
+    with opened(
+        workspace, spec_path, author.name, observer,
+        device=device, commit=commit, gpu_limit_s=gpu_limit_s, settings=settings,
+    ) as bench:  # fmt: skip
+        return _worked(bench, author)
 
-    if commit:
-        acceptance.check_identity(workspace)
-    author = get_author(author_name)
-    spec = load_spec(spec_path)
-    run = workspace.new_run("generate", spec.name)
-    with _logged(run, observer, kind="generate", spec=spec.name, author=author.name) as tell:
-        admit(spec)
-        tell("spec.admitted", {"path": str(spec_path), "digest": spec.digest})
-        tell("author.started", {"author": author.name})
-        text = author.write(spec, tell)
-        tell("author.finished", {"author": author.name})
-        verdict = _judge(spec, text, run, tell, device, GATES)
-        sha: str | None = None
-        level = verdict.level if verdict.passed else None
-        if commit and verdict.passed:
-            sha = acceptance.accept(
-                workspace, spec, text, verdict, author=author.name, run_id=run.id
-            )
-            level = workspace.kernel(spec.name).level
-            tell("committed" if sha else "unchanged", {"commit": sha, "level": level})
-    folder = workspace.generated / spec.name if commit and verdict.passed else None
-    return Outcome(spec.name, verdict.passed, level, None, sha, folder, run.folder, verdict)
+
+def resume(
+    workspace: Workspace,
+    run: Run,
+    author: "Agent",
+    observer: Observer,
+    *,
+    gpu_limit_s: float = math.inf,
+) -> Outcome:
+    """Has the author of a run go on where it stopped.
+
+    Raises:
+        WorkspaceError: it is no run of an author, or another process works on it.
+    """
+    settings = author.settings()
+    with reopened(workspace, run, observer, gpu_limit_s=gpu_limit_s, settings=settings) as bench:
+        return _worked(bench, author)
+
+
+def _worked(bench: "Workbench", author: "Author | Agent") -> Outcome:
+    bench.tell("author.started", {"author": author.name})
+    if drive := getattr(author, "drive", None):
+        drive(bench)
+    else:
+        text = cast("Author", author).write(bench.spec, bench.tell)
+        bench.tell("author.finished", {"author": author.name})
+        bench.save(text)
+        verdict = bench.accept()
+        bench.finish(None if verdict.passed else "refused")
+    return outcome(bench)
+
+
+def outcome(bench: "Workbench") -> Outcome:
+    """How the run of a workbench stands."""
+    state, name = bench.state, bench.spec.name
+    passed = state.over == "accepted"
+    folder = bench.workspace.generated / name if passed and state.commit else None
+    return Outcome(
+        name, passed, state.level, None, state.sha, folder, bench.run.folder, bench.verdict,
+        None if passed else bench.reason,
+    )  # fmt: skip
 
 
 def verify(
@@ -144,7 +236,7 @@ def verify(
     text = stored.program.read_text("utf-8")
     spec = load_spec(stored.spec)
     run = workspace.new_run("verify", kernel)
-    with _logged(run, observer, kind="verify", spec=kernel, author=None) as tell:
+    with _short(run, observer, kind="verify", spec=kernel, author=None) as tell:
         verdict = _judge(spec, text, run, tell, device, GATES)
         sha: str | None = None
         level = verdict.level
@@ -153,6 +245,43 @@ def verify(
             level = workspace.kernel(kernel).level
             tell("committed" if sha else "unchanged", {"commit": sha, "level": level})
     return Outcome(kernel, verdict.passed, level, before, sha, stored.folder, run.folder, verdict)
+
+
+def tune(
+    workspace: Workspace, kernel: str, shapes: list[tuple[int, int, int]], observer: Observer
+) -> tuple[dict[str, Any], str | None]:
+    """Finds and commits the best configurations of an accepted kernel at (M, N, K) shapes.
+
+    Returns:
+        What was measured, as tuned.json holds it, and the commit; nothing and None where every
+        shape was known on this GPU.
+
+    Raises:
+        MachineError: there is no Hopper GPU.
+        SpecError: the spec does not allow a shape.
+        WorkspaceError: there is no such kernel, or nothing could be committed.
+    """
+    from coda_agent.agent.judge import gpu_name, tune_candidate
+    from coda_agent.specs import load_spec
+
+    stored = workspace.kernel(kernel)
+    acceptance.check_identity(workspace)
+    known = stored.tuned.get(gpu_name(), {})
+    have = [{(e["m"], e["n"], e["k"]) for e in entries} for entries in known.values()]
+    missing = [s for s in shapes if not have or not all(s in found for found in have)]
+    if not missing:
+        return {}, None
+    spec = load_spec(stored.spec)
+    sizes = tuple(dict(zip(spec.gemm_dims, shape, strict=True)) for shape in missing)
+    for size in sizes:
+        spec.check_sizes(size)
+    wanted = spec.model_copy(update={"bench_shapes": sizes})
+    run = workspace.new_run("tune", kernel)
+    with _short(run, observer, kind="tune", spec=kernel, author=None) as tell:
+        measured = tune_candidate(wanted, stored.program.read_text("utf-8"), observer=tell)
+        sha = acceptance.store_tuned(workspace, kernel, measured)
+        tell("committed" if sha else "unchanged", {"commit": sha, "level": stored.level})
+    return measured, sha
 
 
 def judge_only(
@@ -166,7 +295,7 @@ def judge_only(
     gates: tuple[str, ...] = GATES,
 ) -> Outcome:
     """Judges a text and stores nothing but the run."""
-    with _logged(run, observer, kind=kind, spec=spec.name, author=None) as tell:
+    with _short(run, observer, kind=kind, spec=spec.name, author=None) as tell:
         verdict = _judge(spec, text, run, tell, device, gates)
     level = verdict.level if verdict.passed else None
     return Outcome(spec.name, verdict.passed, level, None, None, None, run.folder, verdict)

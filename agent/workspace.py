@@ -112,6 +112,12 @@ class Kernel:
             raise WorkspaceError(f"{path} is not readable evidence: {error}", hint=hint) from error
 
     @property
+    def tuned(self) -> dict[str, Any]:
+        """GPU name to dtype to measured shapes; empty where there is none."""
+        path = self.folder / "tuned.json"
+        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+    @property
     def level(self) -> str:
         """proved, verified, accepted or revoked; damaged where the evidence cannot be read."""
         try:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from coda_agent.agent.events import Observer
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
+    from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import Spec
 
-Observer = Callable[[str, dict[str, Any]], None]
-
-AUTHORS = ("composer",)
+AUTHORS = ("composer", "claude")
 
 
 class Author(Protocol):
-    """Writes a candidate for a spec."""
+    """Writes a candidate for a spec in one go."""
 
     name: str
 
@@ -33,8 +32,25 @@ class Author(Protocol):
         ...
 
 
+class Agent(Protocol):
+    """Works at the workbench until its run is over."""
+
+    @property
+    def name(self) -> str:
+        """What evidence and logs call it."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """What the first event of a run says about the agent."""
+        ...
+
+    def drive(self, bench: Workbench) -> None:
+        """Works until the run is over, and ends it (`Workbench.finish`)."""
+        ...
+
+
 def get_author(name: str) -> Author:
-    """The author called `name`.
+    """The author called `name`; `claude`, which takes options, is made where these are read.
 
     Raises:
         CodaError: No author has this name.

@@ -12,15 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent.cli.report import (
-    REFUSED,
-    Progress,
-    Reply,
-    columns,
-    reported,
-    verdict_text,
-)
-from coda_agent.agent.pipeline import Device
+from coda_agent.agent.cli import authoring
+from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
+from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, require_gpu
 from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
 
 app = typer.Typer(
@@ -32,9 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-DeviceOption = Annotated[Device, typer.Option("--device", help="Where the numerics run.")]
-NoCommit = Annotated[bool, typer.Option("--no-commit", help="Judge, but store nothing.")]
 All = Annotated[bool, typer.Option("--all", help="Every kernel of the workspace.")]
 Kernels = Annotated[list[str] | None, typer.Argument(metavar="[KERNEL]...")]
 
@@ -61,7 +52,9 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    from coda_agent.agent.events import take_secrets
+
+    take_secrets()
 
 
 @app.command()
@@ -92,27 +85,7 @@ def doctor(as_json: Json = False) -> Reply:
     return Reply(document, f"{columns(rows)}\n\n{end}", code)
 
 
-@app.command()
-@reported
-def generate(
-    spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
-    author: Annotated[str, typer.Option(help="Who writes.")] = "composer",
-    device: DeviceOption = "auto",
-    no_commit: NoCommit = False,
-    as_json: Json = False,
-) -> Reply:
-    """Write a kernel for SPEC, judge it, commit it when it passes."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent.workspace import find
-
-    _require_gpu(device)
-    workspace = find()
-    path = workspace.resolve_spec(spec)
-    with Progress(silent=as_json) as observer:
-        outcome = pipeline.generate(
-            workspace, path, author, observer, device=device, commit=not no_commit
-        )
-    return _outcomes([outcome], single=True)
+app.add_typer(authoring.app)
 
 
 @app.command()
@@ -127,7 +100,7 @@ def check(
     from coda_agent.agent import pipeline
     from coda_agent.agent.cli import targets
 
-    _require_gpu(device)
+    require_gpu(device)
     text, found = targets.program(target, spec)
     run = targets.new_run("check", found.name)
     gates = tuple(gate for gate in pipeline.GATES if gate != "performance")
@@ -135,7 +108,35 @@ def check(
         outcome = pipeline.judge_only(
             run, "check", found, text, observer, device=device, gates=gates
         )
-    return _outcomes([outcome], single=True)
+    return outcomes([outcome], single=True)
+
+
+@app.command()
+@reported
+def tune(
+    kernel: Annotated[str, typer.Argument(help="An accepted kernel.")],
+    shape: Annotated[list[str], typer.Option(help="M,N,K, such as 16384,4096,4096; repeatable.")],
+    as_json: Json = False,
+) -> Reply:
+    """Find a kernel's best tiles for shapes of your own on this GPU, and commit them."""
+    from coda_agent.agent import pipeline
+    from coda_agent.agent.cli import evaluate
+    from coda_agent.agent.workspace import find
+    from coda_agent.primitives.tiles import TileConfig
+
+    shapes = [evaluate.shape(text) for text in shape]
+    require_gpu("cuda")
+    with Progress(silent=as_json) as observer:
+        measured, sha = pipeline.tune(find(), kernel, shapes, observer)
+    lines = [
+        f"{dtype} {e['m']} x {e['n']} x {e['k']}: {TileConfig(**e['config']).label}, "
+        f"{e['median_us']} us"
+        for types in measured.values()
+        for dtype, entries in types.items()
+        for e in entries
+    ]
+    text = "\n".join([*lines, f"commit {sha}"]) if sha else f"{kernel}: every shape was known"
+    return Reply({"tuned": measured, "commit": sha}, text)
 
 
 @app.command()
@@ -143,30 +144,44 @@ def check(
 def bench(
     kernels: Kernels = None,
     every: All = False,
+    suite: Annotated[str | None, typer.Option(help="A suite (paper), or KERNELs of it.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Of the suite: 2048,4096,8192.")] = None,
+    contenders: Annotated[str | None, typer.Option(help="Of the suite: ours,compile,…")] = None,
+    rounds: Annotated[int, typer.Option(min=10, help="Of the suite.")] = 50,
+    numerics: Annotated[
+        bool, typer.Option("--numerics", help="The error of GEMM - RMSNorm - GEMM instead.")
+    ] = False,
     table: Annotated[
-        bool, typer.Option("--table", help="Only write docs/benchmarks.md from the evidence.")
+        bool, typer.Option("--table", help="Only write the page in docs/ from what is stored.")
     ] = False,
     as_json: Json = False,
 ) -> Reply:
-    """Time accepted kernels on this GPU; stores nothing."""
+    """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
     from coda_agent.agent import pipeline
-    from coda_agent.agent.cli import targets
+    from coda_agent.agent.cli import evaluate, targets
     from coda_agent.agent.workspace import find
 
     workspace = find()
+    if numerics:
+        return evaluate.numerics(workspace, table=table)
+    if suite is not None:
+        return evaluate.suite(
+            workspace, suite, kernels=kernels or [], sizes=sizes, contenders=contenders,
+            rounds=rounds, table=table, say=lambda line: typer.echo(line, err=as_json),
+        )  # fmt: skip
     if table:
         from coda_agent.evals.benchmarks import write_table
 
         path = write_table(workspace.root)
         return Reply({"table": path}, f"wrote {path}")
-    _require_gpu("cuda")
-    outcomes: list[pipeline.Outcome] = []
+    require_gpu("cuda")
+    judged: list[pipeline.Outcome] = []
     for name in _named(kernels, every):
         text, spec = targets.program(str(workspace.kernel(name).program))
         run = workspace.new_run("bench", spec.name)
         with Progress(silent=as_json) as observer:
-            outcomes.append(pipeline.judge_only(run, "bench", spec, text, observer, device="cuda"))
-    return _outcomes(outcomes)
+            judged.append(pipeline.judge_only(run, "bench", spec, text, observer, device="cuda"))
+    return outcomes(judged)
 
 
 @app.command()
@@ -182,9 +197,9 @@ def verify(
     from coda_agent.agent import pipeline
     from coda_agent.agent.workspace import find
 
-    _require_gpu(device)
+    require_gpu(device)
     workspace = find()
-    outcomes: list[pipeline.Outcome] = []
+    judged: list[pipeline.Outcome] = []
     for name in _named(kernels, every):
         if not as_json:
             typer.echo(name)
@@ -192,8 +207,8 @@ def verify(
             outcome = pipeline.verify(
                 workspace, name, observer, device=device, commit=not no_commit
             )
-        outcomes.append(outcome)
-    return _outcomes(outcomes)
+        judged.append(outcome)
+    return outcomes(judged)
 
 
 @app.command("list")
@@ -277,16 +292,6 @@ def primitives(
     return Reply({key: getattr(entry, key) for key in fields}, text)
 
 
-def _require_gpu(device: str) -> None:
-    """Asked for CUDA without a GPU: said now, rather than after an author's work."""
-    if device == "cuda":
-        from coda_agent.agent.doctor import gpus
-
-        if not gpus():
-            hint = "`coda-agent doctor` says what there is; --device cpu proves without one"
-            raise MachineError("this machine has no NVIDIA GPU (nvidia-smi names none)", hint=hint)
-
-
 def _named(kernels: list[str] | None, every: bool) -> list[str]:
     """The kernels asked for; each is looked up before the first is judged."""
     from coda_agent.agent.workspace import find
@@ -296,24 +301,3 @@ def _named(kernels: list[str] | None, every: bool) -> list[str]:
         raise CodaError("name kernels, or give --all", hint="coda-agent list")
     known = [kernel.name for kernel in workspace.kernels()]
     return [workspace.kernel(name).name for name in kernels or known]
-
-
-def _outcomes(outcomes: list[Any], *, single: bool = False) -> Reply:
-    lines: list[str] = []
-    for outcome in outcomes:
-        if more := verdict_text(outcome.verdict):
-            lines.append(more)
-        lines.append(_sentence(outcome))
-    records = [outcome.record() for outcome in outcomes]
-    code = 0 if all(outcome.passed for outcome in outcomes) else REFUSED
-    return Reply(records[0] if single else {"kernels": records}, "\n".join(lines), code)
-
-
-def _sentence(outcome: Any) -> str:
-    if not outcome.passed:
-        end = f"; level is now {outcome.level}" if outcome.commit else ""
-        return f"{outcome.kernel}: refused{end} (run: {outcome.run})"
-    stored = f", commit {outcome.commit[:12]}" if outcome.commit else ""
-    if outcome.folder and not outcome.commit:
-        stored = ", unchanged"
-    return f"{outcome.kernel}: {outcome.level}{stored} ({outcome.folder or outcome.run})"

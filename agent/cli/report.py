@@ -142,6 +142,28 @@ def verdict_text(verdict: "Verdict") -> str:
     return "\n".join(lines)
 
 
+def outcomes(found: Sequence[Any], *, single: bool = False) -> Reply:
+    """What became of candidates; exit code 0 where all passed."""
+    lines: list[str] = []
+    for outcome in found:
+        if outcome.verdict and (more := verdict_text(outcome.verdict)):
+            lines.append(more)
+        lines.append(_sentence(outcome))
+    records = [outcome.record() for outcome in found]
+    code = 0 if all(outcome.passed for outcome in found) else REFUSED
+    return Reply(records[0] if single else {"kernels": records}, "\n".join(lines), code)
+
+
+def _sentence(outcome: Any) -> str:
+    if not outcome.passed:
+        end = f"; level is now {outcome.level}" if outcome.commit else ""
+        return f"{outcome.kernel}: {outcome.reason or 'refused'}{end} (run: {outcome.run})"
+    stored = f", commit {outcome.commit[:12]}" if outcome.commit else ""
+    if outcome.folder and not outcome.commit:
+        stored = ", unchanged"
+    return f"{outcome.kernel}: {outcome.level}{stored} ({outcome.folder or outcome.run})"
+
+
 class Progress:
     """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere.
 
@@ -169,6 +191,12 @@ class Progress:
             self._spin(str(gate or f"{data.get('author')} writes"))
         elif type == "author.finished":
             self._spin(None)
+        elif type == "tool.finished":
+            self._spin(None)
+            first = (data["text"].splitlines() or [""])[0]
+            typer.echo(f"{data['name']}: {first[:120]}")
+        elif type == "request":
+            self._spin("the model thinks")
 
     def _finished(self, gate: str, data: Mapping[str, Any]) -> None:
         if skipped := data.get("skipped"):

@@ -1,11 +1,14 @@
-"""What an argument names: a program's file, an accepted kernel, or a spec."""
+"""Arguments and options that commands share, and what they name: a file, a kernel, a spec."""
 
 import ast
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from coda_agent.agent.pipeline import Device
 from coda_agent.agent.workspace import (
     Run,
     Workspace,
@@ -14,10 +17,24 @@ from coda_agent.agent.workspace import (
     packaged_specs,
     resolve_spec,
 )
-from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
+from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
 
 if TYPE_CHECKING:
     from coda_agent.specs import Spec
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where the numerics run.")]
+NoCommit = Annotated[bool, typer.Option("--no-commit", help="Judge, but store nothing.")]
+
+
+def require_gpu(device: str) -> None:
+    """Asked for CUDA without a GPU: said now, rather than after an author's work."""
+    if device == "cuda":
+        from coda_agent.agent.doctor import gpus
+
+        if not gpus():
+            hint = "`coda-agent doctor` says what there is; --device cpu proves without one"
+            raise MachineError("this machine has no NVIDIA GPU (nvidia-smi names none)", hint=hint)
 
 
 @dataclass(frozen=True)

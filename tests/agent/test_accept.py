@@ -12,7 +12,7 @@ import pytest
 
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import workspace as workspaces
-from coda_agent.agent.accept import FILES, accept, raise_or_revoke
+from coda_agent.agent.accept import FILES, accept, raise_or_revoke, store_tuned
 from coda_agent.agent.judge.records import Finding, GateResult, Verdict
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import WorkspaceError
@@ -90,9 +90,14 @@ def committed(folder: Path, commit: str = "HEAD") -> list[str]:
 PATHS = sorted(f"generated/gemm_x/{file}" for file in FILES)
 
 
+def measured(time_us: int, m: int = 4096) -> dict[str, Any]:
+    """One GPU's part of tuned.json."""
+    return {"bfloat16": [{"m": m, "n": 8, "k": 8, "median_us": time_us}]}
+
+
 def test_users_work_is_untouched(where: Workspace) -> None:
     before = work(where.root)
-    commit = run_accept(where, level="proved", tuned={"z": 1})
+    commit = run_accept(where, level="proved", tuned={"z": measured(1)})
     assert commit == git(where.root, "rev-parse", "HEAD").strip()
     assert work(where.root) == before
     assert committed(where.root) == PATHS
@@ -198,14 +203,21 @@ def test_unchanged_then_restored(where: Workspace) -> None:
 
 
 def test_what_supersedes(where: Workspace) -> None:
-    assert run_accept(where, level="verified", tuned={"sm_90": 1})
+    assert run_accept(where, level="verified", tuned={"sm_90": measured(1)})
     assert run_accept(where, level="proved") is None  # a laptop contradicts nothing
     assert where.kernel("gemm_x").level == "verified"
-    assert run_accept(where, level="verified", tuned={"sm_90": 2}) is None
+    assert run_accept(where, level="verified", tuned={"sm_90": measured(2)}) is None
     assert run_accept(where, level="accepted")
-    assert run_accept(where, level="accepted", tuned={"sm_90": 3, "sm_100": 1})  # a GPU more
+    more = {"sm_90": measured(3), "sm_100": measured(4)}  # a GPU more
+    assert run_accept(where, level="accepted", tuned=more)
     folder = where.generated / "gemm_x"
-    assert json.loads((folder / "tuned.json").read_text()) == {"sm_90": 1, "sm_100": 1}
+    kept = {"sm_90": measured(1), "sm_100": measured(4)}
+    assert json.loads((folder / "tuned.json").read_text()) == kept
+    assert store_tuned(where, "gemm_x", {"sm_90": measured(5, m=64)})  # a shape more
+    (small, large) = measured(5, m=64)["bfloat16"] + measured(1)["bfloat16"]
+    kept["sm_90"] = {"bfloat16": [small, large]}
+    assert json.loads((folder / "tuned.json").read_text()) == kept
+    assert store_tuned(where, "gemm_x", {"sm_90": measured(5, m=64)}) is None
     digests = json.loads((folder / "evidence.json").read_text())["digests"]
     assert run_accept(where, "x = 2\n", level="proved", candidate="2")
     assert where.kernel("gemm_x").level == "proved"

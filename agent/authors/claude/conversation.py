@@ -1,0 +1,146 @@
+"""The conversation as a fold over a run's events.
+
+Live and after a kill it is built by the same code from the same events, so that a resumed run sends
+what the interrupted one would have sent, byte for byte. The list of messages only ever grows at its
+end: what was sent once is a prefix of what is sent next, which is what the prompt cache needs.
+"""
+
+import hashlib
+import json
+from datetime import datetime
+from typing import Any
+
+from coda_agent.agent.budget import context, tokens
+from coda_agent.agent.events import Event
+
+CUT = (
+    "not run: your turn was cut off ({why}), so this call may be incomplete. "
+    "Take a shorter step: fewer calls, less text."
+)
+INTERRUPTED = (
+    "interrupted: this call did not finish. It may have had its effect; look before you repeat it."
+)
+
+
+class Conversation:
+    """What was said, what is still owed an answer, and what was spent.
+
+    Attributes:
+        request: The parameters of every call but for `messages`; None before the first.
+        messages: The history.
+        calls: The tool calls of the last turn, by id, in order.
+        results: Their results so far.
+        started: Calls that were begun.
+        open: Whether the last turn of the model still needs ours.
+        limit: The budget that was reached; the turn after the model is `told` so is the last.
+        ended: Whether that last turn was taken.
+    """
+
+    def __init__(self) -> None:
+        self.request: dict[str, Any] | None = None
+        self.messages: list[dict[str, Any]] = []
+        self.calls: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+        self.started: set[str] = set()
+        self.open = False
+        self.stop_reason = ""
+        self.limit: str | None = None
+        self.told = self.ended = False
+        self.steps = self.tokens = self.context = self.new_characters = 0
+        self.idle = self.failures = self.overflows = 0
+        self.usd = self.reserved_usd = self.wall_s = 0.0
+        self._time: float | None = None
+        self._digest = hashlib.sha256()
+
+    def apply(self, event: Event) -> None:
+        """Takes the next event."""
+        self._clock(event)
+        data = event.data
+        match event.type:
+            case "prompt":
+                self.request, self.new_characters = data["request"], data["characters"]
+                self._digest.update(json.dumps(self.request).encode())
+                for message in data["messages"]:
+                    self._say(message["role"], message["content"])
+            case "request":
+                self.reserved_usd = data["worst_usd"]
+            case "response":
+                self._response(data)
+            case "request.failed":
+                self.usd += data["usd"]
+                self.tokens += data["tokens"]
+            case "tool.started" if data["id"] in self.calls:
+                self.started.add(data["id"])
+            case "tool.finished" if data["id"] in self.calls:
+                self._answer(data["id"], data["text"], ok=data["ok"])
+                good = data["ok"] and data["data"].get("passed", True)
+                self.failures = 0 if good else self.failures + 1
+            case "limit":
+                self.limit = data["reason"]
+            case "turn":
+                self._turn(data["note"])
+            case "run.finished":
+                self.reserved_usd = 0.0
+            case "run.resumed":
+                # A run is resumed with a budget that may be larger. What a killed process asked
+                # for is billed, and nobody saw the bill: the worst is assumed.
+                self.limit, self.told, self.ended = None, False, False
+                self.idle = self.failures = self.overflows = 0
+                self.usd, self.reserved_usd = self.usd + self.reserved_usd, 0.0
+            case _:
+                pass
+
+    @property
+    def owed(self) -> list[dict[str, Any]]:
+        """The calls without a result, in order."""
+        return [call for id, call in self.calls.items() if id not in self.results]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the parameters and the messages so far: of what is sent next."""
+        return self._digest.hexdigest()
+
+    def _say(self, role: str, content: list[dict[str, Any]]) -> None:
+        message = {"role": role, "content": content}
+        self.messages.append(message)
+        self._digest.update(json.dumps(message).encode())
+
+    def _clock(self, event: Event) -> None:
+        now = datetime.fromisoformat(event.time).timestamp()
+        if self._time is not None and event.type != "run.resumed":
+            self.wall_s += max(0.0, now - self._time)
+        self._time = now
+
+    def _response(self, data: dict[str, Any]) -> None:
+        content, why = data["content"], data["stop_reason"]
+        self.steps, self.stop_reason = self.steps + 1, why
+        self.usd, self.tokens = self.usd + data["usd"], self.tokens + tokens(data["usage"])
+        self.reserved_usd = 0.0
+        self.ended = self.told
+        self.calls = {block["id"]: block for block in content if block["type"] == "tool_use"}
+        self.results, self.started = {}, set()
+        self.open = why not in ("pause_turn", "refusal")
+        self.idle = self.idle + 1 if self.open and not self.calls else 0
+        if content:
+            self.context, self.new_characters = context(data["usage"]), 0
+            self._say("assistant", content)
+        if why == "model_context_window_exceeded":
+            self.overflows += 1
+        elif any(block["type"] == "compaction" for block in content):
+            self.overflows = 0
+        if why != "tool_use":
+            for id in self.calls:
+                self._answer(id, CUT.format(why=why), ok=False)
+
+    def _answer(self, id: str, text: str, *, ok: bool) -> None:
+        result = {"type": "tool_result", "tool_use_id": id, "content": text}
+        self.results[id] = result if ok else {**result, "is_error": True}
+
+    def _turn(self, note: str) -> None:
+        content = [self.results[id] for id in self.calls]
+        if note:
+            content.append({"type": "text", "text": note})
+        self._say("user", content)
+        self.new_characters = sum(len(block.get("content") or note) for block in content)
+        self.calls, self.results, self.started, self.open = {}, {}, set(), False
+        self.told = self.limit is not None

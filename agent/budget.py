@@ -1,0 +1,162 @@
+"""What a run may spend, and what the model's tokens cost."""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.errors import CodaError
+
+PRICES = Path(__file__).with_name("prices.toml")
+_US_ONLY = 1.1
+"""Factor on every price where inference is kept in the US."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits of one run; each is checked before the call that could pass it."""
+
+    usd: float = 5.0
+    steps: int = 60
+    tokens: int = 5_000_000
+    minutes: float = 120.0
+    gpu_minutes: float = 20.0
+    failures: int = 12
+    """Results in a row that brought nothing: a failed tool, or a candidate refused."""
+
+    def changed(self, usd: float | None, limits: Iterable[str]) -> "Budget":
+        """With other limits: dollars, and KEY=VALUE of the rest.
+
+        Raises:
+            CodaError: no such limit, or its value is no number.
+        """
+        kinds = {field.name: type(field.default) for field in fields(self)}
+        new: dict[str, Any] = {} if usd is None else {"usd": usd}
+        for limit in limits:
+            key, _, value = limit.partition("=")
+            try:
+                new[key] = kinds[key](value)
+            except (KeyError, ValueError):
+                known = ", ".join(f"{k}={getattr(self, k):g}" for k in kinds)
+                raise CodaError(f"{limit!r} is no limit", hint=f"now {known}") from None
+        return replace(self, **new)
+
+
+@dataclass(frozen=True)
+class Price:
+    """USD per token of one model, up to a length of prompt."""
+
+    input: float
+    output: float
+    write_5m: float
+    write_1h: float
+    read: float
+    above: int = 0
+
+    @classmethod
+    def of(cls, per_million_in: float, per_million_out: float) -> "Price":
+        """From the two figures a user knows, by the usual rule for the cache."""
+        i, o = per_million_in / 1e6, per_million_out / 1e6
+        return cls(i, o, 1.25 * i, 2 * i, 0.1 * i)
+
+
+class Prices:
+    """The price list.
+
+    Args:
+        model: The model of the run.
+        given: Its prices, where the user gave them.
+        day: The day whose prices hold; today by default.
+
+    Raises:
+        CodaError: the model is not in the list and no price was given.
+    """
+
+    def __init__(self, model: str, given: Price | None = None, day: date | None = None) -> None:
+        self.model, self._given = model, given
+        self._day = day or datetime.now(UTC).date()
+        self._rows: list[dict[str, Any]] = tomllib.loads(PRICES.read_text("utf-8"))["price"]
+        self.tiers(model)
+
+    def tiers(self, model: str) -> list[Price]:
+        """The prices of a model, the tier for the longest prompts first."""
+        if self._given and model == self.model:
+            return [self._given]
+        found: dict[int, tuple[date, Price]] = {}
+        for row in self._rows:
+            about, start = dict(row), row["from"]
+            base = about.pop("model")
+            # A dated snapshot of a model costs what the model does.
+            if model != base and not _is_snapshot(model, base):
+                continue
+            above, price = about.get("above", 0), _price(about)
+            if start <= self._day and (above not in found or found[above][0] <= start):
+                found[above] = (start, price)
+        if 0 not in found:
+            hint = "give --price-in and --price-out, in USD per million tokens"
+            raise CodaError(f"the price of {model} is not known", hint=hint)
+        return [found[above][1] for above in sorted(found, reverse=True)]
+
+    def cost(self, usage: Mapping[str, Any]) -> float:
+        """What a usage block costs, in USD.
+
+        The entries of `iterations` are what is billed, where there are any: a compaction or another
+        model's answer is in them and not in the sums at the top.
+        """
+        factor = _US_ONLY if usage.get("inference_geo") == "us" else 1.0
+        entries = usage.get("iterations") or [usage]
+        return factor * sum(self._entry(entry) for entry in entries)
+
+    def worst(self, context: int, output: int, model: str | None = None) -> float:
+        """The most a call can cost: nothing read from the cache, all of it written for an hour."""
+        price = self._tier(model or self.model, context)
+        return context * max(price.write_1h, price.input) + output * price.output
+
+    def _tier(self, model: str, context: int) -> Price:
+        return next(
+            price for price in self.tiers(model) if context > price.above or not price.above
+        )
+
+    def _entry(self, usage: Mapping[str, Any]) -> float:
+        fresh, read = usage.get("input_tokens") or 0, usage.get("cache_read_input_tokens") or 0
+        written = usage.get("cache_creation_input_tokens") or 0
+        parts = usage.get("cache_creation") or {}
+        hour = parts.get("ephemeral_1h_input_tokens") or 0
+        price = self._tier(usage.get("model") or self.model, fresh + read + written)
+        return (
+            fresh * price.input
+            + read * price.read
+            + hour * price.write_1h
+            + (written - hour) * price.write_5m
+            + (usage.get("output_tokens") or 0) * price.output
+        )
+
+
+def tokens(usage: Mapping[str, Any]) -> int:
+    """All tokens of a usage block, cached or not."""
+    keys = (
+        "input_tokens",
+        "output_tokens",
+        "cache_read_input_tokens",
+        "cache_creation_input_tokens",
+    )
+    entries = usage.get("iterations") or [usage]
+    return sum(entry.get(key) or 0 for entry in entries for key in keys)
+
+
+def context(usage: Mapping[str, Any]) -> int:
+    """The tokens the next call will have to read: the last iteration's prompt and answer."""
+    entries = [e for e in usage.get("iterations") or [] if e.get("type") != "compaction"]
+    return tokens(entries[-1] if entries else {**usage, "iterations": None})
+
+
+def _is_snapshot(model: str, base: str) -> bool:
+    end = model.removeprefix(f"{base}-")
+    return end != model and len(end) == 8 and end.isdigit()
+
+
+def _price(row: Mapping[str, Any]) -> Price:
+    keys = ("in", "out", "write_5m", "write_1h", "read")
+    return Price(*(row[key] / 1e6 for key in keys), above=row.get("above", 0))

@@ -1,0 +1,359 @@
+"""Commands around authors: have a kernel written, look at runs, and work at the bench by hand."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
+from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, require_gpu
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.authors.claude import Claude, Options
+    from coda_agent.agent.budget import Price
+
+app = typer.Typer()
+
+MaxUsd = Annotated[float | None, typer.Option(help="Most to spend on the model; 5 by default.")]
+Limits = Annotated[
+    list[str] | None,
+    typer.Option("--limit", help="steps, tokens, minutes, gpu_minutes or failures, as KEY=VALUE."),
+]
+Model = Annotated[str | None, typer.Option(help="Claude's model; else CODA_AGENT_MODEL.")]
+Effort = Annotated[str, typer.Option(help="low, medium, high, xhigh or max.")]
+Fallback = Annotated[str | None, typer.Option(help="Model to ask where the first refuses.")]
+PriceIn = Annotated[float | None, typer.Option(help="USD per million tokens of prompt.")]
+PriceOut = Annotated[float | None, typer.Option(help="USD per million tokens of answer.")]
+Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold back (A/B).")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help='Name, part of one, folder or "last".')]
+
+
+@app.command()
+@reported
+def generate(
+    spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
+    author: Annotated[
+        str | None, typer.Option(help="composer or claude; claude where a key is set.")
+    ] = None,
+    device: DeviceOption = "auto",
+    model: Model = None,
+    effort: Effort = "high",
+    fallback_model: Fallback = None,
+    max_usd: MaxUsd = None,
+    limit: Limits = None,
+    price_in: PriceIn = None,
+    price_out: PriceOut = None,
+    tip_holdout: Holdout = 0.0,
+    no_commit: NoCommit = False,
+    as_json: Json = False,
+) -> Reply:
+    """Write a kernel for SPEC, judge it, commit it when it passes."""
+    from coda_agent.agent import pipeline
+    from coda_agent.agent.authors import get_author
+    from coda_agent.agent.budget import Budget
+    from coda_agent.agent.events import has_secrets
+    from coda_agent.agent.workspace import find
+
+    require_gpu(device)
+    workspace = find()
+    path = workspace.resolve_spec(spec)
+    who: Any
+    budget = Budget().changed(max_usd, limit or [])
+    if (author or ("claude" if has_secrets() else "composer")) == "claude":
+        from coda_agent.agent.authors.claude import Options
+
+        price = _price(price_in, price_out)
+        options = Options(_model(model), effort, fallback_model, price, budget, tip_holdout)
+        who = _claude(options, silent=as_json)
+    else:
+        who = get_author(author or "composer")
+    with Progress(silent=as_json) as observer:
+        outcome = pipeline.generate(
+            workspace, path, who, observer,
+            device=device, commit=not no_commit, gpu_limit_s=60 * budget.gpu_minutes,
+        )  # fmt: skip
+    return outcomes([outcome], single=True)
+
+
+@app.command()
+@reported
+def resume(
+    run: RunName,
+    max_usd: MaxUsd = None,
+    limit: Limits = None,
+    as_json: Json = False,
+) -> Reply:
+    """Go on with a run of claude where it stopped, by its own limits unless others are given."""
+    from coda_agent.agent import pipeline, runs
+    from coda_agent.agent.authors.claude import Options
+    from coda_agent.agent.budget import Budget, Price
+    from coda_agent.agent.events import read_events
+    from coda_agent.agent.workspace import find
+
+    workspace = find()
+    found = runs.find(workspace, run)
+    first = read_events(found.folder / "events.jsonl")[0].data
+    if "options" not in first:
+        hint = "coda-agent tool works at any run; replay judges a recorded one again"
+        raise CodaError(f"{found.id} is not a run of claude", hint=hint)
+    said = dict(first["options"])
+    price = Price(**said.pop("price")) if said["price"] else said.pop("price")
+    budget = Budget(**said.pop("budget")).changed(max_usd, limit or [])
+    who = _claude(Options(**said, price=price, budget=budget), silent=as_json)
+    with Progress(silent=as_json) as observer:
+        outcome = pipeline.resume(
+            workspace, found, who, observer, gpu_limit_s=60 * budget.gpu_minutes
+        )
+    return outcomes([outcome], single=True)
+
+
+@app.command()
+@reported
+def replay(
+    run: RunName,
+    device: DeviceOption = "auto",
+    commit: Annotated[bool, typer.Option("--commit", help="Accept what passes.")] = False,
+    as_json: Json = False,
+) -> Reply:
+    """Repeat a recorded author's calls before today's judge; no network."""
+    from coda_agent.agent import pipeline, runs
+    from coda_agent.agent.cli.report import REFUSED
+    from coda_agent.agent.events import read_events
+    from coda_agent.agent.workspace import find
+
+    workspace = find()
+    found = runs.find(workspace, run)
+    recorded = found.folder / "spec.md"
+    who = runs.Replay(read_events(found.folder / "events.jsonl"))
+    path = recorded if recorded.is_file() else workspace.resolve_spec(str(runs.state(found).spec))
+    with Progress(silent=as_json) as observer:
+        outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
+    document = {**outcome.record(), "differences": who.differences, "skipped": who.skipped}
+    lines = [f"differs: {line}" for line in who.differences]
+    lines += [f"not possible here: {line}" for line in who.skipped]
+    lines.append(f"{len(who.differences)} differences ({outcome.run})")
+    return Reply(document, "\n".join(lines), REFUSED if who.differences else 0)
+
+
+@app.command()
+@reported
+def runs(as_json: Json = False) -> Reply:
+    """List the runs: who, what, how it ended, what it cost."""
+    from coda_agent.agent import runs as past
+    from coda_agent.agent.workspace import find
+
+    found = [(run, past.state(run)) for run in past.everything(find())]
+    rows = [
+        (run.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "", f"${s.usd:.2f}")
+        for run, s in found
+    ]
+    return Reply([{"run": r.id, **vars(s)} for r, s in found], columns(rows) or "no runs yet")
+
+
+run_app = typer.Typer(help="One run.", no_args_is_help=True)
+app.add_typer(run_app, name="run")
+
+
+@run_app.command("show")
+@reported
+def show(
+    run: RunName,
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
+    as_json: Json = False,
+) -> Reply:
+    """What was tried in a run, what the judge said, what it cost."""
+    import io
+
+    from rich.console import Console
+
+    from coda_agent.agent import runs as past
+    from coda_agent.agent.events import read_events
+    from coda_agent.agent.workspace import find
+
+    found = past.find(find(), run)
+    if as_json:
+        return Reply([vars(event) for event in read_events(found.folder / "events.jsonl")])
+    if html:
+        console = Console(record=True, file=io.StringIO(), width=140)
+        console.print(past.timeline(found))
+        html.write_text(console.export_html(), "utf-8")
+        return Reply(None, f"wrote {html}")
+    Console().print(past.timeline(found))
+    return Reply(None)
+
+
+@app.command()
+@reported
+def prompt(
+    spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
+    model: Model = None,
+    as_json: Json = False,
+) -> Reply:
+    """Print exactly what claude would be sent first for SPEC, and its tokens."""
+    from coda_agent.agent import prompt as prompting
+    from coda_agent.agent.cli.targets import here
+    from coda_agent.agent.tips import Tips
+    from coda_agent.agent.workspace import resolve_spec
+    from coda_agent.specs import load_spec
+
+    workspace = here()
+    loaded = load_spec(resolve_spec(spec, workspace))
+    tips = prompting.tips_for(loaded, Tips.of(workspace)) if workspace else []
+    sent = prompting.request(loaded, tips)
+    count, how = _tokens(sent, _model(model))
+    if as_json:
+        return Reply({**sent, "tokens": count, "counted": how == "counted"})
+    parts = [f"# The tools, as schemas\n\n{json.dumps(sent['tools'], indent=1)}"]
+    parts += [sent["system"][0]["text"], sent["messages"][0]["content"][0]["text"]]
+    return Reply(sent, "\n\n".join([*parts, f"[{count} tokens, {how}]"]))
+
+
+def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
+    """The tokens of a request: counted by the API where a key is set, else estimated."""
+    from coda_agent.agent.events import take_secrets
+    from coda_agent.agent.prompt import estimated_tokens
+
+    if not (key := take_secrets()):
+        return estimated_tokens(sent), "estimated: no key is set to count them"
+    import anthropic
+
+    from coda_agent.agent.authors.claude.client import Client
+
+    try:
+        counted = Client(key).sdk.messages.count_tokens(model=model, **sent)
+    except anthropic.APIError as error:
+        return estimated_tokens(sent), f"estimated: {error.message}"
+    return counted.input_tokens, "counted"
+
+
+@app.command()
+@reported
+def tool(
+    name: Annotated[str | None, typer.Argument(help="A tool; none lists them.")] = None,
+    given: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="@FILE reads a value.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="The run to go on with.")] = None,
+    spec: Annotated[str | None, typer.Option(help="Start a run for this spec.")] = None,
+    author: Annotated[str, typer.Option(help="Who a new run says wrote it.")] = "cli",
+    device: DeviceOption = "auto",
+    no_commit: NoCommit = False,
+    as_json: Json = False,
+) -> Reply:
+    """Work at a run's bench: call one of an author's tools."""
+    from coda_agent.agent import pipeline
+    from coda_agent.agent import runs as past
+    from coda_agent.agent.cli.report import REFUSED
+    from coda_agent.agent.workbench import TOOLS
+    from coda_agent.agent.workspace import find
+
+    if name is None:
+        document = [
+            {"name": t.name, "description": t.description, "input": t.schema()}
+            for t in TOOLS.values()
+        ]
+        rows = [(t.name, " ".join(t.schema()["properties"]), t.description) for t in TOOLS.values()]
+        return Reply(document, columns(rows))
+    if (run is None) == (spec is None):
+        raise CodaError("name a run with --run, or start one with --spec", hint="coda-agent runs")
+    workspace = find()
+    with Progress(silent=True) as observer:
+        if run is not None:
+            context = pipeline.reopened(workspace, past.find(workspace, run), observer)
+        else:
+            path = workspace.resolve_spec(str(spec))
+            context = pipeline.opened(
+                workspace, path, author, observer, device=device, commit=not no_commit
+            )
+        with context as bench:
+            result = bench.call(name, dict(map(_value, given or [])))
+            if bench.state.over and name in ("submit", "give_up") and result.ok:
+                bench.finish()
+    document = {"run": bench.run.id, **result.model_dump(mode="json")}
+    code = 0 if result.ok and result.data.get("passed", True) else REFUSED
+    return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code)
+
+
+def _value(word: str) -> tuple[str, Any]:
+    """KEY=VALUE; the value is a file's text after @, JSON where it begins like a list or record."""
+    key, sign, value = word.partition("=")
+    if not sign:
+        raise CodaError(f"{word!r} is not KEY=VALUE", hint="text=@kernel.py reads a file")
+    if value.startswith("@"):
+        try:
+            return key, Path(value[1:]).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CodaError(f"{value[1:]} cannot be read as text: {error}") from error
+    if value[:1] in ("[", "{"):
+        try:
+            return key, json.loads(value)
+        except ValueError as error:
+            raise CodaError(f"{key} is not JSON: {error}") from error
+    return key, value
+
+
+@app.command()
+def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> None:
+    """Serve the tools to an agent over MCP, on stdin and stdout."""
+    from coda_agent.agent.mcp import Desk, serve
+    from coda_agent.agent.workspace import find
+
+    try:
+        desk = Desk(find(), device, commit=not no_commit)
+    except CodaError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from error
+    serve(desk)
+
+
+@app.command()
+@reported
+def tips(
+    prune: Annotated[
+        list[str] | None, typer.Option(help='A tip to remove; "auto": those that did not help.')
+    ] = None,
+    as_json: Json = False,
+) -> Reply:
+    """List what earlier runs taught, with its worth: shown against held back."""
+    from coda_agent.agent.tips import Tips
+    from coda_agent.agent.workspace import find
+
+    store = Tips.of(find())
+    if prune:
+        gone = store.prune(None if prune == ["auto"] else prune)
+        return Reply([tip.id for tip in gone], "\n".join(f"removed {t.line()}" for t in gone))
+    known = sorted(store.all().values(), key=lambda tip: (-tip.worth, tip.id))
+    rows: list[tuple[str, ...]] = [("tip", "shown", "helped", "held back", "without", "p", "text")]
+    for tip in known:
+        p = tip.p_value()
+        cells = (tip.shown.runs, tip.shown.successes, tip.held.runs, tip.held.successes)
+        rows.append((tip.id, *map(str, cells), "-" if p is None else f"{p:.2f}", tip.text))
+    document = [{"id": t.id, **vars(t), "p_value": t.p_value()} for t in known]
+    return Reply(document, columns(rows) if known else "no tips yet")
+
+
+def _model(model: str | None) -> str:
+    from coda_agent.agent.authors.claude import DEFAULT_MODEL
+
+    return model or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
+
+
+def _price(price_in: float | None, price_out: float | None) -> "Price | None":
+    from coda_agent.agent.budget import Price
+
+    if (price_in is None) != (price_out is None):
+        raise CodaError("--price-in and --price-out go together")
+    return None if price_in is None or price_out is None else Price.of(price_in, price_out)
+
+
+def _claude(options: "Options", *, silent: bool) -> "Claude":
+    from coda_agent.agent.authors.claude import Claude
+
+    who, budget = Claude(options), options.budget
+    if not silent:
+        limits = f"{budget.steps} steps, {budget.minutes:g} minutes"
+        typer.echo(f"{options.model}: at most ${budget.usd:.2f}, {limits}")
+    return who

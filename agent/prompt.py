@@ -1,0 +1,138 @@
+"""What an author is told, rendered from the code: the language, the vocabulary, the tools, and for
+one spec the demonstrations and tips that fit it.
+
+Nothing here depends on the time, the machine or chance: equal code and equal tips give equal
+bytes, which is what a prompt cache is keyed by.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent import tips as tips_module
+
+if TYPE_CHECKING:
+    from coda_agent.agent.tips import Tip
+    from coda_agent.demos import Demo
+    from coda_agent.specs import Spec
+
+DEMOS = 4
+"""Demonstrations shown in full; the others are a tool call away."""
+CHARACTERS_PER_TOKEN = 3.0
+"""For estimates only; code and mathematics take more tokens a character than prose."""
+
+_TASK = """\
+You write GPU kernels of one kind: a matrix product whose epilogue does more than store the result.
+A tuned Hopper mainloop computes acc = A Bᵀ, A (M, K) and B (N, K), in float32; you write the
+epilogue, a short program over acc and the spec's other inputs. You never touch the mainloop.
+
+A judge you cannot influence decides. Its gates, in order: static (is it in the language?), compile
+(does it trace, match the spec's names and shapes, and compile for sm_90a, sm_100a and sm_120a?),
+numerics (secret inputs, ragged shapes, against a float64 reference, in every tile configuration),
+performance (against a bare GEMM and torch.compile). Only `submit` runs the full trial; a pass is
+committed and ends the run. Without a GPU the numerics are the interpreter's, tile by tile the same.
+
+How to work: read the spec's mathematics; decide which primitive carries each step; write the
+candidate; check at level static, then interpret; read what is said and change one thing at a time;
+with a GPU also check at level gpu and benchmark; log_tip when an attempt taught something that
+would hold for other specs too; submit. When the spec cannot be expressed, give_up with the reason.
+Several independent reads may be asked for in one turn; calls run in the order they are given.
+Each turn must call a tool."""
+
+
+def system() -> str:
+    """The part that is the same for every spec."""
+    return "\n\n".join([instructions(), f"# The vocabulary\n\n{_primitives()}"])
+
+
+def instructions() -> str:
+    """Task, language, feedback and tools, without the vocabulary."""
+    from coda_agent.agent.judge import static
+    from coda_agent.agent.workbench import TOOLS, feedback
+
+    guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in TOOLS.values())
+    return "\n\n".join(
+        [
+            f"# The task\n\n{_TASK}",
+            f"# The language\n\n{_body(static.__doc__)}",
+            f"# What the judge says\n\n{inspect.cleandoc(feedback.__doc__ or '')}",
+            f"# The tools\n\n{guide}",
+        ]
+    )
+
+
+def opening(spec: "Spec", tips: Iterable["Tip"]) -> str:
+    """The part for one spec: the spec, demonstrations, tips."""
+    names = ", ".join(spec.variant(binding) for binding in spec.bindings())
+    parts = [f"# The spec\n\n{spec.text.strip()}\n\nPrograms to define: {names}"]
+    for demo in demos_for(spec):
+        parts.append(f"# Demonstration: {demo.name}\n\n```python\n{demo.text.strip()}\n```")
+    if lines := [f"- {tip.line()}" for tip in tips]:
+        parts.append("# Tips from earlier runs\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def demos_for(spec: "Spec") -> list["Demo"]:
+    """The demonstrations nearest to the words of the spec's name, summary and reference: shared
+    ones, each weighted by how rare it is, over the root of how many a demonstration has (long ones
+    share words by length alone)."""
+    from coda_agent.demos import demos
+
+    found = demos()
+    words = {demo.name: _words(demo.candidate) for demo in found}
+    wanted = _words(f"{' '.join(spec.name.split('_'))} {spec.summary} {spec.reference_source}")
+
+    def score(demo: "Demo") -> float:
+        shared = wanted & words[demo.name]
+        rare = sum(1 / sum(word in other for other in words.values()) for word in shared)
+        return rare / len(words[demo.name]) ** 0.5
+
+    return sorted(sorted(found, key=lambda d: (-score(d), d.name))[:DEMOS], key=lambda d: d.name)
+
+
+def request(spec: "Spec", tips: Iterable["Tip"]) -> dict[str, Any]:
+    """Tools, system text and first message of a conversation, with their cache breakpoints.
+
+    An hour, not five minutes: a compilation, or a wait for a GPU, may outlast the shorter one.
+    """
+    from coda_agent.agent.workbench import TOOLS
+
+    hour = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    tools: list[dict[str, Any]] = [
+        {"name": tool.name, "description": tool.description, "input_schema": tool.schema()}
+        for tool in TOOLS.values()
+    ]
+    tools[-1] |= hour
+    first = [{"type": "text", "text": opening(spec, tips), **hour}]
+    return {
+        "tools": tools,
+        "system": [{"type": "text", "text": system(), **hour}],
+        "messages": [{"role": "user", "content": first}],
+    }
+
+
+def tips_for(spec: "Spec", tips: tips_module.Tips) -> list["Tip"]:
+    """The tips that match a spec."""
+    return tips.matching(tips_module.words_of(spec))
+
+
+def estimated_tokens(sent: object) -> int:
+    """A guess at the tokens of a request, from its characters."""
+    return round(len(json.dumps(sent, ensure_ascii=False)) / CHARACTERS_PER_TOKEN)
+
+
+def _primitives() -> str:
+    from coda_agent.primitives.catalogue import entries
+
+    return "\n\n".join(f"## {entry.signature}  [{entry.kind}]\n{entry.doc}" for entry in entries())
+
+
+def _body(doc: str | None) -> str:
+    """A module's docstring without its first line, which names the module's place."""
+    return inspect.cleandoc(doc or "").partition("\n\n")[2]
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Za-z_]\w+", text)}

@@ -1,0 +1,224 @@
+"""Tips: what earlier work taught, with what became of the runs that were shown it.
+
+- `logs/tips.jsonl` is append-only, one record a line: a tip, the outcome of a run for a tip, or the
+  removal of a tip. Counts are a fold over it, so merging two histories is joining their lines.
+- A run may hold a tip back (`holdout`): then its outcome counts in the other arm, and the
+  difference between the arms is what the tip is worth.
+- A tip that contains a solution is refused: it would measure copying.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.workspace import Workspace
+    from coda_agent.specs import Spec
+
+MAX_CHARACTERS = 400
+SHOWN_PER_RUN = 12
+PRUNE_AFTER = 8
+"""Runs that have to have been shown a tip before it may be pruned for its worth."""
+_SHARED_TOKENS = 9
+"""This many tokens in a row shared with a program are a copy; shorter runs occur in prose."""
+
+
+@dataclass
+class Arm:
+    """Runs in one arm of a tip: all, and those that ended with an accepted kernel."""
+
+    runs: int = 0
+    successes: int = 0
+
+
+@dataclass
+class Tip:
+    """One tip; it applies where one of its tags does ("any" always does)."""
+
+    text: str
+    tags: list[str]
+    author: str
+    failing: str
+    passing: str
+    run: str = ""
+    shown: Arm = field(default_factory=Arm)
+    held: Arm = field(default_factory=Arm)
+
+    @property
+    def id(self) -> str:
+        return hashlib.sha256(" ".join(self.text.split()).encode()).hexdigest()[:8]
+
+    @property
+    def worth(self) -> float:
+        """Success rate where it was shown, with one success and one failure added (Laplace)."""
+        return (self.shown.successes + 1) / (self.shown.runs + 2)
+
+    def line(self) -> str:
+        """As an author reads it."""
+        return f"[{self.id}] ({', '.join(self.tags)}) {self.text}"
+
+    def p_value(self) -> float | None:
+        """One-sided Fisher test that showing it helps; None where an arm is empty."""
+        if not self.shown.runs or not self.held.runs:
+            return None
+        runs, held = self.shown.runs, self.held.runs
+        good = self.shown.successes + self.held.successes
+        ways = math.comb(runs + held, good)
+        likely = range(self.shown.successes, min(runs, good) + 1)
+        return sum(math.comb(runs, i) * math.comb(held, good - i) for i in likely) / ways
+
+
+class Tips:
+    """The tips of a workspace."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, workspace: "Workspace") -> Self:
+        return cls(workspace.root / "logs" / "tips.jsonl")
+
+    def all(self) -> dict[str, Tip]:
+        """Every tip that was not pruned, with its counts, by id.
+
+        Raises:
+            CodaError: a line is not a record.
+        """
+        tips: dict[str, Tip] = {}
+        seen: set[tuple[str, str]] = set()
+        for number, record in self._records():
+            try:
+                kind = record.pop("kind")
+                if kind == "tip":
+                    tips.setdefault(record.pop("id"), Tip(**record))
+                elif kind == "pruned":
+                    tips.pop(record["tip"], None)
+                elif (key := (record["tip"], record["run"])) not in seen and key[0] in tips:
+                    seen.add(key)
+                    arm: Arm = getattr(tips[key[0]], record["arm"])
+                    arm.runs, arm.successes = arm.runs + 1, arm.successes + record["success"]
+            except (KeyError, TypeError, AttributeError) as error:
+                raise CodaError(f"{self.path}:{number} is no record of a tip: {error}") from error
+        return tips
+
+    def matching(self, words: Iterable[str]) -> list[Tip]:
+        """Tips with one of these tags, the most useful first."""
+        wanted = {word.lower() for word in words} | {"any"}
+        found = [t for t in self.all().values() if wanted & {tag.lower() for tag in t.tags}]
+        return sorted(found, key=lambda tip: (-tip.worth, tip.id))[:SHOWN_PER_RUN]
+
+    def search(self, query: str) -> list[Tip]:
+        """Tips whose tags or text have a word of the query, those with most of them first."""
+        words = _words(query)
+
+        def hits(tip: Tip) -> int:
+            return len(words & _words(f"{tip.text} {' '.join(tip.tags)}"))
+
+        found = [tip for tip in self.all().values() if hits(tip)]
+        return sorted(found, key=lambda t: (-hits(t), -t.worth, t.id))[:SHOWN_PER_RUN]
+
+    def add(self, tip: Tip, programs: Iterable[str]) -> bool:
+        """Keeps a tip; False where it was there already.
+
+        Raises:
+            CodaError: it contains a solution, or is too long; says what to leave out.
+        """
+        scan(tip.text, programs)
+        if tip.id in self.all():
+            return False
+        keys = ("text", "tags", "author", "failing", "passing", "run")
+        record = {"kind": "tip", "id": tip.id} | {key: getattr(tip, key) for key in keys}
+        self._append([record])
+        return True
+
+    def record_outcomes(self, run: str, arms: Mapping[str, str], *, success: bool) -> None:
+        """What became of a run, for each tip it was shown or denied; a run counts once."""
+        records = [
+            {"kind": "outcome", "tip": tip, "run": run, "arm": arm, "success": success}
+            for tip, arm in sorted(arms.items())
+        ]
+        # A run that was resumed ends twice; its first outcome stands.
+        if not any(record.get("run") == run and "arm" in record for _, record in self._records()):
+            self._append(records)
+
+    def prune(self, ids: Iterable[str] | None = None) -> list[Tip]:
+        """Removes tips: those named, else those shown often and followed mostly by failure."""
+        tips = self.all()
+        if ids is None:
+            gone = [t for t in tips.values() if t.shown.runs >= PRUNE_AFTER and t.worth < 0.5]
+        else:
+            if unknown := set(ids) - set(tips):
+                raise CodaError(f"no tip {', '.join(sorted(unknown))}", hint="coda-agent tips")
+            gone = [tips[id] for id in ids]
+        self._append([{"kind": "pruned", "tip": tip.id} for tip in gone])
+        return gone
+
+    def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        text = self.path.read_text("utf-8") if self.path.exists() else ""
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                yield number, dict(json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise CodaError(f"{self.path}:{number} is not JSON: {error}") from error
+
+    def _append(self, records: list[dict[str, Any]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+
+def scan(text: str, programs: Iterable[str]) -> None:
+    """Refuses a tip that gives a solution away.
+
+    Raises:
+        CodaError: it is code, or repeats a program; names the passage.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise CodaError(f"a tip has at most {MAX_CHARACTERS} characters, this one {len(text)}")
+    if match := re.search(r"@epilogue|\bdef \w+\(|return \{|import |```|\n\s*\w+ = ", text):
+        hint = "say what to look out for, in a sentence"
+        raise CodaError(f"a tip holds no code, this one has {match[0].strip()!r}", hint=hint)
+    mine = _tokens(text)
+    grams = {tuple(mine[i : i + _SHARED_TOKENS]) for i in range(len(mine) - _SHARED_TOKENS + 1)}
+    for program in programs:
+        theirs = _tokens(program)
+        for i in range(len(theirs) - _SHARED_TOKENS + 1):
+            if (gram := tuple(theirs[i : i + _SHARED_TOKENS])) in grams:
+                raise CodaError(f"the tip repeats a program: {' '.join(gram)!r}")
+
+
+def _words(text: str) -> set[str]:
+    """Its words of more than three letters: shorter ones are in every text."""
+    return set(re.findall(r"\w{4,}", text.lower()))
+
+
+def _tokens(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def words_of(spec: "Spec") -> set[str]:
+    """The words a tip's tags are matched with: a spec's name, level, and the vocabulary its
+    text names."""
+    from coda_agent.primitives.catalogue import entries
+
+    names = {entry.name.lower() for entry in entries()}
+    said = {word.lower() for word in re.findall(r"[A-Za-z_]\w*", spec.text)}
+    return set(spec.name.split("_")) | {spec.level} | (names & said)
+
+
+def arms(tips: Iterable[Tip], run: str, holdout: float) -> dict[str, str]:
+    """The arm of each tip in a run: held back with probability `holdout`, by the run's name."""
+    return {tip.id: "held" if _uniform(f"{run} {tip.id}") < holdout else "shown" for tip in tips}
+
+
+def _uniform(text: str) -> float:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56

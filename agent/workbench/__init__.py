@@ -1,0 +1,413 @@
+"""The workbench: all that an author of a kernel can do, and the only thing it talks to.
+
+- `TOOLS` is the registry; `Workbench.call` runs one tool, each call an event before and after.
+- The state is a fold over the run's events (`state.py`): a run can be left and taken up again by
+  another process, another author, or a person at the command line.
+- A tool refuses with a sentence; whatever else it raises is a fault of ours and ends the run.
+"""
+
+import hashlib
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from coda_agent.agent.events import Recorder, redacted
+from coda_agent.agent.workbench.registry import (
+    Input,
+    Nothing,
+    Result,
+    Tool,
+    ToolError,
+    bounded,
+    registry,
+    tool,
+)
+from coda_agent.agent.workbench.state import State
+from coda_agent.agent.workspace import Run, Workspace, near_matches
+from coda_agent.primitives.errors import CodaError, MachineError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.judge import Verdict
+    from coda_agent.specs import Spec
+
+__all__ = ["TOOLS", "Input", "Result", "State", "Tool", "ToolError", "Workbench"]
+
+GATES = ("static", "compile", "numerics", "performance")
+LEVELS = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
+MAX_CANDIDATE = 40_000
+
+
+class Name(Input):
+    name: str = Field(description="As the list spells it.")
+
+
+class Search(Input):
+    query: str = Field(description="Words: primitives, symptoms, outputs.")
+
+
+class Candidate(Input):
+    text: str = Field(description="The complete text of kernel.py.")
+
+
+class Edit(Input):
+    old: str = Field(description="Text that occurs exactly once in the candidate.")
+    new: str = Field(description="What stands there instead.")
+
+
+class Check(Input):
+    level: Literal["static", "compile", "interpret", "gpu"] = Field(
+        description="static: the language (instant). compile: also traced and compiled. interpret: "
+        "also its numbers, by the interpreter. gpu: the numbers of the compiled kernels."
+    )
+
+
+class Inspect(Input):
+    what: Literal["graph", "roofline", "ptx", "sass"]
+    program: str | None = Field(default=None, description="One program of several.")
+
+
+class NewTip(Input):
+    text: str = Field(description="One or two sentences: symptom, cause, what to do. No code.")
+    tags: list[str] = Field(description="Names of primitives or words of a spec where it applies.")
+    failing: int = Field(description="Number of an attempt that failed for lack of it.")
+    passing: int = Field(description="Number of the later attempt that passed with it.")
+
+
+class Reason(Input):
+    reason: str = Field(description="What stands in the way, in one sentence.")
+
+
+class Workbench:
+    """One run's workbench.
+
+    Args:
+        workspace: Where an accepted kernel goes.
+        run: The run's folder.
+        spec: What is to be computed.
+        tell: The run's recorder.
+        gpu_limit_s: Seconds of GPU work after which only `submit` may still use the GPU.
+    """
+
+    def __init__(
+        self, workspace: Workspace, run: Run, spec: "Spec", tell: Recorder, gpu_limit_s: float
+    ) -> None:
+        self.workspace, self.run, self.spec, self.tell = workspace, run, spec, tell
+        self.gpu_limit_s = gpu_limit_s
+        self.state = State()
+        self.verdict: Verdict | None = None
+        self.reason: str | None = None
+        tell.follow(self.state)
+
+    def call(self, name: str, given: object, id: str = "") -> Result:
+        """Runs one tool; a call that cannot be done is a result that says so."""
+        known = TOOLS.get(name)
+        self.tell("tool.started", {"id": id, "name": name, "input": given})
+        start = time.monotonic()
+        try:
+            if known is None:
+                raise ToolError(f"no tool named {name!r}", hint=near_matches(name, TOOLS))
+            if self.state.over and not known.last:
+                raise ToolError(f"this run is over: {self.state.over}")
+            result = known.method(self, known.input.model_validate(given))
+        except ValidationError as error:
+            said = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'input'}: {e['msg']}" for e in error.errors()
+            )
+            result = Result(ok=False, text=f"the input of {name} does not fit: {said}")
+        except CodaError as error:
+            lacks = {"lacks": "machine"} if isinstance(error, MachineError) else {}
+            result = Result(ok=False, text=str(error), data=lacks)
+        return self.answer(id, name, result, time.monotonic() - start)
+
+    def answer(self, id: str, name: str, result: Result, seconds: float = 0.0) -> Result:
+        """Records the result of a call, its text bounded."""
+        result = self._kept_short(name, result)
+        about = {"id": id, "name": name, "seconds": round(seconds, 3), **result.model_dump()}
+        self.tell("tool.finished", about)
+        return result
+
+    def save(self, text: str) -> str:
+        """Makes `text` the candidate; its digest."""
+        digest = _digest(text)
+        path = self.run.folder / "kernel.py"
+        path.write_text(text, "utf-8", errors="replace")
+        self.tell("candidate.saved", {"path": str(path), "digest": digest, "text": text})
+        return digest
+
+    def judge(self, check: str) -> "Verdict":
+        """One attempt: the candidate before the gates of a check; the whole verdict is a file.
+
+        Raises:
+            CodaError: there is no candidate, or the machine or the budget lacks what it needs.
+        """
+        from coda_agent.agent.judge import judge_candidate
+
+        if not self.state.candidate:
+            raise ToolError("there is no candidate yet", hint="write_candidate comes first")
+        device = {"interpret": "cpu", "gpu": "cuda", "benchmark": "cuda"}.get(check)
+        device = device or self.state.device
+        if device == "cuda" and check != "submit":
+            self._need_gpu()
+        gates = LEVELS.get(check, GATES)
+        verdict = judge_candidate(
+            self.spec, self.state.candidate, device=device, gates=gates, observer=self.tell
+        )
+        self.verdict = verdict
+        number = len(self.state.attempts) + 1
+        whole = verdict.model_dump_json(indent=1)
+        self.artifact(f"verdict-{number}.json", whole)
+        found = [f for gate in verdict.gates for f in gate.findings]
+        about = {"number": number, "check": check, "candidate": _digest(self.state.candidate)}
+        about |= {"passed": verdict.passed, "level": verdict.level}
+        self.tell("attempt", {**about, "finding": found[0].message if found else ""})
+        return verdict
+
+    def accept(self) -> "Verdict":
+        """The full trial of the candidate, and its acceptance when it passes.
+
+        Raises:
+            WorkspaceError: it passed and could not be committed.
+        """
+        from coda_agent.agent import accept as acceptance
+
+        verdict = self.judge("submit")
+        (self.run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
+        self.tell("verdict", {"passed": verdict.passed, "level": verdict.level})
+        if verdict.passed and self.state.commit:
+            name, author = self.spec.name, self.state.author
+            sha = acceptance.accept(
+                self.workspace, self.spec, self.state.candidate, verdict,
+                author=author, run_id=self.run.id,
+            )  # fmt: skip
+            level = self.workspace.kernel(name).level
+            self.tell("committed" if sha else "unchanged", {"commit": sha, "level": level})
+        elif verdict.passed:
+            self.tell("passed", {"commit": None, "level": verdict.level})
+        return verdict
+
+    def finish(self, reason: str | None = None, *, final: bool = True) -> None:
+        """Ends the run: the outcome of its tips, and its last event.
+
+        A stop that is not `final` was not the author's doing, and says nothing about the tips.
+        """
+        from coda_agent.agent.tips import Tips
+
+        arms = self.state.tips
+        if final and arms:
+            success = self.state.over == "accepted"
+            Tips.of(self.workspace).record_outcomes(self.run.id, arms, success=success)
+        best = self.state.best
+        self.reason = reason or self.state.over
+        about: dict[str, Any] = {"reason": self.reason}
+        if best:
+            (self.run.folder / "best.py").write_text(self.state.best_text, "utf-8")
+            about["best"] = vars(best)
+        self.tell("run.finished", about)
+
+    def artifact(self, name: str, text: str) -> str:
+        """Writes a file of the run; its path relative to the run's folder."""
+        path = self.run.folder / "artifacts" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(redacted(text), "utf-8", errors="replace")
+        return str(path.relative_to(self.run.folder))
+
+    def _kept_short(self, name: str, result: Result) -> Result:
+        """`result` with its text bounded; the whole text becomes an artifact."""
+        short = bounded(result.text)
+        if short == result.text:
+            return result
+        path = self.artifact(f"{name}-{_digest(result.text)}.txt", result.text)
+        more = {"text": f"{short}\n(all of it: {path})", "artifacts": [*result.artifacts, path]}
+        return result.model_copy(update=more)
+
+    def _need_gpu(self) -> None:
+        from coda_agent.agent import doctor
+
+        if self.state.device == "cpu" or not doctor.gpus():
+            hint = "check at level interpret is the most this machine can show before submit"
+            raise MachineError("this needs a Hopper GPU, and there is none", hint=hint)
+        if self.state.gpu_s > self.gpu_limit_s:
+            raise ToolError(f"the GPU budget of {self.gpu_limit_s:.0f} s is used up")
+
+    def _judged(self, check: str) -> Result:
+        from coda_agent.agent.workbench.feedback import feedback
+
+        verdict = self.accept() if check == "submit" else self.judge(check)
+        number = len(self.state.attempts)
+        text = feedback(verdict, check, number)
+        if check == "submit" and verdict.passed:
+            text += f"\naccepted as {self.state.level}" + f", commit {self.state.sha}" * bool(
+                self.state.sha
+            )
+        return Result(
+            text=text,
+            data={"passed": verdict.passed, "level": verdict.level, "attempt": number},
+            artifacts=[f"artifacts/verdict-{number}.json"],
+            gpu=verdict.environment.get("device") == "cuda",
+        )
+
+    # The tools, in the order an author is shown them.
+
+    @tool()
+    def read_spec(self, given: Nothing) -> Result:
+        """The spec: what to compute, with shapes, types, tolerance, target and the reference."""
+        names = [self.spec.variant(binding) for binding in self.spec.bindings()]
+        operands = [name for name in self.spec.inputs if name not in self.spec.gemm]
+        text = (
+            f"{self.spec.text}\n---\nPrograms to define: {', '.join(names)}\n"
+            f"Operands, after acc: {', '.join(operands) or 'none'}\n"
+            f"Outputs, in this order: {', '.join(self.spec.outputs)}"
+        )
+        return Result(text=text, data={"programs": names})
+
+    @tool()
+    def list_primitives(self, given: Nothing) -> Result:
+        """Every name a program may use, with its kind and a summary."""
+        from coda_agent.primitives.catalogue import entries
+
+        rows = [f"{entry.signature}  [{entry.kind}]  {entry.summary}" for entry in entries()]
+        return Result(text="\n".join(rows), data={"names": [e.name for e in entries()]})
+
+    @tool()
+    def read_primitive(self, given: Name) -> Result:
+        """One primitive: shapes, types, cost, when to use it, an example."""
+        from coda_agent.primitives.catalogue import entries
+
+        entry = _pick({e.name: e for e in entries()}, given.name, "primitive")
+        return Result(text=f"{entry.signature}  [{entry.kind}]\n\n{entry.doc}")
+
+    @tool()
+    def list_demos(self, given: Nothing) -> Result:
+        """The demonstrations: small programs that show one primitive or pattern each."""
+        from coda_agent.demos import demos
+
+        found = demos()
+        text = "\n".join(f"{demo.name}: {demo.summary}" for demo in found)
+        return Result(text=text, data={"names": [demo.name for demo in found]})
+
+    @tool()
+    def read_demo(self, given: Name) -> Result:
+        """One demonstration: problem, program, why it is written so, reference."""
+        from coda_agent.demos import demos
+
+        return Result(text=_pick({d.name: d for d in demos()}, given.name, "demo").text)
+
+    @tool()
+    def search_tips(self, given: Search) -> Result:
+        """Tips from earlier runs that match some words, the most useful first."""
+        from coda_agent.agent.tips import Tips
+
+        found = Tips.of(self.workspace).search(given.query)
+        if not found:
+            return Result(text="no tip matches these words")
+        self.tell("tips", {"arms": {tip.id: "shown" for tip in found}})
+        return Result(text="\n".join(tip.line() for tip in found))
+
+    @tool()
+    def write_candidate(self, given: Candidate) -> Result:
+        """Sets the candidate's whole text. It is kept, whatever comes of it."""
+        return self._saved(given.text)
+
+    @tool()
+    def edit_candidate(self, given: Edit) -> Result:
+        """Replaces one passage of the candidate; `old` has to occur exactly once."""
+        count = self.state.candidate.count(given.old) if given.old else 0
+        if count != 1:
+            hint = "quote a longer passage" if count else "quote it exactly as it stands"
+            now = bounded(self.state.candidate, 4000)
+            raise ToolError(f"`old` occurs {count} times; the candidate is:\n{now}", hint=hint)
+        return self._saved(self.state.candidate.replace(given.old, given.new))
+
+    def _saved(self, text: str) -> Result:
+        if len(text) > MAX_CANDIDATE or redacted(text) != text:
+            raise ToolError(f"a candidate has at most {MAX_CANDIDATE} characters and no secrets")
+        digest = self.save(text)
+        return Result(text=f"candidate {digest}, {len(text.splitlines())} lines")
+
+    @tool()
+    def check(self, given: Check) -> Result:
+        """Judges the candidate up to a level, and says what is wrong, where, and what to try."""
+        return self._judged(given.level)
+
+    @tool()
+    def benchmark(self, given: Nothing) -> Result:
+        """Times the candidate on the GPU against a bare GEMM and torch.compile."""
+        return self._judged("benchmark")
+
+    @tool()
+    def profile(self, given: Nothing) -> Result:
+        """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
+        from coda_agent.agent.workbench.profile import profile
+
+        self._need_gpu()
+        if not self.state.candidate:
+            raise ToolError("there is no candidate yet", hint="write_candidate comes first")
+        accepted = {kernel.name: kernel for kernel in self.workspace.kernels()}
+        incumbent = accepted.get(self.spec.name)
+        old = incumbent.program.read_text("utf-8") if incumbent else None
+        return Result(text=profile(self.spec, self.state.candidate, old), gpu=True)
+
+    @tool()
+    def inspect(self, given: Inspect) -> Result:
+        """A program's graph, its roofline at the bench shapes, or its PTX or SASS for sm_90a."""
+        from coda_agent.agent.explain import explain
+        from coda_agent.agent.workbench.profile import roofline
+
+        text = self.state.candidate
+        if not text:
+            raise ToolError("there is no candidate yet", hint="write_candidate comes first")
+        if given.what == "roofline":
+            return Result(text=roofline(self.spec, text, given.program))
+        return Result(text=explain(self.spec, text, given.what, given.program))
+
+    @tool(last=True)
+    def log_tip(self, given: NewTip) -> Result:
+        """Keeps what an attempt taught, for later runs. Names a failing and a passing attempt."""
+        from coda_agent.agent.tips import Tip, Tips
+
+        attempts = {attempt.number: attempt for attempt in self.state.attempts}
+        failing, passing = (attempts.get(n) for n in (given.failing, given.passing))
+        if not failing or failing.passed or not passing or not passing.passed:
+            said = ", ".join(
+                f"{n} {'passed' if a.passed else 'failed'}" for n, a in attempts.items()
+            )
+            message = "a tip needs an attempt that failed and one that passed"
+            raise ToolError(f"{message}; there are: {said or 'none'}")
+        tip = Tip(
+            text=given.text, tags=given.tags, author=self.state.author, run=self.run.id,
+            failing=f"{failing.check} {failing.candidate}: {failing.finding}",
+            passing=f"{passing.check} {passing.candidate}",
+        )  # fmt: skip
+        programs = [kernel.program.read_text("utf-8") for kernel in self.workspace.kernels()]
+        programs += [self.state.candidate, self.state.best_text]
+        kept = Tips.of(self.workspace).add(tip, programs)
+        return Result(text=f"tip {tip.id} kept" if kept else f"tip {tip.id} was known already")
+
+    @tool(last=True)
+    def submit(self, given: Nothing) -> Result:
+        """The full trial: all gates this machine can run. A pass is committed and ends the run."""
+        if self.state.over:
+            raise ToolError(f"this run is over: {self.state.over}")
+        return self._judged("submit")
+
+    @tool(last=True)
+    def give_up(self, given: Reason) -> Result:
+        """Ends the run without a kernel, and says what stands in the way."""
+        if self.state.over:
+            raise ToolError(f"this run is over: {self.state.over}")
+        self.tell("gave.up", {"reason": given.reason})
+        return Result(text="the run is over; the candidate is kept")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+
+
+def _pick(known: dict[str, Any], name: str, what: str) -> Any:
+    if name not in known:
+        raise ToolError(f"no {what} named {name!r}", hint=near_matches(name, known))
+    return known[name]
+
+
+TOOLS = registry(Workbench)

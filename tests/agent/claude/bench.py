@@ -1,0 +1,63 @@
+"""A workspace, a quick judge and the author's loop, for tests that drive it with a script."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent import pipeline, workspace
+from coda_agent.agent.authors.claude import Claude, Options
+from coda_agent.agent.events import Event, read_events
+from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.workspace import Run, Workspace
+
+KEY = "sk-ant-canary-0123456789"
+SPECS = Path(__file__).parents[3] / "specs"
+RIGHT = (SPECS.parent / "generated" / "gemm_swiglu" / "kernel.py").read_text()
+WRONG = "import os\n" + RIGHT
+
+
+def quick_judge(spec: Any, text: str, *, gates: tuple[str, ...], **options: Any) -> Verdict:
+    """The judge's real static gate; what passes it is taken for proved. The other gates take half
+    a minute, and are not what these tests are about."""
+    options["device"] = "cpu"
+    verdict = whole_judge(spec, text, gates=("static",), **options)
+    if verdict.passed and "numerics" in gates:
+        more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
+        verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
+    return verdict
+
+
+def make_workspace(folder: Path) -> Workspace:
+    made, _ = workspace.init(folder)
+    made.git("config", "user.name", "U")
+    made.git("config", "user.email", "u@example.com")
+    made.git("config", "gc.auto", "0")
+    return made
+
+
+def author(options: Options | None = None, **clocks: Any) -> Claude:
+    return Claude(options or Options(), **clocks)
+
+
+def generate(
+    where: Workspace, who: Claude, observer: Callable[..., None] = lambda *_: None
+) -> pipeline.Outcome:
+    return pipeline.generate(where, SPECS / "gemm_swiglu.md", who, observer, device="cpu")
+
+
+def resume(where: Workspace, who: Claude) -> pipeline.Outcome:
+    return pipeline.resume(where, run_of(where), who, lambda *_: None)
+
+
+def run_of(where: Workspace) -> Run:
+    (log,) = (where.root / "logs" / "runs").glob("*/events.jsonl")
+    return Run(log.parent.name, log.parent)
+
+
+def log_of(where: Workspace) -> list[Event]:
+    return read_events(run_of(where).folder / "events.jsonl")
+
+
+def types(where: Workspace, *wanted: str) -> list[str]:
+    return [event.type for event in log_of(where) if not wanted or event.type in wanted]

@@ -1,0 +1,144 @@
+"""Runs the author and kills it, again and again: `killed.py FOLDER KILLS SEED`, driven by a test.
+
+One process has everything imported and forks; each child starts or resumes a run and is killed by
+SIGKILL, either while it writes an event (after a random part of the line), or at a random time. When a
+run has come to its end it is checked, and the next begins, until there were enough kills.
+"""
+
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import bench
+
+from coda_agent.agent import events, judge
+from coda_agent.agent.authors.claude import Options
+from coda_agent.agent.budget import Budget
+from coda_agent.agent.workspace import GitError, Workspace
+
+LONGEST_S = 0.3
+"""Random times are up to this; a whole run takes about as long."""
+
+
+def kill_while_writing(count: int, share: float) -> None:
+    """From now on, the event number `count` of this process is its last: a part of its line."""
+    plain, left = events.EventLog.append, [count]
+
+    def append(self: Any, type: str, data: Any = None) -> Any:
+        left[0] -= 1
+        if left[0]:
+            return plain(self, type, data)
+        file, real = self._file, os.fsync
+
+        def torn(handle: int) -> None:
+            size = os.fstat(handle).st_size
+            os.ftruncate(handle, before + round(share * (size - before)))
+            real(handle)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        before = os.fstat(file.fileno()).st_size
+        os.fsync = torn
+        return plain(self, type, data)
+
+    events.EventLog.append = append
+
+
+def child(where: Workspace, draw: random.Random | None) -> None:
+    """Starts or resumes the run of a workspace."""
+    if draw and draw.random() < 0.5:
+        kill_while_writing(draw.randint(1, 12), draw.random())
+    os.environ.setdefault("ANTHROPIC_API_KEY", bench.KEY)
+    who = bench.author(Options(budget=Budget(steps=10_000, usd=1e6, tokens=10**12)))
+    logs = list((where.root / "logs" / "runs").glob("*/events.jsonl"))
+    if not logs or not events.read_events(logs[0]):
+        shutil.rmtree(where.root / "logs" / "runs", ignore_errors=True)
+        bench.generate(where, who)
+    else:
+        bench.resume(where, who)
+
+
+def spawn(where: Workspace, draw: random.Random | None) -> int:
+    """Runs `child` in a process of its own; its exit status, or the signal that ended it, negated."""
+    pid = os.fork()
+    if not pid:
+        status = 70
+        try:
+            child(where, draw)
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    delay = draw.uniform(0.0, LONGEST_S) if draw and draw.random() < 0.6 else None
+    if delay is not None:
+        time.sleep(delay)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def ended(where: Workspace) -> bool:
+    logs = list((where.root / "logs" / "runs").glob("*/events.jsonl"))
+    found = events.read_events(logs[0]) if logs else []
+    return bool(found) and found[-1].type == "run.finished"
+
+
+def check(where: Workspace) -> dict[str, Any]:
+    """What a finished run left: its commits, its program, and whether the log is whole."""
+    log = bench.log_of(where)
+    try:
+        commits = where.git("log", "--format=%s").splitlines()
+    except GitError:
+        commits = []
+    evidence = json.loads(where.git("show", "HEAD:generated/gemm_swiglu/evidence.json"))
+    return {
+        "commits": commits,
+        "tree": where.git("ls-tree", "-r", "--name-only", "HEAD").splitlines(),
+        "program": where.git("rev-parse", "HEAD:generated/gemm_swiglu/kernel.py"),
+        "spec": where.git("rev-parse", "HEAD:generated/gemm_swiglu/spec.md"),
+        "digests": evidence["digests"],
+        "level": evidence["level"],
+        "status": where.git("status", "--porcelain", "--untracked-files=no"),
+        "contiguous": [event.seq for event in log] == list(range(len(log))),
+        "outcome": events.summary(log).outcome,
+        "folders": sorted(path.name for path in where.generated.iterdir()),
+    }
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    judge.judge_candidate = bench.quick_judge
+    # One run that nobody kills: what the others are compared with, and all that is lazy is done.
+    undisturbed = bench.make_workspace(folder / "undisturbed")
+    child(undisturbed, None)
+    finished, faults = [check(undisturbed)], list[str]()
+    template = bench.make_workspace(folder / "template").root
+    gc.freeze()  # a collection in a child would touch, and so copy, all of the parent's memory
+    draw, done = random.Random(seed), 0
+    while done < kills:
+        root = folder / str(len(finished))
+        shutil.copytree(template, root)
+        where = Workspace(root, root)
+        while not ended(where):
+            code = spawn(where, random.Random(draw.random()) if done < kills else None)
+            done += code == -signal.SIGKILL
+            if code not in (0, -signal.SIGKILL):
+                faults.append(f"exit code {code} in {root}")
+                break
+        if faults:
+            break
+        finished.append(check(where))
+        shutil.rmtree(root)
+    print(json.dumps({"kills": done, "runs": finished, "faults": faults}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

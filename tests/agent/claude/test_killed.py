@@ -1,0 +1,54 @@
+"""SIGKILL at two hundred random points; every run ends in the same commit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench import KEY, RIGHT, WRONG
+from server import Reply, call
+
+STEPS = [
+    ("write_candidate", {"text": WRONG}),
+    ("check", {"level": "static"}),
+    ("write_candidate", {"text": RIGHT}),
+    ("check", {"level": "interpret"}),
+    ("submit", {}),
+]
+KILLS = 200
+
+
+def script(body: dict[str, Any], number: int) -> Reply:
+    """The next step whose result is not there yet; what was interrupted is done again."""
+    blocks = [b for m in body["messages"] if m["role"] == "user" for b in m["content"]]
+    good = sum(b["type"] == "tool_result" and not b.get("is_error") for b in blocks)
+    name, given = STEPS[good]
+    return Reply([call(name, given, f"t{len(body['messages'])}")])
+
+
+def test_two_hundred_kills_end_in_the_same_commit(serve: Any, tmp_path: Path) -> None:
+    server = serve(script)
+    server.keep = False
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANTHROPIC_API_KEY": KEY}
+    command = [sys.executable, str(Path(__file__).with_name("killed.py"))]
+    halves = [
+        subprocess.Popen(
+            [*command, str(tmp_path / str(seed)), str(KILLS // 2), str(seed)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for seed in (1, 2)
+    ]  # fmt: skip
+    said = [half.communicate() for half in halves]
+    assert [half.returncode for half in halves] == [0, 0], said
+    reports = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    assert [report["faults"] for report in reports] == [[], []], said
+    assert sum(report["kills"] for report in reports) >= KILLS
+    runs = [run for report in reports for run in report["runs"]]
+    assert len(runs) >= 6
+    assert all(run == runs[0] for run in runs), [run for run in runs if run != runs[0]]
+    (commit,) = runs[0]["commits"]
+    assert commit.startswith("Accept gemm_swiglu (proved)")
+    assert runs[0]["contiguous"] and runs[0]["outcome"] == "passed" and runs[0]["status"] == ""
+    assert runs[0]["folders"] == [".gitkeep", "gemm_swiglu"]

@@ -1,0 +1,122 @@
+"""Tips: what is kept, what is refused, which are shown, and how their worth is counted."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from coda_agent.agent.tips import MAX_CHARACTERS, Arm, Tip, Tips, arms, scan, words_of
+from coda_agent.primitives.errors import CodaError
+from coda_agent.specs import load_spec
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = [path.read_text() for path in sorted((ROOT / "generated").glob("*/kernel.py"))]
+
+
+def tip(text: str, *tags: str) -> Tip:
+    return Tip(text, list(tags), "me", "check 1: wrong", "check 2")
+
+
+@pytest.fixture
+def tips(tmp_path: Path) -> Tips:
+    return Tips(tmp_path / "logs" / "tips.jsonl")
+
+
+def test_a_tip_is_kept_once_and_found_by_tag_and_word(tips: Tips) -> None:
+    assert tips.add(tip("Mind the sign of a rotation.", "rotate"), [])
+    assert not tips.add(tip("Mind  the sign of a rotation.", "rope"), [])
+    assert tips.add(tip("Names and order are the spec's.", "any"), [])
+    assert [t.tags for t in tips.matching({"Rotate"})] in (
+        [["rotate"], ["any"]], [["any"], ["rotate"]],
+    )  # fmt: skip
+    assert [t.tags for t in tips.matching({"silu"})] == [["any"]]
+    assert [t.tags for t in tips.search("what sign has the rotation?")] == [["rotate"]]
+    assert tips.search("entropy") == []
+
+
+def test_worth_is_counted_by_arm_and_a_run_counts_once(tips: Tips) -> None:
+    tips.add(tip("One.", "any"), [])
+    (one,) = tips.all()
+    for run, arm, success in [("r1", "shown", True), ("r2", "shown", False), ("r3", "held", False)]:
+        tips.record_outcomes(run, {one: arm}, success=success)
+        tips.record_outcomes(run, {one: arm}, success=not success)  # resumed, and ended again
+    found = tips.all()[one]
+    assert (found.shown, found.held) == (Arm(2, 1), Arm(1, 0))
+    assert found.worth == 2 / 4
+    # All tables with these margins: P(1 or more successes of 1 among the 2 shown of 3 runs) = 2/3.
+    assert math.isclose(found.p_value() or 0, 2 / 3)
+
+
+def test_fisher_against_a_table_known_from_the_literature() -> None:
+    """The lady tasting tea: 3 of 4 right is p = 17/70, 4 of 4 is 1/70."""
+    tea = tip("Milk first.", "any")
+    tea.shown, tea.held = Arm(4, 3), Arm(4, 1)
+    assert math.isclose(tea.p_value() or 0, 17 / 70)
+    tea.shown, tea.held = Arm(4, 4), Arm(4, 0)
+    assert math.isclose(tea.p_value() or 0, 1 / 70)
+    tea.held = Arm()
+    assert tea.p_value() is None
+
+
+def test_pruning_takes_what_did_not_help(tips: Tips) -> None:
+    for text in ("Good.", "Bad.", "New."):
+        tips.add(tip(text, "any"), [])
+    id = {t.text: t.id for t in tips.all().values()}
+    for i in range(8):
+        tips.record_outcomes(f"g{i}", {id["Good."]: "shown"}, success=True)
+        tips.record_outcomes(f"b{i}", {id["Bad."]: "shown"}, success=i == 0)
+    tips.record_outcomes("n", {id["New."]: "shown"}, success=False)
+    assert [t.text for t in tips.prune()] == ["Bad."]
+    assert sorted(t.text for t in tips.all().values()) == ["Good.", "New."]
+    assert [t.text for t in tips.matching(set())] == ["Good.", "New."]  # the useful one first
+    tips.prune([id["New."]])
+    assert list(tips.all()) == [id["Good."]]
+    with pytest.raises(CodaError, match="no tip nope"):
+        tips.prune(["nope"])
+
+
+def test_arms_depend_on_run_and_tip_only_and_meet_the_share() -> None:
+    known = [tip(f"Tip {i}.", "any") for i in range(2000)]
+    first = arms(known, "run-1", 0.25)
+    assert first == arms(known, "run-1", 0.25) != arms(known, "run-2", 0.25)
+    assert 0.21 < list(first.values()).count("held") / 2000 < 0.29
+    assert set(arms(known, "run-1", 0.0).values()) == {"shown"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("Write d = acc * r and gate, up = pairs(d) and return {\"D\": d}.", "no code"),
+        ("@epilogue(D=Tile) does it.", "no code"),
+        ("Use\n```\nacc * r\n```", "no code"),
+        ("Do this:\n  d = acc * r\n", "no code"),
+        ("x" * (MAX_CHARACTERS + 1), "at most"),
+        ("Then it is gate, up = pairs(acc); \"O\": swiglu(gate, up) is the second.", "repeats a program"),
+    ],
+)  # fmt: skip
+def test_a_solution_is_no_tip(tips: Tips, text: str, why: str) -> None:
+    program = 'def f(acc):\n    gate, up = pairs(acc);"O": swiglu(gate, up)\n'
+    with pytest.raises(CodaError, match=why):
+        tips.add(tip(text, "any"), [program])
+    assert tips.all() == {}
+
+
+def test_what_is_no_record_is_an_error(tips: Tips) -> None:
+    tips.add(tip("One.", "any"), [])
+    with tips.path.open("a") as file:
+        file.write('{"kind": "outcome", "tip": 1}\n')
+    with pytest.raises(CodaError, match=r"tips.jsonl:2 is no record of a tip"):
+        tips.all()
+
+
+def test_the_tips_that_come_with_the_repository() -> None:
+    """They parse, match the specs they are about, are within the limits and give nothing away."""
+    known = Tips(ROOT / "logs" / "tips.jsonl").all()
+    assert len(known) >= 10
+    for found in known.values():
+        scan(found.text, PROGRAMS)
+        assert found.failing and found.passing and found.tags
+    spec = load_spec(ROOT / "specs" / "gemm_partial_cross_entropy.md")
+    assert {"cross", "entropy", "reparameterise"} & words_of(spec)
+    matched = " ".join(t.text for t in Tips(ROOT / "logs" / "tips.jsonl").matching(words_of(spec)))
+    assert "log-sum-exp" in matched.lower() and "rotation" not in matched

@@ -1,0 +1,263 @@
+"""The tools one by one, as an author meets them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coda_agent.agent import judge, pipeline, prompt, runs, workspace
+from coda_agent.agent.cli import app
+from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.tips import Tips
+from coda_agent.agent.workbench import TOOLS, Workbench
+from coda_agent.agent.workbench.profile import METRICS, parse_counters
+from coda_agent.agent.workbench.registry import LIMIT, bounded
+from coda_agent.specs import load_spec
+
+ROOT = Path(__file__).parents[2]
+RIGHT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
+WRONG = "import os\n" + RIGHT
+runner = CliRunner()
+
+
+def quick_judge(spec: Any, text: str, *, gates: tuple[str, ...], **options: Any) -> Verdict:
+    """The real static gate; what passes it is taken for proved."""
+    verdict = whole_judge(spec, text, gates=("static",), **{**options, "device": "cpu"})
+    if verdict.passed and "numerics" in gates:
+        more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
+        verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
+    return verdict
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
+    monkeypatch.setattr(judge, "judge_candidate", quick_judge)
+    monkeypatch.chdir(tmp_path)
+    made, _ = workspace.init(tmp_path)
+    made.git("config", "user.name", "U")
+    made.git("config", "user.email", "u@example.com")
+    return made
+
+
+@pytest.fixture
+def bench(where: workspace.Workspace) -> Iterator[Workbench]:
+    spec = ROOT / "specs" / "gemm_swiglu.md"
+    with pipeline.opened(where, spec, "me", lambda *_: None, device="cpu") as made:
+        yield made
+
+
+def say(bench: Workbench, tool: str, **given: Any) -> str:
+    result = bench.call(tool, given)
+    assert result.ok, result.text
+    return result.text
+
+
+def fail(bench: Workbench, tool: str, **given: Any) -> str:
+    result = bench.call(tool, given)
+    assert not result.ok, result.text
+    return result.text
+
+
+def test_reading(bench: Workbench) -> None:
+    assert (
+        "Programs to define: gemm_swiglu\nOperands, after acc: none\nOutputs, in this order: D, O"
+        in say(bench, "read_spec")
+    )
+    assert "swiglu(gate, up)  [elementwise]" in say(bench, "list_primitives")
+    assert "Cost:" in say(bench, "read_primitive", name="relu")
+    assert "did you mean swiglu" in fail(bench, "read_primitive", name="swigl")
+    assert "gate: The gated half of an MLP" in say(bench, "list_demos")
+    assert "def gate(acc):" in say(bench, "read_demo", name="gate")
+    assert say(bench, "search_tips", query="rotation") == "no tip matches these words"
+
+
+def test_writing_and_editing(bench: Workbench) -> None:
+    assert "no candidate yet" in fail(bench, "check", level="static")
+    say(bench, "write_candidate", text=WRONG)
+    assert (bench.run.folder / "kernel.py").read_text() == WRONG
+    assert "`old` occurs 0 times" in fail(bench, "edit_candidate", old="nope", new="x")
+    assert "`old` occurs 4 times" in fail(bench, "edit_candidate", old="swiglu", new="x")
+    say(bench, "edit_candidate", old="import os\n", new="")
+    assert bench.state.candidate == RIGHT
+    assert "at most" in fail(bench, "write_candidate", text="x" * 50_000)
+
+
+def test_attempts_are_numbered_and_the_best_is_known(bench: Workbench) -> None:
+    for text, level in [(WRONG, "static"), (RIGHT, "interpret"), (RIGHT + "\n", "static")]:
+        say(bench, "write_candidate", text=text)
+        bench.call("check", {"level": level})
+    assert [(a.number, a.check, a.passed) for a in bench.state.attempts] == [
+        (1, "static", False), (2, "interpret", True), (3, "static", True),
+    ]  # fmt: skip
+    assert bench.state.best and bench.state.best.number == 2 and bench.state.best_text == RIGHT
+    whole = json.loads((bench.run.folder / "artifacts" / "verdict-1.json").read_text())
+    assert whole["gates"][0]["findings"][0]["message"] == bench.state.attempts[0].finding
+
+
+def test_a_gpu_is_needed_where_it_is(bench: Workbench) -> None:
+    say(bench, "write_candidate", text=RIGHT)
+    for name, given in [("check", {"level": "gpu"}), ("benchmark", {}), ("profile", {})]:
+        assert "needs a Hopper GPU" in fail(bench, name, **given)
+
+
+def test_gpu_seconds_have_an_end(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coda_agent.agent import doctor
+    from coda_agent.agent.workbench import Result
+
+    monkeypatch.setattr(doctor, "gpus", lambda: [doctor.Gpu("H200", "sm_90", "1")])
+    bench.state.device, bench.gpu_limit_s = "auto", 100.0
+    say(bench, "write_candidate", text=RIGHT)
+    say(bench, "check", level="gpu")
+    bench.answer("", "check", Result(text="", gpu=True), 99.0)
+    say(bench, "check", level="gpu")
+    bench.answer("", "check", Result(text="", gpu=True), 2.0)
+    assert "the GPU budget of 100 s is used up" in fail(bench, "check", level="gpu")
+    say(bench, "submit")
+
+
+def test_inspecting(bench: Workbench) -> None:
+    say(bench, "write_candidate", text=RIGHT)
+    roofline = say(bench, "inspect", what="roofline")
+    # 2 · 4096³ flops; A, B and D of 4096² and O of half, two bytes each.
+    assert "4096x4096x4096: GEMM 137.4 GFLOP" in roofline and "117.4 MB" in roofline
+    assert "= acc(" in say(bench, "inspect", what="graph")
+    say(bench, "write_candidate", text=WRONG)
+    assert "only imports and @epilogue" in fail(bench, "inspect", what="graph")
+
+
+def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
+    say(bench, "write_candidate", text=WRONG)
+    bench.call("check", {"level": "static"})
+    given = {"text": "Imports come from one place.", "tags": ["any"], "failing": 1, "passing": 2}
+    assert "one that passed; there are: 1 failed" in fail(bench, "log_tip", **given)
+    say(bench, "write_candidate", text=RIGHT)
+    bench.call("check", {"level": "static"})
+    assert "kept" in say(bench, "log_tip", **given)
+    body = RIGHT[RIGHT.index("gate, up") :].replace("\n", " ")
+    assert "no code" in fail(bench, "log_tip", **{**given, "text": f"Write {body}"})
+    (tip,) = Tips.of(bench.workspace).all().values()
+    assert tip.run == bench.run.id and "only imports" in tip.failing and tip.author == "me"
+
+
+def test_submit_commits_once_and_ends_the_run(bench: Workbench) -> None:
+    say(bench, "write_candidate", text=WRONG)
+    refused = bench.call("submit", {})
+    assert refused.ok and refused.data["passed"] is False and bench.state.over is None
+    say(bench, "write_candidate", text=RIGHT)
+    assert "accepted as proved, commit" in say(bench, "submit")
+    assert "this run is over: accepted" in fail(bench, "submit")
+    assert "this run is over: accepted" in fail(bench, "write_candidate", text=WRONG)
+    assert bench.workspace.git("rev-list", "--count", "HEAD") == "1"
+
+
+def test_long_results_are_cut_and_kept(bench: Workbench) -> None:
+    short = bounded("\n".join(f"line {i}" for i in range(10_000)))
+    assert len(short) < LIMIT and short.startswith("line 0\n") and short.endswith("line 9999")
+    say(bench, "write_candidate", text="# " + "\n# ".join("x" * 30 for _ in range(1000)))
+    result = bench.call("edit_candidate", {"old": "nope", "new": ""})
+    assert len(result.text) < LIMIT
+
+
+def test_tools_are_described_for_others() -> None:
+    assert list(TOOLS) == [
+        "read_spec", "list_primitives", "read_primitive", "list_demos", "read_demo", "search_tips",
+        "write_candidate", "edit_candidate", "check", "benchmark", "profile", "inspect", "log_tip",
+        "submit", "give_up",
+    ]  # fmt: skip
+    for tool in TOOLS.values():
+        assert tool.description.endswith(".") and tool.schema()["additionalProperties"] is False
+
+
+def test_the_prompt_is_whole_and_the_same_each_time(where: workspace.Workspace) -> None:
+    spec = load_spec(ROOT / "specs" / "gemm_rope.md")
+    tips = prompt.tips_for(spec, Tips(ROOT / "logs" / "tips.jsonl"))
+    first, second = (json.dumps(prompt.request(spec, tips)) for _ in range(2))
+    assert first == second
+    said = json.loads(first)
+    system, opening = said["system"][0]["text"], said["messages"][0]["content"][0]["text"]
+    for name in (
+        "swiglu(gate, up)",
+        "RowLogSumExp",
+        "# The language",
+        "one returned dict. No",
+        "submit:",
+    ):
+        assert name in system
+    assert (
+        spec.text.strip() in opening and "# Demonstration: rot" in opening and "rotation" in opening
+    )
+    assert str(where.root) not in first
+
+
+def test_the_prompt_is_printed_with_its_tokens(where: workspace.Workspace) -> None:
+    shown = runner.invoke(app, ["prompt", "gemm_rope"]).stdout
+    assert "tokens, estimated: no key is set to count them]" in shown
+    document = json.loads(runner.invoke(app, ["prompt", "gemm_rope", "--json"]).stdout)
+    assert document["counted"] is False and 3000 < document["tokens"] < 60_000
+
+
+def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) -> None:
+    def run(*args: str, code: int = 0) -> Any:
+        result = runner.invoke(app, [*args, "--json"])
+        assert result.exit_code == code, (result.stdout, result.stderr)
+        return json.loads(result.stdout)
+
+    (where.root / "mine.py").write_text(WRONG)
+    started = run(
+        "tool", "read_spec", "--spec", "gemm_swiglu", "--author", "someone", "--device", "cpu"
+    )["run"]
+    run("tool", "write_candidate", "text=@mine.py", "--run", started)
+    assert run("tool", "check", "level=static", "--run", started, code=1)["data"]["passed"] is False
+    run("tool", "edit_candidate", "old=import os\n", "new=", "--run", "last")
+    tip = ["text=Mind the imports.", 'tags=["any"]', "failing=1", "passing=2"]
+    run("tool", "check", "level=static", "--run", started[-4:])
+    run("tool", "log_tip", *tip, "--run", started)
+    assert run("tool", "submit", "--run", started)["ok"]
+    assert where.kernel("gemm_swiglu").evidence["author"] == "someone"
+    (listed,) = run("runs")
+    assert (listed["outcome"], listed["reason"], listed["author"]) == (
+        "passed",
+        "accepted",
+        "someone",
+    )
+    assert "this run is over" in run("tool", "submit", "--run", started, code=1)["text"]
+    assert run("tool", "check", "--run", "nope", code=2)["error"]["message"].startswith("no runs")
+
+    shown = runner.invoke(app, ["run", "show", "last"]).stdout
+    assert "log_tip" in shown and "committed" in shown
+    runner.invoke(app, ["run", "show", "last", "--html", "page.html"])
+    assert "write_candidate" in (where.root / "page.html").read_text()
+    assert "Mind the imports." in runner.invoke(app, ["tips"]).stdout
+
+    again = run("replay", started)
+    assert again["differences"] == [] and again["commit"] is None and again["passed"]
+    assert len(run("runs")) == 2 and len(Tips.of(where).all()) == 1
+
+
+def test_a_replay_says_what_differs(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = runner.invoke(app, ["generate", "gemm_swiglu", "--author", "composer", "--json"])
+    assert result.exit_code == 0, result.stderr
+    log = runs.find(where, "last").folder
+    assert runner.invoke(app, ["replay", str(log)]).exit_code == 0
+
+    def strict(spec: Any, text: str, **options: Any) -> Verdict:
+        return quick_judge(spec, WRONG, **options)
+
+    monkeypatch.setattr(judge, "judge_candidate", strict)
+    replayed = runner.invoke(app, ["replay", log.name])
+    assert replayed.exit_code == 1 and "submit: was a pass, is a refusal" in replayed.stdout
+
+
+def test_counters_are_read_from_ncu() -> None:
+    rows = ['"ID","Kernel Name","gpu__time_duration.sum","dram__bytes_read.sum","x"',
+            '"","","ns","Mbyte","%"', '"0","kernel_cutlass","198,016","67.3","n/a"']  # fmt: skip
+    found = parse_counters(rows)
+    assert found["gpu__time_duration.sum"] == pytest.approx(198.016)
+    assert found["dram__bytes_read.sum"] == pytest.approx(67.3e6) and "x" not in found
+    assert len(set(METRICS.values())) == len(METRICS)
