@@ -70,7 +70,8 @@ def make_case(
 ) -> Case:
     """Draw inputs from a fresh seed and compute truth and bounds.
 
-    Bounds come from what a user would run: on a GPU the spec's baseline, where it has one.
+    Bounds come from what a user would run: on a GPU the spec's baseline, where it has one that
+    takes the shape.
 
     Raises:
         SpecError: the baseline computes something else.
@@ -81,7 +82,11 @@ def make_case(
     seed = secrets.randbits(62)
     inputs = draw_inputs(spec, sizes, types, seed=seed, device=device, binding=binding)
     truth = run_reference(spec, inputs, binding=binding, exact=True)
-    plain = run_reference(spec, inputs, binding=binding, baseline=device == "cuda")
+    try:
+        plain = run_reference(spec, inputs, binding=binding, baseline=device == "cuda")
+    except SpecError:
+        # A baseline need not take every shape: cuBLAS has no FP8 product of one row, for one.
+        plain = run_reference(spec, inputs, binding=binding)
     errors = {o: measure(plain[o], truth[o]) for o in spec.outputs}
     dtypes = {o: spec.dtype_of(o, types) for o in spec.outputs}
     bounds = {o: bound(errors[o], dtypes[o], spec.tolerance.multiple) for o in spec.outputs}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.timing import Samples, gpu_state, interleave, speedup
-from coda_agent.agent.judge.tuner import Cell
+from coda_agent.agent.judge.tuner import LAST, Cell
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
@@ -57,13 +57,17 @@ def check_performance(
             progress(done, total, f"{element} {_label(sizes)}")
             cell = _Cell(spec, programs[name], binding, sizes, element)
             search = cell.search(admitted[name, element])
-            record = cell.measure(search)
+            # Three of the search's last round, and the best of those it dropped before.
+            record = cell.measure([config for config, _ in (*search[:3], *search[LAST : LAST + 1])])
+            record["search_us"] = {c.label: round(t, 2) for c, t in search}
             done += 1
             cells.append(record)
             findings += _judge(spec, record, is_largest=_volume(sizes) == largest)
             if search:
                 time_us = record["times"]["ours"]["median_us"]
-                tuned.setdefault(cell.gemm_type, []).append(cell.entry(search, time_us))
+                best = TileConfig(**record["config"])
+                ordered = [(best, time_us), *(found for found in search if found[0] != best)]
+                tuned.setdefault(cell.gemm_type, []).append(cell.entry(ordered, time_us))
     progress(total, total, "")
     return findings, {"program": name, "cells": cells}, tuned
 
@@ -71,17 +75,22 @@ def check_performance(
 class _Cell(Cell):
     """A cell measured against what a user would run instead."""
 
-    def measure(self, search: Sequence[tuple[TileConfig, float]]) -> dict[str, Any]:
-        """Measure the best of a search against the baselines."""
+    def measure(self, configs: Sequence[TileConfig]) -> dict[str, Any]:
+        """Measure the finalists of a search beside the baselines; the fastest of them is ours.
+
+        The search runs kernels back to back, which throttles the GPU; beside the baselines its
+        clock is what a user's would be, and the order may be another (3 % on an H200).
+        """
         record: dict[str, Any] = {"dtype": self.element, "sizes": self.sizes}
-        if not search:
+        if not configs:
             return {**record, "error": "no tile computes the right result at this shape"}
-        record["search_us"] = {c.label: round(t, 2) for c, t in search}
-        best = search[0][0]
-        record["config"], record["tile"] = best.to_dict(), best.label
         before = gpu_state()
-        samples, mismatches = self._final(best)
+        samples, mismatches = self._final(configs)
         record["gpu"] = {"before": before, "after": gpu_state()}
+        best = min(configs, key=lambda c: samples[c.label].median_us)
+        record["config"], record["tile"] = best.to_dict(), best.label
+        record["finalists_us"] = {c.label: round(samples[c.label].median_us, 2) for c in configs}
+        samples = {"ours": samples[best.label], **{k: samples[k] for k in ("gemm", "compile")}}
         record["times"] = {k: s.to_dict() for k, s in samples.items()}
         record["of_gemm"] = speedup(samples["ours"], samples["gemm"])
         record["over_compile"] = speedup(samples["ours"], samples["compile"])
@@ -104,31 +113,34 @@ class _Cell(Cell):
         record["tflops"] = round(facts.gemm_flops / samples["ours"].median_us / 1e6, 1)
         return record
 
-    def _final(self, config: TileConfig) -> tuple[dict[str, Samples], int]:
+    def _final(self, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples], int]:
         import torch
 
         from coda_agent.specs import reference_callable
 
-        ours = self.run(config)
-        expected = []
-        for i in range(2):
-            ours.restore(i)
-            expected.append({o: t.clone() for o, t in ours(i).items()})
+        runs = {c.label: self.run(c) for c in configs}
+        expected: dict[tuple[str, int], Any] = {}
+        for label, run in runs.items():
+            for i in range(2):
+                run.restore(i)
+                expected[label, i] = {o: t.clone() for o, t in run(i).items()}
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         results: dict[str, Any] = {}
 
-        def timed(i: int) -> None:
-            results["ours"] = ours(i)
+        def timed(label: str) -> Callable[[int], None]:
+            def call(i: int) -> None:
+                results[label] = runs[label](i)
+
+            return call
 
         def restore(name: str, i: int) -> None:
-            if name == "ours":
-                ours.restore(i)
+            if name in runs:
+                runs[name].restore(i)
 
         def verify(name: str, i: int) -> None:
-            if name != "ours":
-                return
-            for o, t in results["ours"].items():
-                wrong.add_((t.view(torch.uint8) != expected[i % 2][o].view(torch.uint8)).any())
+            for o, t in results.get(name, {}).items():
+                known = expected[name, i % 2][o]
+                wrong.add_((t.view(torch.uint8) != known.view(torch.uint8)).any())
                 t.fill_(float("nan"))
 
         baseline = torch.compile(
@@ -137,7 +149,7 @@ class _Cell(Cell):
         a, b = ([inputs[g] for inputs in self.inputs] for g in self.spec.gemm)
         gemm = bare_gemm(a[0], b[0])
         contenders = {
-            "ours": timed,
+            **{label: timed(label) for label in runs},
             "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
             "compile": lambda i: baseline(**self.inputs[i % 2]),
         }

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
 SEARCH_ROUNDS = 9
+LAST = 4  # configurations in the last round
 
 
 class Cell:
@@ -70,8 +71,8 @@ class Cell:
             return []
         first = self._ranked(right, SEARCH_ROUNDS)
         orders = [replace(c, swizzle=s) for c, _ in first[:3] for s in SWIZZLES if self._cut(c) > s]
-        second = self._ranked([c for c, _ in first[:4]] + orders, SEARCH_ROUNDS)
-        last = self._ranked([c for c, _ in second[:4]], 3 * SEARCH_ROUNDS)
+        second = self._ranked([c for c, _ in first[:LAST]] + orders, SEARCH_ROUNDS)
+        last = self._ranked([c for c, _ in second[:LAST]], 3 * SEARCH_ROUNDS)
         known = {c for c, _ in last}
         rest = sorted({**dict(first), **dict(second)}.items(), key=lambda found: found[1])
         return last + [(c, t) for c, t in rest if c not in known]
