@@ -270,21 +270,22 @@ def _fastest(
     case: Case, tiles: Sequence[TileConfig], clock: Clock, make: Callable[[TileConfig], Run | None]
 ) -> tuple[Run, str] | None:
     """The fastest of the tiles that compile and compute rightly."""
-    runs: dict[str, Run] = {}
+    runs: dict[TileConfig, Run] = {}
     for tile in tiles:
         run = make(tile)
         if run is None:
             return None
         try:
             if error(case, run(0)) <= LIMIT:
-                runs[tile.label] = run
+                runs[tile] = run
         except Exception:  # foreign code, and not every tile carries every epilogue
             continue
     if not runs:
         raise CompileError("no tile computes the right result")
-    samples = clock.interleave(runs, _SEARCH_ROUNDS)
-    best = min(runs, key=lambda label: samples[label].median_us)
-    return runs[best], best
+    samples = clock.interleave({t.label: run for t, run in runs.items()}, _SEARCH_ROUNDS)
+    best = min(runs, key=lambda t: samples[t.label].median_us)
+    fresh = make(best)  # what is accumulated in place starts anew
+    return fresh and (fresh, best.label)
 
 
 def _less(case: Case, outputs: Mapping[str, Any]) -> str:
