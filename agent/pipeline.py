@@ -106,7 +106,7 @@ def opened(
     about |= {"commit": commit, **(settings or {})}
     with _logged(run, observer, "run.started", about) as tell:
         admit(spec)
-        tell("spec.admitted", {"path": str(spec_path), "digest": spec.digest})
+        tell("spec.admitted", {"path": spec_path.name, "digest": spec.digest})
         yield Workbench(workspace, run, spec, tell, gpu_limit_s)
 
 
@@ -141,7 +141,7 @@ def _judge(
     from coda_agent.agent.judge import judge_candidate
 
     (run.folder / "kernel.py").write_text(text, "utf-8")
-    tell("candidate.saved", {"path": str(run.folder / "kernel.py"), "text": text})
+    tell("candidate.saved", {"path": "kernel.py", "text": text})
     verdict = judge_candidate(spec, text, device=device, gates=gates, observer=tell)
     (run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
     tell("verdict", {"passed": verdict.passed, "level": verdict.level})

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -269,7 +270,8 @@ def tool(
                 workspace, path, author, observer, device=device, commit=not no_commit
             )
         with context as bench:
-            result = bench.call(name, dict(map(_value, given or [])))
+            fields = TOOLS[name].schema()["properties"] if name in TOOLS else {}
+            result = bench.call(name, dict(_value(word, fields) for word in given or []))
             if bench.state.over and name in ("submit", "give_up") and result.ok:
                 bench.finish()
     document = {"run": bench.run.id, **result.model_dump(mode="json")}
@@ -277,17 +279,22 @@ def tool(
     return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code)
 
 
-def _value(word: str) -> tuple[str, Any]:
-    """KEY=VALUE; the value is a file's text after @, JSON where it begins like a list or record."""
+def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
+    """KEY=VALUE; a text is a file's after @ (@@ is an @ itself), a list is JSON or has commas."""
     key, sign, value = word.partition("=")
     if not sign:
         raise CodaError(f"{word!r} is not KEY=VALUE", hint="text=@kernel.py reads a file")
+    if value.startswith("@@"):
+        return key, value[1:]
     if value.startswith("@"):
         try:
             return key, Path(value[1:]).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CodaError(f"{value[1:]} cannot be read as text: {error}") from error
-    if value[:1] in ("[", "{"):
+            hint = "@@ stands for an @ that begins a text"
+            raise CodaError(f"{value[1:]} cannot be read as text: {error}", hint=hint) from error
+    if fields.get(key, {}).get("type") == "array" and not value.startswith("["):
+        return key, [part.strip() for part in value.split(",")]
+    if fields.get(key, {}).get("type") != "string" and value[:1] in ("[", "{"):
         try:
             return key, json.loads(value)
         except ValueError as error:

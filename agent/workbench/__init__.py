@@ -132,7 +132,7 @@ class Workbench:
         digest = _digest(text)
         path = self.run.folder / "kernel.py"
         path.write_text(text, "utf-8", errors="replace")
-        self.tell("candidate.saved", {"path": str(path), "digest": digest, "text": text})
+        self.tell("candidate.saved", {"path": path.name, "digest": digest, "text": text})
         return digest
 
     def judge(self, check: str) -> "Verdict":
@@ -252,14 +252,23 @@ class Workbench:
     @tool()
     def read_spec(self, given: Nothing) -> Result:
         """The spec: what to compute, with shapes, types, tolerance, target and the reference."""
-        names = [self.spec.variant(binding) for binding in self.spec.bindings()]
-        operands = [name for name in self.spec.inputs if name not in self.spec.gemm]
+        programs = {}
+        for binding in self.spec.bindings():
+            updated = self.spec.updated(binding)
+            hidden = (*self.spec.gemm, *updated.values())
+            operands = ", ".join(name for name in self.spec.inputs if name not in hidden)
+            added = "".join(
+                f"; {o} is an AddTile: what is added to {x}" for o, x in updated.items()
+            )
+            programs[self.spec.variant(binding)] = (
+                f"operands after acc: {operands or 'none'}{added}"
+            )
         text = (
-            f"{self.spec.text}\n---\nPrograms to define: {', '.join(names)}\n"
-            f"Operands, after acc: {', '.join(operands) or 'none'}\n"
-            f"Outputs, in this order: {', '.join(self.spec.outputs)}"
+            f"{self.spec.text}\n---\nPrograms to define:\n"
+            + "".join(f"- {name}: {said}\n" for name, said in programs.items())
+            + f"Outputs of each, in this order: {', '.join(self.spec.outputs)}"
         )
-        return Result(text=text, data={"programs": names})
+        return Result(text=text, data={"programs": list(programs)})
 
     @tool()
     def list_primitives(self, given: Nothing) -> Result:

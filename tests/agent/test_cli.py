@@ -16,7 +16,7 @@ from coda_agent.agent import doctor, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.events import read_events, summary
 from coda_agent.agent.judge.records import Finding, GateResult, Verdict
-from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.errors import CodaError, ProgramError
 
 PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
 runner = CliRunner()
@@ -217,3 +217,19 @@ def test_doctor(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> 
     assert found["git identity"] == "U <u@example.com>" and found["gpu"] is None
     monkeypatch.setattr(doctor, "package_version", lambda distribution, module: None)
     assert "nothing can be shown" in run("doctor", code=3)
+
+
+def test_a_tools_inputs_on_the_command_line(tmp_path: Path) -> None:
+    from coda_agent.agent.cli.authoring import _value
+
+    fields = {"old": {"type": "string"}, "tags": {"type": "array"}, "size": {"type": "integer"}}
+    (tmp_path / "k.py").write_text("x = 1\n")
+    assert _value(f"old=@{tmp_path / 'k.py'}", fields) == ("old", "x = 1\n")
+    assert _value("old=@@epilogue(O=Tile)", fields) == ("old", "@epilogue(O=Tile)")
+    assert _value('old={"O": X', fields) == ("old", '{"O": X')
+    assert _value("tags=gates, sums", fields) == ("tags", ["gates", "sums"])
+    assert _value('tags=["gates"]', fields) == ("tags", ["gates"])
+    with pytest.raises(CodaError, match="cannot be read as text"):
+        _value("old=@nothing.py", fields)
+    with pytest.raises(CodaError, match="is not KEY=VALUE"):
+        _value("old", fields)

@@ -64,8 +64,8 @@ def fail(bench: Workbench, tool: str, **given: Any) -> str:
 
 def test_reading(bench: Workbench) -> None:
     assert (
-        "Programs to define: gemm_swiglu\nOperands, after acc: none\nOutputs, in this order: D, O"
-        in say(bench, "read_spec")
+        "Programs to define:\n- gemm_swiglu: operands after acc: none\n"
+        "Outputs of each, in this order: D, O" in say(bench, "read_spec")
     )
     assert "swiglu(gate, up)  [elementwise]" in say(bench, "list_primitives")
     assert "Cost:" in say(bench, "read_primitive", name="relu")
