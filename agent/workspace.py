@@ -68,11 +68,13 @@ def run_git(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> b
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:
-    """The hint for an unknown name: close spellings, else all there is."""
+    """The hint for an unknown name: names with it inside, else close spellings, else all."""
     names = sorted(set(known))
-    if close := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
+    holding = [n for n in names if len(name) > 2 and name.lower() in n.lower()][:3]
+    if close := holding or difflib.get_close_matches(name, names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(close)}?"
-    return f"known: {', '.join(names[:12])}" if names else ""
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"known: {', '.join(names[:12])}{more}" if names else ""
 
 
 def packaged_specs() -> dict[str, Path]:

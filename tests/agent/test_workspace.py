@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from coda_agent.agent import workspace
+from coda_agent.agent.workspace import near_matches
 from coda_agent.primitives.errors import WorkspaceError
 
 
@@ -92,3 +93,13 @@ def test_kernels(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError) as caught:
         made.kernel("gem_a")
     assert "gemm_a" in caught.value.hint
+
+
+def test_hints_for_an_unknown_name() -> None:
+    names = ["ColSum", "RowSum", "silu", "swiglu"]
+    assert near_matches("sum", names) == "did you mean ColSum or RowSum?"
+    assert near_matches("sylu", names) == "did you mean silu or swiglu?"
+    assert near_matches("zzz", names) == "known: ColSum, RowSum, silu, swiglu"
+    many = [f"k{i:02}" for i in range(15)]
+    assert near_matches("zzz", many) == f"known: {', '.join(many[:12])} and 3 more"
+    assert near_matches("zzz", []) == ""
