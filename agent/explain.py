@@ -45,12 +45,12 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
         text = Composer().write(spec, lambda *_: None)
     if stage == "program":
         return text
-    program = _program(spec, text, variant)
+    program = traced(spec, text, variant)
     if stage == "graph":
         from coda_agent.primitives.inspect import describe
 
         return describe(program.graph)
-    return _compiled(spec, program, stage)
+    return compiled(spec, program, stage)
 
 
 def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
@@ -61,7 +61,12 @@ def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
     raise CodaError(f"{spec.name} has no variant {variant!r}, expected one of {known}")
 
 
-def _program(spec: Spec | None, text: str, variant: str | None) -> Program:
+def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
+    """One program of a candidate's text, the default one of its spec, traced in a compile worker.
+
+    Raises:
+        CodaError: it is not in the language, does not trace, or has no such program.
+    """
     from coda_agent.agent.judge.compile_gate import load
     from coda_agent.agent.judge.pool import CompilePool
     from coda_agent.agent.judge.static import check_source, program_names
@@ -78,7 +83,7 @@ def _program(spec: Spec | None, text: str, variant: str | None) -> Program:
     return programs[name]
 
 
-def _compiled(spec: Spec | None, program: Program, stage: str) -> str:
+def compiled(spec: Spec | None, program: Program, stage: str) -> str:
     """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
     from coda_agent.agent.judge.compile_gate import job
     from coda_agent.primitives.target import ARCHITECTURES

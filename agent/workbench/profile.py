@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.errors import CompileError, MachineError
+from coda_agent.agent.explain import compiled, traced
+from coda_agent.primitives.errors import MachineError
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
@@ -41,26 +42,6 @@ METRICS = {
 """Nsight Compute's counter by the name an author is shown; times come in us, sizes in bytes."""
 OPCODES = {"WGMMA": "HGMMA", "TMA loads": "UTMALDG", "TMA stores": "UTMASTG", "spill stores": "STL"}
 """SASS instructions that say how a kernel works, by the name an author is shown."""
-
-
-def traced(spec: "Spec", text: str, name: str | None = None) -> "Program":
-    """One program of a candidate's text, traced in a compile worker.
-
-    Raises:
-        CompileError: it is not in the language, does not trace, or has no such program.
-    """
-    from coda_agent.agent.judge.compile_gate import load
-    from coda_agent.agent.judge.pool import CompilePool
-    from coda_agent.agent.judge.static import check_source
-
-    wanted = [spec.variant(binding) for binding in spec.bindings()]
-    if findings := check_source(text, wanted):
-        raise CompileError(findings[0].message, hint=findings[0].hint)
-    with CompilePool(1) as pool:
-        programs = load(pool, text)
-    if (name or wanted[0]) not in programs:
-        raise CompileError(f"no program {name!r}, expected one of {', '.join(programs)}")
-    return programs[name or wanted[0]]
 
 
 def roofline(spec: "Spec", text: str, name: str | None = None) -> str:
@@ -97,10 +78,11 @@ def profile(spec: "Spec", text: str, incumbent: str | None) -> str:
         hint = "benchmark gives times, inspect the roofline"
         raise MachineError("Nsight Compute (ncu) is not installed here", hint=hint)
     program = traced(spec, text)
-    now = _counters(spec, program) | opcodes(spec, text)
+    now = _counters(spec, program) | opcodes(spec, program)
     then: dict[str, float] = {}
     if incumbent:
-        then = _counters(spec, traced(spec, incumbent)) | opcodes(spec, incumbent)
+        other = traced(spec, incumbent)
+        then = _counters(spec, other) | opcodes(spec, other)
     m, n, k = (spec.bench_shapes[0][dim] for dim in spec.gemm_dims)
     facts = inspect_program(program, m, n, k)
     lines = [f"{program.name} at {m}x{n}x{k}; least bytes {facts.bytes_moved / 1e6:.1f} MB"]
@@ -112,11 +94,9 @@ def profile(spec: "Spec", text: str, incumbent: str | None) -> str:
     return "\n".join(lines)
 
 
-def opcodes(spec: "Spec", text: str) -> dict[str, float]:
-    """How often each of `OPCODES` stands in the default program's SASS for sm_90a."""
-    from coda_agent.agent.explain import explain
-
-    sass = explain(spec, text, "sass")
+def opcodes(spec: "Spec", program: "Program") -> dict[str, float]:
+    """How often each of `OPCODES` stands in a program's SASS for sm_90a."""
+    sass = compiled(spec, program, "sass")
     return {f"{name} in SASS": float(sass.count(f" {op}")) for name, op in OPCODES.items()}
 
 
