@@ -65,13 +65,25 @@ def instructions() -> str:
 
 def opening(spec: "Spec", tips: Iterable["Tip"]) -> str:
     """The part for one spec: the spec, demonstrations, tips."""
-    names = ", ".join(spec.variant(binding) for binding in spec.bindings())
-    parts = [f"# The spec\n\n{spec.text.strip()}\n\nPrograms to define: {names}"]
+    parts = [f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"]
     for demo in demos_for(spec):
         parts.append(f"# Demonstration: {demo.name}\n\n```python\n{demo.text.strip()}\n```")
     if lines := [f"- {tip.line()}" for tip in tips]:
         parts.append("# Tips from earlier runs\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
+
+
+def programs_to_define(spec: "Spec") -> str:
+    """The programs a candidate must have: names, operands, what is added in place, outputs."""
+    lines = ["Programs to define:"]
+    for binding in spec.bindings():
+        updated = spec.updated(binding)
+        hidden = (*spec.gemm, *updated.values())
+        operands = ", ".join(name for name in spec.inputs if name not in hidden)
+        added = "".join(f"; {o} is an AddTile: what is added to {x}" for o, x in updated.items())
+        said = f"operands after acc: {operands or 'none'}{added}"
+        lines.append(f"- {spec.variant(binding)}: {said}")
+    return "\n".join([*lines, f"Outputs of each, in this order: {', '.join(spec.outputs)}"])
 
 
 def demos_for(spec: "Spec") -> list["Demo"]:

@@ -252,23 +252,11 @@ class Workbench:
     @tool()
     def read_spec(self, given: Nothing) -> Result:
         """The spec: what to compute, with shapes, types, tolerance, target and the reference."""
-        programs = {}
-        for binding in self.spec.bindings():
-            updated = self.spec.updated(binding)
-            hidden = (*self.spec.gemm, *updated.values())
-            operands = ", ".join(name for name in self.spec.inputs if name not in hidden)
-            added = "".join(
-                f"; {o} is an AddTile: what is added to {x}" for o, x in updated.items()
-            )
-            programs[self.spec.variant(binding)] = (
-                f"operands after acc: {operands or 'none'}{added}"
-            )
-        text = (
-            f"{self.spec.text}\n---\nPrograms to define:\n"
-            + "".join(f"- {name}: {said}\n" for name, said in programs.items())
-            + f"Outputs of each, in this order: {', '.join(self.spec.outputs)}"
-        )
-        return Result(text=text, data={"programs": list(programs)})
+        from coda_agent.agent.prompt import programs_to_define
+
+        names = [self.spec.variant(binding) for binding in self.spec.bindings()]
+        text = f"{self.spec.text}\n---\n{programs_to_define(self.spec)}"
+        return Result(text=text, data={"programs": names})
 
     @tool()
     def list_primitives(self, given: Nothing) -> Result:
