@@ -1,7 +1,7 @@
 """One launch that folds a reduction's partials on a GPU; only `reductions.py` imports this.
 
-PyTorch takes two launches for a scaled sum and five for a log-sum-exp: 59 us for the partials of
-8192 rows of 32768 logits on an H200, where one pass over them takes 4.
+PyTorch takes two launches for a scaled sum and more for a log-sum-exp: the cross-entropy loss from
+the partials of 8192 rows of 32768 logits took 59 us with its own, and 30 us with this (H200).
 """
 
 from __future__ import annotations

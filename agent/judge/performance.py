@@ -79,7 +79,7 @@ class _Cell(Cell):
         """Measure the finalists of a search beside the baselines; the fastest of them is ours.
 
         The search runs kernels back to back, which throttles the GPU; beside the baselines its
-        clock is what a user's would be, and the order may be another (3 % on an H200).
+        clock is what a user's would be, and the order may be another.
         """
         record: dict[str, Any] = {"dtype": self.element, "sizes": self.sizes}
         if not configs:
