@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 from collections.abc import Mapping
@@ -176,26 +175,40 @@ def load_kernel(folder: Path) -> Kernel:
     contents may come under the same name, `coda_agent::<name>_<digest of the files>`.
 
     Raises:
-        WorkspaceError: the folder holds no kernel.
+        WorkspaceError: the folder holds no kernel, or not the one its evidence was made for.
     """
     path = folder / "kernel.py"
-    module_spec = importlib.util.spec_from_file_location(
-        f"coda_agent.generated.{folder.name}", path
-    )
-    if module_spec is None or module_spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise WorkspaceError(f"{folder} holds no kernel.py")
     paths = [folder / f for f in ("kernel.py", "spec.md", "tuned.json", "evidence.json")]
     texts = [p.read_bytes() if p.is_file() else b"{}" for p in paths]
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
     name = (spec := load_spec(paths[1])).name
+    tuned, evidence = map(json.loads, texts[2:])
+    _check_digests(folder, evidence.get("digests", {}), texts[0], spec)
     if folder.parent != Path(__file__).parent or _LOADED.get(name, (digest,))[0] != digest:
         name = f"{name}_{digest}"
     if name not in _LOADED:
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
-        programs = {v: getattr(module, v) for v in map(spec.variant, spec.bindings())}
-        tuned, evidence = map(json.loads, texts[2:])
+        # Run as the text that was judged: an import would follow an encoding cookie, and could find
+        # other bytes in __pycache__.
+        space: dict[str, Any] = {"__name__": f"coda_agent.generated.{folder.name}"}
+        exec(compile(texts[0].decode(), str(path), "exec", dont_inherit=True), space)
+        programs = {v: space[v] for v in map(spec.variant, spec.bindings())}
         found = (gate["data"].get("refused_tiles", ()) for gate in evidence.get("gates", ()))
         refused = frozenset(tile["tile"] for tiles in found for tile in tiles)
         _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name)
     return _LOADED[name][1]
+
+
+def _check_digests(folder: Path, digests: Mapping[str, str], program: bytes, spec: Spec) -> None:
+    """Refuse files that were changed after the judge saw them: kernel.py is about to be run."""
+    found = {
+        "kernel.py": ("candidate", hashlib.sha256(program.replace(b"\r\n", b"\n")).hexdigest()),
+        "spec.md": ("spec", spec.digest.removeprefix("sha256:")),
+    }
+    for file, (key, digest) in found.items():
+        if digests.get(key, f"sha256:{digest}") != f"sha256:{digest}":
+            raise WorkspaceError(
+                f"{folder / file} is not what its evidence was made for",
+                hint=f"coda-agent verify {folder.name} judges it as it is now",
+            )

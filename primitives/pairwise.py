@@ -5,7 +5,7 @@ from __future__ import annotations
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value, join
 
-_HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
+HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
 _DOUBLES = {Shape.HALF: Shape.TILE, Shape.TILE: Shape.WIDE}
 
 
@@ -23,12 +23,12 @@ def pairs(x: Value) -> tuple[Value, Value]:
         raise ProgramError(f"pairs() got {type(x).__name__}, expected a value of the program")
     if x.shape.half_width:
         raise ProgramError("pairs() got a half-width value, expected a full-width one")
-    if x.shape not in _HALVES:
+    if x.shape not in HALVES:
         return x, x
     node = x.graph.nodes[x.index]
     if node.op == "interleave":
         return Value(x.graph, node.args[0]), Value(x.graph, node.args[1])
-    shape = _HALVES[x.shape]
+    shape = HALVES[x.shape]
     return (
         x.graph.add(Node("even", (x.index,), shape)),
         x.graph.add(Node("odd", (x.index,), shape)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -376,3 +377,14 @@ def test_an_output_that_overwrites_an_input(
         torch.library.opcheck(op.default, (a, b, c.clone(), 0.5))
     with pytest.raises(LaunchError, match="has no variant in_place"):
         out(a, b, c, 0.5, update="in_place")
+
+
+@pytest.mark.parametrize("file", ["kernel.py", "spec.md"])
+def test_what_the_judge_did_not_see_is_not_run(tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "gemm_rope"
+    shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)
+    assert load_kernel(folder).spec.name == "gemm_rope"
+    with (folder / file).open("a") as text:
+        text.write("\n# one more line\n")
+    with pytest.raises(WorkspaceError, match=rf"{file} is not what its evidence was made for"):
+        load_kernel(folder)

@@ -260,3 +260,47 @@ def test_from_dict_refuses_an_edge_that_does_not_point_backwards(edge: int) -> N
     with pytest.raises(ProgramError) as error:
         Program.from_dict(data)
     assert str(error.value) == "operation 'neg' refers to a value that does not precede it"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("nodes", 0, 2), "HALF"),  # a shape its arguments do not give
+        (("nodes", 0, 3), "../../x"),
+        (("nodes", 0, 4), "x"),
+        (("name",), "../../x"),
+        (("name",), None),
+        (("outputs", "O", 0), "HalfTile"),  # a kind its value does not have
+        (("outputs", "O", 1), -1),
+        (("outputs", "O", 1), True),
+        (("operands", "r"), "RowSum"),
+        (("operands", "unused"), "Tile"),
+        (("nodes",), [["const", [], "SCALAR", "", 1.0]]),
+        (("nodes",), {"0": "acc"}),
+    ],
+)
+def test_from_dict_refuses_a_forged_record(path: tuple[Any, ...], value: Any) -> None:
+    @epilogue(O=Tile)
+    def scaled(acc: Any, r: ColVector) -> Any:
+        return {"O": acc * r}
+
+    data: Any = json.loads(json.dumps(scaled.to_dict()))
+    assert Program.from_dict(data).digest == scaled.digest
+    *outer, last = path
+    target = data
+    for key in outer:
+        target = target[key]
+    target[last] = value
+    with pytest.raises(ProgramError):
+        Program.from_dict(data)
+
+
+def test_a_program_of_too_many_operations_is_refused() -> None:
+    with pytest.raises(ProgramError, match="at most 512"):
+
+        @epilogue(O=Tile)
+        def long(acc: Any) -> Any:
+            x = acc
+            for i in range(600):
+                x = x * acc + float(i)
+            return {"O": x}
