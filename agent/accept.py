@@ -309,12 +309,12 @@ def _publish(
                 _swap(fresh, target) if existed else os.rename(target, fresh)
             raise
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        _remove(fresh)
 
 
 def _build(fresh: Path, target: Path, files: Mapping[str, bytes]) -> None:
     """Fills `fresh`: whatever else the user keeps in the target's folder, and `files`, fsynced."""
-    if target.is_dir():
+    if target.is_dir() and not target.is_symlink():
         ignore = shutil.ignore_patterns("__pycache__", *FILES)
         shutil.copytree(target, fresh, symlinks=True, ignore=ignore)
     else:
@@ -382,7 +382,15 @@ def _clean(generated: Path) -> None:
         if not target.exists():
             os.rename(aside, target)
     for stale in [*generated.glob(".*.old-*"), *generated.glob(".*.new-*")]:
-        shutil.rmtree(stale)
+        _remove(stale)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder of ours; of a link put in its place, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _staged(workspace: Workspace, paths: list[str]) -> dict[str, str]:

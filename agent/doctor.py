@@ -69,13 +69,19 @@ def package_version(distribution: str, module: str) -> str | None:
         return None
 
 
+_SANDBOXES = {
+    "bubblewrap": "compiling candidates without network, home or other processes",
+    "landlock": "compiling candidates without network, and with nothing to write but the cache",
+}
+
+
 def diagnose(start: Path) -> tuple[list[Item], str | None]:
     """Looks at the machine and at the repository `start` lies in.
 
     Returns:
         The findings, and the highest level a kernel can reach here (None: not even `proved`).
     """
-    items = [*_python(), *_gpu(), *_tools(), *_git(start)]
+    items = [*_python(), *_gpu(), *_tools(), *_sandboxes(), *_git(start)]
     found = {item.name: item.value for item in items}
     if not all(found[name] for name in _NEEDED):
         return items, None
@@ -112,6 +118,14 @@ def _tools() -> Iterator[Item]:
     key = "set" if has_secrets() else None
     hint = "not needed by the composer"
     yield Item("ANTHROPIC_API_KEY", key, "the author `claude`", hint)
+
+
+def _sandboxes() -> Iterator[Item]:
+    from coda_agent.agent.sandbox import unavailable
+
+    for tier, enables in _SANDBOXES.items():
+        reason = unavailable(tier)
+        yield Item(f"sandbox {tier}", None if reason else "works", enables, reason or "")
 
 
 def _beside(tool: str) -> str | None:

@@ -68,15 +68,14 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
         CodaError: it is not in the language, does not trace, or has no such program.
     """
     from coda_agent.agent.judge.compile_gate import load
-    from coda_agent.agent.judge.pool import CompilePool
+    from coda_agent.agent.judge.pool import warm_pool
     from coda_agent.agent.judge.static import check_source, program_names
 
     wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
     findings = check_source(text, wanted)
     if findings:
         raise CodaError(findings[0].message, hint=findings[0].hint)
-    with CompilePool(1) as pool:
-        programs = load(pool, text)
+    programs = load(warm_pool(), text)
     name = variant or wanted[0]
     if name not in programs:
         raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")

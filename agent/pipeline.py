@@ -7,12 +7,13 @@ the workbench by itself (`Agent.drive`); its run can be left and taken up again 
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from coda_agent.agent import accept as acceptance
+from coda_agent.agent import prompt
 from coda_agent.agent.events import EventLog, Observer, Recorder, plain, read_events, take_secrets
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
@@ -87,8 +88,9 @@ def opened(
     commit: bool = True,
     gpu_limit_s: float = math.inf,
     settings: dict[str, Any] | None = None,
+    withheld: Sequence[str] = (),
 ) -> "Iterator[Workbench]":
-    """The workbench of a new run, its spec admitted.
+    """The workbench of a new run, its spec admitted; what is `withheld`, an ablation takes away.
 
     Raises:
         SpecError: the spec cannot be used.
@@ -103,8 +105,8 @@ def opened(
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
     about = {"kind": "generate", "spec": spec.name, "author": author, "device": device}
-    about |= {"commit": commit, **(settings or {})}
-    with _logged(run, observer, "run.started", about) as tell:
+    about |= {"commit": commit, **({"withheld": withheld} if withheld else {}), **(settings or {})}
+    with prompt.withholding(withheld), _logged(run, observer, "run.started", about) as tell:
         admit(spec)
         tell("spec.admitted", {"path": spec_path.name, "digest": spec.digest})
         yield Workbench(workspace, run, spec, tell, gpu_limit_s)
@@ -131,7 +133,11 @@ def reopened(
     if first is None or first.data.get("kind") != "generate":
         raise WorkspaceError(f"{run.id} is not the run of an author")
     spec = load_spec(run.folder / "spec.md")
-    with _logged(run, observer, "run.resumed", settings or {}) as tell:
+    withheld = first.data.get("withheld", ())
+    with (
+        prompt.withholding(withheld),
+        _logged(run, observer, "run.resumed", settings or {}) as tell,
+    ):
         yield Workbench(workspace, run, spec, tell, gpu_limit_s)
 
 
@@ -140,7 +146,7 @@ def _judge(
 ) -> "Verdict":
     from coda_agent.agent.judge import judge_candidate
 
-    (run.folder / "kernel.py").write_text(text, "utf-8")
+    (run.folder / "kernel.py").write_text(text, "utf-8", errors="replace")
     tell("candidate.saved", {"path": "kernel.py", "text": text})
     verdict = judge_candidate(spec, text, device=device, gates=gates, observer=tell)
     (run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
@@ -157,6 +163,7 @@ def generate(
     device: Device = "auto",
     commit: bool = True,
     gpu_limit_s: float = math.inf,
+    withheld: Sequence[str] = (),
 ) -> Outcome:
     """Has an author write a kernel for a spec, judges it, and accepts it when it passes.
 
@@ -168,6 +175,7 @@ def generate(
     with opened(
         workspace, spec_path, author.name, observer,
         device=device, commit=commit, gpu_limit_s=gpu_limit_s, settings=settings,
+        withheld=withheld,
     ) as bench:  # fmt: skip
         return _worked(bench, author)
 
@@ -235,6 +243,13 @@ def verify(
     before = str(stored.evidence.get("level"))
     text = stored.program.read_text("utf-8")
     spec = load_spec(stored.spec)
+    frozen = stored.evidence.get("digests", {}).get("spec", spec.digest)
+    if spec.digest != frozen:
+        # A wider tolerance there would make right whatever kernel.py computes.
+        raise WorkspaceError(
+            f"{stored.spec} is not the spec that {kernel} was accepted with",
+            hint="put it back from git, or generate again from the new spec",
+        )
     run = workspace.new_run("verify", kernel)
     with _short(run, observer, kind="verify", spec=kernel, author=None) as tell:
         verdict = _judge(spec, text, run, tell, device, GATES)
@@ -261,12 +276,12 @@ def tune(
         SpecError: the spec does not allow a shape.
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
-    from coda_agent.agent.judge import gpu_name, tune_candidate
+    from coda_agent.agent.judge import hopper, tune_candidate
     from coda_agent.specs import load_spec
 
     stored = workspace.kernel(kernel)
     acceptance.check_identity(workspace)
-    known = stored.tuned.get(gpu_name(), {})
+    known = stored.tuned.get(hopper().name, {})
     have = [{(e["m"], e["n"], e["k"]) for e in entries} for entries in known.values()]
     missing = [s for s in shapes if not have or not all(s in found for found in have)]
     if not missing:

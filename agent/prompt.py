@@ -5,10 +5,12 @@ Nothing here depends on the time, the machine or chance: equal code and equal ti
 bytes, which is what a prompt cache is keyed by.
 """
 
+import contextlib
 import inspect
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import tips as tips_module
@@ -22,6 +24,15 @@ DEMOS = 4
 """Demonstrations shown in full; the others are a tool call away."""
 CHARACTERS_PER_TOKEN = 3.0
 """For estimates only; code and mathematics take more tokens a character than prose."""
+
+WITHHELD: dict[str, tuple[str, ...]] = {
+    "tips": ("search_tips",),
+    "demos": ("list_demos", "read_demo"),
+    "profile": ("profile",),
+    "diagnosis": (),
+}
+"""What an ablation may withhold from an author, with the tools that go with it."""
+_withheld: ContextVar[tuple[str, ...]] = ContextVar("withheld", default=())
 
 _TASK = """\
 You write GPU kernels of one kind: a matrix product whose epilogue does more than store the result.
@@ -42,6 +53,26 @@ Several independent reads may be asked for in one turn; calls run in the order t
 Each turn must call a tool."""
 
 
+@contextlib.contextmanager
+def withholding(parts: Iterable[str]) -> Iterator[None]:
+    """Withholds some of `WITHHELD` from prompts rendered, and workbenches made, meanwhile."""
+    token = _withheld.set(tuple(parts))
+    try:
+        yield
+    finally:
+        _withheld.reset(token)
+
+
+def withheld() -> tuple[str, ...]:
+    """What is withheld now."""
+    return _withheld.get()
+
+
+def hidden() -> set[str]:
+    """The tools that are withheld now."""
+    return {tool for part in withheld() for tool in WITHHELD[part]}
+
+
 def system() -> str:
     """The part that is the same for every spec."""
     return "\n\n".join([instructions(), f"# The vocabulary\n\n{_primitives()}"])
@@ -52,12 +83,16 @@ def instructions() -> str:
     from coda_agent.agent.judge import static
     from coda_agent.agent.workbench import TOOLS, feedback
 
-    guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in TOOLS.values())
+    shown = [tool for tool in TOOLS.values() if tool.name not in hidden()]
+    guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in shown)
+    grammar = inspect.cleandoc(feedback.__doc__ or "")
+    if "diagnosis" in withheld():
+        grammar = "One line: whether the candidate passed, or at which gate it failed."
     return "\n\n".join(
         [
             f"# The task\n\n{_TASK}",
             f"# The language\n\n{_body(static.__doc__)}",
-            f"# What the judge says\n\n{inspect.cleandoc(feedback.__doc__ or '')}",
+            f"# What the judge says\n\n{grammar}",
             f"# The tools\n\n{guide}",
         ]
     )
@@ -66,7 +101,7 @@ def instructions() -> str:
 def opening(spec: "Spec", tips: Iterable["Tip"]) -> str:
     """The part for one spec: the spec, demonstrations, tips."""
     parts = [f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"]
-    for demo in demos_for(spec):
+    for demo in demos_for(spec) if "demos" not in withheld() else ():
         parts.append(f"# Demonstration: {demo.name}\n\n```python\n{demo.text.strip()}\n```")
     if lines := [f"- {tip.line()}" for tip in tips]:
         parts.append("# Tips from earlier runs\n\n" + "\n".join(lines))
@@ -115,6 +150,7 @@ def request(spec: "Spec", tips: Iterable["Tip"]) -> dict[str, Any]:
     tools: list[dict[str, Any]] = [
         {"name": tool.name, "description": tool.description, "input_schema": tool.schema()}
         for tool in TOOLS.values()
+        if tool.name not in hidden()
     ]
     tools[-1] |= hour
     first = [{"type": "text", "text": opening(spec, tips), **hour}]

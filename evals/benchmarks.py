@@ -83,7 +83,7 @@ def _row(kernel: str, cell: dict[str, Any]) -> str:
     fields = [
         kernel,
         cell["dtype"],
-        " × ".join(str(v) for v in cell["sizes"].values()),
+        " × ".join(str(cell["sizes"][d]) for d in sorted(cell["sizes"], key="MNK".find)),
         *(f"{times[who]['median_us']:.1f}" for who in ("ours", "gemm", "compile")),
         *(_ratio(cell[r]) for r in ("of_gemm", "over_compile")),
         f"{cell['tflops']:.0f}",

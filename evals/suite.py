@@ -15,7 +15,6 @@ import importlib.util
 import json
 import re
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coda_agent.evals import contenders, libraries
+from coda_agent.evals import contenders, libraries, suites
 from coda_agent.evals.contenders import Case, Run, error, make_case
 from coda_agent.evals.pages import write_record
 from coda_agent.primitives.errors import CodaError, CompileError, MachineError
@@ -87,17 +86,16 @@ class Suite:
 
 
 def load_suite(name: str) -> Suite:
-    """The suite `name` of evals/suites/.
+    """The `[benchmark]` of a suite.
 
     Raises:
-        CodaError: there is none.
+        CodaError: there is no such suite, or nothing to measure in it.
     """
-    folder = Path(__file__).parent / "suites"
-    if not (folder / f"{name}.toml").is_file():
-        known = ", ".join(sorted(p.stem for p in folder.glob("*.toml")))
-        raise CodaError(f"no suite {name!r}, expected one of {known}")
-    data = tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8"))
-    return Suite(name=name, **{**data, "tiles": [TileConfig(*t) for t in data["tiles"]]})
+    suite = suites.load(name)
+    if suite.benchmark is None:
+        raise CodaError(f"suite {name} has no [benchmark] table", hint="bench --suite paper has")
+    data = {**suite.benchmark, "tiles": [TileConfig(*t) for t in suite.benchmark["tiles"]]}
+    return Suite(name=suite.name, title=suite.title, **data)
 
 
 def require_hopper() -> None:
@@ -228,7 +226,9 @@ def measure(
         record["errors"][name] = float(f"{off:.2e}")
         record["tiles"] |= {name: tile} if tile else {}
         record["notes"] |= {name: note} if (note := _less(case, outputs)) else {}
-    samples = clock.interleave(runs, rounds)
+    samples = dict(clock.interleave(runs, rounds))
+    for name in [n for n, s in samples.items() if s.fault and n != "gemm"]:
+        record["absent"][name] = samples.pop(name).fault
     record["times"] = {name: s.to_dict() for name, s in samples.items()}
     record["of_gemm"] = {n: clock.speedup(s, samples["gemm"]) for n, s in samples.items()}
     if "ours" in samples:

@@ -31,6 +31,7 @@ class Kernel:
         spec: Its frozen spec.
         programs: Its programs by variant name.
         tuned: GPU name to dtype to measured shapes with their best configuration.
+        refused: Labels of tiles that compute wrongly; never dispatched.
         ops: The operator of each choice of the static parameters.
     """
 
@@ -42,7 +43,7 @@ class Kernel:
         refused: frozenset[str],
         op_name: str,
     ) -> None:
-        self.spec, self.programs, self.tuned = spec, programs, tuned
+        self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
         self.__name__ = spec.name  # what help() and torch.compile print
         element = spec.inputs[spec.gemm[0]].dtype
         types = spec.types.get(element, (element,))
@@ -144,17 +145,16 @@ class Kernel:
         """The configuration measured to be fastest at the nearest shape, of those with this
         reduction block; None where none was measured."""
 
-        def distance(shape: dict[str, Any]) -> float:
-            return sum(
-                abs(math.log(shape[d] / size)) for d, size in zip("mnk", (m, n, k), strict=True)
-            )
+        found: dict[tuple[int, int, int], TileConfig] = {}
+        for shape in self.tuned.get(_gpu_name(), {}).get(dtype, []):
+            entry = shape["config"] if block is None else shape.get("blocks", {}).get(str(block))
+            if entry and (config := TileConfig(**entry)).label not in self.refused:
+                found[shape["m"], shape["n"], shape["k"]] = config
 
-        measured = self.tuned.get(_gpu_name(), {}).get(dtype, [])
-        known = [s for s in measured if block is None or str(block) in s.get("blocks", ())]
-        if not known:
-            return None
-        shape = min(known, key=distance)
-        return TileConfig(**(shape["config"] if block is None else shape["blocks"][str(block)]))
+        def distance(shape: tuple[int, int, int]) -> float:
+            return sum(abs(math.log(x / size)) for x, size in zip(shape, (m, n, k), strict=True))
+
+        return found[min(found, key=distance)] if found else None
 
 
 @lru_cache(maxsize=1)

@@ -37,6 +37,7 @@ from coda_agent.primitives.ops import (
 )
 from coda_agent.primitives.pairwise import interleave, pairs
 from coda_agent.primitives.program import Program, epilogue
+from coda_agent.primitives.ptx import ptx
 from coda_agent.primitives.resources import (
     AddTile,
     ColIndex,
@@ -95,6 +96,7 @@ __all__ = [
     "minimum",
     "mish",
     "pairs",
+    "ptx",
     "quick_gelu",
     "reglu",
     "relu",

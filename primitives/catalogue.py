@@ -18,6 +18,7 @@ KINDS = (
     "select",
     "reduction",
     "elementwise",
+    "extension",
 )
 _FUNCTIONS = {
     "pairs": "pairwise",
@@ -25,6 +26,7 @@ _FUNCTIONS = {
     "rotary": "pairwise",
     "rotate": "pairwise",
     "gather": "select",
+    "ptx": "extension",
 }
 
 

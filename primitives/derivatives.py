@@ -76,7 +76,7 @@ def _slope(result: Value, symbol: Value) -> Operand:
         node = graph.nodes[i]
         inner = [slopes[a] for a in node.args]
         if node.args and node.op not in _RULES:
-            raise ProgramError(f"derivative() of {node.op}, which is not elementwise")
+            raise ProgramError(f"derivative() of {node.op}, for which it has no rule")
         if i == symbol.index:
             slopes.append(1.0)
         elif all(_is(slope, 0) for slope in inner):

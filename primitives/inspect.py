@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from coda_agent.primitives.graph import Graph, Shape
-from coda_agent.primitives.ops import OPS
-from coda_agent.primitives.program import Program
+from coda_agent.primitives.program import STRUCTURAL, Program
+from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import AddTile, HeadTable, Reduction, RowGather
 
 
@@ -30,6 +31,8 @@ class Inspection:
         epilogue_flops: Floating-point operations after the GEMM.
         bytes_moved: Least bytes through device memory: each input read once, each output written
             once.
+        bytes_written: Those of the outputs.
+        gemm_bytes: Of an element of the GEMM's operands.
         launches: Kernel launches for final values: one, plus one for each reduction.
         tile_local: Whether final values need nothing beyond their own tile, that is no reduction.
         split_k_safe: Whether every output is linear in the accumulator, so that partial sums over K
@@ -39,9 +42,48 @@ class Inspection:
     gemm_flops: int
     epilogue_flops: int
     bytes_moved: int
+    bytes_written: int
+    gemm_bytes: int
     launches: int
     tile_local: bool
     split_k_safe: bool
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a GPU can do at most.
+
+    Attributes:
+        flops_s: Dense products, operations a second, in the type of the GEMM's operands.
+        bytes_s: Read from and written to device memory.
+        l2_bytes: What a kernel wrote and may still be in the cache when it ends.
+    """
+
+    flops_s: float
+    bytes_s: float
+    l2_bytes: int = 0
+
+
+def datasheet(gemm_bytes: int) -> Ceiling:
+    """An H200's by its datasheet: 990 TFLOP/s in 16 bits, twice that in 8; 4.8 TB/s."""
+    return Ceiling(990e12 * 2 / gemm_bytes, 4.8e12)
+
+
+class Roofline(NamedTuple):
+    """Least microseconds by arithmetic and by memory."""
+
+    compute_us: float
+    memory_us: float
+
+    @property
+    def floor_us(self) -> float:
+        return max(self)
+
+
+def roofline(facts: Inspection, ceiling: Ceiling) -> Roofline:
+    """The time below which a program cannot come at its size."""
+    moved = facts.bytes_moved - min(facts.bytes_written, ceiling.l2_bytes)
+    return Roofline(1e6 * facts.gemm_flops / ceiling.flops_s, 1e6 * moved / ceiling.bytes_s)
 
 
 def degrees(graph: Graph) -> list[Degree]:
@@ -103,7 +145,11 @@ def inspect_program(
         Shape.INDEX: 8,
     }
     nodes = program.graph.nodes
-    flops = sum(OPS[x.op].flops * elements[x.shape] for x in nodes if x.op in OPS)
+    flops = sum(
+        operation(x.op).flops * elements[x.shape]
+        for x in nodes
+        if x.args and x.op not in STRUCTURAL
+    )
     moved = (m * k + n * k) * gemm_bytes
     # A table's rows and columns are not known here, and few beside M·N.
     tables = {o for o, kind in program.operands.items() if kind is HeadTable}
@@ -112,25 +158,28 @@ def inspect_program(
         for x in nodes
         if x.op == "operand" and x.name not in tables
     )
+    written = 0
     for o, kind in program.outputs.items():
         root = nodes[program.graph.outputs[o]]
         if issubclass(kind, Reduction):
             flops += elements[root.shape]
             kept, folded = (n, m) if kind.over_rows else (m, n)
-            moved += kept * -(-folded // block) * 4
+            written += kept * -(-folded // block) * 4
         elif kind is RowGather:
-            moved += m * 4
+            written += m * 4
         else:
-            # What is added to is read as well.
-            width = (widths or {}).get(o, element_bytes)
-            moved += elements[root.shape] * width * (2 if kind is AddTile else 1)
+            size_bytes = elements[root.shape] * (widths or {}).get(o, element_bytes)
+            written += size_bytes
+            moved += size_bytes * (kind is AddTile)  # what is added to is read as well
     degree = degrees(program.graph)
     linear = all(degree[i] is Degree.LINEAR for i in program.graph.outputs.values())
     sums = all(kind.combine == "add" for kind in program.reductions.values())
     return Inspection(
         gemm_flops=2 * m * n * k,
         epilogue_flops=flops,
-        bytes_moved=moved,
+        bytes_moved=moved + written,
+        bytes_written=written,
+        gemm_bytes=gemm_bytes,
         launches=1 + len(program.reductions),
         tile_local=not program.reductions,
         split_k_safe=linear and sums,

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Graph
-from coda_agent.primitives.ops import OPS
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import finalise, partials
 from coda_agent.primitives.resources import (
     AddTile,
@@ -43,7 +43,7 @@ def evaluate(graph: Graph, acc: torch.Tensor, operands: Mapping[str, Any]) -> li
             case "gather":
                 return _gather(*args)
             case _:
-                return OPS[op].torch(*args)
+                return operation(op).torch(*args)
 
     return graph.replay(acc, operands, apply)
 

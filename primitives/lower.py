@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.graph import Graph, Shape
-from coda_agent.primitives.ops import OPS
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import (
     ColIndex,
     ColVector,
@@ -163,7 +163,7 @@ def lowering_digest() -> str:
     here = Path(__file__).parent
     text = b"".join(
         (here / f"{m}.py").read_bytes()
-        for m in ("graph", "ops", "resources", "masked_sum", "stores", "head_table", "lower")
+        for m in ("graph", "ops", "resources", "masked_sum", "stores", "head_table", "lower", "ptx")
     )
     return hashlib.sha256(text).hexdigest()
 
@@ -273,7 +273,7 @@ def _apply(name: str, *args: Any) -> Any:
         return args[0]  # the store picks the element
     if name == "interleave":
         return Pair(*(Float32(a) if isinstance(a, float) else a for a in args))
-    op = OPS[name]
+    op = operation(name)
     if any(isinstance(a, Pair) for a in args):
         lanes = [a if isinstance(a, Pair) else Pair(a, a) for a in args]
         return Pair(op.cute(*(p.a for p in lanes)), op.cute(*(p.b for p in lanes)))

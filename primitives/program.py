@@ -12,8 +12,8 @@ from typing import Any
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.gather import gather
 from coda_agent.primitives.graph import Graph, Node, Shape, Value, record
-from coda_agent.primitives.ops import OPS
 from coda_agent.primitives.pairwise import HALVES, interleave
+from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import (
     OPERAND_SHAPES,
     OUTPUT_KINDS,
@@ -32,6 +32,7 @@ _STORED = {
     WideTile: (Shape.WIDE,),
     RowGather: (Shape.GATHERED,),
 }
+STRUCTURAL = ("even", "odd", "interleave", "gather")
 # Compiling takes 28 s at 195 operations and 126 s at 771; the largest accepted program has 19.
 MAX_NODES = 512
 
@@ -81,7 +82,7 @@ class Program:
         keys: list[str] = []
         for n in self.graph.nodes:
             args = [keys[a] for a in n.args]
-            if n.op in OPS and OPS[n.op].commutative:
+            if n.args and n.op not in STRUCTURAL and operation(n.op).commutative:
                 args.sort()
             leaf = f"{position.get(n.name, '')}|{n.value!r}|{n.shape.value}"
             keys.append(_sha(f"{n.op}|{leaf}|{','.join(args)}"))
@@ -153,9 +154,7 @@ def _node(
             return interleave(even, odd)
         case "gather", [x, index]:
             return gather(x, index)
-    if op not in OPS:
-        raise ProgramError(f"unknown operation {op!r} in a serialised program")
-    if len(args) != OPS[op].arity:
+    if len(args) != operation(op).arity:
         raise ProgramError(f"operation {op!r} has {len(args)} arguments")
     return record(op, *args)
 

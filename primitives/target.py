@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,8 +90,8 @@ def compile_blind(
     """Compile `program` for `arch` on meta tensors and report what came out.
 
     Returns:
-        `object` (path of the cached object file), `registers`, `stack_bytes`, `local_stores`,
-        `shared_bytes` (dynamic, None when the object came from the cache without its record).
+        `object` (path of the cached object file), `shared_bytes` (dynamic, None when the object
+        came from the cache without its record), and what `resources` reads.
 
     Raises:
         CompileError: the program does not lower or compile.
@@ -181,18 +182,45 @@ def cubin(path: Path) -> bytes:
     raise CompileError(f"{path.name} carries no cubin")
 
 
-def resources(path: Path) -> dict[str, int]:
-    """Registers, stack bytes and local-memory stores of the kernel in an object file."""
+def resources(path: Path) -> dict[str, Any]:
+    """Registers, stack bytes, local-memory stores and `instructions` of the kernel in an object
+    file."""
     with _cubin_file(path) as image:
         usage = _tool("cuobjdump", "--dump-resource-usage", image)
-        sass = _tool("nvdisasm", "-c", image)
-    found = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+        found = instructions(_tool("nvdisasm", "-c", image))
+    used = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return {
-        "registers": found.get("REG", 0),
-        "stack_bytes": found.get("STACK", 0) + found.get("LOCAL", 0),
-        "local_stores": len(re.findall(r"\bSTL\b", sass)),
-        "mma_instructions": len(re.findall(r"\b(?:[HQI]GMMA|[HQ]MMA|UTC\w*MMA)\b", sass)),
+        "registers": used.get("REG", 0),
+        "stack_bytes": used.get("STACK", 0) + used.get("LOCAL", 0),
+        "local_stores": found.get("STL", 0),
+        "mma_instructions": sum(n for name, n in found.items() if is_mma(name)),
+        "instructions": found,
     }
+
+
+# An address, perhaps a predicate, then the instruction with its suffixes.
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.M)
+_MMA = re.compile(r"[HQI]G?MMA|UTC\w*MMA")
+_MOVES = re.compile(r"UTMALDG|UTMASTG|UTMAREDG|STL|LDL")
+
+
+def instructions(sass: str) -> dict[str, int]:
+    """How often a kernel's disassembly has each instruction that says how it works: tensor-core
+    ones with their types but without their shape, such as `HGMMA.F32.BF16`; TMA's loads, stores and
+    reduce-adds; accesses to local memory."""
+    counts: Counter[str] = Counter()
+    for found in _INSTRUCTION.findall(sass):
+        name, *suffixes = found.split(".")
+        if _MMA.fullmatch(name):
+            counts[".".join([name, *(s for s in suffixes if not s[0].isdigit())])] += 1
+        elif _MOVES.fullmatch(name):
+            counts[name] += 1
+    return dict(counts)
+
+
+def is_mma(instruction: str) -> bool:
+    """Whether one of `instructions` runs on the tensor cores."""
+    return _MMA.match(instruction) is not None
 
 
 def sass(path: Path) -> str:

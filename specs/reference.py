@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
     Values = Mapping[str, torch.Tensor | float]
 
-# A row-wise output of a one-row check shape is a single element, which is always "constant".
-_ADMISSION_ELEMENTS = 16
+Touch = Callable[[Any, tuple[Any, ...], Any], Any]
+
+# A row-wise output of a one-row check shape is a single element, which is always "constant"; and of
+# few rows chance may make an operand matter little.
+_ADMISSION_ELEMENTS = 64
+_REDRAWS = 3
 
 
 def draw_inputs(
@@ -111,10 +115,20 @@ def run_reference(
     binding: Mapping[str, str] | None = None,
     exact: bool = False,
     baseline: bool = False,
+    wide: torch.dtype | None = None,
+    touch: Touch | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run the reference; `exact` makes every floating value in it float64, casts included.
 
-    With `baseline`, what a user would run instead, where the spec has such a function.
+    Args:
+        spec: The spec.
+        inputs: What `draw_inputs` gives.
+        binding: The static parameters.
+        exact: Whether nothing is rounded to the spec's element types.
+        baseline: Run what a user would run instead, where the spec has such a function.
+        wide: Another type than float64 for an exact run.
+        touch: In an exact run, called with every torch function, its arguments and its result;
+            what it returns takes the result's place.
 
     Returns:
         Declared outputs in declared order; floating ones are float64 when `exact`.
@@ -125,14 +139,15 @@ def run_reference(
     import torch
 
     function = reference_callable(spec, binding, baseline=baseline)
+    wide = wide or torch.float64
     with _blaming(spec):
         if exact:
-            wide = dict(inputs)
+            widened = dict(inputs)
             for name, value in inputs.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    wide[name] = value.double()
-            with _float64():
-                outputs = function(**wide)
+                    widened[name] = value.to(wide)
+            with _widened(wide, touch):
+                outputs = function(**widened)
         else:
             outputs = function(**inputs)
     got: object = outputs
@@ -143,7 +158,7 @@ def run_reference(
         got = got if isinstance(got, dict) else f"a {type(got).__name__}"
         raise SpecError(f"{spec.path}: reference returned {got}; expected Tensors {known}")
     for name, value in outputs.items():
-        if exact and value.is_floating_point() and value.dtype != torch.float64:
+        if exact and value.is_floating_point() and value.dtype != wide:
             raise SpecError(
                 f"{spec.path}: output {name!r} is {value.dtype} in the exact run;"
                 " expected casts by .to(), .float() and the like only"
@@ -152,34 +167,37 @@ def run_reference(
 
 
 @contextmanager
-def _float64() -> Iterator[None]:
-    """Make every cast to a floating dtype, and every new floating tensor, float64."""
+def _widened(wide: torch.dtype, touch: Touch | None) -> Iterator[None]:
+    """Make every cast to a floating dtype, and every new floating tensor, `wide`."""
     import torch
     from torch.overrides import TorchFunctionMode
 
     tensor = torch.Tensor
     casts = (tensor.float, tensor.half, tensor.bfloat16, tensor.double)
 
-    class Float64(TorchFunctionMode):
+    class Widened(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             def widen(value: Any) -> Any:
                 floating = isinstance(value, torch.dtype) and value.is_floating_point
-                return torch.float64 if floating else value
+                return wide if floating else value
 
             keywords = kwargs or {}
             extra = [*args[1:], *keywords.values()]
             dtypes = any(isinstance(value, torch.dtype) for value in extra)
             if (func is tensor.view and dtypes) or (func is tensor.type and extra and not dtypes):
                 raise TypeError("Tensor.view(dtype) and Tensor.type(name): use .to(dtype) instead")
-            call = tensor.double if func in casts else func
-            return call(*map(widen, args), **{k: widen(v) for k, v in keywords.items()})
+            if func in casts:
+                result = args[0].to(wide, **keywords)
+            else:
+                result = func(*map(widen, args), **{k: widen(v) for k, v in keywords.items()})
+            return touch(func, args, result) if touch else result
 
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(wide)
     try:
-        with Float64():
+        with Widened():
             yield
     finally:
         torch.set_default_dtype(default)
@@ -192,7 +210,8 @@ def admit(spec: Spec) -> None:
 
     Raises:
         SpecError: An output of another shape or dtype than declared, non-finite, zero or
-            constant; an input changed in place; or no output that needs both GEMM operands.
+            constant; an input changed in place; no output that needs both GEMM operands; or
+            something that could be left out, or guessed, within the tolerance.
     """
     types = spec.default_types()
     shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
@@ -243,4 +262,52 @@ def _degeneracy(
     moved = [exact({**inputs, operand: other[operand]}) for operand in spec.gemm]
     if not any(all(not torch.equal(truth[n], run[n]) for run in moved) for n in spec.outputs):
         return f"no output depends on both GEMM operands, {' and '.join(spec.gemm)}"
+    drawn = [draw_inputs(spec, sizes, types, seed=1 + i, binding=binding) for i in range(_REDRAWS)]
+    left_out = {
+        x: [exact({**inputs, x: values[x]}) for values in drawn]
+        for x, tensor in spec.inputs.items()
+        if tensor.draw.kind != "constant"
+    }
+    # Of a sum of what A gives and what B gives, this is 0: what is left needs their product.
+    a, b = spec.gemm
+    both = exact({**inputs, a: drawn[0][a], b: drawn[0][b]})
+    one, two = left_out[a][0], left_out[b][0]
+    left_out[f"{a} {b}ᵀ"] = [{o: one[o] + two[o] - both[o] for o in truth}]
+    return _swallowed(spec.tolerance.multiple, rounded, truth, left_out)
+
+
+def _swallowed(
+    multiple: float, rounded: Values, truth: Values, left_out: Mapping[str, list[Values]]
+) -> str:
+    """What would pass without being computed, or an empty string.
+
+    Args:
+        multiple: The spec's tolerance.
+        rounded: The reference's outputs in the spec's own types.
+        truth: The same, exact.
+        left_out: By input, or product, exact outputs with other values of it, or without it.
+    """
+    import torch
+
+    def distance(o: str, guess: torch.Tensor) -> float:
+        """Of a guess at an output, over what the judge allows."""
+        norm, own = truth[o].norm(), (rounded[o].double() - truth[o]).norm()
+        least = max(torch.finfo(rounded[o].dtype).eps, 2.0**-12)
+        return float((guess - truth[o]).norm() / norm / max(least, float(multiple * own / norm)))
+
+    for o, exact in truth.items():
+        guesses = {"a constant": exact.mean().expand_as(exact)}
+        for axis, name in enumerate(("row", "column")[: exact.ndim]):
+            if exact.shape[axis] > 1:
+                guesses[f"another {name}'s values"] = exact.roll(1, axis)
+        for what, guess in guesses.items():
+            if exact.numel() > 1 and distance(o, guess) <= 1:
+                return f"output {o!r} is within its tolerance of {what}"
+        if exact.ndim == 2 and min(exact.shape) > 2:
+            first, second = torch.linalg.svdvals(exact)[:2]
+            if second < 1e-3 * first:
+                return f"output {o!r} is a column times a row: it needs no GEMM"
+    for x, runs in left_out.items():
+        if max(distance(o, run[o]) for run in runs for o in truth) <= 1:
+            return f"no output depends on {x!r} by more than its tolerance"
     return ""

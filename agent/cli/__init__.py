@@ -12,9 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent.cli import authoring
+from coda_agent.agent.cli import authoring, evaluate, judging, review
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, require_gpu
+from coda_agent.agent.cli.targets import (
+    DeviceOption,
+    Json,
+    NoCommit,
+    SandboxOption,
+    require_gpu,
+    require_sandbox,
+)
 from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
 
 app = typer.Typer(
@@ -86,6 +93,9 @@ def doctor(as_json: Json = False) -> Reply:
 
 
 app.add_typer(authoring.app)
+app.add_typer(evaluate.app, name="eval")
+app.add_typer(review.app)
+app.add_typer(judging.app, name="score-judge")
 
 
 @app.command()
@@ -94,16 +104,26 @@ def check(
     target: Annotated[str, typer.Argument(metavar="FILE|KERNEL")],
     spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
     device: DeviceOption = "auto",
+    sanitize: Annotated[
+        str | None, typer.Option(help="Tools of compute-sanitizer: memcheck,racecheck,initcheck.")
+    ] = None,
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Judge a program without timing or storing it."""
     from coda_agent.agent import pipeline
     from coda_agent.agent.cli import targets
 
+    require_sandbox(sandbox)
+    tools: tuple[str, ...] = ()
+    if sanitize is not None:
+        from coda_agent.agent.judge import sanitize as sanitizing
+
+        device, tools = "cuda", sanitizing.tools(sanitize)
     require_gpu(device)
     text, found = targets.program(target, spec)
     run = targets.new_run("check", found.name)
-    gates = tuple(gate for gate in pipeline.GATES if gate != "performance")
+    gates = (*(gate for gate in pipeline.GATES if gate != "performance"), *tools)
     with Progress(silent=as_json) as observer:
         outcome = pipeline.judge_only(
             run, "check", found, text, observer, device=device, gates=gates
@@ -116,14 +136,15 @@ def check(
 def tune(
     kernel: Annotated[str, typer.Argument(help="An accepted kernel.")],
     shape: Annotated[list[str], typer.Option(help="M,N,K, such as 16384,4096,4096; repeatable.")],
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Find a kernel's best tiles for shapes of your own on this GPU, and commit them."""
     from coda_agent.agent import pipeline
-    from coda_agent.agent.cli import evaluate
     from coda_agent.agent.workspace import find
     from coda_agent.primitives.tiles import TileConfig
 
+    require_sandbox(sandbox)
     shapes = [evaluate.shape(text) for text in shape]
     require_gpu("cuda")
     with Progress(silent=as_json) as observer:
@@ -154,13 +175,15 @@ def bench(
     table: Annotated[
         bool, typer.Option("--table", help="Only write the page in docs/ from what is stored.")
     ] = False,
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
     from coda_agent.agent import pipeline
-    from coda_agent.agent.cli import evaluate, targets
+    from coda_agent.agent.cli import targets
     from coda_agent.agent.workspace import find
 
+    require_sandbox(sandbox)
     workspace = find()
     if numerics:
         return evaluate.numerics(workspace, table=table)
@@ -191,16 +214,21 @@ def verify(
     every: All = False,
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Judge accepted kernels again; raise or revoke their levels."""
     from coda_agent.agent import pipeline
     from coda_agent.agent.workspace import find
 
+    require_sandbox(sandbox)
     require_gpu(device)
     workspace = find()
     judged: list[pipeline.Outcome] = []
-    for name in _named(kernels, every):
+    names = _named(kernels, every)
+    if every:
+        return review.verify_all(workspace, names, device, commit=not no_commit, silent=as_json)
+    for name in names:
         if not as_json:
             typer.echo(name)
         with Progress(silent=as_json) as observer:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, require_gpu
+from coda_agent.agent.cli.targets import (
+    DeviceOption,
+    Json,
+    NoCommit,
+    SandboxOption,
+    require_gpu,
+    require_sandbox,
+)
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -49,6 +56,7 @@ def generate(
     price_out: PriceOut = None,
     tip_holdout: Holdout = 0.0,
     no_commit: NoCommit = False,
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
@@ -58,6 +66,7 @@ def generate(
     from coda_agent.agent.events import has_secrets
     from coda_agent.agent.workspace import find
 
+    require_sandbox(sandbox)
     require_gpu(device)
     workspace = find()
     path = workspace.resolve_spec(spec)
@@ -85,6 +94,7 @@ def resume(
     run: RunName,
     max_usd: MaxUsd = None,
     limit: Limits = None,
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Go on with a run of claude where it stopped, by its own limits unless others are given."""
@@ -94,6 +104,7 @@ def resume(
     from coda_agent.agent.events import read_events
     from coda_agent.agent.workspace import find
 
+    require_sandbox(sandbox)
     workspace = find()
     found = runs.find(workspace, run)
     first = read_events(found.folder / "events.jsonl")[0].data
@@ -117,6 +128,7 @@ def replay(
     run: RunName,
     device: DeviceOption = "auto",
     commit: Annotated[bool, typer.Option("--commit", help="Accept what passes.")] = False,
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Repeat a recorded author's calls before today's judge; no network."""
@@ -125,6 +137,7 @@ def replay(
     from coda_agent.agent.events import read_events
     from coda_agent.agent.workspace import find
 
+    require_sandbox(sandbox)
     workspace = find()
     found = runs.find(workspace, run)
     recorded = found.folder / "spec.md"
@@ -242,6 +255,7 @@ def tool(
     author: Annotated[str, typer.Option(help="Who a new run says wrote it.")] = "cli",
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
+    sandbox: SandboxOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Work at a run's bench: call one of an author's tools."""
@@ -251,6 +265,7 @@ def tool(
     from coda_agent.agent.workbench import TOOLS
     from coda_agent.agent.workspace import find
 
+    require_sandbox(sandbox)
     if name is None:
         document = [
             {"name": t.name, "description": t.description, "input": t.schema()}
@@ -303,12 +318,15 @@ def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 @app.command()
-def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> None:
+def mcp(
+    device: DeviceOption = "auto", no_commit: NoCommit = False, sandbox: SandboxOption = None
+) -> None:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     from coda_agent.agent.mcp import Desk, serve
     from coda_agent.agent.workspace import find
 
     try:
+        require_sandbox(sandbox)
         desk = Desk(find(), device, commit=not no_commit)
     except CodaError as error:
         typer.echo(f"error: {error}", err=True)

@@ -1,13 +1,323 @@
-"""`coda-agent bench --suite NAME` and `--numerics`: measure, keep the record, write the pages."""
+"""`coda-agent eval`: authors on a suite. `bench --suite`, `--numerics`: measure, write pages."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from coda_agent.agent.cli.report import Reply
+import typer
+
+from coda_agent.agent.cli import leaderboard
+from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut
+from coda_agent.agent.cli.report import Reply, columns, reported
+from coda_agent.agent.cli.targets import DeviceOption, Json, require_gpu
 from coda_agent.agent.workspace import Workspace
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, MachineError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.authors.claude import Options
+    from coda_agent.agent.pipeline import Device
+    from coda_agent.evals.metrics import Groups, Interval
+    from coda_agent.evals.records import TrialRecord
+    from coda_agent.evals.suites import Suite
+
+app = typer.Typer(help="Compare authors on a suite.", no_args_is_help=True)
+app.add_typer(leaderboard.app)
+
+SuiteName = Annotated[str, typer.Option("--suite", help="smoke, paper, catalogue, blocks, a path.")]
+Trials = Annotated[int | None, typer.Option(min=1, help="A spec; the suite's number by default.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Trials at a time, each in a process of its own.")]
+Only = Annotated[list[str] | None, typer.Option(help="Some of the suite's specs.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the records; evals/results/trials.")]
+
+
+@app.command("run")
+@reported
+def run(
+    suite: SuiteName,
+    author: Annotated[
+        list[str], typer.Option(help="composer, replay, claude or claude:MODEL; repeatable.")
+    ],
+    trials: Trials = None,
+    jobs: Jobs = 1,
+    only: Only = None,
+    repeat: Annotated[
+        bool, typer.Option("--repeat", help="More than one trial of composer and replay, too.")
+    ] = False,
+    device: DeviceOption = "auto",
+    effort: Effort = "high",
+    price_in: PriceIn = None,
+    price_out: PriceOut = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> Reply:
+    """Try authors on a suite. What is done is kept; run it again to go on."""
+    session = _Session(suite, author, device, out, (effort, price_in, price_out), silent=as_json)
+    found = session.tried(trials, jobs, only or [], repeat=repeat)
+    return Reply({"folder": session.folder, "authors": _document(found)}, _table(found))
+
+
+@app.command("ablate")
+@reported
+def ablate(
+    suite: SuiteName,
+    author: Annotated[str, typer.Option(help="claude or claude:MODEL.")],
+    without: Annotated[list[str], typer.Option(help="tips, demos, profile or diagnosis.")],
+    trials: Trials = None,
+    jobs: Jobs = 1,
+    only: Only = None,
+    device: DeviceOption = "auto",
+    effort: Effort = "high",
+    price_in: PriceIn = None,
+    price_out: PriceOut = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> Reply:
+    """Try an author with a part of its help and without, and say what the part is worth."""
+    from coda_agent.agent.prompt import WITHHELD
+    from coda_agent.evals import metrics
+
+    parts = tuple(sorted(set(without)))
+    if unknown := [part for part in parts if part not in WITHHELD]:
+        raise CodaError(f"--without is {unknown[0]!r}, expected one of {', '.join(WITHHELD)}")
+    session = _Session(suite, [author], device, out, (effort, price_in, price_out), silent=as_json)
+    session.check_ablation(author, parts)
+    arms = [session.tried(trials, jobs, only or [], without=w) for w in ((), parts)]
+    with_all, deprived = (metrics.by_spec(r for rs in arm.values() for r in rs) for arm in arms)
+    document: dict[str, Any] = {}
+    lost = f"without {', '.join(parts)}"
+    rows: list[tuple[str, ...]] = [("metric", "with", lost, "difference", "95 % interval", "")]
+    for name, value in metrics.COMPARED.items():
+        arm = [metrics.score(groups, value) for groups in (with_all, deprived)]
+        found = metrics.difference(with_all, deprived, value)
+        if found and all(arm):
+            shown = (f"{a.value:.4g}" for a in arm if a)
+            low, high = found.interval.low, found.interval.high
+            said = "more than chance" if found.apart else "no difference shown"
+            about = {"specs": found.specs, "apart": found.apart}
+            document[name] = {**found.interval._asdict(), **about}
+            interval = f"{low:+.4g} to {high:+.4g}"
+            rows.append((name, *shown, f"{found.interval.value:+.4g}", interval, said))
+    if not document:
+        raise CodaError("no spec has a trial that counts in both arms", hint=_table(arms[0]))
+    few = f"\n(fewer than {metrics.MIN_SPECS} specs show no difference, whatever the figures)"
+    specs = len(set(with_all) & set(deprived))
+    text = columns(rows) + few * (specs < metrics.MIN_SPECS)
+    return Reply({"without": parts, "differences": document}, text)
+
+
+class _Session:
+    """What `run` and `ablate` share: the suite, where it runs, who is tried."""
+
+    def __init__(
+        self,
+        suite: str,
+        authors: list[str],
+        device: "Device",
+        out: Path | None,
+        model: tuple[str, float | None, float | None],
+        *,
+        silent: bool,
+    ) -> None:
+        from coda_agent.agent.workspace import find
+        from coda_agent.evals import suites
+        from coda_agent.evals.records import TRIALS
+
+        self.workspace = find()
+        self.suite = suites.load(suite, self.workspace.root / "evals" / "suites")
+        self.device: Device = _device(self.suite, device)
+        self.folder = (out or self.workspace.root / TRIALS) / self.suite.name
+        self.authors = [_full_name(author) for author in dict.fromkeys(authors)]
+        models = [name for name in self.authors if name.startswith("claude:")]
+        self.options = _options(models, *model) if models else None
+        self.silent = silent
+
+    def check_ablation(self, author: str, parts: tuple[str, ...]) -> None:
+        """
+        Raises:
+            CodaError: withholding the parts would change nothing that the author sees.
+        """
+        from coda_agent.agent.tips import Tips
+
+        if not self.options:
+            message = f"{author} reads no tips, demos, profile or diagnosis"
+            raise CodaError(f"{message}: an ablation would compare it with itself")
+        if "profile" in parts and self.device == "cpu":
+            raise MachineError("without a GPU there is no profile to withhold")
+        if "tips" in parts and not Tips.of(self.workspace).all():
+            raise CodaError("this workspace has no tips to withhold")
+
+    def tried(
+        self,
+        trials: int | None,
+        jobs: int,
+        only: list[str],
+        *,
+        repeat: bool = False,
+        without: tuple[str, ...] = (),
+    ) -> "dict[str, list[TrialRecord]]":
+        """The records of every trial, by author; those that lack are made."""
+        from coda_agent.evals import trials as running
+        from coda_agent.evals.records import read_records
+
+        plan = running.plan(
+            self.workspace, self.suite, self.authors, folder=self.folder, device=self.device,
+            trials=trials, repeat=repeat, only=only, without=without, options=self.options,
+        )  # fmt: skip
+        for problem in read_records(self.folder).problems:
+            typer.echo(f"not counted: {problem}", err=True)
+        with _Watch(plan, silent=self.silent) as watch, running.workers(jobs) as pool:
+            records = running.run(plan, self.folder, pool, width=jobs, told=watch)
+        found: dict[str, list[TrialRecord]] = {}
+        for record in sorted(records, key=lambda r: (self._place(r.author), r.author)):
+            found.setdefault(record.author, []).append(record)
+        return found
+
+    def _place(self, author: str) -> int:
+        """Where the author was named."""
+        return next(i for i, n in enumerate(self.authors) if author in (n, f"{n}:{author[7:]}"))
+
+
+def _full_name(author: str) -> str:
+    """`claude` as `claude:MODEL`."""
+    from coda_agent.agent.authors.claude import DEFAULT_MODEL
+
+    if author != "claude":
+        return author
+    return f"claude:{os.environ.get('CODA_AGENT_MODEL') or DEFAULT_MODEL}"
+
+
+def _options(
+    models: list[str], effort: str, price_in: float | None, price_out: float | None
+) -> "Options":
+    """How the models are called; whether each could be is found out before the first trial."""
+    from coda_agent.agent.authors.claude import Claude, Options
+    from coda_agent.agent.budget import Price
+
+    if (price_in is None) != (price_out is None):
+        raise CodaError("--price-in and --price-out go together")
+    price = None if price_in is None or price_out is None else Price.of(price_in, price_out)
+    for model in models:
+        Claude(Options(model.removeprefix("claude:"), effort, price=price))
+    return Options(effort=effort, price=price)
+
+
+def _device(suite: "Suite", asked: "Device") -> "Device":
+    """Where a suite runs: a GPU where the suite names one, unless told otherwise."""
+    from coda_agent.agent import doctor
+
+    if asked == "cpu" or (asked == "auto" and not suite.gpu):
+        return "cpu"
+    require_gpu("cuda" if asked == "cuda" else "auto")
+    found = [gpu.name for gpu in doctor.gpus()]
+    if not any(suite.gpu.lower() in name.lower() for name in found):
+        message = f"suite {suite.name} is for a GPU named {suite.gpu}, here is {found or 'none'}"
+        raise MachineError(message, hint="--device cpu shows what can be shown without: proved")
+    return "cuda"
+
+
+class _Watch:
+    """The live table on a terminal; elsewhere a line a trial."""
+
+    def __init__(self, plan: Any, *, silent: bool) -> None:
+        import sys
+
+        self.states: dict[tuple[str, str], list[str]] = {}
+        for r in plan.done:
+            self.states.setdefault((r.author, r.spec.name), []).append(r.outcome)
+        self.left, self.silent = len(plan.tasks), silent
+        self.live: Any = None
+        if not silent and sys.stdout.isatty() and plan.tasks:
+            from rich.live import Live
+
+            self.live = Live(self._render(), refresh_per_second=2)
+
+    def __call__(self, task: Any, record: "TrialRecord | None") -> None:
+        """A trial began, or is done."""
+        states = self.states.setdefault((task.author, task.spec), [])
+        if record is None:
+            states.append("…")
+        else:
+            states[states.index("…")] = record.outcome
+            self.left -= 1
+        if self.live:
+            self.live.update(self._render())
+        elif record and not self.silent:
+            said = f": {record.reason}" if record.reason else ""
+            typer.echo(
+                f"{task.author} {task.spec} {task.trial}: {record.outcome}{said} "
+                f"({record.spent.wall_s:.0f} s, ${record.spent.usd:.2f}; {self.left} left)"
+            )
+
+    def _render(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("author", "spec", "trials", show_edge=False, caption=f"{self.left} left")
+        for (author, spec), states in sorted(self.states.items()):
+            table.add_row(Text(author), Text(spec), Text(" ".join(states)))
+        return table
+
+    def __enter__(self) -> "_Watch":
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.live.stop()
+
+
+def _scores(groups: "Groups") -> "dict[str, Interval | None]":
+    """Solved, and how fast: each with its interval where there is one."""
+    from coda_agent.evals import metrics
+
+    most = min((len(records) for records in groups.values()), default=0)
+    found = {"solved@1": metrics.score(groups, metrics.solved)}
+    found |= {f"pass@{most}": metrics.passing(groups, most)} if most > 1 else {}
+    found["roofline score"] = metrics.score(groups, metrics.roofline)
+    for over in ("compile", "gemm"):
+        for p in (1.0, 1.1, 1.2):
+            found[f"fast_{p} {over}"] = metrics.score(groups, metrics.fast(p, over))
+    return found
+
+
+def _document(found: "dict[str, list[TrialRecord]]") -> dict[str, Any]:
+    from coda_agent.evals import metrics
+
+    document: dict[str, Any] = {}
+    for author, records in found.items():
+        groups = metrics.by_spec(records)
+        scores = {k: v and v._asdict() for k, v in _scores(groups).items()}
+        means = {n: metrics.score(groups, value) for n, value in metrics.COMPARED.items()}
+        costs = {n: mean and mean.value for n, mean in means.items()}
+        keys = ("spec", "trial", "outcome", "reason", "run", "spent")
+        rows = [record.model_dump(mode="json", include=set(keys)) for record in records]
+        document[author] = {"scores": scores, "means": costs, "trials": rows}
+    return document
+
+
+def _table(found: "dict[str, list[TrialRecord]]") -> str:
+    """A line an author."""
+    from coda_agent.evals import metrics
+
+    head = ("author", "specs", "trials", "faults", "solved@1", "roofline", "attempts", "USD", "s")
+    rows: list[tuple[str, ...]] = [head]
+    for author, records in found.items():
+        groups = metrics.by_spec(records)
+        counted = [record for trials in groups.values() for record in trials]
+        solved, roofline = (metrics.score(groups, v) for v in (metrics.solved, metrics.roofline))
+        timed = any(record.cells for record in counted)
+        cells = [solved and f"{solved.value:.2f} ({solved.low:.2f}–{solved.high:.2f})"]
+        cells += [f"{roofline.value:.2f}" if roofline and timed else None]
+        for value in (metrics.attempts, metrics.cost("usd"), metrics.cost("wall_s")):
+            mean = metrics.score(groups, value)
+            cells.append(mean and f"{mean.value:.2f}")
+        faults = len(records) - len(counted)
+        numbers = map(str, (len(groups), len(counted), faults))
+        rows.append((author, *numbers, *(cell or "–" for cell in cells)))
+    return columns(rows)
 
 
 def numbers(text: str | None) -> list[int]:

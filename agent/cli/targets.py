@@ -1,10 +1,11 @@
 """Arguments and options that commands share, and what they name: a file, a kernel, a spec."""
 
 import ast
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the numerics run.")]
 NoCommit = Annotated[bool, typer.Option("--no-commit", help="Judge, but store nothing.")]
+SandboxOption = Annotated[
+    Literal["bubblewrap", "landlock", "process"] | None,
+    typer.Option("--sandbox", help="The weakest sandbox to compile in; else $CODA_AGENT_SANDBOX."),
+]
 
 
 def require_gpu(device: str) -> None:
@@ -35,6 +40,20 @@ def require_gpu(device: str) -> None:
         if not gpus():
             hint = "`coda-agent doctor` says what there is; --device cpu proves without one"
             raise MachineError("this machine has no NVIDIA GPU (nvidia-smi names none)", hint=hint)
+
+
+def require_sandbox(tier: str | None) -> None:
+    """Demand a sandbox for the rest of the command; said now where none is as strong.
+
+    Raises:
+        MachineError: no such sandbox works here.
+    """
+    from coda_agent.agent import sandbox
+
+    if tier is not None:
+        os.environ[sandbox.VARIABLE] = tier
+    if sandbox.VARIABLE in os.environ:
+        sandbox.choose()
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.records import Finding, GateResult, Level, Observer, Verdict
 
 if TYPE_CHECKING:
+    from coda_agent.agent.judge.device import Device, Gpu
     from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
 
 __all__ = ["Finding", "GateResult", "Level", "Observer", "Verdict", "judge_candidate"]
 
 GATES = ("static", "compile", "numerics", "performance")
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+"""Gates beside the usual ones: tools of compute-sanitizer."""
+NO_GPU = "needs a Hopper GPU"
 
 
 def judge_candidate(
@@ -33,7 +38,8 @@ def judge_candidate(
         spec: The spec.
         text: The candidate, a complete kernel.py.
         device: "auto" uses a Hopper GPU where there is one; "cuda" demands it; "cpu" interprets.
-        gates: Which gates to run, in `GATES` order; "static" and what a gate needs always run.
+        gates: Which gates to run, of `GATES` and `SANITIZERS` and in that order; "static" always
+            runs, and the other gates a gate needs have to be asked for.
         observer: Told of each gate's start, progress and end.
         types: Element types to check; all the spec declares by default.
 
@@ -61,26 +67,29 @@ def tune_candidate(
     return _Trial(spec, text, _resolve("cuda"), observer, None).tune()
 
 
-def _resolve(device: str) -> str:
+def _resolve(device: str) -> Gpu | None:
+    """The GPU to run on; None interprets. No CUDA context is made here."""
+    from coda_agent.agent.judge.device import find_gpu
     from coda_agent.primitives.errors import MachineError
 
-    if device == "cpu":
-        return "cpu"
-    import torch
+    gpu = None if device == "cpu" else find_gpu()
+    if gpu is not None and gpu.capability == "9.0":
+        from torch.version import cuda
 
-    usable = torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] == 9
-    if device == "cuda" and not usable:
+        if cuda is not None:
+            return gpu
+    if device == "cuda":
         raise MachineError("no Hopper GPU is usable here", hint="use --device cpu to interpret")
-    return "cuda" if usable else "cpu"
+    return None
 
 
 class _Trial:
     """One candidate on its way through the gates."""
 
     def __init__(
-        self, spec: Spec, text: str, device: str, observer: Observer, types: list[str] | None
+        self, spec: Spec, text: str, gpu: Gpu | None, observer: Observer, types: list[str] | None
     ) -> None:
-        self.spec, self.text, self.device, self.observer = spec, text, device, observer
+        self.spec, self.text, self.gpu, self.observer = spec, text, gpu, observer
         first = next(iter(spec.types.values()), ["bfloat16"])
         self.types = types or list(first)
         self.results: list[GateResult] = []
@@ -89,50 +98,41 @@ class _Trial:
         self.tuned: dict[str, Any] | None = None
 
     def run(self, gates: tuple[str, ...]) -> Verdict:
-        from coda_agent.agent.judge.pool import CompilePool
-
-        with CompilePool() as pool:
-            steps = {
-                "static": self._static,
-                "compile": lambda result: self._compile(result, pool),
-                "numerics": self._numerics,
-                "performance": self._performance,
-            }
-            for name in GATES:
-                if name not in gates and name != "static":
-                    continue
-                with self._gate(name) as result:
-                    steps[name](result)
-                if not result.passed:
-                    break
+        self._walk(gates)
         return self._verdict()
 
     def tune(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
-        from coda_agent.agent.judge.pool import CompilePool
-        from coda_agent.agent.judge.tuner import Cell
         from coda_agent.primitives.errors import CompileError
-        from coda_agent.primitives.target import use_cache
 
-        with CompilePool() as pool:
-            for name, step in (
-                ("static", self._static),
-                ("compile", lambda result: self._compile(result, pool)),
-            ):
-                with self._gate(name) as result:
-                    step(result)
-                if not result.passed:
-                    raise CompileError(result.findings[0].message)
-        use_cache()
-        binding, name = self.spec.bindings()[0], self._variants()[0]
-        found: dict[str, list[dict[str, Any]]] = {}
-        for element in self.types:
-            for sizes in self.spec.bench_shapes:
-                cell = Cell(self.spec, self.programs[name], binding, sizes, element)
-                search = cell.search(self.admitted[name, element])
-                if not search:
-                    raise CompileError(f"{name}: no tile computes the right result at {sizes}")
-                found.setdefault(cell.gemm_type, []).append(cell.entry(search, search[0][1]))
-        return {gpu_name(): found}
+        self._walk(("static", "compile", "tune"))
+        if findings := self.results[-1].findings:
+            raise CompileError(findings[0].message, hint=findings[0].hint)
+        return self.tuned or {}
+
+    def _walk(self, gates: tuple[str, ...]) -> None:
+        if self.gpu is not None and set(gates) - {"static", "compile"}:
+            self._device().start()
+        steps = {
+            "static": self._static,
+            "compile": self._compile,
+            "numerics": self._numerics,
+            "performance": lambda result: self._timed(result, "performance"),
+            "tune": lambda result: self._timed(result, "tune"),
+            **{tool: partial(self._sanitized, tool=tool) for tool in SANITIZERS},
+        }
+        for name, step in steps.items():
+            if name not in gates and name != "static":
+                continue
+            with self._gate(name) as result:
+                step(result)
+            if not result.passed:
+                break
+
+    def _device(self) -> Device:
+        from coda_agent.agent.judge.device import device
+
+        assert self.gpu is not None
+        return device(self.gpu)
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
@@ -162,11 +162,13 @@ class _Trial:
     def _variants(self) -> list[str]:
         return [self.spec.variant(b) for b in self.spec.bindings()]
 
-    def _compile(self, result: GateResult, pool: Any) -> None:
+    def _compile(self, result: GateResult) -> None:
         from coda_agent.agent.judge import compile_gate
+        from coda_agent.agent.judge.pool import warm_pool
         from coda_agent.primitives.errors import CompileError
         from coda_agent.primitives.tiles import TileConfig
 
+        pool = warm_pool()
         try:
             self.programs = compile_gate.load(pool, self.text)
         except CompileError as error:
@@ -180,7 +182,7 @@ class _Trial:
             self.spec,
             self.programs,
             self.types,
-            all_tiles=self.device == "cuda",
+            all_tiles=self.gpu is not None,
             shapes=[(s[m], s[n], s[k]) for s in self.spec.bench_shapes],
         )
         result.findings, reports = compile_gate.compile_all(pool, jobs, self._progress("compile"))
@@ -194,39 +196,48 @@ class _Trial:
                 self.admitted.setdefault(key, []).append(TileConfig(**job["config"]))
 
     def _numerics(self, result: GateResult) -> None:
+        from coda_agent.agent.judge.device_worker import as_record
         from coda_agent.agent.judge.numerics import check_numerics
-        from coda_agent.primitives.target import use_cache
         from coda_agent.primitives.tiles import TileConfig
 
-        tiles = self.admitted
-        if self.device == "cuda":
-            use_cache()
+        tell = self._progress("numerics")
+        if self.gpu is not None:
+            record = self._device().grade("numerics", self.spec, self.programs, self.admitted, tell)
         else:
             # Two block widths: one that divides the common shapes and one that leaves a ragged
             # block.
             blocks = [TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True)]
             tiles = {(v, e): blocks for v in self._variants() for e in self.types}
-        report = check_numerics(
-            self.spec, self.programs, tiles, device=self.device, progress=self._progress("numerics")
-        )
-        result.findings = report.findings
-        ran = "compiled kernel" if self.device == "cuda" else "interpreter"
-        result.data = {
-            "ran": ran, "shapes": [dict(s) for s in self.spec.check_shapes],
-            "worst": report.worst, "refused_tiles": report.refused_tiles,
-        }  # fmt: skip
-        self.admitted = report.admitted
+            record = as_record(
+                check_numerics(self.spec, self.programs, tiles, device="cpu", progress=tell)
+            )
+        result.findings = [Finding(**f) for f in record.pop("findings")]
+        self.admitted = {
+            (p, e): [TileConfig(**c) for c in kept] for p, e, kept in record.pop("admitted")
+        }
+        ran = "compiled kernel" if self.gpu else "interpreter"
+        result.data = {"ran": ran, "shapes": [dict(s) for s in self.spec.check_shapes], **record}
 
-    def _performance(self, result: GateResult) -> None:
-        from coda_agent.agent.judge.performance import check_performance
-
-        if self.device != "cuda":
-            result.skipped = "needs a Hopper GPU"
+    def _timed(self, result: GateResult, kind: str) -> None:
+        if self.gpu is None:
+            result.skipped = NO_GPU
             return
-        result.findings, result.data, tuned = check_performance(
-            self.spec, self.programs, self.admitted, progress=self._progress("performance")
+        record = self._device().grade(
+            kind, self.spec, self.programs, self.admitted, self._progress(kind)
         )
-        self.tuned = {gpu_name(): tuned}
+        result.findings = [Finding(**f) for f in record.pop("findings")]
+        self.tuned = {self.gpu.name: record.pop("tuned")}
+        result.data = record
+
+    def _sanitized(self, result: GateResult, tool: str) -> None:
+        from coda_agent.agent.judge.sanitize import sanitize
+
+        if self.gpu is None:
+            result.skipped = NO_GPU
+            return
+        result.findings = sanitize(
+            self.gpu, tool, self.spec, self.programs, self.types[0], self._progress(tool)
+        )
 
     def _verdict(self) -> Verdict:
         from coda_agent.agent.judge.provenance import digests, environment
@@ -238,36 +249,35 @@ class _Trial:
             not r.passed for r in self.results if r.name != "performance"
         ):
             level = "proved"
-            if self.device == "cuda":
+            if self.gpu is not None:
                 level = "accepted" if "performance" in ran else "verified"
         missing = []
-        if self.device != "cuda":
+        if self.gpu is None:
             missing = [
                 "numerics of the compiled kernels: no Hopper GPU here, the interpreter stood in "
                 "for them",
                 "performance: no Hopper GPU here",
             ]
         elif "performance" in ran and len(self._variants()) > 1:
-            first, *others = self._variants()
-            missing = [f"performance of {', '.join(others)}: only {first} is timed"]
+            _, *others = self._variants()
+            missing = [f"performance of {', '.join(others)} at every shape and type: timed at one"]
         return Verdict(
             passed=passed,
             level=level,
             gates=self.results,
             tuned=self.tuned,
-            environment=environment(self.device),
+            environment=environment("cuda" if self.gpu else "cpu"),
             digests=digests(self.spec, self.text),
             not_shown=missing,
         )
 
 
-def gpu_name() -> str:
+def hopper() -> Gpu:
     """The GPU that kernels run on here.
 
     Raises:
         MachineError: it is no Hopper GPU.
     """
-    import torch
-
-    _resolve("cuda")
-    return torch.cuda.get_device_name(0)
+    gpu = _resolve("cuda")
+    assert gpu is not None
+    return gpu

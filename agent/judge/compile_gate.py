@@ -3,13 +3,14 @@ shared memory?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.pool import CompilePool
 from coda_agent.agent.judge.records import Finding
-from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.errors import CompileError, ProgramError
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.target import is_mma
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
 if TYPE_CHECKING:
@@ -22,15 +23,55 @@ def load(pool: CompilePool, text: str) -> dict[str, Program]:
     """The candidate's programs, traced in a worker.
 
     Raises:
-        CompileError: the candidate's Python raised while it was traced.
+        CompileError: the candidate's Python raised while it was traced, or what it left is no
+            program.
     """
-    programs = pool.run({"kind": "load", "text": text})
-    return {name: Program.from_dict(data) for name, data in programs.items()}
+    records = pool.run({"kind": "load", "text": text})
+    try:
+        programs = [Program.from_dict(data) for data in records.values()]
+    except ProgramError as error:
+        raise CompileError(error.message, hint=error.hint) from error
+    return {program.name: program for program in programs}
 
 
 # A tile that writes more than this to local memory is not tried. Measured on an H200: tiles with
 # 175 to 305 such stores are still within 3 % of the best, and sometimes it.
 MAX_LOCAL_STORES = 400
+
+
+# The tensor-core instruction that a GEMM of operands of a type is made of, as nvdisasm 13.1
+# spells it in objects of quack 0.6.5. Blackwell's does not tell 16-bit types apart.
+_MMA = {
+    ("sm_90a", "bfloat16"): "HGMMA.F32.BF16",
+    ("sm_90a", "float16"): "HGMMA.F32",
+    ("sm_90a", "float8_e4m3fn"): "QGMMA.F32.E4M3.E4M3",
+    ("sm_100a", "bfloat16"): "UTCHMMA",
+    ("sm_100a", "float16"): "UTCHMMA",
+    ("sm_100a", "float8_e4m3fn"): "UTCQMMA",
+    ("sm_120a", "bfloat16"): "HMMA.F32.BF16",
+    ("sm_120a", "float16"): "HMMA.F32",
+    ("sm_120a", "float8_e4m3fn"): "QMMA.SF.F32.E4M3.E4M3.E8",
+}
+_STORES = {"Tile": "UTMASTG", "HalfTile": "UTMASTG", "WideTile": "UTMASTG", "AddTile": "UTMAREDG"}
+
+
+def lacking(job: Mapping[str, Any], found: Mapping[str, int]) -> str:
+    """What an object's instructions do not show of what its job declares: tensor-core products of
+    the operands' type and of no other, loads and stores of tiles by TMA. Empty where all is there.
+
+    Args:
+        job: The compile job.
+        found: `primitives.target.instructions` of the object.
+    """
+    expected = _MMA.get((job["arch"], job["dtype"]))
+    products = {name for name in found if is_mma(name)}
+    if products != {expected} if expected else not products:
+        shown, declared = ", ".join(sorted(products)) or "none", job["dtype"]
+        return f"tensor-core instructions are {shown}, expected {expected or 'some'} of {declared}"
+    kinds = {kind for kind, _ in job["program"]["outputs"].values()}
+    wanted = {"UTMALDG", *(_STORES[kind] for kind in kinds if kind in _STORES)}
+    missing = sorted(wanted - found.keys())
+    return f"tiles do not move by TMA: no {', '.join(missing)}" if missing else ""
 
 
 def job(
@@ -191,6 +232,11 @@ def compile_all(
             line |= {k: v for k, v in result.items() if k != "object"}
             if line["local_stores"] > MAX_LOCAL_STORES and not default:
                 line["error"] = f"spills: {line['local_stores']} stores to local memory"
+            if missing := lacking(job, result["instructions"]):
+                line["error"] = missing
+                if default:
+                    where = {"program": line["program"], "arch": job["arch"]}
+                    findings.append(Finding(message=missing, where=where))
         reports.append(line)
     return findings, reports
 

@@ -1,50 +1,46 @@
 """Gate 3: does every program compute what the reference computes?
 
-- Truth: the reference in float64 on the same inputs. Bound: a multiple of the error PyTorch's own
-  path makes on them.
+- The cases, their truth and what an output may err are `oracle.py`'s, drawn afresh each run from a
+  secret seed; a finding names it.
 - On a Hopper GPU the compiled kernel runs, in every tile configuration a tuner may pick; elsewhere
   the interpreter stands in for it.
-- Inputs are drawn afresh each run from secret seeds and must be unchanged afterwards; outputs are
-  poisoned with NaN before each launch.
+- Outputs are filled with NaN before each launch and lie between guard bands. Cases of one shape and
+  layout share their tensors, whose contents change between launches, so nothing can be kept for an
+  address. Two runs must agree bit for bit and leave the inputs as they were.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.compare import (
-    BASELINE_LIMIT,
-    Errors,
-    bound,
-    diagnose,
-    measure,
-    same,
-    within,
-)
+from coda_agent.agent.judge.compare import Errors, distances, same, within
+from coda_agent.agent.judge.diagnosis import diagnose
+from coda_agent.agent.judge.oracle import Case, make_case, make_cases
 from coda_agent.agent.judge.records import Finding
-from coda_agent.primitives.errors import CompileError, SpecError
+from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import Reduction, RowGather
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+
+__all__ = ["NumericsReport", "check_numerics", "held", "make_case", "run_interpreter", "run_kernel"]
 
 if TYPE_CHECKING:
     import torch
 
     from coda_agent.specs import Spec
 
+    Runner = Callable[
+        [Spec, Program, Mapping[str, Any], TileConfig, Mapping[str, Any]], dict[str, torch.Tensor]
+    ]
+
 Progress = Callable[[int, int, str], None]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One set of inputs with its truth and bounds."""
-
-    inputs: dict[str, Any]
-    truth: dict[str, torch.Tensor]
-    bounds: dict[str, Errors]
-    torch_errors: dict[str, Errors]
+_GUARD_BYTES = 4096
+_GUARD = 0xA5
 
 
 @dataclass
@@ -53,8 +49,9 @@ class NumericsReport:
 
     Attributes:
         findings: Faults that refuse the candidate.
-        worst: For each program and dtype, the largest error over bound of any output, shape and
-            admitted tile.
+        worst: For each program and dtype, the largest error over bound, in norm or worst tile, of
+            any output, case and admitted tile; under "element" that of any single element; and
+            under "seed" what to pass to `check_numerics` for the same cases.
         refused_tiles: Configurations that compiled but computed wrongly, or did not compile.
         admitted: Configurations that may be dispatched, by (program, dtype).
     """
@@ -63,40 +60,6 @@ class NumericsReport:
     worst: dict[str, dict[str, Any]] = field(default_factory=dict)
     refused_tiles: list[dict[str, Any]] = field(default_factory=list)
     admitted: dict[tuple[str, str], list[TileConfig]] = field(default_factory=dict)
-
-
-def make_case(
-    spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], element: str, device: str
-) -> Case:
-    """Draw inputs from a fresh seed and compute truth and bounds.
-
-    Bounds come from what a user would run: on a GPU the spec's baseline, where it has one that
-    takes the shape.
-
-    Raises:
-        SpecError: the baseline computes something else.
-    """
-    from coda_agent.specs import draw_inputs, run_reference
-
-    types = dict.fromkeys(spec.types, element)
-    seed = secrets.randbits(62)
-    inputs = draw_inputs(spec, sizes, types, seed=seed, device=device, binding=binding)
-    truth = run_reference(spec, inputs, binding=binding, exact=True)
-    try:
-        plain = run_reference(spec, inputs, binding=binding, baseline=device == "cuda")
-    except SpecError:
-        # A baseline need not take every shape that is checked.
-        plain = run_reference(spec, inputs, binding=binding)
-    errors = {o: measure(plain[o], truth[o]) for o in spec.outputs}
-    dtypes = {o: spec.dtype_of(o, types) for o in spec.outputs}
-    bounds = {o: bound(errors[o], dtypes[o], spec.tolerance.multiple) for o in spec.outputs}
-    for o in spec.outputs:
-        if spec.has_baseline and errors[o].norm > BASELINE_LIMIT:
-            raise SpecError(
-                f"{spec.path}: the baseline's {o} is {errors[o].norm:.2e} of its norm away from "
-                "the reference"
-            )
-    return Case(inputs, truth, bounds, errors)
 
 
 def held(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,16 +76,32 @@ def run_kernel(
     dtypes: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Launch the compiled kernel into NaN-poisoned outputs, but for what it adds to, and fold
-    reductions to final values."""
+    reductions to final values.
+
+    Raises:
+        LaunchError: it wrote outside an output.
+    """
+    import torch
+
     from coda_agent.primitives.function import finalised
     from coda_agent.primitives.launch import allocate, launch
 
     a, b = (inputs[name] for name in spec.gemm)
-    outputs = allocate(program, a.shape[0], b.shape[0], dtypes, config, a.device)
+    outputs, bands = {}, []
+    for o, like in allocate(program, a.shape[0], b.shape[0], dtypes, config, "meta").items():
+        size = like.numel() * like.element_size()
+        after = _GUARD_BYTES + size
+        room = torch.full((after + _GUARD_BYTES,), _GUARD, dtype=torch.uint8, device=a.device)
+        outputs[o] = room[_GUARD_BYTES:after].view(like.dtype).view(like.shape)
+        bands += [(o, "before", room[:_GUARD_BYTES]), (o, "after", room[after:])]
     start = held(spec, program, inputs)
     for o, tensor in outputs.items():
         tensor.copy_(start[o]) if o in start else tensor.fill_(float("nan"))
     launch(program, a, b, inputs, outputs, config)
+    spilt = torch.stack([(band != _GUARD).any() for _, _, band in bands]).tolist()
+    for (o, side, _), wrong in zip(bands, spilt, strict=True):
+        if wrong:
+            raise LaunchError(f"{program.name} writes to memory {side} its output {o}")
     return finalised(program, outputs, a.shape[0], b.shape[0], config)
 
 
@@ -155,41 +134,43 @@ def check_numerics(
     *,
     device: str,
     progress: Progress,
+    run: Runner | None = None,
+    seed: int | None = None,
 ) -> NumericsReport:
-    """Check every program in every dtype, shape and tile.
+    """Check every program in every dtype, tile and case.
 
     Args:
         spec: The spec.
         programs: By variant name.
-        tiles: Configurations to check, by (program, element type).
+        tiles: Configurations to check, by (program, element type). The first, or the default one
+            where it is among them, sees every case, the others those that depend on the tile.
         device: "cuda" runs kernels, "cpu" the interpreter.
         progress: Called as (done, total, note).
+        run: What produces outputs; `run_kernel` or `run_interpreter` by default.
+        seed: What all draws follow from; a secret one by default.
     """
+    run = run or (run_kernel if device == "cuda" else run_interpreter)
+    seed = secrets.randbits(62) if seed is None else seed
     report = NumericsReport()
-    total = sum(len(t) for t in tiles.values()) * len(spec.check_shapes)
-    done = 0
+    total, done = sum(map(len, tiles.values())), 0
     for binding in spec.bindings():
-        name = spec.variant(binding)
-        program = programs[name]
-        for element in sorted({e for p, e in tiles if p == name}):
-            cases = [make_case(spec, binding, s, element, device) for s in spec.check_shapes]
-            kept = []
-            key = f"{name} {element}"
-            report.worst[key] = {"ratio": 0.0}
-            for config in tiles[name, element]:
-                fault = None
-                for sizes, case in zip(spec.check_shapes, cases, strict=True):
-                    done += 1
-                    progress(done, total, f"{name} {element} {config.label}")
-                    fault = fault or _check_case(
-                        spec, program, case, sizes, config, element, device, report.worst[key]
-                    )
+        program = programs[spec.variant(binding)]
+        for element in sorted({e for p, e in tiles if p == program.name}):
+            key, configs, kept = (program.name, element), tiles[program.name, element], []
+            cases = _Kept(make_cases(spec, binding, element, device, seed))
+            worst = report.worst[" ".join(key)] = {"ratio": 0.0, "element": 0.0, "seed": seed}
+            default = DEFAULT_CONFIGS["sm_90a"]
+            full = default if default in configs else next(iter(configs), None)
+            for config in configs:
+                progress(done := done + 1, total, f"{' '.join(key)} {config.label}")
+                trial = _Trial(spec, program, binding, element, config, run, seed)
+                fault = trial.check(cases, worst, full=config == full)
                 if fault is None:
                     kept.append(config)
-                elif device == "cuda" and config != DEFAULT_CONFIGS["sm_90a"]:
+                elif device == "cuda" and config != default:
                     report.refused_tiles.append(
                         {
-                            "program": name,
+                            "program": program.name,
                             "dtype": element,
                             "tile": config.label,
                             "fault": fault.message,
@@ -198,63 +179,200 @@ def check_numerics(
                     )
                 else:
                     report.findings.append(fault)
-            report.admitted[name, element] = kept
+            report.admitted[key] = kept
     return report
 
 
-def _check_case(
-    spec: Spec,
-    program: Program,
-    case: Case,
-    sizes: Mapping[str, int],
-    config: TileConfig,
-    element: str,
-    device: str,
-    worst: dict[str, Any],
-) -> Finding | None:
+class _Kept:
+    """Cases made when they are first asked for: a fault in the first saves the others."""
+
+    def __init__(self, source: Iterator[Case]) -> None:
+        self.source, self.made = source, list[Case]()
+
+    def __iter__(self) -> Iterator[Case]:
+        yield from self.made
+        for case in self.source:
+            self.made.append(case)
+            yield case
+
+
+@dataclass
+class _Trial:
+    """One program in one type and configuration against the cases."""
+
+    spec: Spec
+    program: Program
+    binding: Mapping[str, str]
+    element: str
+    config: TileConfig
+    run: Runner
+    seed: int
+    places: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    """Input tensors by shape and layout, which cases share."""
+    before: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """What the last case in each place gave."""
+
+    def check(self, cases: Iterable[Case], worst: dict[str, Any], *, full: bool) -> Finding | None:
+        """The first fault; `worst` is updated where there is none."""
+        seen: list[dict[str, Any]] = []
+        for case in cases:
+            if full or case.structure is None or case.structure.everywhere:
+                fault = self._case(case, seen)
+                if fault is not None:
+                    where = {"program": self.program.name, "dtype": self.element}
+                    where |= {"sizes": dict(case.sizes), "tile": self.config.label}
+                    where |= {"case": case.label} if case.label else {}
+                    fault.where = {**fault.where, **where, "seed": self.seed}
+                    return fault
+        for record in seen:
+            worst["element"] = max(worst["element"], record.pop("element"))
+            if record["ratio"] > worst["ratio"]:
+                worst.update(record)
+        return None
+
+    def _case(self, case: Case, seen: list[dict[str, Any]]) -> Finding | None:
+        import torch
+
+        types = dict.fromkeys(self.spec.types, self.element)
+        dtypes = {o: getattr(torch, self.spec.dtype_of(o, types)) for o in self.spec.outputs}
+        key, inputs = self._placed(case)
+        call = partial(self.run, self.spec, self.program, inputs, self.config, dtypes)
+        try:
+            results, again = call(), call()
+        except (CompileError, LaunchError) as error:
+            return Finding(message=error.message)
+        for name, value in case.inputs.items():
+            if hasattr(value, "shape") and not same(value, inputs[name]):
+                return Finding(message=f"input {name} was changed", where={"input": name})
+        stale = self.before.get(key, {})
+        self.before[key] = results
+        for o, truth in case.truth.items():
+            out = results[o]
+            if tuple(out.shape) != tuple(truth.shape) or out.dtype != dtypes[o]:
+                return Finding(
+                    message=f"{o} is {tuple(out.shape)} {out.dtype}, expected "
+                    f"{tuple(truth.shape)} {dtypes[o]}",
+                    where={"output": o},
+                )
+        errors = torch.stack(
+            [
+                distances(self._judged(case, o, results[o]), truth, case.allowed.get(o))
+                for o, truth in case.truth.items()
+            ]
+        )
+        # One wait for the device a case.
+        found = dict(zip(case.truth, (Errors(*e) for e in errors.tolist()), strict=True))
+        for o, error in found.items():
+            if not within(error, case.bounds[o]):
+                return self._wrong(case, o, results[o], again[o], error, stale.get(o))
+            if not same(results[o], again[o]):
+                return Finding(
+                    message=f"{o} differs between two runs on the same inputs", where={"output": o}
+                )
+        for o, error in found.items():
+            limit = case.bounds[o]
+            ratio = max(error.norm / limit.norm, error.tile / limit.tile)
+            seen.append(
+                {
+                    "ratio": ratio,
+                    "element": error.element,
+                    "output": o,
+                    "sizes": dict(case.sizes),
+                    "config": self.config.label,
+                }
+            )
+        return None
+
+    def _placed(self, case: Case) -> tuple[Any, dict[str, Any]]:
+        """The case's inputs in tensors that other cases of its shape and layout had before."""
+        structure = case.structure
+        layout = structure.layout if structure else ""
+        alias = structure.alias if structure else None
+        key = tuple(case.sizes.items()), layout, alias
+        if key not in self.places:
+            place = {
+                name: _room(value, layout, turned=name == self.spec.gemm[1])
+                for name, value in case.inputs.items()
+                if hasattr(value, "shape")
+            }
+            if alias:
+                place[alias[1]] = place[alias[0]]
+            self.places[key] = place
+        place = self.places[key]
+        for name, tensor in place.items():
+            tensor.copy_(case.inputs[name])
+        return key, {**case.inputs, **place}
+
+    def _judged(self, case: Case, o: str, out: torch.Tensor) -> torch.Tensor:
+        """An output as it is compared: where the truth is NaN or infinite, either will do, and what
+        the vocabulary documents: a maximum passes NaN over, and a gather gives 0 for -Inf."""
+        import torch
+
+        if case.structure is None or not case.structure.planted:
+            return out
+        truth, kind = case.truth[o], self.program.outputs[o]
+        known = ~out.double().isfinite() & ~truth.isfinite()
+        if issubclass(kind, Reduction) and kind.combine == "max":
+            known |= truth.isnan()
+        if kind is RowGather:
+            known |= (out == 0) & (truth == -torch.inf)
+        return torch.where(known, truth, out.double())
+
+    def _wrong(
+        self,
+        case: Case,
+        o: str,
+        out: torch.Tensor,
+        again: torch.Tensor,
+        error: Errors,
+        stale: torch.Tensor | None,
+    ) -> Finding:
+        from coda_agent.specs import run_reference
+
+        limit, label = case.bounds[o], f" ({case.label})" if case.label else ""
+        said = (
+            f"{o} is wrong{label}: error {error.norm:.2e} of its norm, {error.tile:.2e} in the "
+            f"worst tile; allowed {limit.norm:.2e} and {limit.tile:.2e}; "
+            f"{error.element:.3g} times what an element may err; "
+        )
+        if o in case.exact:
+            said = f"{o} is wrong{label}: it has an exact value, which must be met bit for bit; "
+        where: dict[str, Any] = {"output": o}
+        if stale is not None and same(stale, out):
+            said += "it is what the tensors' former contents gave"
+        else:
+            tile = (self.config.tile_m, self.config.tile_n)
+            seen = diagnose(
+                out,
+                case.truth[o],
+                inputs=case.inputs,
+                gemm=(self.spec.gemm[0], self.spec.gemm[1]),
+                tile=(tile[1], tile[0]) if self.config.swap_ab else tile,
+                reference=lambda inputs: run_reference(
+                    self.spec, {**inputs}, binding=self.binding, exact=True
+                )[o],
+                again=again,
+            )
+            said += seen.text
+            where |= seen.where
+        return Finding(
+            message=said,
+            where=where,
+            hint="compare the program with the spec's mathematics, output by output",
+        )
+
+
+def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:
+    """Memory for a tensor (M,), (M, N) or (N, K): contiguous, or with a row stride beyond its
+    extent and 16 bytes into its storage, and where `turned` and asked for with rows as columns."""
     import torch
 
-    types = dict.fromkeys(spec.types, element)
-    dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
-    before = {k: v.clone() for k, v in case.inputs.items() if hasattr(v, "clone")}
-    run = run_kernel if device == "cuda" else run_interpreter
-    try:
-        results = run(spec, program, case.inputs, config, dtypes)
-        again = run(spec, program, case.inputs, config, dtypes)
-    except CompileError as error:
-        return Finding(message=error.message, where=_where(program, sizes, config, element))
-    ratios = {}
-    for o in spec.outputs:
-        out, truth = results[o], case.truth[o]
-        place = {"output": o, **_where(program, sizes, config, element)}
-        if tuple(out.shape) != tuple(truth.shape) or out.dtype != dtypes[o]:
-            return Finding(
-                message=f"{o} is {tuple(out.shape)} {out.dtype}, expected "
-                f"{tuple(truth.shape)} {dtypes[o]}",
-                where=place,
-            )
-        errors, limit = measure(out, truth), case.bounds[o]
-        ratios[o] = max(errors.norm / limit.norm, errors.tile / limit.tile)
-        if not within(errors, limit):
-            pattern, at = diagnose(out, truth)
-            return Finding(
-                message=f"{o} is wrong: error {errors.norm:.2e} of its norm, {errors.tile:.2e} in "
-                f"the worst tile; allowed {limit.norm:.2e} and {limit.tile:.2e}; {pattern}",
-                where={**place, **at},
-                hint="compare the program with the spec's mathematics, output by output",
-            )
-        if not same(out, again[o]):
-            return Finding(message=f"{o} differs between two runs on the same inputs", where=place)
-    changed = [k for k, v in before.items() if not same(v, case.inputs[k])]
-    if changed:
-        return Finding(message=f"input {changed[0]} was changed", where={"input": changed[0]})
-    top = max(ratios, key=lambda o: ratios[o])
-    if ratios[top] > worst["ratio"]:
-        worst.update(ratio=ratios[top], output=top, sizes=dict(sizes), config=config.label)
-    return None
-
-
-def _where(
-    program: Program, sizes: Mapping[str, int], config: TileConfig, element: str
-) -> dict[str, Any]:
-    return {"program": program.name, "dtype": element, "sizes": dict(sizes), "tile": config.label}
+    if not layout:
+        return torch.empty_like(value, memory_format=torch.contiguous_format)
+    step = 16 // value.element_size()
+    turned = turned and layout == "transposed"
+    rows, columns = reversed(value.shape) if turned else (1, *value.shape)[-2:]
+    stride = columns + step + -columns % step
+    room = torch.empty(step + rows * stride, dtype=value.dtype, device=value.device)[step:]
+    room = room.view(rows, stride)[:, :columns]
+    return room.mT if turned else room.view(value.shape) if value.ndim == 1 else room

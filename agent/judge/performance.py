@@ -4,18 +4,25 @@ For each element type and bench shape the tuner picks a configuration, which is 
 a bare cuBLAS GEMM and the reference (or the spec's baseline) under torch.compile, interleaved. What
 is timed of ours includes the finalisers of reductions; what an in-place output starts from is put
 back outside the timed region. Each timed output must equal, bit for bit, one that was checked
-against the fp64 truth.
+against the fp64 truth. A time below what this GPU's own best rates allow is a fault, and so are
+other launches than the program declares. Programs of other bindings are timed in one element type
+at the largest shape, in the default program's best configuration that suits them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.machine import contention_allowed, gpu_state
 from coda_agent.agent.judge.records import Finding
-from coda_agent.agent.judge.timing import Samples, gpu_state, interleave, speedup
-from coda_agent.agent.judge.tuner import LAST, Cell
-from coda_agent.primitives.inspect import inspect_program
+from coda_agent.agent.judge.timing import Samples, interleave, speedup
+from coda_agent.agent.judge.tuner import LAST, Cell, Progress, searched
+from coda_agent.primitives.errors import MachineError
+from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, roofline
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 
@@ -24,12 +31,11 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
-Progress = Callable[[int, int, str], None]
-
 FINAL_ROUNDS = 50
-# Datasheet peaks of an H200, with 2 % of slack: a time below this floor is a fault of the
-# measurement.
-_PEAK_FLOPS, _PEAK_BYTES_S = 990e12 * 1.02, 4.8e12 * 1.02
+# Of the best rates measured here. Clocks differ by the power a kernel draws: on an H200 a bf16
+# product of zeros ran at 1.13 times the rate of one of random data. A copy comes to nine tenths of
+# the datasheet's bandwidth. A time below this is a fault of the measurement.
+_FLOPS_SLACK, _BYTES_SLACK = 1.25, 1.15
 
 
 def check_performance(
@@ -39,122 +45,178 @@ def check_performance(
     *,
     progress: Progress,
 ) -> tuple[list[Finding], dict[str, Any], dict[str, Any]]:
-    """Time the default binding's program.
+    """Time the default binding's program at every shape, the others in one type at the largest.
 
     Returns:
         Findings, the record of all figures, and the tuned configurations by dtype of A.
+
+    Raises:
+        MachineError: the GPU is in use, or its clocks disagree about everything.
     """
-    binding = spec.bindings()[0]
-    name = spec.variant(binding)
-    elements = sorted({e for p, e in admitted if p == name})
-    total, done = len(elements) * len(spec.bench_shapes), 0
     findings: list[Finding] = []
     cells: list[dict[str, Any]] = []
+    variants: list[dict[str, Any]] = []
     tuned: dict[str, list[dict[str, Any]]] = {}
     largest = max((_volume(s) for s in spec.bench_shapes), default=0)
-    for element in elements:
-        for sizes in spec.bench_shapes:
-            progress(done, total, f"{element} {_label(sizes)}")
-            cell = _Cell(spec, programs[name], binding, sizes, element)
-            search = cell.search(admitted[name, element])
-            # Three of the search's last round, and the best of those it dropped before.
-            record = cell.measure([config for config, _ in (*search[:3], *search[LAST : LAST + 1])])
-            record["search_us"] = {c.label: round(t, 2) for c, t in search}
-            done += 1
-            cells.append(record)
-            findings += _judge(spec, record, is_largest=_volume(sizes) == largest)
-            if search:
-                time_us = record["times"]["ours"]["median_us"]
-                best = TileConfig(**record["config"])
-                ordered = [(best, time_us), *(found for found in search if found[0] != best)]
-                tuned.setdefault(cell.gemm_type, []).append(cell.entry(ordered, time_us))
-    progress(total, total, "")
-    return findings, {"program": name, "cells": cells}, tuned
+    for cell, search in searched(spec, programs, admitted, progress=progress):
+        # Three of the search's last round, and the best of those it dropped before.
+        record = _measured(cell, [config for config, _ in (*search[:3], *search[LAST : LAST + 1])])
+        record["search_us"] = {c.label: round(t, 2) for c, t in search}
+        cells.append(record)
+        is_largest = _volume(cell.sizes) == largest
+        findings += _judge(record, target=spec.target if is_largest else None)
+        if "times" not in record:
+            continue
+        time_us = record["times"]["ours"]["median_us"]
+        best = TileConfig(**record["config"])
+        ordered = [(best, time_us), *(found for found in search if found[0] != best)]
+        tuned.setdefault(cell.gemm_type, []).append(cell.entry(ordered, time_us))
+        for binding in spec.bindings()[1:] if is_largest and not variants else ():
+            variant = _variant(cell, programs, binding, admitted, [c for c, _ in ordered])
+            variants.append(variant)
+            findings += _judge(variant, target=None)
+    data = {"program": spec.variant(spec.bindings()[0]), "cells": cells, "variants": variants}
+    return findings, data, tuned
 
 
-class _Cell(Cell):
-    """A cell measured against what a user would run instead."""
+def _variant(
+    cell: Cell,
+    programs: Mapping[str, Program],
+    binding: Mapping[str, str],
+    admitted: Mapping[tuple[str, str], Sequence[TileConfig]],
+    configs: Sequence[TileConfig],
+) -> dict[str, Any]:
+    """Another program of the spec, measured in the first of `configs` that suits it."""
+    name = cell.spec.variant(binding)
+    other = Cell(cell.spec, programs[name], binding, cell.sizes, cell.element)
+    known = admitted.get((name, cell.element), ())
+    # Other rasterisation orders of an admitted configuration are the same code.
+    right = (c for c in configs if replace(c, swizzle=8) in known and other.is_right(c))
+    return {"program": name, **_measured(other, [*islice(right, 1)])}
 
-    def measure(self, configs: Sequence[TileConfig]) -> dict[str, Any]:
-        """Measure the finalists of a search beside the baselines; the fastest of them is ours.
 
-        The search runs kernels back to back, which throttles the GPU; beside the baselines its
-        clock is what a user's would be, and the order may be another.
-        """
-        record: dict[str, Any] = {"dtype": self.element, "sizes": self.sizes}
-        if not configs:
-            return {**record, "error": "no tile computes the right result at this shape"}
-        before = gpu_state()
-        samples, mismatches = self._final(configs)
-        record["gpu"] = {"before": before, "after": gpu_state()}
-        best = min(configs, key=lambda c: samples[c.label].median_us)
-        record["config"], record["tile"] = best.to_dict(), best.label
-        record["finalists_us"] = {c.label: round(samples[c.label].median_us, 2) for c in configs}
-        samples = {"ours": samples[best.label], **{k: samples[k] for k in ("gemm", "compile")}}
-        record["times"] = {k: s.to_dict() for k, s in samples.items()}
-        record["of_gemm"] = speedup(samples["ours"], samples["gemm"])
-        record["over_compile"] = speedup(samples["ours"], samples["compile"])
-        record["mismatches"] = mismatches
-        m, n, k = self.mnk
-        a = self.case.inputs[self.spec.gemm[0]]
-        facts = inspect_program(
-            self.program,
-            m,
-            n,
-            k,
-            gemm_bytes=a.element_size(),
-            widths={o: dtype.itemsize for o, dtype in self.dtypes.items()},
-            block=best.tile_n,
-        )
-        peak = _PEAK_FLOPS * 2 // a.element_size()
-        record["floor_us"] = round(
-            1e6 * max(facts.gemm_flops / peak, facts.bytes_moved / _PEAK_BYTES_S), 2
-        )
-        record["tflops"] = round(facts.gemm_flops / samples["ours"].median_us / 1e6, 1)
-        return record
+def _measured(cell: Cell, configs: Sequence[TileConfig]) -> dict[str, Any]:
+    """Measure the finalists of a search beside the baselines; the fastest of them is ours.
 
-    def _final(self, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples], int]:
-        import torch
-
-        from coda_agent.specs import reference_callable
-
-        runs = {c.label: self.run(c) for c in configs}
-        expected: dict[tuple[str, int], Any] = {}
-        for label, run in runs.items():
-            for i in range(2):
-                run.restore(i)
-                expected[label, i] = {o: t.clone() for o, t in run(i).items()}
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        results: dict[str, Any] = {}
-
-        def timed(label: str) -> Callable[[int], None]:
-            def call(i: int) -> None:
-                results[label] = runs[label](i)
-
-            return call
-
-        def restore(name: str, i: int) -> None:
-            if name in runs:
-                runs[name].restore(i)
-
-        def verify(name: str, i: int) -> None:
-            for o, t in results.get(name, {}).items():
-                known = expected[name, i % 2][o]
-                wrong.add_((t.view(torch.uint8) != known.view(torch.uint8)).any())
-                t.fill_(float("nan"))
-
-        baseline = torch.compile(
-            reference_callable(self.spec, self.binding, baseline=True), dynamic=False
-        )
-        a, b = ([inputs[g] for inputs in self.inputs] for g in self.spec.gemm)
-        gemm = bare_gemm(a[0], b[0])
-        contenders = {
-            **{label: timed(label) for label in runs},
-            "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
-            "compile": lambda i: baseline(**self.inputs[i % 2]),
+    The search runs kernels back to back, which throttles the GPU; beside the baselines its clock is
+    what a user's would be, and the order may be another.
+    """
+    record: dict[str, Any] = {"dtype": cell.element, "sizes": cell.sizes}
+    if not configs:
+        return {**record, "error": "no tile computes the right result at this shape"}
+    before = gpu_state()
+    samples, mismatches = _timed(cell, configs)
+    record["gpu"] = {"before": before, "after": gpu_state()}
+    try:
+        sound = [c for c in configs if not samples[c.label].fault] or configs
+        best = min(sound, key=lambda c: samples[c.label].median_us)
+        times = {"ours": samples[best.label], **{k: samples[k] for k in ("gemm", "compile")}}
+        ratios = {
+            "of_gemm": speedup(times["ours"], times["gemm"]),
+            "over_compile": speedup(times["ours"], times["compile"]),
         }
-        samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
-        return samples, int(wrong)
+    except MachineError as error:
+        clocks = {name: dict(s.clock) for name, s in samples.items()}
+        return {**record, "error": error.message, "clocks": clocks}
+    record |= ratios
+    record["config"], record["tile"] = best.to_dict(), best.label
+    record["finalists_us"] = {c.label: round(samples[c.label].median_us, 2) for c in sound}
+    record["times"] = {k: s.to_dict() for k, s in times.items()}
+    record["mismatches"] = mismatches
+    facts = inspected(cell.spec, cell.program, cell.sizes, cell.element, block=best.tile_n)
+    # Parts of K meet at flags that a launch of their own clears.
+    record["launches"] = [facts.launches, facts.launches + 1][: 1 + (best.split_k > 1)]
+    ceiling = measured_ceiling(cell.gemm_type)
+    record["ceiling"] = {
+        "tflops": round(ceiling.flops_s / 1e12, 1), "gbytes_s": round(ceiling.bytes_s / 1e9, 1)
+    }  # fmt: skip
+    record["floor_us"] = round(roofline(facts, ceiling).floor_us, 2)
+    record["tflops"] = round(facts.gemm_flops / times["ours"].median_us / 1e6, 1)
+    return record
+
+
+def inspected(
+    spec: Spec, program: Program, sizes: Mapping[str, int], element: str, *, block: int = 128
+) -> Inspection:
+    """The facts of a spec's program at one size, its tensors in the spec's types."""
+    import torch
+
+    types = dict.fromkeys(spec.types, element)
+    tensors = (spec.gemm[0], *program.outputs)
+    widths = {t: getattr(torch, spec.dtype_of(t, types)).itemsize for t in tensors}
+    m, n, k = (sizes[dim] for dim in spec.gemm_dims)
+    return inspect_program(
+        program, m, n, k, gemm_bytes=widths[spec.gemm[0]], widths=widths, block=block
+    )
+
+
+@lru_cache(maxsize=4)
+def measured_ceiling(dtype: str) -> Ceiling:
+    """The best rates of this GPU, and the slack above them: cuBLAS's on two square matrices of
+    8192, random, of `dtype` (of bfloat16 where it is wider), and a copy of 1 GiB.
+
+    Raises:
+        MachineError: the clocks disagree.
+    """
+    import torch
+
+    n, copied = 8192, 1 << 30
+    kind = getattr(torch, dtype)
+    kind = torch.bfloat16 if kind.itemsize > 2 else kind
+    a, b = (torch.randn(n, n, device="cuda").to(kind) for _ in range(2))
+    source = torch.randn(copied // 4, device="cuda")
+    target, gemm = torch.empty_like(source), bare_gemm(a, b)
+    samples = interleave({"gemm": lambda _: gemm(a, b), "copy": lambda _: target.copy_(source)}, 20)
+    flops_s, bytes_s = (
+        1e6 * work / min(samples[name].trusted_us)
+        for name, work in (("gemm", 2 * n**3), ("copy", 2 * copied))
+    )
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return Ceiling(_FLOPS_SLACK * flops_s, _BYTES_SLACK * bytes_s, cache)
+
+
+def _timed(cell: Cell, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples], int]:
+    import torch
+
+    from coda_agent.specs import reference_callable
+
+    runs = {c.label: cell.run(c) for c in configs}
+    expected: dict[tuple[str, int], Any] = {}
+    for label, run in runs.items():
+        for i in range(2):
+            run.restore(i)
+            expected[label, i] = {o: t.clone() for o, t in run(i).items()}
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    results: dict[str, Any] = {}
+
+    def timed(label: str) -> Callable[[int], None]:
+        def call(i: int) -> None:
+            results[label] = runs[label](i)
+
+        return call
+
+    def restore(name: str, i: int) -> None:
+        if name in runs:
+            runs[name].restore(i)
+
+    def verify(name: str, i: int) -> None:
+        for o, t in results.get(name, {}).items():
+            known = expected[name, i % 2][o]
+            wrong.add_((t.view(torch.uint8) != known.view(torch.uint8)).any())
+            t.fill_(float("nan"))
+
+    torch.compiler.reset()  # code is compiled eight times in a process, and then not again
+    reference = reference_callable(cell.spec, cell.binding, baseline=True)
+    baseline = torch.compile(reference, dynamic=False)
+    a, b = ([inputs[g] for inputs in cell.inputs] for g in cell.spec.gemm)
+    gemm = bare_gemm(a[0], b[0])
+    contenders = {
+        **{label: timed(label) for label in runs},
+        "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
+        "compile": lambda i: baseline(**cell.inputs[i % 2]),
+    }
+    samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
+    return samples, int(wrong)
 
 
 def bare_gemm(a: torch.Tensor, b: torch.Tensor) -> Callable[[Any, Any], Any]:
@@ -171,40 +233,33 @@ def bare_gemm(a: torch.Tensor, b: torch.Tensor) -> Callable[[Any, Any], Any]:
     )
 
 
-def _judge(spec: Spec, record: dict[str, Any], *, is_largest: bool) -> list[Finding]:
-    where = {"dtype": record["dtype"], "sizes": record["sizes"]}
+def _judge(record: Mapping[str, Any], *, target: float | None) -> list[Finding]:
+    """What is wrong with one measurement."""
+    where = {key: record[key] for key in ("program", "dtype", "sizes") if key in record}
+    return [Finding(message=message, where=where) for message in _faults(record, target)]
+
+
+def _faults(record: Mapping[str, Any], target: float | None) -> list[str]:
     if "error" in record:
-        return [Finding(message=record["error"], where=where)]
-    findings = []
-    ours = record["times"]["ours"]["median_us"]
+        return [record["error"]]
+    found = []
+    ours = record["times"]["ours"]
+    if count := record["gpu"]["after"].get("other_processes"):
+        if not contention_allowed():
+            found.append(f"{count} other processes came onto the GPU while it was timed")
     if record["mismatches"]:
-        findings.append(
-            Finding(message=f"{record['mismatches']} timed outputs were wrong", where=where)
+        found.append(f"{record['mismatches']} timed outputs were wrong")
+    if not set(seen := ours["clock"].get("launches", [])) <= set(record["launches"]):
+        found.append(f"{seen} launches were seen, the program declares {record['launches'][0]}")
+    if ours["median_us"] < record["floor_us"]:
+        found.append(
+            f"{ours['median_us']} us is below the roofline floor of {record['floor_us']} us"
         )
-    if ours < record["floor_us"]:
-        findings.append(
-            Finding(
-                message=f"{ours} us is below the roofline floor of {record['floor_us']} us",
-                where=where,
-            )
-        )
-    if record["over_compile"]["ratio"] < 1.0:
-        findings.append(
-            Finding(
-                message=f"slower than torch.compile: {record['over_compile']['ratio']:.3f} of its "
-                "speed",
-                where=where,
-            )
-        )
-    if spec.target and is_largest and record["of_gemm"]["ratio"] < spec.target:
-        findings.append(
-            Finding(
-                message=f"{record['of_gemm']['ratio']:.3f} of the bare GEMM's speed, "
-                f"target {spec.target}",
-                where=where,
-            )
-        )
-    return findings
+    if (ratio := record["over_compile"]["ratio"]) < 1.0:
+        found.append(f"slower than torch.compile: {ratio:.3f} of its speed")
+    if target and (ratio := record["of_gemm"]["ratio"]) < target:
+        found.append(f"{ratio:.3f} of the bare GEMM's speed, target {target}")
+    return found
 
 
 def _volume(sizes: Mapping[str, int]) -> int:
@@ -212,7 +267,3 @@ def _volume(sizes: Mapping[str, int]) -> int:
     for v in sizes.values():
         product *= v
     return product
-
-
-def _label(sizes: Mapping[str, int]) -> str:
-    return "x".join(str(v) for v in sizes.values())

@@ -1,128 +1,53 @@
-"""A pool of warm compile workers, each a killable process group."""
+"""A pool of warm compile workers, each a sandboxed child that is replaced when it fails."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import atexit
+import logging
 import os
 import queue
-import secrets
-import select
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import Any
 
+from coda_agent.agent.judge.child import Child, ChildError, Limits
+from coda_agent.agent.sandbox import Sandbox, choose
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.target import cache_directory
 
-# Measured: 1.2 to 6 s a kernel, and up to 20 s to import torch and the DSL on a loaded machine.
-JOB_TIMEOUT_S = 180.0
-_PASSED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "CUDA_HOME",
-    "TMPDIR",
-)
-
-
-class Worker:
-    """One warm child process; replaced after a crash or a timeout."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._results = -1
-        self._buffer = b""
-
-    def call(self, job: dict[str, Any], timeout_s: float = JOB_TIMEOUT_S) -> Any:
-        """Run one job.
-
-        Raises:
-            CompileError: the job failed, died, or ran out of time; the message says which.
-        """
-        process = self._started()
-        nonce = secrets.token_hex(8)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps({**job, "nonce": nonce}) + "\n")
-            process.stdin.flush()
-            answer = json.loads(self._line(timeout_s))
-        except (BrokenPipeError, EOFError, json.JSONDecodeError) as error:
-            self.close()
-            raise CompileError("the compile worker died") from error
-        except TimeoutError as error:
-            self.close()
-            raise CompileError(
-                f"no result within {timeout_s:.0f} s; the worker was killed"
-            ) from error
-        if answer.get("nonce") != nonce:
-            self.close()
-            raise CompileError("the compile worker answered out of turn and was killed")
-        if "ok" in answer:
-            return answer["ok"]
-        raise CompileError(answer["error"], hint=answer["hint"])
-
-    def close(self) -> None:
-        """Kill the worker and everything it started."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        os.close(self._results)
-        self._process, self._buffer = None, b""
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self.close()
-        reader, writer = os.pipe()
-        environment = {k: os.environ[k] for k in _PASSED if k in os.environ}
-        environment.update(
-            CUDA_VISIBLE_DEVICES="", QUACK_CACHE_DIR=str(cache_directory()), PYTHONUNBUFFERED="1"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "coda_agent.agent.judge.worker", str(writer)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            pass_fds=(writer,),
-            start_new_session=True,
-        )
-        os.close(writer)
-        self._results = reader
-        return self._process
-
-    def _line(self, timeout_s: float) -> bytes:
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._results], [], [], timeout_s)
-            if not ready:
-                raise TimeoutError
-            chunk = os.read(self._results, 1 << 16)
-            if not chunk:
-                raise EOFError
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+# Measured: 1.2 to 6 s a kernel, and up to 20 s to import torch and the DSL on a loaded machine;
+# a trace takes milliseconds.
+TIMEOUTS_S = {"compile": 180.0, "load": 30.0}
+LIMITS = Limits(address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024)
+MODULE = "coda_agent.agent.judge.worker"
 
 
 class CompilePool:
-    """Runs jobs on up to `size` workers; a context manager that leaves no process behind."""
+    """Runs jobs on up to `size` workers; a context manager that leaves no process behind.
 
-    def __init__(self, size: int | None = None) -> None:
+    Raises:
+        MachineError: a stronger sandbox is demanded than works here.
+    """
+
+    def __init__(
+        self, size: int | None = None, *, sandbox: Sandbox | None = None, module: str = MODULE,
+        environment: dict[str, str] | None = None, limits: Limits = LIMITS,
+    ) -> None:  # fmt: skip
+        self.sandbox = sandbox or choose()
+        if self.sandbox.tier == "process":
+            logging.getLogger("coda_agent").warning(
+                "candidates are compiled without a sandbox: %s", self.sandbox.missing
+            )
         cores = len(os.sched_getaffinity(0))
         self.size = size or max(1, min(cores, 14))
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self._workers = [Worker() for _ in range(self.size)]
+        self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        extra = {"CUDA_VISIBLE_DEVICES": "", "QUACK_CACHE_DIR": str(cache_directory().resolve())}
+        extra |= environment or {}
+        self._workers = [
+            Child(module, environment=extra, wrap=self.sandbox.wrap, limits=limits)
+            for _ in range(self.size)
+        ]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(self.size)
@@ -138,13 +63,27 @@ class CompilePool:
     ) -> None:
         self.close()
 
-    def run(self, job: dict[str, Any]) -> Any:
-        """One job, result or CompileError."""
+    def run(self, job: dict[str, Any], timeout_s: float | None = None) -> Any:
+        """One job's result.
+
+        Raises:
+            CompileError: the job failed, died, or ran out of time; the message says which.
+        """
         worker = self._idle.get()
         try:
-            return worker.call(job)
+            answer = worker.call(job, timeout_s=timeout_s or TIMEOUTS_S[job["kind"]])
+        except ChildError as error:
+            why = {
+                "timeout": f"{error.detail}; the worker was killed",
+                "died": f"the compile worker died: {error.detail}",
+                "malformed": f"the compile worker was killed: {error.detail}",
+            }
+            raise CompileError(why[error.kind]) from error
         finally:
             self._idle.put(worker)
+        if "ok" in answer:
+            return answer["ok"]
+        raise CompileError(answer["error"], hint=answer["hint"])
 
     def map(
         self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
@@ -168,3 +107,19 @@ class CompilePool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
+
+
+_warm: dict[str, CompilePool] = {}
+
+
+def warm_pool() -> CompilePool:
+    """This process's pool, whose workers stay warm until it ends: their imports take seconds.
+
+    Raises:
+        MachineError: a stronger sandbox is demanded than works here.
+    """
+    sandbox = choose()
+    if sandbox.tier not in _warm:
+        _warm[sandbox.tier] = pool = CompilePool(sandbox=sandbox)
+        atexit.register(pool.close)
+    return _warm[sandbox.tier]

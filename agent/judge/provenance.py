@@ -40,7 +40,9 @@ def digests(spec: Spec, text: str) -> dict[str, str]:
 
 def sha(text: str) -> str:
     """`sha256:` and the hash of `text`, line ends normalised."""
-    return "sha256:" + hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()
+    # A text with half a surrogate pair has a digest too, and a verdict.
+    data = text.replace("\r\n", "\n").encode("utf-8", "surrogatepass")
+    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -50,6 +52,7 @@ def judge_digest() -> str:
     root = agent.parent.parent
     files = [
         *agent.glob("*.py"),
+        *(agent.parent / "sandbox").glob("*.py"),
         *(root / "primitives").glob("*.py"),
         *(root / "specs").glob("*.py"),
     ]
@@ -60,12 +63,15 @@ def judge_digest() -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The machine and the versions."""
+    """The machine, the versions, and the sandbox that candidates were compiled in."""
+    from coda_agent.agent.sandbox import choose
+
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": device,
         "packages": {p: version(p) for p in PACKAGES},
+        "sandbox": vars(choose()),
     }
     if device == "cuda":
         import torch

@@ -3,185 +3,256 @@
 A candidate is one Python file: a docstring, imports from `coda_agent.primitives`, and functions
 decorated with `@epilogue(...)` whose body is a docstring, assignments and one returned dict. No
 loops, branches, attributes, subscripts, comprehensions, definitions inside definitions, dunders
-or other names: what is left can only build expressions.
+or other names: what is left can only build expressions. Everything is refused but what is listed
+here; the text's size and nesting are bounded before Python's parser sees it.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import io
+import re
+import tokenize
+import unicodedata
 
+from coda_agent import primitives
 from coda_agent.agent.judge.records import Finding
+from coda_agent.primitives.resources import OPERAND_SHAPES, OUTPUT_KINDS
 from coda_agent.primitives.suggest import did_you_mean
 
-_EXPRESSIONS = (
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Call,
-    ast.Constant,
-    ast.Name,
-    ast.Dict,
-    ast.Tuple,
-    ast.keyword,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.USub,
-    ast.UAdd,
-    ast.Load,
-    ast.Store,
-)
-_MAX_NODES = 20_000
+# The largest known programs have 1,700 characters, 43 tokens a statement, 4 open brackets and 110
+# syntax nodes.
+MAX_CHARACTERS = 40_000
+_MAX_TOKENS = 400  # a statement, which bounds how deep its tree is
+_MAX_BRACKETS = 32
+_MAX_NODES = 1000  # a program
+_MAX_NUMBER = 3.4028234e38  # the largest float32
+_COOKIE = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd)
 
 
 def check_source(text: str, expected: list[str]) -> list[Finding]:
-    """Findings of the static gate; an empty list admits the text.
+    """Findings of the static gate, each with a line and a hint; an empty list admits the text.
 
     Args:
         text: The candidate's source.
         expected: Names of the programs the spec asks for; others are refused.
     """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        return [Finding(message=f"not Python: {error}", where={"line": line})]
-    if sum(1 for _ in ast.walk(tree)) > _MAX_NODES:
-        return [Finding(message=f"the candidate has over {_MAX_NODES} syntax nodes")]
-    findings: list[Finding] = []
-    imported: set[str] = set()
-    programs: list[str] = []
-    for i, statement in enumerate(tree.body):
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and i == 0:
-            continue
-        if isinstance(statement, ast.ImportFrom):
-            findings += _check_import(statement, imported)
-        elif isinstance(statement, ast.FunctionDef):
-            programs.append(statement.name)
-            findings += _check_function(statement, imported)
-        else:
-            findings.append(
-                _refuse(statement, "only imports and @epilogue functions may stand here")
-            )
-    for name in expected:
-        if programs.count(name) != 1:
-            findings.append(
-                Finding(
-                    message=f"the spec asks for one program named {name!r}, "
-                    f"found {programs.count(name)}",
-                    hint=did_you_mean(name, programs),
-                )
-            )
-    findings += [
-        Finding(message=f"program {p!r} is not asked for by the spec", hint=f"expected: {expected}")
-        for p in programs
-        if p not in expected
-    ]
-    return findings
+    tree = _parsed(text)
+    return [tree] if isinstance(tree, Finding) else _Gate(text).check(tree, expected)
 
 
 def program_names(text: str) -> list[str]:
     """Names of the functions a text defines, in order; empty where it does not parse."""
+    tree = _parsed(text)
+    body = [] if isinstance(tree, Finding) else tree.body
+    return [s.name for s in body if isinstance(s, ast.FunctionDef)]
+
+
+def _parsed(text: str) -> ast.Module | Finding:
+    """The text's tree, or why there is none.
+
+    CPython 3.11's parser recurses in C, and a small thread's stack ends before its own limit:
+    5000 signs in a row are a segmentation fault in 256 KiB.
+    """
+    if len(text) > MAX_CHARACTERS:
+        fault = f"the candidate has {len(text)} characters, at most {MAX_CHARACTERS} are read"
+        return _finding(fault, 1, "a program is a few lines; compose what the vocabulary offers")
+    text = text.replace("\r\n", "\n")
+    for number, line in enumerate(text.split("\n"), 1):
+        for c in line if not line.isprintable() else "":
+            if c != "\t" and unicodedata.category(c)[0] == "C":
+                hint = "take out control, invisible and half characters"
+                return _finding(f"character U+{ord(c):04X} may not stand here", number, hint)
+        if number <= 2 and _COOKIE.match(line):
+            # Read from a file, the text would be decoded to another program than is judged here.
+            return _finding("an encoding declaration", number, "a candidate is UTF-8; take it out")
+    line = 1
     try:
-        return [s.name for s in ast.parse(text).body if isinstance(s, ast.FunctionDef)]
-    except (SyntaxError, ValueError):
-        return []
+        tokens = depth = 0
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            line = token.start[0]
+            tokens = 0 if token.type == tokenize.NEWLINE else tokens + 1
+            if token.type == tokenize.OP:
+                depth += (token.string in "([{") - (token.string in ")]}")
+            if tokens > _MAX_TOKENS or depth > _MAX_BRACKETS:
+                fault = "this statement is too long or too deep"
+                return _finding(fault, line, "give parts of it names")
+        return ast.parse(text)
+    except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.args[0] if error.args else "nested too deeply"
+        line = getattr(error, "lineno", None) or line
+        return _finding(f"not Python: {reason}", line, "mend this line, or what is open before it")
 
 
-def _check_import(statement: ast.ImportFrom, imported: set[str]) -> list[Finding]:
-    import coda_agent.primitives as primitives
-
-    if statement.module != "coda_agent.primitives" or statement.level:
-        return [_refuse(statement, "only `from coda_agent.primitives import ...` is allowed")]
-    findings = []
-    for alias in statement.names:
-        if alias.name not in primitives.__all__ or alias.name == "Program" or alias.asname:
-            hint = did_you_mean(alias.name, primitives.__all__)
-            findings.append(
-                _refuse(statement, f"{alias.name!r} is not a name of the vocabulary", hint)
-            )
-        imported.add(alias.name)
-    return findings
+def _finding(message: str, line: int, hint: str) -> Finding:
+    return Finding(message=message, where={"line": line}, hint=hint)
 
 
-def _check_function(function: ast.FunctionDef, imported: set[str]) -> list[Finding]:
-    findings: list[Finding] = []
-    names = imported | {a.arg for a in function.args.args}
-    arguments = function.args
-    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
-        findings.append(_refuse(function, "parameters must be plain"))
-    if arguments.defaults or function.returns or getattr(function, "type_params", None):
-        findings.append(_refuse(function, "no defaults and no return annotation"))
-    if len(function.decorator_list) != 1 or not _is_epilogue(function.decorator_list[0]):
-        findings.append(
-            _refuse(function, "a program is decorated with @epilogue(...) and nothing else")
+class _Gate:
+    """The check of one tree."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.findings = text, list[Finding]()
+        self.vocabulary, self.imported = sorted({*primitives.__all__} - {"Program"}), set[str]()
+        self.operands = [k.__name__ for k in OPERAND_SHAPES]
+        self.outputs = [k.__name__ for k in OUTPUT_KINDS]
+
+    def check(self, tree: ast.Module, expected: list[str]) -> list[Finding]:
+        programs: list[str] = []
+        for i, statement in enumerate(tree.body):
+            if len(self.findings) > 20:
+                break
+            match statement:
+                case ast.ImportFrom():
+                    self.check_import(statement)
+                case ast.FunctionDef(name=name):
+                    if name in self.imported or name not in expected:
+                        hint = f"expected: {', '.join(expected)}"
+                        self.refuse(statement, f"program {name!r} is not asked for", hint)
+                    programs.append(name)
+                    self.check_function(statement)
+                case ast.Expr(value=ast.Constant(value=str())) if i == 0:
+                    pass
+                case _:
+                    fault = "only imports and @epilogue functions may stand here"
+                    self.refuse(statement, fault, "see any demonstration")
+        for name in expected:
+            if programs.count(name) != 1:
+                fault = f"the spec asks for one program named {name!r}, found "
+                hint = did_you_mean(name, programs) or f"write it: def {name}(acc, ...)"
+                self.findings.append(_finding(f"{fault}{programs.count(name)}", 1, hint))
+        return self.findings[:20]
+
+    def check_import(self, statement: ast.ImportFrom) -> None:
+        if statement.module != "coda_agent.primitives" or statement.level:
+            fault = "only `from coda_agent.primitives import ...` is allowed"
+            self.refuse(statement, fault, "the vocabulary is all a program needs")
+            return
+        for alias in statement.names:
+            if alias.name not in self.vocabulary or alias.asname:
+                hint = did_you_mean(alias.name, self.vocabulary) or "import it under its own name"
+                self.refuse(statement, f"{alias.name!r} is not a name of the vocabulary", hint)
+            self.imported.add(alias.name)
+
+    def check_function(self, function: ast.FunctionDef) -> None:
+        arguments, names = function.args, {a.arg for a in function.args.args}
+        if sum(1 for _ in ast.walk(function)) > _MAX_NODES:
+            fault = f"the program has over {_MAX_NODES} syntax nodes"
+            self.refuse(function, fault, "compose what the vocabulary offers")
+            return
+        others = (
+            arguments.posonlyargs or arguments.kwonlyargs or arguments.vararg or arguments.kwarg
         )
-    else:
-        findings += _check_expression(function.decorator_list[0], imported)
-    for a in arguments.args:
-        if a.annotation is not None:
-            findings += _check_expression(a.annotation, imported)
-    for i, statement in enumerate(function.body):
-        last = i == len(function.body) - 1
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and i == 0:
-            continue
-        if isinstance(statement, ast.Assign):
-            findings += _check_expression(statement.value, names)
-            for target in statement.targets:
-                findings += _bind(target, names)
-        elif isinstance(statement, ast.Return) and last and isinstance(statement.value, ast.Dict):
-            findings += _check_expression(statement.value, names)
-        else:
-            findings.append(
-                _refuse(statement, "a program's body is assignments and one final `return {...}`")
-            )
-    return findings
+        if others or arguments.defaults or function.returns:
+            fault = "parameters are plain, without defaults, and no type is returned"
+            self.refuse(function, fault, "numbers stand in the body, outputs in the decorator")
+        self.check_decorator(function)
+        for a in arguments.args:
+            self.check_name(a, a.arg, self.imported)
+            if a.annotation is not None:
+                self.check_kind(a.annotation, self.operands)
+        for i, statement in enumerate(function.body):
+            last = statement is function.body[-1]
+            match statement:
+                case ast.Assign(targets=targets, value=value) if not last:
+                    self.check_value(value, names)
+                    for target in targets:
+                        self.bind(target, names)
+                case ast.Return(value=ast.Dict() as returned) if last:
+                    self.check_outputs(returned, names)
+                case ast.Expr(value=ast.Constant(value=str())) if i == 0 and not last:
+                    pass
+                case _:
+                    fault = "a program's body is assignments and one final `return {...}`"
+                    self.refuse(statement, fault, "see any demonstration")
 
+    def check_decorator(self, function: ast.FunctionDef) -> None:
+        match function.decorator_list if "epilogue" in self.imported else []:
+            case [ast.Call(func=ast.Name(id="epilogue"), args=[], keywords=kinds)]:
+                for kind in kinds:
+                    self.check_name(kind, kind.arg or "__", set())
+                    self.check_kind(kind.value, self.outputs)
+            case _:
+                fault = "a program is decorated with @epilogue(...) and nothing else"
+                self.refuse(function, fault, "import epilogue; @epilogue(D=Tile)")
 
-def _bind(target: ast.expr, names: set[str]) -> list[Finding]:
-    targets = target.elts if isinstance(target, ast.Tuple) else [target]
-    findings = []
-    for t in targets:
-        if not isinstance(t, ast.Name) or t.id.startswith("__"):
-            findings.append(_refuse(t, "only plain names may be assigned"))
-        else:
-            names.add(t.id)
-    return findings
+    def check_kind(self, node: ast.expr, kinds: list[str]) -> None:
+        if not isinstance(node, ast.Name) or node.id not in {*kinds} & self.imported:
+            hint = f"one of {', '.join(kinds)}, imported"
+            self.refuse(node, "operands and outputs are declared by their kind", hint)
 
+    def check_outputs(self, returned: ast.Dict, names: set[str]) -> None:
+        keys = [k.value if isinstance(k, ast.Constant) else None for k in returned.keys]
+        if not all(isinstance(k, str) for k in keys) or len({*keys}) != len(keys):
+            hint = 'return {"D": d, "s": d * d}'
+            self.refuse(returned, "outputs are returned by their names, each once", hint)
+        for value in returned.values:
+            self.check_value(value, names)
 
-def _check_expression(expression: ast.expr, names: set[str]) -> list[Finding]:
-    for node in ast.walk(expression):
-        if not isinstance(node, _EXPRESSIONS):
-            return [
-                _refuse(
-                    node if hasattr(node, "lineno") else expression, "not in the candidate language"
-                )
-            ]
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names:
-            return [
-                _refuse(node, f"unknown name {node.id!r}", did_you_mean(node.id, sorted(names)))
-            ]
-        if isinstance(node, ast.Call) and not isinstance(node.func, ast.Name):
-            return [_refuse(node, "only functions of the vocabulary may be called")]
-        if isinstance(node, ast.Constant) and not isinstance(node.value, (int, float, str)):
-            return [_refuse(node, f"constant {node.value!r} is not a number")]
-        if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
-            return [_refuse(node, "tuples may only be unpacked into")]
-        if isinstance(node, ast.keyword) and node.arg is None:
-            return [_refuse(node.value, "** is not in the candidate language")]
-    return []
+    def check_value(self, expression: ast.expr, names: set[str]) -> None:
+        """Refuse the first part of an expression that is not of the language."""
+        pending: list[ast.expr] = [expression]
+        functions = self.imported - {*self.operands, *self.outputs, "epilogue"}
+        while pending:
+            node = pending.pop()
+            fault, hint = "not in the candidate language", "use + - * / and the vocabulary"
+            match node:
+                case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
+                    pending += [right, left]
+                    continue
+                case ast.UnaryOp(op=op, operand=operand) if isinstance(op, _OPERATORS):
+                    pending.append(operand)
+                    continue
+                case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                    if abs(number) <= _MAX_NUMBER:
+                        continue
+                    fault, hint = "constant is beyond float32", f"at most {_MAX_NUMBER} in size"
+                case ast.Constant():
+                    fault, hint = "constant is not a number", "a constant is an int or a float"
+                case ast.Name(id=name) if name in names:
+                    continue
+                case ast.Name(id=name):
+                    imported = name in self.imported
+                    fault = f"{name!r} is not a value" if imported else f"unknown name {name!r}"
+                    hint = did_you_mean(name, sorted(names)) or "assign it first"
+                case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+                    if name in functions and all(k.arg for k in keywords):
+                        # What is differentiated is the one function that is handed on.
+                        of = args[0] if name == "derivative" and args else None
+                        given = int(isinstance(of, ast.Name) and of.id in functions)
+                        if name == "ptx":  # its two texts are checked where they are read
+                            texts = [
+                                isinstance(a, ast.Constant) and type(a.value) is str for a in args
+                            ]
+                            given = 2 * (texts[:2] == [True, True])
+                        pending += [*args[given:], *(k.value for k in keywords)]
+                        continue
+                    fault = "only functions of the vocabulary may be called, without **"
+                    if name not in names | self.imported:
+                        fault = f"unknown name {name!r}"
+                        hint = did_you_mean(name, self.vocabulary) or hint
+                case ast.Call():
+                    fault = "only functions of the vocabulary may be called"
+                case ast.Tuple():
+                    fault, hint = "tuples may only be unpacked into", "gate, up = pairs(acc)"
+            self.refuse(node, fault, hint)
+            return
 
+    def bind(self, target: ast.expr, names: set[str]) -> None:
+        for t in target.elts if isinstance(target, ast.Tuple) else [target]:
+            if isinstance(t, ast.Name):
+                # A parameter's name is the spec's; an assigned one is free to be another.
+                self.check_name(t, t.id, self.imported | ({*dir(builtins)} - names))
+                names.add(t.id)
+            else:
+                self.refuse(t, "only plain names may be assigned", "d = acc * r")
 
-def _is_epilogue(decorator: ast.expr) -> bool:
-    return (
-        isinstance(decorator, ast.Call)
-        and isinstance(decorator.func, ast.Name)
-        and decorator.func.id == "epilogue"
-    )
+    def check_name(self, node: ast.AST, name: str, taken: set[str]) -> None:
+        if name in taken or "__" in name:
+            self.refuse(node, f"the name {name!r} is not free", "take another, without __")
 
-
-def _refuse(node: ast.AST, message: str, hint: str = "") -> Finding:
-    code = ast.unparse(node).split("\n")[0][:80]
-    return Finding(
-        message=f"{message}: `{code}`", where={"line": getattr(node, "lineno", None)}, hint=hint
-    )
+    def refuse(self, node: ast.AST, message: str, hint: str) -> None:
+        code = (ast.get_source_segment(self.text, node) or "").split("\n")[0][:80]
+        self.findings.append(_finding(f"{message}: `{code}`", getattr(node, "lineno", 1), hint))

@@ -2,67 +2,217 @@
 
 - All contenders run in one process, call by call, in a random order each round: clocks and
   temperature drift hits all alike.
-- Before each call the L2 cache is overwritten, which also gives the host time to queue the call:
-  launch overhead stays out.
-- A result is a median with a bootstrap interval; a comparison is the ratio of medians with its own
-  interval.
+- Before each call the L2 cache is overwritten, as often as the slowest contender's host time needs:
+  launch overhead stays out. What a kernel pinned in the cache is released first.
+- Three clocks time a call: CUDA events around it; the host's, around a window that ends when the
+  whole device is idle; and, where a result is final, kernels on all streams as CUPTI saw them. A
+  contender about which they disagree has no times.
+- A result is a median; a comparison is the median of the rounds' ratios. Intervals are order
+  statistics: exact whatever the noise, since the order within a round is random.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import math
 import random
 import statistics
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-# Twice 256 MiB: several times the 60 MB of an H200's L2, and about 0.15 ms, longer than any
-# contender's host time.
+from coda_agent.agent.judge.machine import gpu_state, require_idle
+from coda_agent.primitives.errors import MachineError
+
+__all__ = [
+    "Samples", "a_a", "different", "gpu_state", "interleave", "interval", "require_idle", "speedup",
+]  # fmt: skip
+
+# Several times the 60 MB of an H200's L2.
 _FLUSH_BYTES = 256 << 20
+_LEAST_FLUSHES, _MOST_FLUSHES = 2, 20
+# The clocks may differ by this much, microseconds or share of the time: a wait for the device ends
+# a few microseconds sooner or later, and work hidden below this changes no verdict.
+TOLERANCE_US, TOLERANCE = 10.0, 0.05
+_GAP_US = 5.0  # the device may idle this long before each launch of a contender
+_TRACED = 3  # rounds under the profiler
+_FINAL_ROUNDS = 30  # from here on a measurement is no search, and is traced
+_SPIN = "spin_kernel"  # what torch.cuda._sleep launches: marks the calls in a trace
+# A kernel compared with itself is called different with probability MISS at most: 0.4 times in 200
+# comparisons on average, more than twice with probability 0.8 %. Differences below MIN_EFFECT are
+# not called at all.
+MISS, MIN_EFFECT = 0.002, 0.005
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Times of one contender, microseconds, one a round."""
+    """Times of one contender.
+
+    Attributes:
+        times_us: Microseconds, one a round; none where the clocks disagree.
+        clock: How they were measured, and what each clock said.
+        fault: Why there are no times.
+    """
 
     times_us: tuple[float, ...]
+    clock: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+    @property
+    def trusted_us(self) -> tuple[float, ...]:
+        """The times.
+
+        Raises:
+            MachineError: there are none.
+        """
+        if self.fault:
+            raise MachineError(self.fault)
+        return self.times_us
 
     @property
     def median_us(self) -> float:
-        return statistics.median(self.times_us)
+        return statistics.median(self.trusted_us)
 
     def interval_us(self) -> tuple[float, float]:
-        """95 % bootstrap interval of the median."""
-        return _bootstrap(
-            lambda pick: statistics.median(self.times_us[i] for i in pick), len(self.times_us)
-        )
+        """95 % interval of the median."""
+        return interval(self.trusted_us, 0.05)
 
     def to_dict(self) -> dict[str, Any]:
+        if self.fault:
+            return {"fault": self.fault, "clock": dict(self.clock)}
         low, high = self.interval_us()
         return {
             "median_us": round(self.median_us, 3),
             "interval_us": [round(low, 3), round(high, 3)],
             "times_us": [round(t, 2) for t in self.times_us],
+            "clock": dict(self.clock),
         }
 
 
 def speedup(ours: Samples, other: Samples) -> dict[str, float]:
-    """How many times faster `ours` is: ratio of medians, 95 % bootstrap interval over rounds."""
+    """How many times faster `ours` is: median of the rounds' ratios, and its 99.8 % interval.
 
-    def ratio(pick: Sequence[int]) -> float:
-        theirs = statistics.median(other.times_us[i] for i in pick)
-        return theirs / statistics.median(ours.times_us[i] for i in pick)
+    Raises:
+        MachineError: one of them has no times.
+    """
+    pairs = zip(other.trusted_us, ours.trusted_us, strict=True)
+    ratios = [theirs / own for theirs, own in pairs]
+    low, high = interval(ratios, MISS)
+    return {"ratio": round(statistics.median(ratios), 4), "low": round(low, 4),
+            "high": round(high, 4)}  # fmt: skip
 
-    rounds = len(ours.times_us)
-    low, high = _bootstrap(ratio, rounds)
-    return {"ratio": round(ratio(range(rounds)), 4), "low": round(low, 4), "high": round(high, 4)}
+
+def different(ratio: Mapping[str, float]) -> bool:
+    """Whether a `speedup` shows that one of the two is faster."""
+    return ratio["low"] > 1 + MIN_EFFECT or ratio["high"] < 1 - MIN_EFFECT
 
 
-def _bootstrap(statistic: Callable[[Sequence[int]], float], n: int) -> tuple[float, float]:
-    rng = random.Random(0)  # resampling noise only; the same samples give the same interval
-    values = sorted(statistic(rng.choices(range(n), k=n)) for _ in range(400))
-    return values[10], values[389]
+def interval(values: Sequence[float], miss: float) -> tuple[float, float]:
+    """Order statistics that miss the median of the values' distribution with probability `miss` at
+    most; the extremes where there are too few values for that (below 10 for `MISS`)."""
+    ordered, k = sorted(values), _rank(len(values), miss)
+    return ordered[k - 1], ordered[-k]
+
+
+@lru_cache(maxsize=64)
+def _rank(n: int, miss: float) -> int:
+    """The largest k with 2 P(X < k) ≤ miss, X binomial(n, 1/2); at least 1."""
+    below, k = 0, 0
+    while k < n // 2 and 2 * (below + math.comb(n, k)) <= miss * 2**n:
+        below += math.comb(n, k)
+        k += 1
+    return max(k, 1)
+
+
+class Span(NamedTuple):
+    """Something the device ran, of any stream."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+class Gpu:
+    """The current CUDA device, as far as timing needs it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._scratch = torch.empty(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        self._driver, self.persisting_l2 = None, "not released: no libcuda.so.1"
+        with contextlib.suppress(OSError):
+            self._driver = ctypes.CDLL("libcuda.so.1")
+            limit = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
+            refused = self._driver.cuCtxSetLimit(limit, ctypes.c_size_t(0))
+            self.persisting_l2 = f"not released: CUDA error {refused}" if refused else "released"
+        self.traces: bool | None = None
+        """Whether CUPTI answers; None until asked."""
+
+    def now_us(self) -> float:
+        return time.perf_counter_ns() / 1e3
+
+    def mark(self) -> Any:
+        """An event, recorded on the current stream."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_us(self, start: Any, stop: Any) -> float:
+        return 1000 * start.elapsed_time(stop)
+
+    def synchronize(self) -> None:
+        """Wait for every stream."""
+        self._cuda.synchronize()
+
+    def settle(self) -> None:
+        """Nothing runs, nothing is pinned in the cache."""
+        if self._driver is not None:
+            self._driver.cuCtxResetPersistingL2Cache()
+        self._cuda.synchronize()
+
+    def flush(self, times: int) -> None:
+        """Overwrite the cache."""
+        for _ in range(times):
+            self._scratch.zero_()
+
+    def spin(self) -> None:
+        """A kernel known by its name, about 0.1 ms."""
+        self._cuda._sleep(200_000)
+
+    def trace(self, body: Callable[[], None]) -> list[Span]:
+        """What ran on the device while `body` did; nothing where CUPTI cannot be had."""
+        from torch.profiler import DeviceType, ProfilerActivity, profile, supported_activities
+
+        if ProfilerActivity.CUDA not in supported_activities():
+            return []
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            body()
+            self._cuda.synchronize()
+        events = [
+            e for e in seen.events() or () if e.device_type == DeviceType.CUDA
+            and not e.is_user_annotation
+        ]  # fmt: skip
+        return [Span(e.name, e.time_range.start, e.time_range.end) for e in events]
+
+
+@lru_cache(maxsize=1)
+def _gpu() -> Gpu:
+    """One a process: a clock that was there once must stay."""
+    return Gpu()
+
+
+class _Reading(NamedTuple):
+    """One call: between its events; on the host beyond the events of the whole window; of the
+    host's call; of one flush."""
+
+    event_us: float
+    unseen_us: float
+    host_us: float
+    flush_us: float
 
 
 def interleave(
@@ -72,6 +222,8 @@ def interleave(
     warmup: int = 3,
     before: Callable[[str, int], None] | None = None,
     after: Callable[[str, int], None] | None = None,
+    trace: bool | None = None,
+    gpu: Any = None,
 ) -> dict[str, Samples]:
     """Time every contender once a round.
 
@@ -80,58 +232,186 @@ def interleave(
             inputs.
         rounds: Timed rounds.
         warmup: Rounds before, not timed.
-        before: Called with (name, round) before the cache is overwritten for a timed call: to put
-            back what the call changes in place.
-        after: Called with (name, round) after each timed call, on the same stream: to verify the
-            output.
+        before: Called with (name, round) before the cache is overwritten for a call: to put back
+            what the call changes in place.
+        after: Called with (name, round) after each call, on the same stream: to verify the output.
+        trace: Whether to run a few more rounds under the profiler; by default from 30 rounds on.
+        gpu: Another device than torch's current one, for tests.
+
+    Returns:
+        By name. Where the clocks disagree, samples without times that say why.
     """
-    import torch
-
-    scratch = torch.empty(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
-    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in contenders}
-    order = list(contenders)
+    gpu = gpu or _gpu()
+    nothing = ""
+    calls = {**contenders, nothing: lambda _: None}
+    before, after = before or (lambda *_: None), after or (lambda *_: None)
+    readings: dict[str, list[_Reading]] = {name: [] for name in calls}
+    flushes = _LEAST_FLUSHES
     for i in range(-warmup, rounds):
-        random.shuffle(order)
-        for name in order:
-            if before is not None:
+        if i == 0 and warmup:
+            host = max(min(r.host_us for r in found) for found in readings.values())
+            once = statistics.median(r.flush_us for found in readings.values() for r in found)
+            flushes = min(max(math.ceil(1.5 * host / once), _LEAST_FLUSHES), _MOST_FLUSHES)
+            readings = {name: [] for name in calls}
+        for name in random.sample(list(calls), len(calls)):
+            if name:
                 before(name, i)
-            scratch.zero_()
-            scratch.zero_()
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            contenders[name](i % max(rounds, 1))
-            stop.record()
-            if after is not None:
+            readings[name].append(_window(gpu, lambda c=calls[name], i=i: c(i % rounds), flushes))
+            if name:
                 after(name, i)
-            if i >= 0:
-                events[name].append((start, stop))
-        # Bounds the queue: a thousand pending launches would block the host inside a timed region.
-        torch.cuda.synchronize()
+    overhead = statistics.median(r.unseen_us for r in readings.pop(nothing))
+    traced: dict[str, list[_Traced]] = {}
+    lost = ""
+    if rounds >= _FINAL_ROUNDS if trace is None else trace:
+        traced, lost = _trace(gpu, contenders, flushes, before, after)
+    found = {}
+    for name, seen in readings.items():
+        times = tuple(r.event_us for r in seen)
+        median = statistics.median(times)
+        hidden = statistics.median(r.unseen_us for r in seen) - overhead
+        clock: dict[str, Any] = {
+            "method": "events, host" + ", kernels" * bool(traced),
+            "hidden_us": round(hidden, 2), "flushes": flushes, "persisting_l2": gpu.persisting_l2,
+        }  # fmt: skip
+        fault = lost
+        if not min(times) > 0:
+            fault = "a call took no time at all"
+        elif abs(hidden) > _tolerance(median):
+            fault = (
+                f"the clocks disagree: the host saw {hidden:.1f} us beside the {median:.1f} us "
+                "between the events"
+            )
+        elif traced:
+            fault = fault or _compared(traced[name], clock)
+        found[name] = Samples(() if fault else times, clock, fault)
+    return found
+
+
+def _tolerance(time_us: float) -> float:
+    return max(TOLERANCE_US, TOLERANCE * time_us)
+
+
+def _window(gpu: Any, call: Callable[[], Any], flushes: int) -> _Reading:
+    gpu.settle()
+    opened = gpu.now_us()
+    first = gpu.mark()
+    gpu.flush(flushes)
+    start = gpu.mark()
+    called = gpu.now_us()
+    call()
+    host = gpu.now_us() - called
+    stop = gpu.mark()
+    gpu.synchronize()
+    unseen = gpu.now_us() - opened - gpu.elapsed_us(first, stop)
+    flush = gpu.elapsed_us(first, start) / flushes
+    return _Reading(gpu.elapsed_us(start, stop), unseen, host, flush)
+
+
+class _Traced(NamedTuple):
+    """One call: between its events, and what the device ran meanwhile."""
+
+    event_us: float
+    spans: list[Span]
+
+
+def _trace(
+    gpu: Any,
+    contenders: Mapping[str, Callable[[int], Any]],
+    flushes: int,
+    before: Callable[[str, int], None],
+    after: Callable[[str, int], None],
+) -> tuple[dict[str, list[_Traced]], str]:
+    """A few calls of each contender under the profiler, and what went wrong with that: CUPTI
+    answered before in this process and does not now, or lost kernels."""
+    events: list[tuple[str, float]] = []
+
+    def body() -> None:
+        for i in range(_TRACED):
+            for name, call in contenders.items():
+                before(name, i)
+                gpu.settle()
+                gpu.flush(flushes)
+                gpu.spin()
+                start = gpu.mark()
+                call(i)
+                stop = gpu.mark()
+                gpu.synchronize()
+                gpu.spin()
+                gpu.synchronize()
+                after(name, i)
+                events.append((name, gpu.elapsed_us(start, stop)))
+
+    spans = gpu.trace(body)
+    had, gpu.traces = gpu.traces, bool(spans)
+    if not spans:
+        return {}, "the clock changed: CUPTI saw kernels before, and sees none now" * bool(had)
+    groups = list(_marked(spans))
+    if len(groups) != len(events):
+        return {}, f"the profiler saw {len(groups)} calls, expected {len(events)}"
+    found: dict[str, list[_Traced]] = {name: [] for name in contenders}
+    for (name, event_us), group in zip(events, groups, strict=True):
+        found[name].append(_Traced(event_us, group))
+    return found, ""
+
+
+def _marked(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """The spans between the first and the second mark, between the third and the fourth, …"""
+    group: list[Span] | None = None
+    for span in sorted(spans, key=lambda s: s.start_us):
+        if _SPIN not in span.name:
+            if group is not None:
+                group.append(span)
+        elif group is None:
+            group = []
+        else:
+            yield group
+            group = None
+
+
+def busy_us(spans: Sequence[Span]) -> float:
+    """How long any of the spans ran."""
+    total, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda s: s.start_us):
+        total += max(0.0, span.end_us - max(span.start_us, until))
+        until = max(until, span.end_us)
+    return total
+
+
+def _compared(traced: Sequence[_Traced], clock: dict[str, Any]) -> str:
+    """Put what CUPTI saw into `clock`, and say where it disagrees with the events of the same
+    calls: it saw more than they did, or the device idled between them."""
+    busy = statistics.median(busy_us(t.spans) for t in traced)
+    event = statistics.median(t.event_us for t in traced)
+    launches = sorted({len(t.spans) for t in traced})
+    kernels = [s.name[:80] for s in traced[-1].spans]
+    clock |= {"busy_us": round(busy, 2), "launches": launches, "kernels": kernels}
+    tolerance = _tolerance(event)
+    if busy - event > tolerance or event - busy > tolerance + _GAP_US * launches[-1]:
+        return (
+            f"the clocks disagree: kernels ran for {busy:.1f} us and {event:.1f} us passed "
+            "between the events"
+        )
+    return ""
+
+
+def a_a(
+    call: Callable[[int], Any], *, trials: int = 200, rounds: int = 50, gpu: Any = None
+) -> dict[str, Any]:
+    """Compare a contender with itself, and count how often it is called different.
+
+    Raises:
+        MachineError: the clocks disagree.
+    """
+    ratios: list[dict[str, float]] = []
+    medians: list[float] = []
+    for _ in range(trials):
+        found = interleave({"a": call, "b": call}, rounds, warmup=1, trace=False, gpu=gpu)
+        ratios.append(speedup(found["a"], found["b"]))
+        medians.append(found["a"].median_us)
     return {
-        name: Samples(tuple(1000 * s.elapsed_time(e) for s, e in pairs))
-        for name, pairs in events.items()
-    }
-
-
-def gpu_state() -> dict[str, Any]:
-    """Clocks, temperature, power, throttling and processes of GPU 0, as nvidia-smi reports them."""
-    fields = (
-        "name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw",
-        "clocks_event_reasons.active", "utilization.gpu",
-    )  # fmt: skip
-    query = [
-        "nvidia-smi",
-        "-i",
-        "0",
-        f"--query-gpu={','.join(fields)}",
-        "--format=csv,noheader,nounits",
-    ]
-    apps = ["nvidia-smi", "-i", "0", "--query-compute-apps=pid", "--format=csv,noheader"]
-    try:
-        row = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        pids = subprocess.run(apps, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"error": f"nvidia-smi: {error}"}
-    state: dict[str, Any] = dict(zip(fields, (v.strip() for v in row.split(",")), strict=False))
-    state["compute_processes"] = len(pids.split())
-    return state
+        "trials": trials, "rounds": rounds, "median_us": round(statistics.median(medians), 2),
+        "different": sum(map(different, ratios)),
+        "excludes_1": sum(r["low"] > 1 or r["high"] < 1 for r in ratios),
+        "ratios": [r["ratio"] for r in ratios],
+        "widest": round(max(r["high"] - r["low"] for r in ratios), 4),
+    }  # fmt: skip

@@ -7,13 +7,16 @@ rasterisation orders, which need no other code; the best of those again, for lon
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import measure, within
+from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.judge.numerics import held, make_case
 from coda_agent.agent.judge.timing import interleave
+from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.function import finalised, reduction_block
 from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.program import Program
@@ -24,8 +27,59 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
+Progress = Callable[[int, int, str], None]
+
 SEARCH_ROUNDS = 9
 LAST = 4  # configurations in the last round
+
+
+def tune(
+    spec: Spec,
+    programs: Mapping[str, Program],
+    admitted: Mapping[tuple[str, str], Sequence[TileConfig]],
+    *,
+    progress: Progress,
+) -> dict[str, list[dict[str, Any]]]:
+    """The fastest right configurations of the default program at the spec's bench shapes: dtype of
+    A to the lines of tuned.json.
+
+    Raises:
+        CompileError: no configuration computes the right result at a shape.
+        MachineError: as `searched`.
+    """
+    tuned: dict[str, list[dict[str, Any]]] = {}
+    for cell, search in searched(spec, programs, admitted, progress=progress):
+        if not search:
+            raise CompileError(
+                f"{cell.program.name}: no tile computes the right result at {cell.sizes}"
+            )
+        tuned.setdefault(cell.gemm_type, []).append(cell.entry(search, search[0][1]))
+    return tuned
+
+
+def searched(
+    spec: Spec,
+    programs: Mapping[str, Program],
+    admitted: Mapping[tuple[str, str], Sequence[TileConfig]],
+    *,
+    progress: Progress,
+) -> Iterator[tuple[Cell, list[tuple[TileConfig, float]]]]:
+    """Each element type at each bench shape of the default program, and what `Cell.search` found.
+
+    Raises:
+        MachineError: the GPU is in use, or its clocks disagree about every configuration.
+    """
+    require_idle()
+    binding = spec.bindings()[0]
+    name = spec.variant(binding)
+    elements = sorted({e for p, e in admitted if p == name})
+    total = len(elements) * len(spec.bench_shapes)
+    walk = product(elements, spec.bench_shapes)
+    for done, (element, sizes) in enumerate(walk):
+        progress(done, total, f"{element} {'x'.join(map(str, sizes.values()))}")
+        cell = Cell(spec, programs[name], binding, sizes, element)
+        yield cell, cell.search(admitted[name, element])
+    progress(total, total, "")
 
 
 class Cell:
@@ -66,7 +120,7 @@ class Cell:
     def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
         """Right configurations with their median time in microseconds, fastest first; those that
         came into the last round stand before the others."""
-        right = [c for c in configs if self._is_right(c)]
+        right = [c for c in configs if self.is_right(c)]
         if not right:
             return []
         first = self._ranked(right, SEARCH_ROUNDS)
@@ -85,10 +139,14 @@ class Cell:
     def _ranked(self, configs: Sequence[TileConfig], rounds: int) -> list[tuple[TileConfig, float]]:
         runs = {c.label: self.run(c) for c in configs}
         samples = interleave(runs, rounds)
-        timed = [(c, samples[c.label].median_us) for c in configs]
+        faults = [s.fault for s in samples.values() if s.fault]
+        if len(faults) == len(samples):
+            raise MachineError(faults[0])
+        timed = [(c, s.median_us) for c in configs if not (s := samples[c.label]).fault]
         return sorted(timed, key=lambda found: found[1])
 
-    def _is_right(self, config: TileConfig) -> bool:
+    def is_right(self, config: TileConfig) -> bool:
+        """Whether a configuration computes the right result here."""
         run = self.run(config)
         run.restore(0)
         results = run(0)

@@ -1,20 +1,21 @@
 """The compile worker: a child without GPU that runs candidates' Python and the compiler, so that
 the judging process never does.
 
-Started by `pool.Worker` as `python -m coda_agent.agent.judge.worker FD`. Jobs arrive as JSON lines
-on stdin, results leave as JSON lines on the file descriptor FD; whatever a job prints goes
-elsewhere and cannot pass for a result.
+It is served by `child.serve` inside the sandbox that `pool.CompilePool` chose. A candidate's Python
+runs in a process of its own, forked for that job (`child.forked`): it cannot touch the compiler or
+the object cache, and what it leaves behind is its programs as data.
 """
 
 from __future__ import annotations
 
 import builtins
-import json
-import os
-import sys
+from collections.abc import Callable
 from typing import Any
 
+from coda_agent.agent.judge.child import ChildError, forked, serve
 from coda_agent.primitives.errors import CodaError
+
+TRACE_BYTES = 2 << 30
 
 
 def load_programs(text: str) -> dict[str, Any]:
@@ -30,7 +31,8 @@ def load_programs(text: str) -> dict[str, Any]:
         "__builtins__": {"__import__": restricted},
         "__name__": "candidate",
     }
-    exec(compile(text, "<candidate>", "exec"), namespace)  # admitted by the static gate
+    code = compile(text, "<candidate>", "exec", dont_inherit=True)  # admitted by the static gate
+    exec(code, namespace)
     return {k: v.to_dict() for k, v in namespace.items() if isinstance(v, Program)}
 
 
@@ -51,26 +53,35 @@ def compile_program(job: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-HANDLERS = {"load": lambda job: load_programs(job["text"]), "compile": compile_program}
+def outcome(function: Callable[[], Any]) -> dict[str, Any]:
+    """`{"ok": result}`, or `{"error", "hint"}` of whatever a candidate or a compiler raised."""
+    try:
+        return {"ok": function()}
+    except CodaError as error:
+        return {"error": error.message, "hint": error.hint}
+    except ChildError as error:
+        return {"error": f"tracing the program ended without a result: {error.detail}", "hint": ""}
+    except Exception as error:
+        first = next((s for s in str(error).splitlines() if s.strip()), "")
+        return {"error": f"{type(error).__name__}: {first}", "hint": ""}
 
 
-def main() -> None:
-    """Serve jobs until stdin closes."""
-    results = os.fdopen(int(sys.argv[1]), "w")
-    for line in sys.stdin:
-        job = json.loads(line)
-        try:
-            answer = {"ok": HANDLERS[job["kind"]](job)}
-        except CodaError as error:
-            answer = {"error": error.message, "hint": error.hint, "type": type(error).__name__}
-        except (
-            Exception
-        ) as error:  # a compiler may raise anything; the parent turns it into a finding
-            first = next((s for s in str(error).splitlines() if s.strip()), "")
-            answer = {"error": f"{type(error).__name__}: {first}", "hint": "", "type": "Internal"}
-        results.write(json.dumps({"nonce": job["nonce"], **answer}) + "\n")
-        results.flush()
+def handle(job: dict[str, Any]) -> dict[str, Any]:
+    """One job of the pool."""
+    if job["kind"] == "compile":
+        return outcome(lambda: compile_program(job))
+
+    def traced() -> dict[str, Any]:
+        return outcome(lambda: load_programs(job["text"]))
+
+    found = outcome(lambda: forked(traced, TRACE_BYTES))
+    answer = found.get("ok", found)
+    # Whoever took over the fork writes what he likes.
+    match answer:
+        case {"ok": dict()} | {"error": str(), "hint": str()}:
+            return answer
+    return {"error": "tracing the program gave a malformed answer", "hint": ""}
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda job, _: handle(job))

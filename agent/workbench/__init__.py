@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from coda_agent.agent import prompt
 from coda_agent.agent.events import Recorder, redacted
 from coda_agent.agent.workbench.registry import (
     Input,
@@ -97,16 +98,18 @@ class Workbench:
         self.state = State()
         self.verdict: Verdict | None = None
         self.reason: str | None = None
+        self.withheld = prompt.withheld()
+        self.tools = {name: tool for name, tool in TOOLS.items() if name not in prompt.hidden()}
         tell.follow(self.state)
 
     def call(self, name: str, given: object, id: str = "") -> Result:
         """Runs one tool; a call that cannot be done is a result that says so."""
-        known = TOOLS.get(name)
+        known = self.tools.get(name)
         self.tell("tool.started", {"id": id, "name": name, "input": given})
         start = time.monotonic()
         try:
             if known is None:
-                raise ToolError(f"no tool named {name!r}", hint=near_matches(name, TOOLS))
+                raise ToolError(f"no tool named {name!r}", hint=near_matches(name, self.tools))
             if self.state.over and not known.last:
                 raise ToolError(f"this run is over: {self.state.over}")
             result = known.method(self, known.input.model_validate(given))
@@ -142,6 +145,7 @@ class Workbench:
             CodaError: there is no candidate, or the machine or the budget lacks what it needs.
         """
         from coda_agent.agent.judge import judge_candidate
+        from coda_agent.evals.records import summary
 
         if not self.state.candidate:
             raise ToolError("there is no candidate yet", hint="write_candidate comes first")
@@ -160,6 +164,7 @@ class Workbench:
         found = [f for gate in verdict.gates for f in gate.findings]
         about = {"number": number, "check": check, "candidate": _digest(self.state.candidate)}
         about |= {"passed": verdict.passed, "level": verdict.level}
+        self.tell("judged", {"number": number, "check": check, **summary(verdict)})
         self.tell("attempt", {**about, "finding": found[0].message if found else ""})
         return verdict
 
@@ -236,6 +241,8 @@ class Workbench:
         verdict = self.accept() if check == "submit" else self.judge(check)
         number = len(self.state.attempts)
         text = feedback(verdict, check, number)
+        if "diagnosis" in self.withheld:
+            text = text.partition("\n")[0]
         if check == "submit" and verdict.passed:
             text += f"\naccepted as {self.state.level}" + f", commit {self.state.sha}" * bool(
                 self.state.sha
@@ -252,10 +259,8 @@ class Workbench:
     @tool()
     def read_spec(self, given: Nothing) -> Result:
         """The spec: what to compute, with shapes, types, tolerance, target and the reference."""
-        from coda_agent.agent.prompt import programs_to_define
-
         names = [self.spec.variant(binding) for binding in self.spec.bindings()]
-        text = f"{self.spec.text}\n---\n{programs_to_define(self.spec)}"
+        text = f"{self.spec.text}\n---\n{prompt.programs_to_define(self.spec)}"
         return Result(text=text, data={"programs": names})
 
     @tool()
@@ -335,6 +340,8 @@ class Workbench:
     @tool()
     def profile(self, given: Nothing) -> Result:
         """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
+        from coda_agent.agent.judge import hopper
+        from coda_agent.agent.judge.device import exclusive
         from coda_agent.agent.workbench.profile import profile
 
         self._need_gpu()
@@ -343,7 +350,8 @@ class Workbench:
         accepted = {kernel.name: kernel for kernel in self.workspace.kernels()}
         incumbent = accepted.get(self.spec.name)
         old = incumbent.program.read_text("utf-8") if incumbent else None
-        return Result(text=profile(self.spec, self.state.candidate, old), gpu=True)
+        with exclusive(hopper()):
+            return Result(text=profile(self.spec, self.state.candidate, old), gpu=True)
 
     @tool()
     def inspect(self, given: Inspect) -> Result:

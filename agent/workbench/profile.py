@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
 
-# H200 datasheet: dense 16-bit tensor throughput and memory bandwidth.
-PEAK_FLOPS, PEAK_BYTES_S = 990e12, 4.8e12
 TIMEOUT_S = 300
 
 _STALLS = ("barrier", "long_scoreboard", "math_pipe_throttle", "wait", "gmma")
@@ -40,25 +38,25 @@ METRICS = {
     },
 }  # fmt: skip
 """Nsight Compute's counter by the name an author is shown; times come in us, sizes in bytes."""
-OPCODES = {"WGMMA": "HGMMA", "TMA loads": "UTMALDG", "TMA stores": "UTMASTG", "spill stores": "STL"}
-"""SASS instructions that say how a kernel works, by the name an author is shown."""
 
 
 def roofline(spec: "Spec", text: str, name: str | None = None) -> str:
-    """Flops, least bytes and the floor in microseconds at each bench shape, on an H200."""
-    from coda_agent.primitives.inspect import inspect_program
+    """Flops, least bytes and the floor in microseconds at each bench shape, on an H200, in the
+    spec's first element type."""
+    from coda_agent.agent.judge.performance import inspected
+    from coda_agent.primitives import inspect
 
-    program = traced(spec, text, name)
+    program, element = traced(spec, text, name), _element(spec)
     lines: list[str] = []
     for sizes in spec.bench_shapes:
         m, n, k = (sizes[dim] for dim in spec.gemm_dims)
-        facts = inspect_program(program, m, n, k)
-        compute, memory = facts.gemm_flops / PEAK_FLOPS, facts.bytes_moved / PEAK_BYTES_S
+        facts = inspected(spec, program, sizes, element)
+        least = inspect.roofline(facts, inspect.datasheet(facts.gemm_bytes))
         lines.append(
             f"{m}x{n}x{k}: GEMM {facts.gemm_flops / 1e9:.1f} GFLOP, epilogue "
             f"{facts.epilogue_flops / 1e9:.3f} GFLOP, {facts.bytes_moved / 1e6:.1f} MB at least; "
-            f"floor {1e6 * max(compute, memory):.1f} us "
-            f"({'compute' if compute > memory else 'memory'} bound)"
+            f"floor {least.floor_us:.1f} us "
+            f"({'compute' if least.compute_us > least.memory_us else 'memory'} bound)"
         )
         if len(lines) == 1:
             about = f"launches {facts.launches}, tile-local {facts.tile_local}"
@@ -72,7 +70,7 @@ def profile(spec: "Spec", text: str, incumbent: str | None) -> str:
     Raises:
         MachineError: ncu is missing or may not read the counters.
     """
-    from coda_agent.primitives.inspect import inspect_program
+    from coda_agent.agent.judge.performance import inspected
 
     if not shutil.which("ncu"):
         hint = "benchmark gives times, inspect the roofline"
@@ -84,7 +82,7 @@ def profile(spec: "Spec", text: str, incumbent: str | None) -> str:
         other = traced(spec, incumbent)
         then = _counters(spec, other) | opcodes(spec, other)
     m, n, k = (spec.bench_shapes[0][dim] for dim in spec.gemm_dims)
-    facts = inspect_program(program, m, n, k)
+    facts = inspected(spec, program, spec.bench_shapes[0], _element(spec))
     lines = [f"{program.name} at {m}x{n}x{k}; least bytes {facts.bytes_moved / 1e6:.1f} MB"]
     for label, value in now.items():
         line = f"  {label:<26} {value:>16,.2f}"
@@ -95,9 +93,15 @@ def profile(spec: "Spec", text: str, incumbent: str | None) -> str:
 
 
 def opcodes(spec: "Spec", program: "Program") -> dict[str, float]:
-    """How often each of `OPCODES` stands in a program's SASS for sm_90a."""
-    sass = compiled(spec, program, "sass")
-    return {f"{name} in SASS": float(sass.count(f" {op}")) for name, op in OPCODES.items()}
+    """How often each instruction that says how a kernel works stands in its SASS for sm_90a."""
+    from coda_agent.primitives.target import instructions
+
+    found = instructions(compiled(spec, program, "sass"))
+    return {f"{name} in SASS": float(count) for name, count in {"STL": 0, **found}.items()}
+
+
+def _element(spec: "Spec") -> str:
+    return next(iter(spec.types.values()), ["bfloat16"])[0]
 
 
 def _counters(spec: "Spec", program: "Program") -> dict[str, float]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge import Verdict, judge_candidate
+from coda_agent.agent.judge import (
+    Verdict,
+    compile_gate,
+    device,
+    faults,
+    judge_candidate,
+    tune_candidate,
+)
+from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, load_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
@@ -129,6 +139,54 @@ def test_the_same_trial_has_the_same_digests(spec: Spec) -> None:
         judge(spec, RIGHT + "\n", gates=("static",)).digests["candidate"]
         != first.digests["candidate"]
     )
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A Hopper GPU that is not there: its child does what script.json says; two tiles on offer."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\ncase "$*" in *index*) echo "0, GPU-1, Fake GPU, 9.0";; esac\n')
+    smi.chmod(0o755)
+    (tmp_path / "script.json").write_text("{}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent}")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr(faults, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(device, "LOCKS", tmp_path)
+    monkeypatch.setattr(device, "SETTLE_S", 0.2)
+    monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])
+    made = device.Device(device.Gpu("GPU-1", "Fake GPU", "9.0"), "scripted_device")
+    monkeypatch.setattr(device, "device", {made.gpu: made}.__getitem__)
+    yield tmp_path
+    made.close()
+
+
+def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
+    spec: Spec, scripted: Path
+) -> None:
+    (scripted / "script.json").write_text('{"128x160": "illegal address"}')
+    verdict = judge_candidate(spec, RIGHT, types=["bfloat16"])
+    assert verdict.passed and verdict.level == "accepted"
+    assert verdict.environment["device"] == "cuda"
+    data = verdict.gates[2].data
+    assert data["ran"] == "compiled kernel"
+    (refused,) = data["refused_tiles"]
+    assert refused["tile"] == SM90_CONFIGS[3].label and "illegal address" in refused["fault"]
+    assert verdict.gates[3].data["cells"] == ["performance"]
+    best = {"bfloat16": [{"config": SM90_CONFIGS[0].to_dict()}]}
+    assert verdict.tuned == {"Fake GPU": best}
+    only = spec.model_copy(update={"types": {next(iter(spec.types)): ("bfloat16",)}})
+    assert tune_candidate(only, RIGHT) == {"Fake GPU": best}
+
+
+def test_on_a_gpu_a_fault_of_the_default_tile_refuses_the_candidate(
+    spec: Spec, scripted: Path
+) -> None:
+    (scripted / "script.json").write_text('{"128x128": "illegal address"}')
+    verdict = judge_candidate(spec, RIGHT, device="cuda", types=["bfloat16"])
+    assert not verdict.passed and verdict.level is None
+    assert [g.name for g in verdict.gates] == ["static", "compile", "numerics"]
+    assert verdict.gates[2].findings[0].where["tile"] == SM90_CONFIGS[0].label
 
 
 def test_demanding_a_gpu_where_there_is_none_is_one_clear_error(spec: Spec) -> None:

@@ -1,16 +1,26 @@
-"""Compile workers: results, errors, deaths and time-outs."""
+"""Compile workers: results, errors in place, and the conversation with a child."""
 
 from __future__ import annotations
 
-import os
-import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from coda_agent.agent.judge.pool import CompilePool, Worker
+from coda_agent.agent.judge.child import Child, ChildError
+from coda_agent.agent.judge.pool import CompilePool
 from coda_agent.primitives.errors import CompileError
 
 GOOD = "from coda_agent.primitives import Tile, epilogue\n@epilogue(O=Tile)\ndef k(acc):\n    return {'O': acc}\n"
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child("faulty_child", environment={"PYTHONPATH": str(Path(__file__).parent)})
+    yield child
+    child.close()
 
 
 def test_a_candidate_is_traced_in_the_child_and_comes_back_as_data() -> None:
@@ -19,47 +29,44 @@ def test_a_candidate_is_traced_in_the_child_and_comes_back_as_data() -> None:
     assert programs["k"]["outputs"] == {"O": ["Tile", 0]}
 
 
-def test_imports_and_builtins_are_out_of_reach_even_past_the_static_gate() -> None:
-    worker = Worker()
-    try:
-        with pytest.raises(CompileError, match="import of 'os' is not allowed"):
-            worker.call({"kind": "load", "text": "import os"})
-        with pytest.raises(CompileError, match="NameError"):
-            worker.call({"kind": "load", "text": "open('/tmp/x', 'w')"})
-    finally:
-        worker.close()
-
-
-def test_a_hang_is_killed_and_the_worker_replaced() -> None:
-    worker = Worker()
-    try:
-        worker.call({"kind": "load", "text": GOOD})
-        with pytest.raises(CompileError, match="no result within 1 s"):
-            worker.call({"kind": "load", "text": "while True: pass"}, timeout_s=1)
-        assert worker.call({"kind": "load", "text": GOOD})["k"]["name"] == "k"
-    finally:
-        worker.close()
-
-
-def test_a_killed_worker_is_an_error_and_the_next_job_runs() -> None:
-    worker = Worker()
-    try:
-        worker.call({"kind": "load", "text": GOOD})
-        assert worker._process is not None
-        os.kill(worker._process.pid, signal.SIGKILL)
-        worker._process.wait()
-        assert worker.call({"kind": "load", "text": GOOD})["k"]["name"] == "k"
-    finally:
-        worker.close()
-
-
 def test_map_keeps_order_and_returns_errors_in_place() -> None:
     seen: list[int] = []
-    jobs = [{"kind": "load", "text": t} for t in (GOOD, "1 / 0", GOOD)]
+    texts = (GOOD, "1 / 0", "import os", "open('/tmp/x', 'w')", GOOD)
     with CompilePool(2) as pool:
-        results = pool.map(jobs, lambda done, _: seen.append(done))
-    first, error, last = results
+        jobs = [{"kind": "load", "text": text} for text in texts]
+        first, *errors, last = pool.map(jobs, lambda done, _: seen.append(done))
     assert not isinstance(first, CompileError) and not isinstance(last, CompileError)
     assert first["k"]["name"] == last["k"]["name"] == "k"
-    assert isinstance(error, CompileError) and "ZeroDivisionError" in str(error)
-    assert seen == [1, 2, 3]
+    assert [type(error) for error in errors] == [CompileError] * 3
+    assert "ZeroDivisionError" in str(errors[0])
+    assert "import of 'os' is not allowed" in str(errors[1])  # past the static gate, too
+    assert "NameError" in str(errors[2])
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_a_child_is_warm_tells_progress_and_takes_large_jobs(child: Child) -> None:
+    told: list[dict[str, int]] = []
+    assert child.call({"kind": "progress"}, timeout_s=5, progress=told.append) == {"ok": None}
+    assert told == [{"done": 0}, {"done": 1}, {"done": 2}]
+    large = "y" * 3_000_000  # more than a pipe holds, both ways
+    assert child.call({"kind": "echo", "value": large}, timeout_s=5) == {"ok": large}
+    start = time.perf_counter()
+    child.call({"kind": "echo"}, timeout_s=5)
+    assert time.perf_counter() - start < 0.2  # starting it takes longer
+
+
+def test_start_returns_at_once_and_the_start_is_not_time_of_the_job(child: Child) -> None:
+    start = time.perf_counter()
+    child.start()
+    assert time.perf_counter() - start < 0.2
+    assert child.call({"kind": "echo", "value": 1}, timeout_s=0.2) == {"ok": 1}
+
+
+def test_close_from_another_thread_ends_a_call(child: Child) -> None:
+    child.call({"kind": "echo"}, timeout_s=5)
+    timer = threading.Timer(0.3, child.close)
+    timer.start()
+    with pytest.raises(ChildError, match="died"):
+        child.call({"kind": "hang"}, timeout_s=30)
+    timer.join()
+    assert child.call({"kind": "echo", "value": 2}, timeout_s=5) == {"ok": 2}

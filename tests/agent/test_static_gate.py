@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coda_agent.agent.judge.static import check_source
+from coda_agent.agent.judge.static import check_source, program_names
 
 GOOD = '''"""A candidate."""
 from coda_agent.primitives import ColVector, HalfTile, Tile, epilogue, pairs, swiglu
@@ -52,15 +52,47 @@ BODY = "    d = acc * r\n"
         (BODY, "    d = f'{acc}'\n", "not in the candidate language"),
         (BODY, "    d = (acc, r)\n", "tuples may only be unpacked into"),
         (BODY, "    d = swiglu(*r)\n", "not in the candidate language"),
-        (BODY, "    d = swiglu(**r)\n", "** is not in the candidate language"),
-        (BODY, "    d = acc * None\n", "constant None is not a number"),
-        (BODY, "    __d = d = acc\n", "only plain names may be assigned"),
+        (BODY, "    d = swiglu(**r)\n", "may be called, without **"),
+        (BODY, "    d = acc * None\n", "constant is not a number"),
+        (BODY, "    d = acc * True\n", "constant is not a number"),
+        (BODY, "    d = acc * 1j\n", "constant is not a number"),
+        (BODY, "    d = acc * 'r'\n", "constant is not a number"),
+        (BODY, "    d = acc * 1e39\n", "constant is beyond float32"),
+        (BODY, "    d = acc * 1e999\n", "constant is beyond float32"),
+        (BODY, f"    d = acc * 0x{'f' * 5000}\n", "constant is beyond float32"),
+        (BODY, "    d = acc * swiglu\n", "'swiglu' is not a value"),
+        (BODY, "    d = Tile(acc, 0)\n", "only functions of the vocabulary may be called"),
+        (BODY, "    d = epilogue(D=Tile)\n", "only functions of the vocabulary may be called"),
+        (BODY, "    d = acc(r)\n", "only functions of the vocabulary may be called"),
+        (BODY, "    __d = d = acc\n", "the name '__d' is not free"),
+        (BODY, "    pairs = d = acc\n", "the name 'pairs' is not free"),
+        (BODY, "    sum = d = acc\n", "the name 'sum' is not free"),
+        (BODY, "    d += acc\n", "a program's body is assignments"),
+        (BODY, "    1\n    d = acc\n", "a program's body is assignments"),
+        (BODY, "    return {}\n    d = acc\n", "a program's body is assignments"),
         (BODY, "    d = acc; d.x = r\n", "only plain names may be assigned"),
-        ("r: ColVector)", "r: ColVector = 1)", "no defaults"),
-        ("r: ColVector)", "*r: ColVector)", "parameters must be plain"),
-        ("r: ColVector)", "r: open('x'))", "unknown name 'open'"),
+        ("r: ColVector)", "r: ColVector = 1)", "parameters are plain, without defaults"),
+        ("r: ColVector)", "*r: ColVector)", "parameters are plain"),
+        ("r: ColVector)", "r: ColVector) -> open('x')", "no type is returned"),
+        ("r: ColVector)", "r: open('x'))", "declared by their kind"),
+        ("r: ColVector)", "r: 'ColVector')", "declared by their kind"),
+        (
+            "r: ColVector)",
+            "r: HalfTile)",
+            "declared by their kind: `HalfTile` one of Tile, HeadTable",
+        ),
+        ("r: ColVector)", "r: Scalar)", "declared by their kind"),
+        ("r: ColVector)", "pairs: ColVector)", "the name 'pairs' is not free"),
+        ("r: ColVector)", "__r: ColVector)", "the name '__r' is not free"),
         ("@epilogue(D=Tile, O=HalfTile)", "", "decorated with @epilogue"),
-        ("@epilogue(D=Tile", "@epilogue(D=open('x')", "unknown name 'open'"),
+        ("@epilogue(D=Tile", "@epilogue(D=open('x')", "declared by their kind"),
+        ("@epilogue(D=Tile", "@epilogue(**{'D': Tile}", "the name '__' is not free"),
+        ("@epilogue(D=Tile", "@epilogue(__D=Tile", "the name '__D' is not free"),
+        ("@epilogue(D=Tile", "@epilogue(D=ColVector", "declared by their kind"),
+        ("@epilogue(D=Tile, O=HalfTile)", "@swiglu\n@epilogue(D=Tile)", "and nothing else"),
+        ('{"D": d', "{**d", "outputs are returned by their names"),
+        ('{"D": d', "{d: d", "outputs are returned by their names"),
+        ('{"D": d', '{"O": d', "by their names, each once"),
         ("def k", "def other", "one program named 'k', found 0"),
         ("def k", "class X: pass\ndef k", "only imports and @epilogue"),
         ("    d = acc * r", "    d = acc *", "not Python"),
@@ -69,12 +101,16 @@ BODY = "    d = acc * r\n"
 )
 def test_everything_else_is_refused(old: str, new: str, said: str) -> None:
     assert old in GOOD
-    assert said in messages(GOOD.replace(old, new, 1))
+    text = GOOD.replace(old, new, 1)
+    assert said in messages(text)
+    assert all(f.where["line"] >= 1 and f.hint for f in check_source(text, ["k"]))
 
 
 def test_findings_name_the_line() -> None:
     (finding,) = check_source(GOOD.replace(BODY, "    d = open('x')\n"), ["k"])
     assert finding.where == {"line": 8}
+    (finding,) = check_source(GOOD.replace("\n", "\r\n").replace("acc * r", "acc @ r"), ["k"])
+    assert finding.where == {"line": 8} and finding.message.endswith("`acc @ r`")
 
 
 def test_an_extra_program_is_refused() -> None:
@@ -82,6 +118,55 @@ def test_an_extra_program_is_refused() -> None:
     assert "'extra' is not asked for" in messages(extra)
 
 
-def test_a_huge_candidate_is_refused() -> None:
-    text = GOOD.replace(BODY, "    d = " + " + ".join(["acc"] * 8000) + "\n")
-    assert "syntax nodes" in messages(text) or "not Python" in messages(text)
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("    d = " + " + ".join(["acc"] * 8000), "characters, at most 40000"),
+        ("    d = " + "+".join(["acc"] * 500), "too long or too deep"),
+        ("    d = " + "-" * 30_000 + "acc", "too long or too deep"),
+        ("    d = " + "(" * 33 + "acc" + ")" * 33, "too long or too deep"),
+        ("    d = acc\n" + "    d = d + 1.5\n" * 200, "over 1000 syntax nodes"),
+    ],
+)
+def test_a_huge_candidate_is_refused(body: str, said: str) -> None:
+    assert said in messages(GOOD.replace(BODY, f"{body}\n"))
+
+
+def test_what_is_well_below_the_bounds_is_admitted() -> None:
+    sums = "    d = acc * r\n" + "    d = (((d + 1.5 * (acc - 2)))) / -3\n" * 30
+    assert check_source(GOOD.replace(BODY, sums), ["k"]) == []
+    assert check_source(GOOD.replace("\n", "\r\n"), ["k"]) == []
+
+
+def test_findings_are_few_however_long_the_text() -> None:
+    text = GOOD + "import os\n" * 3000
+    assert len(check_source(text, ["k"])) == 20
+
+
+def test_names_of_programs_are_read_and_nothing_is_made_of_hostile_text() -> None:
+    assert program_names(GOOD) == ["k"]
+    for text in ("def k(", "x = " + "-" * 100_000 + "1", "x = '\ud800'", "\0"):
+        assert program_names(text) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ('ptx("asinh", "tanh.approx.f32 $0, $1;", acc)', None),
+        ('ptx("asinh", acc, "tanh.approx.f32 $0, $1;")', "constant is not a number"),
+        ('ptx("asinh", "tanh.approx.f32 $0, $1;", acc, "x")', "constant is not a number"),
+        ('ptx("asinh", code="tanh.approx.f32 $0, $1;")', "constant is not a number"),
+        ('ptx("asinh", f"{acc}", acc)', "not in the candidate language"),
+        ('exp("asinh", "tanh.approx.f32 $0, $1;", acc)', "constant is not a number"),
+    ],
+)
+def test_texts_stand_only_where_ptx_takes_them(call: str, said: str | None) -> None:
+    text = f"""from coda_agent.primitives import Tile, epilogue, exp, ptx
+
+
+@epilogue(O=Tile)
+def kernel(acc):
+    return {{"O": {call}}}
+"""
+    found = [f.message.partition(":")[0] for f in check_source(text, ["kernel"])]
+    assert found == ([said] if said else [])

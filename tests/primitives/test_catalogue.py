@@ -11,7 +11,7 @@ from coda_agent.primitives import Program
 from coda_agent.primitives.catalogue import KINDS, Entry, entries
 
 ENTRIES = entries()
-EXAMPLES_OF = ("load", "load, store", "store", "reduction", "pairwise", "select")
+EXAMPLES_OF = ("load", "load, store", "store", "reduction", "pairwise", "select", "extension")
 COMPOSITES = (
     "clamp", "derivative", "geglu", "glu", "hard_swish", "leaky_relu", "mish", "quick_gelu",
     "reglu", "relu", "relu_squared", "silu", "swiglu", "swiglu_oai",
@@ -88,7 +88,8 @@ def test_loads_and_stores_come_first() -> None:
     order = list(dict.fromkeys(e.kind for e in ENTRIES))
     assert order == list(KINDS)
     assert order == [
-        "program", "load", "load, store", "store", "pairwise", "select", "reduction", "elementwise"
+        "program", "load", "load, store", "store", "pairwise", "select", "reduction", "elementwise",
+        "extension",
     ]  # fmt: skip
 
 

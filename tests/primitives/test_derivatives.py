@@ -93,7 +93,7 @@ BINARY: dict[str, Callable[..., torch.Tensor]] = {
 }
 POSITIVE = {"log", "rsqrt", "sqrt"}
 NOT_ELEMENTWISE = {
-    "clamp", "derivative", "epilogue", "gather", "interleave", "pairs", "rotary", "rotate",
+    "clamp", "derivative", "epilogue", "gather", "interleave", "pairs", "ptx", "rotary", "rotate",
 }  # fmt: skip
 # Away from kinks, where a derivative is a matter of convention.
 GRID = torch.linspace(-9.013, 9.013, 2000, dtype=torch.float64)
@@ -298,10 +298,10 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "too few arguments": (lambda x: derivative(swiglu, x), "derivative.. of swiglu: missing"),
     "an argument that is not there": (lambda x: derivative(silu, x, wrt=1), "wrt is 1, expected 0"),
     "two results": (lambda x: derivative(vocabulary.rotate, x, x, x, x), "gives tuple, expected"),
-    "a structural function": (lambda x: derivative(lambda t: pairs(t)[0] * 2, x), "of even, which"),
+    "a structural function": (lambda x: derivative(lambda t: pairs(t)[0] * 2, x), "of even, for which"),
     "one of the other argument": (
         lambda x: derivative(lambda s, t: s * interleave(*pairs(t)), x, x),
-        "of even, which",
+        "of even, for which",
     ),
     "a value from outside": (lambda x: derivative(lambda t: t * x, x), "of another program"),
     "mixed widths": (lambda x: derivative(swiglu, x, pairs(x)[0]), "mixes a full-width"),

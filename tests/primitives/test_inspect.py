@@ -33,7 +33,15 @@ from coda_agent.primitives import (
     sigmoid,
     silu,
 )
-from coda_agent.primitives.inspect import Degree, degrees, describe, inspect_program
+from coda_agent.primitives.inspect import (
+    Ceiling,
+    Degree,
+    datasheet,
+    degrees,
+    describe,
+    inspect_program,
+    roofline,
+)
 
 
 def identity(acc):
@@ -171,7 +179,7 @@ def test_costs_by_hand() -> None:
     assert found.epilogue_flops == 5 * tile + m + (4 + 1 + 1) * half + tile + half
     read = 2 * (m * k + n * k) + 2 * tile + 4 * m + 4 * n
     written = 2 * tile + 2 * half + 2 * (4 * m * blocks)
-    assert found.bytes_moved == read + written
+    assert (found.bytes_moved, found.bytes_written) == (read + written, written)
     assert found.launches == 3
     assert not found.tile_local
     assert not found.split_k_safe
@@ -210,6 +218,7 @@ def test_what_is_added_to_is_read_and_written() -> None:
     m, n, k = 96, 320, 64
     found = inspect_program(program, m, n, k)
     assert found.bytes_moved == 2 * (m * k + n * k) + 2 * m * n * (1 + 2 + 1)
+    assert found.bytes_written == 2 * m * n * 2
     assert found.split_k_safe and found.tile_local and found.launches == 1
 
 
@@ -272,6 +281,29 @@ def test_a_gather_is_as_linear_as_what_it_takes(bias: bool, safe: bool) -> None:
     assert found.split_k_safe is safe
     assert found.tile_local  # one element of one tile: nothing to fold
     assert found.launches == 1
+
+
+def test_the_roofline_is_the_larger_of_two_times() -> None:
+    program = epilogue(O=Tile)(identity)
+    square = inspect_program(program, 8192, 8192, 8192)
+    least = roofline(square, Ceiling(800e12, 4e12))
+    assert least.compute_us == pytest.approx(2 * 8192**3 / 800e6)
+    assert least.memory_us == pytest.approx(3 * 2 * 8192**2 / 4e6)
+    assert least.floor_us == least.compute_us
+    narrow = roofline(inspect_program(program, 16, 8192, 8192), Ceiling(800e12, 4e12))
+    assert narrow.floor_us == narrow.memory_us > narrow.compute_us
+
+
+def test_what_stays_in_the_cache_need_not_reach_memory() -> None:
+    facts = inspect_program(epilogue(O=Tile)(identity), 4096, 4096, 512)
+    read, written = 2 * 2 * 4096 * 512, 2 * 4096**2
+    for cache, moved in ((0, read + written), (10**6, read + written - 10**6), (10**9, read)):
+        assert roofline(facts, Ceiling(1e18, 1e12, cache)).memory_us == pytest.approx(moved / 1e6)
+
+
+def test_narrow_operands_multiply_twice_as_fast() -> None:
+    assert datasheet(2) == Ceiling(990e12, 4.8e12)
+    assert datasheet(1) == Ceiling(1980e12, 4.8e12)
 
 
 def test_describe() -> None:

@@ -384,6 +384,7 @@ def test_degenerate_specs_are_refused(body: str, message: str) -> None:
 
 
 def test_a_sound_toy_is_admitted() -> None:
-    admit(toy("return {'O': k * (A @ B.T)}"))
+    admit(toy("return {'O': (k * (A @ B.T) * u[:, None] * y[:, None]).to(A.dtype)}"))
     # (M,) outputs: the one-row check shape alone would look constant.
-    admit(toy("return {'O': (A @ B.T).float().amax(-1)}", shape="[M]", dtype="float32"))
+    largest = "((A @ B.T).float() * u[:, None] * y[:, None]).amax(-1)"
+    admit(toy(f"return {{'O': {largest}}}", shape="[M]", dtype="float32"))

@@ -1,0 +1,174 @@
+"""`coda-agent eval leaderboard` and `eval regrade`: what the trial records say, and renewing them.
+
+- A record is stale once the judge, the toolchain or its spec is another. Its figures stay, marked.
+- Regrading judges the recorded program again, offline. What was timed needs a GPU to be renewed.
+"""
+
+import functools
+import gc
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coda_agent.agent.cli.report import Reply, columns, reported
+from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.workspace import Workspace, find
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.evals.leaderboard import Stale
+    from coda_agent.evals.records import TrialRecord
+    from coda_agent.evals.suites import Suite
+
+app = typer.Typer()
+
+RecordsOption = Annotated[
+    Path | None, typer.Option("--records", help="Folder; evals/results/trials of the workspace.")
+]
+
+
+@app.command()
+@reported
+def leaderboard(
+    records: RecordsOption = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page here, programs beside.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables here.")] = None,
+    as_json: Json = False,
+) -> Reply:
+    """Rank authors from their trial records."""
+    from coda_agent.evals import leaderboard as pages
+    from coda_agent.evals.records import read_records
+
+    gc.disable()  # hundreds of thousands of objects and no garbage: it is a third of the time
+    workspace, folder = _places(records)
+    found = read_records(folder)
+    boards = pages.boards(found.records, staleness(workspace, suites(folder)))
+    written: list[Path] = []
+    if html:
+        page = html if html.suffix == ".html" else html / "index.html"
+        written.append(
+            pages.write_page(page, boards, found.problems, root=workspace.root, records=folder)
+        )
+    if markdown:
+        written.append(pages.write_markdown(markdown, boards, found.problems))
+    parts = [f"{board.title}: {board.first}\n\n{columns(board.ranking)}\n\n{columns(board.matrix)}"
+             for board in boards]  # fmt: skip
+    parts += [f"not counted: {problem}" for problem in found.problems]
+    parts += [f"wrote {path}" for path in written]
+    document = {
+        "boards": [board.record() for board in boards],
+        "problems": [problem._asdict() for problem in found.problems], "written": written,
+    }  # fmt: skip
+    return Reply(document, "\n\n".join(parts) or f"no records in {folder}")
+
+
+@app.command()
+@reported
+def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
+    """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
+    from coda_agent.agent.doctor import gpus
+    from coda_agent.evals.records import file_name, read_records, write_record
+
+    workspace, folder = _places(records)
+    known = suites(folder)
+    stale, gpu = staleness(workspace, known), bool(gpus())
+    said: list[tuple[str, str, str]] = []
+    for record in read_records(folder).records:
+        if not (why := stale(record)):
+            continue
+        name = file_name(record.key)
+        try:
+            new, outcome = _regraded(workspace, known[record.suite.digest], record, gpu)
+        except CodaError as error:
+            new, outcome = None, "cannot be judged"
+            why = [" ".join(str(error).split())]
+        if new is not None:
+            place = next(p for p in (folder / record.suite.name, folder) if (p / name).is_file())
+            write_record(place, new)
+        said.append((outcome, name, ", ".join(why)))
+        if not as_json:
+            typer.echo(f"{outcome}: {name} ({', '.join(why)})")
+    counts = Counter(outcome for outcome, _, _ in said)
+    end = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    document = [dict(zip(("outcome", "record", "why"), one, strict=True)) for one in said]
+    return Reply({"records": document}, end or "nothing is stale")
+
+
+def suites(folder: Path) -> "dict[str, Suite]":
+    """The suites beside the records, by digest; what is damaged, `read_records` names."""
+    from coda_agent.evals.suites import Suite
+
+    found: dict[str, Suite] = {}
+    for path in folder.rglob("suite-*.json"):
+        try:
+            suite = Suite.model_validate({"title": "", **json.loads(path.read_text("utf-8"))})
+        except (OSError, ValueError):
+            continue
+        found[suite.digest] = suite
+    return found
+
+
+def staleness(workspace: Workspace, known: "dict[str, Suite]") -> "Stale":
+    """What says of a record which of judge, toolchain and spec is another today."""
+    from coda_agent.agent.judge.provenance import digests
+
+    @functools.cache
+    def today(suite: str, spec: str) -> dict[str, str]:
+        try:
+            return digests(known[suite].spec(workspace, spec), "")
+        except (CodaError, KeyError):
+            return {}
+
+    def stale(record: "TrialRecord") -> list[str]:
+        now = today(record.suite.digest, record.spec.name)
+        then = {**(record.verdict.digests if record.verdict else {}), "spec": record.spec.digest}
+        keys = ("judge", "toolchain", "spec")
+        return [key for key in keys if key in then and then[key] != now.get(key)]
+
+    return stale
+
+
+def _places(records: Path | None) -> tuple[Workspace, Path]:
+    from coda_agent.evals.records import TRIALS
+
+    workspace = find()
+    folder = records or workspace.root / TRIALS
+    if not folder.is_dir():
+        raise CodaError(f"no folder {folder}", hint="coda-agent eval run writes records")
+    return workspace, folder
+
+
+def _regraded(
+    workspace: Workspace, suite: "Suite", record: "TrialRecord", gpu: bool
+) -> "tuple[TrialRecord | None, str]":
+    """The record by today's judge, or None where it stays; and what came of it."""
+    from coda_agent.agent.judge import judge_candidate
+    from coda_agent.evals.records import Judgement, SpecRef, Step, TrialRecord, geometric_mean
+
+    if record.program is None:
+        return None, "without a program"
+    spec = suite.spec(workspace, record.spec.name)
+    device = "cuda" if record.machine.device == "cuda" and gpu else "cpu"
+    verdict = judge_candidate(spec, record.program, device=device)
+    if device != record.machine.device:
+        return None, f"kept ({verdict.level or 'refused'} here; no GPU to time it)"
+    judged = Judgement.of(verdict)
+    steps: list[Step] = []
+    if judged.passed and judged.level:
+        cells = judged.cells
+        steps.append(Step(
+            attempt=max(record.attempts, 1), submitted=True, level=judged.level,
+            roofline=geometric_mean(c.roofline for c in cells),
+            over_compile=geometric_mean(c.over_compile.ratio for c in cells),
+            of_gemm=geometric_mean(c.of_gemm.ratio for c in cells), **record.spent.model_dump(),
+        ))  # fmt: skip
+    renewed = record.model_copy(update={
+        "spec": SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
+        "verdict": judged, "outcome": judged.level if judged.passed else "refused",
+        "reason": judged.finding, "steps": tuple(steps),
+    })  # fmt: skip
+    # Through the validator: what is written must be readable.
+    return TrialRecord.model_validate(renewed.model_dump()), renewed.outcome

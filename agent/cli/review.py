@@ -1,0 +1,194 @@
+"""`coda-agent review`: accepted kernels as a reviewer wants them, on the terminal and as pages."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coda_agent.agent.cli.report import REFUSED, Reply, columns, reported
+from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
+from coda_agent.primitives.errors import CodaError, WorkspaceError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.pipeline import Device, Outcome
+    from coda_agent.evals.review import Review, Version
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+app = typer.Typer()
+
+
+@app.command()
+@reported
+def review(
+    kernel: Annotated[str | None, typer.Argument(metavar="[KERNEL]")] = None,
+    html: Annotated[bool, typer.Option("--html", help="Write a page per kernel.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of --html; build/review.")] = None,
+    as_json: Json = False,
+) -> Reply:
+    """Show what accepted kernels stand on; what needs a look is on top."""
+    from coda_agent.agent.workspace import find
+    from coda_agent.evals.review import ordered, write_pages
+
+    workspace = find()
+    chosen = [workspace.kernel(kernel)] if kernel else workspace.kernels()
+    if not chosen:
+        raise WorkspaceError("nothing is accepted yet", hint="coda-agent generate SPEC")
+    with contextlib.ExitStack() as stack:
+        pool = None
+        if html:
+            from coda_agent.agent.judge.pool import CompilePool
+
+            pool = stack.enter_context(CompilePool(1))
+        reviews = ordered([reviewed(workspace, k, pool) for k in chosen])
+    if html:
+        pages = write_pages(out or workspace.root / "build" / "review", reviews)
+        return Reply({"pages": pages}, f"wrote {pages[0]} and {len(pages) - 1} kernels beside it")
+    records = [r.record() for r in reviews]
+    if kernel:
+        return Reply(records[0], _whole(reviews[0]))
+    return Reply({"kernels": records}, _list(reviews))
+
+
+def verify_all(
+    workspace: Workspace, names: list[str], device: "Device", *, commit: bool, silent: bool
+) -> Reply:
+    """Grades kernels again, a line each; one that cannot be judged stops no other."""
+    from coda_agent.agent import pipeline
+    from coda_agent.agent.doctor import gpus
+
+    def say(line: str) -> None:
+        if not silent:
+            typer.echo(line)
+
+    if device == "cpu" or not gpus():
+        say("No GPU is used: numerics are interpreted, nothing is timed. A level can be kept or "
+            "revoked, and none raised above proved.")  # fmt: skip
+    records: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            found = pipeline.verify(workspace, name, lambda *_: None, device=device, commit=commit)
+        except CodaError as error:
+            records.append({"kernel": name, "passed": False, "reason": str(error)})
+            say(f"{name}: cannot be judged: {' '.join(str(error).split())}")
+            continue
+        records.append(found.record())
+        say(f"{name}: {_word(found, commit)}")
+    fallen = [record["kernel"] for record in records if not record["passed"]]
+    text = f"{len(records) - len(fallen)} of {len(records)} kernels stand"
+    return Reply({"kernels": records}, text, REFUSED if fallen else 0)
+
+
+def _word(found: "Outcome", commit: bool) -> str:
+    """What grading again came to."""
+    verdict = found.verdict
+    if verdict is None or not verdict.passed:
+        gates = verdict.gates if verdict else []
+        why = "; ".join(f"{g.name}: {g.findings[0].message}" for g in gates if g.findings)
+        return f"{'revoked' if commit else 'refused'}: {why or found.reason}"
+    said = f"{found.level}" + f" (was {found.before})" * (found.level != found.before and commit)
+    if verdict.level != found.level:
+        said += f", {verdict.level} here"
+    return said + (f", commit {found.commit[:12]}" if found.commit else ", unchanged")
+
+
+def reviewed(workspace: Workspace, kernel: Kernel, pool: Any = None) -> "Review":
+    """The review of a kernel; with its programs, traced in a worker, where there is a compile pool.
+
+    Damage is part of the review and raises nothing.
+    """
+    from coda_agent.agent.judge.provenance import digests
+    from coda_agent.evals.review import Review, Version
+    from coda_agent.specs import load_spec
+
+    faults: list[str] = []
+    evidence, digest, cost = dict[str, Any](), dict[str, str](), ""
+    spec: Spec | None = None
+    text, newer = "", False
+    programs: dict[str, Program] = {}
+    try:
+        evidence = kernel.evidence
+        cost = _cost(workspace.root / "logs" / "runs" / str(evidence.get("run")) / "events.jsonl")
+        text = kernel.program.read_text("utf-8")
+        spec = load_spec(kernel.spec)
+        digest = digests(spec, text)
+        if wanted := workspace.spec_names().get(spec.name):
+            newer = load_spec(wanted).digest != spec.digest
+        programs = _traced(pool, spec, text) if pool else programs
+    except (CodaError, OSError, UnicodeDecodeError) as error:
+        faults.append(" ".join(str(error).split()))
+    return Review(
+        kernel.name, Version("", "", text, evidence), list(_history(workspace, kernel)), spec,
+        digest, newer, cost, datetime.now(UTC), faults, programs,
+    )  # fmt: skip
+
+
+def _traced(pool: Any, spec: "Spec", text: str) -> "dict[str, Program]":
+    from coda_agent.agent.judge.compile_gate import load
+    from coda_agent.agent.judge.static import check_source
+
+    findings = check_source(text, [spec.variant(b) for b in spec.bindings()])
+    if findings:
+        raise CodaError(f"the program is not in the language: {findings[0].message}")
+    return load(pool, text)
+
+
+def _history(workspace: Workspace, kernel: Kernel) -> "Iterator[Version]":
+    """The committed versions of a kernel, newest first."""
+    from coda_agent.evals.review import Version
+
+    folder = kernel.folder.relative_to(workspace.top).as_posix()
+    paths = [f"{folder}/{file}" for file in ("kernel.py", "evidence.json")]
+    try:
+        said = workspace.git("log", "--format=%H %cI", "--", *paths)
+    except GitError:  # nothing is committed yet
+        return
+    for line in said.splitlines():
+        commit, _, date = line.partition(" ")
+        # A commit that took the kernel away, or holds damage, is no version of it.
+        with contextlib.suppress(GitError, ValueError):
+            program, evidence = (
+                run_git(workspace.top, "cat-file", "--filters", f"{commit}:{p}") for p in paths
+            )
+            yield Version(commit, date, program.decode(), json.loads(evidence))
+
+
+def _cost(log: Path) -> str:
+    """What the run behind a kernel took."""
+    from coda_agent.agent.events import read_events, summary
+
+    if not (events := read_events(log)):
+        return ""
+    about = summary(events)
+    first, last = (datetime.fromisoformat(events[i].time) for i in (0, -1))
+    return f"{about.steps} steps, ${about.usd:.2f}, {(last - first).total_seconds():.0f} s"
+
+
+def _list(reviews: "list[Review]") -> str:
+    from coda_agent.evals.review import label
+
+    rows = [("kernel", "level", "age", "of GEMM / over compile, slowest dtype",
+             "since the version before", "needs a look")]  # fmt: skip
+    for r in reviews:
+        speed = "  ".join(
+            f"{label(c['sizes'])} {c['of_gemm']['ratio']:.3f}/{c['over_compile']['ratio']:.3f}"
+            for c in r.slowest
+        )
+        look = "; ".join(flag.text for flag in r.flags)
+        rows.append((r.name, r.current.level, r.age, speed or "–", r.since, look or "no"))
+    return columns(rows)
+
+
+def _whole(r: "Review") -> str:
+    """Everything about one kernel."""
+    parts = [r.name + (f": {r.spec.summary}" if r.spec else ""), columns(r.facts())]
+    for title, rows in r.tables().items():
+        long = f"{len(rows) - 1} rows: coda-agent review {r.name} --html"
+        parts.append(f"{title}\n{columns(rows) if len(rows) < 25 else long}")
+    parts.append("\n".join(r.diff) or "No version has another program.")
+    return "\n\n".join([*parts, f"grade again: coda-agent verify {r.name}"])

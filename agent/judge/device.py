@@ -1,0 +1,385 @@
+"""The supervisor of a GPU, in the command's process, which itself never touches it.
+
+- Kernels run in a warm child (`device_worker.py`), under a lock that other coda-agent processes
+  respect. A job without an answer costs the child: it is killed, the GPU is probed, and the job
+  goes on without the tile whose launch was in flight.
+- A job lost with no launch in flight is tried once more; lost again, it is the machine's fault.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.judge.child import Child, ChildError
+from coda_agent.agent.judge.faults import FaultMemory
+from coda_agent.agent.judge.machine import CONTENDED
+from coda_agent.primitives import errors
+from coda_agent.primitives.errors import MachineError
+from coda_agent.primitives.target import cache_directory
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+Progress = Callable[[int, int, str], None]
+Key = tuple[str, str]
+"""A program's name and an element type."""
+Tiles = Mapping[Key, Sequence[TileConfig]]
+
+WORKER = "coda_agent.agent.judge.device_worker"
+HANG_S = 20.0  # of one launch, compiled before; what is judged takes milliseconds
+IDLE_S = 300.0  # without a word from the child; torch.compile of a baseline is what takes longest
+LOCK_S = 1800.0
+SETTLE_S = 30.0
+PROBE_S = 30.0
+MAX_FAULTS = 4
+"""Tiles of one program and type that may fault before the program is refused."""
+_SLACK_MIB = 512
+# Not the user's own TMPDIR: the lock is between users, too.
+LOCKS = Path("/tmp")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi names it; `capability` such as 9.0."""
+
+    uuid: str
+    name: str
+    capability: str
+
+
+def find_gpu() -> Gpu | None:
+    """The GPU to use: `CODA_AGENT_GPU` (an index or a UUID), else the first that
+    `CUDA_VISIBLE_DEVICES` leaves, else the first; None where there is none.
+
+    Raises:
+        MachineError: the GPU of `CODA_AGENT_GPU` is not there.
+    """
+    rows = _smi("gpu=index,uuid,name,compute_cap")
+    asked = os.environ.get("CODA_AGENT_GPU")
+    wanted = asked or os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    first = wanted.split(",")[0].strip()
+    for index, uuid, name, capability in rows:
+        if first and (first == index or uuid.startswith(first)):
+            return Gpu(uuid, name, capability)
+    if asked:
+        known = ", ".join(f"{row[0]} ({row[1]})" for row in rows) or "none"
+        raise MachineError(f"CODA_AGENT_GPU={asked} names no GPU here; there are: {known}")
+    return None
+
+
+def _smi(query: str, *more: str) -> list[list[str]]:
+    """Rows of nvidia-smi; none where it does not answer."""
+    ask = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits", *more]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
+
+
+def _used(uuid: str) -> tuple[int, int]:
+    """Memory in use in MiB and utilization in percent; zeros where nvidia-smi does not say."""
+    row = next(iter(_smi("gpu=memory.used,utilization.gpu", "-i", uuid)), [])
+    memory, busy = (int(cell) if cell.isdigit() else 0 for cell in [*row, "", ""][:2])
+    return memory, busy
+
+
+@contextmanager
+def exclusive(gpu: Gpu, progress: Progress = lambda *_: None) -> Iterator[None]:
+    """Holds a GPU against other coda-agent processes of this machine.
+
+    Raises:
+        MachineError: another process did not give it up within `LOCK_S`.
+    """
+    path = LOCKS / f"coda-agent-{gpu.uuid}.lock"
+    try:  # made by any user, locked by all: that needs no right to write
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CREAT, 0o644)
+        os.fchmod(fd, 0o644)  # whatever the umask
+    begun = time.monotonic()
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - begun
+            if waited > LOCK_S:
+                raise MachineError(
+                    f"another coda-agent process has held {gpu.name} for {waited:.0f} s",
+                    hint="wait for it, or choose another GPU by CODA_AGENT_GPU",
+                )
+            progress(0, 0, f"waiting {waited:.0f} s: another coda-agent process uses {gpu.name}")
+            time.sleep(0.5)
+        yield
+    finally:
+        os.close(fd)
+
+
+def environment(gpu: Gpu) -> dict[str, str]:
+    """What a child on `gpu` is told beside the few variables that every child gets."""
+    cache = cache_directory().resolve()
+    return {
+        "CUDA_VISIBLE_DEVICES": gpu.uuid,
+        "CODA_AGENT_GPU": gpu.uuid,
+        "QUACK_CACHE_DIR": str(cache),
+        # Its folder for temporary files, where torch would keep this, goes with the child.
+        "TORCHINDUCTOR_CACHE_DIR": str(cache.parent / "inductor"),
+        **{name: os.environ[name] for name in (CONTENDED,) if name in os.environ},
+    }
+
+
+class Lost(Exception):
+    """A job without an answer; `launch` is what was in flight, and the suspect."""
+
+    def __init__(self, fault: str, detail: str, launch: dict[str, Any] | None) -> None:
+        super().__init__(fault)
+        self.fault, self.detail, self.launch = fault, detail, launch
+
+
+class Device:
+    """A GPU and its child.
+
+    Args:
+        gpu: Which.
+        module: The child's main module.
+    """
+
+    def __init__(self, gpu: Gpu, module: str = WORKER) -> None:
+        self.gpu = gpu
+        self._child = Child(module, environment=environment(gpu))
+        self._idle_mib = 0
+
+    def start(self) -> None:
+        """Begin to start the child; its imports overlap with other work."""
+        self._idle_mib = self._idle_mib or _used(self.gpu.uuid)[0]
+        self._child.start()
+
+    def close(self) -> None:
+        """Kill the child."""
+        self._child.close()
+
+    def grade(
+        self,
+        kind: str,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        tiles: Tiles,
+        progress: Progress,
+    ) -> dict[str, Any]:
+        """Run a gate: numerics in one job for each program and type, timing in one.
+
+        Args:
+            kind: A job of `device_worker`: "numerics", "performance" or "tune".
+            spec: The spec.
+            programs: By variant name.
+            tiles: Configurations by (program, element type).
+            progress: Called as (done, total, note).
+
+        Returns:
+            The jobs' records merged, with tiles that fault under `refused_tiles`. A fault of the
+            default tile, or of `MAX_FAULTS` tiles, is a finding, and the end.
+
+        Raises:
+            MachineError: the GPU is not usable, or a job is lost and no launch is the suspect.
+            CodaError: what a job raises.
+        """
+        empty = {"worst": {}, "admitted": []} if kind == "numerics" else {"tuned": {}}
+        record: dict[str, Any] = {"findings": [], "refused_tiles": [], **empty}
+        # One job for all that is timed: what it times of one program depends on the others.
+        units = [{key: tiles[key]} for key in tiles] if kind == "numerics" else [tiles]
+        with exclusive(self.gpu, progress):
+            for unit in units:
+                past = {key: FaultMemory(self.gpu.name, programs[key[0]], key[1]) for key in unit}
+                faults = {(k, c): f for k in unit for c, f in past[k].known(unit[k]).items()}
+                while True:
+                    refused = [_refusal(*item) for item in faults.items()]
+                    default = any(c == DEFAULT_CONFIGS["sm_90a"] for _, c in faults)
+                    if default or len(refused) >= MAX_FAULTS:
+                        return _merged(record, {"findings": refused})
+                    left = {k: [c for c in unit[k] if (k, c) not in faults] for k in unit}
+                    job = job_for(kind, spec, programs, left)
+                    try:
+                        answer = self._tried(job, progress)
+                        break
+                    except Lost as lost:
+                        key, config = _culprit(spec, lost.launch or {}, left)
+                        about = {"fault": lost.fault, "detail": lost.detail, "launch": lost.launch}
+                        faults[key, config] = past[key].add(config, about)
+                lines = [{**f["where"], **f, "fault": f.pop("message")} for f in refused]
+                _merged(_merged(record, answer), {"refused_tiles": lines})
+        return record
+
+    def _tried(self, job: dict[str, Any], progress: Progress) -> Any:
+        """A job's result, on a GPU in order afterwards; a loss without a suspect is tried again.
+
+        Raises:
+            Lost: a launch was in flight.
+            MachineError: it was lost twice without a suspect, or the GPU does not recover.
+        """
+        timeout_s = IDLE_S * (1 + sum(len(configs) for *_, configs in job["tiles"]))
+        for last in (False, True):
+            try:
+                return self._answer(job, timeout_s, progress)
+            except Lost as lost:
+                self._recover(lost, progress)
+                if lost.launch is not None:
+                    raise
+                if last:
+                    said = f"the {job['kind']} gate was lost twice on {self.gpu.name}: {lost.fault}"
+                    raise MachineError(f"{said}; {lost.detail}") from lost
+        raise AssertionError("unreachable")
+
+    def _answer(self, job: dict[str, Any], timeout_s: float, progress: Progress) -> Any:
+        """One job, watched: the child is killed when it says nothing for too long.
+
+        Raises:
+            CodaError: what the job raised in the child.
+            Lost: the GPU failed, or there was no answer.
+        """
+        launch: dict[str, Any] | None = None
+        heard, hung, over = time.monotonic(), 0.0, threading.Event()
+
+        def record(told: dict[str, Any]) -> None:
+            nonlocal heard, launch
+            heard = time.monotonic()
+            if "launch" in told:
+                launch = told["launch"]
+            else:
+                progress(told["done"], told["total"], told["note"])
+
+        def watch() -> None:
+            nonlocal hung
+            while not over.wait(0.2):
+                limit = HANG_S if launch else IDLE_S
+                if time.monotonic() - heard > limit:
+                    hung = limit
+                    self._child.close()
+                    return
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            answer = self._child.call(job, timeout_s=timeout_s, progress=record)
+        except ChildError as error:
+            if hung or error.kind == "timeout":
+                said = f"no sign of life for {hung:g} s" if hung else error.detail
+                raise Lost("hangs", said, launch) from error
+            # SIGKILL is the system's doing (memory) or the user's, and no launch's.
+            suspect = None if "SIGKILL" in error.detail else launch
+            raise Lost("the device child died", error.detail, suspect) from error
+        finally:
+            over.set()
+            watcher.join()
+        if "ok" in answer:
+            return answer["ok"]
+        if "error" in answer:
+            kind, message, hint = answer["error"]
+            raise getattr(errors, kind)(message, hint=hint)
+        if "fault" in answer:
+            suspect = None if answer["fault"] == "out of memory" else launch
+            raise Lost(answer["fault"], answer["detail"], suspect)
+        raise RuntimeError(f"in the device child:\n{answer['bug']}")
+
+    def _recover(self, lost: Lost, progress: Progress) -> None:
+        """A new child, and a GPU that gave back its memory, is idle and multiplies.
+
+        Raises:
+            MachineError: it does not within `SETTLE_S` and `PROBE_S`.
+        """
+        self._child.close()
+        progress(0, 0, f"{lost.fault}; looking after {self.gpu.name}")
+        self._child.start()  # it imports while the GPU settles, and takes none of it before a job
+        fault = f"after a fault ({lost.fault}) {self.gpu.name} ({self.gpu.uuid})"
+        hint = "see nvidia-smi and the kernel's log for Xid; nvidia-smi --gpu-reset may mend it"
+        end = time.monotonic() + SETTLE_S
+        while True:
+            memory, busy = _used(self.gpu.uuid)
+            if memory <= self._idle_mib + _SLACK_MIB and busy < 50:
+                break
+            if _smi("compute-apps=pid", "-i", self.gpu.uuid):
+                break  # someone else's work, which is theirs to do
+            if time.monotonic() > end:
+                state = f"{memory - self._idle_mib} MiB more in use than before, {busy} % busy"
+                raise MachineError(f"{fault} stays {state}, with no process on it", hint=hint)
+            time.sleep(0.5)
+        try:
+            answer = self._child.call({"kind": "probe"}, timeout_s=PROBE_S)
+        except ChildError as error:
+            raise MachineError(f"{fault} does not answer: {error.detail}", hint=hint) from error
+        if not answer.get("ok", {}).get("right"):
+            said = answer.get("detail") or answer.get("bug", "it multiplies wrongly")
+            last = said.strip().splitlines()[-1]
+            raise MachineError(f"{fault} is not in order: {last}", hint=hint)
+
+
+def job_for(
+    kind: str,
+    spec: Spec,
+    programs: Mapping[str, Program],
+    tiles: Tiles,
+) -> dict[str, Any]:
+    """A job of `device_worker`, as JSON data."""
+    return {
+        "kind": kind,
+        "path": str(spec.path),
+        "spec": spec.text,
+        "check_shapes": spec.check_shapes,
+        "bench_shapes": spec.bench_shapes,
+        "programs": {name: program.to_dict() for name, program in programs.items()},
+        "tiles": [[*key, [c.to_dict() for c in configs]] for key, configs in tiles.items()],
+    }
+
+
+@lru_cache(maxsize=8)
+def device(gpu: Gpu) -> Device:
+    """The supervisor of a GPU in this process; its child stays warm until the process ends."""
+    made = Device(gpu)
+    atexit.register(made.close)
+    return made
+
+
+def _culprit(spec: Spec, launch: Mapping[str, Any], left: Tiles) -> tuple[Key, TileConfig]:
+    """Whose launch was in flight; a rasterisation order of a tile counts as the tile."""
+    ran = TileConfig(**launch["config"])
+    for (name, element), configs in left.items():
+        dtype = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, element))
+        if (name, dtype) == (launch["program"], launch["dtype"]):
+            for config in configs:
+                if config == ran or replace(config, swizzle=ran.swizzle) == ran:
+                    return (name, element), config
+    raise AssertionError(f"{launch} was never asked for")
+
+
+def _refusal(tile: tuple[Key, TileConfig], fault: Mapping[str, Any]) -> dict[str, Any]:
+    """A tile's fault as a finding."""
+    (program, element), config = tile
+    sizes = {dim: fault["launch"][dim] for dim in "mnk"}
+    where = {"program": program, "dtype": element, "sizes": sizes, "tile": config.label}
+    return {"message": f"{fault['fault']}: {fault['detail']}", "where": where}
+
+
+def _merged(record: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`record`, taking in `more`: lists grow, mappings are merged, the rest is replaced."""
+    for key, value in more.items():
+        if isinstance(value, list):
+            record[key] = [*record.get(key, []), *value]
+        elif isinstance(value, Mapping):
+            record[key] = {**record.get(key, {}), **value}
+        else:
+            record[key] = value
+    return record

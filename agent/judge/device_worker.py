@@ -1,0 +1,194 @@
+"""The device child: runs kernels and holds seeds, truth and clock, so that a kernel that hangs or
+faults costs this process and not the command.
+
+Started by `device.Device`. Only trusted code runs here: programs come as data, and their kernels
+are objects that the compile children left in the cache. Each launch is told to the supervisor
+before it goes to the GPU, so that a hang or a lost context leaves the name of its cause behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.judge.numerics import NumericsReport
+    from coda_agent.primitives.program import Program
+    from coda_agent.primitives.tiles import TileConfig
+    from coda_agent.specs import Spec
+
+Tell = Callable[[dict[str, Any]], None]
+
+_FAULTS = {
+    r"out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)": "out of memory",
+    r"illegal memory access|ILLEGAL_ADDRESS": "illegal address",
+    r"misaligned address|MISALIGNED_ADDRESS": "misaligned address",
+    r"launch failure|LAUNCH_FAILED": "launch failure",
+    r"CUDA|CUBLAS|NVIDIA driver": "CUDA error",
+}
+"""What an error says of the GPU; cuBLAS says that it is not initialised when memory is short."""
+
+
+class Watch:
+    """`primitives.launch.launch`, told of before it happens.
+
+    Compiling comes first and is not part of what is told: it takes seconds, a kernel milliseconds.
+    While kernels are timed only a kernel's first launch is told, and waited for; the later ones
+    cost a look-up.
+
+    Args:
+        launch: The function that launches.
+        synchronize: Waits for the GPU.
+    """
+
+    def __init__(self, launch: Callable[..., Any], synchronize: Callable[[], None]) -> None:
+        self._launch, self._synchronize = launch, synchronize
+        self._seen: set[Any] = set()
+        self._tell: Tell = lambda _: None
+        self._every = False
+
+    def begin(self, tell: Tell, *, every: bool) -> None:
+        """A new job, told to `tell`; with `every`, every launch of it."""
+        self._tell, self._every = tell, every
+        self._seen.clear()
+
+    def __call__(self, *given: Any, run: bool = True) -> Any:
+        program, a, b, *_, config = given
+        key = (id(program), config, a.dtype, a.shape, b.shape)
+        if key in self._seen and not self._every and run:
+            return self._launch(*given)
+        self._tell({"launch": None})
+        plan = self._launch(*given, run=False)
+        if not run:
+            return plan
+        self._seen.add(key)
+        sizes = {"m": a.shape[0], "n": b.shape[0], "k": a.shape[1]}
+        about = {"program": program.name, "dtype": str(a.dtype).removeprefix("torch."), **sizes}
+        self._tell({"launch": {**about, "config": config.to_dict()}})
+        plan = self._launch(*given)
+        if not self._every:
+            self._synchronize()
+            self._tell({"launch": None})
+        return plan
+
+
+def main() -> None:
+    """Serves jobs; the imports and the hook come first, while the other gates still run."""
+    import torch
+
+    from coda_agent.agent.judge.child import serve
+    from coda_agent.primitives import launch as launching
+    from coda_agent.primitives.target import use_cache
+
+    use_cache()
+    watch = Watch(launching.launch, torch.cuda.synchronize)
+    launching.launch = watch  # before the gates, which take it from there
+    for name in ("coda_agent.primitives.stores", "coda_agent.agent.judge.performance"):
+        importlib.import_module(name)
+    serve(lambda job, tell: handle(job, tell, watch))
+
+
+def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:
+    """One job: `ok` with its result, `error` where it was refused, `fault` where the GPU or its
+    memory failed, or `bug`."""
+    import torch
+
+    watch.begin(tell, every=job["kind"] == "numerics")
+    try:
+        result = JOBS[job["kind"]](job, tell)
+        torch.cuda.empty_cache()  # an idle child leaves the memory to others
+        return {"ok": result}
+    except CodaError as error:
+        return {"error": [type(error).__name__, error.message, error.hint]}
+    except Exception as error:
+        if fault := named(error):
+            return {"fault": fault, "detail": str(error).strip().partition("\n")[0]}
+        return {"bug": traceback.format_exc()}
+
+
+def named(error: Exception) -> str | None:
+    """What an exception says of the GPU; None where it says nothing of it."""
+    return next((name for said, name in _FAULTS.items() if re.search(said, str(error))), None)
+
+
+def probe(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """Whether the GPU allocates and multiplies: small integers, so that the product is exact."""
+    import torch
+
+    a = (torch.arange(256 * 256).reshape(256, 256) % 7 - 3).to(torch.bfloat16)
+    product = (a.cuda() @ a.cuda().t()).double().cpu()
+    return {"right": torch.equal(product, a.double() @ a.double().t())}
+
+
+def numerics(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """The numerics gate over some tiles."""
+    from coda_agent.agent.judge.numerics import check_numerics
+
+    spec, programs, tiles = _given(job)
+    report = check_numerics(spec, programs, tiles, device="cuda", progress=_progress(tell))
+    return as_record(report)
+
+
+def as_record(report: NumericsReport) -> dict[str, Any]:
+    """A numerics report as JSON data."""
+    return {
+        **vars(report),
+        "findings": [f.model_dump() for f in report.findings],
+        "admitted": [[*key, [c.to_dict() for c in kept]] for key, kept in report.admitted.items()],
+    }
+
+
+def performance(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """The performance gate over some tiles."""
+    from coda_agent.agent.judge.performance import check_performance
+
+    spec, programs, tiles = _given(job)
+    findings, data, tuned = check_performance(spec, programs, tiles, progress=_progress(tell))
+    found = [f.model_dump() for f in findings]
+    return {**data, "findings": found, "tuned": tuned}
+
+
+def tune(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """The fastest right tiles at the spec's bench shapes."""
+    from coda_agent.agent.judge import tuner
+
+    spec, programs, tiles = _given(job)
+    return {"tuned": tuner.tune(spec, programs, tiles, progress=_progress(tell))}
+
+
+def end(job: dict[str, Any], tell: Tell) -> None:
+    """Leaves as a process does that is done, for tools that write their report then."""
+    raise SystemExit(0)
+
+
+JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {
+    f.__name__: f for f in (probe, numerics, performance, tune, end)
+}
+
+
+def _given(
+    job: dict[str, Any],
+) -> tuple[Spec, dict[str, Program], dict[tuple[str, str], list[TileConfig]]]:
+    from coda_agent.primitives.program import Program
+    from coda_agent.primitives.tiles import TileConfig
+    from coda_agent.specs import load_spec
+
+    shapes = {key: tuple(job[key]) for key in ("check_shapes", "bench_shapes")}
+    spec = load_spec(Path(job["path"]), text=job["spec"]).model_copy(update=shapes)
+    programs = {name: Program.from_dict(data) for name, data in job["programs"].items()}
+    tiles = {(p, e): [TileConfig(**c) for c in configs] for p, e, configs in job["tiles"]}
+    return spec, programs, tiles
+
+
+def _progress(tell: Tell) -> Callable[[int, int, str], None]:
+    return lambda done, total, note: tell({"done": done, "total": total, "note": note})
+
+
+if __name__ == "__main__":
+    main()

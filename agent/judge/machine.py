@@ -1,0 +1,108 @@
+"""The GPU as nvidia-smi reports it, and whether anybody else uses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.errors import MachineError
+
+CONTENDED = "CODA_AGENT_CONTENDED"
+"""Environment variable: set, a GPU that others use is benchmarked all the same."""
+# Percent of the time, before a benchmark begins, from which on somebody is computing.
+_BUSY = 10.0
+_FIELDS = (
+    "name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw",
+    "clocks_event_reasons.active", "utilization.gpu",
+)  # fmt: skip
+
+
+def gpu_state() -> dict[str, Any]:
+    """Clocks, temperature, power, throttling and processes of the GPU in use; `error` where
+    nvidia-smi does not answer."""
+    visible = os.environ.get("CODA_AGENT_GPU") or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    device = visible.split(",")[0]
+    try:
+        row = _nvidia_smi(device, f"--query-gpu={','.join(_FIELDS)}")
+        processes = _nvidia_smi(device, "--query-compute-apps=pid").split()
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"error": f"nvidia-smi: {error}"}
+    state: dict[str, Any] = dict(zip(_FIELDS, (v.strip() for v in row.split(",")), strict=False))
+    torch = sys.modules.get("torch")
+    has_context = bool(torch and torch.cuda.is_initialized())
+    state["compute_processes"] = len(processes)
+    state["other_processes"] = others(processes, related, has_context=has_context)
+    return state
+
+
+def _nvidia_smi(device: str, query: str) -> str:
+    command = ["nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+
+
+def related(pid: str) -> bool:
+    """Whether a process is this one, its parent or its child, or the device child of another
+    command: idle, since we hold the GPU's lock."""
+    try:
+        if b"coda_agent.agent.judge.device_worker" in Path("/proc", pid, "cmdline").read_bytes():
+            return True
+        # The name, in brackets, may hold spaces.
+        parent = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1]
+    except (OSError, IndexError):
+        return False
+    own = str(os.getpid())
+    return own in (pid, parent) or pid == str(os.getppid())
+
+
+def others(processes: Sequence[str], ours: Callable[[str], bool], *, has_context: bool) -> int:
+    """How many of the compute processes on a GPU, ids or [N/A], are not `ours`.
+
+    A container may hide or renumber ids: where none is ours although this process is on the GPU,
+    one is taken to be it.
+    """
+    foreign = [pid for pid in processes if not ours(pid)]
+    hidden = has_context and len(foreign) == len(processes)
+    return max(0, len(foreign) - hidden)
+
+
+def contention(state: Mapping[str, Any]) -> str:
+    """Who else uses the GPU of a `gpu_state`; nothing where nobody does."""
+    if "error" in state:
+        return f"unknown ({state['error']})"
+    if state["other_processes"]:
+        return f"{state['other_processes']} other processes are on it"
+    busy = state["utilization.gpu"]
+    # A part of a GPU has no utilisation, [N/A].
+    known = busy.replace(".", "").isdigit()
+    return f"it computes {busy} % of the time" if known and float(busy) > _BUSY else ""
+
+
+def contention_allowed() -> bool:
+    """Whether the user takes figures from a GPU that others use."""
+    return bool(os.environ.get(CONTENDED))
+
+
+def require_idle(
+    state: Callable[[], Mapping[str, Any]] = gpu_state, wait: Callable[[float], None] = time.sleep
+) -> None:
+    """Nobody else uses the GPU, or the user allows it. Waits up to 5 s until what this process ran
+    before has left nvidia-smi's average.
+
+    Raises:
+        MachineError: somebody does, or nvidia-smi does not say.
+    """
+    reason = ""
+    for attempt in range(11):
+        if attempt:
+            wait(0.5)
+        reason = "" if contention_allowed() else contention(state())
+        if not reason:
+            return
+    raise MachineError(
+        f"the GPU is in use: {reason}", hint="wait, or take figures all the same: --contended"
+    )

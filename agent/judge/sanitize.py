@@ -1,0 +1,131 @@
+"""compute-sanitizer on a candidate's kernels: memory errors, races and uninitialised reads.
+
+The numerics of the default tile run at the smallest check shape in a device child of their own,
+under one tool of compute-sanitizer, whose report becomes findings.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.judge import SANITIZERS
+from coda_agent.agent.judge.child import Child, ChildError
+from coda_agent.agent.judge.device import (
+    WORKER,
+    Gpu,
+    Progress,
+    environment,
+    exclusive,
+    job_for,
+)
+from coda_agent.agent.judge.records import Finding
+from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+LIMIT_S = 1800.0
+MAX_FINDINGS = 8
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+def tools(asked: str) -> tuple[str, ...]:
+    """The tools of a list such as `memcheck,racecheck`, in `SANITIZERS` order.
+
+    Raises:
+        CodaError: a name is none of `SANITIZERS`.
+        MachineError: compute-sanitizer is not installed.
+    """
+    names = [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in SANITIZERS:
+            raise CodaError(f"no sanitizer tool {name!r}", hint=f"one of {', '.join(SANITIZERS)}")
+    _sanitizer()
+    return tuple(name for name in SANITIZERS if name in names)
+
+
+def _sanitizer() -> str:
+    homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
+    places = [str(Path(home) / "bin") for home in (*homes, "/usr/local/cuda") if home]
+    path = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *places]))
+    if path is None:
+        hint = "part of the CUDA toolkit; looked for on PATH and in CUDA_HOME"
+        raise MachineError("compute-sanitizer is not installed here", hint=hint)
+    return path
+
+
+def sanitize(
+    gpu: Gpu,
+    tool: str,
+    spec: Spec,
+    programs: Mapping[str, Program],
+    element: str,
+    progress: Progress,
+    module: str = WORKER,
+) -> list[Finding]:
+    """What one tool says about every program, in one element type.
+
+    Raises:
+        MachineError: compute-sanitizer is missing, or left no complete report.
+    """
+    smallest = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
+    spec = spec.model_copy(update={"check_shapes": (smallest,)})
+    configs = {(name, element): [DEFAULT_CONFIGS["sm_90a"]] for name in programs}
+    job, answer = job_for("numerics", spec, programs, configs), {}
+    # Without PyTorch's cache every tensor is an allocation of its own, whose end is watched.
+    variables = {**environment(gpu), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with tempfile.TemporaryDirectory() as folder, exclusive(gpu, progress):
+        log = Path(folder) / "report.txt"
+        command = [_sanitizer(), "--tool", tool, "--log-file", str(log), "--print-limit", "100"]
+        child = Child(module, environment=variables, wrap=lambda python: [*command, *python])
+        progress(0, 0, f"{tool}, at {'x'.join(map(str, smallest.values()))}")
+        how = "it did not end"
+        try:
+            answer = child.call(job, timeout_s=LIMIT_S)
+            child.call({"kind": "end"}, timeout_s=LIMIT_S)  # the report is written at the end
+        except ChildError as error:
+            how = error.detail
+        finally:
+            child.close()
+        report = log.read_text("utf-8", "replace") if log.exists() else ""
+    found = parse(tool, report)
+    if not found and not _SUMMARY.search(report):
+        raise MachineError(f"compute-sanitizer --tool {tool} left no report: {how}")
+    wrong = answer.get("ok", {}).get("findings", [])
+    return [*found, *(Finding(**f) for f in wrong)]
+
+
+def parse(tool: str, report: str) -> list[Finding]:
+    """The errors of a report, equal ones at one place counted once, `MAX_FINDINGS` at most.
+
+    An error is a line after `=========` and one space; its lines of detail are indented further,
+    up to a backtrace of the host.
+    """
+    errors: dict[tuple[str, str], dict[str, Any]] = {}
+    for block in re.split(r"^=+ (?=\S)", report, flags=re.M):
+        head, *details = [re.sub(r"^=+\s*", "", line).strip() for line in block.splitlines()] or [
+            ""
+        ]
+        if not head.startswith(("Invalid", "Error: Race", "Uninitialized", "Misaligned")):
+            continue
+        text = "\n".join(details)
+        at = re.search(r"\bat (\S.*)", head + "\n" + text)
+        place = at[1][:160] if at else ""
+        where = errors.setdefault((head, place), {"tool": tool, "at": place, "times": 0})
+        where["times"] += 1
+        if address := re.search(r"Address (0x[0-9a-f]+)", text):
+            where.setdefault("address", address[1])
+        if thread := re.search(r"by thread (\(.*?\)) in block (\(.*?\))", text):
+            where.setdefault("thread", thread[1])
+            where.setdefault("block", thread[2])
+    found = [Finding(message=f"{tool}: {head}", where=where) for (head, _), where in errors.items()]
+    return found[:MAX_FINDINGS]

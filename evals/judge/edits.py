@@ -1,0 +1,236 @@
+"""Edits of a program's graph: one fault each, or another way to write the same thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from coda_agent.primitives import interleave, pairs
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Graph, Node, Shape, Value, record
+from coda_agent.primitives.ops import OPS
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import (
+    OPERAND_SHAPES,
+    ColMax,
+    ColSum,
+    ColVector,
+    Reduction,
+    RowMax,
+    RowMean,
+    RowSum,
+    RowVector,
+    Scalar,
+)
+
+Change = Callable[[Value, list[Value]], Value]
+"""The value of a node as it was, and its arguments, to what takes its place."""
+
+
+class Edit(NamedTuple):
+    """One fault of a program.
+
+    Attributes:
+        operator: Which fault.
+        site: Where.
+        faults: What a diagnosis may call it, the best name first.
+        changes: Changed nodes by number.
+        operands: Changed kinds of operands.
+        outputs: Changed kinds of outputs.
+    """
+
+    operator: str
+    site: str
+    faults: tuple[str, ...]
+    changes: Mapping[int, Change] = {}
+    operands: Mapping[str, type] = {}
+    outputs: Mapping[str, type] = {}
+
+    def apply(self, program: Program) -> Program | None:
+        """The edited program; None where widths do not match, or nothing changes."""
+        try:
+            edited = rebuild(program, self.changes, self.operands, self.outputs)
+        except ProgramError:
+            return None
+        return None if edited.digest == program.digest else edited
+
+
+def rebuild(
+    program: Program,
+    changes: Mapping[int, Change],
+    operands: Mapping[str, type] | None = None,
+    outputs: Mapping[str, type] | None = None,
+) -> Program:
+    """The program recorded again with changes.
+
+    Raises:
+        ProgramError: widths do not match.
+    """
+    kinds, graph, values = {**program.operands, **(operands or {})}, Graph(), []
+    for i, node in enumerate(program.graph.nodes):
+        arguments: list[Value] = [values[a] for a in node.args]
+        value = _again(graph, node, arguments, kinds)
+        values.append(changes[i](value, arguments) if i in changes else value)
+    for name, index in program.graph.outputs.items():
+        if values[index].shape is not program.graph.nodes[index].shape:
+            raise ProgramError(f"output {name!r} changed its width")
+        graph.outputs[name] = values[index].index
+    kept = {**program.outputs, **(outputs or {})}
+    return Program(program.name, program.doc, kinds, kept, graph.prune())
+
+
+def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str, type]) -> Value:
+    match node.op:
+        case "operand":
+            return graph.add(dataclasses.replace(node, shape=OPERAND_SHAPES[kinds[node.name]]))
+        case "acc" | "const" | "gather":
+            return graph.add(dataclasses.replace(node, args=tuple(a.index for a in arguments)))
+        case "even" | "odd":
+            return pairs(arguments[0])[node.op == "odd"]
+        case "interleave":
+            return interleave(*arguments)
+        case op:
+            return record(op, *arguments)
+
+
+_UNKNOWN = ("wrong_function", "wrong_statistics")
+_FACTOR = ("constant_factor",)
+_ACTIVATIONS = {
+    "sigmoid": "tanh", "gelu_tanh": "sigmoid", "maximum": "minimum", "minimum": "maximum",
+    "absolute": "neg",
+}  # fmt: skip
+_KINDS: dict[type, type] = {RowMean: RowSum, RowMax: RowSum, ColSum: ColMax}
+
+
+def faulty(program: Program) -> Iterator[Edit]:
+    """Every fault that the operators know to make in a program."""
+    nodes = program.graph.nodes
+    for i, node in enumerate(nodes):
+        site, op = f"{node.op}#{i}", node.op
+        if op in ("add", "sub", "mul"):
+            what = "factor" if op == "mul" else "term"
+            for side in (0, 1) if OPS[op].commutative else (1,):
+                missing = _operand_fault(program, node.args[side], "missing_operand")
+                keep: Change = lambda v, args, side=side: args[1 - side]
+                yield Edit(f"drop a {what}", f"{site}.{side}", missing, {i: keep})
+            doubled = _operand_fault(program, node.args[1], "doubled_operand")
+            again: Change = lambda v, args, op=op: record(op, v, args[1])
+            yield Edit(f"repeat a {what}", site, doubled, {i: again})
+        if op in ("sub", "div"):
+            turned: Change = lambda v, args, op=op: record(op, args[1], args[0])
+            yield Edit("swap operands", site, (*_UNKNOWN, *_FACTOR), {i: turned})
+        if op == "even":
+            odd = Node("odd", node.args, node.shape)
+            swap: dict[int, Change] = {i: lambda v, args: pairs(args[0])[1]}
+            if odd in nodes:
+                swap[nodes.index(odd)] = lambda v, args: pairs(args[0])[0]
+            yield Edit("swap a pair", site, ("swapped_pair", *_UNKNOWN), swap)
+        if other := _ACTIVATIONS.get(op):
+            changed: Change = lambda v, args, other=other: record(other, *args)
+            name = f"{site} to {other}"
+            yield Edit("change an activation", name, (*_UNKNOWN, *_FACTOR), {i: changed})
+        if op in ("operand", "acc") and node.shape not in (Shape.INDEX, Shape.WIDE):
+            for c in (1.02, 2.0, -1.0):
+                faults = (*_FACTOR, *(["doubled_operand"] if c == 2 else []))
+                yield Edit("scale a value", f"{node.name or op} by {c}", faults, {i: _scale(c)})
+        if op == "const":
+            constant = _scale(1.05)
+            yield Edit("change a constant", f"{node.value:g}", (*_UNKNOWN, *_FACTOR), {i: constant})
+    for name, index in program.graph.outputs.items():
+        if nodes[index].shape is not Shape.WIDE and nodes[index].shape is not Shape.GATHERED:
+            yield Edit("scale an output", f"{name} by 0.98", _FACTOR, {index: _scale(0.98)})
+        if issubclass(kind := program.outputs[name], Reduction):
+            other = _KINDS.get(kind, RowMax)
+            faults = ("wrong_statistics", *_FACTOR)
+            yield Edit(
+                "change a reduction", f"{name} to {other.__name__}", faults, outputs={name: other}
+            )
+    index_of = {n.name: i for i, n in enumerate(nodes) if n.op == "operand"}
+    for x, kind in program.operands.items():
+        if kind in (ColVector, RowVector):
+            other = RowVector if kind is ColVector else ColVector
+            yield Edit("declare the other axis", x, ("wrong_broadcast",), operands={x: other})
+    for x, y in itertools.combinations(program.operands, 2):
+        if program.operands[x] is program.operands[y]:
+            read = {index_of[x]: _read(y), index_of[y]: _read(x)}
+            yield Edit("swap two operands", f"{x}, {y}", ("swapped_operands", *_UNKNOWN), read)
+
+
+def _operand_fault(program: Program, index: int, fault: str) -> tuple[str, ...]:
+    """Names of the fault of leaving out, or repeating, the value of a node."""
+    node = program.graph.nodes[index]
+    if node.op != "operand":
+        return (*_UNKNOWN, fault)
+    # What a scalar does to an output may be what a constant does.
+    return (fault, *_FACTOR) if program.operands[node.name] is Scalar else (fault,)
+
+
+def _scale(c: float) -> Change:
+    return lambda v, args: v * c
+
+
+def _read(name: str) -> Change:
+    return lambda v, args: v.graph.add(Node("operand", (), v.shape, name))
+
+
+# The same thing, written otherwise: from a node's operation and arguments to its new value.
+
+
+def _nested(v: Value, args: list[Value]) -> Value | None:
+    inner = v.graph.nodes[args[0].index]
+    if inner.op != "mul":
+        return None
+    a, b = (Value(v.graph, i) for i in inner.args)
+    return a * (b * args[1])
+
+
+def _distributed(v: Value, args: list[Value]) -> Value | None:
+    inner = v.graph.nodes[args[0].index]
+    if inner.op not in ("add", "sub"):
+        return None
+    a, b = (Value(v.graph, i) * args[1] for i in inner.args)
+    return record(inner.op, a, b)
+
+
+def _over_pairs(v: Value, args: list[Value]) -> Value | None:
+    inner, lane = v.graph.nodes[args[0].index], v.graph.nodes[v.index].op == "odd"
+    if inner.op not in OPS:
+        return None
+    return record(inner.op, *(pairs(Value(v.graph, i))[lane] for i in inner.args))
+
+
+REWRITES: dict[str, Mapping[str, Callable[[Value, list[Value]], Value | None]]] = {
+    "factors regrouped": {"mul": _nested},
+    "factors distributed over sums": {"mul": _distributed},
+    "pairs taken of each factor": {"even": _over_pairs, "odd": _over_pairs},
+    "differences as sums": {"sub": lambda v, args: args[0] + -args[1]},
+    "quotients as products": {"div": lambda v, args: args[0] * (1.0 / args[1])},
+    "sigmoid by exp": {"sigmoid": lambda v, args: 1.0 / (record("exp", -args[0]) + 1.0)},
+    "sigmoid by tanh": {"sigmoid": lambda v, args: record("tanh", args[0] * 0.5) * 0.5 + 0.5},
+    "maximum by minimum": {"maximum": lambda v, args: -record("minimum", -args[0], -args[1])},
+    "absolute by maximum": {"absolute": lambda v, args: record("maximum", args[0], -args[0])},
+    "gelu_tanh spelled out": {"gelu_tanh": lambda v, args: _gelu(args[0])},
+}
+
+
+def _gelu(x: Value) -> Value:
+    inner = (x + x * x * x * 0.044715) * 0.7978845608028654
+    return x * (record("tanh", inner) * 0.5 + 0.5)
+
+
+def rewritten(program: Program, name: str) -> Program | None:
+    """The program with a rewrite of `REWRITES` wherever it applies; None where it does not."""
+    changes: dict[int, Change] = {}
+    for i, node in enumerate(program.graph.nodes):
+        if rule := REWRITES[name].get(node.op):
+            changes[i] = lambda v, args, rule=rule: v if (w := rule(v, args)) is None else w
+    return Edit(name, "", (), changes).apply(program)
+
+
+def all_rewritten(program: Program) -> Iterator[tuple[str, Program]]:
+    """Every rewrite that applies to a program."""
+    for name in REWRITES:
+        if (other := rewritten(program, name)) is not None:
+            yield name, other

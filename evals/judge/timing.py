@@ -1,0 +1,83 @@
+"""A kernel against itself: how often the clock calls the two different, which they are not.
+
+The clock is handed in, `coda_agent.agent.judge.timing`: this room imports no agent.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coda_agent.evals import contenders
+from coda_agent.evals.pages import write_record
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+
+if TYPE_CHECKING:
+    from coda_agent.generated.kernel import Kernel
+
+KERNEL = "gemm_residual_partial_rmsnorm"
+"""Two launches, reading and writing tiles: more to vary than a bare product."""
+DTYPE = "bfloat16"
+
+
+class Clock(Protocol):
+    """What times: the functions of `coda_agent.agent.judge.timing`."""
+
+    def a_a(self, call: Callable[[int], Any], *, trials: int, rounds: int) -> dict[str, Any]: ...
+
+    def gpu_state(self) -> dict[str, Any]: ...
+
+    def require_idle(self) -> None: ...
+
+
+def score_timing(
+    root: Path,
+    kernel: Kernel,
+    *,
+    clock: Clock,
+    machine: Mapping[str, Any],
+    trials: int = 200,
+    rounds: int = 50,
+    device: str = "cuda",
+) -> Path:
+    """Compare a kernel with itself, and cuBLAS's product with itself, at its smallest bench shape,
+    where noise is the largest share.
+
+    Args:
+        root: The workspace; the record goes to its evals/results/.
+        kernel: The kernel.
+        clock: What times.
+        machine: `gpu` (name, driver) and `packages`, kept in the record.
+        trials: Comparisons of each of the two.
+        rounds: Timed rounds a comparison.
+        device: "cpu" interprets instead, for tests.
+
+    Returns:
+        The record, judge-timing-<gpu>.json.
+
+    Raises:
+        MachineError: the GPU is in use, or its clocks disagree.
+    """
+    clock.require_idle()
+    sizes = min(kernel.spec.bench_shapes, key=lambda s: math.prod(s.values()))
+    case = contenders.make_case(kernel, sizes, DTYPE, device)
+    config = kernel.choose(*case.mnk, DTYPE) or DEFAULT_CONFIGS["sm_90a"]
+    calls = {"ours": contenders.ours(case, config), "gemm": contenders.gemm(case)}
+    cells: dict[str, dict[str, Any]] = {}
+    for name, call in calls.items():
+        before = clock.gpu_state()
+        found = clock.a_a(call, trials=trials, rounds=rounds)
+        state = {"before": before, "after": clock.gpu_state()}
+        cells[name] = {"sizes": case.sizes, **found, "gpu": state}
+    gpu = re.sub(r"\W+", "-", str(machine["gpu"].get("name", device)).lower())
+    path = root / "evals" / "results" / f"judge-timing-{gpu}.json"
+    compared = sum(c["trials"] for c in cells.values())
+    different = sum(c["different"] for c in cells.values())
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    head = {"kernel": kernel.spec.name, "machine": machine, "date": date, "compared": compared}
+    write_record(path, {**head, "different": different}, cells)
+    return path

@@ -1,0 +1,330 @@
+"""What a reviewer asks of an accepted kernel, answered from its evidence and its history.
+
+- Every figure is the judge's, out of evidence.json; nothing an author wrote moves one.
+- `Flag`s are what needs a look; their order is the order of the list.
+- Terminal and pages show the same `facts` and `tables`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.evals import html
+from coda_agent.specs import Spec
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+
+BROKEN, EDITED, UNSHOWN, SLOW, TIGHT, STALE, FINE = range(7)
+"""How much a flag asks for: evidence that refuses or is missing; text that was not judged; a level
+below accepted; a figure below what a user would run; an error near its bound; another judge."""
+
+TIGHT_RATIO = 0.9
+"""Of an error to its bound: another draw of inputs may well fall on the other side."""
+
+TIMED = {"ours": "this kernel", "gemm": "bare cuBLAS", "compile": "torch.compile"}
+_RATIOS = ("of_gemm", "over_compile")
+
+Rows = list[Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Version:
+    """A kernel as a commit, or the working tree (commit ""), holds it."""
+
+    commit: str
+    date: str
+    program: str
+    evidence: Mapping[str, Any]
+
+    @property
+    def level(self) -> str:
+        return str(self.evidence.get("level", "damaged"))
+
+    def gate(self, name: str) -> Mapping[str, Any]:
+        """What a gate recorded; nothing where it did not run."""
+        return next((g["data"] for g in self.evidence.get("gates", []) if g["name"] == name), {})
+
+    def cells(self) -> list[dict[str, Any]]:
+        """The benchmark's cells that hold times."""
+        return [c for c in self.gate("performance").get("cells", []) if "times" in c]
+
+
+class Flag(NamedTuple):
+    """One thing that needs a look: how much (`BROKEN` first), and what."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Review:
+    """One kernel and what is known of it.
+
+    Attributes:
+        name: The kernel.
+        current: What stands in the working tree.
+        history: Its committed versions, newest first.
+        spec: Its frozen spec; None where that cannot be read.
+        digests: What today's judge, toolchain, spec and program have.
+        newer_spec: Whether specs/ holds another text than the frozen one.
+        cost: What the author's run took; "" where its log is not kept.
+        now: The time to reckon age by.
+        faults: Why files could not be read.
+        programs: Its programs, where they were asked for.
+    """
+
+    name: str
+    current: Version
+    history: Sequence[Version]
+    spec: Spec | None
+    digests: Mapping[str, str]
+    newer_spec: bool
+    cost: str
+    now: datetime
+    faults: Sequence[str] = ()
+    programs: Mapping[str, Program] = field(default_factory=dict)
+
+    @cached_property
+    def flags(self) -> list[Flag]:
+        """What needs a look, the gravest first."""
+        return sorted(self._flags(), key=lambda flag: flag.rank)
+
+    @property
+    def rank(self) -> int:
+        return self.flags[0].rank if self.flags else FINE
+
+    @property
+    def stale(self) -> list[str]:
+        """The digests that are not what they were when the kernel was judged."""
+        then = self.current.evidence.get("digests", {})
+        return [key for key, digest in self.digests.items() if then.get(key) != digest]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the evidence was made; infinite where it does not say."""
+        date = self.current.evidence.get("date")
+        return (self.now - datetime.fromisoformat(date)).total_seconds() if date else float("inf")
+
+    @property
+    def age(self) -> str:
+        """`12 d`, `5 h` or `3 min`."""
+        if self.age_s == float("inf"):
+            return "?"
+        size, unit = next((u for u in ((86400, "d"), (3600, "h")) if self.age_s >= u[0]),
+                          (60, "min"))  # fmt: skip
+        return f"{self.age_s // size:.0f} {unit}"
+
+    @property
+    def slowest(self) -> list[dict[str, Any]]:
+        """For each bench shape its cell in the element type that is slowest beside the GEMM."""
+        shapes: dict[str, list[dict[str, Any]]] = {}
+        for cell in self.current.cells():
+            shapes.setdefault(label(cell["sizes"]), []).append(cell)
+        return [min(cells, key=lambda c: c["of_gemm"]["ratio"]) for cells in shapes.values()]
+
+    @property
+    def previous(self) -> Version | None:
+        """The version before the current one, which is HEAD's unless it was edited since."""
+        now = self.current
+        differ = (v for v in self.history if (v.program, v.evidence) != (now.program, now.evidence))
+        return next(differ, None)
+
+    def changes(self) -> dict[str, Any] | None:
+        """Against the version before: program lines added and removed, both levels, digests that
+        differ, and each timed cell's ratios then and now."""
+        old, new = self.previous, self.current
+        if old is None:
+            return None
+        body = _diff(old, new)[2:]
+        before = {(c["dtype"], label(c["sizes"])): c for c in old.cells()}
+        then = old.evidence.get("digests", {})
+        return {
+            "commit": old.commit,
+            "added": sum(line.startswith("+") for line in body),
+            "removed": sum(line.startswith("-") for line in body),
+            "level": [old.level, new.level],
+            "digests": [k for k, v in new.evidence.get("digests", {}).items() if then.get(k) != v],
+            "speed": [
+                {"dtype": c["dtype"], "shape": label(c["sizes"]),
+                 **{k: [b[k]["ratio"], c[k]["ratio"]] for k in _RATIOS}}
+                for c in new.cells()
+                if (b := before.get((c["dtype"], label(c["sizes"]))))
+            ],
+        }  # fmt: skip
+
+    @property
+    def since(self) -> str:
+        """`changes` in one phrase."""
+        found = self.changes()
+        if found is None:
+            return "first version"
+        said = [f"+{found['added']} −{found['removed']} lines"]
+        if found["level"][0] != found["level"][1]:
+            said.append(" to ".join(found["level"]))
+        if moved := [100 * (b / a - 1) for a, b in (f["of_gemm"] for f in found["speed"])]:
+            said.append(f"of GEMM {min(moved):+.1f} … {max(moved):+.1f} %")
+        return ", ".join(said)
+
+    @property
+    def diff(self) -> list[str]:
+        """The last change of the program, which may lie before the last version."""
+        other = next((v for v in self.history if v.program != self.current.program), None)
+        return _diff(other, self.current) if other else []
+
+    def facts(self) -> Rows:
+        """Standing, provenance and environment, by name."""
+        evidence = self.current.evidence
+        about = evidence.get("environment", {})
+        versions = {**about.get("packages", {}), "CUDA": about.get("cuda"),
+                    "driver": about.get("gpu", {}).get("driver_version")}  # fmt: skip
+        rows: Rows = [("level", self.current.level)]
+        rows += [("needs a look", text) for _, text in self.flags] or [("needs a look", "no")]
+        rows += [
+            ("evidence", f"{self.age} old, of {evidence.get('date')}"),
+            ("since the version before", self.since),
+            ("author", f"{evidence.get('author')}, run {evidence.get('run')}"),
+            ("cost", self.cost or "unknown: the run's log is not kept here"),
+            ("machine", about.get("gpu", {}).get("name") or about.get("device")),
+            ("with", ", ".join(f"{k} {v}" for k, v in versions.items() if v)),
+        ]
+        if self.spec:
+            bound = f"{self.spec.tolerance.multiple:g} × PyTorch's own error against float64"
+            rows += [("error bound", bound), ("target", f"{self.spec.target:g} of the bare GEMM")]
+        return rows + [("not shown", sentence) for sentence in evidence.get("not_shown", [])]
+
+    def tables(self) -> dict[str, Rows]:
+        """Title to rows, the first of them the head; what was not recorded is left out."""
+        speed = [
+            (c["dtype"], label(c["sizes"]), *(f"{c['times'][w]['median_us']:.1f}" for w in TIMED),
+             *("{ratio:.3f} ({low:.3f}–{high:.3f})".format(**c[k]) for k in _RATIOS),
+             f"{c['floor_us']:.1f}", c["tile"])
+            for c in self.current.cells()
+        ]  # fmt: skip
+        numerics = self.current.gate("numerics")
+        errors = [
+            (name, f"{w['ratio']:.2f}", f"{1 - w['ratio']:.0%}", w.get("output", ""),
+             label(w.get("sizes", {})), w.get("config", ""))
+            for name, w in numerics.get("worst", {}).items()
+        ]  # fmt: skip
+        refused = [
+            (t["tile"], t["program"], t["dtype"], t["fault"])
+            for t in numerics.get("refused_tiles", [])
+        ]
+        keys = ("program", "dtype", "arch", "tile", "registers", "local_stores", "shared_bytes")
+        tiles = [
+            tuple(k.get(key, k.get("error", "")) for key in keys)
+            for k in self.current.gate("compile").get("kernels", [])
+        ]
+        then = self.current.evidence.get("digests", {})
+        digests = [
+            (k, then.get(k, "–"), "as now" if then.get(k) == v else v)
+            for k, v in self.digests.items()
+        ]
+        versions = [(v.commit[:9], v.date, v.level, v.evidence.get("author")) for v in self.history]
+        found: dict[str, Rows] = {
+            "Speed": [("dtype", "shape", *(f"{name}, µs" for name in TIMED.values()), "of GEMM",
+                       "over compile", "floor, µs", "tile"), *speed],
+            "Largest error over its bound": [
+                ("program, dtype", "ratio", "margin", "output", "shape", "tile"), *errors],
+            "Refused tiles": [("tile", "program", "dtype", "reason"), *refused],
+            "Digests": [("of", "when judged", "now"), *digests],
+            "Versions": [("commit", "date", "level", "author"), *versions],
+            "Compiled tiles": [tuple(k.replace("_", " ") for k in keys), *tiles],
+        }  # fmt: skip
+        return {title: rows for title, rows in found.items() if len(rows) > 1}
+
+    def record(self) -> dict[str, Any]:
+        """As plain JSON data; tables are lists of their rows by the head's names."""
+        named = {
+            title: [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+            for title, rows in self.tables().items()
+        }
+        evidence = self.current.evidence
+        return {
+            "kernel": self.name, "level": self.current.level, "date": evidence.get("date"),
+            "author": evidence.get("author"), "run": evidence.get("run"), "cost": self.cost,
+            "look": [flag.text for flag in self.flags], "stale": self.stale,
+            "since": self.changes(), "tables": named,
+            "speed": [{k: c[k] for k in ("dtype", "sizes", *_RATIOS)}
+                      for c in self.current.cells()],
+        }  # fmt: skip
+
+    def _flags(self) -> Iterator[Flag]:
+        now = self.current
+        yield from (Flag(BROKEN, fault) for fault in self.faults)
+        if now.level == "revoked":
+            failed = [g["name"] for g in now.evidence["gates"] if not g["passed"]]
+            yield Flag(BROKEN, f"revoked: failed {', '.join(failed)}")
+        stale = self.stale if now.evidence else []
+        if "candidate" in stale:
+            yield Flag(EDITED, "the program was edited after it was judged")
+        if "spec" in stale:
+            yield Flag(EDITED, "its frozen spec was edited after it was judged")
+        if now.level in ("proved", "verified"):
+            missing = "no GPU ran it" if now.level == "proved" else "never timed"
+            yield Flag(UNSHOWN, f"{now.level} only: {missing}")
+        for cell in now.gate("performance").get("cells", []):
+            where = f"at {label(cell['sizes'])} {cell['dtype']}"
+            if "times" not in cell:
+                yield Flag(SLOW, f"{cell['error']} {where}")
+            elif (low := cell["over_compile"]["low"]) < 1:
+                yield Flag(SLOW, f"perhaps slower than torch.compile {where}: from {low:.3f}")
+        for name, worst in now.gate("numerics").get("worst", {}).items():
+            if worst["ratio"] >= TIGHT_RATIO:
+                yield Flag(TIGHT, f"{name}: error is {worst['ratio']:.2f} of its bound")
+        if self.newer_spec:
+            yield Flag(STALE, "stale: specs/ holds another text")
+        if moved := [key for key in ("judge", "toolchain") if key in stale]:
+            yield Flag(STALE, f"stale: another {', '.join(moved)}")
+
+
+def ordered(reviews: Sequence[Review]) -> list[Review]:
+    """What needs a look most on top; among equals the oldest evidence."""
+    return sorted(reviews, key=lambda r: (r.rank, -r.age_s, r.name))
+
+
+def label(sizes: Mapping[str, int]) -> str:
+    """`4096³`, or M×N×K; evidence keeps its keys in the alphabet's order."""
+    extents = [sizes[dim] for dim in sorted(sizes, key="MNK".find)]
+    if len(extents) == 3 and len(set(extents)) == 1:
+        return f"{extents[0]}³"
+    return "×".join(map(str, extents))
+
+
+def write_pages(folder: Path, reviews: Sequence[Review]) -> list[Path]:
+    """index.html and a page for each kernel; the index first."""
+    shared = {"label": label, "FINE": FINE, "SLOW": SLOW}
+    written = [html.write(folder / "index.html", "reviews", reviews=ordered(reviews), **shared)]
+    for r in reviews:
+        flows = [
+            {"name": name, "svg": html.dataflow(p, _dtypes(r.spec) if r.spec else {})}
+            for name, p in r.programs.items()
+        ]
+        strips = [
+            html.strips(f"{c['dtype']} {label(c['sizes'])}",
+                        {name: c["times"][key] for key, name in TIMED.items()})
+            for c in r.current.cells()
+        ]  # fmt: skip
+        path = folder / f"{r.name}.html"
+        written.append(html.write(path, "review", r=r, flows=flows, strips=strips, **shared))
+    return written
+
+
+def _dtypes(spec: Spec) -> dict[str, str]:
+    """Of every tensor, by the default of what may be chosen."""
+    types = spec.default_types()
+    return {name: spec.dtype_of(name, types) for name in chain(spec.inputs, spec.outputs)}
+
+
+def _diff(old: Version, new: Version) -> list[str]:
+    texts = old.program.splitlines(), new.program.splitlines()
+    names = old.commit[:9] or "working tree", new.commit[:9] or "working tree"
+    return list(difflib.unified_diff(*texts, *names, lineterm="", n=2))

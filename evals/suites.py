@@ -1,0 +1,177 @@
+"""Suites: what authors are tried on. One TOML file each; docs/evaluation.md is the format in words.
+
+A suite is data, and its digest is of what decides one trial: specs, shapes, goal, GPU, budget. What
+only says how many there are, how they are summed up, or what `coda-agent bench --suite` measures is
+left out of it.
+"""
+
+import re
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from coda_agent.evals.records import Level, suite_digest
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.workspace import Workspace
+    from coda_agent.specs import Spec
+
+FOLDER = Path(__file__).parent / "suites"
+_UNDECISIVE = {"title", "groups", "trials", "judge", "benchmark"}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shapes(_Model):
+    """Shapes in place of a spec's own; a list that is empty leaves the spec's."""
+
+    check: tuple[dict[str, PositiveInt], ...] = ()
+    bench: tuple[dict[str, PositiveInt], ...] = ()
+
+
+class Limits(_Model):
+    """What one trial may spend, as `coda_agent.agent.budget.Budget`; None is that one's default."""
+
+    usd: PositiveFloat | None = None
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    minutes: PositiveFloat | None = None
+    gpu_minutes: PositiveFloat | None = None
+    failures: PositiveInt | None = None
+
+
+class Suite(_Model):
+    """A suite.
+
+    Attributes:
+        name: The file's.
+        specs: Names of specs; "all" for every one the workspace knows. Those of `groups` when
+            empty.
+        groups: Sequences of kernels that are of use together: one is solved when all in it are.
+        shapes: By spec.
+        goal: The level that counts as solved.
+        gpu: What the GPU's name has to contain; empty where a suite needs none.
+        trials: How many an author that is not deterministic gets, at each spec.
+        judge: "current": a trial is done once today's judge and spec have decided it; "any": once
+            any did; a digest: only that judge may run it.
+        budget: Of one trial.
+        benchmark: What `coda-agent bench --suite` measures.
+    """
+
+    name: str
+    title: str
+    specs: tuple[str, ...] | Literal["all"] = ()
+    groups: dict[str, tuple[str, ...]] = {}
+    shapes: dict[str, Shapes] = {}
+    goal: Level
+    gpu: str = ""
+    trials: PositiveInt = 1
+    judge: str = Field(default="current", pattern=r"^(current|any|sha256:[0-9a-f]{64})$")
+    budget: Limits = Limits()
+    benchmark: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.specs and not any(self.groups.values()):
+            raise ValueError('it names no specs; expected specs = ["NAME", ...], "all" or groups')
+        if self.specs == "all":
+            return self
+        if len(set(self.specs)) < len(self.specs):
+            raise ValueError("specs: a spec is listed twice")
+        if unknown := sorted(set(self.shapes) - set(self._listed())):
+            raise ValueError(f"shapes: {', '.join(unknown)} is not among its specs")
+        return self
+
+    def _listed(self) -> list[str]:
+        grouped = [name for group in self.groups.values() for name in group]
+        return list(dict.fromkeys([*(() if self.specs == "all" else self.specs), *grouped]))
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """What decides a trial, as plain data."""
+        data = self.model_dump(mode="json", exclude=_UNDECISIVE, exclude_defaults=True)
+        return {**data, "specs": self.specs or self._listed()}
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the definition."""
+        return suite_digest(self.definition)
+
+    def spec_names(self, workspace: "Workspace") -> list[str]:
+        """Its specs, in order.
+
+        Raises:
+            WorkspaceError: one does not exist.
+        """
+        if self.specs == "all":
+            return sorted(workspace.spec_names())
+        for name in self._listed():
+            workspace.resolve_spec(name)
+        return self._listed()
+
+    def spec(self, workspace: "Workspace", name: str) -> "Spec":
+        """One spec, with the suite's shapes in place of its own.
+
+        Raises:
+            SpecError: the spec cannot be used, or not at these shapes.
+            WorkspaceError: it does not exist.
+        """
+        from coda_agent.specs import load_spec
+
+        path = workspace.resolve_spec(name)
+        spec = load_spec(path)
+        given = self.shapes.get(name, Shapes())
+        changes = {"check_shapes": given.check, "bench_shapes": given.bench}
+        if not any(changes.values()):
+            return spec
+        _, front, rest = re.split(r"^---[ \t]*\n", spec.text, maxsplit=2, flags=re.MULTILINE)
+        header: dict[str, Any] = yaml.safe_load(front)
+        header |= {key: [dict(sizes) for sizes in new] for key, new in changes.items() if new}
+        front = yaml.safe_dump(header, sort_keys=False, default_flow_style=None, width=120)
+        return load_spec(path, text=f"---\n{front}---\n{rest}")
+
+
+def load(name: str, *folders: Path) -> Suite:
+    """A suite by the path of its file, or by its name in one of `folders` or among the packaged.
+
+    Raises:
+        CodaError: there is none, or its file cannot be used; names the file and the first fault.
+    """
+    path = Path(name)
+    if path.suffix != ".toml" and "/" not in name:
+        known = {p.stem: p for folder in (FOLDER, *folders) for p in sorted(folder.glob("*.toml"))}
+        if name not in known:
+            raise CodaError(f"no suite {name!r}, expected one of {', '.join(known)}, or a path")
+        path = known[name]
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Suite.model_validate({**data, "name": path.stem})
+    except ValidationError as error:
+        raise CodaError(f"{path}: {_first(error)}") from None
+    except (OSError, ValueError) as error:  # TOML's errors are ValueErrors, and so are Unicode's
+        raise CodaError(f"{path}: {error}", hint="docs/evaluation.md has the format") from None
+
+
+def _first(error: ValidationError) -> str:
+    fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = ", ".join(name for name in Suite.model_fields if name != "name")
+        return f"unknown key {where!r}" + f"; expected {known}" * (len(fault["loc"]) == 1)
+    said = fault["msg"].removeprefix("Value error, ")
+    return f"{where}: {said}" if where else said

@@ -1,0 +1,486 @@
+"""Trials: authors on the specs of a suite, each a run like any other, each leaving one record.
+
+- A trial has a workspace of its own: the tips as they were, no kernels, nothing committed. So no
+  trial learns from another, and none changes what the user has. Its run is in the user's logs.
+- `record_of` makes the record from the run's events and from nothing else.
+- A trial is done when its record is on disk. One that was killed has none, and starts anew.
+"""
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.agent import pipeline
+from coda_agent.agent.budget import Budget, tokens
+from coda_agent.agent.events import Event, Observer, read_events, take_secrets
+from coda_agent.agent.workspace import Workspace
+from coda_agent.evals.records import (
+    LEVELS,
+    Judgement,
+    Machine,
+    Outcome,
+    RunRef,
+    SpecRef,
+    Spent,
+    Step,
+    SuiteRef,
+    TrialKey,
+    TrialRecord,
+    geometric_mean,
+    read_records,
+    write_definition,
+    write_record,
+)
+from coda_agent.evals.suites import Suite
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.authors import Agent, Author
+    from coda_agent.agent.authors.claude import Options
+    from coda_agent.specs import Spec
+
+DETERMINISTIC = ("composer", "replay")
+"""Authors whose trials are all alike."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One trial to be done.
+
+    Attributes:
+        author: As in the record.
+        device: "cpu" interprets; "cuda" needs a Hopper GPU.
+        options: How a model is called; None for the other authors.
+    """
+
+    workspace: Workspace
+    suite: Suite
+    spec: str
+    author: str
+    trial: int
+    device: pipeline.Device
+    without: tuple[str, ...] = ()
+    options: "Options | None" = None
+
+    @property
+    def key(self) -> TrialKey:
+        return TrialKey(
+            self.suite.name, self.suite.digest, self.device, self.spec, self.author, self.trial,
+            self.without,
+        )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """What is to be done, and the records of what is done."""
+
+    tasks: list[Task]
+    done: list[TrialRecord]
+
+
+def authors_of(given: str, suite: Suite, workspace: Workspace) -> dict[str, list[str]]:
+    """The authors that a name stands for, each with the specs it is tried on.
+
+    `replay` stands for every recorded run in logs/trajectories/ of a spec of the suite.
+
+    Raises:
+        CodaError: nobody has this name.
+    """
+    names = suite.spec_names(workspace)
+    if given == "composer" or given.startswith("claude:"):
+        return {given: names}
+    if given != "replay":
+        known = "composer, replay, claude or claude:MODEL"
+        raise CodaError(f"unknown author {given!r}, expected {known}")
+    found: dict[str, list[str]] = {}
+    for log in sorted(_trajectories(workspace).glob("*/events.jsonl")):
+        spec = next((e.data.get("spec") for e in read_events(log) if e.type == "run.started"), None)
+        if spec in names:
+            found[f"replay:{log.parent.name}"] = [str(spec)]
+    if not found:
+        raise CodaError(f"no run in {_trajectories(workspace)} is of a spec of {suite.name}")
+    return found
+
+
+def plan(
+    workspace: Workspace,
+    suite: Suite,
+    authors: Sequence[str],
+    *,
+    folder: Path,
+    device: pipeline.Device,
+    trials: int | None = None,
+    repeat: bool = False,
+    only: Sequence[str] = (),
+    without: tuple[str, ...] = (),
+    options: "Options | None" = None,
+) -> Plan:
+    """The trials still to be done.
+
+    Args:
+        workspace: Where specs, tips and recorded runs are, and where the runs are logged.
+        suite: The suite.
+        authors: As `authors_of` takes them.
+        folder: The suite's records.
+        device: Where the numerics run: "cpu" or "cuda".
+        trials: Instead of the suite's.
+        repeat: Whether deterministic authors have more than one.
+        only: Some of the suite's specs; none means all.
+        without: What the author is deprived of, sorted.
+        options: How claude is called.
+
+    Raises:
+        CodaError: an unknown author, or a spec the suite does not have.
+    """
+    names = suite.spec_names(workspace)
+    if unknown := [name for name in only if name not in names]:
+        raise CodaError(f"{unknown[0]} is not in suite {suite.name}, which has {', '.join(names)}")
+    held = {record.key: record for record in read_records(folder).records}
+    specs = {name: suite.spec(workspace, name) for name in only or names}
+    tasks: list[Task] = []
+    done: list[TrialRecord] = []
+    for given in authors:
+        count = trials or suite.trials
+        if given in DETERMINISTIC and not repeat:
+            count = 1
+        for author, tried in authors_of(given, suite, workspace).items():
+            limits = {k: v for k, v in suite.budget.model_dump().items() if v is not None}
+            chosen = options and replace(
+                options,
+                model=author.removeprefix("claude:"),
+                budget=replace(options.budget, **limits),
+            )
+            for spec in (name for name in tried if name in specs):
+                for trial in range(1, count + 1):
+                    about = (workspace, suite, spec, author, trial, device, without)
+                    task = Task(*about, chosen if author.startswith("claude:") else None)
+                    record = held.get(task.key)
+                    if record and _is_done(record, suite, specs[spec]):
+                        done.append(record)
+                    else:
+                        tasks.append(task)
+    return Plan(tasks, done)
+
+
+def _is_done(record: TrialRecord, suite: Suite, spec: "Spec") -> bool:
+    """Whether a record needs no other trial: not where the fault was ours, or, unless the suite
+    takes any judge, where the judge or the spec is another by now."""
+    from coda_agent.agent.judge.provenance import judge_digest
+
+    if not record.counts:
+        return False
+    judged = record.verdict.digests["judge"] if record.verdict else judge_digest()
+    return suite.judge == "any" or (judged == judge_digest() and record.spec.digest == spec.digest)
+
+
+def run(
+    plan: Plan,
+    folder: Path,
+    pool: Executor,
+    *,
+    width: int,
+    told: Callable[[Task, TrialRecord | None], None] = lambda *_: None,
+) -> list[TrialRecord]:
+    """Does the trials of a plan, and writes each one's record as soon as it is done.
+
+    Args:
+        plan: From `plan`.
+        folder: The suite's records; held by one `run` at a time.
+        pool: Where trials run; `run_trial` and its task are pickled where it needs that.
+        width: How many run at a time.
+        told: Called when a trial begins (None) and when it is done.
+
+    Returns:
+        The records, those that were there already first.
+
+    Raises:
+        CodaError: another `run` writes there, the suite wants another judge, or a worker died.
+    """
+    found = list(plan.done)
+    if not plan.tasks:
+        return found
+    _check_judge(plan.tasks[0].suite)
+    with _held(folder):
+        write_definition(folder, plan.tasks[0].suite.definition)
+        waiting, running = list(reversed(plan.tasks)), dict[Future[TrialRecord], Task]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < width:
+                    task = waiting.pop()
+                    told(task, None)
+                    running[pool.submit(run_trial, task)] = task
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    task, record = running.pop(future), future.result()
+                    write_record(folder, record)
+                    found.append(record)
+                    told(task, record)
+        except BrokenExecutor as error:
+            hint = "the same command goes on; finished trials are kept"
+            raise CodaError(f"a worker died: {error}", hint=hint) from error
+        finally:
+            for future in running:
+                future.cancel()
+    return found
+
+
+class _Here(Executor):
+    """Runs what it is given at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def workers(count: int) -> Executor:
+    """Where trials run: in this process when one at a time, else in `count` of their own."""
+    if count == 1:
+        return _Here()
+    return ProcessPoolExecutor(
+        # Forked, a worker would share this process's threads' locks, and a GPU it may hold.
+        count, get_context("spawn"), _begin_worker, (dict(take_secrets()),)
+    )  # fmt: skip
+
+
+def _begin_worker(secrets: dict[str, str]) -> None:
+    os.environ.update(secrets)  # until the first run takes them out again
+
+    def leave_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent:
+            parent.join()
+        os._exit(1)  # a worker whose parent was killed would wait for work for ever
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+
+
+def _check_judge(suite: Suite) -> None:
+    from coda_agent.agent.judge.provenance import judge_digest
+
+    if suite.judge.startswith("sha256:") and suite.judge != judge_digest():
+        raise CodaError(
+            f"suite {suite.name} is for judge {suite.judge[:19]}, this one is {judge_digest()[:19]}"
+        )
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder, to this process alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise CodaError(f"another evaluation writes to {folder}") from None
+    finally:
+        os.close(descriptor)
+
+
+def run_trial(task: Task, observer: Observer = lambda *_: None) -> TrialRecord:
+    """Does one trial; its record."""
+    begun: list[str] = []
+
+    def watch(type: str, data: dict[str, Any]) -> None:
+        if type == "run.started":
+            begun.append(data["run"])
+        observer(type, data)
+
+    spec, author = task.suite.spec(task.workspace, task.spec), _author(task)
+    limit = task.suite.budget.gpu_minutes or Budget().gpu_minutes
+    with _aside(task.workspace, spec, tips="tips" not in task.without) as (where, path):
+        try:
+            pipeline.generate(
+                where, path, author, watch,
+                device=task.device, commit=False, gpu_limit_s=60 * limit, withheld=task.without,
+            )  # fmt: skip
+        except Exception:
+            # What went wrong is the run's last event, which is what the record is made from.
+            if not begun:
+                raise
+    log = Path("logs", "runs", begun[0], "events.jsonl")
+    return record_of(read_events(task.workspace.root / log), task, spec, log)
+
+
+@contextlib.contextmanager
+def _aside(workspace: Workspace, spec: "Spec", *, tips: bool) -> Iterator[tuple[Workspace, Path]]:
+    """A workspace for one trial: today's tips, the spec, and the logs of `workspace`."""
+    runs = workspace.root / "logs" / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="coda-agent-trial-") as name:
+        root = Path(name)
+        for room in ("specs", "generated", "logs"):
+            (root / room).mkdir()
+        (root / "logs" / "runs").symlink_to(runs)
+        known = workspace.root / "logs" / "tips.jsonl"
+        if tips and known.is_file():
+            shutil.copy(known, root / "logs")
+        path = root / "specs" / f"{spec.name}.md"
+        path.write_text(spec.text, "utf-8")
+        yield Workspace(root, root), path
+
+
+def _author(task: Task) -> "Author | Agent":
+    kind, _, name = task.author.partition(":")
+    if kind == "claude":
+        from coda_agent.agent.authors.claude import Claude
+
+        return Claude(task.options)
+    if kind == "replay":
+        from coda_agent.agent.runs import Replay
+
+        return Replay(read_events(_trajectories(task.workspace) / name / "events.jsonl"))
+    from coda_agent.agent.authors import get_author
+
+    return get_author(kind)
+
+
+def _trajectories(workspace: Workspace) -> Path:
+    return workspace.root / "logs" / "trajectories"
+
+
+@dataclass
+class _Tally:
+    """What a run's events say about a trial; a fold."""
+
+    spent: Spent = field(default_factory=Spent)
+    steps: list[Step] = field(default_factory=list[Step])
+    attempts: int = 0
+    texts: dict[str, str] = field(default_factory=dict[str, str])
+    judged: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The full trial, the last where there were several."""
+    machine: Machine | None = None
+    writing: bool = False
+    failed: dict[str, Any] = field(default_factory=dict[str, Any])
+    ended: dict[str, Any] = field(default_factory=dict[str, Any])
+    gave_up: bool = False
+    time: datetime | None = None
+
+    def apply(self, event: Event) -> None:
+        data, now = event.data, datetime.fromisoformat(event.time)
+        if self.time and event.type != "run.resumed":
+            self._spend(wall_s=max(0.0, (now - self.time).total_seconds()))
+        self.time = now
+        match event.type:
+            case "author.started":
+                self.writing = True
+            case "author.finished" | "tool.started":
+                self.writing = False
+            case "response" | "request.failed":
+                self._spend(usd=data["usd"], tokens=tokens(data["usage"]))
+            case "tool.finished" if data["gpu"] and data["name"] == "profile":
+                self._spend(gpu_s=data["seconds"])
+            case "candidate.saved":
+                from coda_agent.agent.judge.provenance import sha
+
+                self.texts[sha(data["text"])] = data["text"]
+            case "judged":
+                self._judge(data)
+            case "gave.up":
+                self.gave_up = True
+            case "run.failed":
+                self.failed = data
+            case "run.finished":
+                self.ended = data
+            case _:
+                pass
+
+    def _spend(self, **more: float) -> None:
+        spent = self.spent.model_dump()
+        self.spent = Spent(**{k: v + more.get(k, 0) for k, v in spent.items()})
+
+    def _judge(self, data: dict[str, Any]) -> None:
+        self._spend(gpu_s=data["gpu_s"])
+        self.attempts += 1
+        self.machine = Machine(**data["machine"])
+        submitted = data["check"] == "submit"
+        if submitted:
+            self.judged = data
+        verdict = Judgement(**data["judgement"])
+        if not verdict.passed or verdict.level is None:
+            return
+        means = {
+            "roofline": geometric_mean(cell.roofline for cell in verdict.cells),
+            "over_compile": geometric_mean(cell.over_compile.ratio for cell in verdict.cells),
+            "of_gemm": geometric_mean(cell.of_gemm.ratio for cell in verdict.cells),
+        }
+        step = Step(
+            attempt=self.attempts, submitted=submitted, level=verdict.level,
+            **means, **self.spent.model_dump(),
+        )  # fmt: skip
+        if not self.steps or _shown(step) > _shown(self.steps[-1]):
+            self.steps.append(step)
+
+    def outcome(self) -> tuple[Outcome, str]:
+        """How the trial ended, and why."""
+        verdict = Judgement(**self.judged["judgement"]) if self.judged else None
+        if verdict and verdict.passed and verdict.level:
+            return verdict.level, ""
+        reason = str(self.ended.get("reason") or "")
+        if self.failed:
+            kind, said = self.failed["error"], f"{self.failed['error']}: {self.failed['message']}"
+            if self.writing and kind == "ProgramError":
+                return "gave_up", self.failed["message"]
+            return ("error" if self.writing or kind == "Stopped" else "harness_fault"), said
+        if self.gave_up:
+            return "gave_up", reason
+        if not self.ended:
+            return "harness_fault", "the run did not end"
+        if reason.startswith("budget: "):
+            return "budget", reason.removeprefix("budget: ")
+        if verdict:
+            return "refused", verdict.finding
+        return "gave_up", reason
+
+
+def _shown(step: Step) -> tuple[Any, ...]:
+    return step.submitted, LEVELS.index(step.level), step.roofline or 0.0
+
+
+def record_of(events: Sequence[Event], task: Task, spec: "Spec", log: Path) -> TrialRecord:
+    """The record of a trial, from its run's events.
+
+    Scores come from the `judged` events, which the workbench writes from the judge's verdict, and
+    costs from the usage of each call; no text of an author is read for either.
+    """
+    tally = _Tally()
+    for event in events:
+        tally.apply(event)
+    outcome, reason = tally.outcome()
+    verdict = Judgement(**tally.judged["judgement"]) if tally.judged else None
+    return TrialRecord(
+        suite=SuiteRef(name=task.suite.name, digest=task.suite.digest),
+        spec=SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
+        author=task.author,
+        trial=task.trial,
+        without=task.without,  # type: ignore[arg-type]
+        goal="proved" if task.device == "cpu" else task.suite.goal,
+        started=datetime.fromisoformat(events[0].time),
+        finished=datetime.fromisoformat(events[-1].time),
+        outcome=outcome,
+        reason=" ".join(reason.split())[:400],
+        verdict=verdict,
+        program=tally.texts.get(verdict.digests["candidate"]) if verdict else None,
+        attempts=tally.judged.get("number", tally.attempts),
+        spent=tally.spent,
+        steps=tuple(tally.steps),
+        machine=tally.machine or Machine(device="cuda" if task.device == "cuda" else "cpu"),
+        run=RunRef(id=log.parent.name, log=log.as_posix()),
+    )

@@ -1,0 +1,137 @@
+"""What a kernel's machine code must show: products of the declared type, tiles moved by TMA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.judge.compile_gate import compile_all, job, lacking
+from coda_agent.agent.judge.worker import compile_program
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.target import instructions, use_cache
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+
+GENERATED = Path(__file__).parents[2] / "generated"
+HOPPER = DEFAULT_CONFIGS["sm_90a"]
+SASS = """
+\t.text.kernel_cutlass_kernel:
+        /*0170*/                   UTMACCTL.PF [UR10] ;
+        /*0af0*/              @!P0 STL.64 [R1+0x8], R4 ;
+        /*0b00*/                   UTMALDG.2D.MULTICAST [UR8], [UR4], UR3, desc[UR10] ;
+        /*0b10*/              @UP0 UTMALDG.2D [UR8], [UR4], desc[UR10] ;
+        /*0c20*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0c30*/                   HGMMA.64x128x16.F32 R24, gdesc[UR8], RZ, !UPT ;
+        /*0c40*/             @!UPT QGMMA.64x192x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24 ;
+        /*0c50*/                   QMMA.SF.16832.F32.E4M3.E4M3.E8 R4, R8, R10, R4, R2 ;
+        /*0c60*/                   UTCHMMA gdesc[UR16], gdesc[UR18], tmem[UR20] ;
+        /*0d70*/               @P1 UTMASTG.2D [UR8], [UR4] ;
+        /*0d80*/                   UTMAREDG.2D.ADD [UR8], [UR4] ;
+        /*0d90*/                   LDL R4, [R1] ; /* STL HGMMA */
+"""
+
+
+@epilogue(O=Tile)
+def plain(acc):
+    return {"O": acc}
+
+
+@epilogue(X=AddTile)
+def adding(acc):
+    return {"X": acc}
+
+
+@epilogue(s=RowSum)
+def summed(acc):
+    return {"s": acc}
+
+
+@epilogue(O=HalfTile)
+def halved(acc):
+    gate, up = pairs(acc)
+    return {"O": gate * up}
+
+
+def test_instructions_are_counted_by_type_and_not_by_shape() -> None:
+    assert instructions(SASS) == {
+        "STL": 1, "LDL": 1, "UTMALDG": 2, "UTMASTG": 1, "UTMAREDG": 1, "UTCHMMA": 1,
+        "HGMMA.F32.BF16": 1, "HGMMA.F32": 1, "QGMMA.F32.E4M3.E4M3": 1,
+        "QMMA.SF.F32.E4M3.E4M3.E8": 1,
+    }  # fmt: skip
+
+
+BF16 = {"HGMMA.F32.BF16": 16, "UTMALDG": 2, "UTMASTG": 8}
+
+
+@pytest.mark.parametrize(
+    ("program", "found", "expected"),
+    [
+        (plain, BF16, ""),
+        (halved, BF16, ""),
+        (summed, {"HGMMA.F32.BF16": 16, "UTMALDG": 2}, ""),
+        (plain, {"HGMMA.F32.BF16": 16, "UTMALDG": 2}, "tiles do not move by TMA: no UTMASTG"),
+        (adding, BF16, "tiles do not move by TMA: no UTMAREDG"),
+        (plain, {"HGMMA.F32.BF16": 16}, "tiles do not move by TMA: no UTMALDG, UTMASTG"),
+        (
+            plain,
+            {"UTMALDG": 2, "UTMASTG": 8},
+            "tensor-core instructions are none, expected HGMMA.F32.BF16 of bfloat16",
+        ),
+        (
+            plain,
+            {"HMMA.F32.BF16": 64, "UTMALDG": 2, "UTMASTG": 8},
+            "tensor-core instructions are HMMA.F32.BF16, expected HGMMA.F32.BF16 of bfloat16",
+        ),
+        (
+            plain,
+            {**BF16, "QGMMA.F32.E4M3.E4M3": 4},
+            "tensor-core instructions are HGMMA.F32.BF16, QGMMA.F32.E4M3.E4M3, "
+            "expected HGMMA.F32.BF16 of bfloat16",
+        ),
+    ],
+)
+def test_what_is_lacking(program: Program, found: dict[str, int], expected: str) -> None:
+    assert lacking(job(program, HOPPER, "sm_90a", None, "bfloat16"), found) == expected
+
+
+def test_a_type_without_a_known_instruction_needs_some_product() -> None:
+    work = job(plain, HOPPER, "sm_90a", None, "float32")
+    assert lacking(work, {"UTMALDG": 2, "UTMASTG": 8}).startswith("tensor-core instructions are no")
+    assert lacking(work, {"HGMMA.F32.TF32": 8, "UTMALDG": 2, "UTMASTG": 8}) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lie"),
+    [
+        ("gemm_residual_partial_rmsnorm_bwd", "float8_e4m3fn"),
+        ("gemm_fp8_swiglu_quantised", "bfloat16"),
+    ],
+)
+def test_a_real_object_shows_its_own_type_and_no_other(kernel: str, lie: str) -> None:
+    found = load_kernel(GENERATED / kernel)
+    program = found.programs[found.spec.variant()]
+    work = job(program, HOPPER, "sm_90a", found.spec, "bfloat16")
+    use_cache()
+    seen = compile_program(work)["instructions"]
+    assert lacking(work, seen) == ""
+    assert "tensor-core instructions are" in lacking({**work, "dtype": lie}, seen)
+
+
+def test_a_missing_instruction_refuses_the_default_tile_and_drops_another() -> None:
+    other = TileConfig(128, 192, 2, 1, True)
+    jobs = [job(plain, c, "sm_90a", None, "bfloat16") for c in (HOPPER, other)]
+
+    class Pool:
+        def map(self, jobs: list[Any], progress: Any) -> list[Any]:
+            report = {"registers": 168, "local_stores": 0, "object": "x.o"}
+            return [{**report, "instructions": {"FFMA": 9, "UTMALDG": 2, "UTMASTG": 8}}] * len(jobs)
+
+    pool: Any = Pool()
+    findings, reports = compile_all(pool, jobs, lambda *_: None)
+    assert [f.where for f in findings] == [{"program": "plain", "arch": "sm_90a"}]
+    assert "expected HGMMA.F32.BF16" in findings[0].message
+    assert all("expected HGMMA.F32.BF16" in line["error"] for line in reports)
+    assert all(line["instructions"]["UTMALDG"] == 2 and "object" not in line for line in reports)

@@ -1,0 +1,201 @@
+"""Diagnoses of faults made by hand, on outputs of every shape; the reference is written here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.agent.judge.diagnosis import FAULTS, Diagnosis, diagnose
+from coda_agent.primitives.errors import SpecError
+
+M, N, K = 200, 144, 136
+TILE = (64, 32)
+Fault = Callable[[dict[str, Any]], torch.Tensor]
+
+
+def draw(seed: int = 3) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(M, K, generator=g), torch.randn(N, K, generator=g) / K**0.5
+    r = torch.rand(M, generator=g) + 0.5
+    bias = torch.randn(N, generator=g)
+    c = torch.randn(M, N, generator=g)
+    return {"A": a.bfloat16(), "B": b.bfloat16(), "C": c.bfloat16(), "r": r, "bias": bias}
+
+
+def full(x: Mapping[str, Any]) -> torch.Tensor:
+    """silu((A Bᵀ) · r + bias) + C"""
+    return torch.nn.functional.silu(x["A"] @ x["B"].mT * x["r"][:, None] + x["bias"]) + x["C"]
+
+
+def half(x: Mapping[str, Any]) -> torch.Tensor:
+    d = x["A"] @ x["B"].mT * x["r"][:, None] + x["bias"]
+    return torch.nn.functional.silu(d[:, 0::2]) * d[:, 1::2]
+
+
+def wide(x: Mapping[str, Any]) -> torch.Tensor:
+    d = x["A"] @ x["B"].mT
+    return torch.stack((d * x["r"][:, None], d + x["C"]), -1).flatten(-2)
+
+
+def row_mean(x: Mapping[str, Any]) -> torch.Tensor:
+    return (x["A"] @ x["B"].mT + x["C"]).square().mean(-1)
+
+
+def column_sum(x: Mapping[str, Any]) -> torch.Tensor:
+    return (x["A"] @ x["B"].mT * x["C"] * x["r"][:, None]).sum(0)
+
+
+def run(
+    function: Callable[[Mapping[str, Any]], torch.Tensor],
+    fault: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    **options: Any,
+) -> Diagnosis:
+    inputs = draw()
+
+    def reference(values: Mapping[str, Any]) -> torch.Tensor:
+        try:
+            return function({x: v.double() for x, v in values.items()})
+        except RuntimeError as error:
+            raise SpecError(str(error)) from error
+
+    truth = reference(inputs)
+    out = fault({x: v.double() for x, v in inputs.items()})
+    out = out.float() if out.ndim == 1 else out.bfloat16()
+    return diagnose(
+        out, truth, inputs=inputs, gemm=("A", "B"), tile=TILE, reference=reference, **options
+    )
+
+
+def without_tail(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**x, "A": x["A"][:, :128], "B": x["B"][:, :128]}
+
+
+def shifted_tiles(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x[:, :32], x[:, :-32]), 1)
+
+
+def rounded(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    product = (x["A"] @ x["B"].mT).bfloat16().double()
+    return {**x, "A": product, "B": torch.eye(N, dtype=torch.float64)}
+
+
+CASES: list[tuple[str, Callable[..., torch.Tensor], Fault]] = [
+    ("constant_factor", full, lambda x: full(x) * 1.02),
+    ("constant_factor", wide, lambda x: -wide(x)),
+    ("constant_factor", full, lambda x: full({**x, "r": -x["r"]})),
+    ("constant_factor", full, lambda x: full({**x, "A": x["A"] * 0.9})),
+    ("swapped_pair", half, lambda x: half(x).unflatten(1, (-1, 2)).flip(-1).flatten(1)),
+    ("swapped_pair", half, lambda x: half({**x, "B": x["B"][torch.arange(N) ^ 1], "bias": x["bias"][torch.arange(N) ^ 1]})),
+    ("shifted_pair", wide, lambda x: wide(x).roll(2, 1)),
+    ("shifted_pair", full, lambda x: full({**x, "bias": x["bias"].roll(1)})),
+    ("shifted_tile", full, lambda x: shifted_tiles(full(x))),
+    ("missing_operand", full, lambda x: full({**x, "C": x["C"] * 0})),
+    ("missing_operand", half, lambda x: half({**x, "r": x["r"] * 0 + 1})),
+    ("missing_operand", row_mean, lambda x: row_mean({**x, "C": x["C"] * 0})),
+    ("doubled_operand", full, lambda x: full({**x, "bias": 2 * x["bias"]})),
+    ("doubled_operand", column_sum, lambda x: column_sum({**x, "r": x["r"] ** 2})),
+    ("wrong_broadcast", full, lambda x: full({**x, "bias": x["bias"][torch.arange(M) % N, None]})),
+    ("k_tail", full, lambda x: full(without_tail(x))),
+    ("k_tail", column_sum, lambda x: column_sum(without_tail(x))),
+    ("early_rounding", wide, lambda x: wide(rounded(x))),
+    ("rounded_statistics", row_mean, lambda x: row_mean(rounded(x))),
+    ("wrong_statistics", row_mean, lambda x: row_mean(x) * N),
+    ("wrong_statistics", row_mean, lambda x: (x["A"] @ x["B"].mT + x["C"]).amax(-1)),
+    ("wrong_function", full, lambda x: torch.relu(x["A"] @ x["B"].mT * x["r"][:, None] + x["bias"]) * x["C"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "function", "made"), CASES)
+def test_the_fault_that_was_made_is_named(
+    fault: str, function: Callable[..., torch.Tensor], made: Fault
+) -> None:
+    found = run(function, made)
+    assert (found.fault, found.where["fault"]) == (fault, fault), found
+    assert 0 <= found.confidence <= 1
+    assert found.fault in FAULTS
+
+
+def test_a_region_that_was_never_written_is_named_with_its_place() -> None:
+    def fault(x: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = full(x)
+        out[192:, 64:] = float("nan")
+        return out
+
+    found = run(full, fault)
+    assert found.fault == "unwritten"
+    assert "rows 192 to 199, columns 64 to 143" in found.text
+    assert (found.where["row"], found.where["column"]) == (192, 64)
+    assert found.where["at_tile"] == [3, 2]
+
+
+def test_a_stale_tile_is_named_with_its_place() -> None:
+    def fault(x: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = full(x)
+        out[64:128, 32:64] = torch.randn(64, 32, dtype=torch.float64)
+        return out
+
+    found = run(full, fault)
+    assert found.fault == "unwritten"
+    assert "rows 64 to 127, columns 32 to 63" in found.text
+
+
+def test_two_runs_that_differ_are_a_race() -> None:
+    again = full({x: v.double() for x, v in draw().items()}).bfloat16()
+    again[3, 4] += 1
+    found = run(full, lambda x: full(x) * 1.5, again=again)
+    assert found.fault == "race"
+
+
+def test_the_worst_element_and_its_parity_are_told() -> None:
+    def fault(x: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = wide(x)
+        out[:, 1::2] *= -1
+        out[5, 7] += 100
+        return out
+
+    found = run(wide, fault)
+    assert (found.where["row"], found.where["column"], found.where["parity"]) == (5, 7, "odd")
+    # Width 2N: a tile is twice as wide.
+    assert found.where["at_tile"] == [0, 0]
+    assert found.where["got"] == pytest.approx(100 - found.where["expected"], rel=1e-2)
+
+
+def test_a_vector_by_column_says_column() -> None:
+    def fault(x: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = column_sum(x)
+        out[70] = float("nan")
+        return out
+
+    where = run(column_sum, fault).where
+    assert where["column"] == 70 and "row" not in where
+    assert where["at_tile"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda t: t + t.new_tensor(range(N)), "each column is off by a constant"),
+        (lambda t: t * (1 + torch.arange(M)[:, None]), "each row is off by a factor"),
+    ],
+)
+def test_without_a_reference_vectors_show_as_rows_or_columns(
+    fault: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    truth = torch.randn(M, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = diagnose(fault(truth).float(), truth)
+    assert found.fault == "missing_operand" and said in found.text
+
+
+def test_a_factor_is_told() -> None:
+    assert "times 1.02" in run(full, lambda x: full(x) * 1.02).text
+    assert "C enters times -0.5" in run(full, lambda x: full({**x, "C": x["C"] * -0.5})).text
+
+
+def test_nan_that_does_not_arrive_is_no_missing_write() -> None:
+    truth = torch.randn(8, 8, dtype=torch.float64)
+    truth[2] = float("nan")
+    found = diagnose(truth.nan_to_num().float(), truth)
+    assert found.fault == "wrong_function" and "does not reach it" in found.text

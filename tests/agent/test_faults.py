@@ -1,0 +1,318 @@
+"""Faults of candidates and of compile workers: each is a clear error of its job, the next job on the
+same pool is answered rightly, and no process and no descriptor is left. In each sandbox tier."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent import sandbox
+from coda_agent.agent.judge.child import Limits
+from coda_agent.agent.judge.pool import CompilePool
+from coda_agent.agent.sandbox import TIERS, Sandbox, launcher
+from coda_agent.primitives.errors import CompileError
+
+HERE = str(Path(__file__).parent)
+GOOD = "from coda_agent.primitives import Tile, epilogue\n@epilogue(O=Tile)\ndef k(acc):\n    return {'O': acc}\n"
+# What no static gate would admit: the modules of the interpreter, through a function's globals.
+ESCAPE = (
+    "from coda_agent.primitives import epilogue\n"
+    "get = epilogue.__globals__['__builtins__']['__import__']\n"
+    "b, os, sys = get('builtins'), get('os'), get('sys')\n"
+)
+Fault = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class Marked(Sandbox):
+    """A tier whose processes, forks too, carry a mark in their command line."""
+
+    mark: str = ""
+
+    def wrap(self, command: list[str]) -> list[str]:
+        return super().wrap([*command, self.mark])
+
+
+def marked(mark: str) -> list[int]:
+    """The live processes with the mark, of whatever parent."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it ended
+            continue
+    return found
+
+
+@pytest.fixture(params=TIERS, scope="module")
+def tier(request: pytest.FixtureRequest) -> str:
+    if reason := sandbox.unavailable(request.param):
+        pytest.skip(f"{request.param}: {reason}")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pools(tier: str) -> Iterator[tuple[CompilePool, CompilePool, str]]:
+    """A pool of the real worker, one of the faulty child, and the mark of both; one worker each."""
+    mark = f"coda-test-{secrets.token_hex(8)}"
+    where = Marked(tier, {}, mark)
+    limits = Limits(address_space_bytes=4 << 30, file_bytes=8 << 20, open_files=256)
+    with (
+        CompilePool(1, sandbox=where) as real,
+        CompilePool(
+            1, sandbox=where, module="faulty_child", limits=limits, environment={"PYTHONPATH": HERE}
+        ) as faulty,
+    ):
+        yield real, faulty, mark
+    assert marked(mark) == []
+
+
+@pytest.fixture
+def candidate(pools: tuple[CompilePool, CompilePool, str]) -> Iterator[Fault]:
+    """Runs a hostile text past the static gate and returns the error."""
+    pool = pools[0]
+
+    def run(body: str, timeout_s: float = 20) -> str:
+        with pytest.raises(CompileError) as caught:
+            pool.run({"kind": "load", "text": ESCAPE + body}, timeout_s)
+        return str(caught.value)
+
+    yield from _and_the_next_job(
+        run, lambda: pool.run({"kind": "load", "text": GOOD})["k"]["name"], "k"
+    )
+
+
+@pytest.fixture
+def fault(pools: tuple[CompilePool, CompilePool, str]) -> Iterator[Fault]:
+    """Runs a fault of the worker itself and returns the error."""
+    pool, mark = pools[1], pools[2]
+
+    def run(kind: str, timeout_s: float = 20, **more: Any) -> str:
+        with pytest.raises(CompileError) as caught:
+            pool.run({"kind": kind, **more}, timeout_s)
+        assert [
+            p for p in marked(mark) if b"faulty" in Path(f"/proc/{p}/cmdline").read_bytes()
+        ] == []
+        return str(caught.value)
+
+    yield from _and_the_next_job(run, lambda: pool.run({"kind": "echo", "value": 7}, 20), 7)
+
+
+def _and_the_next_job(run: Fault, job: Callable[[], Any], answer: Any) -> Iterator[Fault]:
+    assert job() == answer
+    before = len(os.listdir("/proc/self/fd"))
+    yield run
+    assert job() == answer
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# What a candidate does.
+
+
+def test_an_infinite_trace(candidate: Fault) -> None:
+    assert "no answer within 0.5 s; the worker was killed" in candidate("while True: pass", 0.5)
+
+
+def test_a_fork_bomb_starts_nothing(candidate: Fault) -> None:
+    for call in (
+        "os.fork()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "get('subprocess').run(['true'])",
+    ):
+        assert "PermissionError" in candidate(call)
+    assert "RuntimeError: can't start new thread" in candidate(
+        "get('threading').Thread(target=b.print).start()"
+    )
+
+
+def test_ten_gigabytes(candidate: Fault) -> None:
+    assert "MemoryError" in candidate("b.bytearray(10 << 30)")
+
+
+def test_the_disk_is_out_of_reach(candidate: Fault, tmp_path: Path) -> None:
+    folders = "os.environ['TMPDIR'], os.environ['QUACK_CACHE_DIR']"
+    for action in ("b.open(f + '/x', 'w')", "os.mkdir(f + '/x')", "os.symlink('/', f + '/x')"):
+        assert "PermissionError" in candidate(f"for f in ({folders}): {action}")
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    for action in (
+        "b.open({!r}, 'r+')",
+        "os.unlink({!r})",
+        "os.truncate({!r}, 0)",
+        "os.rename({!r}, '/tmp/y')",
+    ):
+        assert "Error" in candidate(action.format(str(kept)))
+    assert kept.read_text() == "kept"
+
+
+def test_signals_and_sockets_and_other_processes_are_out_of_reach(candidate: Fault) -> None:
+    for call in (
+        "os.kill(os.getppid(), 9)",
+        "os.kill(-1, 0)",
+        "os.setsid()",
+        "os.readlink(f'/proc/{os.getppid()}/fd/0')",
+        "b.open(f'/proc/{os.getppid()}/mem', 'rb')",
+        "b.open(f'/proc/{os.getppid()}/environ', 'rb')",
+        "get('socket').socket()",
+    ):
+        assert "PermissionError" in candidate(call), call
+    libc = "libc = get('ctypes').CDLL(None)\n"
+    assert "-1" in candidate(libc + "raise b.ValueError(libc.ptrace(16, os.getppid(), 0, 0))")
+
+
+def test_ways_to_end(candidate: Fault) -> None:
+    assert "exit status 0" in candidate("os._exit(0)")
+    assert "exit status 3" in candidate("os._exit(3)")
+    assert "killed by SIGSEGV" in candidate("get('ctypes').string_at(0)")
+    assert "exit status 1" in candidate("sys.exit(0)")
+    assert "RecursionError" in candidate("f = lambda: f()\nf()")
+
+
+def test_no_descriptor_leads_to_the_judge(candidate: Fault) -> None:
+    forged = '{"nonce": "", "answer": {"ok": {}}}\\n'
+    body = f"for fd in b.range(3, 300):\n    try: os.write(fd, b'{forged}')\n    except b.OSError: pass\n"
+    said = candidate(f"{body}raise b.ValueError('done')")
+    assert "no JSON" in said  # its only descriptor is that of its own answer, now spoilt
+    body = "raise b.ValueError([(fd, os.readlink(f'/proc/self/fd/{fd}').split(':')[0]) for fd in b.range(9) if os.path.lexists(f'/proc/self/fd/{fd}')])"
+    assert "[(0, '/dev/null'), (1, 'pipe'), (2, 'pipe'), (3, 'pipe')]" in candidate(body)
+
+
+def test_the_nonce_is_nowhere_in_its_memory(
+    candidate: Fault, pools: tuple[CompilePool, CompilePool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nonce, canary = secrets.token_hex(16), secrets.token_hex(16)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: nonce)
+    # Digests, so that what is looked for is not put there by looking for it.
+    body = (
+        f"canary = '{canary}'\n"
+        "re, hashlib, string_at = get('re'), get('hashlib'), get('ctypes').string_at\n"
+        "found = b.set()\n"
+        "for line in b.open('/proc/self/maps').read().splitlines():\n"
+        "    if ' rw' in line and '[vvar' not in line:\n"
+        "        start, end = (b.int(x, 16) for x in line.split()[0].split('-'))\n"
+        "        for token in re.findall(rb'(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])', string_at(start, end - start)):\n"
+        "            found.add(hashlib.sha256(token).hexdigest())\n"
+        "raise b.ValueError(' '.join(found))\n"
+    )
+    found = set(re.findall("[0-9a-f]{64}", candidate(body)))
+    assert hashlib.sha256(canary.encode()).hexdigest() in found
+    assert hashlib.sha256(nonce.encode()).hexdigest() not in found
+
+
+def test_what_a_candidate_changes_is_gone_with_it(
+    pools: tuple[CompilePool, CompilePool, str],
+) -> None:
+    pool = pools[0]
+    with pytest.raises(CompileError, match="ValueError: 1"):
+        pool.run({"kind": "load", "text": ESCAPE + "sys.mine = 1\nraise b.ValueError(sys.mine)"})
+    with pytest.raises(CompileError, match="no attribute 'mine'"):
+        pool.run({"kind": "load", "text": ESCAPE + "raise b.ValueError(sys.mine)"})
+
+
+# What a worker does; in one tier where a tier does not matter.
+
+any_tier = pytest.mark.parametrize("tier", ["process"], indirect=True)
+
+
+def test_a_tree_of_processes_dies_with_its_job(fault: Fault) -> None:
+    assert "no answer within 0.3 s" in fault("daemon and hang", 0.3)
+    assert "no answer within 0.5 s" in fault("bomb", 0.5, depth=6)
+
+
+@any_tier
+def test_limits_of_memory_and_files(
+    fault: Fault, pools: tuple[CompilePool, CompilePool, str]
+) -> None:
+    assert "MemoryError" in fault("allocate")
+    assert pools[1].run({"kind": "fill"}, 20) == f"OSError {8 << 20}"
+
+
+@any_tier
+def test_a_worker_that_ends(fault: Fault) -> None:
+    assert "died: exit status 0" in fault("exit", status=0)
+    assert "died: exit status 1: RuntimeError: what went wrong" in fault("raise")
+
+
+def test_a_worker_killed_from_outside(fault: Fault) -> None:
+    def strike() -> None:
+        for pid in launcher.below(os.getpid()):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if line[1:4] == [b"-P", b"-m", b"faulty_child"]:
+                os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(0.2, strike).start()
+    assert "died: killed by SIGKILL" in fault("hang", 20)
+
+
+@any_tier
+def test_a_launcher_killed_from_outside(fault: Fault) -> None:
+    def strike() -> None:
+        for pid in launcher.below(os.getpid()):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"supervise" in line and b"faulty_child" in line:
+                os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(0.2, strike).start()
+    assert "the compile worker died" in fault("hang", 20)
+
+
+@any_tier
+def test_records_that_are_none(fault: Fault) -> None:
+    assert "closed its results" in fault("close", 20)
+    assert "does not carry the nonce" in fault("forge")
+    assert "does not carry the nonce" in fault("forge no record")
+    assert "more than once" in fault("twice")
+    assert "no JSON" in fault("nest")
+    assert "exceeds 16777216 bytes" in fault("flood results")
+
+
+@any_tier
+def test_output_does_not_matter(pools: tuple[CompilePool, CompilePool, str]) -> None:
+    assert pools[1].run({"kind": "flood", "value": 3}, 20) == 3
+
+
+@any_tier
+def test_an_idle_worker_that_spoke_unasked_is_replaced(
+    pools: tuple[CompilePool, CompilePool, str],
+) -> None:
+    pool = pools[1]
+    assert pool.run({"kind": "late record", "value": 4}, 20) == 4
+    time.sleep(0.3)  # the record comes between the jobs
+    assert pool.run({"kind": "echo", "value": 5}, 20) == 5
+
+
+def test_all_dies_with_a_judge_that_is_killed(tier: str) -> None:
+    code = (
+        "import sys\n"
+        "from coda_agent.agent.judge.child import Child\n"
+        "from coda_agent.agent.sandbox import Sandbox\n"
+        "tier, here, mark = sys.argv[1:]\n"
+        "wrap = lambda command: Sandbox(tier, {}).wrap([*command, mark])\n"
+        "child = Child('faulty_child', environment={'PYTHONPATH': here}, wrap=wrap)\n"
+        "said = lambda _: print('started', flush=True)\n"
+        "child.call({'kind': 'daemon and hang'}, timeout_s=600, progress=said)\n"
+    )
+    mark = f"coda-test-{secrets.token_hex(8)}"
+    command = [sys.executable, "-c", code, tier, HERE, mark]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as judge:
+        assert judge.stdout is not None and judge.stdout.readline() == b"started\n"
+        assert len(marked(mark)) >= 4  # the judge, the launcher, the worker, the daemon
+        judge.kill()
+    deadline = time.monotonic() + 5
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert marked(mark) == []

@@ -1,0 +1,323 @@
+"""The cases a program is judged on, and what they refuse, on the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coda_agent.agent.judge import numerics
+from coda_agent.agent.judge.compare import measure, within
+from coda_agent.agent.judge.numerics import (
+    NumericsReport,
+    check_numerics,
+    run_interpreter,
+    run_kernel,
+)
+from coda_agent.agent.judge.oracle import Case, make_case, make_cases
+from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
+from coda_agent.primitives import launch as launching
+from coda_agent.primitives.errors import LaunchError
+from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec, load_spec
+
+GENERATED = Path(__file__).parents[2] / "generated"
+NAMES = sorted(path.parent.name for path in GENERATED.glob("*/kernel.py"))
+CONFIG = TileConfig(128, 128, 2, 1, True)
+Results = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[None]:
+    """Cases of one seed, made once."""
+    made: dict[Any, list[Case]] = {}
+
+    def cached(spec: Spec, binding: Any, element: str, device: str, seed: int) -> list[Case]:
+        key = spec.name, tuple(binding.items()), element, seed
+        if key not in made:
+            made[key] = list(make_cases(spec, binding, element, device, seed))
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics, "make_cases", lambda *args: iter(cached(*args)))
+        yield
+
+
+def spec_of(name: str) -> Spec:
+    return load_spec(GENERATED / name / "spec.md")
+
+
+def programs_of(name: str) -> dict[str, Program]:
+    namespace: dict[str, Any] = {"__name__": name}
+    exec((GENERATED / name / "kernel.py").read_text(), namespace)
+    return {k: v for k, v in namespace.items() if isinstance(v, Program)}
+
+
+def check(name: str, run: Any = None, seed: int | None = 5, **options: Any) -> NumericsReport:
+    """The gate on an accepted kernel's default type in one tile, outputs from `run`."""
+    spec, programs = spec_of(name), programs_of(name)
+    element = next(iter(spec.types.values()), ("bfloat16",))[0]
+    tiles = {(p, element): [CONFIG] for p in programs}
+    return check_numerics(
+        spec, programs, tiles, device="cpu", progress=lambda *_: None, run=run, seed=seed, **options
+    )
+
+
+def spoilt(spoil: Callable[[Results, Mapping[str, Any]], None]) -> Any:
+    """The interpreter with its outputs changed."""
+
+    def run(spec: Spec, program: Program, inputs: Any, config: TileConfig, dtypes: Any) -> Results:
+        results = run_interpreter(spec, program, inputs, config, dtypes)
+        spoil(results, inputs)
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accepted_kernels_pass(name: str) -> None:
+    report = check(name, seed=None)
+    assert not report.findings
+    for worst in report.worst.values():
+        assert 0 < worst["ratio"] < 1 and 0 < worst["element"] <= 1
+        assert worst["seed"] >= 0 and worst["output"] in spec_of(name).outputs
+
+
+RESIDUAL = "gemm_residual_partial_rmsnorm"
+
+
+def refused(run: Any, name: str = RESIDUAL) -> str:
+    report = check(name, run)
+    assert report.findings
+    finding = report.findings[0]
+    assert finding.where["seed"] == 5
+    return f"{finding.message} [{finding.where.get('case', '')}]"
+
+
+def _one_element(results: Results, inputs: Mapping[str, Any]) -> None:
+    if results["D"].shape[0] == 384:
+        results["D"][300, 77] += 0.25
+
+
+def _last_tile(results: Results, inputs: Mapping[str, Any]) -> None:
+    results["D"][128:, 256:] = results["D"][:-128, :-256].clone()
+
+
+def _one_per_cent(results: Results, inputs: Mapping[str, Any]) -> None:
+    results["s"] *= 1.01
+
+
+def _one_ulp(results: Results, inputs: Mapping[str, Any]) -> None:
+    if results["D"].shape[0] == 129:  # the integers
+        results["D"].view(torch.int16)[-1, -1] += 1
+
+
+def _no_nan(results: Results, inputs: Mapping[str, Any]) -> None:
+    for o in results:
+        results[o] = results[o].nan_to_num()
+
+
+def _no_inf(results: Results, inputs: Mapping[str, Any]) -> None:
+    for o in results:
+        infinite = results[o].isinf()
+        results[o][infinite] = 1e30
+
+
+def _nan_in_the_next_row(results: Results, inputs: Mapping[str, Any]) -> None:
+    bad = results["D"].isnan()
+    results["D"][bad.roll(1, 0)] = torch.nan
+
+
+def _input(results: Results, inputs: Mapping[str, Any]) -> None:
+    inputs["gamma"][0] += 1
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_one_element, "D is wrong"),
+        (_last_tile, "D is wrong"),
+        (_one_per_cent, "s is wrong"),
+        (_one_ulp, "bit for bit"),
+        (_no_nan, "[NaN in A]"),
+        (_no_inf, "[Inf in A]"),
+        (_nan_in_the_next_row, "[NaN in A]"),
+        (_input, "input gamma was changed"),
+    ],
+)
+def test_a_spoilt_output_is_refused(spoil: Any, said: str) -> None:
+    assert said in refused(spoilt(spoil))
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_statistic_of_rounded_values_is_refused() -> None:
+    def run(spec: Spec, program: Program, inputs: Any, config: TileConfig, dtypes: Any) -> Results:
+        results = run_interpreter(spec, program, inputs, config, dtypes)
+        product = inputs["A"].float() @ inputs["B"].float().T
+        unit = torch.eye(product.shape[1])
+        rounded = interpret(
+            program, (product + inputs["C"]).bfloat16() - inputs["C"], unit, inputs, dtypes=dtypes
+        )
+        return {**results, "s": rounded["s"]}
+
+    assert "s is wrong" in refused(run)
+
+
+@pytest.mark.usefixtures("shared")
+def test_what_is_kept_for_an_address_is_refused() -> None:
+    kept: dict[Any, Results] = {}
+
+    def run(spec: Spec, program: Program, inputs: Any, config: TileConfig, dtypes: Any) -> Results:
+        key = inputs["A"].data_ptr(), tuple(inputs["A"].shape)
+        if key not in kept:
+            kept[key] = run_interpreter(spec, program, inputs, config, dtypes)
+        return {o: t.clone() for o, t in kept[key].items()}
+
+    assert "former contents" in refused(run)
+
+
+@pytest.mark.usefixtures("shared")
+def test_runs_that_differ_are_refused() -> None:
+    calls = iter(range(1000))
+
+    def drift(results: Results, inputs: Mapping[str, Any]) -> None:
+        results["s"] *= 1 + 1e-6 * (next(calls) % 2)
+
+    assert "s differs between two runs" in refused(spoilt(drift))
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(("operand", "case"), [("A", "transposed operands"), ("B", "transposed")])
+def test_strides_and_offsets_are_seen(operand: str, case: str) -> None:
+    def run(spec: Spec, program: Program, inputs: Any, config: TileConfig, dtypes: Any) -> Results:
+        x = inputs[operand]
+        flat = x.as_strided(x.shape, (x.shape[1], 1))
+        return run_interpreter(spec, program, {**inputs, operand: flat}, config, dtypes)
+
+    assert case in refused(run)
+
+
+@pytest.mark.usefixtures("shared")
+def test_one_tensor_for_two_inputs_is_seen() -> None:
+    def run(spec: Spec, program: Program, inputs: Any, config: TileConfig, dtypes: Any) -> Results:
+        results = run_interpreter(spec, program, inputs, config, dtypes)
+        if inputs["C"].data_ptr() == inputs["X"].data_ptr():
+            results["C_out"].zero_()
+        return results
+
+    assert "C and X are one tensor" in refused(run, "gemm_residual_partial_rmsnorm_bwd")
+
+
+def test_a_write_outside_an_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, name = spec_of("gemm_rmsnorm"), "gemm_rmsnorm"
+    program = programs_of(name)[name]
+    case = make_case(spec, {}, {"M": 77, "N": 272, "K": 64}, "bfloat16", "cpu", seed=1)
+    dtypes = {"O": torch.bfloat16}
+    offsets = [0]
+
+    def launch(program: Program, a: Any, b: Any, operands: Any, outputs: Any, config: Any) -> None:
+        out = outputs["O"]
+        assert out.isnan().all()
+        out.copy_(run_interpreter(spec, program, case.inputs, config, dtypes)["O"])
+        if offsets[-1]:
+            out.as_strided((1,), (1,), out.storage_offset() + offsets[-1]).fill_(1.0)
+
+    monkeypatch.setattr(launching, "launch", launch)
+    right = run_kernel(spec, program, case.inputs, CONFIG, dtypes)
+    assert torch.equal(right["O"], run_interpreter(spec, program, case.inputs, CONFIG, dtypes)["O"])
+    for offset, side in ((-1, "before"), (77 * 272, "after")):
+        offsets.append(offset)
+        with pytest.raises(LaunchError, match=f"writes to memory {side} its output O"):
+            run_kernel(spec, program, case.inputs, CONFIG, dtypes)
+
+
+def test_a_seed_repeats_the_cases_and_a_new_one_changes_them() -> None:
+    spec = spec_of("gemm_rmsnorm")
+
+    def drawn(seed: int) -> list[Case]:
+        return list(make_cases(spec, {}, "bfloat16", "cpu", seed))
+
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert [c.label for c in first] == [c.label for c in other]
+    for x, y, z in zip(first, again, other, strict=True):
+        assert torch.equal(x.truth["O"].nan_to_num(), y.truth["O"].nan_to_num()), x.label
+        assert torch.equal(x.allowed["O"].nan_to_num(), y.allowed["O"].nan_to_num()), x.label
+        assert not torch.equal(x.truth["O"].nan_to_num(), z.truth["O"].nan_to_num()), x.label
+
+
+def exact(name: str, label: str, **binding: str) -> set[str]:
+    spec = spec_of(name)
+    cases = make_cases(spec, spec.bind(binding), "bfloat16", "cpu", 3)
+    return set(next(c for c in cases if c.label == label).exact)
+
+
+def test_outputs_without_rounding_are_exact_and_others_are_not() -> None:
+    assert exact(RESIDUAL, "integers") == {"D", "O"}
+    assert exact("gemm_rmsnorm_rope", "integers") == {"D", "O"}
+    assert exact("gemm_rmsnorm_swiglu", "integers") == {"D"}
+    assert exact("gemm_bias_act", "integers", activation="relu") == {"O"}
+    assert exact("gemm_bias_act", "integers", activation="silu") == set()
+    assert exact("gemm_partial_cross_entropy", "integers") == {"Z"}
+
+
+def test_a_statistic_of_integers_is_held_to_what_folding_may_err() -> None:
+    cases = make_cases(spec_of(RESIDUAL), {}, "bfloat16", "cpu", 3)
+    case = next(c for c in cases if c.label == "coarse integers")
+    assert torch.equal(case.truth["s"].float().double(), case.truth["s"])
+    assert torch.equal(case.allowed["s"], case.truth["s"] * 2.0**-20)
+
+
+def test_integers_need_more_bits_than_the_type_has() -> None:
+    """Otherwise a product rounded before the epilogue would match as well."""
+    spec = spec_of(RESIDUAL)
+    case = next(c for c in make_cases(spec, {}, "bfloat16", "cpu", 3) if c.label == "integers")
+    product = case.inputs["A"].double() @ case.inputs["B"].double().T
+    assert torch.equal(product.float().double(), product)
+    assert (product.bfloat16().double() != product).double().mean() > 0.5
+
+
+@settings(derandomize=True, deadline=None, max_examples=8)
+@given(st.integers(0, 2**60), st.sampled_from([(1, 16, 8), (5, 48, 24), (77, 272, 64)]))
+def test_fp32_with_one_rounding_is_always_allowed_and_bf16_in_between_never(
+    seed: int, shape: tuple[int, int, int]
+) -> None:
+    spec = spec_of(RESIDUAL)
+    sizes = dict(zip("MNK", shape, strict=True))
+    case = make_case(
+        spec, {}, sizes, "bfloat16", "cpu", seed=seed, probes=1 if shape[0] > 32 else 4
+    )
+    d = (case.inputs["A"].float() @ case.inputs["B"].float().T) + case.inputs["C"]
+    outs = {"D": d.bfloat16(), "O": (d * case.inputs["gamma"]).bfloat16(), "s": d.square().mean(1)}
+    for o, out in outs.items():
+        assert within(measured(case, o, out), case.bounds[o]), o
+    if shape[0] > 32:
+        twice = (d.bfloat16() * case.inputs["gamma"]).bfloat16()
+        assert not within(measured(case, "O", twice), case.bounds["O"])
+
+
+def measured(case: Case, o: str, out: torch.Tensor) -> Any:
+    return measure(out, case.truth[o], case.allowed[o])
+
+
+def test_a_reformulated_program_passes() -> None:
+    """The same values by other operations in another order."""
+
+    @epilogue(D=Tile, O=Tile, s=RowMean)
+    def gemm_residual_partial_rmsnorm(acc, C: Tile, gamma: RowVector):
+        half = (acc + C) * 0.5
+        return {"D": half + half, "O": C * gamma + gamma * acc, "s": 4.0 * half * half}
+
+    tiles = {(RESIDUAL, "float16"): [CONFIG]}
+    programs = {RESIDUAL: gemm_residual_partial_rmsnorm}
+    report = check_numerics(
+        spec_of(RESIDUAL), programs, tiles, device="cpu", progress=lambda *_: None
+    )
+    assert not report.findings

@@ -1,0 +1,260 @@
+"""The performance gate's decisions on made-up times: floors, launches, clocks, company, variants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.judge import performance, tuner
+from coda_agent.agent.judge.machine import CONTENDED
+from coda_agent.agent.judge.timing import Samples
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.errors import CompileError, MachineError
+from coda_agent.primitives.inspect import Ceiling
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.specs import Spec
+
+GENERATED = Path(__file__).parents[2] / "generated"
+FIRST, SECOND = DEFAULT_CONFIGS["sm_90a"], TileConfig(128, 192, 2, 1, True)
+SPLIT = TileConfig(128, 128, 1, 1, True, split_k=4)
+QUIET = {"other_processes": 0, "utilization.gpu": "0"}
+
+
+class Cell:
+    """What the gate asks of a cell, without a GPU."""
+
+    def __init__(
+        self, spec: Spec, program: Program, binding: Any, sizes: Any, element: str
+    ) -> None:
+        self.spec, self.program, self.binding = spec, program, binding
+        self.sizes, self.element, self.gemm_type = dict(sizes), element, element
+        self.right: Callable[[TileConfig], bool] = lambda config: config != SPLIT
+
+    def is_right(self, config: TileConfig) -> bool:
+        return self.right(config)
+
+    def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
+        return [(c, 100.0 + i) for i, c in enumerate(configs) if self.right(c)]
+
+    def entry(self, search: Sequence[tuple[TileConfig, float]], time_us: float) -> dict[str, Any]:
+        return {"config": search[0][0].label, "median_us": time_us, "sizes": self.sizes}
+
+
+class Bench:
+    """Stands in for the GPU: times by contender, in microseconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times = {"gemm": 108.0, "compile": 150.0}
+        self.ours = {FIRST: 110.0, SECOND: 105.0, SPLIT: 111.0}
+        self.faults: dict[str, str] = {}
+        self.launches, self.wrong, self.after = [1], 0, QUIET
+        self.ceiling = Ceiling(1e18, 1e15)
+        self.asked: list[str] = []
+        states: list[Any] = []
+
+        def state() -> Any:
+            states.append(0)
+            return QUIET if len(states) % 2 else self.after
+
+        monkeypatch.delenv(CONTENDED, raising=False)
+        monkeypatch.setattr(performance, "_timed", self.timed)
+        monkeypatch.setattr(performance, "gpu_state", state)
+        monkeypatch.setattr(performance, "measured_ceiling", lambda dtype: self.ceiling)
+        monkeypatch.setattr(performance, "Cell", Cell)
+        monkeypatch.setattr(tuner, "Cell", Cell)
+        monkeypatch.setattr(tuner, "require_idle", lambda: self.asked.append("idle"))
+
+    def timed(self, cell: Any, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples], int]:
+        times = {c.label: self.ours[c] for c in configs} | self.times
+        clock = {"method": "events, host, kernels", "launches": self.launches}
+        return {
+            n: Samples(() if n in self.faults else (t,) * 50, clock, self.faults.get(n, ""))
+            for n, t in times.items()
+        }, self.wrong
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def judged(
+    name: str = "gemm_rmsnorm_swiglu", tiles: Sequence[TileConfig] = (FIRST, SECOND)
+) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    kernel = load_kernel(GENERATED / name)
+    admitted = {(p, "bfloat16"): tiles for p in kernel.programs}
+    findings, data, tuned = performance.check_performance(
+        kernel.spec, kernel.programs, admitted, progress=lambda *_: None
+    )
+    return [f.message for f in findings], data, tuned
+
+
+def test_a_fast_kernel_passes_with_its_figures(bench: Bench) -> None:
+    found, data, tuned = judged()
+    assert found == [] and bench.asked == ["idle"]
+    cell = data["cells"][0]
+    assert cell["tile"] == SECOND.label
+    assert cell["of_gemm"]["ratio"] == round(108 / 105, 4)
+    assert cell["over_compile"]["ratio"] == round(150 / 105, 4)
+    assert cell["finalists_us"] == {FIRST.label: 110.0, SECOND.label: 105.0}
+    assert cell["times"]["ours"]["clock"]["launches"] == cell["launches"] == [1]
+    assert tuned["bfloat16"][0] == {
+        "config": SECOND.label, "median_us": 105.0, "sizes": cell["sizes"]
+    }  # fmt: skip
+    assert data["variants"] == []
+
+
+def test_a_time_below_the_measured_floor_is_no_win(bench: Bench) -> None:
+    kernel = load_kernel(GENERATED / "gemm_rmsnorm_swiglu")
+    m, n, k = (kernel.spec.bench_shapes[0][d] for d in kernel.spec.gemm_dims)
+    bench.ceiling = Ceiling(2 * m * n * k / 106e-6, 1e15)  # the product alone takes 106 us
+    found, data, _ = judged()
+    assert data["cells"][0]["floor_us"] == 106.0
+    assert found[0] == "105.0 us is below the roofline floor of 106.0 us"
+    bench.ceiling = Ceiling(2 * m * n * k / 104e-6, 1e15)
+    found, data, _ = judged()  # the larger shapes only, in the same time
+    below = [message for message in found if "below the roofline" in message]
+    assert data["cells"][0]["floor_us"] == 104.0 and len(below) == len(data["cells"]) - 1
+
+
+def test_other_launches_than_declared_are_refused(bench: Bench) -> None:
+    bench.launches = [2]
+    found, _, _ = judged()
+    assert found[0] == "[2] launches were seen, the program declares 1"
+    assert judged("gemm_residual_partial_rmsnorm")[0] == []  # one to fold its row sums
+    bench.launches = [1, 2]
+    assert judged("gemm_residual_partial_rmsnorm")[0][0].startswith("[1, 2] launches were seen")
+
+
+def test_parts_of_k_may_take_one_more_launch(bench: Bench, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Cell, "is_right", lambda self, config: True)
+    monkeypatch.setattr(Cell, "search", lambda self, configs: [(c, 100.0) for c in configs])
+    bench.launches = [2]
+    assert judged(tiles=[SPLIT])[0] == []
+    bench.launches = [3]
+    assert judged(tiles=[SPLIT])[0][0].startswith("[3] launches")
+
+
+@pytest.mark.parametrize("who", ["gemm", "compile"])
+def test_clocks_that_disagree_leave_a_finding_and_no_figure(bench: Bench, who: str) -> None:
+    bench.faults = {who: "the clocks disagree: so much"}
+    found, data, tuned = judged()
+    assert set(found) == {"the clocks disagree: so much"} and tuned == {}
+    for cell in data["cells"]:
+        assert not {"times", "of_gemm", "tflops", "tile"} & cell.keys()
+        assert cell["clocks"][who]["method"] == "events, host, kernels"
+
+
+def test_a_finalist_about_which_clocks_disagree_is_not_ours(bench: Bench) -> None:
+    bench.faults = {SECOND.label: "the clocks disagree: so much"}
+    found, data, _ = judged()
+    assert found == [] and data["cells"][0]["tile"] == FIRST.label
+    bench.faults[FIRST.label] = "the clocks disagree: and here"
+    assert "the clocks disagree" in judged()[0][0]
+
+
+def test_company_during_the_measurement_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.after = {**QUIET, "other_processes": 1}
+    assert judged()[0][0] == "1 other processes came onto the GPU while it was timed"
+    monkeypatch.setenv(CONTENDED, "1")
+    assert judged()[0] == []
+
+
+def test_slow_or_wrong_kernels_are_refused(bench: Bench) -> None:
+    bench.times = {"gemm": 60.0, "compile": 100.0}
+    bench.wrong = 3
+    found, data, _ = judged()
+    assert "3 timed outputs were wrong" in found
+    assert "slower than torch.compile: 0.952 of its speed" in found
+    targets = [f for f in found if "target" in f]
+    assert len(targets) == 1 < len(data["cells"])  # at the largest shape only
+    assert targets[0].startswith("0.571 of the bare GEMM's speed")
+
+
+def test_every_variant_is_timed_once_in_the_best_tile_that_suits_it(bench: Bench) -> None:
+    found, data, _ = judged("gemm_bias_act")
+    kernel = load_kernel(GENERATED / "gemm_bias_act")
+    names = [kernel.spec.variant(b) for b in kernel.spec.bindings()]
+    assert found == [] and len(names) == 6
+    assert [v["program"] for v in data["variants"]] == names[1:]
+    assert all(v["tile"] == SECOND.label and "floor_us" in v for v in data["variants"])
+    largest = max(kernel.spec.bench_shapes, key=lambda s: math.prod(s.values()))
+    assert all(v["sizes"] == dict(largest) for v in data["variants"])
+    assert {c["dtype"] for c in data["cells"]} == {"bfloat16"}
+
+    admitted = {(p, "bfloat16"): [FIRST] for p in kernel.programs}
+    admitted[names[0], "bfloat16"] = [FIRST, SECOND]
+    admitted[names[2], "bfloat16"] = []
+    findings, data, _ = performance.check_performance(
+        kernel.spec, kernel.programs, admitted, progress=lambda *_: None
+    )
+    tiles = [v.get("tile") for v in data["variants"]]
+    assert tiles == [FIRST.label, None, FIRST.label, FIRST.label, FIRST.label]
+    assert [f.message for f in findings] == ["no tile computes the right result at this shape"]
+    assert findings[0].where["program"] == names[2]
+
+
+def test_tuning_walks_types_and_shapes_and_says_where_nothing_is_right(bench: Bench) -> None:
+    kernel = load_kernel(GENERATED / "gemm_rmsnorm_swiglu")
+    name, shapes = kernel.spec.variant(), kernel.spec.bench_shapes
+    said: list[tuple[int, int]] = []
+    tuned = tuner.tune(
+        kernel.spec,
+        kernel.programs,
+        {(name, "float16"): [FIRST], (name, "bfloat16"): [SECOND]},
+        progress=lambda done, total, _: said.append((done, total)),
+    )
+    assert [e["config"] for e in tuned["bfloat16"]] == [SECOND.label] * len(shapes)
+    assert [e["sizes"] for e in tuned["float16"]] == [dict(s) for s in shapes]
+    assert said == [(i, 2 * len(shapes)) for i in range(2 * len(shapes) + 1)]
+    assert bench.asked == ["idle"]
+    with pytest.raises(CompileError, match="no tile computes the right result at"):
+        tuner.tune(
+            kernel.spec, kernel.programs, {(name, "float16"): [SPLIT]}, progress=lambda *_: None
+        )
+
+
+def test_a_search_leaves_out_whom_the_clocks_disagree_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = {
+        FIRST.label: Samples((3.0,)), SECOND.label: Samples((), {}, "the clocks disagree"),
+    }  # fmt: skip
+    monkeypatch.setattr(tuner, "interleave", lambda runs, rounds: samples)
+    cell: Any = SimpleNamespace(run=lambda config: config)
+    ranked = tuner.Cell._ranked
+    assert ranked(cell, [FIRST, SECOND], 9) == [(FIRST, 3.0)]
+    samples[FIRST.label] = Samples((), {}, "the clocks disagree")
+    with pytest.raises(MachineError, match="the clocks disagree"):
+        ranked(cell, [FIRST, SECOND], 9)
+
+
+def test_facts_count_the_bytes_of_the_specs_types() -> None:
+    kernel = load_kernel(GENERATED / "gemm_fp8_swiglu_quantised")
+    spec, m, n, k = kernel.spec, 256, 512, 128
+    sizes = dict(zip(spec.gemm_dims, (m, n, k), strict=True))
+    facts = performance.inspected(spec, kernel.programs[spec.variant()], sizes, "bfloat16")
+    # 8-bit operands and gated output; two float32 scales; maxima of the rows of 128-column blocks.
+    written = m * n // 2 + 4 * m * (n // 128)
+    assert facts.gemm_bytes == 1
+    assert facts.bytes_written == written
+    assert facts.bytes_moved == (m * k + n * k) + 4 * (m + n) + written
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
+    def refuse() -> None:
+        raise AssertionError("a unit test reached for CUDA")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    yield

@@ -1,0 +1,48 @@
+"""The record of a kernel timed against itself; the clock is handed in, the kernel interpreted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coda_agent.evals.judge.timing import KERNEL, score_timing
+from coda_agent.generated.kernel import load_kernel
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    """Runs a contender once on either set of inputs, and says it was called different once."""
+
+    def __init__(self) -> None:
+        self.idle = 0
+        self.outputs: list[set[str]] = []
+
+    def a_a(self, call: Callable[[int], Any], *, trials: int, rounds: int) -> dict[str, Any]:
+        self.outputs += [set(call(i)) for i in (0, 1)]
+        return {"trials": trials, "rounds": rounds, "different": 1, "ratios": [1.0] * trials}
+
+    def gpu_state(self) -> dict[str, Any]:
+        return {"clocks.sm": "1980"}
+
+    def require_idle(self) -> None:
+        self.idle += 1
+
+
+def test_both_contenders_are_compared_at_the_smallest_shape(tmp_path: Path) -> None:
+    kernel = load_kernel(ROOT / "generated" / KERNEL)
+    small, large = ({"M": m, "N": 256, "K": 64} for m in (128, 384))
+    kernel.spec = kernel.spec.model_copy(update={"bench_shapes": (large, small)})
+    clock = Clock()
+    machine = {"gpu": {"name": "NVIDIA H200"}, "packages": {}}
+    path = score_timing(tmp_path, kernel, clock=clock, machine=machine, trials=7, device="cpu")
+    assert path == tmp_path / "evals" / "results" / "judge-timing-nvidia-h200.json"
+    record = json.loads(path.read_text())
+    assert (record["kernel"], record["compared"], record["different"]) == (KERNEL, 14, 2)
+    assert set(record["cells"]) == {"ours", "gemm"}
+    assert record["cells"]["ours"]["sizes"] == small
+    assert record["cells"]["gemm"]["gpu"]["after"] == {"clocks.sm": "1980"}
+    assert clock.idle == 1
+    assert clock.outputs == [set(kernel.spec.outputs)] * 2 + [{"product"}] * 2

@@ -1,0 +1,245 @@
+"""Reviews say what evidence and history hold, put what needs a look on top, and escape the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coda_agent.agent import doctor, pipeline, workspace
+from coda_agent.agent.cli import app
+from coda_agent.agent.judge.provenance import sha
+from coda_agent.evals import html
+from coda_agent.evals.review import label
+from coda_agent.primitives import ColVector, HalfTile, RowSum, Tile, epilogue, pairs, silu
+from coda_agent.primitives.errors import SpecError
+
+GENERATED = Path(__file__).parents[2] / "generated"
+NAMES = ("gemm_rmsnorm_swiglu", "gemm_rope", "gemm_swiglu")
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
+    """A workspace of three accepted kernels, committed."""
+    monkeypatch.chdir(tmp_path)
+    found = workspace.init(tmp_path)[0]
+    for name in NAMES:
+        shutil.copytree(GENERATED / name, found.generated / name)
+    commit(found, "one")
+    return found
+
+
+def commit(found: workspace.Workspace, message: str) -> None:
+    who = ["-c", "user.name=U", "-c", "user.email=u@example.com"]
+    for args in (["add", "-A"], [*who, "commit", "-qm", message]):
+        subprocess.run(["git", *args], cwd=found.root, check=True)
+
+
+def change(found: workspace.Workspace, kernel: str, edit: Any) -> dict[str, Any]:
+    path = found.generated / kernel / "evidence.json"
+    evidence = json.loads(path.read_text("utf-8"))
+    edit(evidence)
+    path.write_text(json.dumps(evidence), "utf-8")
+    return evidence
+
+
+def gate(evidence: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(g["data"] for g in evidence["gates"] if g["name"] == name)
+
+
+def review(*args: str) -> Any:
+    result = CliRunner().invoke(app, ["review", *args])
+    assert result.exit_code == 0, (result.stdout, result.stderr)
+    return json.loads(result.stdout) if "--json" in args else result.stdout
+
+
+def test_what_needs_a_look_is_on_top(where: workspace.Workspace) -> None:
+    def slow(evidence: dict[str, Any]) -> None:
+        gate(evidence, "performance")["cells"][0]["over_compile"].update(ratio=0.98, low=0.97)
+
+    change(where, "gemm_swiglu", slow)
+    program = where.generated / "gemm_rope" / "kernel.py"
+    program.write_text(program.read_text("utf-8") + "\n# edited\n", "utf-8")
+    (where.generated / "gemm_rmsnorm_swiglu" / "evidence.json").write_text('{"level": ')
+    kernels = review("--json")["kernels"]
+    assert [k["kernel"] for k in kernels] == ["gemm_rmsnorm_swiglu", "gemm_rope", "gemm_swiglu"]
+    damaged, edited, slower = kernels
+    assert damaged["level"] == "damaged" and "not readable evidence" in damaged["look"][0]
+    assert edited["look"][0] == "the program was edited after it was judged"
+    assert edited["stale"][0] == "candidate" and "spec" not in edited["stale"]
+    assert slower["look"][0].startswith("perhaps slower than torch.compile at 4096³ bfloat16")
+    lines = review().splitlines()
+    assert len(lines) == 4 and [line.split()[0] for line in lines[1:]] == [
+        k["kernel"] for k in kernels
+    ]
+
+
+def test_evidence_of_this_very_judge_is_not_stale(where: workspace.Workspace) -> None:
+    from coda_agent.agent.judge.provenance import digests
+    from coda_agent.specs import load_spec
+
+    kernel = where.kernel("gemm_swiglu")
+    spec = load_spec(kernel.spec)
+    now = digests(spec, kernel.program.read_text("utf-8"))
+    change(where, "gemm_swiglu", lambda e: e.update(digests=now))
+    assert review("gemm_swiglu", "--json")["stale"] == []
+    assert review("gemm_swiglu", "--json")["look"] == []
+    (where.specs / "gemm_swiglu.md").write_text(spec.text + "\nMore.\n", "utf-8")
+    assert review("gemm_swiglu", "--json")["look"] == ["stale: specs/ holds another text"]
+
+
+def test_changes_since_the_last_version(where: workspace.Workspace) -> None:
+    program = where.generated / "gemm_swiglu" / "kernel.py"
+    text = program.read_text("utf-8").replace("gate, up = pairs(", "x, up = pairs(")
+    text = text.replace("swiglu(gate, up)", "swiglu(x, up)") + "# more\n"
+    program.write_text(text, "utf-8")
+
+    def faster(evidence: dict[str, Any]) -> None:
+        evidence["digests"]["candidate"] = sha(text)
+        evidence["level"] = "verified"
+        for cell in gate(evidence, "performance")["cells"]:
+            cell["of_gemm"]["ratio"] *= 1.1 if cell["dtype"] == "float16" else 0.9
+
+    change(where, "gemm_swiglu", faster)
+    commit(where, "two")
+    found = review("gemm_swiglu", "--json")
+    since = found["since"]
+    assert (since["added"], since["removed"]) == (3, 2)
+    assert since["level"] == ["accepted", "verified"] and since["digests"] == ["candidate"]
+    moved = {f["dtype"]: f["of_gemm"][1] / f["of_gemm"][0] for f in since["speed"]}
+    assert moved == pytest.approx({"bfloat16": 0.9, "float16": 1.1})
+    text = review("gemm_swiglu")
+    assert "+3 −2 lines, accepted to verified, of GEMM -10.0 … +10.0 %" in text
+    assert "+# more" in text and text.rstrip().endswith("coda-agent verify gemm_swiglu")
+    assert "verified only: never timed" in text
+    assert len(found["tables"]["Versions"]) == 2
+
+
+def test_age_and_sizes() -> None:
+    assert label({"K": 64, "M": 4096, "N": 128}) == "4096×128×64"
+    assert label({"K": 64, "M": 64, "N": 64}) == "64³"
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_verify_all(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch, commits: bool
+) -> None:
+    def verify(_: object, name: str, *args: object, **kwargs: object) -> pipeline.Outcome:
+        if name == "gemm_rope":
+            raise SpecError("the spec\nis gone")
+        passed = name == "gemm_swiglu"
+        bad = SimpleNamespace(name="numerics", findings=[SimpleNamespace(message="O is wrong")])
+        verdict: Any = SimpleNamespace(
+            passed=passed, level="proved", gates=[bad], model_dump=lambda mode: {}
+        )
+        level = "accepted" if passed else "revoked"
+        return pipeline.Outcome(name, passed, level, "accepted", None, None, Path(), verdict)
+
+    monkeypatch.setattr(pipeline, "verify", verify)
+    monkeypatch.setattr(doctor, "gpus", list[doctor.Gpu])
+    args = ["verify", "--all"] + ["--no-commit"] * (not commits)
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 1
+    word = "revoked" if commits else "refused"
+    first, *lines = result.stdout.splitlines()
+    assert "none raised above proved" in first
+    assert lines == [
+        f"gemm_rmsnorm_swiglu: {word}: numerics: O is wrong",
+        "gemm_rope: cannot be judged: the spec is gone",
+        "gemm_swiglu: accepted, proved here, unchanged",
+        "1 of 3 kernels stand",
+    ]
+
+
+def test_pages_hold_what_was_recorded_and_escape_it(where: workspace.Workspace) -> None:
+    evil = "<script>alert(1)</script>"
+    change(where, "gemm_rope", lambda e: e.update(author=evil))
+    spec = where.generated / "gemm_rope" / "spec.md"
+    spec.write_text(re.sub("summary: .*", f"summary: {evil}", spec.read_text("utf-8")), "utf-8")
+    program = where.generated / "gemm_rope" / "kernel.py"
+    program.write_text(program.read_text("utf-8") + f"# {evil}\n", "utf-8")
+    review("--html", "--out", "pages")
+    pages = {p.stem: p.read_text("utf-8") for p in Path("pages").iterdir()}
+    assert sorted(pages) == [*NAMES[:2], NAMES[2], "index"]
+    assert not any("<script" in page for page in pages.values())
+    assert pages["gemm_rope"].count("&lt;script&gt;alert(1)") >= 4  # author, summary, text, diff
+    page = pages["gemm_rmsnorm_swiglu"]
+    evidence = json.loads((where.generated / "gemm_rmsnorm_swiglu" / "evidence.json").read_text())
+    for cell in gate(evidence, "performance")["cells"]:
+        for times in cell["times"].values():
+            assert f"{times['median_us']:.1f}" in page
+    for tile in gate(evidence, "numerics")["refused_tiles"]:
+        assert tile["tile"] in page and tile["fault"] in page
+    for worst in gate(evidence, "numerics")["worst"].values():
+        assert f"{worst['ratio']:.2f}" in page and f"{1 - worst['ratio']:.0%}" in page
+    kernels = gate(evidence, "compile")["kernels"]
+    assert page.count(">sm_90a<") == sum(k["arch"] == "sm_90a" for k in kernels)
+    assert "Σ_k A[m, k] · B[n, k]" in page and "coda-agent verify gemm_rmsnorm_swiglu" in page
+    assert evidence["digests"]["spec"] in page and page.count("<svg") == 5
+
+
+@epilogue(D=Tile, O=HalfTile, s=RowSum)
+def drawn(acc, r: ColVector):  # type: ignore[no-untyped-def]
+    d = acc * r
+    gate, up = pairs(d)
+    return {"D": d, "O": silu(gate) * up, "s": 0.5 * d * d}
+
+
+def test_dataflow_shows_every_node_once_and_nothing_overlaps() -> None:
+    svg = ET.fromstring(html.dataflow(drawn, {"D": "bfloat16", "r": "float32"}))
+    boxes = [tuple(float(b.get(k, "")) for k in ("x", "y", "width", "height"))
+             for b in svg.findall("rect")]  # fmt: skip
+    computed = [n for n in drawn.graph.nodes if n.op != "const"]
+    assert len(boxes) == len(computed) + 3
+    for i, (x, y, w, h) in enumerate(boxes):
+        assert all(x + w <= u or u + v <= x or y + h <= p or p + q <= y
+                   for u, p, v, q in boxes[:i])  # fmt: skip
+        assert x >= 0 and x + w <= float(str(svg.get("viewBox")).split()[2])
+    texts = [t.text for t in svg.findall("text")]
+    assert {"r: ColVector", "A Bᵀ", "O: HalfTile", "s: RowSum", "(M, N/2)"} <= set(texts)
+    assert "0.5 × ·" in texts or "· × 0.5" in texts
+    thick = {p.get("stroke-width") for p in svg.findall("path")}
+    assert thick == {"3", "2", "1"}  # tiles, halves, and the vector
+    assert (
+        len(svg.findall("path"))
+        == sum(len({a for a in n.args if drawn.graph.nodes[a].op != "const"}) for n in computed) + 3
+    )
+
+
+def test_strips_show_every_round_in_proportion() -> None:
+    times = {"a": {"times_us": [10.0, 20.0, 30.0], "median_us": 20.0},
+             "b": {"times_us": [50.0], "median_us": 50.0}}  # fmt: skip
+    svg = ET.fromstring(html.strips("t", times))
+    ticks = [p for p in svg.findall("path") if "tick" in str(p.get("class"))]
+    x = [[float(v) for v in re.findall(r"M([\d.]+)", str(t.get("d")))] for t in ticks]
+    assert [len(row) for row in x] == [3, 1]
+    assert x[1][0] == 570 and x[0][0] == 104  # the ends of the axis
+    assert x[0][1] - x[0][0] == pytest.approx((x[1][0] - x[0][0]) / 4, abs=0.11)
+
+
+def test_colours_can_be_read() -> None:
+    """WCAG 2.2: text 4.5 to 1 on both backgrounds, graphics 3 to 1."""
+    css = (GENERATED.parent / "evals" / "templates" / "base.html.j2").read_text("utf-8")
+    themes = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    assert len(themes) == 2
+
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    for theme in themes:
+        colours = dict(re.findall(r"--(\w+): (#\w{6})", theme))
+        for name, least in {"fg": 4.5, "dim": 4.5, "good": 4.5, "warn": 4.5, "bad": 4.5,
+                            "link": 4.5, **{f"s{i}": 3.0 for i in range(6)}}.items():  # fmt: skip
+            for behind in ("bg", "soft"):
+                a, b = sorted((light(colours[name]), light(colours[behind])))
+                assert (b + 0.05) / (a + 0.05) >= least, (name, behind)

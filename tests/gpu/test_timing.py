@@ -1,0 +1,168 @@
+"""The clocks, the floor and the refusals on a real GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.agent.judge import performance
+from coda_agent.agent.judge.machine import CONTENDED, gpu_state, require_idle
+from coda_agent.agent.judge.timing import a_a, interleave
+from coda_agent.agent.judge.tuner import Cell
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives import Tile, epilogue
+from coda_agent.primitives.errors import MachineError
+from coda_agent.primitives.inspect import inspect_program, roofline
+from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+
+pytestmark = pytest.mark.gpu
+
+GENERATED = Path(__file__).parents[2] / "generated"
+SIZE = 4096
+SPINNER = """
+import torch
+x = torch.ones(1, device="cuda")
+while True:
+    torch.cuda._sleep(50_000_000)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.fixture(scope="module")
+def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (
+        torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for _ in range(2)
+    )
+    return a, b, torch.empty_like(a)
+
+
+@pytest.fixture
+def product(operands: Any) -> Callable[[int], Any]:
+    a, b, out = operands
+    return lambda _: torch.mm(a, b.t(), out=out)
+
+
+@epilogue(O=Tile)
+def identity(acc):
+    return {"O": acc}
+
+
+def test_three_clocks_agree_on_a_product(product: Callable[[int], Any], operands: Any) -> None:
+    _, _, out = operands
+
+    def followed(i: int) -> None:
+        product(i)
+        out.relu_()
+
+    found = interleave({"gemm": product, "followed": followed}, 40)
+    assert [s.fault for s in found.values()] == ["", ""]
+    clock = found["gemm"].clock
+    assert clock["method"] == "events, host, kernels", clock
+    assert clock["persisting_l2"] == "released", clock
+    assert clock["launches"] == [1], clock
+    assert found["followed"].clock["launches"] == [2]
+    assert clock["busy_us"] == pytest.approx(found["gemm"].median_us, rel=0.1, abs=10)
+    assert found["followed"].median_us > found["gemm"].median_us
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_work_on_a_side_stream_leaves_no_figure(product: Callable[[int], Any], trace: bool) -> None:
+    side = torch.cuda.Stream()
+
+    def hiding(i: int) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            product(i)
+
+    found = interleave({"gemm": product, "hiding": hiding}, 20, trace=trace)
+    assert found["gemm"].fault == ""
+    assert "the clocks disagree: the host saw" in found["hiding"].fault
+    with pytest.raises(MachineError):
+        _ = found["hiding"].median_us
+
+
+def test_no_product_is_faster_than_the_measured_floor(product: Callable[[int], Any]) -> None:
+    ceiling = performance.measured_ceiling("bfloat16")
+    print(f"{ceiling}")
+    assert 500e12 < ceiling.flops_s / performance._FLOPS_SLACK < 1000e12
+    assert 3e12 < ceiling.bytes_s / performance._BYTES_SLACK < 4.8e12
+    assert ceiling.l2_bytes > 30e6
+    assert performance.measured_ceiling("float8_e4m3fn").flops_s > 1.3 * ceiling.flops_s
+    median = interleave({"gemm": product}, 20)["gemm"].median_us
+    floor = roofline(inspect_program(identity, SIZE, SIZE, SIZE), ceiling).floor_us
+    assert 0.5 * median < floor < median
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "launches"),
+    [
+        ("gemm_residual_partial_rmsnorm", DEFAULT_CONFIGS["sm_90a"], 2),
+        ("gemm_rmsnorm_partial_cross_entropy", DEFAULT_CONFIGS["sm_90a"], 2),
+        ("gemm_bias_act", TileConfig(128, 128, 1, 1, True, split_k=4), 2),
+    ],
+)
+def test_a_kernel_is_measured_with_the_launches_it_declares(
+    name: str, config: TileConfig, launches: int
+) -> None:
+    use_cache()
+    kernel = load_kernel(GENERATED / name)
+    spec = kernel.spec
+    sizes = dict(zip(spec.gemm_dims, (2048, 4096, 4096), strict=True))
+    cell = Cell(spec, kernel.programs[spec.variant()], spec.bindings()[0], sizes, "bfloat16")
+    assert cell.is_right(config)
+    record = performance._measured(cell, [config])
+    assert "error" not in record, record["error"]
+    ours = record["times"]["ours"]
+    assert ours["clock"]["launches"] == [launches], ours["clock"]
+    assert launches in record["launches"]
+    assert record["mismatches"] == 0
+    assert 0 < record["floor_us"] < ours["median_us"]
+
+
+def test_the_state_of_the_gpu_is_numbers() -> None:
+    state = gpu_state()
+    assert "error" not in state
+    for field in ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"):
+        assert float(state[field]) > 0, state
+    assert int(state["clocks_event_reasons.active"], 16) >= 0
+    assert state["other_processes"] == 0, state
+
+
+def test_a_gpu_that_another_process_uses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONTENDED, raising=False)
+    require_idle()
+    # Through a shell that ends: a child of ours would be no stranger.
+    started = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" >/dev/null 2>&1 & echo $!', sys.executable, SPINNER],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 90
+        while not gpu_state()["other_processes"] and time.monotonic() < until:
+            time.sleep(0.5)
+        with pytest.raises(MachineError, match="the GPU is in use: 1 other processes are on it"):
+            require_idle()
+        monkeypatch.setenv(CONTENDED, "1")
+        require_idle()
+    finally:
+        os.kill(int(started.stdout), signal.SIGKILL)
+    monkeypatch.delenv(CONTENDED)
+    require_idle()
+
+
+def test_a_product_against_itself_is_not_called_different(product: Callable[[int], Any]) -> None:
+    found = a_a(product, trials=40)
+    print({k: v for k, v in found.items() if k != "ratios"})
+    assert found["different"] <= 1  # 0.08 are expected at most

@@ -1,0 +1,151 @@
+"""Operations a program brings along: what they mean, what they compile to, what they may not be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.demos.own_instruction import own_instruction
+from coda_agent.primitives import HalfTile, Program, RowSum, Tile, derivative, epilogue, pairs, ptx
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import OPS
+from coda_agent.primitives.inspect import inspect_program
+from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.lower import zero_preserving
+from coda_agent.primitives.ptx import MEANINGS
+from coda_agent.primitives.target import compile_blind, sass, use_cache
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+
+SOFT = ".reg .f32 t, u; .reg .pred p; neg.f32 t, $1; setp.lt.f32 p, $1, t; @p mov.f32 t, $1; abs.f32 u, t; add.f32 $0, u, 0f00000000;"
+
+
+def asinh(code: str = "tanh.approx.f32 $0, $1;") -> Program:
+    @epilogue(O=Tile, s=RowSum)
+    def program(acc: Any) -> Any:
+        y = ptx("asinh", code, acc)
+        return {"O": y, "s": y}
+
+    return program
+
+
+def test_the_interpreter_computes_what_the_name_means() -> None:
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(9, 16, generator=g), torch.randn(24, 16, generator=g)
+    got = interpret(
+        asinh(),
+        a,
+        b,
+        {},
+        dtypes={"O": torch.float64, "s": torch.float64},
+        block=128,
+        compute=torch.float64,
+    )
+    want = torch.asinh(a.double() @ b.double().T)
+    torch.testing.assert_close(got["O"], want)
+    torch.testing.assert_close(got["s"], want.sum(-1))
+
+
+def test_arguments_may_be_numbers_and_pairs() -> None:
+    @epilogue(O=HalfTile)
+    def program(acc: Any) -> Any:
+        x, y = pairs(acc)
+        angle = ptx("atan2", "sub.f32 $0, $1, $2;", x, y)
+        return {"O": ptx("copysign", "copysign.f32 $0, $2, $1;", 2.0, angle)}
+
+    a, b = torch.tensor([[1.0]]), torch.tensor([[1.0], [-3.0], [-2.0], [5.0]])
+    got = interpret(program, a, b, {}, dtypes={"O": torch.float32}, block=128)
+    assert got["O"].tolist() == [[2.0, -2.0]]
+
+
+def test_it_crosses_processes_and_decides_the_digest() -> None:
+    one, other = asinh(), asinh("sqrt.approx.f32 $0, $1;")
+    assert Program.from_dict(json.loads(json.dumps(one.to_dict()))).digest == one.digest
+    assert one.digest != other.digest
+
+
+def test_it_compiles_to_the_instruction_it_names() -> None:
+    use_cache()
+    for program, opcode in (
+        (asinh(), "MUFU.TANH"),
+        (asinh("ex2.approx.ftz.f32 $0, $1;"), "MUFU.EX2"),
+    ):
+        report = compile_blind(
+            program,
+            DEFAULT_CONFIGS["sm_90a"],
+            "sm_90a",
+            "bfloat16",
+            {},
+            {"O": "bfloat16", "s": "float32"},
+        )
+        assert opcode in sass(Path(report["object"]))
+
+
+def test_a_demonstration_costs_its_instructions_and_nothing_is_known_to_be_zero() -> None:
+    facts = inspect_program(own_instruction, 128, 128, 64)
+    flops = 4 + OPS["log"].flops  # multiply, absolute, add, log, copysign
+    assert facts.epilogue_flops == flops * 128 * 128
+    graph = asinh().graph
+    assert zero_preserving(graph)[graph.outputs["s"]] is False
+
+
+@pytest.mark.parametrize("code", [
+    "ld.global.f32 $0, [$1];",
+    "st.shared.f32 [$1], $0;",
+    "bra out;",
+    "bar.sync 0;",
+    "mov.u32 $0, %clock;",
+    "mov.u64 $0, %globaltimer;",
+    "tanh.approx.f32 $0, $1; ret;",
+    "tanh.approx.f32 $0, $1; } exit; {;",
+    "tanh.approx.f32 $0, $1",
+    "tanh.approx.f32 $1, $0;",
+    "tanh.approx.f32 $0, $2;",
+    "tanh.approx.f32 $0, t;",
+    "tanh.approx.f32 $0, $1; // x\n;",
+    ".reg .f32 t; tanh.approx.f32 t, $1;",
+    "abs.f32 $0, $1;" * 33,
+    "",
+    "call foo;",
+    "abs.f32 $0, \"$1\";",
+    "abs.f32 $0, $1;\\n",
+])  # fmt: skip
+def test_what_is_no_arithmetic_on_registers_is_refused(code: str) -> None:
+    with pytest.raises(ProgramError, match=r"ptx\(\)"):
+        asinh(code)
+
+
+def test_several_statements_with_registers_of_their_own() -> None:
+    use_cache()
+    program = asinh(SOFT)
+    compile_blind(
+        program,
+        DEFAULT_CONFIGS["sm_90a"],
+        "sm_90a",
+        "bfloat16",
+        {},
+        {"O": "bfloat16", "s": "float32"},
+    )
+
+
+def test_bad_use() -> None:
+    with pytest.raises(ProgramError, match=r"no meaning torch\.load"):
+        ptx("load", "abs.f32 $0, $1;", 1.0)
+    with pytest.raises(ProgramError, match=r"got 2 values, torch\.asinh takes 1"):
+        ptx("asinh", "abs.f32 $0, $1;", 1.0, 2.0)
+    with pytest.raises(ProgramError, match="at least one value"):
+        ptx("asinh", "abs.f32 $0, $1;", 1.0)
+
+    with pytest.raises(ProgramError, match="has no rule"):
+
+        @epilogue(O=Tile)
+        def program(acc: Any) -> Any:
+            return {"O": derivative(lambda x: ptx("asinh", "abs.f32 $0, $1;", x), acc)}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_meanings_are_elementwise_functions_of_torch(name: str) -> None:
+    x = torch.linspace(0.1, 0.9, 6, dtype=torch.float64).reshape(2, 3)
+    got = getattr(torch, name)(*[x] * MEANINGS[name])
+    assert got.shape == x.shape and got.dtype == x.dtype
