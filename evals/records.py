@@ -324,14 +324,14 @@ class Results(NamedTuple):
 def summary(verdict: "Verdict") -> dict[str, Any]:
     """What a run's log keeps of a verdict: all that a score is made of, as plain data."""
     environment = verdict.environment
-    device = environment["device"]
+    device = environment.get("device", "cpu")
     gpu = [gate for gate in verdict.gates if gate.name in ("numerics", "performance")]
-    tier = environment.get("sandbox")
+    sandbox = environment.get("sandbox") or {}
     machine = Machine(
         device=device,
         gpu=environment.get("gpu", {}).get("name"),
-        sandbox=None if tier is None else str(tier),
-        packages=environment["packages"],
+        sandbox=sandbox.get("tier"),
+        packages=environment.get("packages", {}),
     )
     return {
         "judgement": Judgement.of(verdict).model_dump(mode="json"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     Values = Mapping[str, torch.Tensor | float]
+    _Outputs = Mapping[str, torch.Tensor]
 
 Touch = Callable[[Any, tuple[Any, ...], Any], Any]
 
@@ -277,7 +278,7 @@ def _degeneracy(
 
 
 def _swallowed(
-    multiple: float, rounded: Values, truth: Values, left_out: Mapping[str, list[Values]]
+    multiple: float, rounded: _Outputs, truth: _Outputs, left_out: Mapping[str, Sequence[_Outputs]]
 ) -> str:
     """What would pass without being computed, or an empty string.
 

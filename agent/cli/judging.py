@@ -181,8 +181,7 @@ def _numerics(
 ) -> tuple[str, dict[str, Any]] | None:
     """The gate on one variant in its first type and the default tile, as `check_numerics`; but the
     cases of a spec and seed, most of its time, are kept for the next program."""
-    from coda_agent.agent.judge.numerics import _Trial as Trial
-    from coda_agent.agent.judge.numerics import run_interpreter, run_kernel
+    from coda_agent.agent.judge.numerics import Trial, run_interpreter, run_kernel
     from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
     element = next(iter(spec.types.values()), ("bfloat16",))[0]

@@ -50,10 +50,17 @@ def require_sandbox(tier: str | None) -> None:
     """
     from coda_agent.agent import sandbox
 
+    before = os.environ.get(sandbox.VARIABLE)
     if tier is not None:
         os.environ[sandbox.VARIABLE] = tier
     if sandbox.VARIABLE in os.environ:
-        sandbox.choose()
+        try:
+            sandbox.choose()
+        except CodaError:
+            os.environ.pop(sandbox.VARIABLE)
+            if before is not None:
+                os.environ[sandbox.VARIABLE] = before
+            raise
 
 
 @dataclass(frozen=True)

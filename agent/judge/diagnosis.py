@@ -407,7 +407,7 @@ class _Case:
     def _region(self, mask: torch.Tensor) -> str:
         """The mask in words: its share and its bounding box."""
         share, places = float(mask.double().mean()), mask.nonzero()
-        if share == 1.0:
+        if not 0.0 < share < 1.0:  # 0: nothing stands out where all is infinite
             return "all of it"
         (top, left), (bottom, right) = places.amin(0).tolist(), places.amax(0).tolist()
         box = f"{'elements' if self.flat else 'rows'} {top} to {bottom}"

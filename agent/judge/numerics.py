@@ -163,7 +163,7 @@ def check_numerics(
             full = default if default in configs else next(iter(configs), None)
             for config in configs:
                 progress(done := done + 1, total, f"{' '.join(key)} {config.label}")
-                trial = _Trial(spec, program, binding, element, config, run, seed)
+                trial = Trial(spec, program, binding, element, config, run, seed)
                 fault = trial.check(cases, worst, full=config == full)
                 if fault is None:
                     kept.append(config)
@@ -197,7 +197,7 @@ class _Kept:
 
 
 @dataclass
-class _Trial:
+class Trial:
     """One program in one type and configuration against the cases."""
 
     spec: Spec
@@ -244,6 +244,8 @@ class _Trial:
         for name, value in case.inputs.items():
             if hasattr(value, "shape") and not same(value, inputs[name]):
                 return Finding(message=f"input {name} was changed", where={"input": name})
+        if list(results) != list(dtypes):
+            return Finding(message=f"outputs are {list(results)}, expected {list(dtypes)}")
         stale = self.before.get(key, {})
         self.before[key] = results
         for o, truth in case.truth.items():

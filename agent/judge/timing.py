@@ -127,6 +127,10 @@ def _rank(n: int, miss: float) -> int:
     return max(k, 1)
 
 
+# What Kineto lists beside kernels, copies and fills, as if the device ran it.
+_WAITS = {"Context Sync", "Device Sync", "Stream Sync", "Event Sync", "Stream Wait Event"}
+
+
 class Span(NamedTuple):
     """Something the device ran, of any stream."""
 
@@ -194,7 +198,7 @@ class Gpu:
             self._cuda.synchronize()
         events = [
             e for e in seen.events() or () if e.device_type == DeviceType.CUDA
-            and not e.is_user_annotation
+            and not e.is_user_annotation and e.name not in _WAITS
         ]  # fmt: skip
         return [Span(e.name, e.time_range.start, e.time_range.end) for e in events]
 

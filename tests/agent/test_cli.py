@@ -49,7 +49,10 @@ def judge_candidate(spec: Any, text: str, *, observer: Any, **_: Any) -> Verdict
         passed=passed,
         level="proved" if passed else None,
         gates=[result, late],
-        digests={"spec": spec.digest, "candidate": f"sha256:{len(text)}"},
+        digests={
+            "spec": spec.digest, "candidate": f"sha256:{len(text)}",
+            "judge": "sha256:1", "toolchain": "sha256:2",
+        },  # fmt: skip
         not_shown=["Nothing ran on a GPU."],
     )
 
