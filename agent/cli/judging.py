@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import typer
 
 from coda_agent.agent.cli.report import REFUSED, Reply, reported
 from coda_agent.agent.cli.targets import DeviceOption, Json, require_gpu
+from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
     from coda_agent.agent.workspace import Workspace
@@ -76,14 +78,14 @@ def corpus(device: DeviceOption = "auto", as_json: Json = False) -> Reply:
 @reported
 def latency(device: DeviceOption = "auto", as_json: Json = False) -> Reply:
     """Time whole verdicts from warm workers over the kernels of the paper."""
-    from coda_agent.agent.judge.pool import CompilePool
     from coda_agent.evals import suites
     from coda_agent.evals.judge import scores
 
     workspace, judge = _start(device)
     names = suites.load("paper").specs
-    with CompilePool() as pool, _progress(as_json) as say:
-        verdict = functools.partial(_verdict_s, workspace, pool, judge.device)
+    with tempfile.TemporaryDirectory() as cache, _progress(as_json) as say:
+        os.environ["XDG_CACHE_HOME"] = cache  # an empty one: nothing compiled before counts
+        verdict = functools.partial(_verdict_s, workspace, judge.device)
         record = scores.score_latency(workspace.root, verdict, names, judge, say=say)
     return _reply(workspace, record, scores.latency_text(judge.device, record), False)
 
@@ -115,36 +117,26 @@ def timing(
     return Reply({"record": path, **record}, text, REFUSED if 100 * different > compared else 0)
 
 
-def _verdict_s(workspace: "Workspace", pool: Any, device: str, name: str) -> float:
-    """Seconds of the three gates on an accepted kernel, in its first element type: on a CPU as
-    `judge_candidate` runs them, on a GPU at the two largest check shapes in three tiles."""
-    from coda_agent.agent.judge import compile_gate
-    from coda_agent.agent.judge.numerics import check_numerics
-    from coda_agent.agent.judge.static import check_source
-    from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
+def _verdict_s(workspace: "Workspace", device: str, name: str) -> float:
+    """Seconds of the judge on an accepted kernel, in its first element type: without a GPU all that
+    needs none, with one all gates at the two bench shapes."""
+    from coda_agent.agent.judge import GATES, judge_candidate
+    from coda_agent.agent.judge.pool import warm_pool
+    from coda_agent.primitives.target import cache_directory
     from coda_agent.specs import load_spec
 
     folder = workspace.kernel(name).folder
     spec, text = load_spec(folder / "spec.md"), (folder / "kernel.py").read_text("utf-8")
-    variants = [spec.variant(b) for b in spec.bindings()]
     element = next(iter(spec.types.values()), ("bfloat16",))[0]
+    warm_pool()
+    for file in cache_directory().rglob("*"):
+        if file.is_file():
+            file.unlink()
     start = time.perf_counter()
-    findings = check_source(text, variants)
-    programs = compile_gate.load(pool, text)
-    findings += compile_gate.check_signature(spec, programs)
-    jobs = compile_gate.jobs_for(spec, programs, [element], all_tiles=False)
-    tiles = [TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True)]
-    if device == "cuda":
-        tiles += [c for c in SM90_CONFIGS if c.tile_n == 64]
-        spec = spec.model_copy(update={"check_shapes": spec.check_shapes[-2:]})
-    findings += compile_gate.compile_all(pool, jobs, lambda *_: None)[0]
-    report = check_numerics(
-        spec, programs, {(v, element): tiles for v in variants}, device=device,
-        progress=lambda *_: None,
-    )  # fmt: skip
+    verdict = judge_candidate(spec, text, device=device, gates=GATES, types=[element])
     took = time.perf_counter() - start
-    if findings := findings + report.findings:
-        raise RuntimeError(f"{name} is refused: {findings[0].message}")
+    if not verdict.passed:
+        raise CodaError(f"{name} is refused", hint=f"coda-agent check {name}")
     return took
 
 

@@ -121,7 +121,7 @@ def probe(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Whether the GPU allocates and multiplies: small integers, so that the product is exact."""
     import torch
 
-    a = (torch.arange(256 * 256).reshape(256, 256) % 7 - 3).to(torch.bfloat16)
+    a = torch.arange(256 * 256).reshape(256, 256).float() % 7 - 3
     product = (a.cuda() @ a.cuda().t()).double().cpu()
     return {"right": torch.equal(product, a.double() @ a.double().t())}
 

@@ -371,7 +371,7 @@ def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:
 
     if not layout:
         return torch.empty_like(value, memory_format=torch.contiguous_format)
-    step = 16 // value.element_size()
+    step = max(4, 16 // value.element_size())  # quack loads indices by 32 bytes
     turned = turned and layout == "transposed"
     rows, columns = reversed(value.shape) if turned else (1, *value.shape)[-2:]
     stride = columns + step + -columns % step
