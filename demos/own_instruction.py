@@ -1,19 +1,18 @@
-"""An operation of one's own: a logarithm of both signs, with one PTX instruction.
+"""An operation of one's own: a root of both signs, with one PTX instruction.
 
-O[m, n] = sign(x) · log(1 + |x|), x = gain · Σₖ A[m, k] B[n, k]
+O[m, n] = sign(x) · √|x|, x = gain · Σₖ A[m, k] B[n, k]
 
 A (M, K) and B (N, K) bfloat16, gain a number above 0; O (M, N) bfloat16.
 """
 
-from coda_agent.primitives import Scalar, Tile, absolute, epilogue, log, ptx
+from coda_agent.primitives import Scalar, Tile, absolute, epilogue, ptx, sqrt
 
 
 @epilogue(O=Tile)
 def own_instruction(acc, gain: Scalar):
-    """O = sign(x) · log(1 + |x|) with x = gain · A Bᵀ."""
+    """O = sign(x) · √|x| with x = gain · A Bᵀ."""
     x = gain * acc
-    size = log(1.0 + absolute(x))
-    return {"O": ptx("copysign", "copysign.f32 $0, $2, $1;", size, x)}
+    return {"O": ptx("copysign", "copysign.f32 $0, $2, $1;", sqrt(absolute(x)), x)}
 
 
 # --- end of program ---
@@ -24,15 +23,13 @@ WHY = """
   first.
 - The interpreter computes torch's function, so a wrong instruction shows only on a GPU: check
   there before you trust it.
-- log(1 + |x|) loses what is below 1e-7 of 1, against log1p; after bfloat16's rounding nothing of
-  it is left but near 0, where x itself is that small.
 - Reach for it last. A composition of the vocabulary is checked everywhere, and has a derivative.
 """
 
 
 def reference(A, B, gain):
     x = gain * (A @ B.T)
-    return {"O": x.abs().log1p().copysign(x)}
+    return {"O": x.abs().sqrt().copysign(x)}
 
 
 def inputs(generator, m, n, k):

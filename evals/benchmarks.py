@@ -27,8 +27,8 @@ Each row is one interleaved run on one GPU: kernel, bare cuBLAS GEMM and the ref
 `torch.compile` in random order round by round, L2 overwritten before each call, median of {rounds}
 rounds. *Of GEMM* is the bare GEMM's time over the kernel's: 1 means the epilogue is free, above 1
 that the mainloop beats cuBLAS too. *Over compile* is torch.compile's time over the kernel's. Both
-carry a 95 % bootstrap interval. Times include the finalisers of reductions. Rows were taken at
-different temperatures: compare ratios, not times.
+carry a 99.8 % interval over the rounds. Times include the finalisers of reductions. Rows were
+taken at different temperatures: compare ratios, not times.
 
 """
 

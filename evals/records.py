@@ -75,7 +75,7 @@ class SpecRef(_Model):
 
 
 class Ratio(_Model):
-    """A ratio of medians with its 95 % bootstrap interval over rounds."""
+    """The median of the rounds' ratios with its 99.8 % interval."""
 
     ratio: _Positive
     low: _Positive

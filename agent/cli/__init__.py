@@ -15,6 +15,7 @@ import typer
 from coda_agent.agent.cli import authoring, evaluate, judging, review
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import (
+    ContendedOption,
     DeviceOption,
     Json,
     NoCommit,
@@ -137,6 +138,7 @@ def tune(
     kernel: Annotated[str, typer.Argument(help="An accepted kernel.")],
     shape: Annotated[list[str], typer.Option(help="M,N,K, such as 16384,4096,4096; repeatable.")],
     sandbox: SandboxOption = None,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Find a kernel's best tiles for shapes of your own on this GPU, and commit them."""
@@ -176,6 +178,7 @@ def bench(
         bool, typer.Option("--table", help="Only write the page in docs/ from what is stored.")
     ] = False,
     sandbox: SandboxOption = None,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
@@ -215,6 +218,7 @@ def verify(
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
     sandbox: SandboxOption = None,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Judge accepted kernels again; raise or revoke their levels."""

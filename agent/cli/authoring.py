@@ -10,6 +10,7 @@ import typer
 
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import (
+    ContendedOption,
     DeviceOption,
     Json,
     NoCommit,
@@ -57,6 +58,7 @@ def generate(
     tip_holdout: Holdout = 0.0,
     no_commit: NoCommit = False,
     sandbox: SandboxOption = None,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
@@ -95,6 +97,7 @@ def resume(
     max_usd: MaxUsd = None,
     limit: Limits = None,
     sandbox: SandboxOption = None,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Go on with a run of claude where it stopped, by its own limits unless others are given."""
@@ -129,6 +132,7 @@ def replay(
     device: DeviceOption = "auto",
     commit: Annotated[bool, typer.Option("--commit", help="Accept what passes.")] = False,
     sandbox: SandboxOption = None,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Repeat a recorded author's calls before today's judge; no network."""
@@ -256,6 +260,7 @@ def tool(
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
     sandbox: SandboxOption = None,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Work at a run's bench: call one of an author's tools."""

@@ -366,10 +366,12 @@ def suite(
     chosen = load_suite(name)
     if not table:
         from coda_agent.agent.judge import timing
+        from coda_agent.agent.judge.machine import require_idle
         from coda_agent.primitives.target import use_cache
 
         use_cache()
         names = [n.strip() for n in (contenders or "").split(",") if n.strip()]
+        require_idle()
         run_suite(
             workspace.root,
             chosen,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coda_agent.agent.cli.report import REFUSED, Reply, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, require_gpu
+from coda_agent.agent.cli.targets import ContendedOption, DeviceOption, Json, require_gpu
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def latency(device: DeviceOption = "auto", as_json: Json = False) -> Reply:
 @reported
 def timing(
     trials: Annotated[int, typer.Option(min=1, help="Comparisons of a contender.")] = 200,
+    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Compare a kernel with itself on this GPU: how often are the two called different?"""

@@ -32,6 +32,20 @@ SandboxOption = Annotated[
 ]
 
 
+def _contended(allowed: bool) -> bool:
+    if allowed:
+        from coda_agent.agent.judge.machine import CONTENDED
+
+        os.environ[CONTENDED] = "1"
+    return allowed
+
+
+ContendedOption = Annotated[
+    bool,
+    typer.Option("--contended", callback=_contended, help="Time on a GPU that others use, too."),
+]
+
+
 def require_gpu(device: str) -> None:
     """Asked for CUDA without a GPU: said now, rather than after an author's work."""
     if device == "cuda":

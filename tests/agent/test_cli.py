@@ -50,9 +50,11 @@ def judge_candidate(spec: Any, text: str, *, observer: Any, **_: Any) -> Verdict
         level="proved" if passed else None,
         gates=[result, late],
         digests={
-            "spec": spec.digest, "candidate": f"sha256:{len(text):064x}",
-            "judge": f"sha256:{1:064x}", "toolchain": f"sha256:{2:064x}",
-        },  # fmt: skip
+            "spec": spec.digest,
+            "candidate": f"sha256:{len(text):064x}",
+            "judge": f"sha256:{1:064x}",
+            "toolchain": f"sha256:{2:064x}",
+        },
         not_shown=["Nothing ran on a GPU."],
     )
 

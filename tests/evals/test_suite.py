@@ -257,7 +257,7 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CodaError, match="no suite 'nope', expected one of .*paper"):
+    with pytest.raises(CodaError, match=r"no suite 'nope', expected one of .*paper"):
         load_suite("nope")
     with pytest.raises(CodaError, match="no record of suite paper"):
         write_page(tmp_path, PAPER)

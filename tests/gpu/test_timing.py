@@ -71,8 +71,9 @@ def test_three_clocks_agree_on_a_product(product: Callable[[int], Any], operands
     clock = found["gemm"].clock
     assert clock["method"] == "events, host, kernels", clock
     assert clock["persisting_l2"] == "released", clock
-    assert clock["launches"] == [1], clock
-    assert found["followed"].clock["launches"] == [2]
+    # cuBLAS clears a counter before its kernel.
+    assert clock["kernels"][-1].startswith("nvjet") and clock["launches"] in ([1], [2]), clock
+    assert found["followed"].clock["launches"] == [clock["launches"][0] + 1]
     assert clock["busy_us"] == pytest.approx(found["gemm"].median_us, rel=0.1, abs=10)
     assert found["followed"].median_us > found["gemm"].median_us
 
