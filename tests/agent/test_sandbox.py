@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,9 +35,11 @@ def pool(tier: str) -> CompilePool:
 
 
 @pytest.fixture
-def no_bwrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def no_bwrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A machine without bubblewrap; gives the reason that is recorded."""
-    monkeypatch.setenv("PATH", "/nonexistent")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").symlink_to(str(shutil.which("git")))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv(sandbox.VARIABLE, raising=False)
     sandbox.unavailable.cache_clear()
     yield "bwrap was not found (the package bubblewrap has it)"
