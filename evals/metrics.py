@@ -10,9 +10,11 @@
 
 import itertools
 import math
-import random
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
+
+import numpy
 
 from coda_agent.evals.records import TrialRecord, geometric_mean
 
@@ -210,16 +212,17 @@ class _Spec(NamedTuple):
     """A spec's statistic, and that of `RESAMPLES` resamples of its trials."""
 
     value: float
-    drawn: list[float]
+    drawn: numpy.ndarray
 
 
 def _resample(values: Sequence[float], statistic: Statistic, seed: str) -> _Spec:
     if min(values) == max(values):
-        return _Spec(statistic(values), [statistic(values)] * RESAMPLES)
-    n = len(values)
-    picks = random.Random(seed).choices(values, k=n * RESAMPLES)  # one call: most of the time
-    drawn = [statistic(picks[i : i + n]) for i in range(0, n * RESAMPLES, n)]
-    return _Spec(statistic(values), drawn)
+        return _Spec(statistic(values), numpy.full(RESAMPLES, statistic(values)))
+    rng = numpy.random.default_rng(zlib.crc32(seed.encode()))
+    picks = rng.choice(numpy.asarray(values), (RESAMPLES, len(values)))
+    if statistic is _mean:
+        return _Spec(_mean(values), picks.mean(axis=1))
+    return _Spec(statistic(values), numpy.array([statistic(row) for row in picks.tolist()]))
 
 
 def _resampled(groups: Mapping[str, Sequence[TrialRecord]], value: Value) -> dict[str, _Spec]:
@@ -238,25 +241,22 @@ def _interval(values: Sequence[Sequence[float]], statistic: Statistic) -> Interv
 def _difference(first: Mapping[str, _Spec], second: Mapping[str, _Spec]) -> Difference | None:
     pairs = [(first[spec], second[spec]) for spec in first if spec in second]
     values = [a.value - b.value for a, b in pairs]
-    drawn = [[x - y for x, y in zip(a.drawn, b.drawn, strict=True)] for a, b in pairs]
-    interval = _over_specs(values, drawn)
+    interval = _over_specs(values, [a.drawn - b.drawn for a, b in pairs])
     return interval and Difference(interval, len(pairs))
 
 
-def _over_specs(values: Sequence[float], drawn: Sequence[Sequence[float]]) -> Interval | None:
+def _over_specs(values: Sequence[float], drawn: Sequence[numpy.ndarray]) -> Interval | None:
     """The mean over specs, with the interval of resampled specs, each with a resample of its own
     trials; None of no specs."""
     if not values:
         return None
-    rng = random.Random(0)
-    found = sorted(
-        # A spec that is drawn twice takes two different resamples: each position has its own.
-        _mean([spec[(i + _STRIDE * j) % RESAMPLES] for j, spec in enumerate(specs)])
-        for i in range(RESAMPLES)
-        for specs in [rng.choices(drawn, k=len(drawn))]
-    )
+    n = len(values)
+    picked = numpy.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+    # A spec that is drawn twice takes two different resamples: each position has its own.
+    places = (numpy.arange(RESAMPLES)[:, None] + _STRIDE * numpy.arange(n)) % RESAMPLES
+    found = numpy.sort(numpy.asarray(drawn)[picked, places].mean(axis=1))
     cut = RESAMPLES // 40
-    return Interval(_mean(values), found[cut], found[-1 - cut])
+    return Interval(_mean(values), float(found[cut]), float(found[-1 - cut]))
 
 
 def _mean(values: Sequence[float]) -> float:
