@@ -142,7 +142,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert done == ["one", "two"]
     assert set(record["cells"]) == {"one", "two"}
     page = scores.write_page(tmp_path).read_text("utf-8")
-    assert "median 2.00 s, from\n1.00 to 4.00 s" in page
+    assert "median\n2.00 s, from 1.00 to 4.00 s" in page
 
 
 def test_the_page_counts_layers_survivors_and_names() -> None:

@@ -438,7 +438,7 @@ def test_what_is_withheld_is_gone_from_prompt_and_tools(
     path = ROOT / "specs" / "gemm_swiglu.md"
     whole = prompt.request(load_spec(path), [])
     with pipeline.opened(
-        where, path, "me", lambda *_: None, device="cpu", withheld=(part,)
+        where, path, "me", lambda *_: None, device="cpu", commit=False, withheld=(part,)
     ) as bench:
         sent = prompt.request(bench.spec, [])
         for tool in prompt.WITHHELD[part]:
