@@ -109,6 +109,11 @@ class Node:
     name: str = ""
     value: float = 0.0
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether it is an operation on values, and not structural."""
+        return bool(self.args) and self.op not in ("even", "odd", "interleave", "gather")
+
 
 @dataclass
 class Graph:

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from coda_agent.primitives.graph import Graph, Shape
-from coda_agent.primitives.program import STRUCTURAL, Program
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import AddTile, HeadTable, Reduction, RowGather
 
@@ -145,11 +145,7 @@ def inspect_program(
         Shape.INDEX: 8,
     }
     nodes = program.graph.nodes
-    flops = sum(
-        operation(x.op).flops * elements[x.shape]
-        for x in nodes
-        if x.args and x.op not in STRUCTURAL
-    )
+    flops = sum(operation(x.op).flops * elements[x.shape] for x in nodes if x.elementwise)
     moved = (m * k + n * k) * gemm_bytes
     # A table's rows and columns are not known here, and few beside M·N.
     tables = {o for o, kind in program.operands.items() if kind is HeadTable}

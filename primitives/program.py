@@ -32,7 +32,6 @@ _STORED = {
     WideTile: (Shape.WIDE,),
     RowGather: (Shape.GATHERED,),
 }
-STRUCTURAL = ("even", "odd", "interleave", "gather")
 # Compiling takes 28 s at 195 operations and 126 s at 771; the largest accepted program has 19.
 MAX_NODES = 512
 
@@ -82,7 +81,7 @@ class Program:
         keys: list[str] = []
         for n in self.graph.nodes:
             args = [keys[a] for a in n.args]
-            if n.args and n.op not in STRUCTURAL and operation(n.op).commutative:
+            if n.elementwise and operation(n.op).commutative:
                 args.sort()
             leaf = f"{position.get(n.name, '')}|{n.value!r}|{n.shape.value}"
             keys.append(_sha(f"{n.op}|{leaf}|{','.join(args)}"))

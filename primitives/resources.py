@@ -241,3 +241,19 @@ OPERAND_SHAPES: dict[type, Shape] = {
 }
 REDUCTIONS = (RowSum, RowMean, RowMax, RowLogSumExp, ColSum, ColMax)
 OUTPUT_KINDS: tuple[type, ...] = (Tile, HalfTile, WideTile, AddTile, RowGather, *REDUCTIONS)
+
+
+_DIMS: dict[type, tuple[str, ...]] = {
+    Scalar: (),
+    RowVector: ("N",),
+    Tile: ("M", "N"),
+    AddTile: ("M", "N"),
+    HalfTile: ("M", "N/2"),
+    WideTile: ("M", "2*N"),
+}
+
+
+def dims(kind: type) -> tuple[str, ...]:
+    """The shape of a resource in terms of M and N, a reduction's final value."""
+    over_rows = issubclass(kind, Reduction) and kind.over_rows
+    return _DIMS.get(kind, ("N",) if over_rows else ("M",))

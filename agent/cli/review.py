@@ -39,13 +39,12 @@ def review(
     chosen = [workspace.kernel(kernel)] if kernel else workspace.kernels()
     if not chosen:
         raise WorkspaceError("nothing is accepted yet", hint="coda-agent generate SPEC")
-    with contextlib.ExitStack() as stack:
-        pool = None
-        if html:
-            from coda_agent.agent.judge.pool import CompilePool
+    pool = None
+    if html:
+        from coda_agent.agent.judge.pool import warm_pool
 
-            pool = stack.enter_context(CompilePool(1))
-        reviews = ordered([reviewed(workspace, k, pool) for k in chosen])
+        pool = warm_pool()
+    reviews = ordered([reviewed(workspace, k, pool) for k in chosen])
     if html:
         pages = write_pages(out or workspace.root / "build" / "review", reviews)
         return Reply({"pages": pages}, f"wrote {pages[0]} and {len(pages) - 1} kernels beside it")

@@ -121,21 +121,11 @@ def jobs_for(
 
 def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
     """Do the programs take and return what the spec declares?"""
-    from coda_agent.primitives.resources import (
-        AddTile,
-        ColIndex,
-        ColVector,
-        HalfTile,
-        Reduction,
-        RowGather,
-        RowVector,
-        Scalar,
-        Tile,
-        WideTile,
-    )
+    from coda_agent.primitives.resources import dims
 
     findings = []
-    rows, columns, _ = spec.gemm_dims
+    m, n, _ = spec.gemm_dims
+    names = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
     for binding in spec.bindings():
         program = programs.get(spec.variant(binding))
         if program is None:
@@ -167,25 +157,12 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
                     hint="same names, same order",
                 )
             )
-        shapes = {
-            Scalar: (),
-            ColVector: (rows,),
-            ColIndex: (rows,),
-            RowGather: (rows,),
-            RowVector: (columns,),
-            Tile: (rows, columns),
-            AddTile: (rows, columns),
-            HalfTile: (rows, f"{columns}/2"),
-            WideTile: (rows, f"2*{columns}"),
-        }
         tensors = {**program.operands, **program.outputs}
         for name, kind in tensors.items():
             if name not in spec.inputs and name not in spec.outputs:
                 continue
             declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
-            expected = shapes.get(kind, (rows,))
-            if issubclass(kind, Reduction) and kind.over_rows:
-                expected = (columns,)
+            expected = tuple(names[d] for d in dims(kind))
             if declared != expected:
                 findings.append(
                     Finding(

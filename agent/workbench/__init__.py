@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from coda_agent.agent import prompt
 from coda_agent.agent.events import Recorder, redacted
+from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.workbench.registry import (
     Input,
     Nothing,
@@ -36,7 +37,6 @@ __all__ = ["TOOLS", "Input", "Result", "State", "Tool", "ToolError", "Workbench"
 
 GATES = ("static", "compile", "numerics", "performance")
 LEVELS = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
-MAX_CANDIDATE = 40_000
 
 
 class Name(Input):
@@ -322,8 +322,8 @@ class Workbench:
         return self._saved(self.state.candidate.replace(given.old, given.new))
 
     def _saved(self, text: str) -> Result:
-        if len(text) > MAX_CANDIDATE or redacted(text) != text:
-            raise ToolError(f"a candidate has at most {MAX_CANDIDATE} characters and no secrets")
+        if len(text) > MAX_CHARACTERS or redacted(text) != text:
+            raise ToolError(f"a candidate has at most {MAX_CHARACTERS} characters and no secrets")
         digest = self.save(text)
         return Result(text=f"candidate {digest}, {len(text.splitlines())} lines")
 

@@ -16,27 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from coda_agent.evals.judge.edits import all_rewritten
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import (
-    AddTile,
     ColIndex,
-    ColVector,
-    HalfTile,
     HeadTable,
     Reduction,
     RowGather,
-    RowVector,
     Scalar,
     Tile,
-    WideTile,
+    dims,
 )
 from coda_agent.specs import Spec, draw_inputs, load_spec, run_reference
 
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
 
-_SHAPES = {
-    Scalar: "[]", ColVector: "[M]", ColIndex: "[M]", RowGather: "[M]", RowVector: "[N]",
-    Tile: "[M, N]", AddTile: "[M, N]", HalfTile: "[M, N/2]", WideTile: "[M, 2*N]",
-}  # fmt: skip
 _SPEC = """---
 name: {name}
 level: compose
@@ -116,7 +108,7 @@ def _spec(demo: Any, program: Program, kinds: Mapping[str, type]) -> Spec:
     # An input that is added to has the output's name in a demonstration, and its own in a spec.
     inputs = {f"{x}_held" if x == program.accumulated else x: x for x in drawn}
     lines = [
-        f"  {name}: {{shape: {_SHAPES[kinds.get(x, Tile)]}, dtype: {_dtype(drawn[x])}, "
+        f"  {name}: {{shape: {_shape(kinds.get(x, Tile))}, dtype: {_dtype(drawn[x])}, "
         f"draw: {_draw(drawn[x], kinds.get(x, Tile))}}}"
         for name, x in inputs.items()
         if x not in "AB"
@@ -124,9 +116,8 @@ def _spec(demo: Any, program: Program, kinds: Mapping[str, type]) -> Spec:
     outputs, casts = [], []
     for o, kind in program.outputs.items():
         statistic = issubclass(kind, Reduction)
-        shape = "[N]" if statistic and kind.over_rows else _SHAPES.get(kind, "[M]")
         dtype = "float32" if statistic or kind is RowGather else "bfloat16"
-        outputs.append(f"  {o}: {{shape: {shape}, dtype: {dtype}}}")
+        outputs.append(f"  {o}: {{shape: {_shape(kind)}, dtype: {dtype}}}")
         casts.append(f'"{o}": found["{o}"].to(torch.{dtype})')
     place = program.accumulated
     text = _SPEC.format(
@@ -140,6 +131,10 @@ def _spec(demo: Any, program: Program, kinds: Mapping[str, type]) -> Spec:
         casts=", ".join(casts),
     )
     return load_spec(Path(f"{program.name}.md"), text=text)
+
+
+def _shape(kind: type) -> str:
+    return f"[{', '.join(dims(kind))}]"
 
 
 def _dtype(value: Any) -> str:
