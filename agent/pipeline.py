@@ -276,12 +276,13 @@ def tune(
         SpecError: the spec does not allow a shape.
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
-    from coda_agent.agent.judge import hopper, tune_candidate
+    from coda_agent.agent.judge import tune_candidate, usable_gpu
     from coda_agent.specs import load_spec
 
     stored = workspace.kernel(kernel)
     acceptance.check_identity(workspace)
-    known = stored.tuned.get(hopper().name, {})
+    gpu = usable_gpu("cuda")
+    known = stored.tuned.get(gpu.name, {}) if gpu else {}
     have = [{(e["m"], e["n"], e["k"]) for e in entries} for entries in known.values()]
     missing = [s for s in shapes if not have or not all(s in found for found in have)]
     if not missing:

@@ -255,12 +255,15 @@ def workers(count: int) -> Executor:
         return _Here()
     return ProcessPoolExecutor(
         # Forked, a worker would share this process's threads' locks, and a GPU it may hold.
-        count, get_context("spawn"), _begin_worker, (dict(take_secrets()),)
+        count, get_context("spawn"), _begin_worker, (dict(take_secrets()), count)
     )  # fmt: skip
 
 
-def _begin_worker(secrets: dict[str, str]) -> None:
+def _begin_worker(secrets: dict[str, str], count: int) -> None:
+    from coda_agent.agent.judge import pool
+
     os.environ.update(secrets)  # until the first run takes them out again
+    pool.beside = count
 
     def leave_with_parent() -> None:
         parent = multiprocessing.parent_process()

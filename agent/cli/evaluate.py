@@ -11,7 +11,7 @@ import typer
 from coda_agent.agent.cli import leaderboard
 from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut
 from coda_agent.agent.cli.report import Reply, columns, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, require_gpu
+from coda_agent.agent.cli.targets import DeviceOption, ExecutorOption, Json
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
 
@@ -50,6 +50,7 @@ def run(
     price_in: PriceIn = None,
     price_out: PriceOut = None,
     out: Out = None,
+    executor: ExecutorOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Try authors on a suite. What is done is kept; run it again to go on."""
@@ -72,6 +73,7 @@ def ablate(
     price_in: PriceIn = None,
     price_out: PriceOut = None,
     out: Out = None,
+    executor: ExecutorOption = None,
     as_json: Json = False,
 ) -> Reply:
     """Try an author with a part of its help and without, and say what the part is worth."""
@@ -205,14 +207,15 @@ def _options(
 
 def _device(suite: "Suite", asked: "Device") -> "Device":
     """Where a suite runs: a GPU where the suite names one, unless told otherwise."""
-    from coda_agent.agent import doctor
+    from coda_agent.agent.judge.executor import executor
 
+    jobs = executor()  # a cluster that does not answer is said now
     if asked == "cpu" or (asked == "auto" and not suite.gpu):
         return "cpu"
-    require_gpu("cuda" if asked == "cuda" else "auto")
-    found = [gpu.name for gpu in doctor.gpus()]
-    if not any(suite.gpu.lower() in name.lower() for name in found):
-        message = f"suite {suite.name} is for a GPU named {suite.gpu}, here is {found or 'none'}"
+    found = jobs.gpu()
+    if found is None or suite.gpu.lower() not in found.name.lower():
+        here = found.name if found else "no Hopper GPU"
+        message = f"suite {suite.name} is for a GPU named {suite.gpu or 'Hopper'}, here is {here}"
         raise MachineError(message, hint="--device cpu shows what can be shown without: proved")
     return "cuda"
 

@@ -46,9 +46,26 @@ ContendedOption = Annotated[
 ]
 
 
+def _executor(name: str | None) -> str | None:
+    if name:
+        from coda_agent.agent.judge.executor import VARIABLE
+
+        os.environ[VARIABLE] = name
+    return name
+
+
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(
+        "--executor", callback=_executor, metavar="dask://HOST:PORT",
+        help="Compile, check and time on a Dask cluster; else $CODA_AGENT_EXECUTOR, else here.",
+    ),
+]  # fmt: skip
+
+
 def require_gpu(device: str) -> None:
     """Asked for CUDA without a GPU: said now, rather than after an author's work."""
-    if device == "cuda":
+    if device == "cuda" and not os.environ.get("CODA_AGENT_EXECUTOR"):
         from coda_agent.agent.doctor import gpus
 
         if not gpus():

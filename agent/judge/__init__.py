@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.judge.records import Finding, GateResult, Level, Observer, Verdict
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.device import Device, Gpu
+    from coda_agent.agent.judge.device import Gpu
     from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
 
@@ -49,7 +49,7 @@ def judge_candidate(
     Raises:
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
-    return _Trial(spec, text, _resolve(device), observer, types).run(gates)
+    return _Trial(spec, text, usable_gpu(device), observer, types).run(gates)
 
 
 def tune_candidate(
@@ -64,23 +64,22 @@ def tune_candidate(
         MachineError: no Hopper GPU is usable.
         CompileError: the program does not compile, or is wrong in every configuration at a shape.
     """
-    return _Trial(spec, text, _resolve("cuda"), observer, None).tune()
+    return _Trial(spec, text, usable_gpu("cuda"), observer, None).tune()
 
 
-def _resolve(device: str) -> Gpu | None:
-    """The GPU to run on; None interprets. No CUDA context is made here."""
-    from coda_agent.agent.judge.device import find_gpu
+def usable_gpu(device: str) -> Gpu | None:
+    """The GPU that kernels run on: "cuda" demands one, "cpu" takes none, "auto" what there is.
+
+    Raises:
+        MachineError: "cuda", and there is no Hopper GPU.
+    """
+    from coda_agent.agent.judge.executor import executor
     from coda_agent.primitives.errors import MachineError
 
-    gpu = None if device == "cpu" else find_gpu()
-    if gpu is not None and gpu.capability == "9.0":
-        from torch.version import cuda
-
-        if cuda is not None:
-            return gpu
-    if device == "cuda":
+    gpu = None if device == "cpu" else executor().gpu()
+    if device == "cuda" and gpu is None:
         raise MachineError("no Hopper GPU is usable here", hint="use --device cpu to interpret")
-    return None
+    return gpu
 
 
 class _Trial:
@@ -89,7 +88,10 @@ class _Trial:
     def __init__(
         self, spec: Spec, text: str, gpu: Gpu | None, observer: Observer, types: list[str] | None
     ) -> None:
+        from coda_agent.agent.judge.executor import executor
+
         self.spec, self.text, self.gpu, self.observer = spec, text, gpu, observer
+        self.executor = executor()
         first = next(iter(spec.types.values()), ["bfloat16"])
         self.types = types or list(first)
         self.results: list[GateResult] = []
@@ -111,7 +113,7 @@ class _Trial:
 
     def _walk(self, gates: tuple[str, ...]) -> None:
         if self.gpu is not None and set(gates) - {"static", "compile"}:
-            self._device().start()
+            self.executor.start()
         steps = {
             "static": self._static,
             "compile": self._compile,
@@ -127,12 +129,6 @@ class _Trial:
                 step(result)
             if not result.passed:
                 break
-
-    def _device(self) -> Device:
-        from coda_agent.agent.judge.device import device
-
-        assert self.gpu is not None
-        return device(self.gpu)
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
@@ -168,9 +164,8 @@ class _Trial:
         from coda_agent.primitives.errors import CompileError
         from coda_agent.primitives.tiles import TileConfig
 
-        pool = warm_pool()
         try:
-            self.programs = compile_gate.load(pool, self.text)
+            self.programs = compile_gate.load(warm_pool(), self.text)
         except CompileError as error:
             result.findings = [Finding(message=error.message, hint=error.hint)]
             return
@@ -185,7 +180,9 @@ class _Trial:
             all_tiles=self.gpu is not None,
             shapes=[(s[m], s[n], s[k]) for s in self.spec.bench_shapes],
         )
-        result.findings, reports = compile_gate.compile_all(pool, jobs, self._progress("compile"))
+        result.findings, reports = compile_gate.compile_all(
+            self.executor, jobs, self._progress("compile")
+        )
         result.data = {
             "kernels": reports,
             "programs": {n: p.digest for n, p in sorted(self.programs.items())},
@@ -196,21 +193,17 @@ class _Trial:
                 self.admitted.setdefault(key, []).append(TileConfig(**job["config"]))
 
     def _numerics(self, result: GateResult) -> None:
-        from coda_agent.agent.judge.device_worker import as_record
-        from coda_agent.agent.judge.numerics import check_numerics
         from coda_agent.primitives.tiles import TileConfig
 
-        tell = self._progress("numerics")
         if self.gpu is not None:
-            record = self._device().grade("numerics", self.spec, self.programs, self.admitted, tell)
+            about, run = self.admitted, partial(self.executor.grade, "numerics")
         else:
             # Two block widths: one that divides the common shapes and one that leaves a ragged
             # block.
             blocks = [TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True)]
-            tiles = {(v, e): blocks for v in self._variants() for e in self.types}
-            record = as_record(
-                check_numerics(self.spec, self.programs, tiles, device="cpu", progress=tell)
-            )
+            about = {(v, e): blocks for v in self._variants() for e in self.types}
+            run = self.executor.interpret
+        record = run(self.spec, self.programs, about, self._progress("numerics"))
         result.findings = [Finding(**f) for f in record.pop("findings")]
         self.admitted = {
             (p, e): [TileConfig(**c) for c in kept] for p, e, kept in record.pop("admitted")
@@ -222,7 +215,7 @@ class _Trial:
         if self.gpu is None:
             result.skipped = NO_GPU
             return
-        record = self._device().grade(
+        record = self.executor.grade(
             kind, self.spec, self.programs, self.admitted, self._progress(kind)
         )
         result.findings = [Finding(**f) for f in record.pop("findings")]
@@ -236,11 +229,11 @@ class _Trial:
             result.skipped = NO_GPU
             return
         result.findings = sanitize(
-            self.gpu, tool, self.spec, self.programs, self.types[0], self._progress(tool)
+            hopper(), tool, self.spec, self.programs, self.types[0], self._progress(tool)
         )
 
     def _verdict(self) -> Verdict:
-        from coda_agent.agent.judge.provenance import digests, environment
+        from coda_agent.agent.judge.provenance import digests
 
         passed = all(r.passed for r in self.results)
         ran = {r.name for r in self.results if r.skipped is None and r.passed}
@@ -266,18 +259,23 @@ class _Trial:
             level=level,
             gates=self.results,
             tuned=self.tuned,
-            environment=environment("cuda" if self.gpu else "cpu"),
+            environment=self.executor.environment("cuda" if self.gpu else "cpu"),
             digests=digests(self.spec, self.text),
             not_shown=missing,
         )
 
 
 def hopper() -> Gpu:
-    """The GPU that kernels run on here.
+    """A GPU of this machine, for tools that run here whatever the executor.
 
     Raises:
-        MachineError: it is no Hopper GPU.
+        MachineError: there is no Hopper GPU.
     """
-    gpu = _resolve("cuda")
-    assert gpu is not None
-    return gpu
+    from coda_agent.agent.judge.executor import Local
+    from coda_agent.primitives.errors import MachineError
+
+    if gpu := Local().gpu():
+        return gpu
+    raise MachineError(
+        "no Hopper GPU is usable here", hint="`coda-agent doctor` says what there is"
+    )

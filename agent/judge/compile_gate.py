@@ -14,6 +14,7 @@ from coda_agent.primitives.target import is_mma
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
 if TYPE_CHECKING:
+    from coda_agent.agent.judge.executor import Executor
     from coda_agent.specs import Spec
 
 Progress = Callable[[int, int, str], None]
@@ -175,7 +176,7 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
 
 
 def compile_all(
-    pool: CompilePool, jobs: list[dict[str, Any]], progress: Progress
+    pool: CompilePool | Executor, jobs: list[dict[str, Any]], progress: Progress
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Run the jobs; a finding for each failure at a default configuration, and one report line a
     job.

@@ -1,29 +1,27 @@
 """The supervisor of a GPU, in the command's process, which itself never touches it.
 
-- Kernels run in a warm child (`device_worker.py`), under a lock that other coda-agent processes
-  respect. A job without an answer costs the child: it is killed, the GPU is probed, and the job
-  goes on without the tile whose launch was in flight.
+- Kernels run in a warm child (`device_worker.py`). Whoever sends jobs there holds the GPU against
+  other coda-agent processes meanwhile (`exclusive`).
+- A job without an answer costs the child: it is killed, the GPU is probed, and the job goes on
+  without the tile whose launch was in flight.
 - A job lost with no launch in flight is tried once more; lost again, it is the machine's fault.
 """
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.child import Child, ChildError
 from coda_agent.agent.judge.faults import FaultMemory
-from coda_agent.agent.judge.machine import CONTENDED
+from coda_agent.agent.judge.machine import CONTENDED, smi
 from coda_agent.primitives import errors
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.target import cache_directory
@@ -60,74 +58,90 @@ class Gpu:
     capability: str
 
 
-def find_gpu() -> Gpu | None:
-    """The GPU to use: `CODA_AGENT_GPU` (an index or a UUID), else the first that
-    `CUDA_VISIBLE_DEVICES` leaves, else the first; None where there is none.
+def find_gpus() -> list[Gpu]:
+    """The GPUs to use, in order: `CODA_AGENT_GPU` (an index or a UUID), else what
+    `CUDA_VISIBLE_DEVICES` leaves, else all.
 
     Raises:
         MachineError: the GPU of `CODA_AGENT_GPU` is not there.
     """
-    rows = _smi("gpu=index,uuid,name,compute_cap")
+    rows = smi("gpu=index,uuid,name,compute_cap")
     asked = os.environ.get("CODA_AGENT_GPU")
-    wanted = asked or os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    first = wanted.split(",")[0].strip()
-    for index, uuid, name, capability in rows:
-        if first and (first == index or uuid.startswith(first)):
-            return Gpu(uuid, name, capability)
-    if asked:
+    wanted = asked or os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(row[0] for row in rows))
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    found = [
+        Gpu(uuid, name, capability)
+        for n in names
+        for index, uuid, name, capability in rows
+        if n == index or uuid.startswith(n)
+    ]
+    if asked and not found:
         known = ", ".join(f"{row[0]} ({row[1]})" for row in rows) or "none"
         raise MachineError(f"CODA_AGENT_GPU={asked} names no GPU here; there are: {known}")
-    return None
-
-
-def _smi(query: str, *more: str) -> list[list[str]]:
-    """Rows of nvidia-smi; none where it does not answer."""
-    ask = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits", *more]
-    try:
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
+    return found
 
 
 def _used(uuid: str) -> tuple[int, int]:
     """Memory in use in MiB and utilization in percent; zeros where nvidia-smi does not say."""
-    row = next(iter(_smi("gpu=memory.used,utilization.gpu", "-i", uuid)), [])
+    row = next(iter(smi("gpu=memory.used,utilization.gpu", "-i", uuid)), [])
     memory, busy = (int(cell) if cell.isdigit() else 0 for cell in [*row, "", ""][:2])
     return memory, busy
 
 
-@contextmanager
-def exclusive(gpu: Gpu, progress: Progress = lambda *_: None) -> Iterator[None]:
-    """Holds a GPU against other coda-agent processes of this machine.
-
-    Raises:
-        MachineError: another process did not give it up within `LOCK_S`.
-    """
+def _lock(gpu: Gpu) -> int | None:
+    """A descriptor that holds the GPU until it is closed; None where another process does."""
     path = LOCKS / f"coda-agent-{gpu.uuid}.lock"
     try:  # made by any user, locked by all: that needs no right to write
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CREAT, 0o644)
         os.fchmod(fd, 0o644)  # whatever the umask
-    begun = time.monotonic()
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - begun
-            if waited > LOCK_S:
-                raise MachineError(
-                    f"another coda-agent process has held {gpu.name} for {waited:.0f} s",
-                    hint="wait for it, or choose another GPU by CODA_AGENT_GPU",
-                )
-            progress(0, 0, f"waiting {waited:.0f} s: another coda-agent process uses {gpu.name}")
-            time.sleep(0.5)
-        yield
-    finally:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(fd)
+        return None
+    return fd
+
+
+def is_free(gpu: Gpu) -> bool:
+    """Whether no other coda-agent process holds the GPU now."""
+    fd = _lock(gpu)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
+@contextmanager
+def exclusive(gpus: Sequence[Gpu], progress: Progress = lambda *_: None) -> Iterator[Gpu]:
+    """Holds one of several GPUs against other coda-agent processes of this machine: the first that
+    is free.
+
+    Raises:
+        MachineError: there is none, or other processes gave none up within `LOCK_S`.
+    """
+    begun = time.monotonic()
+    names = " and ".join(sorted({gpu.name for gpu in gpus}))
+    if not gpus:
+        raise MachineError("no GPU is usable here", hint="`coda-agent doctor` says what there is")
+    while True:
+        for gpu in gpus:
+            fd = _lock(gpu)
+            if fd is None:
+                continue
+            try:
+                yield gpu
+            finally:
+                os.close(fd)
+            return
+        waited = time.monotonic() - begun
+        if waited > LOCK_S:
+            raise MachineError(
+                f"another coda-agent process has held {names} for {waited:.0f} s",
+                hint="wait for it, or choose another GPU by CODA_AGENT_GPU",
+            )
+        progress(0, 0, f"waiting {waited:.0f} s: another coda-agent process uses {names}")
+        time.sleep(0.1)
 
 
 def environment(gpu: Gpu) -> dict[str, str]:
@@ -202,26 +216,25 @@ class Device:
         record: dict[str, Any] = {"findings": [], "refused_tiles": [], **empty}
         # One job for all that is timed: what it times of one program depends on the others.
         units = [{key: tiles[key]} for key in tiles] if kind == "numerics" else [tiles]
-        with exclusive(self.gpu, progress):
-            for unit in units:
-                past = {key: FaultMemory(self.gpu.name, programs[key[0]], key[1]) for key in unit}
-                faults = {(k, c): f for k in unit for c, f in past[k].known(unit[k]).items()}
-                while True:
-                    refused = [_refusal(*item) for item in faults.items()]
-                    default = any(c == DEFAULT_CONFIGS["sm_90a"] for _, c in faults)
-                    if default or len(refused) >= MAX_FAULTS:
-                        return _merged(record, {"findings": refused})
-                    left = {k: [c for c in unit[k] if (k, c) not in faults] for k in unit}
-                    job = job_for(kind, spec, programs, left)
-                    try:
-                        answer = self._tried(job, progress)
-                        break
-                    except Lost as lost:
-                        key, config = _culprit(spec, lost.launch or {}, left)
-                        about = {"fault": lost.fault, "detail": lost.detail, "launch": lost.launch}
-                        faults[key, config] = past[key].add(config, about)
-                lines = [{**f["where"], **f, "fault": f.pop("message")} for f in refused]
-                _merged(_merged(record, answer), {"refused_tiles": lines})
+        for unit in units:
+            past = {key: FaultMemory(self.gpu.name, programs[key[0]], key[1]) for key in unit}
+            faults = {(k, c): f for k in unit for c, f in past[k].known(unit[k]).items()}
+            while True:
+                refused = [_refusal(*item) for item in faults.items()]
+                default = any(c == DEFAULT_CONFIGS["sm_90a"] for _, c in faults)
+                if default or len(refused) >= MAX_FAULTS:
+                    return _merged(record, {"findings": refused})
+                left = {k: [c for c in unit[k] if (k, c) not in faults] for k in unit}
+                job = job_for(kind, spec, programs, left)
+                try:
+                    answer = self._tried(job, progress)
+                    break
+                except Lost as lost:
+                    key, config = _culprit(spec, lost.launch or {}, left)
+                    about = {"fault": lost.fault, "detail": lost.detail, "launch": lost.launch}
+                    faults[key, config] = past[key].add(config, about)
+            lines = [{**f["where"], **f, "fault": f.pop("message")} for f in refused]
+            _merged(_merged(record, answer), {"refused_tiles": lines})
         return record
 
     def _tried(self, job: dict[str, Any], progress: Progress) -> Any:
@@ -311,7 +324,7 @@ class Device:
             memory, busy = _used(self.gpu.uuid)
             if memory <= self._idle_mib + _SLACK_MIB and busy < 50:
                 break
-            if _smi("compute-apps=pid", "-i", self.gpu.uuid):
+            if smi("compute-apps=pid", "-i", self.gpu.uuid):
                 break  # someone else's work, which is theirs to do
             if time.monotonic() > end:
                 state = f"{memory - self._idle_mib} MiB more in use than before, {busy} % busy"
@@ -343,14 +356,6 @@ def job_for(
         "programs": {name: program.to_dict() for name, program in programs.items()},
         "tiles": [[*key, [c.to_dict() for c in configs]] for key, configs in tiles.items()],
     }
-
-
-@lru_cache(maxsize=8)
-def device(gpu: Gpu) -> Device:
-    """The supervisor of a GPU in this process; its child stays warm until the process ends."""
-    made = Device(gpu)
-    atexit.register(made.close)
-    return made
 
 
 def _culprit(spec: Spec, launch: Mapping[str, Any], left: Tiles) -> tuple[Key, TileConfig]:

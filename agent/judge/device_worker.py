@@ -130,7 +130,7 @@ def numerics(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """The numerics gate over some tiles."""
     from coda_agent.agent.judge.numerics import check_numerics
 
-    spec, programs, tiles = _given(job)
+    spec, programs, tiles = given(job)
     report = check_numerics(spec, programs, tiles, device="cuda", progress=_progress(tell))
     return as_record(report)
 
@@ -148,7 +148,7 @@ def performance(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """The performance gate over some tiles."""
     from coda_agent.agent.judge.performance import check_performance
 
-    spec, programs, tiles = _given(job)
+    spec, programs, tiles = given(job)
     findings, data, tuned = check_performance(spec, programs, tiles, progress=_progress(tell))
     found = [f.model_dump() for f in findings]
     return {**data, "findings": found, "tuned": tuned}
@@ -158,7 +158,7 @@ def tune(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """The fastest right tiles at the spec's bench shapes."""
     from coda_agent.agent.judge import tuner
 
-    spec, programs, tiles = _given(job)
+    spec, programs, tiles = given(job)
     return {"tuned": tuner.tune(spec, programs, tiles, progress=_progress(tell))}
 
 
@@ -172,9 +172,10 @@ JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {
 }
 
 
-def _given(
+def given(
     job: dict[str, Any],
 ) -> tuple[Spec, dict[str, Program], dict[tuple[str, str], list[TileConfig]]]:
+    """Spec, programs and tiles of a job that `device.job_for` made."""
     from coda_agent.primitives.program import Program
     from coda_agent.primitives.tiles import TileConfig
     from coda_agent.specs import load_spec

@@ -22,27 +22,31 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def gpu_state() -> dict[str, Any]:
-    """Clocks, temperature, power, throttling and processes of the GPU in use; `error` where
-    nvidia-smi does not answer."""
-    visible = os.environ.get("CODA_AGENT_GPU") or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
-    device = visible.split(",")[0]
+def smi(query: str, *more: str) -> list[list[str]]:
+    """The rows that nvidia-smi answers to `--query-QUERY`; none where it does not answer."""
+    ask = ["nvidia-smi", *more, f"--query-{query}", "--format=csv,noheader,nounits"]
     try:
-        row = _nvidia_smi(device, f"--query-gpu={','.join(_FIELDS)}")
-        processes = _nvidia_smi(device, "--query-compute-apps=pid").split()
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"error": f"nvidia-smi: {error}"}
-    state: dict[str, Any] = dict(zip(_FIELDS, (v.strip() for v in row.split(",")), strict=False))
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
+
+
+def gpu_state(uuid: str | None = None) -> dict[str, Any]:
+    """Clocks, temperature, power, throttling and processes of a GPU, by default of the one in use;
+    `error` where nvidia-smi does not answer."""
+    visible = os.environ.get("CODA_AGENT_GPU") or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    device = uuid or visible.split(",")[0]
+    rows = smi(f"gpu={','.join(_FIELDS)}", "-i", device)
+    if not rows:
+        return {"error": f"nvidia-smi: no answer about GPU {device}"}
+    state: dict[str, Any] = dict(zip(_FIELDS, rows[0], strict=False))
+    processes = [row[0] for row in smi("compute-apps=pid", "-i", device)]
     torch = sys.modules.get("torch")
     has_context = bool(torch and torch.cuda.is_initialized())
     state["compute_processes"] = len(processes)
     state["other_processes"] = others(processes, related, has_context=has_context)
     return state
-
-
-def _nvidia_smi(device: str, query: str) -> str:
-    command = ["nvidia-smi", "-i", device, query, "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
 
 
 def related(pid: str) -> bool:

@@ -39,9 +39,10 @@ class CompilePool:
             logging.getLogger("coda_agent").warning(
                 "candidates are compiled without a sandbox: %s", self.sandbox.missing
             )
-        cores = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0)) // beside
         self.size = size or max(1, min(cores, 14))
-        self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        # Last in, first out: one job after the other starts one worker only.
+        self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         extra = {"CUDA_VISIBLE_DEVICES": "", "QUACK_CACHE_DIR": str(cache_directory().resolve())}
         extra |= environment or {}
         self._workers = [
@@ -109,6 +110,8 @@ class CompilePool:
             worker.close()
 
 
+beside = 1
+"""Processes of one command that have a pool each; they share the cores."""
 _warm: dict[str, CompilePool] = {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coda_agent.agent.judge.device import Gpu
     from coda_agent.specs import Spec
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "triton")
@@ -62,8 +63,9 @@ def judge_digest() -> str:
     return "sha256:" + hashed.hexdigest()
 
 
-def environment(device: str) -> dict[str, Any]:
-    """The machine, the versions, and the sandbox that candidates were compiled in."""
+def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
+    """The machine, the versions, and the sandbox that candidates were traced in; for device "cuda"
+    the state of a GPU, by default the one in use."""
     from coda_agent.agent.sandbox import choose
 
     facts: dict[str, Any] = {
@@ -76,8 +78,8 @@ def environment(device: str) -> dict[str, Any]:
     if device == "cuda":
         import torch
 
-        from coda_agent.agent.judge.timing import gpu_state
+        from coda_agent.agent.judge.machine import gpu_state
 
-        facts["gpu"] = gpu_state()
+        facts["gpu"] = gpu_state(gpu and gpu.uuid)
         facts["cuda"] = torch.version.cuda
     return facts

@@ -83,7 +83,7 @@ def sanitize(
     job, answer = job_for("numerics", spec, programs, configs), {}
     # Without PyTorch's cache every tensor is an allocation of its own, whose end is watched.
     variables = {**environment(gpu), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    with tempfile.TemporaryDirectory() as folder, exclusive(gpu, progress):
+    with tempfile.TemporaryDirectory() as folder, exclusive([gpu], progress):
         log = Path(folder) / "report.txt"
         command = [_sanitizer(), "--tool", tool, "--log-file", str(log), "--print-limit", "100"]
         child = Child(module, environment=variables, wrap=lambda python: [*command, *python])

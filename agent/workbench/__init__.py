@@ -350,7 +350,7 @@ class Workbench:
         accepted = {kernel.name: kernel for kernel in self.workspace.kernels()}
         incumbent = accepted.get(self.spec.name)
         old = incumbent.program.read_text("utf-8") if incumbent else None
-        with exclusive(hopper()):
+        with exclusive([hopper()]):
             return Result(text=profile(self.spec, self.state.candidate, old), gpu=True)
 
     @tool()

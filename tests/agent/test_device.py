@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from coda_agent.agent.judge import device, faults, sanitize
-from coda_agent.agent.judge.device import Device, Gpu, exclusive, find_gpu
+from coda_agent.agent.judge.device import Device, Gpu, exclusive, find_gpus, is_free
 from coda_agent.agent.judge.device_worker import Watch, named
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
@@ -238,7 +238,7 @@ import sys, time
 from pathlib import Path
 from coda_agent.agent.judge import device
 device.LOCKS = Path(sys.argv[1])
-with device.exclusive(device.Gpu("GPU-1234", "Fake GPU", "9.0")):
+with device.exclusive([device.Gpu("GPU-1234", "Fake GPU", "9.0")]):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
 """
@@ -252,13 +252,15 @@ def test_two_processes_never_have_one_gpu_at_a_time(
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         monkeypatch.setattr(device, "LOCK_S", 0.2)
         held = pytest.raises(MachineError, match="another coda-agent process has held Fake GPU")
-        with held, exclusive(GPU):
+        with held, exclusive([GPU]):
             raise AssertionError("two have it")
         monkeypatch.setattr(device, "LOCK_S", 60)
-        with exclusive(Gpu("GPU-0abc", "Other", "8.0")):
-            pass  # another GPU is free
+        other = Gpu("GPU-0abc", "Other", "8.0")
+        with exclusive([GPU, other]) as free:
+            assert free == other
+        assert is_free(other) and not is_free(GPU)
         notes: list[str] = []
-        with exclusive(GPU, lambda *told: notes.append(told[2])):
+        with exclusive([GPU], lambda *told: notes.append(told[2])):
             assert holder.wait() == 0
         assert notes and "another coda-agent process uses Fake GPU" in notes[0]
 
@@ -309,25 +311,24 @@ def children(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("variables", "name"),
+    ("variables", "names"),
     [
-        ({}, "Other"),
-        ({"CUDA_VISIBLE_DEVICES": "1,0"}, "Fake GPU"),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-12"}, "Fake GPU"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, None),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, None),
-        ({"CUDA_VISIBLE_DEVICES": "0", "CODA_AGENT_GPU": "1"}, "Fake GPU"),
+        ({}, ["Other", "Fake GPU"]),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, ["Fake GPU", "Other"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-12"}, ["Fake GPU"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "0", "CODA_AGENT_GPU": "1"}, ["Fake GPU"]),
     ],
 )
-def test_the_gpu_is_the_one_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str | None
+def test_the_gpus_are_those_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], names: list[str]
 ) -> None:
     for key in ("CUDA_VISIBLE_DEVICES", "CODA_AGENT_GPU"):
         monkeypatch.delenv(key, raising=False)
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
-    found = find_gpu()
-    assert (found.name if found else None) == name
+    assert [gpu.name for gpu in find_gpus()] == names
 
 
 def test_a_gpu_asked_for_that_is_not_there_is_an_error(
@@ -335,7 +336,7 @@ def test_a_gpu_asked_for_that_is_not_there_is_an_error(
 ) -> None:
     monkeypatch.setenv("CODA_AGENT_GPU", "7")
     with pytest.raises(MachineError, match=r"CODA_AGENT_GPU=7 names no GPU here; .*1 \(GPU-1234\)"):
-        find_gpu()
+        find_gpus()
 
 
 class Operand:

@@ -13,6 +13,7 @@ from coda_agent.agent.judge import (
     Verdict,
     compile_gate,
     device,
+    executor,
     faults,
     judge_candidate,
     tune_candidate,
@@ -156,7 +157,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(device, "SETTLE_S", 0.2)
     monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])
     made = device.Device(device.Gpu("GPU-1", "Fake GPU", "9.0"), "scripted_device")
-    monkeypatch.setattr(device, "device", {made.gpu: made}.__getitem__)
+    monkeypatch.setattr(executor.Local, "_device", lambda self, gpu: {made.gpu: made}[gpu])
     yield tmp_path
     made.close()
 

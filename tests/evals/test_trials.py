@@ -557,10 +557,8 @@ def test_the_command_runs_resumes_and_sums_up(where: workspace.Workspace) -> Non
 def test_a_suite_for_a_gpu_says_so_without_one(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coda_agent.agent import doctor
-
-    monkeypatch.setattr(doctor, "gpus", list)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = CliRunner().invoke(app, ["eval", "run", "--suite", "paper", "--author", "hand"])
     assert result.exit_code == 3
-    assert "suite paper is for a GPU named H200, here is none" in result.output
+    assert "suite paper is for a GPU named H200, here is no Hopper GPU" in result.output
     assert "--device cpu" in result.output

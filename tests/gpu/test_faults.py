@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge import faults, sanitize
-from coda_agent.agent.judge.device import Device, find_gpu
+from coda_agent.agent.judge import faults, hopper, sanitize
+from coda_agent.agent.judge.device import Device
 from coda_agent.agent.judge.worker import load_programs
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import MachineError
@@ -45,9 +45,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gpu(script: Path) -> Iterator[Device]:
-    found = find_gpu()
-    assert found is not None
-    made = Device(found, "faulty_worker")
+    made = Device(hopper(), "faulty_worker")
     made.start()
     yield made
     made.close()
@@ -108,8 +106,7 @@ def test_short_memory_is_one_line_and_the_next_job_runs_as_before(
 def test_the_gpu_has_the_name_torch_gives_it() -> None:
     import torch
 
-    found = find_gpu()
-    assert found is not None and found.name == torch.cuda.get_device_name(0)
+    assert hopper().name == torch.cuda.get_device_name(0)
 
 
 @pytest.mark.parametrize("fault", [None, "stray"])
@@ -121,12 +118,10 @@ def test_memcheck_finds_a_stray_write_and_nothing_in_a_right_kernel(
     except MachineError as error:
         pytest.skip(str(error))
     script.write_text(json.dumps({TILES[0].label: fault} if fault else {}))
-    found = find_gpu()
-    assert found is not None
     spec, programs = loaded()
     say = lambda *_: None
     findings = sanitize.sanitize(
-        found, "memcheck", spec, programs, "bfloat16", say, "faulty_worker"
+        hopper(), "memcheck", spec, programs, "bfloat16", say, "faulty_worker"
     )
     if fault is None:
         assert findings == []

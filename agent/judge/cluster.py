@@ -1,0 +1,242 @@
+"""Jobs on a Dask cluster: `--executor dask://HOST:PORT`, the scheduler's address.
+
+- Compile jobs go to workers with the resource CPU, and are named by their digest: asked for twice,
+  they run once.
+- A gate that runs kernels goes to a worker with the resource GPU, one process and one thread a
+  GPU, and takes the objects with it: the machines need no common file system.
+- A lost worker's jobs are run again elsewhere, as often as the scheduler's allowed-failures says.
+  What a job raises comes back as it would here. A worker with another judge refuses all jobs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import platform
+import queue
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from coda_agent.agent.judge.device import Gpu, Progress, Tiles, job_for
+from coda_agent.agent.judge.executor import Local
+from coda_agent.agent.judge.pool import warm_pool
+from coda_agent.agent.judge.provenance import judge_digest
+from coda_agent.primitives.errors import CompileError, MachineError
+from coda_agent.primitives.target import cache_directory
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+CONNECT_S = 10
+_SAME = "install the same coda-agent, and the same packages, on every machine"
+_CPU = "start one with `dask worker tcp://HOST:PORT --nthreads 8 --resources CPU=8`"
+
+
+class Cluster:
+    """An `Executor` whose jobs run on a cluster's workers.
+
+    Raises:
+        MachineError: `distributed` is not installed, the cluster does not answer, no worker
+            compiles, or a worker has another judge.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            from distributed import Client
+        except ImportError:
+            hint = "pip install 'coda-agent[dask]'"
+            message = "an executor on Dask needs the package distributed"
+            raise MachineError(message, hint=hint) from None
+        try:
+            self._client = Client(f"tcp://{address}", timeout=CONNECT_S, set_as_default=False)
+        except (OSError, ValueError) as error:
+            message = f"no Dask scheduler answers at {address}"
+            raise MachineError(message, hint="start one with `dask scheduler`") from error
+        atexit.register(self.close)
+        self._built: list[Any] = []
+        self._environment: dict[str, Any] = {}
+        self._local = Local()
+        if not self._workers("CPU"):
+            raise MachineError(f"no worker of {address} has the resource CPU", hint=_CPU)
+        for worker, digest in self._each(_judge).items():
+            if digest != judge_digest():
+                raise MachineError(f"worker {worker} has another judge", hint=_SAME)
+
+    def _workers(self, resource: str) -> list[str]:
+        known = self._client.scheduler_info(n_workers=-1)["workers"]
+        return [name for name, worker in known.items() if worker["resources"].get(resource)]
+
+    def gpu(self) -> Gpu | None:
+        workers = self._workers("GPU")
+        found = self._each(_gpu, workers=workers, on_error="return") if workers else {}
+        return next((gpu for gpu in found.values() if isinstance(gpu, Gpu)), None)
+
+    def _each(self, function: Callable[[], Any], **more: Any) -> dict[str, Any]:
+        """What a function returns on each worker, at once, whatever runs there."""
+        return cast("dict[str, Any]", self._client.run(function, **more))
+
+    def start(self) -> None:
+        """The workers' children are warm after their first job."""
+
+    def map(
+        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
+    ) -> list[Any | CompileError]:
+        from distributed import as_completed
+
+        self._built = [
+            self._client.submit(
+                _compile, job, judge_digest(), key=f"compile-{_digest(job)}", resources={"CPU": 1}
+            )
+            for job in jobs
+        ]
+        # Only the reports come here; the objects stay where they are until a GPU needs them.
+        reports = [self._client.submit(_report, b, key=f"report-{b.key}") for b in self._built]
+        named = {future.key: job for future, job in zip(reports, jobs, strict=True)}
+        with self._client.as_current():
+            for done, future in enumerate(as_completed(reports), 1):
+                progress(done, named[future.key])
+        found = [_result(future) for future in reports]
+        return [CompileError(f[0], hint=f[1]) if isinstance(f, list) else f for f in found]
+
+    def grade(
+        self,
+        kind: str,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        tiles: Tiles,
+        progress: Progress,
+    ) -> dict[str, Any]:
+        return self._told(job_for(kind, spec, programs, tiles), progress, "GPU", self._built)
+
+    def interpret(
+        self, spec: Spec, programs: Mapping[str, Program], tiles: Tiles, progress: Progress
+    ) -> dict[str, Any]:
+        return self._told(job_for("interpret", spec, programs, tiles), progress, "CPU", [])
+
+    def _told(
+        self, job: dict[str, Any], progress: Progress, resource: str, objects: list[Any]
+    ) -> dict[str, Any]:
+        """The record of a gate, its progress told on the way."""
+        topic, told = f"{job['kind']}-{uuid.uuid4().hex}", queue.SimpleQueue[tuple[Any, ...]]()
+        self._client.subscribe_topic(topic, lambda event: told.put(event[1]))
+        try:
+            future = self._client.submit(
+                _grade, job, judge_digest(), topic, objects, key=topic, resources={resource: 1}
+            )
+            while not future.done():
+                with contextlib.suppress(queue.Empty):
+                    progress(*told.get(timeout=0.1))
+            record, self._environment = _result(future)
+            return record
+        finally:
+            self._client.unsubscribe_topic(topic)
+
+    def close(self) -> None:
+        """Leave the cluster, which forgets this client's jobs."""
+        self._client.close()
+
+    def environment(self, device: str) -> dict[str, Any]:
+        here = self._local.environment("cpu")
+        # Candidates are traced here, so this machine's sandbox is the one that held them.
+        return {**here, **self._environment, "sandbox": here["sandbox"], "device": device}
+
+
+def _digest(job: Mapping[str, Any]) -> str:
+    text = json.dumps([job, judge_digest()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _result(future: Any) -> Any:
+    """What a job returned or raised.
+
+    Raises:
+        MachineError: its worker was lost.
+    """
+    from distributed import KilledWorker
+    from distributed.client import FutureCancelledError
+
+    try:
+        return future.result()
+    except (KilledWorker, FutureCancelledError, OSError) as error:
+        first = str(error).strip().partition("\n")[0]
+        message = f"the cluster lost the job {future.key.partition('-')[0]}: {first}"
+        raise MachineError(message, hint="the same command tries it again") from error
+
+
+# What follows runs on workers.
+
+
+@lru_cache(maxsize=1)
+def _here() -> Local:
+    return Local()
+
+
+def _gpu() -> Gpu | None:
+    return _here().gpu()
+
+
+def _judge() -> str:
+    return judge_digest()
+
+
+def _require(judge: str) -> None:
+    """
+    Raises:
+        MachineError: the judge here is another.
+    """
+    if judge != judge_digest():
+        raise MachineError(f"worker {platform.node()} has another judge", hint=_SAME)
+
+
+def _compile(job: dict[str, Any], judge: str) -> tuple[Any, str, bytes]:
+    """A compile job's report, or [message, hint] of its error; and the object it left in the
+    cache, by name."""
+    _require(judge)
+    try:
+        report = warm_pool().run(job)
+    except CompileError as error:
+        return [error.message, error.hint], "", b""
+    path = Path(report["object"])
+    return report, path.relative_to(cache_directory().resolve()).as_posix(), path.read_bytes()
+
+
+def _report(built: tuple[Any, str, bytes]) -> Any:
+    return built[0]
+
+
+def _grade(
+    job: dict[str, Any], judge: str, topic: str, objects: list[tuple[Any, str, bytes]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record of a gate, and the environment it ran in."""
+    from distributed import get_worker
+
+    from coda_agent.agent.judge.device_worker import given
+
+    _require(judge)
+    for _, name, data in objects:
+        _keep(name, data)
+    worker, here = get_worker(), _here()
+    spec, programs, tiles = given(job)
+
+    def tell(done: int, total: int, note: str) -> None:
+        worker.log_event(topic, (done, total, note))
+
+    if job["kind"] == "interpret":
+        return here.interpret(spec, programs, tiles, tell), here.environment("cpu")
+    return here.grade(job["kind"], spec, programs, tiles, tell), here.environment("cuda")
+
+
+def _keep(name: str, data: bytes) -> None:
+    """An object in this machine's cache, where quack looks for it."""
+    path = cache_directory() / name
+    if name and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{uuid.uuid4().hex}")
+        part.write_bytes(data)
+        part.rename(path)

@@ -1,0 +1,158 @@
+"""Where the judge's jobs run: on this machine, or on a Dask cluster (`cluster.py`).
+
+Jobs are data: programs as graphs, a spec's text, tiles. A candidate's Python, and the author, stay
+with the command that was started; so do keys and logs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coda_agent.agent.judge.device import (
+    Device,
+    Gpu,
+    Progress,
+    Tiles,
+    exclusive,
+    find_gpus,
+    is_free,
+)
+from coda_agent.agent.judge.pool import warm_pool
+from coda_agent.primitives.errors import CompileError, MachineError
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+VARIABLE = "CODA_AGENT_EXECUTOR"
+"""Environment variable: `dask://HOST:PORT`; unset, jobs run on this machine."""
+HOPPER = "9.0"
+
+
+class Executor(Protocol):
+    """Runs the jobs of a trial; the same job gives the same answer wherever it runs."""
+
+    def gpu(self) -> Gpu | None:
+        """A Hopper GPU that jobs can have; None where there is none."""
+        ...
+
+    def start(self) -> None:
+        """Told that a GPU will be needed soon."""
+        ...
+
+    def map(
+        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
+    ) -> list[Any | CompileError]:
+        """Compile jobs, results or errors in order; `progress(done, job)` after each."""
+        ...
+
+    def grade(
+        self,
+        kind: str,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        tiles: Tiles,
+        progress: Progress,
+    ) -> dict[str, Any]:
+        """The record of a gate that runs kernels, as `Device.grade` gives it."""
+        ...
+
+    def interpret(
+        self, spec: Spec, programs: Mapping[str, Program], tiles: Tiles, progress: Progress
+    ) -> dict[str, Any]:
+        """The record of the numerics gate without a GPU."""
+        ...
+
+    def environment(self, device: str) -> dict[str, Any]:
+        """The machine that the last gate ran on, as evidence names it."""
+        ...
+
+
+class Local:
+    """This machine: a pool of compile workers, and a child for each GPU.
+
+    A gate gets the first GPU that no other coda-agent process uses, so commands side by side
+    spread over the GPUs that `CUDA_VISIBLE_DEVICES` leaves.
+    """
+
+    def __init__(self) -> None:
+        self._devices: dict[Gpu, Device] = {}
+        self._used: Gpu | None = None
+
+    def gpu(self) -> Gpu | None:
+        return next(iter(self._gpus()), None)
+
+    def _gpus(self) -> list[Gpu]:
+        """Hopper GPUs, those with a warm child first. No CUDA context is made here."""
+        found = [gpu for gpu in find_gpus() if gpu.capability == HOPPER]
+        if found:
+            from torch.version import cuda
+
+            found = found if cuda else []
+        return sorted(found, key=lambda gpu: gpu not in self._devices)
+
+    def _device(self, gpu: Gpu) -> Device:
+        import atexit
+
+        if gpu not in self._devices:
+            self._devices[gpu] = made = Device(gpu)
+            atexit.register(made.close)
+        return self._devices[gpu]
+
+    def start(self) -> None:
+        if gpu := next(filter(is_free, self._gpus()), None):
+            self._device(gpu).start()
+
+    def map(
+        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
+    ) -> list[Any | CompileError]:
+        return warm_pool().map(jobs, progress)
+
+    def grade(
+        self,
+        kind: str,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        tiles: Tiles,
+        progress: Progress,
+    ) -> dict[str, Any]:
+        with exclusive(self._gpus(), progress) as gpu:
+            self._used = gpu
+            return self._device(gpu).grade(kind, spec, programs, tiles, progress)
+
+    def interpret(
+        self, spec: Spec, programs: Mapping[str, Program], tiles: Tiles, progress: Progress
+    ) -> dict[str, Any]:
+        from coda_agent.agent.judge.device_worker import as_record
+        from coda_agent.agent.judge.numerics import check_numerics
+
+        return as_record(check_numerics(spec, programs, tiles, device="cpu", progress=progress))
+
+    def environment(self, device: str) -> dict[str, Any]:
+        from coda_agent.agent.judge.provenance import environment
+
+        return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
+
+
+def executor() -> Executor:
+    """What `VARIABLE` names.
+
+    Raises:
+        MachineError: it names nothing known, or a cluster that does not answer.
+    """
+    return _executor(os.environ.get(VARIABLE, ""))
+
+
+@lru_cache(maxsize=1)
+def _executor(name: str) -> Executor:
+    if not name:
+        return Local()
+    kind, _, address = name.partition("://")
+    if kind != "dask" or ":" not in address:
+        raise MachineError(f"no executor {name!r}", hint="expected dask://HOST:PORT")
+    from coda_agent.agent.judge.cluster import Cluster
+
+    return Cluster(address)

@@ -1,0 +1,181 @@
+"""Jobs on a Dask cluster of real processes: the answers are those of this machine, objects travel,
+and a worker that is killed costs its job and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coda_agent.agent import workspace
+from coda_agent.agent.cli import app
+from coda_agent.agent.judge import cluster, compile_gate, executor, judge_candidate
+from coda_agent.evals.records import TRIALS, read_records
+from coda_agent.primitives.errors import MachineError, SpecError
+from coda_agent.primitives.tiles import SM90_CONFIGS
+from coda_agent.specs import Spec, load_spec
+
+pytest.importorskip("distributed", reason="needs coda-agent[dask]")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TEXT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
+SUITE = 'title = "T"\nspecs = ["gemm_swiglu", "gemm_rmsnorm"]\ngoal = "proved"\ntrials = 1\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the GPU worker finds: nvidia-smi, the script of its child, and a cache of its own."""
+    made = tmp_path_factory.mktemp("cluster")
+    (made / "nvidia-smi").write_text(
+        '#!/bin/sh\ncase "$*" in *index*) echo "0, GPU-1, Fake GPU, 9.0";; '
+        '*compute-apps*) ;; *) echo "Fake GPU, 1, 2, 3, 4, 5, 6, 7";; esac\n'
+    )
+    (made / "nvidia-smi").chmod(0o755)
+    (made / "script.json").write_text("{}")
+    return made
+
+
+@pytest.fixture(scope="module")
+def dask(folder: Path) -> Iterator[Any]:
+    """A scheduler, two workers that compile and one with a GPU that is not there."""
+    from distributed import Nanny, Scheduler, SpecCluster
+
+    gpu = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{folder}:{HERE}",
+        "QUACK_CACHE_DIR": str(folder / "cache"),
+        "XDG_CACHE_HOME": str(folder),
+    }
+    common = {"nthreads": 1, "local_directory": str(folder)}
+    workers = {
+        f"cpu{i}": {"cls": Nanny, "options": {**common, "resources": {"CPU": 1}}} for i in range(2)
+    }
+    preload = [str(HERE / "fake_gpu_worker.py")]
+    about = {**common, "resources": {"GPU": 1}, "env": gpu, "preload": preload}
+    workers["gpu"] = {"cls": Nanny, "options": about}
+    scheduler = {"cls": Scheduler, "options": {"port": 0, "dashboard": False}}
+    with SpecCluster(workers, scheduler) as made:
+        yield made
+
+
+@pytest.fixture
+def address(dask: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    found = dask.scheduler_address.removeprefix("tcp://")
+    monkeypatch.setenv(executor.VARIABLE, f"dask://{found}")
+    executor._executor.cache_clear()
+    yield found
+    made = executor.executor()
+    assert isinstance(made, cluster.Cluster)
+    made.close()
+    executor._executor.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return load_spec(ROOT / "specs" / "gemm_swiglu.md")
+
+
+def test_a_trial_on_a_gpu_elsewhere(
+    address: str, folder: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])
+    (folder / "script.json").write_text('{"128x160": "illegal address"}')
+    told: list[str] = []
+
+    def observer(type: str, data: dict[str, Any]) -> None:
+        if type == "gate.progress":
+            told.append(f"{data['gate']} {data['note']}")
+
+    verdict = judge_candidate(spec, TEXT, device="cuda", types=["bfloat16"], observer=observer)
+    assert verdict.level == "accepted", verdict.gates
+    assert verdict.environment["gpu"]["name"] == "Fake GPU"
+    (refused,) = verdict.gates[2].data["refused_tiles"]
+    assert refused["tile"] == SM90_CONFIGS[3].label
+    # The objects were compiled elsewhere, and came along.
+    lines = verdict.gates[1].data["kernels"]
+    kept = list((folder / "cache").glob("*/*.o"))
+    assert len(kept) == len(lines) > 1 and all(path.stat().st_size > 1000 for path in kept)
+    assert any(line.startswith("compile sm_90a") for line in told)
+    assert "numerics 128x128" in told
+    (folder / "script.json").write_text('{"128x128": "error"}')
+    with pytest.raises(SpecError, match="the baseline disagrees") as caught:
+        judge_candidate(spec, TEXT, device="cuda", types=["bfloat16"])
+    assert caught.value.hint == "mend it"
+
+
+def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -> None:
+    made = executor.executor()
+    programs = compile_gate.load(executor.warm_pool(), TEXT)
+    job = compile_gate.job(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
+    first: list[Any] = made.map([job], lambda *_: None)
+    begun = time.monotonic()
+    assert made.map([job], lambda *_: None) == first and "registers" in first[0]
+    assert time.monotonic() - begun < 0.5  # compiling takes seconds
+    broken = {**job, "program": {**job["program"], "outputs": {}}}
+    (error,) = made.map([broken], lambda *_: None)
+    assert isinstance(error, compile_gate.CompileError)
+
+
+def test_an_evaluation_survives_the_loss_of_workers(
+    address: str, dask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distributed import Client
+
+    made, _ = workspace.init(tmp_path / "w")
+    monkeypatch.chdir(made.root)
+    (made.root / "evals" / "suites").mkdir(parents=True)
+    (made.root / "evals" / "suites" / "mine.toml").write_text(SUITE)
+    over, killed = threading.Event(), list[int]()
+    seed = random.randrange(1 << 30)
+    draw = random.Random(seed)
+
+    def kill() -> None:
+        with Client(dask.scheduler_address, set_as_default=False) as client:
+            while len(killed) < 4 and not over.wait(draw.uniform(0.5, 2)):
+                name = f"cpu{draw.randrange(2)}"
+                known = client.scheduler_info(n_workers=-1)["workers"]
+                where = [a for a, worker in known.items() if worker["name"] == name]
+                found: Any = client.run(os.getpid, workers=where, on_error="ignore")
+                for pid in found.values():
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    command = ["eval", "run", "--suite", "mine", "--author", "composer", "--json"]
+    result = CliRunner().invoke(app, [*command, "--device", "cpu"])
+    over.set()
+    killer.join()
+    assert result.exit_code == 0, f"seed {seed}: {result.output}"
+    assert len(killed) >= 1, f"seed {seed}"
+    found = read_records(made.root / TRIALS / "mine")
+    assert not found.problems
+    keys = {(r.spec.name, r.trial) for r in found.records}
+    assert len(found.records) == len(keys) == 2
+    assert {r.outcome for r in found.records} == {"proved"}, f"seed {seed}"
+
+
+def test_a_cluster_that_cannot_be_used_is_one_line(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster, "judge_digest", lambda: "sha256:other")
+        with pytest.raises(MachineError, match=r"worker tcp://.* has another judge"):
+            cluster.Cluster(address)
+    with pytest.raises(MachineError, match="has another judge"):
+        cluster._require("sha256:other")
+    monkeypatch.setattr(cluster, "CONNECT_S", 1)
+    with pytest.raises(MachineError, match=r"no Dask scheduler answers at 127\.0\.0\.1:9"):
+        cluster.Cluster("127.0.0.1:9")
+    for name in ("ray://host:1", "dask://host"):
+        with pytest.raises(MachineError, match=f"no executor '{name}'"):
+            executor._executor(name)
