@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
 import platform
 import queue
 import uuid
@@ -53,6 +54,8 @@ class Cluster:
             hint = "pip install 'coda-agent[dask]'"
             message = "an executor on Dask needs the package distributed"
             raise MachineError(message, hint=hint) from None
+        # What Dask logs of a loss is said in one line here.
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)
         try:
             self._client = Client(f"tcp://{address}", timeout=CONNECT_S, set_as_default=False)
         except (OSError, ValueError) as error:
@@ -156,16 +159,18 @@ def _result(future: Any) -> Any:
     """What a job returned or raised.
 
     Raises:
-        MachineError: its worker was lost.
+        MachineError: it is lost, with its workers or with the scheduler.
     """
     from distributed import KilledWorker
     from distributed.client import FutureCancelledError
 
     try:
         return future.result()
-    except (KilledWorker, FutureCancelledError, OSError) as error:
-        first = str(error).strip().partition("\n")[0]
-        message = f"the cluster lost the job {future.key.partition('-')[0]}: {first}"
+    except (KilledWorker, FutureCancelledError) as error:
+        kind = future.key.rpartition("-")[0].removeprefix("report-")
+        killed = isinstance(error, KilledWorker)
+        who = "each worker that had it died" if killed else "the scheduler is gone"
+        message = f"the cluster lost a job of kind {kind}: {who}"
         raise MachineError(message, hint="the same command tries it again") from error
 
 
