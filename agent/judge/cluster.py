@@ -65,6 +65,13 @@ class Cluster:
         self._built: list[Any] = []
         self._environment: dict[str, Any] = {}
         self._local = Local()
+        try:
+            self._check(address)
+        except MachineError:
+            self.close()
+            raise
+
+    def _check(self, address: str) -> None:
         if not self._workers("CPU"):
             raise MachineError(f"no worker of {address} has the resource CPU", hint=_CPU)
         for worker, digest in self._each(_judge).items():
