@@ -27,12 +27,13 @@ Tell = Callable[[dict[str, Any]], None]
 
 _FAULTS = {
     r"out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)": "out of memory",
-    r"illegal memory access|ILLEGAL_ADDRESS": "illegal address",
-    r"misaligned address|MISALIGNED_ADDRESS": "misaligned address",
-    r"launch failure|LAUNCH_FAILED": "launch failure",
+    r"illegal memory access|ILLEGAL_ADDRESS|Error Code: 700": "illegal address",
+    r"misaligned address|MISALIGNED_ADDRESS|Error Code: 716": "misaligned address",
+    r"launch failure|LAUNCH_FAILED|Error Code: 719": "launch failure",
     r"CUDA|CUBLAS|NVIDIA driver": "CUDA error",
 }
-"""What an error says of the GPU; cuBLAS says that it is not initialised when memory is short."""
+"""What an error says of the GPU. cuBLAS says that it is not initialised when memory is short, and
+CuTeDSL's launcher numbers the errors as cudaError_t does."""
 
 
 class Watch:

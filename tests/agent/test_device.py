@@ -376,6 +376,8 @@ def test_a_kernel_is_compiled_first_then_told_then_launched() -> None:
     [
         ("CUDA error: an illegal memory access was encountered\nCUDA kernel", "illegal address"),
         ("CUDA_ERROR_ILLEGAL_ADDRESS (700)", "illegal address"),
+        ("CUDA Error Code: 700", "illegal address"),
+        ("CUDA Error Code: 719", "launch failure"),
         ("CUDA out of memory. Tried to allocate 200.00 GiB.", "out of memory"),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "out of memory"),
         ("CUDA error: misaligned address", "misaligned address"),

@@ -36,7 +36,7 @@ class Gpu:
     def __init__(self, *, cupti: bool = True, noise: float = 0.0) -> None:
         self.cupti, self.noise, self.traces = cupti, noise, None
         self.host = self.ready = self.side = 0.0
-        self.flushed: list[int] = []
+        self.worked: list[int] = []
         self.spans: list[Span] = []
         self.random = random.Random(7)
         self.calls = 0
@@ -58,10 +58,10 @@ class Gpu:
 
     settle = synchronize
 
-    def flush(self, times: int) -> None:
-        self.flushed.append(times)
+    def work(self, times: int) -> None:
+        self.worked.append(times)
         for _ in range(times):
-            self.run(67, "fill")
+            self.run(67, "product")
 
     def spin(self) -> None:
         self.run(100, "at::cuda::spin_kernel(long)")
@@ -178,16 +178,16 @@ def test_waiting_for_the_host_between_kernels_is_no_time_of_the_device() -> None
     assert "kernels ran for 100.0 us and" in fault
 
 
-def test_the_cache_is_overwritten_for_as_long_as_the_slowest_host_needs() -> None:
+def test_the_gpu_works_for_as_long_as_the_slowest_host_needs() -> None:
     gpu = Gpu()
 
     def thinking(_: int) -> None:
-        gpu.host += 300
+        gpu.host += 1000
         gpu.run(100)
 
     found = timed(gpu, thinking=thinking, quick=lambda _: gpu.run(100))
-    assert gpu.flushed[0] == 2  # the warm-up exposes it
-    assert gpu.flushed[-1] == found["quick"].clock["flushes"] == 7  # 1.5 times 304 us, in 67 us
+    assert gpu.worked[0] == 8  # the warm-up exposes it
+    assert gpu.worked[-1] == found["quick"].clock["products"] == 23  # 1.5 times 1004 us, in 67 us
     assert found["thinking"].median_us == found["quick"].median_us == 100
 
 
