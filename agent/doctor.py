@@ -1,13 +1,8 @@
 """What this machine has, and what each thing it has makes possible."""
 
-import importlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +16,12 @@ _PACKAGES = (
     ("quack-kernels", "quack", "the GEMM mainloop: `proved`"),
     ("triton", "triton", "torch.compile as a baseline on a GPU"),
 )
-_NEEDED = ("python", "torch", "nvidia-cutlass-dsl", "quack-kernels")
+_NEEDED = ("torch", "nvidia-cutlass-dsl", "quack-kernels")
 """Without these no kernel can be shown to be anything."""
+_SANDBOXES = {
+    "bubblewrap": "compiling candidates without network, home or other processes",
+    "landlock": "compiling candidates without network, and with nothing to write but the cache",
+}
 
 
 @dataclass(frozen=True)
@@ -46,33 +45,18 @@ class Gpu:
 
 def gpus() -> list[Gpu]:
     """The GPUs of this machine, without importing torch; none where nvidia-smi does not answer."""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
-    return [Gpu(r[0], "sm_" + r[1].replace(".", ""), r[2]) for r in rows if len(r) == 3]
+    from coda_agent.agent.judge.machine import smi
+
+    rows = smi("gpu=name,compute_cap,driver_version")
+    return [Gpu(r[0], f"sm_{r[1].replace('.', '')}", r[2]) for r in rows if len(r) == 3]
 
 
 def package_version(distribution: str, module: str) -> str | None:
-    """A package's version; None where it is missing or cannot be imported for it."""
+    """A package's version, "unknown" of a source tree on the path; None where it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        pass
-    try:  # a source tree on the path has no metadata
-        if importlib.util.find_spec(module) is None:
-            return None
-        return str(getattr(importlib.import_module(module), "__version__", "unknown"))
-    except ImportError:
-        return None
-
-
-_SANDBOXES = {
-    "bubblewrap": "compiling candidates without network, home or other processes",
-    "landlock": "compiling candidates without network, and with nothing to write but the cache",
-}
+        return "unknown" if importlib.util.find_spec(module) else None
 
 
 def diagnose(start: Path) -> tuple[list[Item], str | None]:
@@ -81,7 +65,7 @@ def diagnose(start: Path) -> tuple[list[Item], str | None]:
     Returns:
         The findings, and the highest level a kernel can reach here (None: not even `proved`).
     """
-    items = [*_python(), *_gpu(), *_tools(), *_sandboxes(), *_git(start)]
+    items = [*_python(), *_gpu(), *_tools(), *_git(start)]
     found = {item.name: item.value for item in items}
     if not all(found[name] for name in _NEEDED):
         return items, None
@@ -89,8 +73,7 @@ def diagnose(start: Path) -> tuple[list[Item], str | None]:
 
 
 def _python() -> Iterator[Item]:
-    version = platform.python_version() if sys.version_info >= (3, 11) else None
-    yield Item("python", version, "everything", "3.11 or later is needed")
+    yield Item("python", platform.python_version(), "everything")
     for distribution, module, enables in _PACKAGES:
         version = package_version(distribution, module)
         yield Item(distribution, version, enables, f"pip install {distribution}")
@@ -111,31 +94,17 @@ def _gpu() -> Iterator[Item]:
 
 
 def _tools() -> Iterator[Item]:
-    for tool in ("cuobjdump", "nvdisasm"):
-        path = shutil.which(tool) or _beside(tool)
-        hint = "part of the CUDA toolkit, and of triton's Linux wheels"
-        yield Item(tool, path, "`explain --stage sass`", hint)
-    key = "set" if has_secrets() else None
-    hint = "not needed by the composer"
-    yield Item("ANTHROPIC_API_KEY", key, "the author `claude`", hint)
-
-
-def _sandboxes() -> Iterator[Item]:
     from coda_agent.agent.sandbox import unavailable
+    from coda_agent.primitives.target import find_tool
 
+    hint = "part of the CUDA toolkit, and of triton's Linux wheels"
+    for tool in ("cuobjdump", "nvdisasm"):
+        yield Item(tool, find_tool(tool), "`explain --stage sass`", hint)
+    key = "set" if has_secrets() else None
+    yield Item("ANTHROPIC_API_KEY", key, "the author `claude`", "not needed by the composer")
     for tier, enables in _SANDBOXES.items():
         reason = unavailable(tier)
         yield Item(f"sandbox {tier}", None if reason else "works", enables, reason or "")
-
-
-def _beside(tool: str) -> str | None:
-    """The tool in the CUDA toolkit, or as triton ships it."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    folders = [Path(home) / "bin"]
-    if triton := importlib.util.find_spec("triton"):
-        for package in triton.submodule_search_locations or []:
-            folders.append(Path(package) / "backends" / "nvidia" / "bin")
-    return next((str(folder / tool) for folder in folders if (folder / tool).is_file()), None)
 
 
 def _git(start: Path) -> Iterator[Item]:

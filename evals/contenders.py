@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -21,8 +22,16 @@ if TYPE_CHECKING:
 
 Outputs = dict[str, Any]
 Run = Callable[[int], Outputs]
+Call = Callable[[], Outputs]
 
 HEAD, EPS = 128, 1e-6
+
+
+class Absent(CodaError):
+    """Why a contender takes no part."""
+
+    def __init__(self, message: str = "has nothing for this kernel") -> None:
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -43,15 +52,29 @@ class Case:
         """Whether what the kernel replaces begins by normalising A."""
         return self.name.startswith("gemm_rmsnorm")
 
-    @property
-    def operands(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """A (M, K) and B (N, K) of either set."""
-        return [tuple(x[g] for g in self.kernel.spec.gemm) for x in self.inputs]
+    def operands(self, x: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (M, K) and B (N, K) of a set."""
+        a, b = self.kernel.spec.gemm
+        return x[a], x[b]
 
     @property
     def mnk(self) -> tuple[int, int, int]:
-        a, b = self.operands[0]
+        a, b = self.operands(self.inputs[0])
         return a.shape[0], b.shape[0], a.shape[1]
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A buffer, in A's element type unless told otherwise."""
+        a, _ = self.operands(self.inputs[0])
+        return a.new_empty(shape, dtype=dtype)
+
+    def product(self) -> torch.Tensor:
+        """A buffer for A Bᵀ, (M, N)."""
+        return self.new(*self.mnk[:2])
+
+    def rotating(self, build: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], Call]) -> Run:
+        """A contender of a call for each set, built from the inputs, A and B."""
+        calls = [build(x, *self.operands(x)) for x in self.inputs]
+        return lambda i: calls[i % 2]()
 
 
 def make_case(kernel: Kernel, sizes: Mapping[str, int], dtype: str, device: str) -> Case:
@@ -110,40 +133,39 @@ def ours(case: Case, config: TileConfig, *, raw: bool = False) -> Run:
 
     spec, (m, n, _) = case.kernel.spec, case.mnk
     program = case.kernel.programs[spec.variant()]
-    a, _ = case.operands[0]
+    a, _ = case.operands(case.inputs[0])
     types = dict.fromkeys(spec.types, str(a.dtype).removeprefix("torch."))
     dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
     buffers = allocate(program, m, n, dtypes, config, a.device)
-    starts: list[dict[str, Any]] = [{}, {}]
-    if spec.in_place and program.accumulated:
-        place = spec.in_place
-        starts = [{place.output: x[place.input]} for x in case.inputs]
-        # Once: rounds then add to one another, which changes values and not the work.
-        buffers[place.output].copy_(starts[0][place.output])
+    place = spec.in_place if program.accumulated else None
+    if place:  # Once: rounds then add to one another, which changes values and not the work.
+        buffers[place.output].copy_(case.inputs[0][place.input])
 
     def outputs() -> Outputs:
         return finalised(program, buffers, m, n, config)
 
-    def run(i: int) -> Outputs:
-        x, (a, b) = case.inputs[i % 2], case.operands[i % 2]
-        if not a.is_cuda:
-            block, rows = config.tile_n, config.tile_m
-            x = {**x, **starts[i % 2]}
-            return interpret(program, a, b, x, dtypes=dtypes, block=block, row_block=rows)
-        launch(program, a, b, x, buffers, config)
-        return {o: lambda o=o: outputs()[o] for o in buffers} if raw else outputs()
+    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
+        start = {place.output: x[place.input]} if place else {}
 
-    return run
+        def run() -> Outputs:
+            if not a.is_cuda:
+                block, rows = config.tile_n, config.tile_m
+                given = {**x, **start}
+                return interpret(program, a, b, given, dtypes=dtypes, block=block, row_block=rows)
+            launch(program, a, b, x, buffers, config)
+            return {o: lambda o=o: outputs()[o] for o in buffers} if raw else outputs()
+
+        return run
+
+    return case.rotating(build)
 
 
 def gemm(case: Case) -> Run:
     """The bare cuBLAS product."""
     import torch
 
-    out = product(case)
-    return lambda i: {
-        "product": torch.mm(case.operands[i % 2][0], case.operands[i % 2][1].t(), out=out)
-    }
+    out = case.product()
+    return case.rotating(lambda x, a, b: lambda: {"product": torch.mm(a, b.t(), out=out)})
 
 
 def compiled(case: Case, mode: str) -> Run:
@@ -154,29 +176,20 @@ def compiled(case: Case, mode: str) -> Run:
 
     reference = reference_callable(case.kernel.spec, baseline=True)
     function = torch.compile(reference, dynamic=False, mode=mode)
-    return lambda i: function(**case.inputs[i % 2])
+    return case.rotating(lambda x, a, b: lambda: function(**x))
 
 
 def quack_gemm(case: Case, config: TileConfig) -> Run:
     """quack's own product, without an epilogue program."""
     from quack.gemm import gemm
 
-    out = product(case)
+    out, options = case.product(), tile_options(config)
 
-    def run(i: int) -> Outputs:
-        a, b = case.operands[i % 2]
-        gemm(a, b, out, None, None, **tile_options(config))
+    def run(a: torch.Tensor, b: torch.Tensor) -> Outputs:
+        gemm(a, b, out, None, None, **options)
         return {"product": out}
 
-    return run
-
-
-def product(case: Case) -> torch.Tensor:
-    """A buffer for A Bᵀ, (M, N)."""
-    import torch
-
-    (a, b), *_ = case.operands
-    return torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
+    return case.rotating(lambda x, a, b: lambda: run(a, b))
 
 
 def tile_options(config: TileConfig) -> dict[str, Any]:

@@ -8,34 +8,41 @@
 from __future__ import annotations
 
 import os
-import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from markupsafe import Markup
 
-from coda_agent.evals import html, metrics
-from coda_agent.evals.pages import table
+from coda_agent.evals import metrics, pages, svg
 from coda_agent.evals.records import Problem, TrialRecord, file_name
 
-Rows = list[Sequence[str]]
 Stale = Callable[[TrialRecord], list[str]]
 """What decided a record and is another by now: of judge, toolchain and spec."""
 
 _GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")
-_BUDGETS: tuple[tuple[Literal["usd", "wall_s"], str], ...] = (
-    ("usd", "US dollars a trial"), ("wall_s", "seconds a trial"))  # fmt: skip
+_BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds"}
+_VALUES: dict[str, metrics.Value] = {
+    "solved@1": metrics.solved,
+    "roofline score": metrics.roofline,
+    "faster than compile": metrics.fast(1, "compile"),
+    "than GEMM": metrics.fast(1, "gemm"),
+}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One author's trials at one spec."""
+    """One author's trials at one spec; for each, what is stale of it."""
 
     trials: Sequence[TrialRecord]
-    stale: Sequence[str]
+    marks: Sequence[Sequence[str]]
+
+    @cached_property
+    def stale(self) -> list[str]:
+        return sorted({why for mark in self.marks for why in mark})
 
     @cached_property
     def shown(self) -> TrialRecord:
@@ -64,11 +71,15 @@ class Cell:
         return f"{worst.finding} {worst.date or ''}".rstrip()
 
     @property
+    def grave(self) -> bool:
+        return not self.audit.startswith(("unaudited", "clean"))
+
+    @property
     def text(self) -> str:
         """All of it, on one line."""
-        grave = "" if self.audit[:2] in ("un", "cl") else self.audit
         stale = f"stale: {', '.join(self.stale)}" if self.stale else ""
-        return " ".join(filter(None, (f"{self.solved}/{self.counted}", self.speed, stale, grave)))
+        said = (f"{self.solved}/{self.counted}", self.speed, stale, self.audit * self.grave)
+        return " ".join(filter(None, said))
 
 
 @dataclass(frozen=True)
@@ -86,28 +97,31 @@ class Board:
     stale: Stale
 
     @cached_property
-    def values(self) -> dict[str, metrics.Value]:
-        """What authors are compared by, computed once a record: resampling asks many times."""
-        return {
-            "solved@1": _once(metrics.solved),
-            "roofline score": _once(metrics.roofline),
-            "faster than compile": _once(metrics.fast(1, "compile")),
-            "than GEMM": _once(metrics.fast(1, "gemm")),
-        }
-
-    @cached_property
     def groups(self) -> dict[str, metrics.Groups]:
         return {author: metrics.by_spec(trials) for author, trials in self.trials.items()}
 
     @cached_property
+    def values(self) -> dict[str, dict[str, metrics.Resampled]]:
+        """Each of `_VALUES`, by author."""
+        return {
+            name: {a: metrics.resampled(g, value) for a, g in self.groups.items()}
+            for name, value in _VALUES.items()
+        }
+
+    @cached_property
+    def scores(self) -> dict[str, list[metrics.Interval | None]]:
+        """Of each author, in the order of `_VALUES`; None of one without a trial that counts."""
+        values = self.values.values()
+        return {a: [metrics.interval(value[a]) for value in values] for a in self.trials}
+
+    @cached_property
     def ranks(self) -> dict[str, tuple[int, int]]:
         """By solved@1 and by roofline score; best first."""
-        solved, roofline = list(self.values.values())[:2]
-        one, other = (metrics.ranks(self.groups, value) for value in (solved, roofline))
+        one, other = map(metrics.ranks, list(self.values.values())[:2])
 
         def order(author: str) -> tuple[float, ...]:
-            means = (-_mean(self.groups[author], value) for value in (roofline, solved))
-            return (one[author], other[author], *means)
+            solved, speed, *_ = (-score.value if score else 0.0 for score in self.scores[author])
+            return (one[author], other[author], speed, solved)
 
         return {a: (one[a], other[a]) for a in sorted(self.trials, key=order)}
 
@@ -136,40 +150,37 @@ class Board:
         for author, trials in self.trials.items():
             for trial in sorted(trials, key=lambda t: t.trial):
                 found.setdefault((trial.spec.name, author), []).append(trial)
-        return {
-            key: Cell(trials, sorted({why for t in trials for why in self.stale(t)}))
-            for key, trials in found.items()
-        }
+        return {key: Cell(trials, [*map(self.stale, trials)]) for key, trials in found.items()}
 
     @cached_property
-    def ranking(self) -> Rows:
+    def ranking(self) -> pages.Rows:
         """Authors, best first; the first row is the head."""
         spent = [metrics.attempts, *map(metrics.cost, ("usd", "tokens", "wall_s", "gpu_s"))]
-        rows: Rows = [("author", "rank", "by speed", *self.values, "pass@k", "attempts", "USD",
-                       "tokens", "wall, s", "GPU, s", "trials", "stale")]  # fmt: skip
-        for author, ranks in self.ranks.items():
+        rows: pages.Rows = [("author", "rank", "by speed", *_VALUES, "pass@k", "attempts", "USD",
+                             "tokens", "wall, s", "GPU, s", "trials", "stale")]  # fmt: skip
+        stale = Counter(author for (_, author), cell in self.cells.items()
+                        for mark in cell.marks if mark)  # fmt: skip
+        timed = any(trial.cells for trials in self.trials.values() for trial in trials)
+        for author, (rank, by_speed) in self.ranks.items():
             groups, trials = self.groups[author], self.trials[author]
+            solved, roofline, *fast = self.scores[author]
             k = min(map(len, groups.values()), default=0)
-            tries = [(len(g), sum(t.solved for t in g)) for g in groups.values()]
-            passing = statistics.fmean(metrics.pass_at_k(n, s, k) for n, s in tries) if k else 0.0
+            passing = metrics.passing(groups, k) if k > 1 else None
             costs = [metrics.per_solution(trials, value) for value in spent]
-            scored, fast = (list(self.values.values())[i : i + 2] for i in (0, 2))
-            scores = [_interval(metrics.score(groups, value)) for value in scored]
-            shares = [f"{_mean(groups, value):.2f}" for value in fast]
-            if not any(trial.cells for every in self.trials.values() for trial in every):
-                ranks, scores[1], shares = (ranks[0], "–"), "–", ["–", "–"]  # nothing was timed
             rows.append([
-                author, *map(str, ranks), *scores, *shares,
-                f"{passing:.2f} of {k}" if k > 1 else "–",
+                author, str(rank), str(by_speed) if timed else "–", _interval(solved),
+                _interval(roofline) if timed else "–",
+                *(f"{score.value:.2f}" if score and timed else "–" for score in fast),
+                f"{passing.value:.2f} of {k}" if passing else "–",
                 *("–" if c is None else f"{c:.2f}" if c < 100 else f"{c:,.0f}" for c in costs),
-                str(len(trials)), str(sum(bool(self.stale(trial)) for trial in trials)),
+                str(len(trials)), str(stale[author]),
             ])  # fmt: skip
         return rows
 
     @cached_property
-    def matrix(self) -> Rows:
+    def matrix(self) -> pages.Rows:
         """Specs by authors."""
-        rows: Rows = [("spec", *self.authors)]
+        rows: pages.Rows = [("spec", *self.authors)]
         for spec in self.specs:
             found = (self.cells.get((spec, author)) for author in self.authors)
             rows.append([spec, *(cell.text if cell else "–" for cell in found)])
@@ -178,13 +189,11 @@ class Board:
     def record(self) -> dict[str, Any]:
         """As plain JSON data."""
         tables = {"ranking": self.ranking, "matrix": self.matrix, "audits": self.audits}
-        return {"suite": self.title, "first": self.first} | {
-            key: [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
-            for key, rows in tables.items()
-        }
+        named = {title: pages.named(rows) for title, rows in tables.items()}
+        return {"suite": self.title, "first": self.first, **named}
 
     @cached_property
-    def audits(self) -> Rows:
+    def audits(self) -> pages.Rows:
         """What was found in trials, the gravest first; what is clean, once a cell."""
         found: dict[tuple[str, ...], str] = {}
         for (spec, author), cell in self.cells.items():
@@ -202,49 +211,37 @@ class Board:
     def pictures(self) -> list[Markup]:
         """Score at budget, for each resource that somebody spent."""
         found: list[Markup] = []
-        for resource, across in _BUDGETS:
-            curves = {a: metrics.curve(g, resource, "solved") for a, g in self.groups.items() if g}
+        for resource, unit in _BUDGETS.items():
+            groups = {a: self.groups[a] for a in self.authors if self.groups[a]}
+            curves = {a: metrics.curve(g, resource, "solved") for a, g in groups.items()}
             if any(budget > 0 for points in curves.values() for budget, _ in points):
+                across = f"{unit} a trial"
                 title = f"Solved within a budget of {across}"
-                ordered = {a: curves[a] for a in self.authors if a in curves}
-                found.append(html.curves(title, ordered, across, "solved"))
+                found.append(svg.curves(title, curves, across, "solved"))
         return found
 
 
 def boards(records: Iterable[TrialRecord], stale: Stale) -> list[Board]:
     """The boards, by suite; those of a suite's latest definition first."""
     found: dict[tuple[str, str, str, str], dict[str, list[TrialRecord]]] = {}
-    last: dict[tuple[str, str, str, str], Any] = {}
     for record in records:
         key = record.suite.name, record.suite.digest, record.machine.device, record.goal
         author = f"{record.author}{''.join(f' without {part}' for part in record.without)}"
         found.setdefault(key, {}).setdefault(author, []).append(record)
-        last[key] = max(last.get(key, record.finished), record.finished)
-    ordered = sorted(sorted(found, key=last.__getitem__, reverse=True), key=lambda key: key[0])
+
+    def age(key: tuple[str, str, str, str]) -> float:
+        return -max(t.finished.timestamp() for trials in found[key].values() for t in trials)
+
     return [
         Board(f"{key[0]} ({key[1][7:15]}, {key[2]}, goal: {key[3]})", found[key], stale)
-        for key in ordered
+        for key in sorted(found, key=lambda key: (key[0], age(key)))
     ]
 
 
 def write_markdown(path: Path, found: Sequence[Board], problems: Sequence[Problem]) -> Path:
     """The same tables as Markdown."""
-    parts = ["# Leaderboard"]
-    for board in found:
-        parts += [
-            f"## Suite {_escaped(board.title)}",
-            _escaped(board.first),
-            _table(board.ranking),
-            _table(board.matrix),
-        ]
-        if len(board.audits) > 1:
-            parts += ["Audits:", _table(board.audits)]
-    if problems:
-        parts += ["## Files not counted", _table([("file", "kind", "why"), *map(_named, problems)])]
-    parts += ["## How to read this", _ABOUT]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n", "utf-8", "replace")
-    return path
+    return pages.write(path, "leaderboard.md", boards=found, problems=_named(problems),
+                       about=_ABOUT)  # fmt: skip
 
 
 def write_page(
@@ -252,12 +249,7 @@ def write_page(
 ) -> Path:
     """The page, and beside it, in programs/, the program of each cell.
 
-    Args:
-        path: The page.
-        found: From `boards`.
-        problems: Of `read_records`.
-        root: The workspace, whose logs are linked where they are kept.
-        records: The folder that was read.
+    Logs are linked where the workspace at `root` keeps them; `records` is the folder that was read.
     """
     folder = path.parent / "programs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -277,10 +269,8 @@ def write_page(
                 hrefs[what] = Path(os.path.relpath(place, path.parent)).as_posix()
         return hrefs
 
-    return html.write(
-        path, "leaderboard", boards=found, problems=[_named(p) for p in problems], links=links,
-        about=_ABOUT,
-    )  # fmt: skip
+    return pages.write(path, "leaderboard.html", boards=found, problems=_named(problems),
+                       links=links, about=_ABOUT)  # fmt: skip
 
 
 _ABOUT = (
@@ -292,37 +282,10 @@ _ABOUT = (
 )
 
 
-def _once(value: metrics.Value) -> metrics.Value:
-    known: dict[int, float] = {}
-
-    def get(record: TrialRecord) -> float:
-        if (key := id(record)) not in known:
-            known[key] = value(record)
-        return known[key]
-
-    return get
-
-
-def _mean(groups: metrics.Groups, value: metrics.Value) -> float:
-    """The value of `metrics.score`, without its interval."""
-    means = [statistics.fmean(map(value, records)) for records in groups.values()]
-    return statistics.fmean(means) if means else 0.0
-
-
 def _interval(found: metrics.Interval | None) -> str:
     return f"{found.value:.2f} ({found.low:.2f}–{found.high:.2f})" if found else "–"
 
 
-def _named(problem: Problem) -> tuple[str, str, str]:
-    return problem.path.name, problem.kind, problem.message
-
-
-def _table(rows: Rows) -> str:
-    return table([[_escaped(cell) for cell in row] for row in rows])
-
-
-def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is: authors, auditors and files may hold anything."""
-    for mark in "\\`*_[]|<>#":
-        text = text.replace(mark, f"\\{mark}" if mark not in "<>" else f"&#{ord(mark)};")
-    return " ".join(text.split())
+def _named(problems: Sequence[Problem]) -> pages.Rows:
+    head: pages.Rows = [("file", "kind", "why")]
+    return head + [(problem.path.name, problem.kind, problem.message) for problem in problems]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.evals.contenders import EPS, HEAD, Case, Outputs, Run, product, tile_options
+from coda_agent.evals.contenders import EPS, HEAD, Absent, Call, Case, Run, tile_options
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,10 @@ class Library:
 
 def liger() -> Library:
     """Liger-Kernel."""
-    ops = importlib.import_module("liger_kernel.ops")
-    settings = importlib.import_module("liger_kernel.ops.utils").calculate_settings
+    ops, rms_norm, swiglu, utils = (
+        importlib.import_module(f"liger_kernel.ops{name}")
+        for name in ("", ".rms_norm", ".swiglu", ".utils")
+    )
 
     def rope(q: Any, k: Any, table: Any) -> None:
         q, k = (x[None].transpose(1, 2) for x in (q, k))  # (1, heads, M, 128), as a model has them
@@ -62,13 +64,10 @@ def liger() -> Library:
 
     def norm_backward(g: Any, x: Any, w: Any, r: Any) -> Any:
         llama = 0  # its casting mode: statistics in float32
-        args = (0.0, llama, *settings(x.shape[-1]), True, None)
-        return importlib.import_module("liger_kernel.ops.rms_norm").rms_norm_backward(
-            g, x, w, r, *args
-        )
+        args = (0.0, llama, *utils.calculate_settings(x.shape[-1]), True, None)
+        return rms_norm.rms_norm_backward(g, x, w, r, *args)
 
     entropy = ops.LigerCrossEntropyFunction
-    swiglu = importlib.import_module("liger_kernel.ops.swiglu")
     return Library(
         norm=lambda x, w: ops.LigerRMSNormFunction.apply(x, w, EPS),
         silu_mul=lambda d: swiglu.swiglu_fused_gate_up_forward(d)[1],
@@ -96,91 +95,76 @@ def flashinfer() -> Library:
         fi.fused_add_rmsnorm(x, c, w, EPS)
         return c, x
 
-    return Library(
-        norm=lambda x, w: fi.rmsnorm(x, w, EPS),
-        silu_mul=fi.silu_and_mul,
-        add_norm=add_norm,
-        table=lambda cos, sin: (
-            torch.arange(len(cos), device=cos.device),
-            torch.cat((cos, sin), -1).float(),
-        ),
-        rope=rope,
-        halves=False,
-    )
+    def table(cos: Any, sin: Any) -> tuple[Any, Any]:
+        return torch.arange(len(cos), device=cos.device), torch.cat((cos, sin), -1).float()
+
+    norm = lambda x, w: fi.rmsnorm(x, w, EPS)
+    return Library(norm, fi.silu_and_mul, add_norm, table, rope, halves=False)
 
 
-def compose(case: Case, library: Library) -> Run | None:
-    """A cuBLAS product between a library's kernels; None where it has nothing for this kernel."""
+def compose(case: Case, library: Library) -> Run:
+    """A cuBLAS product between a library's kernels.
+
+    Raises:
+        Absent: it has nothing for this kernel.
+    """
     import torch
 
-    m, n, k = case.mnk
-    a0 = case.operands[0][0]
-    out, ones = product(case), torch.ones(k, dtype=a0.dtype, device=a0.device)
+    out, ones = case.product(), torch.ones_like(case.operands(case.inputs[0])[0][0])
 
-    def left(x: dict[str, Any]) -> torch.Tensor:
-        a = x[case.kernel.spec.gemm[0]]
-        return library.norm(a, ones) if case.norms_first else a
+    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
+        left = (lambda: library.norm(a, ones)) if case.norms_first else lambda: a
+        if case.name in ("gemm_rope", "gemm_rmsnorm_rope"):
+            return _rope(case, library, left, x["cs"], b, out)
+        weight, finish = _finish(case, library, x, b)
+        return lambda: finish(torch.mm(left(), weight.t(), out=out))
 
-    def made(finish: Function, *prepared: list[Any], b: list[Any] | None = None) -> Run:
-        """`finish(the product, inputs, and one of each of the prepared lists)`."""
-        weights = b or [b for _, b in case.operands]
+    return case.rotating(build)
 
-        def run(i: int) -> Outputs:
-            x, j = case.inputs[i % 2], i % 2
-            d = torch.mm(left(x), weights[j].t(), out=out)
-            return finish(d, x, *(p[j] for p in prepared))
 
-        return run
+def _finish(case: Case, library: Library, x: dict[str, Any], b: Any) -> tuple[Any, Function]:
+    """The weight of the product, as the library likes it, and what makes outputs of the product."""
+    import torch
 
+    m, n, _ = case.mnk
     match case.name.removeprefix("gemm_rmsnorm_").removeprefix("gemm_"):
         case "swiglu":
-            apart = [torch.cat((b[0::2], b[1::2])) for _, b in case.operands]
-            both = lambda d, x: {"D": d.view(m, 2, n // 2).mT, "O": library.silu_mul(d)}
-            return made(both, b=apart)
-        case "rope":
-            return _rope(case, library, left)
+            both = lambda d: {"D": d.view(m, 2, n // 2).mT, "O": library.silu_mul(d)}
+            return torch.cat((b[0::2], b[1::2])), both
         case "rmsnorm":
-            return made(lambda d, x: {"O": d})
+            return b, lambda d: {"O": d}
         case "residual_partial_rmsnorm":
-            copies = [x["C"].clone() for x in case.inputs]  # FlashInfer adds into them
-            names = ("D", "normed")
-            normed = lambda d, x, c: dict(
-                zip(names, library.add_norm(d, c, x["gamma"]), strict=True)
-            )
-            return made(normed, copies)
+            c, names = x["C"].clone(), ("D", "normed")  # FlashInfer adds into it
+            add_norm = lambda d: library.add_norm(d, c, x["gamma"])
+            return b, lambda d: dict(zip(names, add_norm(d), strict=True))
         case "partial_cross_entropy" if loss := library.cross_entropy:
-            return made(lambda d, x: {"Z": d, "loss": loss(d, x["y"])})
+            return b, lambda d: {"Z": d, "loss": loss(d, x["y"])}
         case "partial_swiglu_bwd" if backward := library.silu_mul_backward:
-            saved = [torch.cat((x["Z"][:, 0::2], x["Z"][:, 1::2]), -1) for x in case.inputs]
-            return made(lambda d, x, z: {"dZ": backward(z, d).view(m, 2, n).mT}, saved)
+            z = torch.cat((x["Z"][:, 0::2], x["Z"][:, 1::2]), -1)
+            return b, lambda d: {"dZ": backward(z, d).view(m, 2, n).mT}
         case "residual_partial_rmsnorm_bwd" if backward := library.norm_backward:
 
-            def added(d: Any, x: dict[str, Any]) -> Outputs:
+            def added(d: Any) -> dict[str, Any]:
                 dx, dgamma = backward(d, x["C"], x["gamma"], x["r"])
                 return {"O": dx + x["X"], "dgamma": dgamma}
 
-            return made(added)
-    return None
+            return b, added
+    raise Absent
 
 
-def _rope(case: Case, library: Library, left: Function) -> Run:
+def _rope(case: Case, library: Library, left: Function, cs: Any, b: Any, out: Any) -> Call:
     """In place, so that O overwrites D, and on q and k alone. A library that wants them contiguous
     gets each from a product of its own."""
     import torch
 
-    m, n, _ = case.mnk
-    tables = []
-    for x in case.inputs:  # what the kernel calls sin turns the other way
-        cos, sin = x["cs"][:, 0:HEAD:2].contiguous(), -x["cs"][:, 1:HEAD:2]
-        tables.append(library.table(cos, sin))
-    weights = [b for _, b in case.operands]
+    m, n, k = case.mnk
+    # What the kernel calls sin turns the other way.
+    table = library.table(cs[:, 0:HEAD:2].contiguous(), -cs[:, 1:HEAD:2])
     if library.halves:
-        pairs = [b.view(-1, HEAD // 2, 2, b.shape[-1]).transpose(1, 2) for b in weights]
-        weights = [p.reshape(3, n // 3, -1) for p in pairs]
-    out = product(case)
+        b = b.view(-1, HEAD // 2, 2, k).transpose(1, 2).reshape(3, n // 3, k)
 
-    def run(i: int) -> Outputs:
-        a, b = left(case.inputs[i % 2]), weights[i % 2]
+    def run() -> dict[str, Any]:
+        a = left()
         if library.halves:
             parts = out.view(3, m, n // 3)
             for part, rows in zip(parts, b, strict=True):
@@ -189,27 +173,34 @@ def _rope(case: Case, library: Library, left: Function) -> Run:
         else:
             done = torch.mm(a, b.t(), out=out)
             parts = done.view(m, 3, -1).unbind(1)
-        library.rope(*(part.view(m, -1, HEAD) for part in parts[:2]), tables[i % 2])
+        library.rope(*(part.view(m, -1, HEAD) for part in parts[:2]), table)
         return {"O": done}
 
     return run
 
 
-def quack(case: Case, config: TileConfig) -> Run | None:
-    """quack's own epilogue library; None where it has nothing for this kernel."""
+def quack(case: Case, config: TileConfig) -> Run:
+    """quack's own epilogue library.
+
+    Raises:
+        Absent: it has nothing for this kernel.
+    """
     from quack.rmsnorm import rmsnorm
 
-    made = [_quack_call(case, x, config) for x in case.inputs]
+    options = tile_options(config)
 
-    def run(i: int) -> Outputs:
-        a, b = case.operands[i % 2]
-        mod, d, c, values, finish = made[i % 2]
-        if case.name == "gemm_rmsnorm_rope":  # no ready epilogue scales and rotates by a table
-            a = rmsnorm(a, eps=EPS)
-        mod.gemm(a, b, d, c, epi_args=values, **tile_options(config))
-        return finish()
+    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
+        mod, d, c, values, finish = _quack_call(case, x, config)
 
-    return None if None in made else run
+        def run() -> dict[str, Any]:
+            # No ready epilogue scales and rotates by a table.
+            left = rmsnorm(a, eps=EPS) if case.name == "gemm_rmsnorm_rope" else a
+            mod.gemm(left, b, d, c, epi_args=values, **options)
+            return finish()
+
+        return run
+
+    return case.rotating(build)
 
 
 def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
@@ -217,20 +208,15 @@ def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
     import torch
     from quack.epilogue import library
 
-    m, n, _ = case.mnk
-    a = case.operands[0][0]
-
-    def new(*shape: int, dtype: Any = a.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=a.device)
-
-    d, partials = product(case), new(m, -(-n // config.tile_n), dtype=torch.float32)
+    (m, n, _), d = case.mnk, case.product()
+    partials = case.new(m, -(-n // config.tile_n), dtype=torch.float32)
     options = {"has_c": False, "has_rowvec": False}
     match case.name:
         case "gemm_rope" | "gemm_rmsnorm_rope":
-            turned = x["cs"] * torch.tensor([1, -1], device=a.device, dtype=a.dtype).repeat(n // 2)
+            turned = x["cs"] * torch.tensor([1, -1], device=d.device, dtype=d.dtype).repeat(n // 2)
             return library.rope_epi, d, None, {"table": turned}, lambda: {"O": d}
         case "gemm_swiglu" | "gemm_rmsnorm_swiglu":
-            o, scale = new(m, n // 2), "r" in x
+            o, scale = case.new(m, n // 2), "r" in x
             make = library.norm_act_mod if scale else library.linear_act_mod
             mod = make("swiglu", gated=True, has_colvec=scale, **options)
             values = {"mAuxOut": o} | ({"mColVecBroadcast": x["r"][None]} if scale else {})
@@ -240,12 +226,12 @@ def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
             values = {"mAuxOut": d, "mColVecBroadcast": x["r"][None]}
             return mod, None, None, values, lambda: {"O": d}
         case "gemm_residual_partial_rmsnorm":
-            o = new(m, n)
+            o = case.new(m, n)
             values = {"weight": x["gamma"][None], "resid_out": d, "sqsum": partials}
             finish = lambda: {"D": d, "O": o, "s": partials.sum(-1) / n}
             return library.rms_partial_epi, o, x["C"], values, finish
         case "gemm_partial_cross_entropy":
-            z = new(m, dtype=torch.float32)
+            z = case.new(m, dtype=torch.float32)
             values = {"lse": partials, "target_logit": z, "target": x["y"][None]}
             finish = lambda: {"Z": d, "z_tgt": z, "lse": partials.logsumexp(-1)}
             return library.lse_target_epi, d, None, values, finish
@@ -255,8 +241,8 @@ def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
             finish = lambda: {"Z": d, "z_tgt": d.gather(1, y)[:, 0], "lse": partials.logsumexp(-1)}
             return library.rstd_lse_epi, d, None, values, finish
         case "gemm_partial_swiglu_bwd":
-            dz = new(m, 2 * n)
+            dz = case.new(m, 2 * n)
             values = {"postact": d, "dsum": partials}
             finish = lambda: {"dZ": dz, "O": d, "z": partials.sum(-1) / n}
             return library.dswiglu_dpreact_mod, dz, x["Z"], values, finish
-    return None
+    raise Absent

@@ -10,19 +10,22 @@
 
 import itertools
 import math
+import statistics
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy
 
-from coda_agent.evals.records import TrialRecord, geometric_mean
+from coda_agent.evals.records import TrialRecord
 
-Groups = dict[str, list[TrialRecord]]
-Value = Callable[[TrialRecord], float]
-Statistic = Callable[[Sequence[float]], float]
+Groups = Mapping[str, Sequence[TrialRecord]]
+"""Trials by spec."""
+Value = Callable[[TrialRecord], float | None]
+Statistic = Callable[[numpy.ndarray], numpy.ndarray]
+"""Of rows of a spec's trials, (R, trials), to (R,)."""
 Baseline = Literal["compile", "gemm"]
-Resource = Literal["usd", "tokens", "wall_s", "gpu_s", "attempt"]
+Resource = Literal["usd", "tokens", "wall_s", "gpu_s"]
 
 RESAMPLES = 400
 _STRIDE = 37
@@ -52,9 +55,20 @@ class Difference(NamedTuple):
         return away and self.specs >= MIN_SPECS
 
 
+class Resample(NamedTuple):
+    """A spec's statistic, and that of `RESAMPLES` resamples of its trials."""
+
+    value: float
+    drawn: numpy.ndarray
+
+
+Resampled = Mapping[str, Resample]
+"""By spec."""
+
+
 def by_spec(records: Iterable[TrialRecord]) -> Groups:
     """The trials that count, by spec."""
-    groups: Groups = {}
+    groups: dict[str, list[TrialRecord]] = {}
     for record in records:
         if record.counts:
             groups.setdefault(record.spec.name, []).append(record)
@@ -69,8 +83,7 @@ def solved(record: TrialRecord) -> float:
 def speed(record: TrialRecord, over: Baseline) -> float | None:
     """Times as fast as torch.compile or a bare GEMM, geometric mean over the cells; None where
     nothing that counts was timed."""
-    ratios = (cell.over_compile if over == "compile" else cell.of_gemm for cell in record.cells)
-    return geometric_mean(ratio.ratio for ratio in ratios)
+    return record.mean("over_compile" if over == "compile" else "of_gemm")
 
 
 def fast(p: float, over: Baseline) -> Value:
@@ -80,7 +93,7 @@ def fast(p: float, over: Baseline) -> Value:
 
 def ceiling(record: TrialRecord) -> float | None:
     """Share of the ceiling (roofline floor over time), geometric mean over the cells."""
-    return geometric_mean(cell.roofline for cell in record.cells)
+    return record.mean("roofline")
 
 
 def roofline(record: TrialRecord) -> float:
@@ -100,60 +113,48 @@ def pass_at_k(trials: int, successes: int, k: int) -> float:
     return 1 - math.comb(trials - successes, k) / math.comb(trials, k)
 
 
-def score(groups: Mapping[str, Sequence[TrialRecord]], value: Value) -> Interval | None:
-    """Mean over specs of the mean over trials; None of no trials."""
-    return _interval([[value(r) for r in records] for records in groups.values()], _mean)
+def score(groups: Groups, value: Value) -> Interval | None:
+    """Mean over specs of the mean over the trials that have a value; None where none has."""
+    return interval(resampled(groups, value))
 
 
-def passing(groups: Mapping[str, Sequence[TrialRecord]], k: int) -> Interval | None:
+def passing(groups: Groups, k: int) -> Interval | None:
     """pass@k, mean over specs; None where a spec has fewer than `k` trials."""
-    values = [[solved(r) for r in records] for records in groups.values()]
-    if any(len(trials) < k for trials in values):
+    if any(len(trials) < k for trials in groups.values()):
         return None
-    return _interval(values, lambda trials: pass_at_k(len(trials), round(sum(trials)), k))
+
+    def statistic(trials: numpy.ndarray) -> numpy.ndarray:
+        n = trials.shape[1]
+        chances = numpy.array([pass_at_k(n, successes, k) for successes in range(n + 1)])
+        return chances[trials.sum(axis=1).astype(int)]
+
+    return interval(resampled(groups, solved, statistic))
 
 
-def where_known(
-    groups: Mapping[str, Sequence[TrialRecord]], value: Callable[[TrialRecord], float | None]
-) -> Interval | None:
-    """As `score`, over the trials that have a value and the specs that have such trials: for the
-    share of the ceiling and the speed of what was solved."""
-    known = ([v for r in records if (v := value(r)) is not None] for records in groups.values())
-    return _interval([values for values in known if values], _mean)
-
-
-def together(groups: Mapping[str, Sequence[TrialRecord]], specs: Iterable[str]) -> float | None:
+def together(groups: Groups, specs: Iterable[str]) -> float | None:
     """The chance that one trial each solves all of `specs`; None where one was not tried."""
     rates = [[solved(r) for r in groups.get(spec, ())] for spec in specs]
-    return math.prod(map(_mean, rates)) if rates and all(rates) else None
+    return math.prod(map(statistics.fmean, rates)) if rates and all(rates) else None
 
 
-def difference(
-    first: Mapping[str, Sequence[TrialRecord]],
-    second: Mapping[str, Sequence[TrialRecord]],
-    value: Value,
-) -> Difference | None:
+def difference(first: Groups, second: Groups, value: Value) -> Difference | None:
     """Paired by spec, how much more `first` has than `second`; None without a common spec."""
-    return _difference(_resampled(first, value), _resampled(second, value))
+    return _difference(resampled(first, value), resampled(second, value))
 
 
-def ranks(
-    authors: Mapping[str, Mapping[str, Sequence[TrialRecord]]], value: Value
-) -> dict[str, int]:
-    """Each author's rank: one more than the authors that are ahead of it by more than chance."""
-    resampled = {name: _resampled(groups, value) for name, groups in authors.items()}
+def ranks(authors: Mapping[str, Resampled]) -> dict[str, int]:
+    """Each author's rank by what was resampled: one more than the authors that are ahead of it by
+    more than chance."""
     rank = dict.fromkeys(authors, 1)
     for one, other in itertools.combinations(authors, 2):
-        found = _difference(resampled[one], resampled[other])
+        found = _difference(authors[one], authors[other])
         if found and found.apart:
             rank[other if found.interval.value > 0 else one] += 1
     return rank
 
 
 def curve(
-    groups: Mapping[str, Sequence[TrialRecord]],
-    resource: Resource,
-    shown: Literal["solved", "roofline"],
+    groups: Groups, resource: Resource, shown: Literal["solved", "roofline"]
 ) -> list[tuple[float, float]]:
     """Score at budget: (budget, score reached within it) at each budget where the score rises,
     from 0 on. A trial's score is that of its best verdict so far; `solved` takes a full trial.
@@ -169,17 +170,14 @@ def curve(
                 if reached > best:
                     rises.append((float(getattr(step, resource)), weight * (reached - best)))
                     best = reached
-    points = [(0.0, 0.0)]
-    total = 0.0
+    points, total = {0.0: 0.0}, 0.0
     for budget, rise in sorted(rises):
         total += rise
-        if budget == points[-1][0]:
-            points.pop()
-        points.append((budget, total))
-    return points
+        points[budget] = total
+    return list(points.items())
 
 
-def cost(resource: Literal["usd", "tokens", "wall_s", "gpu_s"]) -> Value:
+def cost(resource: Resource) -> Callable[[TrialRecord], float]:
     """What a trial spent."""
     return lambda record: float(getattr(record.spent, resource))
 
@@ -192,6 +190,7 @@ def attempts(record: TrialRecord) -> float:
 COMPARED: dict[str, Value] = {
     "solved@1": solved,
     "roofline score": roofline,
+    "share of the ceiling": ceiling,
     "attempts": attempts,
     "tokens": cost("tokens"),
     "dollars": cost("usd"),
@@ -201,63 +200,55 @@ COMPARED: dict[str, Value] = {
 """What two authors, or one with and without a part of its help, are compared by."""
 
 
-def per_solution(records: Iterable[TrialRecord], value: Value) -> float | None:
+def per_solution(
+    records: Iterable[TrialRecord], value: Callable[[TrialRecord], float]
+) -> float | None:
     """What was spent on all trials, over how many solved; None where none did."""
     counted = [record for record in records if record.counts]
     good = sum(record.solved for record in counted)
     return math.fsum(map(value, counted)) / good if good else None
 
 
-class _Spec(NamedTuple):
-    """A spec's statistic, and that of `RESAMPLES` resamples of its trials."""
-
-    value: float
-    drawn: numpy.ndarray
+def _mean(trials: numpy.ndarray) -> numpy.ndarray:
+    return trials.mean(axis=1)
 
 
-def _resample(values: Sequence[float], statistic: Statistic, seed: str) -> _Spec:
-    if min(values) == max(values):
-        return _Spec(statistic(values), numpy.full(RESAMPLES, statistic(values)))
-    rng = numpy.random.default_rng(zlib.crc32(seed.encode()))
-    picks = rng.choice(numpy.asarray(values), (RESAMPLES, len(values)))
-    if statistic is _mean:
-        return _Spec(_mean(values), picks.mean(axis=1))
-    return _Spec(statistic(values), numpy.array([statistic(row) for row in picks.tolist()]))
+def resampled(groups: Groups, value: Value, statistic: Statistic = _mean) -> Resampled:
+    """Of the trials that have a value, for the specs that have such trials."""
+    found: dict[str, Resample] = {}
+    for spec, records in groups.items():
+        if not (values := [v for record in records if (v := value(record)) is not None]):
+            continue
+        drawn = trials = numpy.array([values])
+        if trials.min() < trials.max():
+            # Seeded by author and spec: the same each time, and independent between authors.
+            rng = numpy.random.default_rng(zlib.crc32(f"{records[0].author} {spec}".encode()))
+            drawn = rng.choice(trials[0], (RESAMPLES, len(values)))
+        found[spec] = Resample(float(statistic(trials)[0]),
+                            numpy.broadcast_to(statistic(drawn), RESAMPLES))  # fmt: skip
+    return found
 
 
-def _resampled(groups: Mapping[str, Sequence[TrialRecord]], value: Value) -> dict[str, _Spec]:
-    # Seeded by author and spec: the same each time, and independent between authors.
-    return {
-        spec: _resample([value(r) for r in records], _mean, f"{records[0].author} {spec}")
-        for spec, records in groups.items()
-    }
-
-
-def _interval(values: Sequence[Sequence[float]], statistic: Statistic) -> Interval | None:
-    specs = [_resample(trials, statistic, str(i)) for i, trials in enumerate(values)]
-    return _over_specs([spec.value for spec in specs], [spec.drawn for spec in specs])
-
-
-def _difference(first: Mapping[str, _Spec], second: Mapping[str, _Spec]) -> Difference | None:
-    pairs = [(first[spec], second[spec]) for spec in first if spec in second]
-    values = [a.value - b.value for a, b in pairs]
-    interval = _over_specs(values, [a.drawn - b.drawn for a, b in pairs])
-    return interval and Difference(interval, len(pairs))
-
-
-def _over_specs(values: Sequence[float], drawn: Sequence[numpy.ndarray]) -> Interval | None:
+def interval(specs: Resampled) -> Interval | None:
     """The mean over specs, with the interval of resampled specs, each with a resample of its own
     trials; None of no specs."""
-    if not values:
+    if not (n := len(specs)):
         return None
-    n = len(values)
     picked = numpy.random.default_rng(0).integers(n, size=(RESAMPLES, n))
     # A spec that is drawn twice takes two different resamples: each position has its own.
     places = (numpy.arange(RESAMPLES)[:, None] + _STRIDE * numpy.arange(n)) % RESAMPLES
-    found = numpy.sort(numpy.asarray(drawn)[picked, places].mean(axis=1))
+    drawn = numpy.array([spec.drawn for spec in specs.values()])
+    means = numpy.sort(drawn[picked, places].mean(axis=1))
     cut = RESAMPLES // 40
-    return Interval(_mean(values), float(found[cut]), float(found[-1 - cut]))
+    value = statistics.fmean(spec.value for spec in specs.values())
+    return Interval(value, float(means[cut]), float(means[-1 - cut]))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _difference(first: Resampled, second: Resampled) -> Difference | None:
+    both = {
+        spec: Resample(a.value - b.value, a.drawn - b.drawn)
+        for spec, a in first.items()
+        if (b := second.get(spec))
+    }
+    found = interval(both)
+    return found and Difference(found, len(both))

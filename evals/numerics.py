@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.evals.pages import bars, geometric_mean, table, write_record
+from coda_agent.evals import pages, svg
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ SITES: dict[str, tuple[int, int, str]] = {
 def run_numerics(
     root: Path, *, machine: Mapping[str, Any], device: str, shrink: int = 1, layers: int = LAYERS
 ) -> Path:
-    """Measure the errors at every site and layer.
+    """Measure the errors at every site and layer; the record, evals/results/numerics.json.
 
     Args:
         root: The workspace; kernels come from its generated/.
@@ -43,9 +44,6 @@ def run_numerics(
         device: "cuda", or "cpu" with the interpreter and without quack.
         shrink: Divides every extent, for tests.
         layers: Layers, each with its own seed.
-
-    Returns:
-        The record, evals/results/numerics.json.
 
     Raises:
         WorkspaceError: a kernel of the chain is not accepted yet.
@@ -61,7 +59,9 @@ def run_numerics(
             rounded = {name: float(f"{value:.4g}") for name, value in errors.items()}
             cells[f"{site} {layer}"] = {"site": site, "layer": layer, **rounded}
     path = root / "evals" / "results" / "numerics.json"
-    write_record(path, {"tokens": TOKENS // shrink, "layers": layers, "machine": machine}, cells)
+    pages.write_record(
+        path, {"tokens": TOKENS // shrink, "layers": layers, "machine": machine}, cells
+    )
     return path
 
 
@@ -118,10 +118,7 @@ def _layer(
 
 
 def write_page(root: Path) -> list[Path]:
-    """Write docs/numerics.md and docs/numerics.svg of a workspace from its record.
-
-    Returns:
-        The record, the page, the chart.
+    """Write docs/numerics.md and .svg of a workspace; the record, the page, the chart.
 
     Raises:
         CodaError: no record.
@@ -132,28 +129,22 @@ def write_page(root: Path) -> list[Path]:
     record = json.loads(file.read_text("utf-8"))
     cells = list(record["cells"].values())
     names = [n for n in ("ours", "quack") if n in cells[0]]
-    lines = [["", "PyTorch", *(h for n in names for h in (f"{n}, of PyTorch's", "range"))]]
+    rows = [["", "PyTorch", *(h for n in names for h in (f"{n}, of PyTorch's", "range"))]]
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for site in SITES:
-        rows = [cell for cell in cells if cell["site"] == site]
-        ratios = {n: [row[n] / row["torch"] for row in rows] for n in names}
-        lines.append([site, f"{geometric_mean(row['torch'] for row in rows):.2e}"])
+        layers = [cell for cell in cells if cell["site"] == site]
+        rows.append([site, f"{geometric_mean(layer['torch'] for layer in layers):.2e}"])
+        ratios = {n: [layer[n] / layer["torch"] for layer in layers] for n in names}
         for values in ratios.values():
-            lines[-1] += [f"{geometric_mean(values):.3f}", f"{min(values):.3f}–{max(values):.3f}"]
+            rows[-1] += [f"{geometric_mean(values):.3f}", f"{min(values):.3f}–{max(values):.3f}"]
         panels[f"{site}, by layer"] = {
-            str(row["layer"]): {n: ratios[n][i] for n in names} for i, row in enumerate(rows)
+            str(layer["layer"]): {n: ratios[n][i] for n in names} for i, layer in enumerate(layers)
         }
-    page, chart = (root / "docs" / f"numerics.{end}" for end in ("md", "svg"))
-    page.parent.mkdir(exist_ok=True)
-    template = Path(__file__).parent / "templates" / "numerics.md"
-    text = template.read_text("utf-8").format(
-        tokens=record["tokens"],
-        layers=record["layers"],
-        device=record["machine"]["gpu"].get("name") or "a CPU, interpreted",
-        kernels="`, `".join(kernel for *_, kernel in SITES.values()),
-        table=table(lines),
-    )
-    page.write_text(text, encoding="utf-8")
+    page = pages.write(
+        root / "docs" / "numerics.md", "numerics.md", record=record, rows=rows,
+        kernels=[kernel for *_, kernel in SITES.values()],
+    )  # fmt: skip
+    chart = page.with_suffix(".svg")
     title = "Error of GEMM - RMSNorm - GEMM over that of PyTorch's bf16 path"
-    chart.write_text(bars(title, panels, base=0.0), encoding="utf-8")
+    chart.write_text(svg.bars(title, panels, base=0.0), encoding="utf-8")
     return [file, page, chart]

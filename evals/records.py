@@ -10,13 +10,13 @@
 
 import hashlib
 import json
-import math
 import os
 import re
+import statistics
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AwareDatetime,
@@ -25,12 +25,15 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
 )
 
-Level = Literal["proved", "verified", "accepted"]
+from coda_agent.agent.judge.provenance import sha
+from coda_agent.agent.judge.records import Level, Verdict
+
 Part = Literal["tips", "demos", "profile", "diagnosis"]
 """What an ablation takes from an author."""
 Outcome = Literal[
@@ -45,12 +48,10 @@ TRIALS = Path("evals", "results", "trials")
 """Where records are, in a workspace."""
 SCHEMA = 1
 DIGESTS = ("spec", "candidate", "judge", "toolchain")
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Verdict
+Figure = Literal["roofline", "over_compile", "of_gemm"]
+FIGURES: tuple[Figure, ...] = ("roofline", "over_compile", "of_gemm")
 
 _CHECKSUM = '"checksum": "{}"'
-_Positive = Annotated[float, Field(gt=0)]
 _Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
@@ -77,9 +78,9 @@ class SpecRef(_Model):
 class Ratio(_Model):
     """The median of the rounds' ratios with its 99.8 % interval."""
 
-    ratio: _Positive
-    low: _Positive
-    high: _Positive
+    ratio: PositiveFloat
+    low: PositiveFloat
+    high: PositiveFloat
 
 
 class Cell(_Model):
@@ -87,8 +88,8 @@ class Cell(_Model):
 
     dtype: str
     sizes: dict[str, PositiveInt]
-    ours_us: _Positive
-    floor_us: _Positive
+    ours_us: PositiveFloat
+    floor_us: PositiveFloat
     """The roofline floor: no kernel can be faster."""
     of_gemm: Ratio
     """Speed as a share of the bare cuBLAS GEMM's."""
@@ -115,31 +116,30 @@ class Judgement(_Model):
     """The first thing that was wrong; the judge's words."""
 
     @classmethod
-    def of(cls, verdict: "Verdict") -> Self:
+    def of(cls, verdict: Verdict) -> Self:
         """A verdict in short."""
         found = [finding.message for gate in verdict.gates for finding in gate.findings]
         timed = [c for g in verdict.gates for c in g.data.get("cells", []) if "times" in c]
+        keys = ("dtype", "sizes", "floor_us", "of_gemm", "over_compile", "tile")
         return cls(
-            passed=verdict.passed,
-            level=verdict.level,
+            passed=verdict.passed, level=verdict.level,
             gates={
                 g.name: "skipped" if g.skipped else "passed" if g.passed else "failed"
                 for g in verdict.gates
             },
             digests={key: verdict.digests[key] for key in DIGESTS},
             cells=tuple(
-                Cell(
-                    dtype=c["dtype"],
-                    sizes=c["sizes"],
-                    ours_us=c["times"]["ours"]["median_us"],
-                    floor_us=c["floor_us"],
-                    of_gemm=c["of_gemm"],
-                    over_compile=c["over_compile"],
-                    tile=c["tile"],
-                )
+                Cell(ours_us=c["times"]["ours"]["median_us"], **{key: c[key] for key in keys})
                 for c in timed
             ),
             finding=found[0] if found else "",
+        )  # fmt: skip
+
+    def mean(self, figure: Figure) -> float | None:
+        """Its geometric mean over the cells; None where nothing was timed."""
+        return geometric_mean(
+            cell.roofline if figure == "roofline" else getattr(cell, figure).ratio
+            for cell in self.cells
         )
 
     @model_validator(mode="after")
@@ -261,11 +261,8 @@ class TrialRecord(_Model):
             raise ValueError("the outcome is refused, and there is no verdict")
         if judged and judged.digests["spec"] != self.spec.digest:
             raise ValueError("the verdict is about another spec")
-        if (
-            judged
-            and self.program is not None
-            and _sha(self.program) != judged.digests["candidate"]
-        ):
+        program = self.program
+        if judged and program is not None and sha(program) != judged.digests["candidate"]:
             raise ValueError("the program is not the one the verdict is about")
         if self.finished < self.started:
             raise ValueError("it finished before it started")
@@ -294,13 +291,16 @@ class TrialRecord(_Model):
     @property
     def solved(self) -> bool:
         """Whether the judge showed at least what the suite asks for."""
-        reached = LEVELS.index(self.outcome) if self.outcome in LEVELS else -1
-        return self.valid and reached >= LEVELS.index(self.goal)
+        return self.outcome in LEVELS[LEVELS.index(self.goal) :] and self.valid
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """The timings that count: none of a candidate that was refused."""
         return self.verdict.cells if self.solved and self.verdict else ()
+
+    def mean(self, figure: Figure) -> float | None:
+        """Of the timings that count; None where there are none."""
+        return self.verdict.mean(figure) if self.solved and self.verdict else None
 
 
 class Problem(NamedTuple):
@@ -321,22 +321,18 @@ class Results(NamedTuple):
     problems: list[Problem]
 
 
-def summary(verdict: "Verdict") -> dict[str, Any]:
+def summary(verdict: Verdict) -> dict[str, Any]:
     """What a run's log keeps of a verdict: all that a score is made of, as plain data."""
-    environment = verdict.environment
-    device = environment.get("device", "cpu")
-    gpu = [gate for gate in verdict.gates if gate.name in ("numerics", "performance")]
-    sandbox = environment.get("sandbox") or {}
+    about = verdict.environment
     machine = Machine(
-        device=device,
-        gpu=environment.get("gpu", {}).get("name"),
-        sandbox=sandbox.get("tier"),
-        packages=environment.get("packages", {}),
-    )
+        device=about.get("device", "cpu"), gpu=about.get("gpu", {}).get("name"),
+        sandbox=(about.get("sandbox") or {}).get("tier"), packages=about.get("packages", {}),
+    )  # fmt: skip
+    on_gpu = ("numerics", "performance") if machine.device == "cuda" else ()
     return {
         "judgement": Judgement.of(verdict).model_dump(mode="json"),
         "machine": machine.model_dump(mode="json"),
-        "gpu_s": sum(gate.seconds for gate in gpu) if device == "cuda" else 0.0,
+        "gpu_s": sum(gate.seconds for gate in verdict.gates if gate.name in on_gpu),
     }
 
 
@@ -381,60 +377,67 @@ def read_records(folder: Path) -> Results:
     reason; a folder that is not there has neither."""
     records: dict[TrialKey, tuple[Path, TrialRecord]] = {}
     problems: list[Problem] = []
-    for place in [folder, *sorted(p for p in folder.rglob("*") if p.is_dir())]:
-        files = sorted(place.glob("*.json"))
-        suites = {d for f in files if f.name.startswith("suite-") for d in _definition(f, problems)}
-        for path in files:
-            if path.name.startswith("suite-"):
+    suites: set[tuple[Path, str]] = set()
+    for path in sorted(folder.rglob("*.json"), key=lambda p: (not _is_definition(p), p)):
+        if _is_definition(path):
+            found = _definition(path)
+            if isinstance(found, str):
+                suites.add((path.parent, found))
                 continue
+        else:
             found = _read(path)
-            if isinstance(found, TrialRecord) and found.suite.digest not in suites:
-                said = f"no definition of suite {found.suite.name} {found.suite.digest[:19]} here"
-                found = Problem(path, "foreign", said)
-            if isinstance(found, Problem):
-                problems.append(found)
+        if isinstance(found, TrialRecord) and (path.parent, found.suite.digest) not in suites:
+            said = f"no definition of suite {found.suite.name} {found.suite.digest[:19]} here"
+            found = Problem(path, "foreign", said)
+        if not isinstance(found, TrialRecord):
+            problems.append(found)
+            continue
+        if held := records.get(found.key):
+            # The file with the name that belongs to the key is the one the program wrote.
+            right = path.name == file_name(found.key) != held[0].name
+            kept, other = (path, held[0]) if right else (held[0], path)
+            problems.append(Problem(other, "duplicated", f"the same trial is in {kept}"))
+            if not right:
                 continue
-            if held := records.get(found.key):
-                # The file with the name that belongs to the key is the one the program wrote.
-                right = path.name == file_name(found.key) != held[0].name
-                kept, other = (path, held[0]) if right else (held[0], path)
-                problems.append(Problem(other, "duplicated", f"the same trial is in {kept}"))
-                if not right:
-                    continue
-            records[found.key] = path, found
+        records[found.key] = path, found
     return Results([record for _, record in records.values()], problems)
 
 
 def suite_digest(definition: dict[str, Any]) -> str:
     """The digest of a suite's definition, as plain data."""
-    return _sha(json.dumps(definition, sort_keys=True))
+    return sha(json.dumps(definition, sort_keys=True))
 
 
 def write_definition(folder: Path, definition: dict[str, Any]) -> Path:
     """Puts a suite's definition beside its records, which are foreign without it."""
-    digest = suite_digest(definition)
-    path = folder / f"suite-{digest.removeprefix('sha256:')[:12]}.json"
+    path = folder / _definition_name(suite_digest(definition))
     write_whole(path, json.dumps(definition, indent=1, sort_keys=True) + "\n")
     return path
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
     """The geometric mean; None of nothing."""
-    found = [math.log(value) for value in values]
-    return math.exp(math.fsum(found) / len(found)) if found else None
+    found = list(values)
+    return statistics.geometric_mean(found) if found else None
 
 
-def _definition(path: Path, problems: list[Problem]) -> Iterator[str]:
-    """The digest of the suite in a file whose name it must fit."""
+def _definition_name(digest: str) -> str:
+    return f"suite-{digest.removeprefix('sha256:')[:12]}.json"
+
+
+def _is_definition(path: Path) -> bool:
+    return path.name.startswith("suite-")
+
+
+def _definition(path: Path) -> str | Problem:
+    """The digest of the suite in a file, whose name it must fit."""
     try:
         digest = suite_digest(json.loads(path.read_text("utf-8")))
     except (ValueError, OSError) as error:
-        problems.append(Problem(path, "corrupted", f"no definition of a suite: {error}"))
-        return
-    if path.stem != f"suite-{digest.removeprefix('sha256:')[:12]}":
-        problems.append(Problem(path, "corrupted", "its name is not its digest"))
-        return
-    yield digest
+        return Problem(path, "corrupted", f"no definition of a suite: {error}")
+    if path.name != _definition_name(digest):
+        return Problem(path, "corrupted", "its name is not its digest")
+    return digest
 
 
 def _read(path: Path) -> TrialRecord | Problem:
@@ -464,8 +467,3 @@ def _refused(path: Path, text: str, error: ValidationError) -> Problem:
         return Problem(path, "foreign", f"schema_version is {version!r}, expected {SCHEMA}")
     where = ".".join(map(str, fault["loc"])) or "record"
     return Problem(path, "corrupted", f"{where}: {fault['msg'].removeprefix('Value error, ')}")
-
-
-def _sha(text: str) -> str:
-    """As the judge's digest of a candidate: line ends normalised."""
-    return "sha256:" + hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()

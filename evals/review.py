@@ -10,13 +10,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.evals import html
+from coda_agent.evals import pages, svg
+from coda_agent.evals.pages import TIMED, Rows, label
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
@@ -29,10 +30,7 @@ below accepted; a figure below what a user would run; an error near its bound; a
 TIGHT_RATIO = 0.9
 """Of an error to its bound: another draw of inputs may well fall on the other side."""
 
-TIMED = {"ours": "this kernel", "gemm": "bare cuBLAS", "compile": "torch.compile"}
 _RATIOS = ("of_gemm", "over_compile")
-
-Rows = list[Sequence[object]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,10 @@ class Version:
     @property
     def level(self) -> str:
         return str(self.evidence.get("level", "damaged"))
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        return self.evidence.get("digests", {})
 
     def gate(self, name: str) -> Mapping[str, Any]:
         """What a gate recorded; nothing where it did not run."""
@@ -64,33 +66,32 @@ class Flag(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Review:
-    """One kernel and what is known of it.
+    """One kernel and what is known of it; less where its files are damaged.
 
     Attributes:
-        name: The kernel.
         current: What stands in the working tree.
         history: Its committed versions, newest first.
         spec: Its frozen spec; None where that cannot be read.
         digests: What today's judge, toolchain, spec and program have.
         newer_spec: Whether specs/ holds another text than the frozen one.
         cost: What the author's run took; "" where its log is not kept.
-        now: The time to reckon age by.
         faults: Why files could not be read.
         programs: Its programs, where they were asked for.
+        now: The time to reckon age by.
     """
 
     name: str
     current: Version
     history: Sequence[Version]
-    spec: Spec | None
-    digests: Mapping[str, str]
-    newer_spec: bool
-    cost: str
-    now: datetime
+    spec: Spec | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    newer_spec: bool = False
+    cost: str = ""
     faults: Sequence[str] = ()
     programs: Mapping[str, Program] = field(default_factory=dict)
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @cached_property
     def flags(self) -> list[Flag]:
@@ -104,7 +105,7 @@ class Review:
     @property
     def stale(self) -> list[str]:
         """The digests that are not what they were when the kernel was judged."""
-        then = self.current.evidence.get("digests", {})
+        then = self.current.digests
         return [key for key, digest in self.digests.items() if then.get(key) != digest]
 
     @property
@@ -118,8 +119,8 @@ class Review:
         """`12 d`, `5 h` or `3 min`."""
         if self.age_s == float("inf"):
             return "?"
-        size, unit = next((u for u in ((86400, "d"), (3600, "h")) if self.age_s >= u[0]),
-                          (60, "min"))  # fmt: skip
+        size, unit = (60, "min") if self.age_s < 3600 else (3600, "h")
+        size, unit = (86400, "d") if self.age_s >= 86400 else (size, unit)
         return f"{self.age_s // size:.0f} {unit}"
 
     @property
@@ -130,28 +131,22 @@ class Review:
             shapes.setdefault(label(cell["sizes"]), []).append(cell)
         return [min(cells, key=lambda c: c["of_gemm"]["ratio"]) for cells in shapes.values()]
 
-    @property
-    def previous(self) -> Version | None:
-        """The version before the current one, which is HEAD's unless it was edited since."""
-        now = self.current
-        differ = (v for v in self.history if (v.program, v.evidence) != (now.program, now.evidence))
-        return next(differ, None)
-
     def changes(self) -> dict[str, Any] | None:
-        """Against the version before: program lines added and removed, both levels, digests that
-        differ, and each timed cell's ratios then and now."""
-        old, new = self.previous, self.current
-        if old is None:
+        """Against the version before, which is HEAD's where the kernel was edited since: program
+        lines added and removed, both levels, digests that differ, and each timed cell's ratios then
+        and now."""
+        new = self.current
+        differ = (v for v in self.history if (v.program, v.evidence) != (new.program, new.evidence))
+        if (old := next(differ, None)) is None:
             return None
         body = _diff(old, new)[2:]
         before = {(c["dtype"], label(c["sizes"])): c for c in old.cells()}
-        then = old.evidence.get("digests", {})
         return {
             "commit": old.commit,
             "added": sum(line.startswith("+") for line in body),
             "removed": sum(line.startswith("-") for line in body),
             "level": [old.level, new.level],
-            "digests": [k for k, v in new.evidence.get("digests", {}).items() if then.get(k) != v],
+            "digests": [k for k, v in new.digests.items() if old.digests.get(k) != v],
             "speed": [
                 {"dtype": c["dtype"], "shape": label(c["sizes"]),
                  **{k: [b[k]["ratio"], c[k]["ratio"]] for k in _RATIOS}}
@@ -182,9 +177,6 @@ class Review:
     def facts(self) -> Rows:
         """Standing, provenance and environment, by name."""
         evidence = self.current.evidence
-        about = evidence.get("environment", {})
-        versions = {**about.get("packages", {}), "CUDA": about.get("cuda"),
-                    "driver": about.get("gpu", {}).get("driver_version")}  # fmt: skip
         rows: Rows = [("level", self.current.level)]
         rows += [("needs a look", text) for _, text in self.flags] or [("needs a look", "no")]
         rows += [
@@ -192,8 +184,7 @@ class Review:
             ("since the version before", self.since),
             ("author", f"{evidence.get('author')}, run {evidence.get('run')}"),
             ("cost", self.cost or "unknown: the run's log is not kept here"),
-            ("machine", about.get("gpu", {}).get("name") or about.get("device")),
-            ("with", ", ".join(f"{k} {v}" for k, v in versions.items() if v)),
+            ("machine", pages.machine(evidence.get("environment", {}))),
         ]
         if self.spec:
             bound = f"{self.spec.tolerance.multiple:g} × PyTorch's own error against float64"
@@ -202,57 +193,43 @@ class Review:
 
     def tables(self) -> dict[str, Rows]:
         """Title to rows, the first of them the head; what was not recorded is left out."""
-        speed = [
-            (c["dtype"], label(c["sizes"]), *(f"{c['times'][w]['median_us']:.1f}" for w in TIMED),
-             *("{ratio:.3f} ({low:.3f}–{high:.3f})".format(**c[k]) for k in _RATIOS),
-             f"{c['floor_us']:.1f}", c["tile"])
-            for c in self.current.cells()
-        ]  # fmt: skip
         numerics = self.current.gate("numerics")
-        errors = [
-            (name, f"{w['ratio']:.2f}", f"{1 - w['ratio']:.0%}", w.get("output", ""),
-             label(w.get("sizes", {})), w.get("config", ""))
-            for name, w in numerics.get("worst", {}).items()
-        ]  # fmt: skip
-        refused = [
-            (t["tile"], t["program"], t["dtype"], t["fault"])
-            for t in numerics.get("refused_tiles", [])
-        ]
+        then = self.current.digests
         keys = ("program", "dtype", "arch", "tile", "registers", "local_stores", "shared_bytes")
-        tiles = [
-            tuple(k.get(key, k.get("error", "")) for key in keys)
-            for k in self.current.gate("compile").get("kernels", [])
-        ]
-        then = self.current.evidence.get("digests", {})
-        digests = [
-            (k, then.get(k, "–"), "as now" if then.get(k) == v else v)
-            for k, v in self.digests.items()
-        ]
-        versions = [(v.commit[:9], v.date, v.level, v.evidence.get("author")) for v in self.history]
         found: dict[str, Rows] = {
-            "Speed": [("dtype", "shape", *(f"{name}, µs" for name in TIMED.values()), "of GEMM",
-                       "over compile", "floor, µs", "tile"), *speed],
+            "Speed": pages.speed(self.current.cells()),
             "Largest error over its bound": [
-                ("program, dtype", "ratio", "margin", "output", "shape", "tile"), *errors],
-            "Refused tiles": [("tile", "program", "dtype", "reason"), *refused],
-            "Digests": [("of", "when judged", "now"), *digests],
-            "Versions": [("commit", "date", "level", "author"), *versions],
-            "Compiled tiles": [tuple(k.replace("_", " ") for k in keys), *tiles],
+                ("program, dtype", "ratio", "margin", "output", "shape", "tile"),
+                *((name, f"{w['ratio']:.2f}", f"{1 - w['ratio']:.0%}", w.get("output", ""),
+                   label(w.get("sizes", {})), w.get("config", ""))
+                  for name, w in numerics.get("worst", {}).items())],
+            "Refused tiles": [
+                ("tile", "program", "dtype", "reason"),
+                *((t["tile"], t["program"], t["dtype"], t["fault"])
+                  for t in numerics.get("refused_tiles", []))],
+            "Digests": [
+                ("of", "when judged", "now"),
+                *((k, then.get(k, "–"), "as now" if then.get(k) == v else v)
+                  for k, v in self.digests.items())],
+            "Versions": [
+                ("commit", "date", "level", "author"),
+                *((v.commit[:9], v.date, v.level, v.evidence.get("author")) for v in self.history)],
+            "Compiled tiles": [
+                tuple(key.replace("_", " ") for key in keys),
+                *(tuple(k.get(key, k.get("error", "")) for key in keys)
+                  for k in self.current.gate("compile").get("kernels", []))],
         }  # fmt: skip
         return {title: rows for title, rows in found.items() if len(rows) > 1}
 
     def record(self) -> dict[str, Any]:
         """As plain JSON data; tables are lists of their rows by the head's names."""
-        named = {
-            title: [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
-            for title, rows in self.tables().items()
-        }
         evidence = self.current.evidence
         return {
             "kernel": self.name, "level": self.current.level, "date": evidence.get("date"),
             "author": evidence.get("author"), "run": evidence.get("run"), "cost": self.cost,
             "look": [flag.text for flag in self.flags], "stale": self.stale,
-            "since": self.changes(), "tables": named,
+            "since": self.changes(),
+            "tables": {title: pages.named(rows) for title, rows in self.tables().items()},
             "speed": [{k: c[k] for k in ("dtype", "sizes", *_RATIOS)}
                       for c in self.current.cells()],
         }  # fmt: skip
@@ -291,37 +268,25 @@ def ordered(reviews: Sequence[Review]) -> list[Review]:
     return sorted(reviews, key=lambda r: (r.rank, -r.age_s, r.name))
 
 
-def label(sizes: Mapping[str, int]) -> str:
-    """`4096³`, or M×N×K; evidence keeps its keys in the alphabet's order."""
-    extents = [sizes[dim] for dim in sorted(sizes, key="MNK".find)]
-    if len(extents) == 3 and len(set(extents)) == 1:
-        return f"{extents[0]}³"
-    return "×".join(map(str, extents))
-
-
 def write_pages(folder: Path, reviews: Sequence[Review]) -> list[Path]:
     """index.html and a page for each kernel; the index first."""
-    shared = {"label": label, "FINE": FINE, "SLOW": SLOW}
-    written = [html.write(folder / "index.html", "reviews", reviews=ordered(reviews), **shared)]
+    shared = {"FINE": FINE, "SLOW": SLOW}
+    index = folder / "index.html"
+    written = [pages.write(index, "reviews.html", reviews=ordered(reviews), **shared)]
     for r in reviews:
-        flows = [
-            {"name": name, "svg": html.dataflow(p, _dtypes(r.spec) if r.spec else {})}
-            for name, p in r.programs.items()
-        ]
-        strips = [
-            html.strips(f"{c['dtype']} {label(c['sizes'])}",
-                        {name: c["times"][key] for key, name in TIMED.items()})
+        dtypes: dict[str, str] = {}
+        if spec := r.spec:
+            types = spec.default_types()
+            dtypes = {n: spec.dtype_of(n, types) for n in chain(spec.inputs, spec.outputs)}
+        flows = {name: svg.dataflow(program, dtypes) for name, program in r.programs.items()}
+        strips = {
+            title: svg.strips(title, {name: c["times"][key] for key, name in TIMED.items()})
             for c in r.current.cells()
-        ]  # fmt: skip
+            if (title := f"{c['dtype']}, {label(c['sizes'])}")
+        }
         path = folder / f"{r.name}.html"
-        written.append(html.write(path, "review", r=r, flows=flows, strips=strips, **shared))
+        written.append(pages.write(path, "review.html", r=r, flows=flows, strips=strips, **shared))
     return written
-
-
-def _dtypes(spec: Spec) -> dict[str, str]:
-    """Of every tensor, by the default of what may be chosen."""
-    types = spec.default_types()
-    return {name: spec.dtype_of(name, types) for name in chain(spec.inputs, spec.outputs)}
 
 
 def _diff(old: Version, new: Version) -> list[str]:

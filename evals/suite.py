@@ -10,8 +10,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import re
 import time
@@ -20,12 +18,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.doctor import package_version
 from coda_agent.evals import contenders, libraries, suites
-from coda_agent.evals.contenders import Case, Run, error, make_case
+from coda_agent.evals.contenders import Absent, Case, Run, error, make_case
 from coda_agent.evals.pages import write_record
-from coda_agent.primitives.errors import CodaError, CompileError, MachineError
+from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.specs.format import evaluate
 
@@ -47,18 +46,6 @@ CONTENDERS = {
 LIMIT = 1e-2
 _SEARCH_ROUNDS = 9
 _LIBRARIES = {"liger-kernel": "liger_kernel", "flashinfer-python": "flashinfer"}
-
-
-class Clock(Protocol):
-    """What times: the functions of `coda_agent.agent.judge.timing`."""
-
-    def interleave(
-        self, contenders: Mapping[str, Callable[[int], Any]], rounds: int
-    ) -> Mapping[str, Any]: ...
-
-    def speedup(self, ours: Any, other: Any) -> dict[str, float]: ...
-
-    def gpu_state(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +102,7 @@ def run_suite(
     root: Path,
     suite: Suite,
     *,
-    clock: Clock,
+    clock: Any,
     machine: Mapping[str, Any],
     kernels: Sequence[str] = (),
     sizes: Sequence[int] = (),
@@ -124,12 +111,10 @@ def run_suite(
     device: str = "cuda",
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Measure what the record does not hold yet.
+    """Measure what the record, evals/results/<suite>-<gpu>.json, does not hold yet; its path.
 
     Args:
-        root: The workspace; kernels come from its generated/.
-        suite: The suite.
-        clock: What times.
+        clock: The module `coda_agent.agent.judge.timing`, or what stands for it.
         machine: `gpu` (name, driver) and `packages`, kept with each cell.
         kernels: Some of the suite's kernels; none means all that are accepted.
         sizes: Instead of the suite's.
@@ -138,24 +123,24 @@ def run_suite(
         device: "cpu" interprets instead, for tests.
         say: Takes one line a cell.
 
-    Returns:
-        The record's file, evals/results/<suite>-<gpu>.json.
-
     Raises:
         CodaError: unknown kernel or contender.
         MachineError: no Hopper GPU.
     """
     from coda_agent.generated.kernel import load_kernel
 
-    _known("kernel", kernels, suite.kernels)
-    _known("contender", names, CONTENDERS)
+    known_of = {"kernel": (kernels, suite.kernels), "contender": (names, CONTENDERS)}
+    for what, (given, known) in known_of.items():
+        if unknown := [name for name in given if name not in known]:
+            expected = ", ".join(known)
+            raise CodaError(f"no {what} {unknown[0]!r} in the suite, expected {expected}")
     if device == "cuda":
         require_hopper()
     gpu = re.sub(r"\W+", "-", str(machine["gpu"].get("name", device)).lower())
     path = root / "evals" / "results" / f"{suite.name}-{gpu}.json"
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
     have = [k for k in kernels or suite.kernels if (root / "generated" / k / "kernel.py").is_file()]
-    packages = {**machine["packages"], **{p: _version(p, m) for p, m in _LIBRARIES.items()}}
+    packages = {**machine["packages"], **{p: package_version(p, m) for p, m in _LIBRARIES.items()}}
     for kernel_name in have:
         folder = root / "generated" / kernel_name
         kernel = load_kernel(folder)
@@ -165,6 +150,7 @@ def run_suite(
             "program": kernel.programs[kernel.spec.variant()].digest,
             "tuned": _sha(tuned.read_text("utf-8") if tuned.is_file() else ""),
             "toolchain": _sha(packages),
+            "protocol": str(clock.PROTOCOL),
             "suite": _sha([suite.dtype, [t.label for t in suite.tiles], suite.reduction_block]),
         }
         for size in sizes or suite.sizes:
@@ -188,14 +174,14 @@ def run_suite(
             }  # fmt: skip
             date = datetime.now(UTC).strftime("%Y-%m-%d")
             write_record(path, {"suite": suite.name, "date": date}, cells)
-            ratios = ((n, r["ratio"]) for n, r in cells[key]["of_gemm"].items() if n != "gemm")
-            said = ", ".join(f"{n} {ratio:.3f}" for n, ratio in ratios)
+            ratios = cells[key]["of_gemm"]
+            said = ", ".join(f"{n} {ratios[n]['ratio']:.3f}" for n in ratios if n != "gemm")
             say(f"{key}: of the GEMM's speed: {said} ({cells[key]['seconds']} s)")
     return path
 
 
 def measure(
-    case: Case, suite: Suite, names: Sequence[str], clock: Clock, rounds: int
+    case: Case, suite: Suite, names: Sequence[str], clock: Any, rounds: int
 ) -> dict[str, Any]:
     """Build each contender, check it against the truth, and time those that are right."""
     import torch
@@ -205,27 +191,21 @@ def measure(
     record: dict[str, Any] = {"tiles": {}, "errors": {}, "notes": {}, "absent": {}}
     for name in names:
         try:
-            built = _build(name, case, suite, clock)
-            if built is None:
-                record["absent"][name] = "has nothing for this kernel"
-                continue
-            run, tile = built
+            run, tile = _build(name, case, suite, clock)
             outputs = run(0)
-            off = error(case, outputs)
-        except ImportError as fault:
-            record["absent"][name] = f"not installed: {fault}"
-            continue
+            if (off := error(case, outputs)) > LIMIT:
+                raise Absent(f"computes something else: error {off:.1e}")
+        except Absent as fault:
+            record["absent"][name] = fault.message
         except Exception as fault:  # foreign code: anything may come out of it
+            what = "not installed" if isinstance(fault, ImportError) else type(fault).__name__
             line = (str(fault).strip().splitlines() or [""])[0]
-            record["absent"][name] = f"{type(fault).__name__}: {line}"
-            continue
-        if off > LIMIT:
-            record["absent"][name] = f"computes something else: error {off:.1e}"
-            continue
-        runs[name] = run
-        record["errors"][name] = float(f"{off:.2e}")
-        record["tiles"] |= {name: tile} if tile else {}
-        record["notes"] |= {name: note} if (note := _less(case, outputs)) else {}
+            record["absent"][name] = f"{what}: {line}"
+        else:
+            runs[name] = run
+            record["errors"][name] = float(f"{off:.2e}")
+            record["tiles"] |= {name: tile} if tile else {}
+            record["notes"] |= {name: note} if (note := _less(case, outputs)) else {}
     samples = dict(clock.interleave(runs, rounds))
     for name in [n for n, s in samples.items() if s.fault and n != "gemm"]:
         record["absent"][name] = samples.pop(name).fault
@@ -236,7 +216,7 @@ def measure(
     return record
 
 
-def _build(name: str, case: Case, suite: Suite, clock: Clock) -> tuple[Run, str] | None:
+def _build(name: str, case: Case, suite: Suite, clock: Any) -> tuple[Run, str]:
     """A contender's call, and its tile where it has one."""
     search = partial(_fastest, case, suite.tiles, clock)
     match name:
@@ -247,7 +227,7 @@ def _build(name: str, case: Case, suite: Suite, clock: Clock) -> tuple[Run, str]
             program = case.kernel.programs[case.kernel.spec.variant()]
             over_rows = {kind.over_rows for kind in program.reductions.values()}
             if len(over_rows) != 1:
-                return None
+                raise Absent
             side = "tile_m" if over_rows.pop() else "tile_n"
             tiles = [t for t in suite.tiles if getattr(t, side) == suite.reduction_block]
             return _fastest(case, tiles, clock, partial(contenders.ours, case, raw=True))
@@ -262,30 +242,26 @@ def _build(name: str, case: Case, suite: Suite, clock: Clock) -> tuple[Run, str]
         case "compile_max":
             # With CUDA graphs (plain max-autotune) every call would copy its inputs first.
             return contenders.compiled(case, "max-autotune-no-cudagraphs"), ""
-    composed = libraries.compose(case, getattr(libraries, name)())
-    return composed and (composed, "")
+    return libraries.compose(case, getattr(libraries, name)()), ""
 
 
 def _fastest(
-    case: Case, tiles: Sequence[TileConfig], clock: Clock, make: Callable[[TileConfig], Run | None]
-) -> tuple[Run, str] | None:
+    case: Case, tiles: Sequence[TileConfig], clock: Any, make: Callable[[TileConfig], Run]
+) -> tuple[Run, str]:
     """The fastest of the tiles that compile and compute rightly."""
     runs: dict[TileConfig, Run] = {}
     for tile in tiles:
         run = make(tile)
-        if run is None:
-            return None
         try:
             if error(case, run(0)) <= LIMIT:
                 runs[tile] = run
         except Exception:  # foreign code, and not every tile carries every epilogue
             continue
     if not runs:
-        raise CompileError("no tile computes the right result")
+        raise Absent("no tile computes the right result")
     samples = clock.interleave({t.label: run for t, run in runs.items()}, _SEARCH_ROUNDS)
     best = min(runs, key=lambda t: samples[t.label].median_us)
-    fresh = make(best)  # what is accumulated in place starts anew
-    return fresh and (fresh, best.label)
+    return make(best), best.label  # anew, as what is accumulated in place
 
 
 def _less(case: Case, outputs: Mapping[str, Any]) -> str:
@@ -295,19 +271,6 @@ def _less(case: Case, outputs: Mapping[str, Any]) -> str:
     if not missing or "product" in other:
         return ""
     return f"{', '.join(other)} for {missing}" if other else f"without {missing}"
-
-
-def _known(what: str, given: Sequence[str], known: Mapping[str, Any]) -> None:
-    for name in given:
-        if name not in known:
-            raise CodaError(f"no {what} {name!r} in the suite, expected {', '.join(known)}")
-
-
-def _version(package: str, module: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown" if importlib.util.find_spec(module) else None
 
 
 def _sha(value: Any) -> str:

@@ -33,6 +33,7 @@ from coda_agent.agent.budget import Budget, tokens
 from coda_agent.agent.events import Event, Observer, read_events, take_secrets
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals.records import (
+    FIGURES,
     LEVELS,
     Judgement,
     Machine,
@@ -44,7 +45,6 @@ from coda_agent.evals.records import (
     SuiteRef,
     TrialKey,
     TrialRecord,
-    geometric_mean,
     read_records,
     write_definition,
     write_record,
@@ -419,11 +419,7 @@ class _Tally:
         verdict = Judgement(**data["judgement"])
         if not verdict.passed or verdict.level is None:
             return
-        means = {
-            "roofline": geometric_mean(cell.roofline for cell in verdict.cells),
-            "over_compile": geometric_mean(cell.over_compile.ratio for cell in verdict.cells),
-            "of_gemm": geometric_mean(cell.of_gemm.ratio for cell in verdict.cells),
-        }
+        means = {figure: verdict.mean(figure) for figure in FIGURES}
         step = Step(
             attempt=self.attempts, submitted=submitted, level=verdict.level,
             **means, **self.spent.model_dump(),

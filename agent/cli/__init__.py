@@ -8,11 +8,12 @@ Exit codes: 0 done, 1 refused by the judge, 2 bad input, 3 the machine lacks som
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from coda_agent.agent.cli import authoring, evaluate, judging, review
+from coda_agent.agent import pipeline
+from coda_agent.agent.cli import authoring, evaluate, judging, report, review, targets
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import (
     ContendedOption,
@@ -20,9 +21,10 @@ from coda_agent.agent.cli.targets import (
     Json,
     NoCommit,
     SandboxOption,
-    require_gpu,
-    require_sandbox,
-)
+)  # fmt: skip
+from coda_agent.agent.events import take_secrets
+from coda_agent.agent.workspace import find, near_matches
+from coda_agent.agent.workspace import init as init_workspace
 from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
 
 app = typer.Typer(
@@ -45,12 +47,9 @@ def main() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import PackageNotFoundError, version
+        from coda_agent.agent.doctor import package_version
 
-        try:
-            typer.echo(f"coda-agent {version('coda-agent')}")
-        except PackageNotFoundError:
-            typer.echo("coda-agent (not installed)")
+        typer.echo(f"coda-agent {package_version('coda-agent', 'coda_agent')}")
         raise typer.Exit
 
 
@@ -60,8 +59,6 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    from coda_agent.agent.events import take_secrets
-
     take_secrets()
 
 
@@ -69,9 +66,7 @@ def _root(
 @reported
 def init(path: Annotated[Path, typer.Argument()] = Path(), as_json: Json = False) -> Reply:
     """Make a workspace: specs/, generated/, logs/ under git."""
-    from coda_agent.agent import workspace
-
-    made, new = workspace.init(path)
+    made, new = init_workspace(path)
     text = f"workspace {made.root}" + ("".join(f"\n  + {item}" for item in new) or " (unchanged)")
     return Reply({"workspace": made.root, "made": new}, text)
 
@@ -112,23 +107,15 @@ def check(
     as_json: Json = False,
 ) -> Reply:
     """Judge a program without timing or storing it."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent.cli import targets
-
-    require_sandbox(sandbox)
+    targets.require_sandbox(sandbox)
     tools: tuple[str, ...] = ()
     if sanitize is not None:
         from coda_agent.agent.judge import sanitize as sanitizing
 
         device, tools = "cuda", sanitizing.tools(sanitize)
-    require_gpu(device)
-    text, found = targets.program(target, spec)
-    run = targets.new_run("check", found.name)
+    targets.require_gpu(device)
     gates = (*(gate for gate in pipeline.GATES if gate != "performance"), *tools)
-    with Progress(silent=as_json) as observer:
-        outcome = pipeline.judge_only(
-            run, "check", found, text, observer, device=device, gates=gates
-        )
+    outcome = _judged("check", target, spec, device=device, gates=gates, silent=as_json)
     return outcomes([outcome], single=True)
 
 
@@ -142,13 +129,11 @@ def tune(
     as_json: Json = False,
 ) -> Reply:
     """Find a kernel's best tiles for shapes of your own on this GPU, and commit them."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent.workspace import find
     from coda_agent.primitives.tiles import TileConfig
 
-    require_sandbox(sandbox)
+    targets.require_sandbox(sandbox)
     shapes = [evaluate.shape(text) for text in shape]
-    require_gpu("cuda")
+    targets.require_gpu("cuda")
     with Progress(silent=as_json) as observer:
         measured, sha = pipeline.tune(find(), kernel, shapes, observer)
     lines = [
@@ -182,11 +167,7 @@ def bench(
     as_json: Json = False,
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent.cli import targets
-    from coda_agent.agent.workspace import find
-
-    require_sandbox(sandbox)
+    targets.require_sandbox(sandbox)
     workspace = find()
     if numerics:
         return evaluate.numerics(workspace, table=table)
@@ -200,14 +181,9 @@ def bench(
 
         path = write_table(workspace.root)
         return Reply({"table": path}, f"wrote {path}")
-    require_gpu("cuda")
-    judged: list[pipeline.Outcome] = []
-    for name in _named(kernels, every):
-        text, spec = targets.program(str(workspace.kernel(name).program))
-        run = workspace.new_run("bench", spec.name)
-        with Progress(silent=as_json) as observer:
-            judged.append(pipeline.judge_only(run, "bench", spec, text, observer, device="cuda"))
-    return outcomes(judged)
+    targets.require_gpu("cuda")
+    judged = (_judged("bench", n, silent=as_json) for n in _named(kernels, every))
+    return outcomes(list(judged))
 
 
 @app.command()
@@ -222,52 +198,55 @@ def verify(
     as_json: Json = False,
 ) -> Reply:
     """Judge accepted kernels again; raise or revoke their levels."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent.workspace import find
+    from coda_agent.agent.doctor import gpus
 
-    require_sandbox(sandbox)
-    require_gpu(device)
+    targets.require_sandbox(sandbox)
+    targets.require_gpu(device)
     workspace = find()
-    judged: list[pipeline.Outcome] = []
     names = _named(kernels, every)
-    if every:
-        return review.verify_all(workspace, names, device, commit=not no_commit, silent=as_json)
+    if every and not as_json and (device == "cpu" or not gpus()):
+        typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
+                   "kept or revoked, and none raised above proved.")  # fmt: skip
+    records: list[dict[str, Any]] = []
     for name in names:
+        try:
+            with Progress(silent=as_json or every) as observer:
+                outcome = pipeline.verify(
+                    workspace, name, observer, device=device, commit=not no_commit
+                )
+        except CodaError as error:
+            if not every:
+                raise
+            # One that cannot be judged stops no other.
+            records.append({"kernel": name, "passed": False, "reason": str(error)})
+            said = f"{name}: cannot be judged: {' '.join(str(error).split())}"
+        else:
+            records.append(outcome.record())
+            said = report.sentence(outcome) if every else report.told(outcome)
         if not as_json:
-            typer.echo(name)
-        with Progress(silent=as_json) as observer:
-            outcome = pipeline.verify(
-                workspace, name, observer, device=device, commit=not no_commit
-            )
-        judged.append(outcome)
-    return outcomes(judged)
+            typer.echo(said)
+    stand = sum(record["passed"] for record in records)
+    text = f"{stand} of {len(records)} kernels stand"
+    return Reply({"kernels": records}, text, report.REFUSED if stand < len(records) else 0)
 
 
 @app.command("list")
 @reported
 def list_(as_json: Json = False) -> Reply:
     """List the kernels, and the specs still without one."""
-    from coda_agent.agent.workspace import find
-
     workspace = find()
     kernels = workspace.kernels()
-    have = {kernel.name for kernel in kernels}
-    missing = sorted(set(workspace.spec_names()) - have)
-    document: dict[str, Any] = {
-        "kernels": [{"name": k.name, "level": k.level, "folder": k.folder} for k in kernels],
-        "specs": missing,
-    }
-    rows = [(kernel.name, kernel.level) for kernel in kernels]
-    text = columns(rows + [(name, "spec only") for name in missing])
-    return Reply(document, text or "no kernels and no specs yet")
+    missing = sorted(set(workspace.spec_names()) - {kernel.name for kernel in kernels})
+    listed = [{"name": k.name, "level": k.level, "folder": k.folder} for k in kernels]
+    rows = [(k.name, k.level) for k in kernels] + [(name, "spec only") for name in missing]
+    text = columns(rows) or "no kernels and no specs yet"
+    return Reply({"kernels": listed, "specs": missing}, text)
 
 
 @app.command()
 @reported
 def show(kernel: Annotated[str, typer.Argument()], as_json: Json = False) -> Reply:
     """Show a kernel: program, level, evidence in short."""
-    from coda_agent.agent.workspace import find
-
     found = find().kernel(kernel)
     evidence = found.evidence
     program = found.program.read_text("utf-8")
@@ -285,20 +264,17 @@ def show(kernel: Annotated[str, typer.Argument()], as_json: Json = False) -> Rep
 @reported
 def explain(
     target: Annotated[str, typer.Argument(metavar="SPEC|KERNEL|FILE")],
-    stage: Annotated[str, typer.Option(help="graph, program, cute, ptx or sass.")] = "program",
+    stage: Annotated[
+        Literal["graph", "program", "cute", "ptx", "sass"], typer.Option(help="What to print.")
+    ] = "program",
     variant: Annotated[str | None, typer.Option(help="One variant of several.")] = None,
     as_json: Json = False,
 ) -> Reply:
     """Print one stage of a program on its way to the machine."""
-    stages = ("graph", "program", "cute", "ptx", "sass")
-    if stage not in stages:
-        raise CodaError(f"no stage {stage!r}", hint=f"one of {', '.join(stages)}")
-    from coda_agent.agent.cli import targets
-
-    found = targets.explainable(target)
     from coda_agent.agent.explain import explain as explained
 
-    text = explained(found.spec, found.text, stage, variant=variant)
+    program, spec = targets.explainable(target)
+    text = explained(spec, program, stage, variant=variant)
     return Reply({"target": target, "stage": stage, "text": text}, text.rstrip())
 
 
@@ -308,7 +284,6 @@ def primitives(
     name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False
 ) -> Reply:
     """List what programs are written from, or describe one."""
-    from coda_agent.agent.workspace import near_matches
     from coda_agent.primitives.catalogue import entries
 
     known = {entry.name: entry for entry in entries()}
@@ -324,10 +299,24 @@ def primitives(
     return Reply({key: getattr(entry, key) for key in fields}, text)
 
 
+def _judged(
+    kind: str,
+    target: str,
+    spec: str | None = None,
+    *,
+    device: pipeline.Device = "cuda",
+    gates: tuple[str, ...] = pipeline.GATES,
+    silent: bool,
+) -> pipeline.Outcome:
+    """What the judge says of a FILE or KERNEL, in a run of its own."""
+    text, found = targets.program(target, spec)
+    run = targets.new_run(kind, found.name)
+    with Progress(silent=silent) as observer:
+        return pipeline.judge_only(run, kind, found, text, observer, device=device, gates=gates)
+
+
 def _named(kernels: list[str] | None, every: bool) -> list[str]:
     """The kernels asked for; each is looked up before the first is judged."""
-    from coda_agent.agent.workspace import find
-
     workspace = find()
     if every == bool(kernels):
         raise CodaError("name kernels, or give --all", hint="coda-agent list")

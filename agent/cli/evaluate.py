@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +56,9 @@ def run(
     """Try authors on a suite. What is done is kept; run it again to go on."""
     session = _Session(suite, author, device, out, (effort, price_in, price_out), silent=as_json)
     found = session.tried(trials, jobs, only or [], repeat=repeat)
-    return Reply({"folder": session.folder, "authors": _document(found)}, _table(found))
+    groups = session.suite.groups
+    document = {"folder": session.folder, "authors": _document(found, groups)}
+    return Reply(document, _table(found) + _together(found, groups))
 
 
 @app.command("ablate")
@@ -286,7 +288,9 @@ def _scores(groups: "Groups") -> "dict[str, Interval | None]":
     return found
 
 
-def _document(found: "dict[str, list[TrialRecord]]") -> dict[str, Any]:
+def _document(
+    found: "dict[str, list[TrialRecord]]", together: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     from coda_agent.evals import metrics
 
     document: dict[str, Any] = {}
@@ -297,8 +301,22 @@ def _document(found: "dict[str, list[TrialRecord]]") -> dict[str, Any]:
         costs = {n: mean and mean.value for n, mean in means.items()}
         keys = ("spec", "trial", "outcome", "reason", "run", "spent")
         rows = [record.model_dump(mode="json", include=set(keys)) for record in records]
-        document[author] = {"scores": scores, "means": costs, "trials": rows}
+        chances = {name: metrics.together(groups, specs) for name, specs in together.items()}
+        document[author] = {"scores": scores, "means": costs, "groups": chances, "trials": rows}
     return document
+
+
+def _together(found: "dict[str, list[TrialRecord]]", groups: Mapping[str, Sequence[str]]) -> str:
+    """A line a group of kernels that are of use together: each author's chance of all of them."""
+    from coda_agent.evals import metrics
+
+    if not groups:
+        return ""
+    rows: list[tuple[str, ...]] = [("all of", *found)]
+    for name, specs in groups.items():
+        chances = (metrics.together(metrics.by_spec(r), specs) for r in found.values())
+        rows.append((name, *("–" if c is None else f"{c:.2f}" for c in chances)))
+    return f"\n\n{columns(rows)}"
 
 
 def _table(found: "dict[str, list[TrialRecord]]") -> str:

@@ -75,7 +75,7 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     workspace, folder = _places(records)
     known = suites(folder)
     stale, gpu = staleness(workspace, known), bool(gpus())
-    said: list[tuple[str, str, str]] = []
+    said: list[dict[str, str]] = []
     for record in read_records(folder).records:
         if not (why := stale(record)):
             continue
@@ -88,13 +88,12 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
         if new is not None:
             place = next(p for p in (folder / record.suite.name, folder) if (p / name).is_file())
             write_record(place, new)
-        said.append((outcome, name, ", ".join(why)))
+        said.append({"outcome": outcome, "record": name, "why": ", ".join(why)})
         if not as_json:
-            typer.echo(f"{outcome}: {name} ({', '.join(why)})")
-    counts = Counter(outcome for outcome, _, _ in said)
+            typer.echo("{outcome}: {record} ({why})".format(**said[-1]))
+    counts = Counter(one["outcome"] for one in said)
     end = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    document = [dict(zip(("outcome", "record", "why"), one, strict=True)) for one in said]
-    return Reply({"records": document}, end or "nothing is stale")
+    return Reply({"records": said}, end or "nothing is stale")
 
 
 def suites(folder: Path) -> "dict[str, Suite]":
@@ -146,7 +145,7 @@ def _regraded(
 ) -> "tuple[TrialRecord | None, str]":
     """The record by today's judge, or None where it stays; and what came of it."""
     from coda_agent.agent.judge import judge_candidate
-    from coda_agent.evals.records import Judgement, SpecRef, Step, TrialRecord, geometric_mean
+    from coda_agent.evals.records import FIGURES, Judgement, SpecRef, Step, TrialRecord
 
     if record.program is None:
         return None, "without a program"
@@ -158,12 +157,10 @@ def _regraded(
     judged = Judgement.of(verdict)
     steps: list[Step] = []
     if judged.passed and judged.level:
-        cells = judged.cells
+        means = {figure: judged.mean(figure) for figure in FIGURES}
         steps.append(Step(
             attempt=max(record.attempts, 1), submitted=True, level=judged.level,
-            roofline=geometric_mean(c.roofline for c in cells),
-            over_compile=geometric_mean(c.over_compile.ratio for c in cells),
-            of_gemm=geometric_mean(c.of_gemm.ratio for c in cells), **record.spent.model_dump(),
+            **means, **record.spent.model_dump(),
         ))  # fmt: skip
     renewed = record.model_copy(update={
         "spec": SpecRef(name=spec.name, digest=spec.digest, level=spec.level),

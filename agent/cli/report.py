@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 import typer
@@ -24,22 +23,26 @@ from coda_agent.primitives.errors import CodaError
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from coda_agent.agent.judge import Verdict
+    from coda_agent.agent.pipeline import Outcome
 
 P = ParamSpec("P")
 
 REFUSED, INTERRUPTED, BUG = 1, 130, 70
 """Exit codes beside an error's own: 70 is sysexits' EX_SOFTWARE, so that a crash in CI is never
 taken for the judge's refusal."""
+_NO_ROOM = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""A place that cannot be written to is the user's to mend."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A command's answer: the document for --json, the text for people, the exit code."""
+    """A command's answer: the document for --json, the text for people, the exit code, and whether
+    the text goes to stderr."""
 
     document: object
     text: str = ""
     code: int = 0
+    err: bool = False
 
 
 def reported(command: Callable[P, Reply]) -> Callable[P, None]:
@@ -50,45 +53,34 @@ def reported(command: Callable[P, Reply]) -> Callable[P, None]:
         as_json = bool(kwargs.get("as_json"))
         with _stdout_to_stderr() if as_json else contextlib.nullcontext():
             reply = _answer(functools.partial(command, *args, **kwargs))
-        if isinstance(reply, Reply):
-            code = reply.code
-            said = json.dumps(plain(reply.document), indent=1) if as_json else reply.text
-            if said:
-                typer.echo(said)
-        else:
-            code, error = reply
-            if as_json:
-                about = {"kind": type(error).__name__, "message": error.message}
-                about |= {"hint": error.hint, "exit_code": code}
-                typer.echo(json.dumps({"error": about}, indent=1))
-            else:
-                typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(code)
+        if said := json.dumps(plain(reply.document), indent=1) if as_json else reply.text:
+            typer.echo(said, err=reply.err and not as_json)
+        raise typer.Exit(reply.code)
 
     return run
 
 
-def _answer(command: Callable[[], Reply]) -> Reply | tuple[int, CodaError]:
+def _answer(command: Callable[[], Reply]) -> Reply:
     try:
         return command()
     except CodaError as error:
-        return error.exit_code, error
+        return _failed(error, error.exit_code)
     except KeyboardInterrupt:
-        return INTERRUPTED, CodaError("interrupted")
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-            return CodaError.exit_code, CodaError(str(error))
-        return _bug(error)
+        return _failed(CodaError("interrupted"), INTERRUPTED)
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        return _bug(error)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return _failed(CodaError(str(error)), CodaError.exit_code)
+        traceback.print_exc()
+        hint = "this is a fault of coda-agent; the trace above belongs in a report"
+        return _failed(CodaError(f"{type(error).__name__}: {error}", hint=hint), BUG)
 
 
-def _bug(error: Exception) -> tuple[int, CodaError]:
-    traceback.print_exc()
-    hint = "this is a fault of coda-agent; the trace above belongs in a report"
-    return BUG, CodaError(f"{type(error).__name__}: {error}", hint=hint)
+def _failed(error: CodaError, code: int) -> Reply:
+    kind = type(error).__name__
+    about = {"kind": kind, "message": error.message, "hint": error.hint, "exit_code": code}
+    return Reply({"error": about}, f"error: {' '.join(str(error).split())}", code, err=True)
 
 
 @contextlib.contextmanager
@@ -114,54 +106,45 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Each finding: its message, then where and what to try, indented beneath."""
-    for finding in findings:
-        yield f"    {finding['message']}"
-        if where := finding.get("where"):
-            if isinstance(where, Mapping):
-                where = ", ".join(f"{key} {value}" for key, value in where.items())
-            yield f"      at   {where}"
-        if finding.get("hint"):
-            yield f"      try  {finding['hint']}"
+def told(outcome: "Outcome") -> str:
+    """What the progress lines leave out: what was not shown on this machine, the timings, and what
+    became of the candidate."""
+    verdict = outcome.verdict
+    lines = [f"not shown: {reason}" for reason in verdict.not_shown] if verdict else []
+    gates = verdict.gates if verdict else []
+    cells = [cell for gate in gates for cell in gate.data.get("cells", [])]
+    if any("times" in cell for cell in cells):
+        from coda_agent.evals.pages import speed
+
+        lines.append(columns(speed(cells)))
+    return "\n".join([*lines, sentence(outcome)])
 
 
-def verdict_text(verdict: "Verdict") -> str:
-    """What the progress lines leave out: what was not shown on this machine, and the timings."""
-    lines = [f"not shown: {sentence}" for sentence in verdict.not_shown]
-    for gate in verdict.gates:
-        cells = [cell for cell in gate.data.get("cells", []) if "times" in cell]
-        rows: list[tuple[str, ...]] = []
-        rows.append(("dtype", "shape", "us", "TFLOP/s", "of gemm", "over compile"))
-        for cell in cells:
-            sizes = " ".join(f"{dim}={size}" for dim, size in cell["sizes"].items())
-            ours = f"{cell['times']['ours']['median_us']:.1f}"
-            ratios = (f"{cell[key]['ratio']:.3f}" for key in ("of_gemm", "over_compile"))
-            rows.append((cell["dtype"], sizes, ours, str(cell["tflops"]), *ratios))
-        lines += [columns(rows)] * bool(cells)
-    return "\n".join(lines)
+def sentence(outcome: "Outcome") -> str:
+    """What became of a candidate, on one line."""
+    verdict, before = outcome.verdict, outcome.before
+    if not outcome.passed:
+        gates = verdict.gates if verdict else []
+        found = "; ".join(f"{g.name}: {g.findings[0].message}" for g in gates if g.findings)
+        word = "revoked" if outcome.level == "revoked" else outcome.reason or "refused"
+        return f"{outcome.kernel}: {word}{': ' * bool(found)}{found} (run: {outcome.run})"
+    said = f"{outcome.kernel}: {outcome.level}"
+    said += f" (was {before})" * (before not in (None, outcome.level) and bool(outcome.commit))
+    if verdict and verdict.level != outcome.level:
+        said += f", {verdict.level} here"
+    if outcome.commit:
+        said += f", commit {outcome.commit[:12]}"
+    elif outcome.folder or before:
+        said += ", unchanged"
+    return said if before else f"{said} ({outcome.folder or outcome.run})"
 
 
-def outcomes(found: Sequence[Any], *, single: bool = False) -> Reply:
+def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
     """What became of candidates; exit code 0 where all passed."""
-    lines: list[str] = []
-    for outcome in found:
-        if outcome.verdict and (more := verdict_text(outcome.verdict)):
-            lines.append(more)
-        lines.append(_sentence(outcome))
     records = [outcome.record() for outcome in found]
     code = 0 if all(outcome.passed for outcome in found) else REFUSED
-    return Reply(records[0] if single else {"kernels": records}, "\n".join(lines), code)
-
-
-def _sentence(outcome: Any) -> str:
-    if not outcome.passed:
-        end = f"; level is now {outcome.level}" if outcome.commit else ""
-        return f"{outcome.kernel}: {outcome.reason or 'refused'}{end} (run: {outcome.run})"
-    stored = f", commit {outcome.commit[:12]}" if outcome.commit else ""
-    if outcome.folder and not outcome.commit:
-        stored = ", unchanged"
-    return f"{outcome.kernel}: {outcome.level}{stored} ({outcome.folder or outcome.run})"
+    text = "\n".join(map(told, found))
+    return Reply(records[0] if single else {"kernels": records}, text, code)
 
 
 class Progress:
@@ -172,73 +155,70 @@ class Progress:
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
-        self._live = not silent and sys.stdout.isatty()
         self._status: Status | None = None
 
     def __call__(self, type: str, data: Mapping[str, Any]) -> None:
-        """Takes one event; types it does not know only change the spinner's note."""
+        """Takes one event; others than these say nothing."""
         if self._silent:
             return
-        gate = data.get("gate", "")
-        if type == "gate.finished":
-            self._spin(None)
-            self._finished(str(gate), data)
-        elif type == "gate.progress":
-            done, total = data.get("done"), data.get("total")
-            count = f" {done}/{total}" if total else ""
-            self._spin(f"{gate}{count} {data.get('note') or ''}")
-        elif type in ("gate.started", "author.started"):
-            self._spin(str(gate or f"{data.get('author')} writes"))
-        elif type == "author.finished":
-            self._spin(None)
-        elif type == "tool.finished":
-            self._spin(None)
-            first = (data["text"].splitlines() or [""])[0]
-            typer.echo(f"{data['name']}: {first[:120]}")
-        elif type == "request":
-            self._spin("the model thinks")
+        gate = str(data.get("gate", ""))
+        match type:
+            case "gate.started":
+                self._spin(gate)
+            case "gate.progress":
+                count = f" {data.get('done')}/{data['total']}" if data.get("total") else ""
+                self._spin(f"{gate}{count} {data.get('note') or ''}")
+            case "gate.finished":
+                self._stop()
+                _finished(gate, data)
+            case "author.started":
+                self._spin(f"{data.get('author')} writes")
+            case "author.finished":
+                self._stop()
+            case "request":
+                self._spin("the model thinks")
+            case "tool.finished":
+                self._stop()
+                first = (data["text"].splitlines() or [""])[0]
+                typer.echo(f"{data['name']}: {first[:120]}")
+            case _:
+                pass
 
-    def _finished(self, gate: str, data: Mapping[str, Any]) -> None:
-        if skipped := data.get("skipped"):
-            mark = f"- {gate:<12}" if self._live else f"{gate}:"
-            typer.echo(f"{mark} skipped: {skipped}")
-            return
-        passed = bool(data.get("passed"))
-        seconds = float(data.get("seconds") or 0.0)
-        if not self._live:
-            typer.echo(f"{gate}: {'passed' if passed else 'FAILED'} ({seconds:.1f} s)")
-        else:
-            utf8 = (sys.stdout.encoding or "").lower().startswith("utf")
-            mark = ("✓" if passed else "✗") if utf8 else ("ok" if passed else "no")
-            typer.secho(mark, fg="green" if passed else "red", nl=False)
-            typer.echo(f" {gate:<12} {seconds:6.1f} s")
-        for line in finding_lines(data.get("findings") or []):
-            typer.echo(line)
-
-    def _spin(self, note: str | None) -> None:
-        if not self._live:
-            return
-        if note is None:
-            if self._status is not None:
-                self._status.stop()
-            self._status = None
+    def _spin(self, note: str) -> None:
+        if not sys.stdout.isatty():
             return
         from rich.console import Console
         from rich.text import Text
 
-        if self._status is None:
-            self._status = Console().status(Text(note))
-            self._status.start()
-        else:
-            self._status.update(Text(note))
+        self._status = self._status or Console().status("")
+        self._status.update(Text(note))
+        self._status.start()
+
+    def _stop(self) -> None:
+        if self._status:
+            self._status.stop()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._spin(None)
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+
+def _finished(gate: str, data: Mapping[str, Any]) -> None:
+    if skipped := data.get("skipped"):
+        typer.echo(f"{gate}: skipped: {skipped}")
+        return
+    passed, seconds = bool(data.get("passed")), float(data.get("seconds") or 0.0)
+    said = f"{gate}: {'passed' if passed else 'FAILED'} ({seconds:.1f} s)"
+    typer.secho(
+        said, fg="green" if passed else "red"
+    )  # colours are for terminals: click sees to it
+    for finding in data.get("findings") or []:
+        typer.echo(f"    {finding['message']}")
+        if where := finding.get("where"):
+            if isinstance(where, Mapping):
+                where = ", ".join(f"{key} {value}" for key, value in where.items())
+            typer.echo(f"      at   {where}")
+        if finding.get("hint"):
+            typer.echo(f"      try  {finding['hint']}")

@@ -3,19 +3,18 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coda_agent.agent.cli.report import REFUSED, Reply, columns, reported
+from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import Json
-from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
+from coda_agent.agent.workspace import GitError, Kernel, Workspace, find, run_git
 from coda_agent.primitives.errors import CodaError, WorkspaceError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.pipeline import Device, Outcome
     from coda_agent.evals.review import Review, Version
     from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
@@ -32,19 +31,13 @@ def review(
     as_json: Json = False,
 ) -> Reply:
     """Show what accepted kernels stand on; what needs a look is on top."""
-    from coda_agent.agent.workspace import find
     from coda_agent.evals.review import ordered, write_pages
 
     workspace = find()
     chosen = [workspace.kernel(kernel)] if kernel else workspace.kernels()
     if not chosen:
         raise WorkspaceError("nothing is accepted yet", hint="coda-agent generate SPEC")
-    pool = None
-    if html:
-        from coda_agent.agent.judge.pool import warm_pool
-
-        pool = warm_pool()
-    reviews = ordered([reviewed(workspace, k, pool) for k in chosen])
+    reviews = ordered([_reviewed(workspace, k, pictures=html) for k in chosen])
     if html:
         pages = write_pages(out or workspace.root / "build" / "review", reviews)
         return Reply({"pages": pages}, f"wrote {pages[0]} and {len(pages) - 1} kernels beside it")
@@ -54,50 +47,8 @@ def review(
     return Reply({"kernels": records}, _list(reviews))
 
 
-def verify_all(
-    workspace: Workspace, names: list[str], device: "Device", *, commit: bool, silent: bool
-) -> Reply:
-    """Grades kernels again, a line each; one that cannot be judged stops no other."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent.doctor import gpus
-
-    def say(line: str) -> None:
-        if not silent:
-            typer.echo(line)
-
-    if device == "cpu" or not gpus():
-        say("No GPU is used: numerics are interpreted, nothing is timed. A level can be kept or "
-            "revoked, and none raised above proved.")  # fmt: skip
-    records: list[dict[str, Any]] = []
-    for name in names:
-        try:
-            found = pipeline.verify(workspace, name, lambda *_: None, device=device, commit=commit)
-        except CodaError as error:
-            records.append({"kernel": name, "passed": False, "reason": str(error)})
-            say(f"{name}: cannot be judged: {' '.join(str(error).split())}")
-            continue
-        records.append(found.record())
-        say(f"{name}: {_word(found, commit)}")
-    fallen = [record["kernel"] for record in records if not record["passed"]]
-    text = f"{len(records) - len(fallen)} of {len(records)} kernels stand"
-    return Reply({"kernels": records}, text, REFUSED if fallen else 0)
-
-
-def _word(found: "Outcome", commit: bool) -> str:
-    """What grading again came to."""
-    verdict = found.verdict
-    if verdict is None or not verdict.passed:
-        gates = verdict.gates if verdict else []
-        why = "; ".join(f"{g.name}: {g.findings[0].message}" for g in gates if g.findings)
-        return f"{'revoked' if commit else 'refused'}: {why or found.reason}"
-    said = f"{found.level}" + f" (was {found.before})" * (found.level != found.before and commit)
-    if verdict.level != found.level:
-        said += f", {verdict.level} here"
-    return said + (f", commit {found.commit[:12]}" if found.commit else ", unchanged")
-
-
-def reviewed(workspace: Workspace, kernel: Kernel, pool: Any = None) -> "Review":
-    """The review of a kernel; with its programs, traced in a worker, where there is a compile pool.
+def _reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool) -> "Review":
+    """The review of a kernel; for pictures with its programs, traced in a worker.
 
     Damage is part of the review and raises nothing.
     """
@@ -105,36 +56,33 @@ def reviewed(workspace: Workspace, kernel: Kernel, pool: Any = None) -> "Review"
     from coda_agent.evals.review import Review, Version
     from coda_agent.specs import load_spec
 
-    faults: list[str] = []
-    evidence, digest, cost = dict[str, Any](), dict[str, str](), ""
-    spec: Spec | None = None
-    text, newer = "", False
-    programs: dict[str, Program] = {}
+    found = Review(kernel.name, Version("", "", "", {}), list(_history(workspace, kernel)))
     try:
         evidence = kernel.evidence
-        cost = _cost(workspace.root / "logs" / "runs" / str(evidence.get("run")) / "events.jsonl")
+        found.current = Version("", "", "", evidence)
+        found.cost = _cost(workspace.root / "logs" / "runs" / str(evidence.get("run")))
         text = kernel.program.read_text("utf-8")
-        spec = load_spec(kernel.spec)
-        digest = digests(spec, text)
+        found.current = Version("", "", text, evidence)
+        spec = found.spec = load_spec(kernel.spec)
+        found.digests = digests(spec, text)
         if wanted := workspace.spec_names().get(spec.name):
-            newer = load_spec(wanted).digest != spec.digest
-        programs = _traced(pool, spec, text) if pool else programs
+            found.newer_spec = load_spec(wanted).digest != spec.digest
+        if pictures:
+            found.programs = _traced(spec, text)
     except (CodaError, OSError, UnicodeDecodeError) as error:
-        faults.append(" ".join(str(error).split()))
-    return Review(
-        kernel.name, Version("", "", text, evidence), list(_history(workspace, kernel)), spec,
-        digest, newer, cost, datetime.now(UTC), faults, programs,
-    )  # fmt: skip
+        found.faults = [" ".join(str(error).split())]
+    return found
 
 
-def _traced(pool: Any, spec: "Spec", text: str) -> "dict[str, Program]":
+def _traced(spec: "Spec", text: str) -> "dict[str, Program]":
     from coda_agent.agent.judge.compile_gate import load
+    from coda_agent.agent.judge.pool import warm_pool
     from coda_agent.agent.judge.static import check_source
 
     findings = check_source(text, [spec.variant(b) for b in spec.bindings()])
     if findings:
         raise CodaError(f"the program is not in the language: {findings[0].message}")
-    return load(pool, text)
+    return load(warm_pool(), text)
 
 
 def _history(workspace: Workspace, kernel: Kernel) -> "Iterator[Version]":
@@ -157,11 +105,11 @@ def _history(workspace: Workspace, kernel: Kernel) -> "Iterator[Version]":
             yield Version(commit, date, program.decode(), json.loads(evidence))
 
 
-def _cost(log: Path) -> str:
+def _cost(run: Path) -> str:
     """What the run behind a kernel took."""
     from coda_agent.agent.events import read_events, summary
 
-    if not (events := read_events(log)):
+    if not (events := read_events(run / "events.jsonl")):
         return ""
     about = summary(events)
     first, last = (datetime.fromisoformat(events[i].time) for i in (0, -1))

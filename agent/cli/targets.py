@@ -1,9 +1,7 @@
 """Arguments and options that commands share, and what they name: a file, a kernel, a spec."""
 
-import ast
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -32,32 +30,25 @@ SandboxOption = Annotated[
 ]
 
 
-def _contended(allowed: bool) -> bool:
-    if allowed:
-        from coda_agent.agent.judge.machine import CONTENDED
-
-        os.environ[CONTENDED] = "1"
-    return allowed
+def _exported(variable: str, value: str | bool | None) -> str | bool | None:
+    """An option that the judge and its children read from the environment."""
+    if value:
+        os.environ[variable] = "1" if value is True else str(value)
+    return value
 
 
 ContendedOption = Annotated[
     bool,
-    typer.Option("--contended", callback=_contended, help="Time on a GPU that others use, too."),
-]
-
-
-def _executor(name: str | None) -> str | None:
-    if name:
-        from coda_agent.agent.judge.executor import VARIABLE
-
-        os.environ[VARIABLE] = name
-    return name
-
-
+    typer.Option(
+        "--contended", callback=lambda value: _exported("CODA_AGENT_CONTENDED", value),
+        help="Time on a GPU that others use, too.",
+    ),
+]  # fmt: skip
 ExecutorOption = Annotated[
     str | None,
     typer.Option(
-        "--executor", callback=_executor, metavar="dask://HOST:PORT",
+        "--executor", callback=lambda value: _exported("CODA_AGENT_EXECUTOR", value),
+        metavar="dask://HOST:PORT",
         help="Compile, check and time on a Dask cluster; else $CODA_AGENT_EXECUTOR, else here.",
     ),
 ]  # fmt: skip
@@ -81,25 +72,10 @@ def require_sandbox(tier: str | None) -> None:
     """
     from coda_agent.agent import sandbox
 
-    before = os.environ.get(sandbox.VARIABLE)
     if tier is not None:
         os.environ[sandbox.VARIABLE] = tier
     if sandbox.VARIABLE in os.environ:
-        try:
-            sandbox.choose()
-        except CodaError:
-            os.environ.pop(sandbox.VARIABLE)
-            if before is not None:
-                os.environ[sandbox.VARIABLE] = before
-            raise
-
-
-@dataclass(frozen=True)
-class Target:
-    """A program's text (None: what the composer would write), and its spec where it is known."""
-
-    text: str | None
-    spec: "Spec | None"
+        sandbox.choose()
 
 
 def here() -> Workspace | None:
@@ -129,8 +105,9 @@ def program(arg: str, spec: str | None = None) -> tuple[str, "Spec"]:
     return _read(path), load_spec(_spec_of(path, spec))
 
 
-def explainable(arg: str) -> Target:
-    """The text and the spec of a FILE or KERNEL, or a SPEC alone.
+def explainable(arg: str) -> tuple[str | None, "Spec | None"]:
+    """The text and the spec of a FILE or KERNEL, without a spec where there is none; or a SPEC
+    alone, without a text.
 
     A kernel goes before a spec of its name: it is what runs. The spec's path asks for the spec.
     """
@@ -141,14 +118,14 @@ def explainable(arg: str) -> Target:
     if arg.endswith(".py") or arg in kernels:
         path = _program_file(arg)
         try:
-            return Target(_read(path), load_spec(_spec_of(path, None)))
+            return _read(path), load_spec(_spec_of(path, None))
         except (WorkspaceError, SpecError):
-            return Target(_read(path), None)
+            return _read(path), None
     specs = workspace.spec_names() if workspace else packaged_specs()
     if not arg.endswith(".md") and "/" not in arg and arg not in specs:
         hint = near_matches(arg, [*kernels, *specs])
         raise WorkspaceError(f"no kernel, spec or file named {arg!r}", hint=hint)
-    return Target(None, load_spec(resolve_spec(arg, workspace)))
+    return None, load_spec(resolve_spec(arg, workspace))
 
 
 def _program_file(arg: str) -> Path:
@@ -169,6 +146,8 @@ def _read(path: Path) -> str:
 
 def _spec_of(path: Path, spec: str | None) -> Path:
     """The spec given, else spec.md beside the program, else one by the program's own name."""
+    from coda_agent.agent.judge.static import program_names
+
     workspace = here()
     if spec is not None:
         return resolve_spec(spec, workspace)
@@ -176,23 +155,8 @@ def _spec_of(path: Path, spec: str | None) -> Path:
         return beside
     known = workspace.spec_names() if workspace else packaged_specs()
     # A spec with parameters has a program for each choice, named <spec>__<value>.
-    names = sorted({name.partition("__")[0] for name in _program_names(_read(path))})
+    names = sorted({name.partition("__")[0] for name in program_names(_read(path))})
     if len(found := [name for name in names if name in known]) == 1:
         return known[found[0]].resolve()
     what = " or ".join(names) or "no program"
     raise WorkspaceError(f"no spec for {path} (it defines {what})", hint="name it with --spec")
-
-
-def _program_names(text: str) -> list[str]:
-    """The functions at module level decorated with @epilogue; read, never run."""
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError):
-        return []
-    found: list[str] = []
-    for node in body:
-        if isinstance(node, ast.FunctionDef):
-            marks = [m.func if isinstance(m, ast.Call) else m for m in node.decorator_list]
-            if any(isinstance(m, ast.Name) and m.id == "epilogue" for m in marks):
-                found.append(node.name)
-    return found

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,13 +41,11 @@ FAULTS = {
 }
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float8_e4m3fn": 2.0**-3}
 _ROWS = 128  # rows the reference is run on: the worst ones
-_CLAIM, _CLAIM_FACTOR, _CERTAIN = (
-    0.85,
-    0.97,
-    0.9995,
-)  # least share that a fault must explain; share that ends the search
+_CLAIM, _CLAIM_FACTOR = 0.85, 0.97  # least share that a fault, and a factor, must explain
+_CERTAIN = 0.9995  # share that ends the search
 _FEW = 4  # elements that any factor explains
 _PARTS = (16, 32, 64, 128)  # K extents of one mainloop step
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -68,21 +67,18 @@ class Diagnosis:
 
 
 class _Suspect(NamedTuple):
+    """A fault and the output that it predicts, of some rows."""
+
     fault: str
     text: str
     predicted: torch.Tensor
+    rows: Any = _ALL
 
 
 def diagnose(
-    out: torch.Tensor,
-    truth: torch.Tensor,
-    *,
-    inputs: Mapping[str, Any] | None = None,
-    gemm: tuple[str, str] | None = None,
-    tile: tuple[int, int] | None = None,
-    reference: Reference | None = None,
-    again: torch.Tensor | None = None,
-) -> Diagnosis:
+    out: torch.Tensor, truth: torch.Tensor, *, inputs: Mapping[str, Any], gemm: tuple[str, str],
+    tile: tuple[int, int], reference: Reference, again: torch.Tensor,
+) -> Diagnosis:  # fmt: skip
     """The most likely fault of `out`.
 
     Args:
@@ -91,23 +87,17 @@ def diagnose(
         inputs: What it was computed from, by name.
         gemm: Names of the operands A (M, K) and B (N, K) among them.
         tile: Rows and columns of a CTA tile of the product.
-        reference: Inputs to this output in float64; without it only faults that show in `out` and
-            `truth` alone are named.
+        reference: Inputs to this output in float64.
         again: The output of a second run on the same inputs.
     """
-    return _Case(out, truth, inputs or {}, gemm, tile, reference).diagnosis(again)
+    return _Case(out, truth, inputs, gemm, tile, reference).diagnosis(again)
 
 
 class _Case:
     def __init__(
-        self,
-        out: torch.Tensor,
-        truth: torch.Tensor,
-        inputs: Mapping[str, Any],
-        gemm: tuple[str, str] | None,
-        tile: tuple[int, int] | None,
-        reference: Reference | None,
-    ) -> None:
+        self, out: torch.Tensor, truth: torch.Tensor, inputs: Mapping[str, Any],
+        gemm: tuple[str, str], tile: tuple[int, int], reference: Reference,
+    ) -> None:  # fmt: skip
         import torch
 
         self.flat = out.ndim == 1
@@ -116,12 +106,10 @@ class _Case:
         self.truth = truth[:, None] if self.flat else truth
         self.inputs, self.gemm, self.reference = inputs, gemm, reference
         rows, columns = self.truth.shape
-        m, n = (inputs[name].shape[0] for name in gemm) if gemm else (rows, columns)
+        m, n = (inputs[name].shape[0] for name in gemm)
         self.by_column = self.flat and rows == n != m
-        self.tile = (128, 128)
-        if tile:
-            height = tile[1] if self.by_column else tile[0]
-            self.tile = (height, max(1, tile[1] * columns // n) if not self.flat else 1)
+        height = tile[1] if self.by_column else tile[0]
+        self.tile = (height, 1 if self.flat else max(1, tile[1] * columns // n))
         fit = self.out.isfinite() & self.truth.isfinite()
         self.difference = torch.where(fit, self.out - self.truth, 0.0)
         eps = _EPS.get(str(out.dtype).removeprefix("torch."), 2.0**-12)
@@ -132,40 +120,47 @@ class _Case:
         self.subtle = bool((energy * visible).sum() < 0.5 * energy.sum())
         self.wrong = fit & (visible | self.subtle)
 
-    def diagnosis(self, again: torch.Tensor | None) -> Diagnosis:
-        nan = self.out.isnan() & ~self.truth.isnan()
-        if again is not None:
-            second = again.double().reshape(self.out.shape)
-            moved = (second != self.out) & ~(second.isnan() & self.out.isnan())
-            if moved.any():
-                text = f"{self._region(moved)} differs between two runs on the same inputs"
-                return self._answer("race", text, 1.0, moved)
+    def diagnosis(self, again: torch.Tensor) -> Diagnosis:
+        out, truth, second = self.out, self.truth, again.double().reshape(self.out.shape)
+        moved = (second != out) & ~(second.isnan() & out.isnan())
+        if moved.any():
+            text = f"{self._region(moved)} differs between two runs on the same inputs"
+            return self._answer("race", text, 1.0, moved)
+        nan = out.isnan() & ~truth.isnan()
         if nan.any():
             text = f"{self._region(nan)} is NaN or was never written"
             return self._answer("unwritten", text, 1.0, nan)
-        lost = ~self.truth.isfinite() & ~((self.out == self.truth) | self.out.isnan())
+        lost = ~truth.isfinite() & ~((out == truth) | out.isnan())
         if lost.any():
             text = "NaN or an infinity of the inputs does not reach it"
             return self._answer("wrong_function", text, 1.0, lost)
-        empty = self.wrong & (self.out == 0)
+        empty = self.wrong & (out == 0)
         if int(empty.sum()) > 0.95 * int(self.wrong.sum()) and not self.subtle:
             text = f"{self._region(empty)} is zero: never written, or its partial was lost"
             return self._answer("unwritten", text, 1.0, empty)
         best, share = None, 0.0
-        enough = self.truth.numel() >= _FEW
-        for suspects in (self._structural(), self._counterfactual()) if enough else ():
-            for suspect, explained in suspects:
-                # Among equals the first: a later one must leave a quarter of what is left.
-                if 1 - explained < (1 - share) / 4 or (share < _CLAIM <= explained):
-                    best, share = suspect, explained
-                if share > _CERTAIN:
-                    break
+        suspects = itertools.chain(self._structural(), self._counterfactual())
+        for suspect in suspects if truth.numel() >= _FEW else ():
+            explained = self._explained(suspect)
+            # Among equals the first: a later one must leave a quarter of what is left.
+            if 1 - explained < (1 - share) / 4 or (share < _CLAIM <= explained):
+                best, share = suspect, explained
             if share > _CERTAIN:
                 break
         # A factor explains all or is none: any statistic is roughly another times something.
         if best and share >= (_CLAIM_FACTOR if best.fault == "constant_factor" else _CLAIM):
             return self._answer(best.fault, best.text, share, self.wrong)
         return self._answer(*self._leftover(), 1.0 - share, self.wrong)
+
+    def _explained(self, suspect: _Suspect) -> float:
+        """The share of the squared difference that the suspect explains; what exceeds three times
+        the median counts as that much, so that no few elements decide."""
+        wrong, out, difference = (t[suspect.rows] for t in (self.wrong, self.out, self.difference))
+        size = difference[wrong].abs()
+        cap = 3 * size.median()
+        left = (out - suspect.predicted)[wrong].abs().minimum(cap).square().sum()
+        share = 1 - float(left / size.minimum(cap).square().sum().clamp_min(1e-300))
+        return share if share == share else 0.0
 
     def _leftover(self) -> tuple[str, str]:
         """What it is when no hypothesis explains it."""
@@ -174,21 +169,15 @@ class _Case:
             truth, left = self.truth[self.wrong], self.difference[self.wrong]
             energy = truth.square().sum().clamp_min(1e-300)
             factor, noise = float((left * truth).sum() / energy), left.square().mean() / energy
-            if abs(factor) > 6 * float(noise.sqrt()) and abs(factor) > 2e-3:
-                return (
-                    "constant_factor",
-                    f"on average it is the expected value times {1 + factor:.3g}",
-                )
-            if self.flat:
-                return "rounded_statistics", (
-                    "each value is off by a rounding: the statistic is of values rounded to 16 "
-                    "bits, not of the float32 ones"
-                )
-            return "early_rounding", (
-                "it is off by roundings: something was rounded to 16 bits before its last use"
-            )
-        tiles = self._tiles(self.wrong)
-        if not self.flat and len(tiles) < self._tile_count() and float(self._filled(tiles)) > 0.9:
+            if abs(factor) > max(6 * float(noise.sqrt()), 2e-3):
+                text = f"on average it is the expected value times {1 + factor:.3g}"
+                return "constant_factor", text
+            text = "it is off by roundings: something was rounded to 16 bits before its last use"
+            return ("rounded_statistics" if self.flat else "early_rounding"), text
+        counts, sizes = self._by_tile(self.wrong), self._by_tile(self.wrong | True)
+        touched = counts > 0
+        filled = float(counts.sum() / sizes[touched].sum().clamp_min(1))
+        if not self.flat and not bool(touched.all()) and filled > 0.9:
             return "unwritten", f"{self._region(self.wrong)} holds something else: stale, or lost"
         if self.flat and self.single:
             return "wrong_statistics", (
@@ -200,40 +189,33 @@ class _Case:
             "operations against the spec's mathematics"
         )
 
+    def _by_tile(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over each tile, float64."""
+        import torch
+
+        (rows, columns), (height, width) = x.shape, self.tile
+        padded = torch.nn.functional.pad(x.double(), (0, -columns % width, 0, -rows % height))
+        return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).sum((1, 3))
+
     # What shows in the output and the truth alone.
 
-    def _structural(self) -> Iterator[tuple[_Suspect, float]]:
+    def _structural(self) -> Iterator[_Suspect]:
         out, truth, wrong = self.out, self.truth, self.wrong
         factor = float((out * truth)[wrong].sum() / truth[wrong].square().sum().clamp_min(1e-300))
         if abs(factor - 1) > 2e-3:
-            fault, which = "constant_factor", "it is"
-            if not bool(wrong.all()):
-                which = f"{self._region(wrong)} is"
-            text = f"{which} the expected value times {factor:.4g}"
+            which = "it" if bool(wrong.all()) else self._region(wrong)
+            fault, text = "constant_factor", f"{which} is the expected value times {factor:.4g}"
             if self.flat and self.single and not 0.1 < abs(factor) < 10:
                 fault, text = "wrong_statistics", f"{text}: check the divisor of the reduction"
-            yield self._scored(_Suspect(fault, text, factor * truth))
-        rows, columns = truth.shape
-        if columns % 2 == 0:
-            text = "even and odd columns are swapped"
-            yield self._scored(_Suspect("swapped_pair", text, _swapped(truth)))
+            yield _Suspect(fault, text, factor * truth)
+        if truth.shape[1] % 2 == 0:
+            yield _Suspect("swapped_pair", "even and odd columns are swapped", _swapped(truth))
+        what, axis = ("elements", 0) if self.flat else ("columns", 1)
         for by in (1, -1, 2, -2):
-            axis = 0 if self.flat else 1
             if truth.shape[axis] > 4:
-                text = f"columns are shifted by {by}" + " (one pair)" * (abs(by) == 2)
-                text = text.replace("columns", "elements") if self.flat else text
-                yield self._scored(_Suspect("shifted_pair", text, truth.roll(by, axis)))
-        yield self._scored(self._neighbours())
-        if self.flat or self.reference is not None or min(rows, columns) < 8:
-            return
-        for axis, line in ((1, "row"), (0, "column")):
-            kind = f"(a vector by {line} missing, doubled, or read along the other axis)"
-            mean = _ratio(self.difference * wrong, wrong.double(), axis)
-            text = f"each {line} is off by a constant {kind}"
-            yield self._scored(_Suspect("missing_operand", text, truth + mean))
-            scale = _ratio(out * truth * wrong, truth.square() * wrong, axis)
-            text = f"each {line} is off by a factor {kind}"
-            yield self._scored(_Suspect("missing_operand", text, truth * scale))
+                text = f"{what} are shifted by {by}" + " (one pair)" * (abs(by) == 2)
+                yield _Suspect("shifted_pair", text, truth.roll(by, axis))
+        yield self._neighbours()
 
     def _neighbours(self) -> _Suspect:
         """Each tile is what belongs into one of its neighbours, or right."""
@@ -244,9 +226,7 @@ class _Case:
         steps = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
         for i, j in steps:
             moved = self.truth.roll((i * height, j * width), (0, 1))
-            left = torch.where(self.wrong, self.out - moved, 0.0).square()
-            left = torch.nn.functional.pad(left, (0, -columns % width, 0, -rows % height))
-            left = left.unflatten(1, (-1, width)).unflatten(0, (-1, height)).sum((1, 3))
+            left = self._by_tile(torch.where(self.wrong, self.out - moved, 0.0).square())
             spread = left.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
             best = best if least is None else torch.where(spread < least, moved, best)
             least = spread if least is None else torch.minimum(spread, least)
@@ -255,28 +235,46 @@ class _Case:
 
     # What the reference gives on changed inputs.
 
-    def _counterfactual(self) -> Iterator[tuple[_Suspect, float]]:
-        if self.reference is None or self.gemm is None:
-            return
+    def _counterfactual(self) -> Iterator[_Suspect]:
         rows = self._worst_rows()
         for fault, text, changed in self._changes(rows):
             predicted = self._predict(changed, rows)
             if predicted is not None:
-                yield self._scored(_Suspect(fault, text, predicted), rows)
+                yield _Suspect(fault, text, predicted, rows)
 
-    def _changes(self, rows: torch.Tensor | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    def _worst_rows(self) -> Any:
+        """The rows to run the reference on; all, where rows cannot be told apart."""
+        m, n = (self.inputs[x].shape[0] for x in self.gemm)
+        sizes = {v.shape[0] for x, v in self.inputs.items() if x not in self.gemm and _is_array(v)}
+        if m == n or not sizes <= {m, n} or len(self.truth) != m or m <= _ROWS:
+            return _ALL
+        return (self.difference * self.wrong).square().sum(1).topk(_ROWS).indices.sort().values
+
+    def _predict(self, changed: dict[str, Any], rows: Any) -> torch.Tensor | None:
+        m = self.inputs[self.gemm[0]].shape[0]
+        values = {
+            x: v[rows] if x != self.gemm[1] and _is_array(v) and len(v) == m else v
+            for x, v in {**self.inputs, **changed}.items()
+        }
+        try:
+            found = self.reference(values)
+        except CodaError:  # the reference takes no such shape: not this fault
+            return None
+        shape = self.truth[rows].shape
+        return found.reshape(shape) if found.numel() == shape.numel() else None
+
+    def _changes(self, rows: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Faults, in words, and the inputs that they come to."""
         import torch
 
-        assert self.gemm is not None
         a_name, b_name = self.gemm
         a, b = self.inputs[a_name].double(), self.inputs[b_name].double()
         (m, k), n = a.shape, b.shape[0]
-        floats = {
-            name: value.double() if isinstance(value, torch.Tensor) else value
-            for name, value in self.inputs.items()
-            if not isinstance(value, torch.Tensor) or value.is_floating_point()
+        others = {
+            x: v.double() if isinstance(v, torch.Tensor) else v
+            for x, v in self.inputs.items()
+            if x not in self.gemm and (not isinstance(v, torch.Tensor) or v.is_floating_point())
         }
-        others = {x: v for x, v in floats.items() if x not in self.gemm}
         for x, v in others.items():
             yield "missing_operand", f"{x} is left out", {x: v * 0}
             yield "missing_operand", f"{x} is left out", {x: v * 0 + 1}
@@ -284,25 +282,19 @@ class _Case:
             yield "doubled_operand", f"{x} is multiplied in twice", {x: v * v}
             yield from self._factor_changes(x, v, rows)
         yield from self._factor_changes(a_name, a, rows)
-        for u in dict.fromkeys((k - 1) // u * u for u in _PARTS):
-            if u:
-                cut = torch.where(torch.arange(k, device=a.device) < u, a, 0.0)
-                yield "k_tail", f"columns {u} to {k - 1} of {a_name} and {b_name} are skipped", {a_name: cut}  # fmt: skip  # noqa: E501
-        for part in (slice(k // 2, None), slice(0, k // 2), slice(0, 64)):
+        tails = [(first, k) for u in _PARTS if (first := (k - 1) // u * u)]
+        for first, last in dict.fromkeys([*tails, (k // 2, k), (0, k // 2), (0, min(k, 64))]):
             cut = a.clone()
-            cut[:, part] = 0
-            yield "k_tail", "a part of K is lost (half of it, or its first step)", {a_name: cut}
+            cut[:, first:last] = 0
+            text = f"columns {first} to {last - 1} of {a_name} and {b_name} are skipped"
+            yield "k_tail", text, {a_name: cut}
+        for (x, v), (y, w) in itertools.combinations(others.items(), 2):
+            if getattr(v, "shape", None) == getattr(w, "shape", None):
+                yield "swapped_operands", f"{x} and {y} change places", {x: w, y: v}
+        acc, eye = a.new_zeros(m, n), torch.eye(n, dtype=a.dtype, device=a.device)
+        acc[rows] = a[rows] @ b.mT
         for x, v in others.items():
-            for y, w in others.items():
-                if x < y and isinstance(v, torch.Tensor) == isinstance(w, torch.Tensor):
-                    if not isinstance(v, torch.Tensor) or v.shape == w.shape:
-                        yield "swapped_operands", f"{x} and {y} change places", {x: w, y: v}
-        acc = (a @ b.mT) if rows is None else torch.zeros(m, n, **_like(a))
-        if rows is not None:
-            acc[rows] = a[rows] @ b.mT
-        eye = torch.eye(n, **_like(a))
-        for x, v in others.items():
-            if isinstance(v, torch.Tensor) and v.ndim == 1 and len(v) in (m, n):
+            if _is_array(v) and v.ndim == 1 and len(v) in (m, n):
                 by_row = len(v) == m
                 own = v[:, None] if by_row else v[None]
                 read = v[torch.arange(n if by_row else m, device=v.device) % len(v)]
@@ -312,14 +304,16 @@ class _Case:
                 yield "wrong_broadcast", text, {a_name: acc / own * other, b_name: eye}
                 for by in (1, -1):
                     yield "shifted_pair", f"elements of {x} are shifted by {by}", {x: v.roll(by, 0)}
-        for source, value, make in (
-            ("the product", acc, lambda t: {a_name: t, b_name: eye}),
-            *((x, v, lambda t, x=x: {x: t}) for x, v in others.items() if _wide(v)),
-        ):
-            yield "swapped_pair", f"even and odd columns of {source} are swapped", make(_swapped(value))  # fmt: skip  # noqa: E501
+        wide = {
+            x: v for x, v in others.items() if getattr(v, "ndim", 0) == 2 and v.shape[1] % 2 == 0
+        }
+        for x, v in {a_name: acc, **wide}.items():
+            what, product = (x, {}) if x in wide else ("the product", {b_name: eye})
+            text = f"even and odd columns of {what} are swapped"
+            yield "swapped_pair", text, {x: _swapped(v), **product}
             for by in (1, -1, 2, -2):
-                text = f"columns of {source} are shifted by {by}"
-                yield "shifted_pair", text, make(value.roll(by, 1))
+                text = f"columns of {what} are shifted by {by}"
+                yield "shifted_pair", text, {x: v.roll(by, 1), **product}
         swapped = {x: _swapped(v) for x, v in others.items() if _is_array(v) and v.shape[-1] == n}
         text = "the even and odd columns enter in each other's place, such as gate and up"
         yield "swapped_pair", text, {a_name: _swapped(acc), b_name: eye, **swapped}
@@ -329,62 +323,18 @@ class _Case:
             yield fault, text, {a_name: acc.to(dtype).double(), b_name: eye}
 
     def _factor_changes(
-        self, x: str, value: Any, rows: torch.Tensor | None
+        self, x: str, value: Any, rows: Any
     ) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """The factor on input `x` that fits best, by least squares along 2 · x."""
         doubled = self._predict({x: value * 2}, rows)
         if doubled is None:
             return
-        wrong, difference, truth = self._at(rows, self.wrong, self.difference, self.truth)
+        wrong, difference, truth = (t[rows] for t in (self.wrong, self.difference, self.truth))
         step = (doubled - truth)[wrong]
         factor = 1 + float((difference[wrong] * step).sum() / step.square().sum().clamp_min(1e-300))
         for c in sorted({-1.0, round(factor, 3)} - {1.0}) if abs(factor) < 1e3 else ():
             fault = "constant_factor" if c else "missing_operand"
             yield fault, f"{x} enters times {c:g}", {x: value * c}
-
-    def _predict(self, changed: dict[str, Any], rows: torch.Tensor | None) -> torch.Tensor | None:
-        import torch
-
-        assert self.gemm is not None and self.reference is not None
-        m = self.inputs[self.gemm[0]].shape[0]
-        values = {**self.inputs, **changed}
-        if rows is not None:
-            values = {
-                x: v[rows]
-                if x != self.gemm[1] and isinstance(v, torch.Tensor) and v.ndim and len(v) == m
-                else v
-                for x, v in values.items()
-            }
-        try:
-            found = self.reference(values)
-        except CodaError:  # the reference takes no such shape: not this fault
-            return None
-        (shape,) = (x.shape for x in self._at(rows, self.truth))
-        return found.reshape(shape) if found.numel() == shape.numel() else None
-
-    def _worst_rows(self) -> torch.Tensor | None:
-        """The rows to run the reference on; None for all, where rows cannot be told apart."""
-        assert self.gemm is not None
-        m, n = (self.inputs[x].shape[0] for x in self.gemm)
-        sizes = {v.shape[0] for x, v in self.inputs.items() if x not in self.gemm and _is_array(v)}
-        if m == n or not sizes <= {m, n} or len(self.truth) != m or m <= _ROWS:
-            return None
-        return (self.difference * self.wrong).square().sum(1).topk(_ROWS).indices.sort().values
-
-    def _at(self, rows: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensors if rows is None else tuple(t[rows] for t in tensors)
-
-    def _scored(
-        self, suspect: _Suspect, rows: torch.Tensor | None = None
-    ) -> tuple[_Suspect, float]:
-        """The share of the squared difference that the suspect explains; what exceeds three times
-        the median counts as that much, so that no few elements decide."""
-        wrong, out, difference = self._at(rows, self.wrong, self.out, self.difference)
-        size = difference[wrong].abs()
-        cap = 3 * size.median()
-        left = (out - suspect.predicted)[wrong].abs().minimum(cap).square().sum()
-        share = 1 - float(left / size.minimum(cap).square().sum().clamp_min(1e-300))
-        return suspect, share if share == share else 0.0
 
     # Where.
 
@@ -393,11 +343,10 @@ class _Case:
 
         size = (self.out - self.truth).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         row, column = divmod(int(torch.where(mask, size, -1.0).argmax()), self.truth.shape[1])
-        where: dict[str, Any] = {"fault": fault}
-        where |= {"column" if self.by_column else "row": row}
+        where: dict[str, Any] = {"fault": fault, "column" if self.by_column else "row": row}
         where |= {} if self.flat else {"column": column}
         where["at_tile"] = [row // self.tile[0], column // self.tile[1]][: 1 if self.flat else 2]
-        odd = mask.nonzero()[:, 1] % 2 if not self.flat else mask.new_zeros(0)
+        odd = mask.nonzero()[:, 1] % 2
         if len(odd) > 1 and (odd == odd[0]).all() and self.truth.shape[1] > 1:
             where["parity"] = ("even", "odd")[int(odd[0])]
         where["got"] = float(self.out[row, column])
@@ -410,42 +359,13 @@ class _Case:
         if not 0.0 < share < 1.0:  # 0: nothing stands out where all is infinite
             return "all of it"
         (top, left), (bottom, right) = places.amin(0).tolist(), places.amax(0).tolist()
-        box = f"{'elements' if self.flat else 'rows'} {top} to {bottom}"
-        return f"{share:.1%} of it ({box}" + f", columns {left} to {right})" * (not self.flat) + (")" * self.flat)  # fmt: skip  # noqa: E501
-
-    def _tiles(self, mask: torch.Tensor) -> set[tuple[int, int]]:
-        """Coordinates of the tiles with a wrong element in them."""
-        step = mask.new_tensor(self.tile, dtype=mask.nonzero().dtype)
-        return {(i, j) for i, j in (mask.nonzero() // step).unique(dim=0).tolist()}
-
-    def _tile_count(self) -> int:
-        (rows, columns), (height, width) = self.truth.shape, self.tile
-        return -(-rows // height) * -(-columns // width)
-
-    def _filled(self, tiles: set[tuple[int, int]]) -> float:
-        """How much of those tiles is wrong."""
-        inside = self.wrong.new_zeros(self.wrong.shape)
-        for i, j in tiles:
-            height, width = self.tile
-            inside[i * height : (i + 1) * height, j * width : (j + 1) * width] = True
-        return float(self.wrong.sum() / inside.sum().clamp_min(1))
+        box = f"rows {top} to {bottom}, columns {left} to {right}"
+        return f"{share:.1%} of it ({f'elements {top} to {bottom}' if self.flat else box})"
 
 
 def _swapped(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-def _ratio(above: torch.Tensor, below: torch.Tensor, axis: int) -> torch.Tensor:
-    return above.sum(axis, keepdim=True) / below.sum(axis, keepdim=True).clamp_min(1e-300)
-
-
 def _is_array(x: Any) -> bool:
     return getattr(x, "ndim", 0) > 0
-
-
-def _wide(x: Any) -> bool:
-    return getattr(x, "ndim", 0) == 2 and x.shape[1] % 2 == 0
-
-
-def _like(x: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": x.dtype, "device": x.device}

@@ -30,7 +30,8 @@ from coda_agent.agent.judge.machine import gpu_state, require_idle
 from coda_agent.primitives.errors import MachineError
 
 __all__ = [
-    "Samples", "a_a", "different", "gpu_state", "interleave", "interval", "require_idle", "speedup",
+    "PROTOCOL", "Samples", "a_a", "different", "gpu_state", "interleave", "interval",
+    "require_idle", "speedup",
 ]  # fmt: skip
 
 # Several times the 60 MB of an H200's L2.
@@ -40,6 +41,8 @@ _FLUSHES = 2
 # were within 0.02 of those in a stream of calls without a pause; after none, up to 0.08 lower.
 _PRODUCT = 4096
 _LEAST_PRODUCTS, _MOST_PRODUCTS = 8, 40
+PROTOCOL = 2
+"""Raised when figures taken before and after a change of how they are taken cannot be compared."""
 # The clocks may differ by this much, microseconds or share of the time: a wait for the device ends
 # a few microseconds sooner or later, and work hidden below this changes no verdict.
 TOLERANCE_US, TOLERANCE = 10.0, 0.05

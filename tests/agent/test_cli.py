@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import doctor, workspace
-from coda_agent.agent.cli import app
+from coda_agent.agent import doctor, pipeline, workspace
+from coda_agent.agent.cli import app, report
 from coda_agent.agent.events import read_events, summary
+from coda_agent.agent.judge import provenance, static  # noqa: F401  # before a fake replaces it
 from coda_agent.agent.judge.records import Finding, GateResult, Verdict
 from coda_agent.primitives.errors import CodaError, ProgramError
 
@@ -40,9 +41,11 @@ def judge_candidate(spec: Any, text: str, *, observer: Any, **_: Any) -> Verdict
     observer("gate.finished", {"gate": "static", **result.model_dump(exclude={"name"})})
     late = GateResult(name="performance", passed=True, skipped="no GPU")
     if doctor.gpus():
-        ratios = {"of_gemm": {"ratio": 0.97}, "over_compile": {"ratio": 1.5}, "tflops": 612.5}
-        times = {"ours": {"median_us": 10.0}}
-        cell = {"dtype": "bfloat16", "sizes": {"M": 8, "N": 16}, "times": times, **ratios}
+        ratio, slower = {"ratio": 0.97, "low": 0.96, "high": 0.98}, {"median_us": 15.0}
+        cell = {"dtype": "bfloat16", "sizes": {"K": 4, "M": 8, "N": 16}, "tflops": 612.5, "tile": "t",
+                "times": {"ours": {"median_us": 10.0}, "gemm": {"median_us": 9.7}, "compile": slower},
+                "of_gemm": ratio, "over_compile": {"ratio": 1.5, "low": 1.4, "high": 1.6},
+                "floor_us": 8.0}  # fmt: skip
         late = GateResult(name="performance", passed=True, data={"cells": [cell]})
     observer("gate.finished", {"gate": "performance", **late.model_dump(exclude={"name", "data"})})
     return Verdict(
@@ -174,7 +177,7 @@ def test_errors(where: workspace.Workspace, text: str, code: int, message: str) 
         (["generate", "gemm_swigl"], 2, "did you mean gemm_swiglu"),
         (["check", "nope.py"], 2, "no file at nope.py"),
         (["explain", "nope"], 2, "no kernel, spec or file named 'nope'"),
-        (["explain", "nope", "--stage", "x"], 2, "no stage 'x'"),
+        (["explain", "nope", "--stage", "x"], 2, "'x' is not one of 'graph'"),
         (["bench", "--all"], 3, "no NVIDIA GPU"),
         (["generate", "gemm_swiglu", "--device", "cuda"], 3, "no NVIDIA GPU"),
         (["verify"], 2, "name kernels, or give --all"),
@@ -187,13 +190,38 @@ def test_bad_input(where: workspace.Workspace, args: list[str], code: int, messa
     assert "Traceback" not in result.stderr
 
 
+def test_what_became_of_a_candidate_is_one_sentence() -> None:
+    finding = Finding(message="O is wrong")
+    bad = GateResult(name="numerics", passed=False, findings=[finding])
+
+    def said(level: str | None, before: str | None, commit: str | None, **more: Any) -> str:
+        verdict = Verdict(
+            passed=not more, level=None if more else "proved", gates=[bad] * bool(more)
+        )
+        about = ("k", not more, level, before, commit, Path("generated/k"), Path("run"), verdict)
+        return report.sentence(pipeline.Outcome(*about, **more))  # type: ignore[arg-type]
+
+    sha = "0123456789abcdef"
+    assert said("proved", None, sha) == "k: proved, commit 0123456789ab (generated/k)"
+    assert said("proved", None, None) == "k: proved, unchanged (generated/k)"
+    assert said("proved", "verified", sha) == "k: proved (was verified), commit 0123456789ab"
+    assert said("accepted", "accepted", None) == "k: accepted, proved here, unchanged"
+    assert (
+        said("revoked", "proved", sha, reason=None) == "k: revoked: numerics: O is wrong (run: run)"
+    )
+    over = said(None, None, None, reason="budget: 3 steps")
+    assert over == "k: budget: 3 steps: numerics: O is wrong (run: run)"
+
+
 def test_bench_prints_the_timings(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("generate", "gemm_swiglu")
     monkeypatch.setattr(doctor, "gpus", lambda: [doctor.Gpu("H200", "sm_90", "1")])
     said = run("bench", "gemm_swiglu")
-    assert "bfloat16  M=8 N=16  10.0  612.5    0.970    1.500" in said
+    row = next(line for line in said.splitlines() if line.startswith("bfloat16"))
+    ratios = ["0.970", "(0.960–0.980)", "1.500", "(1.400–1.600)"]
+    assert row.split() == ["bfloat16", "8×16×4", "10.0", "9.7", "15.0", *ratios, "612", "8.0", "t"]
 
 
 def test_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def board(records: Iterable[TrialRecord], stale: Any = lambda _: []) -> Board:
     return found
 
 
-def rows(found: Board) -> dict[str, dict[str, str]]:
+def rows(found: Board) -> dict[object, dict[object, object]]:
     head, *rest = found.ranking
     return {row[0]: dict(zip(head, row, strict=True)) for row in rest}
 

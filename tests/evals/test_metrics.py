@@ -79,7 +79,7 @@ def test_scores_by_hand() -> None:
     assert value(metrics.fast(1.2, "compile")) == pytest.approx(0.5 / 3)
     assert value(metrics.fast(1.0, "gemm")) == pytest.approx(0.5 / 3)
     assert value(metrics.roofline) == pytest.approx((0.7 + 0.5 / 4) / 3)
-    known = metrics.where_known(groups, metrics.ceiling)
+    known = metrics.score(groups, metrics.ceiling)
     assert known
     assert known.value == pytest.approx((0.7 + 0.5) / 2)
     assert metrics.passing(groups, 2) is None  # c has one trial that counts
@@ -178,7 +178,8 @@ def test_authors_are_ranked_apart_only_where_their_difference_is_not_chance() ->
         author([rate] * 10, 5, seed) for rate, seed in ((0.9, 1), (0.9, 2), (0.2, 3))
     )
     authors = {"bad": bad, "good": good, "good too": good_too}
-    assert metrics.ranks(authors, metrics.solved) == {"bad": 3, "good": 1, "good too": 1}
+    solved = {name: metrics.resampled(groups, metrics.solved) for name, groups in authors.items()}
+    assert metrics.ranks(solved) == {"bad": 3, "good": 1, "good too": 1}
     found = metrics.difference(good, bad, metrics.solved)
     back = metrics.difference(bad, good, metrics.solved)
     assert found

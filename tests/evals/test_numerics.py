@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 from coda_agent.evals.numerics import SITES, run_numerics, write_page
-from coda_agent.evals.pages import geometric_mean
 from coda_agent.primitives.errors import CodaError
 
 ROOT = Path(__file__).parents[2]

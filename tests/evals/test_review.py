@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from coda_agent.agent import doctor, pipeline, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge.provenance import sha
-from coda_agent.evals import html
-from coda_agent.evals.review import label
+from coda_agent.evals import svg
+from coda_agent.evals.pages import label
 from coda_agent.primitives import ColVector, HalfTile, RowSum, Tile, epilogue, pairs, silu
 from coda_agent.primitives.errors import SpecError
 
@@ -140,7 +140,7 @@ def test_verify_all(
         verdict: Any = SimpleNamespace(
             passed=passed, level="proved", gates=[bad], model_dump=lambda mode: {}
         )
-        level = "accepted" if passed else "revoked"
+        level = "accepted" if passed else "revoked" if commits else None
         return pipeline.Outcome(name, passed, level, "accepted", None, None, Path(), verdict)
 
     monkeypatch.setattr(pipeline, "verify", verify)
@@ -152,7 +152,7 @@ def test_verify_all(
     first, *lines = result.stdout.splitlines()
     assert "none raised above proved" in first
     assert lines == [
-        f"gemm_rmsnorm_swiglu: {word}: numerics: O is wrong",
+        f"gemm_rmsnorm_swiglu: {word}: numerics: O is wrong (run: .)",
         "gemm_rope: cannot be judged: the spec is gone",
         "gemm_swiglu: accepted, proved here, unchanged",
         "1 of 3 kernels stand",
@@ -194,22 +194,22 @@ def drawn(acc, r: ColVector):  # type: ignore[no-untyped-def]
 
 
 def test_dataflow_shows_every_node_once_and_nothing_overlaps() -> None:
-    svg = ET.fromstring(html.dataflow(drawn, {"D": "bfloat16", "r": "float32"}))
+    picture = ET.fromstring(svg.dataflow(drawn, {"D": "bfloat16", "r": "float32"}))
     boxes = [tuple(float(b.get(k, "")) for k in ("x", "y", "width", "height"))
-             for b in svg.findall("rect")]  # fmt: skip
+             for b in picture.findall("rect")]  # fmt: skip
     computed = [n for n in drawn.graph.nodes if n.op != "const"]
     assert len(boxes) == len(computed) + 3
     for i, (x, y, w, h) in enumerate(boxes):
         assert all(x + w <= u or u + v <= x or y + h <= p or p + q <= y
                    for u, p, v, q in boxes[:i])  # fmt: skip
-        assert x >= 0 and x + w <= float(str(svg.get("viewBox")).split()[2])
-    texts = [t.text for t in svg.findall("text")]
+        assert x >= 0 and x + w <= float(str(picture.get("viewBox")).split()[2])
+    texts = [t.text for t in picture.findall("text")]
     assert {"r: ColVector", "A Bᵀ", "O: HalfTile", "s: RowSum", "(M, N/2)"} <= set(texts)
     assert "0.5 × ·" in texts or "· × 0.5" in texts
-    thick = {p.get("stroke-width") for p in svg.findall("path")}
+    thick = {p.get("stroke-width") for p in picture.findall("path")}
     assert thick == {"3", "2", "1"}  # tiles, halves, and the vector
     assert (
-        len(svg.findall("path"))
+        len(picture.findall("path"))
         == sum(len({a for a in n.args if drawn.graph.nodes[a].op != "const"}) for n in computed) + 3
     )
 
@@ -217,8 +217,8 @@ def test_dataflow_shows_every_node_once_and_nothing_overlaps() -> None:
 def test_strips_show_every_round_in_proportion() -> None:
     times = {"a": {"times_us": [10.0, 20.0, 30.0], "median_us": 20.0},
              "b": {"times_us": [50.0], "median_us": 50.0}}  # fmt: skip
-    svg = ET.fromstring(html.strips("t", times))
-    ticks = [p for p in svg.findall("path") if "tick" in str(p.get("class"))]
+    picture = ET.fromstring(svg.strips("t", times))
+    ticks = [p for p in picture.findall("path") if "tick" in str(p.get("class"))]
     x = [[float(v) for v in re.findall(r"M([\d.]+)", str(t.get("d")))] for t in ticks]
     assert [len(row) for row in x] == [3, 1]
     assert x[1][0] == 570 and x[0][0] == 104  # the ends of the axis

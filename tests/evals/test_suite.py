@@ -32,6 +32,8 @@ MACHINE = {"gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}, "packages"
 class Clock:
     """Runs each contender once and says how long it is told; stops after `cells`."""
 
+    PROTOCOL = 1
+
     def __init__(self, times_us: Mapping[str, float], cells: int = 99) -> None:
         self.times_us, self.left, self.cells = times_us, cells, 0
 
@@ -128,7 +130,8 @@ def test_a_missing_or_wrong_library_is_said_and_not_timed(
     )
     ops = SimpleNamespace(LigerCrossEntropyFunction=None)
     utils = SimpleNamespace(calculate_settings=None)
-    for name, module in {"": None, ".ops": ops, ".ops.swiglu": gate, ".ops.utils": utils}.items():
+    modules = {".ops": ops, ".ops.rms_norm": None, ".ops.swiglu": gate, ".ops.utils": utils}
+    for name, module in {"": None, **modules}.items():
         monkeypatch.setitem(sys.modules, f"liger_kernel{name}", module or SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     clock = Clock({"ours": 200.0, "gemm": 190.0})

@@ -542,6 +542,10 @@ def test_the_command_runs_resumes_and_sums_up(where: workspace.Workspace) -> Non
     lines = result.output.splitlines()
     assert lines[0].startswith("hand gemm_swiglu 1: proved (")
     assert lines[-1].split()[:5] == ["hand", "2", "4", "0", "1.00"]
+    suite = where.root / "evals" / "suites" / "mine.toml"
+    suite.write_text(SUITE + '[groups]\nlayer = ["gemm_swiglu", "gemm_rope"]\n')
+    lines = CliRunner().invoke(app, command).output.splitlines()
+    assert [line.split() for line in lines[-2:]] == [["all", "of", "hand"], ["layer", "1.00"]]
     (folder(where) / "broken.json").write_text("{")
     again = CliRunner().invoke(app, [*command, "--json"])
     document = json.loads(again.stdout)
