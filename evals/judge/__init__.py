@@ -1,4 +1,1 @@
-"""How good the judge is: mutants it must kill, right programs it must pass, what it says of faults.
-
-The judge itself is handed in: this room imports no agent.
-"""
+"""How good the judge is: what it kills, what it passes, what it calls faults, how fast it is."""

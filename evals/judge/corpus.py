@@ -2,18 +2,17 @@
 
 - A rewrite says the same thing otherwise: factors regrouped, a sigmoid by exp or by tanh.
 - A demonstration gets a spec of its own, made of its operands' kinds, the range of its inputs and
-  its reference. Where such draws break what its program relies on, such as equal columns in each
-  pair, or need a table, it is left out by name.
+  its reference. One that needs a table, which a spec cannot draw, is left out by name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.evals.judge.edits import all_rewritten
+from coda_agent.evals.judge.edits import rewritten
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import (
     ColIndex,
@@ -24,7 +23,7 @@ from coda_agent.primitives.resources import (
     Tile,
     dims,
 )
-from coda_agent.specs import Spec, draw_inputs, load_spec, run_reference
+from coda_agent.specs import Spec, load_spec
 
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
@@ -66,23 +65,38 @@ def reference({names}):
 
 
 class Right(NamedTuple):
-    """One program that is right: its name in the corpus, and where it stands."""
+    """One program that is right.
+
+    Attributes:
+        name: Its name in the corpus.
+        spec: Its spec.
+        programs: All programs of the spec, by variant.
+        variant: Which of them it is.
+    """
 
     name: str
     spec: Spec
     programs: Mapping[str, Program]
     variant: str
 
+    @property
+    def program(self) -> Program:
+        return self.programs[self.variant]
 
-def kernels(found: Iterable[Kernel]) -> Iterator[Right]:
-    """Every variant of the kernels, and every rewrite of each kernel's first one."""
-    for kernel in found:
-        for variant in kernel.programs:
-            yield Right(variant, kernel.spec, kernel.programs, variant)
-        first = kernel.spec.variant()
-        for name, program in all_rewritten(kernel.programs[first]):
-            programs = {**kernel.programs, first: program}
-            yield Right(f"{first}: {name}", kernel.spec, programs, first)
+
+def kernels(found: Iterable[Kernel]) -> list[Right]:
+    """Every variant of the kernels."""
+    return [Right(name, k.spec, k.programs, name) for k in found for name in k.programs]
+
+
+def rewrites(right: Right) -> list[Right]:
+    """A program's rewrites."""
+    return [
+        right._replace(
+            name=f"{right.name}: {name}", programs={**right.programs, right.variant: program}
+        )
+        for name, program in rewritten(right.program)
+    ]
 
 
 def demonstrations(found: Iterable[Any]) -> tuple[list[Right], list[str]]:
@@ -90,14 +104,12 @@ def demonstrations(found: Iterable[Any]) -> tuple[list[Right], list[str]]:
     right, left_out = [], []
     for demo in found:
         kinds = {x: kind for p in demo.programs for x, kind in p.operands.items()}
-        for program in demo.programs:
-            name = f"demonstration {program.name}"
+        for p in demo.programs:
             if HeadTable in kinds.values():
-                left_out.append(program.name)
+                left_out.append(p.name)
                 continue
-            spec = _spec(demo, program, kinds)
-            entry = Right(name, spec, {program.name: program}, program.name)
-            right.append(entry) if _holds(entry) else left_out.append(program.name)
+            name = f"demonstration {p.name}"
+            right.append(Right(name, _spec(demo, p, kinds), {p.name: p}, p.name))
     return right, left_out
 
 
@@ -152,18 +164,22 @@ def _draw(value: Any, kind: type) -> str:
     return f"{{uniform: [{low}, {high}]}}"
 
 
-def _holds(right: Right) -> bool:
-    """Whether the program is its reference in float64, on the spec's draws."""
+def in_float64(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The exact outputs of a program on a spec's inputs."""
     import torch
 
+    dtypes = dict.fromkeys(program.outputs, torch.float64)
+    return interpreted(spec, program, inputs, dtypes=dtypes, compute=torch.float64)
+
+
+def interpreted(
+    spec: Spec, program: Program, inputs: Mapping[str, Any], a: Any = None, b: Any = None,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """`primitives.interpret.interpret` on a spec's inputs, or other A (M, K) and B (N, K)."""
     from coda_agent.primitives.interpret import interpret
 
-    spec, program = right.spec, right.programs[right.variant]
-    inputs: Any = draw_inputs(spec, spec.check_shapes[-1], {}, seed=0)
     held = {o: inputs[x] for o, x in spec.updated().items()}
-    truth = run_reference(spec, inputs, exact=True)
-    found = interpret(
-        program, inputs["A"], inputs["B"], {**inputs, **held},
-        dtypes=dict.fromkeys(program.outputs, torch.float64), compute=torch.float64,
-    )  # fmt: skip
-    return all(torch.allclose(found[o], t, rtol=1e-9, atol=1e-9) for o, t in truth.items())
+    a = inputs[spec.gemm[0]] if a is None else a
+    b = inputs[spec.gemm[1]] if b is None else b
+    return interpret(program, a, b, {**inputs, **held}, **options)

@@ -25,15 +25,15 @@ from coda_agent.primitives.resources import (
     Scalar,
 )
 
-Change = Callable[[Value, list[Value]], Value]
-"""The value of a node as it was, and its arguments, to what takes its place."""
+Change = Callable[[Value, list[Value]], Value | None]
+"""The value of a node as it was, and its arguments, to what takes its place; None leaves it."""
 
 
 class Edit(NamedTuple):
-    """One fault of a program.
+    """A change of a program, such as one fault.
 
     Attributes:
-        operator: Which fault.
+        operator: Which.
         site: Where.
         faults: What a diagnosis may call it, the best name first.
         changes: Changed nodes by number.
@@ -43,42 +43,32 @@ class Edit(NamedTuple):
 
     operator: str
     site: str
-    faults: tuple[str, ...]
+    faults: tuple[str, ...] = ()
     changes: Mapping[int, Change] = {}
     operands: Mapping[str, type] = {}
     outputs: Mapping[str, type] = {}
 
     def apply(self, program: Program) -> Program | None:
-        """The edited program; None where widths do not match, or nothing changes."""
+        """The edited program; None where it is no program, or nothing changes."""
         try:
-            edited = rebuild(program, self.changes, self.operands, self.outputs)
+            edited = self._recorded(program)
         except ProgramError:
             return None
         return None if edited.digest == program.digest else edited
 
-
-def rebuild(
-    program: Program,
-    changes: Mapping[int, Change],
-    operands: Mapping[str, type] | None = None,
-    outputs: Mapping[str, type] | None = None,
-) -> Program:
-    """The program recorded again with changes.
-
-    Raises:
-        ProgramError: widths do not match.
-    """
-    kinds, graph, values = {**program.operands, **(operands or {})}, Graph(), []
-    for i, node in enumerate(program.graph.nodes):
-        arguments: list[Value] = [values[a] for a in node.args]
-        value = _again(graph, node, arguments, kinds)
-        values.append(changes[i](value, arguments) if i in changes else value)
-    for name, index in program.graph.outputs.items():
-        if values[index].shape is not program.graph.nodes[index].shape:
-            raise ProgramError(f"output {name!r} changed its width")
-        graph.outputs[name] = values[index].index
-    kept = {**program.outputs, **(outputs or {})}
-    return Program(program.name, program.doc, kinds, kept, graph.prune())
+    def _recorded(self, program: Program) -> Program:
+        kinds, graph, values = {**program.operands, **self.operands}, Graph(), list[Value]()
+        for i, node in enumerate(program.graph.nodes):
+            arguments = [values[a] for a in node.args]
+            value = _again(graph, node, arguments, kinds)
+            changed = self.changes[i](value, arguments) if i in self.changes else None
+            values.append(value if changed is None else changed)
+        for name, index in program.graph.outputs.items():
+            if values[index].shape is not program.graph.nodes[index].shape:
+                raise ProgramError(f"output {name!r} changed its width")
+            graph.outputs[name] = values[index].index
+        kept = {**program.outputs, **self.outputs}
+        return Program(program.name, program.doc, kinds, kept, graph.prune())
 
 
 def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str, type]) -> Value:
@@ -91,6 +81,11 @@ def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str,
             return pairs(arguments[0])[node.op == "odd"]
         case "interleave":
             return interleave(*arguments)
+        case op if all(graph.nodes[a.index].op == "const" for a in arguments):
+            import torch
+
+            numbers = (torch.tensor(graph.nodes[a.index].value).double() for a in arguments)
+            return graph.const(float(OPS[op].torch(*numbers)))
         case op:
             return record(op, *arguments)
 
@@ -101,61 +96,69 @@ _ACTIVATIONS = {
     "sigmoid": "tanh", "gelu_tanh": "sigmoid", "maximum": "minimum", "minimum": "maximum",
     "absolute": "neg",
 }  # fmt: skip
-_KINDS: dict[type, type] = {RowMean: RowSum, RowMax: RowSum, ColSum: ColMax}
+_KINDS: dict[type, type] = {RowMean: RowSum, RowMax: RowSum, ColSum: ColMax, ColMax: ColSum}
 
 
 def faulty(program: Program) -> Iterator[Edit]:
     """Every fault that the operators know to make in a program."""
     nodes = program.graph.nodes
     for i, node in enumerate(nodes):
-        site, op = f"{node.op}#{i}", node.op
-        if op in ("add", "sub", "mul"):
-            what = "factor" if op == "mul" else "term"
-            for side in (0, 1) if OPS[op].commutative else (1,):
-                missing = _operand_fault(program, node.args[side], "missing_operand")
-                keep: Change = lambda v, args, side=side: args[1 - side]
-                yield Edit(f"drop a {what}", f"{site}.{side}", missing, {i: keep})
-            doubled = _operand_fault(program, node.args[1], "doubled_operand")
-            again: Change = lambda v, args, op=op: record(op, v, args[1])
-            yield Edit(f"repeat a {what}", site, doubled, {i: again})
-        if op in ("sub", "div"):
-            turned: Change = lambda v, args, op=op: record(op, args[1], args[0])
-            yield Edit("swap operands", site, (*_UNKNOWN, *_FACTOR), {i: turned})
-        if op == "even":
-            odd = Node("odd", node.args, node.shape)
-            swap: dict[int, Change] = {i: lambda v, args: pairs(args[0])[1]}
-            if odd in nodes:
-                swap[nodes.index(odd)] = lambda v, args: pairs(args[0])[0]
-            yield Edit("swap a pair", site, ("swapped_pair", *_UNKNOWN), swap)
-        if other := _ACTIVATIONS.get(op):
-            changed: Change = lambda v, args, other=other: record(other, *args)
-            name = f"{site} to {other}"
-            yield Edit("change an activation", name, (*_UNKNOWN, *_FACTOR), {i: changed})
-        if op in ("operand", "acc") and node.shape not in (Shape.INDEX, Shape.WIDE):
-            for c in (1.02, 2.0, -1.0):
-                faults = (*_FACTOR, *(["doubled_operand"] if c == 2 else []))
-                yield Edit("scale a value", f"{node.name or op} by {c}", faults, {i: _scale(c)})
-        if op == "const":
-            constant = _scale(1.05)
-            yield Edit("change a constant", f"{node.value:g}", (*_UNKNOWN, *_FACTOR), {i: constant})
+        yield from _at_node(program, i, node)
     for name, index in program.graph.outputs.items():
-        if nodes[index].shape is not Shape.WIDE and nodes[index].shape is not Shape.GATHERED:
+        if nodes[index].shape not in (Shape.WIDE, Shape.GATHERED):
             yield Edit("scale an output", f"{name} by 0.98", _FACTOR, {index: _scale(0.98)})
         if issubclass(kind := program.outputs[name], Reduction):
-            other = _KINDS.get(kind, RowMax)
-            faults = ("wrong_statistics", *_FACTOR)
-            yield Edit(
-                "change a reduction", f"{name} to {other.__name__}", faults, outputs={name: other}
-            )
-    index_of = {n.name: i for i, n in enumerate(nodes) if n.op == "operand"}
+            other, faults = _KINDS.get(kind, RowMax), ("wrong_statistics", *_FACTOR)
+            site = f"{name} to {other.__name__}"
+            yield Edit("change a reduction", site, faults, outputs={name: other})
     for x, kind in program.operands.items():
         if kind in (ColVector, RowVector):
-            other = RowVector if kind is ColVector else ColVector
-            yield Edit("declare the other axis", x, ("wrong_broadcast",), operands={x: other})
+            yield other_axis(program, x)
+    index_of = {n.name: i for i, n in enumerate(nodes) if n.op == "operand"}
     for x, y in itertools.combinations(program.operands, 2):
         if program.operands[x] is program.operands[y]:
             read = {index_of[x]: _read(y), index_of[y]: _read(x)}
             yield Edit("swap two operands", f"{x}, {y}", ("swapped_operands", *_UNKNOWN), read)
+
+
+def other_axis(program: Program, x: str) -> Edit:
+    """A vector by row declared as one by column, or the reverse."""
+    other = RowVector if program.operands[x] is ColVector else ColVector
+    return Edit("declare the other axis", x, ("wrong_broadcast",), operands={x: other})
+
+
+def _at_node(program: Program, i: int, node: Node) -> Iterator[Edit]:
+    op, nodes = node.op, program.graph.nodes
+
+    def edit(operator: str, faults: tuple[str, ...], change: Change, site: str = "") -> Edit:
+        return Edit(operator, site or f"{op}#{i}", faults, {i: change})
+
+    if op in ("add", "sub", "mul"):
+        what = "factor" if op == "mul" else "term"
+        for side in (0, 1) if OPS[op].commutative else (1,):
+            missing = _operand_fault(program, node.args[side], "missing_operand")
+            keep: Change = lambda v, args, side=side: args[1 - side]
+            yield edit(f"drop a {what}", missing, keep, f"{op}#{i}.{side}")
+        doubled = _operand_fault(program, node.args[1], "doubled_operand")
+        yield edit(f"repeat a {what}", doubled, lambda v, args: record(op, v, args[1]))
+    if op in ("sub", "div"):
+        turned: Change = lambda v, args: record(op, args[1], args[0])
+        yield edit("swap operands", (*_UNKNOWN, *_FACTOR), turned)
+    if op == "even":
+        swap: dict[int, Change] = {i: lambda v, args: pairs(args[0])[1]}
+        if (odd := Node("odd", node.args, node.shape)) in nodes:
+            swap[nodes.index(odd)] = lambda v, args: pairs(args[0])[0]
+        yield Edit("swap a pair", f"{op}#{i}", ("swapped_pair", *_UNKNOWN), swap)
+    if name := _ACTIVATIONS.get(op):
+        changed: Change = lambda v, args: record(name, *args)
+        yield edit("change an activation", (*_UNKNOWN, *_FACTOR), changed, f"{op}#{i} to {name}")
+    if op in ("operand", "acc") and node.shape not in (Shape.INDEX, Shape.WIDE):
+        for c in (1.02, 2.0, -1.0):
+            faults = (*_FACTOR, *(["doubled_operand"] if c == 2 else []))
+            yield edit("scale a value", faults, _scale(c), f"{node.name or op} by {c}")
+    if op == "const":
+        other: Change = lambda v, args: v.graph.const(1.05 * node.value)
+        yield edit("change a constant", (*_UNKNOWN, *_FACTOR), other, f"{node.value:g}")
 
 
 def _operand_fault(program: Program, index: int, fault: str) -> tuple[str, ...]:
@@ -173,9 +176,6 @@ def _scale(c: float) -> Change:
 
 def _read(name: str) -> Change:
     return lambda v, args: v.graph.add(Node("operand", (), v.shape, name))
-
-
-# The same thing, written otherwise: from a node's operation and arguments to its new value.
 
 
 def _nested(v: Value, args: list[Value]) -> Value | None:
@@ -201,7 +201,13 @@ def _over_pairs(v: Value, args: list[Value]) -> Value | None:
     return record(inner.op, *(pairs(Value(v.graph, i))[lane] for i in inner.args))
 
 
-REWRITES: dict[str, Mapping[str, Callable[[Value, list[Value]], Value | None]]] = {
+def _gelu(v: Value, args: list[Value]) -> Value:
+    x = args[0]
+    inner = (x + x * x * x * 0.044715) * 0.7978845608028654
+    return x * (record("tanh", inner) * 0.5 + 0.5)
+
+
+REWRITES: dict[str, dict[str, Change]] = {
     "factors regrouped": {"mul": _nested},
     "factors distributed over sums": {"mul": _distributed},
     "pairs taken of each factor": {"even": _over_pairs, "odd": _over_pairs},
@@ -211,26 +217,15 @@ REWRITES: dict[str, Mapping[str, Callable[[Value, list[Value]], Value | None]]] 
     "sigmoid by tanh": {"sigmoid": lambda v, args: record("tanh", args[0] * 0.5) * 0.5 + 0.5},
     "maximum by minimum": {"maximum": lambda v, args: -record("minimum", -args[0], -args[1])},
     "absolute by maximum": {"absolute": lambda v, args: record("maximum", args[0], -args[0])},
-    "gelu_tanh spelled out": {"gelu_tanh": lambda v, args: _gelu(args[0])},
+    "gelu_tanh spelled out": {"gelu_tanh": _gelu},
 }
+"""Other ways to write an operation: by its name, what takes its place."""
 
 
-def _gelu(x: Value) -> Value:
-    inner = (x + x * x * x * 0.044715) * 0.7978845608028654
-    return x * (record("tanh", inner) * 0.5 + 0.5)
-
-
-def rewritten(program: Program, name: str) -> Program | None:
-    """The program with a rewrite of `REWRITES` wherever it applies; None where it does not."""
-    changes: dict[int, Change] = {}
-    for i, node in enumerate(program.graph.nodes):
-        if rule := REWRITES[name].get(node.op):
-            changes[i] = lambda v, args, rule=rule: v if (w := rule(v, args)) is None else w
-    return Edit(name, "", (), changes).apply(program)
-
-
-def all_rewritten(program: Program) -> Iterator[tuple[str, Program]]:
-    """Every rewrite that applies to a program."""
-    for name in REWRITES:
-        if (other := rewritten(program, name)) is not None:
+def rewritten(program: Program) -> Iterator[tuple[str, Program]]:
+    """Every rewrite that applies to a program, wherever it does."""
+    nodes = program.graph.nodes
+    for name, rules in REWRITES.items():
+        changes = {i: rules[node.op] for i, node in enumerate(nodes) if node.op in rules}
+        if (other := Edit(name, "", changes=changes).apply(program)) is not None:
             yield name, other

@@ -1,41 +1,35 @@
-"""The mutant suite: accepted kernels with one fault each, which a judge must refuse.
+"""The mutant suite: right programs with one fault each, which a judge must refuse.
 
 - A mutated program is an edit of the graph, what a wrong candidate would be; a mutated lowering
   runs the right program as a broken kernel would.
 - Sites are chosen by a seed; equal seeds give equal mutants.
-- A mutant whose outputs never differ from the original's is equivalent and does not count.
+- An edit may change nothing that can be seen, such as a clamp where the type saturates anyway. It
+  is equivalent to its original and does not count.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from coda_agent.evals.judge.corpus import Right, in_float64
 from coda_agent.evals.judge.edits import faulty
 from coda_agent.evals.judge.lowerings import LOWERINGS, Launch, sites
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
     from coda_agent.evals.judge.lowerings import Runner
-    from coda_agent.specs import Spec
-
-
-EXPLAINED = {
-    "memo by corners": "it keeps results by the shapes and the first and last element of each "
-    "input, and no two cases differ in between only. A compiled program keeps no results.",
-}
-"""Operator to the reason why a judge may let its mutants live."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault in one kernel.
+    """One fault in one program.
 
     Attributes:
-        kernel: The kernel's name.
+        right: The program without it.
         operator: Which fault was made; of the lowering where `lowered`.
         site: Where.
         faults: What a diagnosis may call it, the best name first; empty where the gate has a check
@@ -44,7 +38,7 @@ class Mutant:
         lowered: Whether the lowering is at fault.
     """
 
-    kernel: str
+    right: Right
     operator: str
     site: str
     faults: tuple[str, ...]
@@ -53,104 +47,76 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.kernel}: {self.operator}, {self.site}"
+        return f"{self.right.spec.name}: {self.operator}, {self.site}"
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """The programs of its spec, with the mutant in its place."""
+        return {**self.right.programs, self.right.variant: self.program}
 
     def runner(self, run: Runner) -> Runner:
         """`run` with the mutant's fault, and fresh state where the fault has any."""
         if not self.lowered:
             return run
-        broken = LOWERINGS[self.operator].make()
-        return lambda *call: broken(Launch(run, *call), self.site)
+        broken, kept = LOWERINGS[self.operator].broken, {}
+        return lambda *call: broken(Launch(run, *call, site=self.site, kept=kept))
 
 
-def mutants(spec: Spec, program: Program, *, seed: int = 0) -> list[Mutant]:
-    """Mutants of one kernel: one site an operator, chosen by the seed. Every operator on programs
+def mutants(right: Right, *, seed: int) -> list[Mutant]:
+    """Mutants of one program: one site an operator, chosen by the seed. Every operator on programs
     that applies, and every second one on lowerings."""
+    spec, program = right.spec, right.program
     rng = random.Random(f"{seed} {program.name}")
     made: dict[str, list[Mutant]] = {}
     for edit in faulty(program):
         if (edited := edit.apply(program)) is not None:
-            mutant = Mutant(spec.name, edit.operator, edit.site, edit.faults, edited)
+            mutant = Mutant(right, edit.operator, edit.site, edit.faults, edited)
             made.setdefault(edit.operator, []).append(mutant)
     first = rng.randrange(2)
     for operator, lowering in list(LOWERINGS.items())[first::2]:
         for site in sites(lowering, spec, program):
-            mutant = Mutant(spec.name, operator, site, lowering.faults, program, lowered=True)
+            mutant = Mutant(right, operator, site, lowering.faults, program, lowered=True)
             made.setdefault(operator, []).append(mutant)
     return [rng.choice(found) for found in made.values()]
 
 
-def differs(mutant: Mutant, original: Program, spec: Spec, run: Runner, device: str) -> bool:
-    """Whether the mutant ever stores another bit than the original, or changes an input.
+def suite(found: Iterable[Right], *, seed: int, count: int | None = None) -> list[Mutant]:
+    """The mutants of the programs; with `count`, so many of them, operators in turn."""
+    every = [m for right in found for m in mutants(right, seed=seed)]
+    if count is None:
+        return every
+    random.Random(seed).shuffle(every)
+    seen: Counter[str] = Counter()
+    turn = {}
+    for mutant in every:
+        turn[mutant.name] = seen[mutant.operator]
+        seen[mutant.operator] += 1
+    chosen = sorted(every, key=lambda m: turn[m.name])[:count]
+    return sorted(chosen, key=lambda m: m.right.spec.name)
 
-    Found out on draws of the spec, on new contents of the same memory, on a padded and offset A and
-    on a NaN, without any part of the judge. An edited program must also differ in float64, by more
-    than 1e-9 of the largest value: another order of the same operations is no fault.
+
+def equivalent(mutant: Mutant, device: str) -> bool:
+    """Whether an edited program is the original but for less than a sixteenth of a rounding of what
+    is stored, in float64 and on draws of the spec; float32 counts as 2⁻¹⁵, as in the judge.
+
+    A fault of a lowering is never equivalent.
     """
     import torch
 
-    if mutant.program.operands != original.operands:
-        return True
-    types = spec.default_types()
-    binding = next(b for b in spec.bindings() if spec.variant(b) == original.name)
-    dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
-    broken = mutant.runner(run)
-    config = TileConfig(128, 128, 2, 1, True)
-    stored = exact = False
-    for inputs in _probes(spec, binding, device):
-        before = {x: v.clone() for x, v in inputs.items() if hasattr(v, "clone")}
-        right = run(spec, original, inputs, config, dtypes)
-        stored |= any(_bits(inputs[x]) != _bits(v) for x, v in before.items())
-        wrong = broken(spec, mutant.program, inputs, config, dtypes)
-        stored |= any(_bits(right[o]) != _bits(wrong[o]) for o in right)
-        stored |= any(_bits(inputs[x]) != _bits(v) for x, v in before.items())
-        exact |= mutant.lowered or _apart(spec, mutant.program, original, inputs, dtypes)
-        if stored and exact:
-            return True
-    return False
-
-
-def _probes(spec: Spec, binding: Mapping[str, str], device: str) -> Iterator[dict[str, Any]]:
     from coda_agent.specs import draw_inputs
 
-    name = spec.gemm[0]
-    for i, sizes in enumerate(reversed(spec.check_shapes[1:])):
-        types = spec.default_types()
-        inputs = draw_inputs(spec, sizes, types, seed=i, device=device, binding=binding)
-        yield inputs
-        a: Any = inputs[name]
-        a[:, 1:-1] = (
-            a.flip(0)[:, 1:-1] if a.element_size() > 1 else (-a.float()).to(a.dtype)[:, 1:-1]
-        )
-        yield inputs
-        room = a.new_zeros(a.shape[0] + 1, a.shape[1] + 16)
-        room[1:, 16:] = a
-        yield {**inputs, name: room[1:, 16:]}
-        a[-1, 0] = float("nan")
-        yield inputs
-
-
-def _bits(x: Any) -> bytes:
-    import torch
-
-    return x.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-
-
-def _apart(
-    spec: Spec, program: Program, original: Program, inputs: Mapping[str, Any], dtypes: Any
-) -> bool:
-    import torch
-
-    from coda_agent.primitives.interpret import interpret
-
-    a, b = (inputs[name] for name in spec.gemm)
-    place = spec.in_place
-    held = {place.output: inputs[place.input]} if place else {}
-    one, other = (
-        interpret(p, a, b, {**inputs, **held}, dtypes=dtypes, compute=torch.float64)
-        for p in (program, original)
-    )
-    return any(
-        float((one[o] - x).abs().nan_to_num().max()) > 1e-9 * float(x.abs().nan_to_num().max())
-        for o, x in other.items()
-    )
+    if mutant.lowered:
+        return False
+    right = mutant.right
+    types = right.spec.default_types()
+    for i, sizes in enumerate(right.spec.check_shapes):
+        inputs = draw_inputs(right.spec, sizes, types, seed=i, device=device)
+        one, other = (in_float64(right.spec, p, inputs) for p in (mutant.program, right.program))
+        for o in other:
+            dtype = getattr(torch, right.spec.dtype_of(o, types))
+            top = torch.finfo(dtype).max
+            a, b = (x[o].clamp(-top, top) for x in (one, other))
+            share = (2.0**-15 if dtype is torch.float32 else torch.finfo(dtype).eps / 2) / 16
+            if not torch.allclose(a, b, rtol=share, atol=0.0, equal_nan=True):
+                return False
+    return True

@@ -1,16 +1,13 @@
-"""A kernel against itself: how often the clock calls the two different, which they are not.
-
-The clock is handed in, `coda_agent.agent.judge.timing`: this room imports no agent.
-"""
+"""A kernel against itself: how often the clock calls the two different, which they are not."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.evals import contenders
 from coda_agent.evals.pages import write_record
@@ -24,33 +21,17 @@ KERNEL = "gemm_residual_partial_rmsnorm"
 DTYPE = "bfloat16"
 
 
-class Clock(Protocol):
-    """What times: the functions of `coda_agent.agent.judge.timing`."""
-
-    def a_a(self, call: Callable[[int], Any], *, trials: int, rounds: int) -> dict[str, Any]: ...
-
-    def gpu_state(self) -> dict[str, Any]: ...
-
-    def require_idle(self) -> None: ...
-
-
 def score_timing(
-    root: Path,
-    kernel: Kernel,
-    *,
-    clock: Clock,
-    machine: Mapping[str, Any],
-    trials: int = 200,
-    rounds: int = 50,
-    device: str = "cuda",
-) -> Path:
+    root: Path, kernel: Kernel, *, clock: Any, machine: Mapping[str, Any],
+    trials: int = 200, rounds: int = 50, device: str = "cuda",
+) -> Path:  # fmt: skip
     """Compare a kernel with itself, and cuBLAS's product with itself, at its smallest bench shape,
     where noise is the largest share.
 
     Args:
         root: The workspace; the record goes to its evals/results/.
         kernel: The kernel.
-        clock: What times.
+        clock: What times, `coda_agent.agent.judge.timing`.
         machine: `gpu` (name, driver) and `packages`, kept in the record.
         trials: Comparisons of each of the two.
         rounds: Timed rounds a comparison.
@@ -75,9 +56,8 @@ def score_timing(
         cells[name] = {"sizes": case.sizes, **found, "gpu": state}
     gpu = re.sub(r"\W+", "-", str(machine["gpu"].get("name", device)).lower())
     path = root / "evals" / "results" / f"judge-timing-{gpu}.json"
-    compared = sum(c["trials"] for c in cells.values())
-    different = sum(c["different"] for c in cells.values())
     date = datetime.now(UTC).strftime("%Y-%m-%d")
+    compared, different = (sum(c[k] for c in cells.values()) for k in ("trials", "different"))
     head = {"kernel": kernel.spec.name, "machine": machine, "date": date, "compared": compared}
     write_record(path, {**head, "different": different}, cells)
     return path

@@ -90,8 +90,8 @@ def board(records: Iterable[TrialRecord], stale: Any = lambda _: []) -> Board:
     return found
 
 
-def rows(found: Board) -> dict[object, dict[object, object]]:
-    head, *rest = found.ranking
+def rows(found: Board) -> dict[str, dict[str, str]]:
+    head, *rest = ([str(cell) for cell in row] for row in found.ranking)
     return {row[0]: dict(zip(head, row, strict=True)) for row in rest}
 
 
