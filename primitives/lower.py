@@ -161,10 +161,8 @@ def forget() -> None:
 def lowering_digest() -> str:
     """SHA-256 of the sources that decide what a graph compiles to."""
     here = Path(__file__).parent
-    text = b"".join(
-        (here / f"{m}.py").read_bytes()
-        for m in ("graph", "ops", "resources", "masked_sum", "stores", "head_table", "lower", "ptx")
-    )
+    names = "graph ops resources masked_sum stores wide head_table lower ptx"
+    text = b"".join((here / f"{name}.py").read_bytes() for name in names.split())
     return hashlib.sha256(text).hexdigest()
 
 

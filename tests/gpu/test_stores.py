@@ -170,8 +170,10 @@ def check(
     config: TileConfig,
     dtype: torch.dtype = torch.bfloat16,
     stored: dict[str, torch.dtype] | None = None,
+    loaded: dict[str, torch.dtype] | None = None,
 ) -> None:
     values = draw(program, size, dtype)
+    values |= {o: values[o].to(kind) for o, kind in (loaded or {}).items()}
     dtypes = dict.fromkeys(program.outputs, torch.bfloat16 if dtype is FP8 else dtype)
     dtypes |= stored or {}
     got = run(program, values, config, dtypes)
@@ -205,13 +207,24 @@ BACKWARD = [norm_backward, norm_backward_loaded, added_product, gate_backward, s
 @pytest.mark.parametrize("program", BACKWARD, ids=lambda p: p.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_backward_stores(program: Program, config: TileConfig, dtype: torch.dtype) -> None:
-    if program is scaled_gate_backward and config.tile_m == 256:
-        # Compiled for one stage of the mainloop, it hangs.
-        with pytest.raises(CompileError, match="one stage"):
-            check(program, SIZES[1], config, dtype)
-        return
     for size in SIZES:
         check(program, size, config, dtype)
+
+
+# Sub-tiles of 16 columns, and of 32 that two warp groups share.
+WIDE_TILES = [TileConfig(128, 176, 2, 1, True), TileConfig(192, 192, 2, 1)]
+
+
+@pytest.mark.parametrize("config", WIDE_TILES, ids=lambda c: c.label)
+def test_wide_tiles_in_other_sub_tiles(config: TileConfig) -> None:
+    for size in SIZES:
+        check(gate_backward, size, config)
+
+
+@pytest.mark.parametrize("config", [DEFAULT, *WIDE_TILES], ids=lambda c: c.label)
+def test_a_float32_tile_beside_a_wide_one(config: TileConfig) -> None:
+    for size in SIZES:
+        check(scaled_gate_backward, size, config, loaded={"C": torch.float32})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -31,6 +31,7 @@ from coda_agent.primitives import (
     absolute,
     clamp,
     cos,
+    derivative,
     epilogue,
     exp,
     gather,
@@ -107,6 +108,19 @@ def transcendental(acc, C: Tile, E: Tile):
 def widened(acc, C: Tile, Z: WideTile, r: ColVector):
     gate, up = pairs(Z)
     return {"O": gate * up + C, "dZ": interleave(acc * up * r, acc * gate), "s": acc * up}
+
+
+@epilogue(dZ=WideTile, z=RowMean, O=Tile)
+def gate_backward(acc, Z: WideTile):
+    gate, up = pairs(Z)
+    x, y = acc * derivative(silu, gate) * up, silu(gate)
+    return {"dZ": interleave(x, acc * y), "z": x * gate + acc * y * up, "O": y * up}
+
+
+@epilogue(dZ=WideTile, O=Tile, P=Tile)
+def crowded(acc, Z: WideTile, C: Tile, E: Tile):
+    gate, up = pairs(Z)
+    return {"dZ": interleave(acc * up, acc * gate), "O": acc + C, "P": acc * E}
 
 
 @epilogue(C_out=Tile, X=AddTile, t=RowGather)
@@ -235,6 +249,20 @@ def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     found = build(program, "sm_90a")
     assert found["mma_instructions"] > 0
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
+
+
+def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
+    """quack's own choice leaves one, with which a kernel hangs."""
+    large = TileConfig(256, 128, 2, 1)
+    assert build(widened, "sm_90a", large)["mma_instructions"] > 0
+    with pytest.raises(CompileError, match="one stage of the GEMM, not two"):
+        build(crowded, "sm_90a", large)
+
+
+def test_wide_tiles_of_208_columns_hardly_spill() -> None:
+    """With an address register for each access there were 233 stores to local memory here."""
+    found = build(gate_backward, "sm_90a", TileConfig(128, 208, 2, 1, True))
+    assert found["local_stores"] < 64
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])

@@ -1,0 +1,93 @@
+"""Wide tiles through shared memory without bank conflicts; only the lowering imports this.
+
+- In the accumulator's layout four lanes hold 32 bytes of a sub-tile's row, 32 or 16 words wide, and
+  a thread's 8-byte accesses go from one such group of its row to the next. Of the four rows that
+  half a warp accesses at once, TMA's swizzle sends two and two to the same banks. So every other
+  row (every other two, of 16 words) takes its groups in another order, in other registers.
+- Swizzled addresses are a layout whose strides have a sign that depends on the row: half as many
+  address registers, so less is spilled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, cute
+from cutlass.cutlass_dsl import select_
+from quack.copy_utils import swizzle_ptr
+
+
+def order(thread: Any, words: int) -> tuple[Any, dict[int, Any]]:
+    """How a thread (a number or an Int32) goes through its row of `words` 32-bit words: 1 where the
+    halves of the row change places, else 0; and for each stride between its groups, in words, 1
+    where it is negative, else 0."""
+    low, middle, high = ((thread >> bit) & 1 for bit in (2, 3, 4))
+    if words == 32:
+        return low, {8: middle, 16: low ^ high}
+    return middle, {8: middle ^ high}
+
+
+def wide_access(kernel: Any) -> Any:
+    """quack's SM90 kernel class in packed mode, with that access to C, D and 32-bit tiles."""
+
+    class WideAccess(kernel):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.num_regs_mma == 232:  # quack's choice for tiles below 208 columns
+                self.num_regs_load, self.num_regs_mma = 24, 240
+
+        def epilog_smem_load_and_partition(
+            self, tiled_mma: Any, layout: Any, dtype: Any, *args: Any
+        ) -> tuple[Any, ...]:
+            *copy, part = super().epilog_smem_load_and_partition(tiled_mma, layout, dtype, *args)
+            return *copy, self._ordered(part, args[-1]) if self._fits(dtype, layout) else part
+
+        def epilog_smem_store_and_partition(
+            self, tiled_mma: Any, layout: Any, dtype: Any, *args: Any
+        ) -> tuple[Any, ...]:
+            *copy, part = super().epilog_smem_store_and_partition(tiled_mma, layout, dtype, *args)
+            return *copy, self._ordered(part, args[-1]) if self._fits(dtype, layout) else part
+
+        def epi_visit_subtile(self, params: Any, loaded: Any, d: Any, c: Any) -> tuple[Any, ...]:
+            fragments = [(c, self.c_dtype, self.c_layout)]
+            for op in self._epi_ops:
+                if op.is_tile_load():
+                    names = op._dtype_gemm_attr(), op._layout_gemm_attr()
+                    fragments.append((loaded[op.name], *(getattr(self, name) for name in names)))
+            for fragment, *kind in fragments:
+                if self._fits(*kind):
+                    self._change_places(fragment)
+            stored = super().epi_visit_subtile(params, loaded, d, c)
+            if self._fits(self.d_dtype, self.d_layout):
+                self._change_places(d)
+            return stored
+
+        def _fits(self, dtype: Any, layout: Any) -> bool:
+            # Beside another warp group in the sub-tile's columns a thread has too few groups.
+            whole = self.epi_tile[1] in (16, 32) and self.atom_layout_mnk[1] == 1
+            return whole and dtype.width == 32 and layout.is_n_major_c()
+
+        def _ordered(self, part: Any, thread: Any) -> Any:
+            """A thread's part of a swizzled sub-tile, as a layout of plain addresses."""
+            half = self.epi_tile[1] // 2
+            moved, negative = order(thread, self.epi_tile[1])
+
+            def strides(of: Any) -> Any:
+                if isinstance(of, tuple):
+                    return tuple(strides(stride) for stride in of)
+                return cute.assume(of - 2 * of * negative[of], of) if of in negative else of
+
+            layout = cute.make_layout(part.layout.shape, stride=strides(part.layout.stride))
+            start = swizzle_ptr(part.iterator + cute.assume(half * moved, half))
+            return cute.make_tensor(start, layout)
+
+        def _change_places(self, fragment: Any) -> None:
+            moved, _ = order(cute.arch.thread_idx()[0], self.epi_tile[1])
+            words: Any = cute.recast_tensor(fragment, Int32)
+            half = cute.size(words) // 2
+            for i in range(half):
+                x, y = words[i], words[half + i]
+                words[i] = Int32(select_(moved != 0, y, x))
+                words[half + i] = Int32(select_(moved != 0, x, y))
+
+    return WideAccess
