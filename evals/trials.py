@@ -264,6 +264,8 @@ def _begin_worker(secrets: dict[str, str], count: int) -> None:
 
     os.environ.update(secrets)  # until the first run takes them out again
     pool.beside = count
+    # Threads of several processes that wait for one another, spinning, took minutes for seconds.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
 
     def leave_with_parent() -> None:
         parent = multiprocessing.parent_process()

@@ -166,8 +166,16 @@ def _fill(value: float, *, rows: bool = False, columns: bool = False) -> Broken:
 
 def _neighbour(out: Any, height: int, width: int) -> Any:
     if out.shape[1] >= 2 * width:
-        out[:height, : 2 * width] = out[:height, : 2 * width].roll(width, 1)
+        out[:height, : 2 * width] = _rolled(out[:height, : 2 * width], width)
     return out
+
+
+def _rolled(out: Any, by: int) -> Any:
+    """Columns moved to the right; as bytes where PyTorch has no roll of a type, e4m3 on a GPU."""
+    import torch
+
+    bytewise = out.view(torch.uint8) if out.element_size() == 1 else out
+    return bytewise.roll(by, 1).view(out.dtype)
 
 
 def _roll(by: int) -> Broken:
@@ -175,7 +183,7 @@ def _roll(by: int) -> Broken:
 
     def change(out: Any, _: int, width: int) -> Any:
         for left in range(0, out.shape[1], width):
-            out[:, left : left + width] = out[:, left : left + width].roll(by, 1)
+            out[:, left : left + width] = _rolled(out[:, left : left + width], by)
         return out
 
     return _store(change)
