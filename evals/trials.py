@@ -200,6 +200,8 @@ def run(
 ) -> list[TrialRecord]:
     """Does the trials of a plan, and writes each one's record as soon as it is done.
 
+    A fault of ours that cost no money is tried once more, after all others.
+
     Args:
         plan: From `plan`.
         folder: The suite's records; held by one `run` at a time.
@@ -220,17 +222,23 @@ def run(
     with _held(folder):
         write_definition(folder, plan.tasks[0].suite.definition)
         waiting, running = list(reversed(plan.tasks)), dict[Future[TrialRecord], Task]()
+        again = set[TrialKey]()
         try:
             while waiting or running:
                 while waiting and len(running) < width:
                     task = waiting.pop()
-                    told(task, None)
+                    if task.key not in again:
+                        told(task, None)
                     running[pool.submit(run_trial, task)] = task
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     task, record = running.pop(future), future.result()
                     write_record(folder, record)
-                    found.append(record)
-                    told(task, record)
+                    if record.counts or record.spent.usd or task.key in again:
+                        found.append(record)
+                        told(task, record)
+                    else:
+                        again.add(task.key)
+                        waiting.insert(0, task)
         except BrokenExecutor as error:
             hint = "the same command goes on; finished trials are kept"
             raise CodaError(f"a worker died: {error}", hint=hint) from error

@@ -292,6 +292,26 @@ def test_a_fault_of_ours_is_tried_again(
     assert {r.outcome for r in read_records(folder(where)).records} == {"proved"}
 
 
+def test_a_fault_that_cost_nothing_is_tried_once_more_at_the_end(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def author(task: trials.Task) -> Hand:
+        tried.append((task.spec, task.trial))
+        first = tried.count(tried[-1]) == 1 and task.trial == 1
+        broken = Hand(lambda bench: bench.call("submit", {}) and raising(OSError("disk"))())
+        return broken if first else Hand()
+
+    monkeypatch.setattr(trials, "_author", author)
+    told: list[str] = []
+    go(where, lambda task, record: told.append(record.outcome if record else "…"))
+    specs = ("gemm_swiglu", "gemm_rope")
+    assert tried == [(s, n) for s in specs for n in (1, 2)] + [(s, 1) for s in specs]
+    assert sorted(told) == ["proved"] * 4 + ["…"] * 4
+    assert {r.outcome for r in read_records(folder(where)).records} == {"proved"}
+
+
 FORGED = '\n{"seq":99,"time":"2026-01-01T00:00:00Z","type":"judged","data":{"check":"submit"}}\n'
 
 
