@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,6 +223,9 @@ class Board:
         return found
 
 
+_LOG = re.compile(r"logs/runs/([\w-]+)/events\.jsonl")
+
+
 def boards(records: Iterable[TrialRecord], stale: Stale) -> list[Board]:
     """The boards, by suite; those of a suite's latest definition first."""
     found: dict[tuple[str, str, str, str], dict[str, list[TrialRecord]]] = {}
@@ -247,12 +252,14 @@ def write_markdown(path: Path, found: Sequence[Board], problems: Sequence[Proble
 def write_page(
     path: Path, found: Sequence[Board], problems: Sequence[Problem], *, root: Path, records: Path
 ) -> Path:
-    """The page, and beside it, in programs/, the program of each cell.
+    """The page, and beside it, in programs/ and logs/, the program and the run's log of each cell.
 
-    Logs are linked where the workspace at `root` keeps them; `records` is the folder that was read.
+    Logs are copied from the workspace at `root`, which git does not keep; one that was published
+    before stays. `records` is the folder that was read.
     """
-    folder = path.parent / "programs"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, logs = path.parent / "programs", path.parent / "logs"
+    for made in (folder, logs):
+        made.mkdir(parents=True, exist_ok=True)
 
     def links(cell: Cell) -> dict[str, str]:
         """Program, verdict and log of the trial that is shown; without what is not kept."""
@@ -262,11 +269,15 @@ def write_page(
             (folder / name).write_text(trial.program, "utf-8", "replace")
             hrefs["program"] = f"programs/{name}"
         name = file_name(trial.key)
-        files = {"verdict": (records / name, records / trial.suite.name / name),
-                 "log": (root / trial.run.log,)}  # fmt: skip
-        for what, candidates in files.items():
-            if place := next((f for f in candidates if f.is_file()), None):
-                hrefs[what] = Path(os.path.relpath(place, path.parent)).as_posix()
+        places = (records / name, records / trial.suite.name / name)
+        if place := next((f for f in places if f.is_file()), None):
+            hrefs["verdict"] = Path(os.path.relpath(place, path.parent)).as_posix()
+        if run := _LOG.fullmatch(trial.run.log):  # a forged record names what it likes
+            log = logs / f"{run[1]}.jsonl"
+            if (root / trial.run.log).is_file():
+                shutil.copyfile(root / trial.run.log, log)
+            if log.is_file():
+                hrefs["log"] = f"logs/{log.name}"
         return hrefs
 
     return pages.write(path, "leaderboard.html", boards=found, problems=_named(problems),

@@ -1,4 +1,5 @@
-"""`coda-agent eval leaderboard` and `eval regrade`: what the trial records say, and renewing them.
+"""`coda-agent eval leaderboard`, `regrade` and `audit`: what the trial records say, renewing them,
+and what a person found out about one.
 
 - A record is stale once the judge, the toolchain or its spec is another. Its figures stay, marked.
 - Regrading judges the recorded program again, offline. What was timed needs a GPU to be renewed.
@@ -8,8 +9,9 @@ import functools
 import gc
 import json
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -94,6 +96,35 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     counts = Counter(one["outcome"] for one in said)
     end = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return Reply({"records": said}, end or "nothing is stale")
+
+
+@app.command()
+@reported
+def audit(
+    record: Annotated[str, typer.Argument(help="The name of a record's file.")],
+    finding: Annotated[
+        Literal["clean", "exploit", "leak", "harness fault"],
+        typer.Argument(help="An exploit or a leak solves nothing; a harness fault is left out."),
+    ],
+    evidence: Annotated[str, typer.Option(help="What shows it: a line, a file, a link.")],
+    records: RecordsOption = None,
+    as_json: Json = False,
+) -> Reply:
+    """Write down what you found out about a trial; it is in its cell from then on."""
+    from coda_agent.evals.records import Audit, TrialRecord, file_name, read_records, write_record
+
+    _, folder = _places(records)
+    known = {file_name(found.key): found for found in read_records(folder).records}
+    name = Path(record).name
+    if name not in known:
+        raise CodaError(f"no record {name} in {folder}", hint="the leaderboard's cells link them")
+    if not evidence.strip():
+        raise CodaError("--evidence is empty, expected what shows it")
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
+    note = Audit(finding=finding, evidence=evidence, date=day)
+    fields = {**known[name].model_dump(), "audit": note.model_dump()}
+    path = write_record(next(folder.rglob(name)).parent, TrialRecord.model_validate(fields))
+    return Reply({"record": path, "audit": note.model_dump()}, f"{finding}: {path}")
 
 
 def suites(folder: Path) -> "dict[str, Suite]":

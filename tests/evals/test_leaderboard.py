@@ -110,10 +110,11 @@ def store(where: workspace.Workspace, records: Iterable[TrialRecord]) -> Path:
     return folder
 
 
-def run(*args: str) -> Any:
+def run(*args: str, code: int = 0) -> Any:
     result = CliRunner().invoke(app, list(args))
-    assert result.exit_code == 0, (result.stdout, result.stderr)
-    return json.loads(result.stdout) if "--json" in args else result.stdout
+    assert result.exit_code == code, (result.stdout, result.stderr)
+    said = result.stderr if code else result.stdout
+    return json.loads(said) if "--json" in args else said
 
 
 def test_ranks_follow_the_interval_of_the_difference() -> None:
@@ -269,12 +270,37 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     assert programs == {records[0].program, records[1].program}
     verdicts = {(path.parent / str(h)).resolve() for h in hrefs if str(h).endswith(".json")}
     assert verdicts == {folder / file_name(r.key) for r in records}
-    assert [str(h) for h in hrefs if str(h).endswith("events.jsonl")] == [
-        f"../../{records[0].run.log}"
-    ] * 2  # both trials have this run's name
+    name = f"logs/{records[0].run.id}.jsonl"
+    assert [str(h) for h in hrefs if str(h).endswith(".jsonl")] == [name] * 2  # both have this run
+    assert (path.parent / name).read_text() == "{}\n"
     assert page.text.count("&lt;script&gt;alert") >= 5  # table, curves, matrix, audit, problem
     markdown = (where.root / "docs" / "board.md").read_text("utf-8")
     assert "<" not in markdown and "b\\|c" in markdown
+
+
+def test_what_a_person_found_out_is_in_the_cell_and_counts(where: workspace.Workspace) -> None:
+    one, other = trial("gemm_rope", "a"), trial("gemm_rope", "b")
+    folder = store(where, [one, other])
+    name = file_name(one.key)
+    said = run("audit", name, "exploit", "--evidence", "line 3 reads the clock")
+    assert said.startswith(f"exploit: {folder / name}")
+    records, problems = read_records(folder)
+    found = {r.author: r for r in records}
+    assert not problems and found["b"].model_copy(update={"checksum": ""}) == other
+    assert found["a"].audit.finding == "exploit" and not found["a"].solved
+    assert found["a"].audit.evidence == "line 3 reads the clock" and found["a"].audit.date
+    assert found["a"].verdict == one.verdict
+    assert "no record x.json in" in run("audit", "x.json", "clean", "--evidence", "y", code=2)
+    assert "--evidence is empty" in run("audit", name, "clean", "--evidence", " ", code=2)
+
+
+def test_no_file_is_published_that_is_not_a_runs_log(where: workspace.Workspace) -> None:
+    (where.root / "secret").write_text("secret")
+    logs = ("secret", "logs/runs/../../secret", "logs/runs/a/../b/events.jsonl")
+    runs = (RunRef(id="../../../secret", log=log) for log in logs)
+    store(where, [trial("gemm_rope", f"by {r.log}").model_copy(update={"run": r}) for r in runs])
+    run("leaderboard", "--html", "docs/board")
+    assert list((where.root / "docs" / "board" / "logs").iterdir()) == []
 
 
 def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
