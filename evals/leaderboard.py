@@ -20,12 +20,13 @@ from typing import Any
 from markupsafe import Markup
 
 from coda_agent.evals import metrics, pages, svg
-from coda_agent.evals.records import Problem, TrialRecord, file_name
+from coda_agent.evals.records import Problem, TrialRecord, record_path
 
 Stale = Callable[[TrialRecord], list[str]]
 """What decided a record and is another by now: of judge, toolchain and spec."""
 
 _GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")
+_LOG = re.compile(r"logs/runs/([\w-]+)/events\.jsonl")
 _BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds"}
 _VALUES: dict[str, metrics.Value] = {
     "solved@1": metrics.solved,
@@ -223,9 +224,6 @@ class Board:
         return found
 
 
-_LOG = re.compile(r"logs/runs/([\w-]+)/events\.jsonl")
-
-
 def boards(records: Iterable[TrialRecord], stale: Stale) -> list[Board]:
     """The boards, by suite; those of a suite's latest definition first."""
     found: dict[tuple[str, str, str, str], dict[str, list[TrialRecord]]] = {}
@@ -268,9 +266,7 @@ def write_page(
             name = f"{trial.verdict.digests['candidate'].removeprefix('sha256:')[:16]}.py"
             (folder / name).write_text(trial.program, "utf-8", "replace")
             hrefs["program"] = f"programs/{name}"
-        name = file_name(trial.key)
-        places = (records / name, records / trial.suite.name / name)
-        if place := next((f for f in places if f.is_file()), None):
+        if place := record_path(records, trial):
             hrefs["verdict"] = Path(os.path.relpath(place, path.parent)).as_posix()
         if run := _LOG.fullmatch(trial.run.log):  # a forged record names what it likes
             log = logs / f"{run[1]}.jsonl"

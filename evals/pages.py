@@ -7,7 +7,9 @@ whatever is filled in is escaped.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,17 @@ def write(path: Path, template: str, **values: Any) -> Path:
     text = _environment().get_template(f"{template}.j2").render(values)
     path.write_text(text, encoding="utf-8", errors="replace")
     return path
+
+
+def today() -> str:
+    """The day, UTC, as records have it."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def gpu_record(root: Path, name: str, machine: Mapping[str, Any], device: str) -> Path:
+    """Where a workspace keeps a record that belongs to a GPU, or else a device."""
+    gpu = re.sub(r"\W+", "-", str(machine["gpu"].get("name", device)).lower())
+    return root / "evals" / "results" / f"{name}-{gpu}.json"
 
 
 def write_record(path: Path, head: Mapping[str, Any], cells: Mapping[str, Any]) -> None:

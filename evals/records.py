@@ -343,6 +343,14 @@ def file_name(key: TrialKey) -> str:
     return f"{key.spec}-{author}-{key.trial}-{end}.json"
 
 
+def record_path(folder: Path, record: TrialRecord) -> Path | None:
+    """The file of a record under a folder of suites or in a suite's own; None where there is none
+    of its name."""
+    name = file_name(record.key)
+    places = (folder / record.suite.name / name, folder / name)
+    return next((place for place in places if place.is_file()), None)
+
+
 def write_record(folder: Path, record: TrialRecord) -> Path:
     """Writes one record into a suite's folder, whole or not at all; its path.
 

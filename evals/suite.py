@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.doctor import package_version
 from coda_agent.evals import contenders, libraries, suites
 from coda_agent.evals.contenders import Absent, Case, Run, error, make_case
-from coda_agent.evals.pages import write_record
+from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.specs.format import evaluate
@@ -136,8 +134,7 @@ def run_suite(
             raise CodaError(f"no {what} {unknown[0]!r} in the suite, expected {expected}")
     if device == "cuda":
         require_hopper()
-    gpu = re.sub(r"\W+", "-", str(machine["gpu"].get("name", device)).lower())
-    path = root / "evals" / "results" / f"{suite.name}-{gpu}.json"
+    path = gpu_record(root, suite.name, machine, device)
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
     have = [k for k in kernels or suite.kernels if (root / "generated" / k / "kernel.py").is_file()]
     packages = {**machine["packages"], **{p: package_version(p, m) for p, m in _LIBRARIES.items()}}
@@ -172,8 +169,7 @@ def run_suite(
                 "gpu": {"before": before, "after": clock.gpu_state()},
                 "seconds": round(time.monotonic() - started, 1),
             }  # fmt: skip
-            date = datetime.now(UTC).strftime("%Y-%m-%d")
-            write_record(path, {"suite": suite.name, "date": date}, cells)
+            write_record(path, {"suite": suite.name, "date": today()}, cells)
             ratios = cells[key]["of_gemm"]
             said = ", ".join(f"{n} {ratios[n]['ratio']:.3f}" for n in ratios if n != "gemm")
             say(f"{key}: of the GEMM's speed: {said} ({cells[key]['seconds']} s)")

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,9 +56,9 @@ def run(
     """Try authors on a suite. What is done is kept; run it again to go on."""
     session = _Session(suite, author, device, out, (effort, price_in, price_out), silent=as_json)
     found = session.tried(trials, jobs, only or [], repeat=repeat)
-    groups = session.suite.groups
-    document = {"folder": session.folder, "authors": _document(found, groups)}
-    return Reply(document, _table(found) + _together(found, groups))
+    authors = _document(found, session.suite.groups)
+    text = _table(found) + _together(authors, session.suite.groups)
+    return Reply({"folder": session.folder, "authors": authors}, text)
 
 
 @app.command("ablate")
@@ -306,17 +306,13 @@ def _document(
     return document
 
 
-def _together(found: "dict[str, list[TrialRecord]]", groups: Mapping[str, Sequence[str]]) -> str:
+def _together(authors: Mapping[str, Any], groups: Iterable[str]) -> str:
     """A line a group of kernels that are of use together: each author's chance of all of them."""
-    from coda_agent.evals import metrics
-
-    if not groups:
-        return ""
-    rows: list[tuple[str, ...]] = [("all of", *found)]
-    for name, specs in groups.items():
-        chances = (metrics.together(metrics.by_spec(r), specs) for r in found.values())
+    rows: list[tuple[str, ...]] = []
+    for name in groups:
+        chances = (about["groups"][name] for about in authors.values())
         rows.append((name, *("–" if c is None else f"{c:.2f}" for c in chances)))
-    return f"\n\n{columns(rows)}"
+    return f"\n\n{columns([('all of', *authors), *rows])}" if rows else ""
 
 
 def _table(found: "dict[str, list[TrialRecord]]") -> str:

@@ -154,10 +154,12 @@ def _verdict_s(device: str, name: str) -> float:
         if file.is_file():
             file.unlink()
     every, tiles.SM90_CONFIGS = tiles.SM90_CONFIGS, tiles.SM90_CONFIGS[::6]
-    start = time.perf_counter()
-    verdict = judge_candidate(spec, text, device=device, gates=GATES, types=[element])
-    took = time.perf_counter() - start
-    tiles.SM90_CONFIGS = every
+    try:
+        start = time.perf_counter()
+        verdict = judge_candidate(spec, text, device=device, gates=GATES, types=[element])
+        took = time.perf_counter() - start
+    finally:
+        tiles.SM90_CONFIGS = every
     if any(not gate.passed for gate in verdict.gates if gate.name != "performance"):
         raise CodaError(f"{name} is refused", hint=f"coda-agent check {name}")
     return took

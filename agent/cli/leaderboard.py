@@ -9,7 +9,6 @@ import functools
 import gc
 import json
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -72,7 +71,7 @@ def leaderboard(
 def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
     from coda_agent.agent.doctor import gpus
-    from coda_agent.evals.records import file_name, read_records, write_record
+    from coda_agent.evals.records import file_name, read_records, record_path, write_record
 
     workspace, folder = _places(records)
     known = suites(folder)
@@ -88,8 +87,8 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
             new, outcome = None, "cannot be judged"
             why = [" ".join(str(error).split())]
         if new is not None:
-            place = next(p for p in (folder / record.suite.name, folder) if (p / name).is_file())
-            write_record(place, new)
+            place = record_path(folder, record)
+            write_record(place.parent if place else folder / record.suite.name, new)
         said.append({"outcome": outcome, "record": name, "why": ", ".join(why)})
         if not as_json:
             typer.echo("{outcome}: {record} ({why})".format(**said[-1]))
@@ -111,19 +110,19 @@ def audit(
     as_json: Json = False,
 ) -> Reply:
     """Write down what you found out about a trial; it is in its cell from then on."""
-    from coda_agent.evals.records import Audit, TrialRecord, file_name, read_records, write_record
+    from coda_agent.evals import pages
+    from coda_agent.evals import records as kept
 
     _, folder = _places(records)
-    known = {file_name(found.key): found for found in read_records(folder).records}
+    known = {kept.file_name(found.key): found for found in kept.read_records(folder).records}
     name = Path(record).name
-    if name not in known:
+    if name not in known or not (place := kept.record_path(folder, known[name])):
         raise CodaError(f"no record {name} in {folder}", hint="the leaderboard's cells link them")
     if not evidence.strip():
         raise CodaError("--evidence is empty, expected what shows it")
-    day = datetime.now(UTC).strftime("%Y-%m-%d")
-    note = Audit(finding=finding, evidence=evidence, date=day)
+    note = kept.Audit(finding=finding, evidence=evidence, date=pages.today())
     fields = {**known[name].model_dump(), "audit": note.model_dump()}
-    path = write_record(next(folder.rglob(name)).parent, TrialRecord.model_validate(fields))
+    path = kept.write_record(place.parent, kept.TrialRecord.model_validate(fields))
     return Reply({"record": path, "audit": note.model_dump()}, f"{finding}: {path}")
 
 

@@ -12,13 +12,12 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.evals.judge.corpus import Right
 from coda_agent.evals.judge.mutants import Mutant, equivalent
-from coda_agent.evals.pages import write_record
+from coda_agent.evals.pages import today, write_record
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 if TYPE_CHECKING:
@@ -166,8 +165,7 @@ def recorded(
 
     path = judge.root / "evals" / "results" / f"judge-{name}-{judge.device}.json"
     machine = environment(judge.device) | {"cores": len(os.sched_getaffinity(0))}
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    head = {"judge": judge_digest(), "machine": machine, **head, "date": date}
+    head = {"judge": judge_digest(), "machine": machine, **head, "date": today()}
     cells: dict[str, Any] = {}
     if resume and path.is_file():
         old = json.loads(path.read_text("utf-8"))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.evals import contenders
-from coda_agent.evals.pages import write_record
+from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 if TYPE_CHECKING:
@@ -54,10 +52,8 @@ def score_timing(
         found = clock.a_a(call, trials=trials, rounds=rounds)
         state = {"before": before, "after": clock.gpu_state()}
         cells[name] = {"sizes": case.sizes, **found, "gpu": state}
-    gpu = re.sub(r"\W+", "-", str(machine["gpu"].get("name", device)).lower())
-    path = root / "evals" / "results" / f"judge-timing-{gpu}.json"
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    path = gpu_record(root, "judge-timing", machine, device)
     compared, different = (sum(c[k] for c in cells.values()) for k in ("trials", "different"))
-    head = {"kernel": kernel.spec.name, "machine": machine, "date": date, "compared": compared}
+    head = {"kernel": kernel.spec.name, "machine": machine, "date": today(), "compared": compared}
     write_record(path, {**head, "different": different}, cells)
     return path
