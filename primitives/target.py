@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +125,29 @@ def compile_blind(
     path = record.get("object")
     if path is None or not Path(path).exists():
         raise CompileError(f"{program.name}: the compiler left no object file for {config.label}")
-    return {"object": path, "shared_bytes": record.get("shared_bytes"), **resources(Path(path))}
+    report = {"shared_bytes": None, **_kept(Path(path))}
+    if "registers" not in report:  # reading them takes 0.35 s an object
+        report |= resources(Path(path))
+        _keep(Path(path), report)
+    return {"object": path, **report}
+
+
+def _keep(path: Path, report: Mapping[str, Any]) -> None:
+    """Facts about an object, beside it."""
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(report))
+    part.replace(path.with_suffix(".json"))
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):  # none yet, or cut off by a full disk
+        return json.loads(path.with_suffix(".json").read_text())
+    return {}
 
 
 @contextmanager
 def _recorded() -> Iterator[dict[str, Any]]:
     """Note which object file quack's cache resolves, and the shared memory of a traced kernel."""
-    import json
-
     from quack.cache import jit
     from quack.gemm_runtime import host
 
@@ -156,9 +172,7 @@ def _recorded() -> Iterator[dict[str, Any]]:
         storage = getattr(kernels[0], "shared_storage", None)
         if storage is not None:
             record["shared_bytes"] = int(storage.size_in_bytes())
-            Path(record["object"]).with_suffix(".json").write_text(
-                json.dumps({"shared_bytes": record["shared_bytes"]})
-            )
+            _keep(Path(record["object"]), {"shared_bytes": record["shared_bytes"]})
         return compiled
 
     jit._key_to_hash, host.compile_gemm_kernel = hashed, built
@@ -166,9 +180,6 @@ def _recorded() -> Iterator[dict[str, Any]]:
         yield record
     finally:
         jit._key_to_hash, host.compile_gemm_kernel = key_to_hash, build
-    side = Path(record.get("object", "")).with_suffix(".json") if record else None
-    if "shared_bytes" not in record and side is not None and side.exists():
-        record.update(json.loads(side.read_text()))
 
 
 def cubin(path: Path) -> bytes:

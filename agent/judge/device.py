@@ -151,6 +151,9 @@ def environment(gpu: Gpu) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": gpu.uuid,
         "CODA_AGENT_GPU": gpu.uuid,
         "QUACK_CACHE_DIR": str(cache),
+        # Commands side by side, with a thread each for every core, wait for one another, spinning.
+        "OMP_NUM_THREADS": "4",
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
         # Its folder for temporary files, where torch would keep this, goes with the child.
         "TORCHINDUCTOR_CACHE_DIR": str(cache.parent / "inductor"),
         **{name: os.environ[name] for name in (CONTENDED,) if name in os.environ},

@@ -43,7 +43,11 @@ class CompilePool:
         self.size = size or max(1, min(cores, 14))
         # Last in, first out: one job after the other starts one worker only.
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
-        extra = {"CUDA_VISIBLE_DEVICES": "", "QUACK_CACHE_DIR": str(cache_directory().resolve())}
+        extra = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "QUACK_CACHE_DIR": str(cache_directory().resolve()),
+            "OMP_NUM_THREADS": "1",  # there is a worker for each core
+        }
         extra |= environment or {}
         self._workers = [
             Child(module, environment=extra, wrap=self.sandbox.wrap, limits=limits)

@@ -142,13 +142,21 @@ def test_parts_of_k_may_take_one_more_launch(bench: Bench, monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize("who", ["gemm", "compile"])
-def test_clocks_that_disagree_leave_a_finding_and_no_figure(bench: Bench, who: str) -> None:
+def test_clocks_that_disagree_about_a_baseline_are_the_machines_fault(
+    bench: Bench, who: str
+) -> None:
     bench.faults = {who: "the clocks disagree: so much"}
+    with pytest.raises(MachineError, match="the clocks disagree: so much"):
+        judged()
+
+
+def test_clocks_that_disagree_about_the_kernel_leave_a_finding_and_no_figure(bench: Bench) -> None:
+    bench.faults = dict.fromkeys((FIRST.label, SECOND.label), "the clocks disagree: so much")
     found, data, tuned = judged()
     assert set(found) == {"the clocks disagree: so much"} and tuned == {}
     for cell in data["cells"]:
         assert not {"times", "of_gemm", "tflops", "tile"} & cell.keys()
-        assert cell["clocks"][who]["method"] == "events, host, kernels"
+        assert cell["clocks"][FIRST.label]["method"] == "events, host, kernels"
 
 
 def test_a_finalist_about_which_clocks_disagree_is_not_ours(bench: Bench) -> None:

@@ -37,9 +37,11 @@ class Gpu:
         self.cupti, self.noise, self.traces = cupti, noise, None
         self.host = self.ready = self.side = 0.0
         self.worked: list[int] = []
+        self.waited: list[float] = []
         self.spans: list[Span] = []
         self.random = random.Random(7)
         self.calls = 0
+        self.late: Callable[[], float] = lambda: 0.0
 
     def now_us(self) -> float:
         return self.host
@@ -54,9 +56,13 @@ class Gpu:
 
     def synchronize(self) -> None:
         wait = 5 * (1 + 3 * self.noise * self.random.expovariate(1))
-        self.host = max(self.host, self.ready, self.side) + wait
+        self.host = max(self.host, self.ready, self.side) + wait + self.late()
 
     settle = synchronize
+
+    def wait(self, seconds: float) -> None:
+        self.host += 1e6 * seconds
+        self.waited.append(seconds)
 
     def work(self, times: int) -> None:
         self.worked.append(times)
@@ -128,6 +134,43 @@ def test_work_on_a_side_stream_leaves_no_figure(cupti: bool, side: float) -> Non
     with pytest.raises(MachineError, match="the clocks disagree"):
         speedup(found["gemm"], found["ours"])
     assert found["ours"].to_dict().keys() == {"fault", "clock"}
+
+
+@pytest.mark.parametrize(("of_ten", "honest"), [(4, True), (5, False), (9, False)])
+def test_work_hidden_in_some_rounds_gains_nothing(of_ten: int, honest: bool) -> None:
+    gpu = Gpu(cupti=False)
+
+    def hiding(i: int) -> None:
+        gpu.run(50 if i % 10 < of_ten else 150)
+        gpu.side = gpu.ready
+        gpu.run(100 if i % 10 < of_ten else 1, side=True)
+
+    found = timed(gpu, ours=hiding, gemm=lambda _: gpu.run(100))
+    assert found["gemm"].median_us == 100
+    assert bool(found["ours"].times_us) is honest
+    if honest:
+        assert set(found["ours"].times_us) == {150} and found["ours"].clock["left_out"] == 16
+        assert speedup(found["ours"], found["gemm"])["ratio"] == pytest.approx(100 / 150, abs=1e-4)
+
+
+def test_a_host_that_is_late_now_and_then_costs_those_rounds_only() -> None:
+    gpu = Gpu()
+    gpu.late = lambda: 3000.0 if gpu.random.random() < 0.15 else 0.0
+    found = timed(gpu, ours=lambda _: gpu.run(100), gemm=lambda _: gpu.run(120))
+    assert not found["ours"].fault and found["ours"].median_us == 100
+    assert found["ours"].clock["left_out"] > 0
+    assert speedup(found["ours"], found["gemm"])["ratio"] == pytest.approx(1.2)
+
+
+def test_a_busy_host_is_waited_for() -> None:
+    gpu = Gpu()
+    gpu.late = lambda: gpu.random.expovariate(1 / 5000) if len(gpu.waited) < 2 else 0.0
+    found = timed(gpu, ours=lambda _: gpu.run(100))
+    assert found["ours"].median_us == 100 and gpu.waited == [0.0, 2.0]
+    gpu = Gpu()
+    gpu.late = lambda: gpu.random.expovariate(1 / 5000)
+    assert timed(gpu, ours=lambda _: gpu.run(100))["ours"].fault.startswith("the clocks disagree")
+    assert gpu.waited == [0.0, 2.0, 10.0]
 
 
 def test_side_streams_that_join_before_the_end_are_no_fault() -> None:
