@@ -21,7 +21,7 @@ from coda_agent.agent.judge.device import (
     is_free,
 )
 from coda_agent.agent.judge.pool import warm_pool
-from coda_agent.primitives.errors import CompileError, MachineError
+from coda_agent.primitives.errors import CodaError, CompileError
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
@@ -141,7 +141,8 @@ def executor() -> Executor:
     """What `VARIABLE` names.
 
     Raises:
-        MachineError: it names nothing known, or a cluster that does not answer.
+        CodaError: it names nothing known.
+        MachineError: a cluster that does not answer, or cannot be used.
     """
     return _executor(os.environ.get(VARIABLE, ""))
 
@@ -152,7 +153,7 @@ def _executor(name: str) -> Executor:
         return Local()
     kind, _, address = name.partition("://")
     if kind != "dask" or ":" not in address:
-        raise MachineError(f"no executor {name!r}", hint="expected dask://HOST:PORT")
+        raise CodaError(f"no executor {name!r}", hint="expected dask://HOST:PORT")
     from coda_agent.agent.judge.cluster import Cluster
 
     return Cluster(address)

@@ -19,7 +19,7 @@ from coda_agent.agent import workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import cluster, compile_gate, executor, judge_candidate
 from coda_agent.evals.records import TRIALS, read_records
-from coda_agent.primitives.errors import MachineError, SpecError
+from coda_agent.primitives.errors import CodaError, MachineError, SpecError
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, load_spec
 
@@ -177,5 +177,5 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
     with pytest.raises(MachineError, match=r"no Dask scheduler answers at 127\.0\.0\.1:9"):
         cluster.Cluster("127.0.0.1:9")
     for name in ("ray://host:1", "dask://host"):
-        with pytest.raises(MachineError, match=f"no executor '{name}'"):
+        with pytest.raises(CodaError, match=f"no executor '{name}'"):
             executor._executor(name)
