@@ -21,7 +21,6 @@ from coda_agent.agent.judge.machine import contention_allowed, gpu_state
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.timing import Samples, interleave, speedup
 from coda_agent.agent.judge.tuner import LAST, Cell, Progress, searched
-from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, roofline
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
