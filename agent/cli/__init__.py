@@ -198,13 +198,13 @@ def verify(
     as_json: Json = False,
 ) -> Reply:
     """Judge accepted kernels again; raise or revoke their levels."""
-    from coda_agent.agent.doctor import gpus
+    from coda_agent.agent.judge import usable_gpu
 
     targets.require_sandbox(sandbox)
     targets.require_gpu(device)
     workspace = find()
     names = _named(kernels, every)
-    if every and not as_json and (device == "cpu" or not gpus()):
+    if every and not as_json and usable_gpu(device) is None:
         typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
                    "kept or revoked, and none raised above proved.")  # fmt: skip
     records: list[dict[str, Any]] = []

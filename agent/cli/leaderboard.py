@@ -70,12 +70,12 @@ def leaderboard(
 @reported
 def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
-    from coda_agent.agent.doctor import gpus
+    from coda_agent.agent.judge import usable_gpu
     from coda_agent.evals.records import file_name, read_records, record_path, write_record
 
     workspace, folder = _places(records)
     known = suites(folder)
-    stale, gpu = staleness(workspace, known), bool(gpus())
+    stale, gpu = staleness(workspace, known), usable_gpu("auto") is not None
     said: list[dict[str, str]] = []
     for record in read_records(folder).records:
         if not (why := stale(record)):

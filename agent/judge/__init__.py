@@ -74,12 +74,9 @@ def usable_gpu(device: str) -> Gpu | None:
         MachineError: "cuda", and there is no Hopper GPU.
     """
     from coda_agent.agent.judge.executor import executor
-    from coda_agent.primitives.errors import MachineError
 
     gpu = None if device == "cpu" else executor().gpu()
-    if device == "cuda" and gpu is None:
-        raise MachineError("no Hopper GPU is usable here", hint="use --device cpu to interpret")
-    return gpu
+    return _demanded(gpu) if device == "cuda" else gpu
 
 
 class _Trial:
@@ -193,17 +190,20 @@ class _Trial:
                 self.admitted.setdefault(key, []).append(TileConfig(**job["config"]))
 
     def _numerics(self, result: GateResult) -> None:
+        from coda_agent.agent.judge.job import Job
         from coda_agent.primitives.tiles import TileConfig
 
-        if self.gpu is not None:
-            about, run = self.admitted, partial(self.executor.grade, "numerics")
-        else:
+        kind, tiles = "numerics", self.admitted
+        if self.gpu is None:
             # Two block widths: one that divides the common shapes and one that leaves a ragged
             # block.
             blocks = [TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True)]
-            about = {(v, e): blocks for v in self._variants() for e in self.types}
-            run = self.executor.interpret
-        record = run(self.spec, self.programs, about, self._progress("numerics"))
+            kind, tiles = (
+                "interpret",
+                {(v, e): blocks for v in self._variants() for e in self.types},
+            )
+        job = Job(kind, self.spec, self.programs, tiles)
+        record = self.executor.grade(job, self._progress("numerics"))
         result.findings = [Finding(**f) for f in record.pop("findings")]
         self.admitted = {
             (p, e): [TileConfig(**c) for c in kept] for p, e, kept in record.pop("admitted")
@@ -215,9 +215,10 @@ class _Trial:
         if self.gpu is None:
             result.skipped = NO_GPU
             return
-        record = self.executor.grade(
-            kind, self.spec, self.programs, self.admitted, self._progress(kind)
-        )
+        from coda_agent.agent.judge.job import Job
+
+        job = Job(kind, self.spec, self.programs, self.admitted)
+        record = self.executor.grade(job, self._progress(kind))
         result.findings = [Finding(**f) for f in record.pop("findings")]
         self.tuned = {self.gpu.name: record.pop("tuned")}
         result.data = record
@@ -272,10 +273,14 @@ def hopper() -> Gpu:
         MachineError: there is no Hopper GPU.
     """
     from coda_agent.agent.judge.executor import Local
+
+    return _demanded(Local().gpu())
+
+
+def _demanded(gpu: Gpu | None) -> Gpu:
     from coda_agent.primitives.errors import MachineError
 
-    if gpu := Local().gpu():
-        return gpu
-    raise MachineError(
-        "no Hopper GPU is usable here", hint="`coda-agent doctor` says what there is"
-    )
+    if gpu is None:
+        hint = "`coda-agent doctor` says what there is; --device cpu interprets"
+        raise MachineError("no Hopper GPU is usable here", hint=hint)
+    return gpu

@@ -23,16 +23,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from coda_agent.agent.judge.device import Gpu, Progress, Tiles, job_for
+from coda_agent.agent.judge.device import Gpu
 from coda_agent.agent.judge.executor import Local
+from coda_agent.agent.judge.job import Job, Progress
 from coda_agent.agent.judge.pool import warm_pool
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.target import cache_directory
 
 if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
+    pass
 
 CONNECT_S = 10
 _SAME = "install the same coda-agent, and the same packages, on every machine"
@@ -114,31 +114,15 @@ class Cluster:
         found = [_result(future) for future in reports]
         return [CompileError(f[0], hint=f[1]) if isinstance(f, list) else f for f in found]
 
-    def grade(
-        self,
-        kind: str,
-        spec: Spec,
-        programs: Mapping[str, Program],
-        tiles: Tiles,
-        progress: Progress,
-    ) -> dict[str, Any]:
-        return self._told(job_for(kind, spec, programs, tiles), progress, "GPU", self._built)
-
-    def interpret(
-        self, spec: Spec, programs: Mapping[str, Program], tiles: Tiles, progress: Progress
-    ) -> dict[str, Any]:
-        return self._told(job_for("interpret", spec, programs, tiles), progress, "CPU", [])
-
-    def _told(
-        self, job: dict[str, Any], progress: Progress, resource: str, objects: list[Any]
-    ) -> dict[str, Any]:
-        """The record of a gate, its progress told on the way."""
-        topic, told = f"{job['kind']}-{uuid.uuid4().hex}", queue.SimpleQueue[tuple[Any, ...]]()
+    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
+        resource, objects = ("CPU", []) if job.kind == "interpret" else ("GPU", self._built)
+        topic, told = f"{job.kind}-{uuid.uuid4().hex}", queue.SimpleQueue[tuple[Any, ...]]()
         self._client.subscribe_topic(topic, lambda event: told.put(event[1]))
         try:
             future = self._client.submit(
-                _grade, job, judge_digest(), topic, objects, key=topic, resources={resource: 1}
-            )
+                _grade, job.to_dict(), judge_digest(), topic, objects,
+                key=topic, resources={resource: 1},
+            )  # fmt: skip
             while not future.done():
                 with contextlib.suppress(queue.Empty):
                     progress(*told.get(timeout=0.1))
@@ -223,25 +207,21 @@ def _report(built: tuple[Any, str, bytes]) -> Any:
 
 
 def _grade(
-    job: dict[str, Any], judge: str, topic: str, objects: list[tuple[Any, str, bytes]]
+    data: dict[str, Any], judge: str, topic: str, objects: list[tuple[Any, str, bytes]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The record of a gate, and the environment it ran in."""
     from distributed import get_worker
 
-    from coda_agent.agent.judge.device_worker import given
-
     _require(judge)
-    for _, name, data in objects:
-        _keep(name, data)
-    worker, here = get_worker(), _here()
-    spec, programs, tiles = given(job)
+    for _, name, image in objects:
+        _keep(name, image)
+    worker, here, job = get_worker(), _here(), Job.from_dict(data)
 
     def tell(done: int, total: int, note: str) -> None:
         worker.log_event(topic, (done, total, note))
 
-    if job["kind"] == "interpret":
-        return here.interpret(spec, programs, tiles, tell), here.environment("cpu")
-    return here.grade(job["kind"], spec, programs, tiles, tell), here.environment("cuda")
+    device = "cpu" if job.kind == "interpret" else "cuda"
+    return here.grade(job, tell), here.environment(device)
 
 
 def _keep(name: str, data: bytes) -> None:

@@ -3,9 +3,10 @@ shared memory?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.pool import CompilePool
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError, ProgramError
@@ -16,8 +17,6 @@ from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 if TYPE_CHECKING:
     from coda_agent.agent.judge.executor import Executor
     from coda_agent.specs import Spec
-
-Progress = Callable[[int, int, str], None]
 
 
 def load(pool: CompilePool, text: str) -> dict[str, Program]:

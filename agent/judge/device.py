@@ -13,7 +13,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.child import Child, ChildError
 from coda_agent.agent.judge.faults import FaultMemory
+from coda_agent.agent.judge.job import Job, Key, Progress, Tiles
 from coda_agent.agent.judge.machine import CONTENDED, smi
 from coda_agent.primitives import errors
 from coda_agent.primitives.errors import MachineError
@@ -28,13 +29,7 @@ from coda_agent.primitives.target import cache_directory
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
-
-Progress = Callable[[int, int, str], None]
-Key = tuple[str, str]
-"""A program's name and an element type."""
-Tiles = Mapping[Key, Sequence[TileConfig]]
 
 WORKER = "coda_agent.agent.judge.device_worker"
 HANG_S = 20.0  # of one launch, compiled before; what is judged takes milliseconds
@@ -190,22 +185,8 @@ class Device:
         """Kill the child."""
         self._child.close()
 
-    def grade(
-        self,
-        kind: str,
-        spec: Spec,
-        programs: Mapping[str, Program],
-        tiles: Tiles,
-        progress: Progress,
-    ) -> dict[str, Any]:
-        """Run a gate: numerics in one job for each program and type, timing in one.
-
-        Args:
-            kind: A job of `device_worker`: "numerics", "performance" or "tune".
-            spec: The spec.
-            programs: By variant name.
-            tiles: Configurations by (program, element type).
-            progress: Called as (done, total, note).
+    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """Run a gate's kernels: numerics in one job for each program and type, timing in one.
 
         Returns:
             The jobs' records merged, with tiles that fault under `refused_tiles`. A fault of the
@@ -215,12 +196,13 @@ class Device:
             MachineError: the GPU is not usable, or a job is lost and no launch is the suspect.
             CodaError: what a job raises.
         """
-        empty = {"worst": {}, "admitted": []} if kind == "numerics" else {"tuned": {}}
+        numerics = job.kind == "numerics"
+        empty = {"worst": {}, "admitted": []} if numerics else {"tuned": {}}
         record: dict[str, Any] = {"findings": [], "refused_tiles": [], **empty}
         # One job for all that is timed: what it times of one program depends on the others.
-        units = [{key: tiles[key]} for key in tiles] if kind == "numerics" else [tiles]
+        units = [{key: job.tiles[key]} for key in job.tiles] if numerics else [job.tiles]
         for unit in units:
-            past = {key: FaultMemory(self.gpu.name, programs[key[0]], key[1]) for key in unit}
+            past = {key: FaultMemory(self.gpu.name, job.programs[key[0]], key[1]) for key in unit}
             faults = {(k, c): f for k in unit for c, f in past[k].known(unit[k]).items()}
             while True:
                 refused = [_refusal(*item) for item in faults.items()]
@@ -228,12 +210,11 @@ class Device:
                 if default or len(refused) >= MAX_FAULTS:
                     return _merged(record, {"findings": refused})
                 left = {k: [c for c in unit[k] if (k, c) not in faults] for k in unit}
-                job = job_for(kind, spec, programs, left)
                 try:
-                    answer = self._tried(job, progress)
+                    answer = self._tried(replace(job, tiles=left).to_dict(), progress)
                     break
                 except Lost as lost:
-                    key, config = _culprit(spec, lost.launch or {}, left)
+                    key, config = _culprit(job.spec, lost.launch or {}, left)
                     about = {"fault": lost.fault, "detail": lost.detail, "launch": lost.launch}
                     faults[key, config] = past[key].add(config, about)
             lines = [{**f["where"], **f, "fault": f.pop("message")} for f in refused]
@@ -341,24 +322,6 @@ class Device:
             said = answer.get("detail") or answer.get("bug", "it multiplies wrongly")
             last = said.strip().splitlines()[-1]
             raise MachineError(f"{fault} is not in order: {last}", hint=hint)
-
-
-def job_for(
-    kind: str,
-    spec: Spec,
-    programs: Mapping[str, Program],
-    tiles: Tiles,
-) -> dict[str, Any]:
-    """A job of `device_worker`, as JSON data."""
-    return {
-        "kind": kind,
-        "path": str(spec.path),
-        "spec": spec.text,
-        "check_shapes": spec.check_shapes,
-        "bench_shapes": spec.bench_shapes,
-        "programs": {name: program.to_dict() for name, program in programs.items()},
-        "tiles": [[*key, [c.to_dict() for c in configs]] for key, configs in tiles.items()],
-    }
 
 
 def _culprit(spec: Spec, launch: Mapping[str, Any], left: Tiles) -> tuple[Key, TileConfig]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import importlib
 import re
 import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.job import Job, Tiles
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.numerics import NumericsReport
     from coda_agent.primitives.program import Program
-    from coda_agent.primitives.tiles import TileConfig
     from coda_agent.specs import Spec
 
 Tell = Callable[[dict[str, Any]], None]
@@ -131,9 +130,7 @@ def numerics(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """The numerics gate over some tiles."""
     from coda_agent.agent.judge.numerics import check_numerics
 
-    spec, programs, tiles = given(job)
-    report = check_numerics(spec, programs, tiles, device="cuda", progress=_progress(tell))
-    return as_record(report)
+    return as_record(check_numerics(*_given(job), device="cuda", progress=_progress(tell)))
 
 
 def as_record(report: NumericsReport) -> dict[str, Any]:
@@ -149,8 +146,7 @@ def performance(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """The performance gate over some tiles."""
     from coda_agent.agent.judge.performance import check_performance
 
-    spec, programs, tiles = given(job)
-    findings, data, tuned = check_performance(spec, programs, tiles, progress=_progress(tell))
+    findings, data, tuned = check_performance(*_given(job), progress=_progress(tell))
     found = [f.model_dump() for f in findings]
     return {**data, "findings": found, "tuned": tuned}
 
@@ -159,8 +155,7 @@ def tune(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """The fastest right tiles at the spec's bench shapes."""
     from coda_agent.agent.judge import tuner
 
-    spec, programs, tiles = given(job)
-    return {"tuned": tuner.tune(spec, programs, tiles, progress=_progress(tell))}
+    return {"tuned": tuner.tune(*_given(job), progress=_progress(tell))}
 
 
 def end(job: dict[str, Any], tell: Tell) -> None:
@@ -173,19 +168,9 @@ JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {
 }
 
 
-def given(
-    job: dict[str, Any],
-) -> tuple[Spec, dict[str, Program], dict[tuple[str, str], list[TileConfig]]]:
-    """Spec, programs and tiles of a job that `device.job_for` made."""
-    from coda_agent.primitives.program import Program
-    from coda_agent.primitives.tiles import TileConfig
-    from coda_agent.specs import load_spec
-
-    shapes = {key: tuple(job[key]) for key in ("check_shapes", "bench_shapes")}
-    spec = load_spec(Path(job["path"]), text=job["spec"]).model_copy(update=shapes)
-    programs = {name: Program.from_dict(data) for name, data in job["programs"].items()}
-    tiles = {(p, e): [TileConfig(**c) for c in configs] for p, e, configs in job["tiles"]}
-    return spec, programs, tiles
+def _given(data: dict[str, Any]) -> tuple[Spec, Mapping[str, Program], Tiles]:
+    job = Job.from_dict(data)
+    return job.spec, job.programs, job.tiles
 
 
 def _progress(tell: Tell) -> Callable[[int, int, str], None]:

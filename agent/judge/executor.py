@@ -7,25 +7,14 @@ with the command that was started; so do keys and logs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from coda_agent.agent.judge.device import (
-    Device,
-    Gpu,
-    Progress,
-    Tiles,
-    exclusive,
-    find_gpus,
-    is_free,
-)
+from coda_agent.agent.judge.device import Device, Gpu, exclusive, find_gpus, is_free
+from coda_agent.agent.judge.job import Job, Progress
 from coda_agent.agent.judge.pool import warm_pool
 from coda_agent.primitives.errors import CodaError, CompileError
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 VARIABLE = "CODA_AGENT_EXECUTOR"
 """Environment variable: `dask://HOST:PORT`; unset, jobs run on this machine."""
@@ -49,21 +38,8 @@ class Executor(Protocol):
         """Compile jobs, results or errors in order; `progress(done, job)` after each."""
         ...
 
-    def grade(
-        self,
-        kind: str,
-        spec: Spec,
-        programs: Mapping[str, Program],
-        tiles: Tiles,
-        progress: Progress,
-    ) -> dict[str, Any]:
-        """The record of a gate that runs kernels, as `Device.grade` gives it."""
-        ...
-
-    def interpret(
-        self, spec: Spec, programs: Mapping[str, Program], tiles: Tiles, progress: Progress
-    ) -> dict[str, Any]:
-        """The record of the numerics gate without a GPU."""
+    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """The record of a gate, as `Device.grade` gives it."""
         ...
 
     def environment(self, device: str) -> dict[str, Any]:
@@ -79,6 +55,7 @@ class Local:
     """
 
     def __init__(self) -> None:
+        self._found: list[Gpu] | None = None
         self._devices: dict[Gpu, Device] = {}
         self._used: Gpu | None = None
 
@@ -87,12 +64,13 @@ class Local:
 
     def _gpus(self) -> list[Gpu]:
         """Hopper GPUs, those with a warm child first. No CUDA context is made here."""
-        found = [gpu for gpu in find_gpus() if gpu.capability == HOPPER]
-        if found:
-            from torch.version import cuda
+        if self._found is None:  # nvidia-smi takes a while to answer
+            self._found = [gpu for gpu in find_gpus() if gpu.capability == HOPPER]
+            if self._found:
+                from torch.version import cuda
 
-            found = found if cuda else []
-        return sorted(found, key=lambda gpu: gpu not in self._devices)
+                self._found = self._found if cuda else []
+        return sorted(self._found, key=lambda gpu: gpu not in self._devices)
 
     def _device(self, gpu: Gpu) -> Device:
         import atexit
@@ -111,30 +89,25 @@ class Local:
     ) -> list[Any | CompileError]:
         return warm_pool().map(jobs, progress)
 
-    def grade(
-        self,
-        kind: str,
-        spec: Spec,
-        programs: Mapping[str, Program],
-        tiles: Tiles,
-        progress: Progress,
-    ) -> dict[str, Any]:
+    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
+        if job.kind == "interpret":
+            return _interpreted(job, progress)
         with exclusive(self._gpus(), progress) as gpu:
             self._used = gpu
-            return self._device(gpu).grade(kind, spec, programs, tiles, progress)
-
-    def interpret(
-        self, spec: Spec, programs: Mapping[str, Program], tiles: Tiles, progress: Progress
-    ) -> dict[str, Any]:
-        from coda_agent.agent.judge.device_worker import as_record
-        from coda_agent.agent.judge.numerics import check_numerics
-
-        return as_record(check_numerics(spec, programs, tiles, device="cpu", progress=progress))
+            return self._device(gpu).grade(job, progress)
 
     def environment(self, device: str) -> dict[str, Any]:
         from coda_agent.agent.judge.provenance import environment
 
         return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
+
+
+def _interpreted(job: Job, progress: Progress) -> dict[str, Any]:
+    from coda_agent.agent.judge.device_worker import as_record
+    from coda_agent.agent.judge.numerics import check_numerics
+
+    report = check_numerics(job.spec, job.programs, job.tiles, device="cpu", progress=progress)
+    return as_record(report)
 
 
 def executor() -> Executor:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import Errors, distances, same, within
 from coda_agent.agent.judge.diagnosis import diagnose
+from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.oracle import Case, make_case, make_cases
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError, LaunchError
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         [Spec, Program, Mapping[str, Any], TileConfig, Mapping[str, Any]], dict[str, torch.Tensor]
     ]
 
-Progress = Callable[[int, int, str], None]
 
 _GUARD_BYTES = 4096
 _GUARD = 0xA5

@@ -17,10 +17,11 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import contention_allowed, gpu_state
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.timing import Samples, interleave, speedup
-from coda_agent.agent.judge.tuner import LAST, Cell, Progress, searched
+from coda_agent.agent.judge.tuner import LAST, Cell, searched
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, roofline
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig

@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge import SANITIZERS
 from coda_agent.agent.judge.child import Child, ChildError
-from coda_agent.agent.judge.device import (
-    WORKER,
-    Gpu,
-    Progress,
-    environment,
-    exclusive,
-    job_for,
-)
+from coda_agent.agent.judge.device import WORKER, Gpu, environment, exclusive
+from coda_agent.agent.judge.job import Job, Progress
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
@@ -80,7 +74,7 @@ def sanitize(
     smallest = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     spec = spec.model_copy(update={"check_shapes": (smallest,)})
     configs = {(name, element): [DEFAULT_CONFIGS["sm_90a"]] for name in programs}
-    job, answer = job_for("numerics", spec, programs, configs), {}
+    job, answer = Job("numerics", spec, programs, configs).to_dict(), {}
     # Without PyTorch's cache every tensor is an allocation of its own, whose end is watched.
     variables = {**environment(gpu), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with tempfile.TemporaryDirectory() as folder, exclusive([gpu], progress):

@@ -7,12 +7,13 @@ rasterisation orders, which need no other code; the best of those again, for lon
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import measure, within
+from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.judge.numerics import held, make_case
 from coda_agent.agent.judge.timing import interleave
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
-Progress = Callable[[int, int, str], None]
 
 SEARCH_ROUNDS = 9
 LAST = 4  # configurations in the last round

@@ -15,6 +15,7 @@ import pytest
 from coda_agent.agent.judge import device, faults, sanitize
 from coda_agent.agent.judge.device import Device, Gpu, exclusive, find_gpus, is_free
 from coda_agent.agent.judge.device_worker import Watch, named
+from coda_agent.agent.judge.job import Job
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
@@ -84,7 +85,7 @@ def grade(
     programs: dict[str, Program] = {"gemm_swiglu": gemm_swiglu}
     tiles = {("gemm_swiglu", element): TILES for element in types}
     notes = said if said is not None else []
-    return gpu.grade(kind, spec, programs, tiles, lambda *told: notes.append(told[2]))
+    return gpu.grade(Job(kind, spec, programs, tiles), lambda *told: notes.append(told[2]))
 
 
 def launched(folder: Path, element: str = "bfloat16") -> list[str]:

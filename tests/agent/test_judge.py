@@ -157,8 +157,10 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(device, "SETTLE_S", 0.2)
     monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])
     made = device.Device(device.Gpu("GPU-1", "Fake GPU", "9.0"), "scripted_device")
+    executor._executor.cache_clear()
     monkeypatch.setattr(executor.Local, "_device", lambda self, gpu: {made.gpu: made}[gpu])
     yield tmp_path
+    executor._executor.cache_clear()
     made.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from coda_agent.agent.judge import faults, hopper, sanitize
 from coda_agent.agent.judge.device import Device
+from coda_agent.agent.judge.job import Job
 from coda_agent.agent.judge.worker import load_programs
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import MachineError
@@ -63,7 +64,7 @@ def grade(gpu: Device) -> tuple[dict[str, Any], float | None]:
     def say(done: int, total: int, note: str) -> None:
         told.append((time.monotonic(), note))
 
-    record = gpu.grade("numerics", spec, programs, {KEY: TILES}, say)
+    record = gpu.grade(Job("numerics", spec, programs, {KEY: TILES}), say)
     lost = [i for i, (_, note) in enumerate(told) if "looking after" in note]
     return record, told[lost[0] + 1][0] - told[lost[0]][0] if lost else None
 
