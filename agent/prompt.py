@@ -40,7 +40,8 @@ A tuned Hopper mainloop computes acc = A Bᵀ, A (M, K) and B (N, K), in float32
 epilogue, a short program over acc and the spec's other inputs. You never touch the mainloop.
 
 A judge you cannot influence decides. Its gates, in order: static (is it in the language?), compile
-(does it trace, match the spec's names and shapes, and compile for sm_90a, sm_100a and sm_120a?),
+(does it trace, match the spec's names and shapes, and compile for sm_90a; when submitted, for
+sm_100a and sm_120a, too?),
 numerics (secret inputs, ragged shapes, against a float64 reference, in every tile configuration),
 performance (against a bare GEMM and torch.compile). Only `submit` runs the full trial; a pass is
 committed and ends the run. Without a GPU the numerics are the interpreter's, tile by tile the same.

@@ -141,8 +141,8 @@ def timing(
 
 
 def _verdict_s(device: str, name: str) -> float:
-    """Seconds of the judge on an accepted kernel, in its first element type: without a GPU all that
-    needs none, with one all gates, over three tiles, among which the fastest need not be."""
+    """Seconds of the judge on an accepted kernel, in its first element type: without a GPU what
+    `check` does, with one all gates, over three tiles, among which the fastest need not be."""
     from coda_agent.agent.judge import GATES, judge_candidate
     from coda_agent.agent.judge.pool import warm_pool
     from coda_agent.primitives import tiles
@@ -156,10 +156,11 @@ def _verdict_s(device: str, name: str) -> float:
     for file in cache_directory().rglob("*"):
         if file.is_file():
             file.unlink()
+    gates = GATES if device == "cuda" else GATES[:-1]
     every, tiles.SM90_CONFIGS = tiles.SM90_CONFIGS, tiles.SM90_CONFIGS[::6]
     try:
         start = time.perf_counter()
-        verdict = judge_candidate(spec, text, device=device, gates=GATES, types=[element])
+        verdict = judge_candidate(spec, text, device=device, gates=gates, types=[element])
         took = time.perf_counter() - start
     finally:
         tiles.SM90_CONFIGS = every

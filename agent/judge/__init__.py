@@ -39,7 +39,8 @@ def judge_candidate(
         text: The candidate, a complete kernel.py.
         device: "auto" uses a Hopper GPU where there is one; "cuda" demands it; "cpu" interprets.
         gates: Which gates to run, of `GATES` and `SANITIZERS` and in that order; "static" always
-            runs, and the other gates a gate needs have to be asked for.
+            runs, and the other gates a gate needs have to be asked for. Asked for all of `GATES`,
+            as before a kernel is stored, it has to compile for newer architectures, too.
         observer: Told of each gate's start, progress and end.
         types: Element types to check; all the spec declares by default.
 
@@ -95,8 +96,10 @@ class _Trial:
         self.programs: dict[str, Program] = {}
         self.admitted: dict[tuple[str, str], list[Any]] = {}
         self.tuned: dict[str, Any] | None = None
+        self.whole = False
 
     def run(self, gates: tuple[str, ...]) -> Verdict:
+        self.whole = set(GATES) <= set(gates)
         self._walk(gates)
         return self._verdict()
 
@@ -175,6 +178,7 @@ class _Trial:
             self.programs,
             self.types,
             all_tiles=self.gpu is not None,
+            newer=self.whole,
             shapes=[(s[m], s[n], s[k]) for s in self.spec.bench_shapes],
         )
         result.findings, reports = compile_gate.compile_all(
@@ -234,6 +238,7 @@ class _Trial:
         )
 
     def _verdict(self) -> Verdict:
+        from coda_agent.agent.judge import compile_gate
         from coda_agent.agent.judge.provenance import digests
 
         passed = all(r.passed for r in self.results)
@@ -255,6 +260,9 @@ class _Trial:
         elif "performance" in ran and len(self._variants()) > 1:
             _, *others = self._variants()
             missing = [f"performance of {', '.join(others)} at every shape and type: timed at one"]
+        if "compile" in ran and not self.whole:
+            newer = " and ".join(compile_gate.NEWER)
+            missing.append(f"that it compiles for {newer}: a whole trial shows it")
         return Verdict(
             passed=passed,
             level=level,

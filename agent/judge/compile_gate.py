@@ -34,6 +34,8 @@ def load(pool: CompilePool, text: str) -> dict[str, Program]:
     return {program.name: program for program in programs}
 
 
+NEWER = ("sm_100a", "sm_120a")
+"""Architectures that a kernel has to compile for before it is stored."""
 # A tile that writes more than this to local memory is not tried. Measured on an H200: tiles with
 # 175 to 305 such stores are still within 3 % of the best, and sometimes it.
 MAX_LOCAL_STORES = 400
@@ -101,11 +103,12 @@ def jobs_for(
     types: list[str],
     *,
     all_tiles: bool,
+    newer: bool,
     shapes: Iterable[tuple[int, int, int]] = (),
 ) -> list[dict[str, Any]]:
-    """The compile jobs of a candidate: each program on sm_90a in every element type, and once for
-    the newer architectures; with `all_tiles`, sm_90a in every configuration a tuner may pick for
-    `shapes`."""
+    """The compile jobs of a candidate: each program on sm_90a in every element type; with `newer`,
+    once for each of `NEWER` too; with `all_tiles`, sm_90a in every configuration a tuner may pick
+    for `shapes`."""
     jobs = []
     for binding in spec.bindings():
         name = spec.variant(binding)
@@ -113,8 +116,8 @@ def jobs_for(
         for element in types:
             tiles = offered(program, shapes) if all_tiles else (DEFAULT_CONFIGS["sm_90a"],)
             targets: list[tuple[str, TileConfig]] = [("sm_90a", c) for c in tiles]
-            if element == types[0]:
-                targets += [(a, DEFAULT_CONFIGS[a]) for a in ("sm_100a", "sm_120a")]
+            if newer and element == types[0]:
+                targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER]
             jobs += [job(program, config, arch, spec, element) for arch, config in targets]
     return jobs
 

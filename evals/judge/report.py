@@ -158,7 +158,8 @@ def latency_text(device: str, record: Record) -> str:
     every = [t for cell in record["cells"].values() for t in cell["seconds"]]
     return f"""## Time of a verdict, {device}
 
-All gates that run there, from warm workers and an empty cache: median
+{"All gates" if device == "cuda" else "Static, compile for sm_90a and numerics"},
+one element type, from warm workers and an empty cache: median
 {statistics.median(every):.2f} s, from {min(every):.2f} to {max(every):.2f} s,
 on {record["machine"]["cores"]} cores whose load (over 1, 5 and 15 minutes) was
 {", ".join(map(str, record["load"]))} at the start. {record["date"]}.

@@ -69,6 +69,9 @@ def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> 
         )
     assert verdict.gates[2].data["ran"] == "interpreter"
     assert 0 < verdict.gates[2].data["worst"]["gemm_rmsnorm_swiglu bfloat16"]["ratio"] < 1
+    partly = judge(spec, RIGHT)
+    assert {k["arch"] for k in partly.gates[1].data["kernels"]} == {"sm_90a"}
+    assert "compiles for sm_100a and sm_120a" in partly.not_shown[-1]
     kinds = [k for k, _ in events]
     assert kinds.count("gate.started") == kinds.count("gate.finished") == 4
     assert "gate.progress" in kinds

@@ -315,6 +315,7 @@ def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
 
     fake = ModuleType("judge")
     fake.judge_candidate = judge_candidate  # type: ignore[attr-defined]
+    fake.usable_gpu = lambda device: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "coda_agent.agent.judge", fake)
     return devices
 
