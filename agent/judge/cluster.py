@@ -106,7 +106,10 @@ class Cluster:
             for job in jobs
         ]
         # Only the reports come here; the objects stay where they are until a GPU needs them.
-        reports = [self._client.submit(_report, b, key=f"report-{b.key}") for b in self._built]
+        reports = [
+            self._client.submit(_report, b, key=f"report-{b.key}", resources={"CPU": 1})
+            for b in self._built
+        ]
         named = {future.key: job for future, job in zip(reports, jobs, strict=True)}
         with self._client.as_current():
             for done, future in enumerate(as_completed(reports), 1):

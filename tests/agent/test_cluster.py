@@ -125,6 +125,25 @@ def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -
     assert isinstance(error, compile_gate.CompileError)
 
 
+def test_a_busy_gpu_holds_up_no_compile_job(address: str, spec: Spec) -> None:
+    made = executor.executor()
+    assert isinstance(made, cluster.Cluster)
+    programs = compile_gate.load(executor.warm_pool(), TEXT)
+    job = compile_gate.job(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
+    made.map([job], lambda *_: None)
+    # As a gate leaves it: the worker with the GPU has the objects, too, and works. The others have
+    # more to do, by the scheduler's reckoning.
+    made._client.replicate(made._built, workers=made._workers("GPU"))
+    busy = made._client.submit(time.sleep, 12, resources={"GPU": 1}, pure=False)
+    others = [
+        made._client.submit(time.sleep, 0.2, resources={"CPU": 1}, pure=False) for _ in range(20)
+    ]
+    time.sleep(0.5)
+    made.map([job], lambda *_: None)
+    assert not busy.done()
+    assert all(future.result() is None for future in [*others, busy])
+
+
 def test_an_evaluation_survives_the_loss_of_workers(
     address: str, dask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
