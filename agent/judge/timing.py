@@ -9,7 +9,8 @@
 - Three clocks time a call: CUDA events around it; the host's, around a window that ends when the
   whole device is idle; and, where a result is final, kernels on all streams as CUPTI saw them. A
   call about which events and host disagree does not count: a busy host is late now and then. A
-  contender with more such calls than others, or about which CUPTI disagrees, has no times.
+  contender of which they agree in at most half as many rounds as of an empty call, or about which
+  CUPTI disagrees, has no times.
 - A result is a median; a comparison is the median of the rounds' ratios. Intervals are order
   statistics: exact whatever the noise, since the order within a round is random.
 """
@@ -312,8 +313,11 @@ def _interleaved(
             readings[name].append(_window(gpu, lambda c=calls[name], i=i: c(i % rounds), products))
             if name:
                 after(name, i)
-    # The lower quartile: on a busy host a call is late now and then, and never early.
-    overhead = sorted(r.unseen_us for r in readings.pop(nothing))[rounds // 4]
+    # The lower quartile: on a busy host a call is late now and then, and never early. On an H200
+    # whose host was shared half of the empty calls were later than that by 10 us and more.
+    empty = sorted(r.unseen_us for r in readings.pop(nothing))
+    overhead = empty[rounds // 4]
+    punctual = sum(abs(us - overhead) <= TOLERANCE_US for us in empty)
     traced: dict[str, list[_Traced]] = {}
     lost = ""
     if rounds >= _FINAL_ROUNDS if trace is None else trace:
@@ -332,7 +336,7 @@ def _interleaved(
         fault = lost
         if not min(r.event_us for r in seen) > 0:
             fault = "a call took no time at all"
-        elif 2 * len(kept) <= len(seen):
+        elif 2 * len(kept) <= punctual or len(kept) < min(rounds, max(3, rounds // 5)):
             fault = f"{_LATE} {typical:.1f} us beside the {median:.1f} us between the events"
         elif traced:
             fault = fault or _compared(traced[name], clock)

@@ -153,6 +153,24 @@ def test_work_hidden_in_some_rounds_gains_nothing(of_ten: int, honest: bool) -> 
         assert speedup(found["ours"], found["gemm"])["ratio"] == pytest.approx(100 / 150, abs=1e-4)
 
 
+@pytest.mark.parametrize("hidden", [0.0, 0.3, 0.6, 1.0])
+def test_a_host_that_is_late_most_of_the_time_hides_no_work_and_is_no_fault(hidden: float) -> None:
+    gpu = Gpu()
+    gpu.late = lambda: gpu.random.expovariate(1 / 40)
+
+    def hiding(_: int) -> None:
+        gpu.run(100)
+        gpu.side = gpu.ready
+        gpu.run(300 if gpu.random.random() < hidden else 1, side=True)
+
+    found = interleave({"hiding": hiding, "gemm": lambda _: gpu.run(150)}, 50, gpu=gpu, trace=False)
+    assert set(found["gemm"].times_us) == {150} and found["gemm"].clock["left_out"] > 20
+    if hidden < 0.5:
+        assert set(found["hiding"].times_us) == {100}
+    else:
+        assert found["hiding"].fault.startswith("the clocks disagree")
+
+
 def test_a_host_that_is_late_now_and_then_costs_those_rounds_only() -> None:
     gpu = Gpu()
     gpu.late = lambda: 3000.0 if gpu.random.random() < 0.15 else 0.0
