@@ -127,13 +127,13 @@ def timing(
     from coda_agent.generated.kernel import load_kernel
     from coda_agent.primitives.target import use_cache
 
-    require_gpu("cuda")
-    workspace = find()
-    kernel = load_kernel(workspace.kernel(KERNEL).folder)
-    use_cache()
-    path = score_timing(
-        workspace.root, kernel, clock=clock, machine=environment("cuda"), trials=trials
-    )
+    with _judge("cuda", as_json) as judge:
+        kernel = load_kernel(find().kernel(KERNEL).folder)
+        use_cache()
+        path = score_timing(
+            judge.root, kernel, clock=clock, machine=environment("cuda"), trials=trials,
+            say=judge.say,
+        )  # fmt: skip
     record = json.loads(path.read_text("utf-8"))
     different, compared = record["different"], record["compared"]
     text = f"{different} of {compared} comparisons with itself were called different\nwrote {path}"
