@@ -227,9 +227,9 @@ class Workbench:
         return result.model_copy(update=more)
 
     def _need_gpu(self) -> None:
-        from coda_agent.agent import doctor
+        from coda_agent.agent.judge import usable_gpu
 
-        if self.state.device == "cpu" or not doctor.gpus():
+        if self.state.device == "cpu" or usable_gpu("auto") is None:
             hint = "check at level interpret is the most this machine can show before submit"
             raise MachineError("this needs a Hopper GPU, and there is none", hint=hint)
         if self.state.gpu_s > self.gpu_limit_s:

@@ -105,10 +105,10 @@ def test_a_gpu_is_needed_where_it_is(bench: Workbench) -> None:
 
 
 def test_gpu_seconds_have_an_end(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coda_agent.agent import doctor
+    from coda_agent.agent.judge.device import Gpu
     from coda_agent.agent.workbench import Result
 
-    monkeypatch.setattr(doctor, "gpus", lambda: [doctor.Gpu("H200", "sm_90", "1")])
+    monkeypatch.setattr(judge, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
     bench.state.device, bench.gpu_limit_s = "auto", 100.0
     say(bench, "write_candidate", text=RIGHT)
     say(bench, "check", level="gpu")
