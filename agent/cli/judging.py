@@ -108,8 +108,8 @@ def latency(
     names.sort(key=lambda name: -len(load_spec(find().kernel(name).spec).bindings()))
     with tempfile.TemporaryDirectory() as cache, _judge(device, as_json) as judge:
         os.environ["QUACK_CACHE_DIR"] = cache  # an empty one: nothing compiled before counts
-        verdict = functools.partial(_verdict_s, judge.device)
-        record = score_latency(judge, verdict, names, repeat=repeat)
+        timed = functools.partial(_verdict_s, judge.device)
+        record = score_latency(judge, timed, names, repeat=repeat)
         return _reply(judge, record, latency_text(judge.device, record), False)
 
 
@@ -140,13 +140,14 @@ def timing(
     return Reply({"record": path, **record}, text, REFUSED if 100 * different > compared else 0)
 
 
-def _verdict_s(device: str, name: str) -> float:
-    """Seconds of the judge on an accepted kernel, in its first element type: without a GPU what
-    `check` does, with one all gates, over three tiles, among which the fastest need not be."""
+def _verdict_s(device: str, name: str) -> dict[str, float]:
+    """Seconds of the judge on an accepted kernel ("whole"), and of its gates, in its first element
+    type: without a GPU what `check` does, with one all gates, over three tiles, among which the
+    fastest need not be."""
     from coda_agent.agent.judge import GATES, judge_candidate
     from coda_agent.agent.judge.pool import warm_pool
-    from coda_agent.primitives import tiles
     from coda_agent.primitives.target import cache_directory
+    from coda_agent.primitives.tiles import SM90_CONFIGS
     from coda_agent.specs import load_spec
 
     folder = find().kernel(name).folder
@@ -157,16 +158,14 @@ def _verdict_s(device: str, name: str) -> float:
         if file.is_file():
             file.unlink()
     gates = GATES if device == "cuda" else GATES[:-1]
-    every, tiles.SM90_CONFIGS = tiles.SM90_CONFIGS, tiles.SM90_CONFIGS[::6]
-    try:
-        start = time.perf_counter()
-        verdict = judge_candidate(spec, text, device=device, gates=gates, types=[element])
-        took = time.perf_counter() - start
-    finally:
-        tiles.SM90_CONFIGS = every
+    start = time.perf_counter()
+    verdict = judge_candidate(
+        spec, text, device=device, gates=gates, types=[element], tiles=SM90_CONFIGS[::6]
+    )
+    took = round(time.perf_counter() - start, 3)
     if any(not gate.passed for gate in verdict.gates if gate.name != "performance"):
         raise CodaError(f"{name} is refused", hint=f"coda-agent check {name}")
-    return took
+    return {"whole": took, **{gate.name: gate.seconds for gate in verdict.gates}}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,9 @@ from coda_agent.agent.judge.records import Finding, GateResult, Level, Observer,
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.device import Gpu
+    from coda_agent.agent.judge.job import Job
     from coda_agent.primitives.program import Program
+    from coda_agent.primitives.tiles import TileConfig
     from coda_agent.specs import Spec
 
 __all__ = ["Finding", "GateResult", "Level", "Observer", "Verdict", "judge_candidate"]
@@ -31,6 +33,7 @@ def judge_candidate(
     gates: tuple[str, ...] = GATES,
     observer: Observer = lambda *_: None,
     types: list[str] | None = None,
+    tiles: Collection[TileConfig] | None = None,
 ) -> Verdict:
     """Judge a candidate's text against a spec.
 
@@ -43,6 +46,7 @@ def judge_candidate(
             as before a kernel is stored, it has to compile for newer architectures, too.
         observer: Told of each gate's start, progress and end.
         types: Element types to check; all the spec declares by default.
+        tiles: Configurations to try on a GPU; by default all that suit.
 
     Returns:
         The verdict; passed when no gate that ran found a fault.
@@ -50,7 +54,7 @@ def judge_candidate(
     Raises:
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
-    return _Trial(spec, text, usable_gpu(device), observer, types).run(gates)
+    return _Trial(spec, text, usable_gpu(device), observer, types, tiles).run(gates)
 
 
 def tune_candidate(
@@ -65,7 +69,7 @@ def tune_candidate(
         MachineError: no Hopper GPU is usable.
         CompileError: the program does not compile, or is wrong in every configuration at a shape.
     """
-    return _Trial(spec, text, usable_gpu("cuda"), observer, None).tune()
+    return _Trial(spec, text, usable_gpu("cuda"), observer).tune()
 
 
 def usable_gpu(device: str) -> Gpu | None:
@@ -84,14 +88,20 @@ class _Trial:
     """One candidate on its way through the gates."""
 
     def __init__(
-        self, spec: Spec, text: str, gpu: Gpu | None, observer: Observer, types: list[str] | None
+        self,
+        spec: Spec,
+        text: str,
+        gpu: Gpu | None,
+        observer: Observer,
+        types: list[str] | None = None,
+        tiles: Collection[TileConfig] | None = None,
     ) -> None:
         from coda_agent.agent.judge.executor import executor
 
         self.spec, self.text, self.gpu, self.observer = spec, text, gpu, observer
         self.executor = executor()
         first = next(iter(spec.types.values()), ["bfloat16"])
-        self.types = types or list(first)
+        self.types, self.tiles = types or list(first), tiles
         self.results: list[GateResult] = []
         self.programs: dict[str, Program] = {}
         self.admitted: dict[tuple[str, str], list[Any]] = {}
@@ -113,7 +123,7 @@ class _Trial:
 
     def _walk(self, gates: tuple[str, ...]) -> None:
         if self.gpu is not None and set(gates) - {"static", "compile"}:
-            self.executor.start()
+            self.executor.start(self._ahead(gates))
         steps = {
             "static": self._static,
             "compile": self._compile,
@@ -129,6 +139,14 @@ class _Trial:
                 step(result)
             if not result.passed:
                 break
+
+    def _ahead(self, gates: tuple[str, ...]) -> Job | None:
+        """What the GPU can do while the candidate is compiled."""
+        from coda_agent.agent.judge.job import Job
+
+        name, *_ = self._variants()
+        tiles = {(name, element): () for element in self.types}
+        return Job("prepare", self.spec, {}, tiles) if "performance" in gates else None
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
@@ -180,6 +198,7 @@ class _Trial:
             all_tiles=self.gpu is not None,
             newer=self.whole,
             shapes=[(s[m], s[n], s[k]) for s in self.spec.bench_shapes],
+            among=self.tiles,
         )
         result.findings, reports = compile_gate.compile_all(
             self.executor, jobs, self._progress("compile")

@@ -91,7 +91,7 @@ class Cluster:
         """What a function returns on each worker, at once, whatever runs there."""
         return cast("dict[str, Any]", self._client.run(function, **more))
 
-    def start(self) -> None:
+    def start(self, ahead: Job | None) -> None:
         """The workers' children are warm after their first job."""
 
     def map(

@@ -3,7 +3,7 @@ shared memory?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.job import Progress
@@ -105,17 +105,18 @@ def jobs_for(
     all_tiles: bool,
     newer: bool,
     shapes: Iterable[tuple[int, int, int]] = (),
+    among: Collection[TileConfig] | None = None,
 ) -> list[dict[str, Any]]:
     """The compile jobs of a candidate: each program on sm_90a in every element type; with `newer`,
     once for each of `NEWER` too; with `all_tiles`, sm_90a in every configuration a tuner may pick
-    for `shapes`."""
+    for `shapes`, of those in `among` if given."""
     jobs = []
     for binding in spec.bindings():
         name = spec.variant(binding)
         program = programs[name]
         for element in types:
             tiles = offered(program, shapes) if all_tiles else (DEFAULT_CONFIGS["sm_90a"],)
-            targets: list[tuple[str, TileConfig]] = [("sm_90a", c) for c in tiles]
+            targets = [("sm_90a", c) for c in tiles if among is None or c in among]
             if newer and element == types[0]:
                 targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER]
             jobs += [job(program, config, arch, spec, element) for arch, config in targets]

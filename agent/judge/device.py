@@ -108,12 +108,15 @@ def is_free(gpu: Gpu) -> bool:
 
 
 @contextmanager
-def exclusive(gpus: Sequence[Gpu], progress: Progress = lambda *_: None) -> Iterator[Gpu]:
+def exclusive(
+    gpus: Sequence[Gpu], progress: Progress = lambda *_: None, *, wait_s: float | None = None
+) -> Iterator[Gpu]:
     """Holds one of several GPUs against other coda-agent processes of this machine: the first that
     is free.
 
     Raises:
-        MachineError: there is none, or other processes gave none up within `LOCK_S`.
+        MachineError: there is none, or other processes gave none up within `wait_s`, by default
+            `LOCK_S`.
     """
     begun = time.monotonic()
     names = " and ".join(sorted({gpu.name for gpu in gpus}))
@@ -130,7 +133,7 @@ def exclusive(gpus: Sequence[Gpu], progress: Progress = lambda *_: None) -> Iter
                 os.close(fd)
             return
         waited = time.monotonic() - begun
-        if waited > LOCK_S:
+        if waited > (LOCK_S if wait_s is None else wait_s):
             raise MachineError(
                 f"another coda-agent process has held {names} for {waited:.0f} s",
                 hint="wait for it, or choose another GPU by CODA_AGENT_GPU",
@@ -184,6 +187,14 @@ class Device:
     def close(self) -> None:
         """Kill the child."""
         self._child.close()
+
+    def prepare(self, job: Job) -> None:
+        """Do what the performance gate would need time for (`performance.prepare`).
+
+        Raises:
+            MachineError, CodaError: as `grade`.
+        """
+        self._tried(job.to_dict(), lambda *_: None)
 
     def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Run a gate's kernels: numerics in one job for each program and type, timing in one.

@@ -142,6 +142,14 @@ def as_record(report: NumericsReport) -> dict[str, Any]:
     }
 
 
+def prepare(job: dict[str, Any], tell: Tell) -> None:
+    """What the performance gate needs beside the candidate."""
+    from coda_agent.agent.judge import performance
+
+    spec, _, tiles = _given(job)
+    performance.prepare(spec, [element for _, element in tiles])
+
+
 def performance(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """The performance gate over some tiles."""
     from coda_agent.agent.judge.performance import check_performance
@@ -164,7 +172,7 @@ def end(job: dict[str, Any], tell: Tell) -> None:
 
 
 JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {
-    f.__name__: f for f in (probe, numerics, performance, tune, end)
+    f.__name__: f for f in (probe, numerics, prepare, performance, tune, end)
 }
 
 

@@ -6,7 +6,9 @@ with the command that was started; so do keys and logs.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -28,8 +30,8 @@ class Executor(Protocol):
         """A Hopper GPU that jobs can have; None where there is none."""
         ...
 
-    def start(self) -> None:
-        """Told that a GPU will be needed soon."""
+    def start(self, ahead: Job | None) -> None:
+        """Told that a GPU will be needed soon, and what it can do by then."""
         ...
 
     def map(
@@ -58,6 +60,7 @@ class Local:
         self._found: list[Gpu] | None = None
         self._devices: dict[Gpu, Device] = {}
         self._used: Gpu | None = None
+        self._ahead: threading.Thread | None = None
 
     def gpu(self) -> Gpu | None:
         return next(iter(self._gpus()), None)
@@ -80,9 +83,15 @@ class Local:
             atexit.register(made.close)
         return self._devices[gpu]
 
-    def start(self) -> None:
+    def start(self, ahead: Job | None) -> None:
+        if self._ahead and self._ahead.is_alive():
+            return
         if gpu := next(filter(is_free, self._gpus()), None):
-            self._device(gpu).start()
+            device = self._device(gpu)
+            device.start()
+            if ahead:
+                self._ahead = threading.Thread(target=_prepare, args=(device, ahead), daemon=True)
+                self._ahead.start()
 
     def map(
         self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
@@ -92,6 +101,8 @@ class Local:
     def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
         if job.kind == "interpret":
             return _interpreted(job, progress)
+        if self._ahead:
+            self._ahead.join()
         with exclusive(self._gpus(), progress) as gpu:
             self._used = gpu
             return self._device(gpu).grade(job, progress)
@@ -100,6 +111,12 @@ class Local:
         from coda_agent.agent.judge.provenance import environment
 
         return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
+
+
+def _prepare(device: Device, job: Job) -> None:
+    # What fails here fails in the gate, too, and is told there.
+    with contextlib.suppress(Exception), exclusive([device.gpu], wait_s=0):
+        device.prepare(job)
 
 
 def _interpreted(job: Job, progress: Progress) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class Job:
     """One gate over some tiles.
 
     Attributes:
-        kind: "numerics", "performance" or "tune", which run kernels; or "interpret", the numerics
-            gate without a GPU.
+        kind: "numerics", "performance" or "tune", which run kernels; "prepare", what the
+            performance gate needs beside them; or "interpret", the numerics gate without a GPU.
         spec: The spec.
         programs: By variant name.
         tiles: Configurations by (program, element type).

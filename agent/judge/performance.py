@@ -12,9 +12,10 @@ at the largest shape, in the default program's best configuration that suits the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.job import Progress
@@ -152,6 +153,36 @@ def inspected(
     )
 
 
+def prepare(spec: Spec, elements: Sequence[str]) -> None:
+    """Compile what the default binding's program is timed against, which takes seconds a shape; it
+    stays compiled while the process lives."""
+    from coda_agent.specs import draw_inputs
+
+    binding = spec.bindings()[0]
+    call = _baseline(spec, binding)
+    for element, sizes in product(elements, spec.bench_shapes):
+        types = dict.fromkeys(spec.types, element)
+        with _recompiling():
+            call(**draw_inputs(spec, sizes, types, seed=0, device="cuda", binding=binding))
+
+
+def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., Any]:
+    """What a user would run, under torch.compile."""
+    import torch
+
+    from coda_agent.specs import reference_callable
+
+    return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
+
+
+def _recompiling() -> AbstractContextManager[Any]:
+    """By default a function is compiled eight times in a process, and after that runs as it is,
+    without a word."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
+
+
 @lru_cache(maxsize=4)
 def measured_ceiling(dtype: str) -> Ceiling:
     """The best rates of this GPU, and the slack above them: cuBLAS's on two square matrices of
@@ -180,8 +211,6 @@ def measured_ceiling(dtype: str) -> Ceiling:
 def _timed(cell: Cell, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples], int]:
     import torch
 
-    from coda_agent.specs import reference_callable
-
     runs = {c.label: cell.run(c) for c in configs}
     expected: dict[tuple[str, int], Any] = {}
     for label, run in runs.items():
@@ -207,9 +236,7 @@ def _timed(cell: Cell, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples
             wrong.add_((t.view(torch.uint8) != known.view(torch.uint8)).any())
             t.fill_(float("nan"))
 
-    torch.compiler.reset()  # code is compiled eight times in a process, and then not again
-    reference = reference_callable(cell.spec, cell.binding, baseline=True)
-    baseline = torch.compile(reference, dynamic=False)
+    baseline = _baseline(cell.spec, cell.binding)
     a, b = ([inputs[g] for inputs in cell.inputs] for g in cell.spec.gemm)
     gemm = bare_gemm(a[0], b[0])
     contenders = {
@@ -217,7 +244,8 @@ def _timed(cell: Cell, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples
         "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
         "compile": lambda i: baseline(**cell.inputs[i % 2]),
     }
-    samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
+    with _recompiling():
+        samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
     return samples, int(wrong)
 
 

@@ -152,17 +152,23 @@ out, since a spec cannot draw their inputs: {", ".join(record["left_out"]) or "n
 
 def latency_text(device: str, record: Record) -> str:
     """The section on the time of a verdict."""
-    rows = [["kernel", "median, s", "least", "most"]]
-    for name, cell in record["cells"].items():
-        rows.append([name, *(f"{f(cell['seconds']):.2f}" for f in (statistics.median, min, max))])
-    every = [t for cell in record["cells"].values() for t in cell["seconds"]]
+    cells = {name: cell["seconds"] for name, cell in record["cells"].items()}
+    gates = [gate for gate in next(iter(cells.values()))[0] if gate != "whole"]
+    rows = [["kernel", "median, s", "least", "most", *gates]]
+    for name, verdicts in cells.items():
+        whole = [v["whole"] for v in verdicts]
+        shown = [f(whole) for f in (statistics.median, min, max)]
+        shown += [statistics.median(v[gate] for v in verdicts) for gate in gates]
+        rows.append([name, *(f"{seconds:.2f}" for seconds in shown)])
+    every = [v["whole"] for verdicts in cells.values() for v in verdicts]
     return f"""## Time of a verdict, {device}
 
 {"All gates" if device == "cuda" else "Static, compile for sm_90a and numerics"},
 one element type, from warm workers and an empty cache: median
 {statistics.median(every):.2f} s, from {min(every):.2f} to {max(every):.2f} s,
 on {record["machine"]["cores"]} cores whose load (over 1, 5 and 15 minutes) was
-{", ".join(map(str, record["load"]))} at the start. {record["date"]}.
+{", ".join(map(str, record["load"]))} at the start. Under a gate's name, its median.
+{record["date"]}.
 
 {table(rows)}"""
 

@@ -142,14 +142,21 @@ def score_corpus(
 
 
 def score_latency(
-    judge: Judge, verdict: Callable[[str], float], names: list[str], *, repeat: int
+    judge: Judge, timed: Callable[[str], dict[str, float]], names: list[str], *, repeat: int
 ) -> dict[str, Any]:
-    """Time verdicts of kernels, the workers warmed up by one; judge-latency-<device>.json."""
+    """Time verdicts of kernels, the workers warmed up by one; judge-latency-<device>.json.
+
+    Args:
+        judge: Where, and on what.
+        timed: Judges a kernel: seconds of the "whole" verdict, and of each gate.
+        names: The kernels.
+        repeat: Verdicts of each.
+    """
     head = {"load": [round(x, 1) for x in os.getloadavg()]}
-    verdict(names[0])
+    timed(names[0])
 
     def one(name: str) -> dict[str, Any]:
-        return {"seconds": [round(verdict(name), 3) for _ in range(repeat)]}
+        return {"seconds": [timed(name) for _ in range(repeat)]}
 
     jobs = {name: lambda name=name: one(name) for name in names}
     return recorded(judge, "latency", head, jobs, resume=False)

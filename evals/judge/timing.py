@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 KERNEL = "gemm_residual_partial_rmsnorm"
 """Two launches, reading and writing tiles: more to vary than a bare product."""
 DTYPE = "bfloat16"
-_PART = 10  # comparisons between two words about progress; 400 took over 150 s on an H200
 
 
 def score_timing(
@@ -53,18 +51,13 @@ def score_timing(
     cells: dict[str, dict[str, Any]] = {}
     for name, call in calls.items():
         before = clock.gpu_state()
-        parts = []
-        for done in range(0, trials, _PART):
-            say(done + 1, trials, f"{name} against itself")
-            parts.append(clock.a_a(call, trials=min(_PART, trials - done), rounds=rounds))
+
+        def tell(done: int, total: int, _: str, name: str = name) -> None:
+            say(done + 1, total, f"{name} against itself")
+
+        found = clock.a_a(call, trials=trials, rounds=rounds, progress=tell)
         state = {"before": before, "after": clock.gpu_state()}
-        cells[name] = {
-            "sizes": case.sizes, "trials": trials, "rounds": rounds,
-            "median_us": statistics.median(p["median_us"] for p in parts),
-            **{key: sum(p[key] for p in parts) for key in ("different", "excludes_1")},
-            "ratios": [ratio for p in parts for ratio in p["ratios"]],
-            "widest": max(p["widest"] for p in parts), "gpu": state,
-        }  # fmt: skip
+        cells[name] = {"sizes": case.sizes, **found, "gpu": state}
     path = gpu_record(root, "judge-timing", machine, device)
     compared, different = (sum(c[k] for c in cells.values()) for k in ("trials", "different"))
     head = {"kernel": kernel.spec.name, "machine": machine, "date": today(), "compared": compared}

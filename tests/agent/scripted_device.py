@@ -28,6 +28,8 @@ def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[
         raise SystemExit(0)
     if job["kind"] == "probe":
         return {"ok": {"right": script.get("probe", True)}}
+    if job["kind"] == "prepare":
+        return {"ok": None}
     admitted = []
     if script.get("once") and not (HERE / "done").exists():
         (HERE / "done").touch()

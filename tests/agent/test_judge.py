@@ -179,8 +179,14 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     (refused,) = data["refused_tiles"]
     assert refused["tile"] == SM90_CONFIGS[3].label and "illegal address" in refused["fault"]
     assert verdict.gates[3].data["cells"] == ["performance"]
+    kinds = [n for n in (scripted / "journal").read_text().split("\n") if n and " " not in n]
+    assert kinds[0] == "prepare" and kinds.count("prepare") == 1 and kinds[-1] == "performance"
     best = {"bfloat16": [{"config": SM90_CONFIGS[0].to_dict()}]}
     assert verdict.tuned == {"Fake GPU": best}
+    alone = judge_candidate(spec, RIGHT, types=["bfloat16"], tiles=SM90_CONFIGS[:1])
+    compiled = alone.gates[1].data["kernels"]
+    assert {k["tile"] for k in compiled if k["arch"] == "sm_90a"} == {SM90_CONFIGS[0].label}
+    assert alone.level == "accepted" and alone.gates[2].data["refused_tiles"] == []
     only = spec.model_copy(update={"types": {next(iter(spec.types)): ("bfloat16",)}})
     assert tune_candidate(only, RIGHT) == {"Fake GPU": best}
 

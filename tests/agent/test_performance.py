@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from coda_agent.agent.judge import performance, tuner
 from coda_agent.agent.judge.machine import CONTENDED
@@ -18,7 +20,7 @@ from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.inspect import Ceiling
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-from coda_agent.specs import Spec
+from coda_agent.specs import Spec, draw_inputs
 
 GENERATED = Path(__file__).parents[2] / "generated"
 FIRST, SECOND = DEFAULT_CONFIGS["sm_90a"], TileConfig(128, 192, 2, 1, True)
@@ -243,6 +245,26 @@ def test_a_search_leaves_out_whom_the_clocks_disagree_about(
     samples[FIRST.label] = Samples((), {}, "the clocks disagree")
     with pytest.raises(MachineError, match="the clocks disagree"):
         ranked(cell, [FIRST, SECOND], 9)
+
+
+def test_a_baseline_is_compiled_for_more_shapes_than_torch_would_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = load_kernel(GENERATED / "gemm_rmsnorm").spec
+    many = tuple({"M": m, "N": 64, "K": 32} for m in range(8, 20))
+    spec = spec.model_copy(update={"bench_shapes": many})
+    graphs: list[Any] = []
+    compiled = functools.partial(torch.compile, backend=lambda g, _: graphs.append(g) or g.forward)
+    monkeypatch.setattr(torch, "compile", compiled)
+
+    def drawn(*given: Any, **more: Any) -> Any:
+        return draw_inputs(*given, **{**more, "device": "cpu"})
+
+    monkeypatch.setattr("coda_agent.specs.draw_inputs", drawn)
+    performance.prepare(spec, ["bfloat16"])
+    assert len(graphs) == 12
+    performance.prepare(spec, ["bfloat16"])
+    assert len(graphs) == 12
 
 
 def test_facts_count_the_bytes_of_the_specs_types() -> None:

@@ -278,7 +278,25 @@ def test_kernels_that_the_profiler_dropped_are_a_fault() -> None:
 
     gpu = Lossy()
     fault = timed(gpu, ours=lambda _: gpu.run(100))["ours"].fault
-    assert fault == "the profiler saw 2 calls, expected 3"
+    assert fault == "the profiler saw 5 calls, expected 6"
+
+
+def test_work_that_the_profiler_saw_before_some_calls_only_is_a_fault() -> None:
+    class Lossy(Gpu):
+        def trace(self, body: Callable[[], None]) -> list[Span]:
+            spans = super().trace(body)
+            spans.remove(next(s for s in reversed(spans) if s.name == "product"))
+            return spans
+
+    gpu = Lossy()
+    fault = timed(gpu, ours=lambda _: gpu.run(100))["ours"].fault
+    assert fault == "the profiler saw other work before one call than before another"
+
+
+def test_a_call_that_runs_what_precedes_it_is_measured_whole() -> None:
+    gpu = Gpu()
+    clock = timed(gpu, ours=lambda _: gpu.run(90, "product"))["ours"].clock
+    assert (clock["busy_us"], clock["kernels"]) == (90, ["product"])
 
 
 def test_searches_are_not_traced() -> None:

@@ -158,7 +158,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         if stop:
             raise KeyboardInterrupt
         done.append(name)
-        return {"seconds": [1.0, 2.0, 4.0]}
+        return {"seconds": [{"whole": s, "compile": s / 2} for s in (1.0, 2.0, 4.0)]}
 
     def run(stop: bool) -> dict[str, Any]:
         jobs = {"one": lambda: job("one"), "two": lambda: job("two", stop)}
@@ -172,6 +172,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert set(record["cells"]) == {"one", "two"}
     page = report.write_page(tmp_path).read_text("utf-8")
     assert "median\n2.00 s, from 1.00 to 4.00 s" in page
+    assert "| one | 2.00 | 1.00 | 4.00 | 1.00 |" in page
 
 
 def test_the_page_counts_layers_survivors_and_names() -> None:
