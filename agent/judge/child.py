@@ -56,11 +56,13 @@ class ChildError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What each process of a child may use; None leaves a limit as it is. None leaves a core."""
+    """What each process of a child may use; None leaves a limit as it is. None leaves a core.
+    `niceness` is added to the process's own."""
 
     address_space_bytes: int | None = None
     file_bytes: int | None = None
     open_files: int | None = None
+    niceness: int | None = None
 
 
 class Child:

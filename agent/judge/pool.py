@@ -19,7 +19,10 @@ from coda_agent.primitives.target import cache_directory
 # Measured: 1.2 to 6 s a kernel, and up to 20 s to import torch and the DSL on a loaded machine;
 # a trace takes milliseconds.
 TIMEOUTS_S = {"compile": 180.0, "load": 30.0}
-LIMITS = Limits(address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024)
+# Nice, since a host late by some microseconds spoils what another process times on a GPU.
+LIMITS = Limits(
+    address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024, niceness=10
+)  # fmt: skip
 MODULE = "coda_agent.agent.judge.worker"
 
 

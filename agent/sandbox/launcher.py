@@ -161,6 +161,7 @@ def _limit(limits: dict[str, int | None]) -> None:
             hard = resource.getrlimit(number)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(number, (value, value))
+    os.nice(limits.get("niceness") or 0)
 
 
 _FILE_CAPABILITIES = 0b1111  # chown, dac_override, dac_read_search, fowner

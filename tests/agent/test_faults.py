@@ -242,6 +242,12 @@ def test_limits_of_memory_and_files(
 
 
 @any_tier
+def test_a_compile_worker_gives_way_to_what_is_timed(candidate: Fault) -> None:
+    nice = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    assert f"{nice} it is" in candidate("raise b.RuntimeError(f'{os.getpriority(0, 0)} it is')\n")
+
+
+@any_tier
 def test_a_worker_that_ends(fault: Fault) -> None:
     assert "died: exit status 0" in fault("exit", status=0)
     assert "died: exit status 1: RuntimeError: what went wrong" in fault("raise")

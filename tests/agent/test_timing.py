@@ -153,7 +153,7 @@ def test_work_hidden_in_some_rounds_gains_nothing(of_ten: int, honest: bool) -> 
         assert speedup(found["ours"], found["gemm"])["ratio"] == pytest.approx(100 / 150, abs=1e-4)
 
 
-@pytest.mark.parametrize("hidden", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("hidden", [0.0, 0.3, 0.8, 1.0])
 def test_a_host_that_is_late_most_of_the_time_hides_no_work_and_is_no_fault(hidden: float) -> None:
     gpu = Gpu()
     gpu.late = lambda: gpu.random.expovariate(1 / 40)
@@ -178,6 +178,19 @@ def test_a_host_that_is_late_now_and_then_costs_those_rounds_only() -> None:
     assert not found["ours"].fault and found["ours"].median_us == 100
     assert found["ours"].clock["left_out"] > 0
     assert speedup(found["ours"], found["gemm"])["ratio"] == pytest.approx(1.2)
+
+
+def test_a_search_beside_a_late_host_takes_more_rounds_and_no_pause() -> None:
+    gpu = Gpu()
+    gpu.late = lambda: 300.0 if gpu.random.random() < 0.3 else 0.0  # twice a call
+    calls = {f"tile {n}": lambda _, n=n: gpu.run(100 + n) for n in range(18)}
+    found = interleave(calls, 9, gpu=gpu)
+    assert gpu.waited == [0.0]
+    assert {name: s.median_us for name, s in found.items()} == {
+        f"tile {n}": 100 + n for n in range(18)
+    }
+    assert all(len(s.times_us) >= 5 for s in found.values())
+    assert all(0 < s.clock["left_out"] < 31 for s in found.values())
 
 
 def test_a_busy_host_is_waited_for() -> None:
@@ -278,25 +291,7 @@ def test_kernels_that_the_profiler_dropped_are_a_fault() -> None:
 
     gpu = Lossy()
     fault = timed(gpu, ours=lambda _: gpu.run(100))["ours"].fault
-    assert fault == "the profiler saw 5 calls, expected 6"
-
-
-def test_work_that_the_profiler_saw_before_some_calls_only_is_a_fault() -> None:
-    class Lossy(Gpu):
-        def trace(self, body: Callable[[], None]) -> list[Span]:
-            spans = super().trace(body)
-            spans.remove(next(s for s in reversed(spans) if s.name == "product"))
-            return spans
-
-    gpu = Lossy()
-    fault = timed(gpu, ours=lambda _: gpu.run(100))["ours"].fault
-    assert fault == "the profiler saw other work before one call than before another"
-
-
-def test_a_call_that_runs_what_precedes_it_is_measured_whole() -> None:
-    gpu = Gpu()
-    clock = timed(gpu, ours=lambda _: gpu.run(90, "product"))["ours"].clock
-    assert (clock["busy_us"], clock["kernels"]) == (90, ["product"])
+    assert fault == "the profiler saw 2 calls, expected 3"
 
 
 def test_searches_are_not_traced() -> None:

@@ -74,7 +74,8 @@ def test_three_clocks_agree_on_a_product(product: Callable[[int], Any], operands
     # cuBLAS clears a counter before its kernel.
     assert clock["kernels"][-1].startswith("nvjet") and clock["launches"] in ([1], [2]), clock
     assert found["followed"].clock["launches"] == [clock["launches"][0] + 1]
-    assert clock["busy_us"] == pytest.approx(found["gemm"].median_us, rel=0.1, abs=10)
+    # The traced calls are few and come after a pause: their clock is higher.
+    assert 0.8 * found["gemm"].median_us < clock["busy_us"] < 1.1 * found["gemm"].median_us
     assert found["followed"].median_us > found["gemm"].median_us
 
 
