@@ -85,6 +85,10 @@ class Cluster:
     def gpu(self) -> Gpu | None:
         workers = self._workers("GPU")
         found = self._each(_gpu, workers=workers, on_error="return") if workers else {}
+        failed = {worker: gpu for worker, gpu in found.items() if isinstance(gpu, Exception)}
+        if failed and len(failed) == len(found):
+            worker, error = next(iter(failed.items()))
+            raise MachineError(f"no GPU can be used on worker {worker}: {error}")
         return next((gpu for gpu in found.values() if isinstance(gpu, Gpu)), None)
 
     def _each(self, function: Callable[[], Any], **more: Any) -> dict[str, Any]:

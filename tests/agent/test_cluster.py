@@ -192,6 +192,10 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
             cluster.Cluster(address)
     with pytest.raises(MachineError, match="has another judge"):
         cluster._require("sha256:other")
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster, "_gpu", lambda: 1 / 0)
+        with pytest.raises(MachineError, match=r"on worker tcp://.*: division by zero"):
+            executor.executor().gpu()
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     with pytest.raises(MachineError, match=r"no Dask scheduler answers at 127\.0\.0\.1:9"):
         cluster.Cluster("127.0.0.1:9")
