@@ -27,6 +27,8 @@ Stale = Callable[[TrialRecord], list[str]]
 
 _GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")
 _LOG = re.compile(r"logs/runs/([\w-]+)/events\.jsonl")
+_PUBLISHED = re.compile(r"[0-9a-f]{16}\.py|\d{8}T\d{6}Z-[\w-]+\.jsonl")
+"""Files beside the page, by which those of earlier pages are known."""
 _BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds"}
 _VALUES: dict[str, metrics.Value] = {
     "solved@1": metrics.solved,
@@ -253,8 +255,9 @@ def write_page(
     """The page, and beside it, in programs/ and logs/, the program and the run's log of each cell.
 
     Logs are copied from the workspace at `root`, which git does not keep; one that was published
-    before stays. `records` is the folder that was read.
+    before stays while a cell links it. `records` is the folder that was read.
     """
+    linked = set[str]()
     folder, logs = path.parent / "programs", path.parent / "logs"
     for made in (folder, logs):
         made.mkdir(parents=True, exist_ok=True)
@@ -274,10 +277,15 @@ def write_page(
                 shutil.copyfile(root / trial.run.log, log)
             if log.is_file():
                 hrefs["log"] = f"logs/{log.name}"
+        linked.update(hrefs.values())
         return hrefs
 
-    return pages.write(path, "leaderboard.html", boards=found, problems=_named(problems),
-                       links=links, about=_ABOUT)  # fmt: skip
+    written = pages.write(path, "leaderboard.html", boards=found, problems=_named(problems),
+                          links=links, about=_ABOUT)  # fmt: skip
+    for made in (*folder.iterdir(), *logs.iterdir()):
+        if _PUBLISHED.fullmatch(made.name) and f"{made.parent.name}/{made.name}" not in linked:
+            made.unlink()
+    return written
 
 
 _ABOUT = (

@@ -273,6 +273,13 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     name = f"logs/{records[0].run.id}.jsonl"
     assert [str(h) for h in hrefs if str(h).endswith(".jsonl")] == [name] * 2  # both have this run
     assert (path.parent / name).read_text() == "{}\n"
+    old = ["programs/0123456789abcdef.py", "logs/20261121T211454Z-generate-gemm_rope-6292.jsonl"]
+    for each in (*old, "programs/mine.py", "logs/notes.md"):
+        (path.parent / each).write_text("")
+    run("leaderboard", "--html", "docs/board")
+    assert not any((path.parent / each).exists() for each in old)
+    assert (path.parent / name).exists() and (path.parent / "logs" / "notes.md").exists()
+    assert len(list((path.parent / "programs").iterdir())) == 3
     assert page.text.count("&lt;script&gt;alert") >= 5  # table, curves, matrix, audit, problem
     markdown = (where.root / "docs" / "board.md").read_text("utf-8")
     assert "<" not in markdown and "b\\|c" in markdown

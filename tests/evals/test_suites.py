@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from coda_agent.agent import workspace
+from coda_agent.agent.cli.leaderboard import suites as known
 from coda_agent.evals import suites
+from coda_agent.evals.records import write_definition
 from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 
 GOOD = 'title = "T"\nspecs = ["gemm_rope", "gemm_swiglu"]\ngoal = "proved"\n'
@@ -46,6 +48,17 @@ def test_a_suites_shapes_replace_those_of_its_specs(where: workspace.Workspace) 
     assert spec.inputs == plain.inputs
     assert spec.digest != plain.digest
     assert blocks.groups["mlp_forward"][-1] == name
+
+
+def test_the_suite_beside_its_records_has_the_specs_it_had_when_it_ran(
+    where: workspace.Workspace, tmp_path: Path
+) -> None:
+    blocks = suites.load("blocks")
+    write_definition(tmp_path, blocks.definition)
+    (kept,) = known(tmp_path).values()
+    assert kept.digest == blocks.digest
+    for name in blocks.shapes:
+        assert kept.spec(where, name).digest == blocks.spec(where, name).digest
 
 
 def test_user_suites_go_by_path_or_by_name(where: workspace.Workspace, tmp_path: Path) -> None:
