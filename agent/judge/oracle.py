@@ -44,6 +44,9 @@ _OF_RESULT = {
 # What folding partials may err of a result that has no other rounding.
 _FOLD = 2.0**-20
 _POOL = 1 << 16
+# With one, in 11 of 3000 draws of log(1 + |z|) with z up to 500 an element near 0, whose neighbours
+# are not, was hardly disturbed, and then refused; with four in none.
+_PROBES = 4
 
 
 @dataclass(frozen=True)
@@ -193,15 +196,11 @@ def make_cases(
 ) -> Iterator[Case]:
     """The spec's own draws at its check shapes, then every structure that it permits."""
 
-    def probes(sizes: Mapping[str, int]) -> int:
-        # One run tells enough where every element has neighbours.
-        return 1 if sizes[spec.gemm_dims[0]] >= 32 else 4
-
     def seeded(i: int) -> int:
         return random.Random(f"{seed} {spec.variant(binding)} {element} {i}").getrandbits(62)
 
     for i, sizes in enumerate(spec.check_shapes):
-        yield make_case(spec, binding, sizes, element, device, seed=seeded(i), probes=probes(sizes))
+        yield make_case(spec, binding, sizes, element, device, seed=seeded(i), probes=_PROBES)
     for i, structure in enumerate(structures(spec, binding, element), len(spec.check_shapes)):
         if structure.planted:
             # The spec's own draw but for what is planted: results kept for a few elements show.
@@ -210,7 +209,7 @@ def make_cases(
         for factor in structure.factors:
             case = make_case(
                 spec, binding, structure.sizes, element, device,
-                seed=seeded(i), probes=probes(structure.sizes), structure=structure, factor=factor,
+                seed=seeded(i), probes=_PROBES, structure=structure, factor=factor,
             )  # fmt: skip
             if len(case.truth) == len(spec.outputs):
                 break
