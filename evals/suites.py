@@ -141,15 +141,9 @@ class Suite(_Model):
             return spec
         _, front, rest = re.split(r"^---[ \t]*\n", spec.text, maxsplit=2, flags=re.MULTILINE)
         header: dict[str, Any] = yaml.safe_load(front)
-        # In the spec's own order, whatever the suite's file has: the text decides the digest.
-        order = [*spec.dims]
-
-        def place(dim: str) -> int:
-            return order.index(dim) if dim in order else len(order)
-
         for key, new in changes.items():
-            if new:
-                header[key] = [{dim: s[dim] for dim in sorted(s, key=place)} for s in new]
+            if new:  # in the spec's own order: the text decides the digest
+                header[key] = [{d: s[d] for d in (*spec.dims, *s) if d in s} for s in new]
         front = yaml.safe_dump(header, sort_keys=False, default_flow_style=None, width=120)
         return load_spec(path, text=f"---\n{front}---\n{rest}")
 
