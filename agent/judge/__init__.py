@@ -123,7 +123,7 @@ class _Trial:
 
     def _walk(self, gates: tuple[str, ...]) -> None:
         if self.gpu is not None and set(gates) - {"static", "compile"}:
-            self.executor.start(self._ahead(gates))
+            self.executor.start(self._ahead() if "performance" in gates else None)
         steps = {
             "static": self._static,
             "compile": self._compile,
@@ -140,13 +140,13 @@ class _Trial:
             if not result.passed:
                 break
 
-    def _ahead(self, gates: tuple[str, ...]) -> Job | None:
+    def _ahead(self) -> Job:
         """What the GPU can do while the candidate is compiled."""
         from coda_agent.agent.judge.job import Job
 
         name, *_ = self._variants()
         tiles = {(name, element): () for element in self.types}
-        return Job("prepare", self.spec, {}, tiles) if "performance" in gates else None
+        return Job("prepare", self.spec, {}, tiles)
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:

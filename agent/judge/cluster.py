@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from coda_agent.agent.judge.device import Gpu
 from coda_agent.agent.judge.executor import Local
@@ -30,9 +30,6 @@ from coda_agent.agent.judge.pool import warm_pool
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.target import cache_directory
-
-if TYPE_CHECKING:
-    pass
 
 CONNECT_S = 10
 _SAME = "install the same coda-agent, and the same packages, on every machine"

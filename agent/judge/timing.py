@@ -17,17 +17,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+from coda_agent.agent.judge.clocks import SPIN, Gpu, Span, busy_us
 from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import gpu_state, require_idle
 from coda_agent.primitives.errors import MachineError
@@ -37,12 +35,8 @@ __all__ = [
     "require_idle", "speedup",
 ]  # fmt: skip
 
-# Several times the 60 MB of an H200's L2.
-_FLUSH_BYTES = 256 << 20
-_FLUSHES = 2
-# Products of 4096 bf16 matrices, 0.18 ms each on an H200. After eight, ratios of kernels to cuBLAS
-# were within 0.02 of those in a stream of calls without a pause; after none, up to 0.08 lower.
-_PRODUCT = 4096
+# Of 0.18 ms each on an H200. After eight, ratios of kernels to cuBLAS were within 0.02 of those in
+# a stream of calls without a pause; after none, up to 0.08 lower.
 _LEAST_PRODUCTS, _MOST_PRODUCTS = 8, 40
 PROTOCOL = 3
 """Raised when figures taken before and after a change of how they are taken cannot be compared."""
@@ -58,7 +52,6 @@ _PAUSES_S = (0.0, 2.0, 10.0)  # before it is tried, and tried again where that w
 _NOTHING = ""  # the name of the empty call
 _TRACED = 3  # rounds under the profiler
 _FINAL_ROUNDS = 30  # from here on a measurement is no search, and is traced
-_SPIN = "spin_kernel"  # what torch.cuda._sleep launches: marks the calls in a trace
 # A kernel compared with itself is called different with probability MISS at most: 0.4 times in 200
 # comparisons on average, more than twice with probability 0.8 %. Differences below MIN_EFFECT are
 # not called at all.
@@ -157,90 +150,6 @@ def _rank(n: int, miss: float) -> int:
     return max(k, 1)
 
 
-# What Kineto lists beside kernels, copies and fills, as if the device ran it.
-_WAITS = {"Context Sync", "Device Sync", "Stream Sync", "Event Sync", "Stream Wait Event"}
-
-
-class Span(NamedTuple):
-    """Something the device ran, of any stream."""
-
-    name: str
-    start_us: float
-    end_us: float
-
-
-class Gpu:
-    """The current CUDA device, as far as timing needs it."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._cuda = torch.cuda
-        self._scratch = torch.empty(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
-        shape = (3, _PRODUCT, _PRODUCT)
-        self._a, self._b, self._c = torch.randn(shape, device="cuda").to(torch.bfloat16)
-        self._mm = torch.mm
-        self._driver, self.persisting_l2 = None, "not released: no libcuda.so.1"
-        with contextlib.suppress(OSError):
-            self._driver = ctypes.CDLL("libcuda.so.1")
-            limit = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
-            refused = self._driver.cuCtxSetLimit(limit, ctypes.c_size_t(0))
-            self.persisting_l2 = f"not released: CUDA error {refused}" if refused else "released"
-        self.traces: bool | None = None
-        """Whether CUPTI answers; None until asked."""
-
-    def now_us(self) -> float:
-        return time.perf_counter_ns() / 1e3
-
-    def mark(self) -> Any:
-        """An event, recorded on the current stream."""
-        event = self._cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_us(self, start: Any, stop: Any) -> float:
-        return 1000 * start.elapsed_time(stop)
-
-    def synchronize(self) -> None:
-        """Wait for every stream."""
-        self._cuda.synchronize()
-
-    def wait(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def settle(self) -> None:
-        """Nothing runs, nothing is pinned in the cache."""
-        if self._driver is not None:
-            self._driver.cuCtxResetPersistingL2Cache()
-        self._cuda.synchronize()
-
-    def work(self, times: int) -> None:
-        """Multiply matrices, then overwrite the cache."""
-        for _ in range(times):
-            self._mm(self._a, self._b, out=self._c)
-        for _ in range(_FLUSHES):
-            self._scratch.zero_()
-
-    def spin(self) -> None:
-        """A kernel known by its name, about 0.1 ms."""
-        self._cuda._sleep(200_000)
-
-    def trace(self, body: Callable[[], None]) -> list[Span]:
-        """What ran on the device while `body` did; nothing where CUPTI cannot be had."""
-        from torch.profiler import DeviceType, ProfilerActivity, profile, supported_activities
-
-        if ProfilerActivity.CUDA not in supported_activities():
-            return []
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            body()
-            self._cuda.synchronize()
-        events = [
-            e for e in seen.events() or () if e.device_type == DeviceType.CUDA
-            and not e.is_user_annotation and e.name not in _WAITS
-        ]  # fmt: skip
-        return [Span(e.name, e.time_range.start, e.time_range.end) for e in events]
-
-
 @lru_cache(maxsize=1)
 def _gpu() -> Gpu:
     """One a process: a clock that was there once must stay."""
@@ -313,11 +222,11 @@ def _interleaved(
             once = statistics.median(r.product_us for found in readings.values() for r in found)
             products = min(max(math.ceil(1.5 * host / once), _LEAST_PRODUCTS), _MOST_PRODUCTS)
             readings = {name: [] for name in calls}
+        turn = i % rounds if i < 0 else i
         for name in random.sample(list(calls), len(calls)):
             if name:
                 before(name, i)
-            turn = i if i >= 0 else i % rounds
-            readings[name].append(_window(gpu, lambda c=calls[name], i=turn: c(i), products))
+            readings[name].append(_window(gpu, partial(calls[name], turn), products))
             if name:
                 after(name, i)
     hidden = _hidden(readings)
@@ -442,7 +351,7 @@ def _marked(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """The spans between the first and the second mark, between the third and the fourth, …"""
     group: list[Span] | None = None
     for span in sorted(spans, key=lambda s: s.start_us):
-        if _SPIN not in span.name:
+        if SPIN not in span.name:
             if group is not None:
                 group.append(span)
         elif group is None:
@@ -452,15 +361,6 @@ def _marked(spans: Sequence[Span]) -> Iterator[list[Span]]:
             group = None
 
 
-def busy_us(spans: Sequence[Span]) -> float:
-    """How long any of the spans ran."""
-    total, until = 0.0, -math.inf
-    for span in sorted(spans, key=lambda s: s.start_us):
-        total += max(0.0, span.end_us - max(span.start_us, until))
-        until = max(until, span.end_us)
-    return total
-
-
 def _compared(traced: Sequence[_Traced], clock: dict[str, Any]) -> str:
     """Put what CUPTI saw into `clock`, and say where it disagrees with the events of the same
     calls: it saw more than they did, or the device idled between them."""
@@ -468,7 +368,10 @@ def _compared(traced: Sequence[_Traced], clock: dict[str, Any]) -> str:
     event = statistics.median(t.event_us for t in traced)
     launches = sorted({len(t.spans) for t in traced})
     kernels = [s.name[:80] for s in traced[-1].spans]
-    clock |= {"busy_us": round(busy, 2), "launches": launches, "kernels": kernels}
+    clock |= {
+        "busy_us": round(busy, 2), "traced_us": round(event, 2), "launches": launches,
+        "kernels": kernels,
+    }  # fmt: skip
     tolerance = _tolerance(event)
     if busy - event > tolerance or event - busy > tolerance + _GAP_US * launches[-1]:
         return (

@@ -254,17 +254,22 @@ def test_a_baseline_is_compiled_for_more_shapes_than_torch_would_by_itself(
     many = tuple({"M": m, "N": 64, "K": 32} for m in range(8, 20))
     spec = spec.model_copy(update={"bench_shapes": many})
     graphs: list[Any] = []
+    sizes: list[Any] = []
     compiled = functools.partial(torch.compile, backend=lambda g, _: graphs.append(g) or g.forward)
     monkeypatch.setattr(torch, "compile", compiled)
 
     def drawn(*given: Any, **more: Any) -> Any:
+        sizes.append(given[1])
         return draw_inputs(*given, **{**more, "device": "cpu"})
 
     monkeypatch.setattr("coda_agent.specs.draw_inputs", drawn)
+    monkeypatch.setattr(performance, "_prepared", set())
     performance.prepare(spec, ["bfloat16"])
-    assert len(graphs) == 12
+    assert len(graphs) == 12 and sizes == list(many)
     performance.prepare(spec, ["bfloat16"])
-    assert len(graphs) == 12
+    assert len(graphs) == 12 and sizes == list(many)
+    performance.prepare(spec.model_copy(update={"bench_shapes": many[:1]}), ["float16"])
+    assert len(graphs) == 13 and sizes == [*many, many[0]]
 
 
 def test_facts_count_the_bytes_of_the_specs_types() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from coda_agent.agent.judge.clocks import Span, busy_us
 from coda_agent.agent.judge.timing import (
     MISS,
     Samples,
-    Span,
     a_a,
-    busy_us,
     different,
     interleave,
     interval,
@@ -111,7 +110,7 @@ def test_three_clocks_agree_on_plain_kernels() -> None:
     clock = found["two"].clock
     assert clock["method"] == "events, host, kernels" and clock["persisting_l2"] == "released"
     assert clock["launches"] == [2] and clock["kernels"] == ["gemm", "fold"]
-    assert (clock["busy_us"], clock["hidden_us"]) == (210, 0)
+    assert (clock["busy_us"], clock["traced_us"], clock["hidden_us"]) == (210, 210, 0)
     assert found["two"].to_dict()["clock"] == clock
 
 
