@@ -20,8 +20,7 @@ def write_table(root: Path) -> Path:
         rows += [(version.evidence["kernel"], *row) for row in pages.speed(version.cells())[1:]]
     return pages.write(
         root / "docs" / "benchmarks.md", "benchmarks.md", rows=rows,
-        rounds=max((len(c["times"]["ours"]["times_us"]) for v in timed for c in v.cells()),
-                   default=0),
+        rounds=sorted({len(c["times"]["ours"]["times_us"]) for v in timed for c in v.cells()}),
         machines=dict.fromkeys(pages.machine(v.evidence["environment"]) for v in timed),
         refused=dict.fromkeys(
             "{program} ({dtype}), tile {tile}: {fault}".format(**tile)

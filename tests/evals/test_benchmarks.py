@@ -77,6 +77,11 @@ def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
     assert "- gemm_x (bfloat16), tile 192x192 coop 2x1: O is wrong" in page
     assert "- gemm_y: proved, not benchmarked" in page
     assert "| float16" not in page
+    fewer = json.loads(json.dumps(EVIDENCE))
+    fewer["gates"][-1]["data"]["cells"][0]["times"]["ours"]["times_us"] = [180.0] * 38
+    (folder / "evidence.json").write_text(json.dumps({**fewer, "kernel": "gemm_x"}))
+    (tmp_path / "generated" / "gemm_y" / "evidence.json").write_text(json.dumps(EVIDENCE))
+    assert "median of 38 to 50 rounds." in " ".join(write_table(tmp_path).read_text().split())
 
 
 def test_without_evidence_it_says_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.agent.judge import performance
+from coda_agent.agent.judge import performance, timing
 from coda_agent.agent.judge.machine import CONTENDED, gpu_state, require_idle
 from coda_agent.agent.judge.timing import a_a, interleave
 from coda_agent.agent.judge.tuner import Cell
@@ -59,8 +59,13 @@ def identity(acc):
     return {"O": acc}
 
 
-def test_three_clocks_agree_on_a_product(product: Callable[[int], Any], operands: Any) -> None:
+def test_three_clocks_agree_on_a_product(
+    product: Callable[[int], Any], operands: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, _, out = operands
+    # After a pause the product took 176 us on an H200, from about 40 calls on 197, at the clock that
+    # its power leaves it: three traced calls are faster than a measurement's median.
+    monkeypatch.setattr(timing, "_TRACED", 100)
 
     def followed(i: int) -> None:
         product(i)
@@ -74,8 +79,8 @@ def test_three_clocks_agree_on_a_product(product: Callable[[int], Any], operands
     # cuBLAS clears a counter before its kernel.
     assert clock["kernels"][-1].startswith("nvjet") and clock["launches"] in ([1], [2]), clock
     assert found["followed"].clock["launches"] == [clock["launches"][0] + 1]
-    # The traced calls are few and come after a pause: their clock is higher.
-    assert 0.8 * found["gemm"].median_us < clock["busy_us"] < 1.1 * found["gemm"].median_us
+    assert clock["traced_us"] == pytest.approx(clock["busy_us"], abs=10)
+    assert clock["busy_us"] == pytest.approx(found["gemm"].median_us, rel=0.1)
     assert found["followed"].median_us > found["gemm"].median_us
 
 
