@@ -152,7 +152,8 @@ def test_work_hidden_in_some_rounds_gains_nothing(of_ten: int, honest: bool) -> 
         assert speedup(found["ours"], found["gemm"])["ratio"] == pytest.approx(100 / 150, abs=1e-4)
 
 
-@pytest.mark.parametrize("hidden", [0.0, 0.3, 0.8, 1.0])
+# From half of the rounds on it is a fault; near that, whether it is called one is chance.
+@pytest.mark.parametrize("hidden", [0.0, 0.3, 0.6, 0.8, 1.0])
 def test_a_host_that_is_late_most_of_the_time_hides_no_work_and_is_no_fault(hidden: float) -> None:
     gpu = Gpu()
     gpu.late = lambda: gpu.random.expovariate(1 / 40)
@@ -165,9 +166,11 @@ def test_a_host_that_is_late_most_of_the_time_hides_no_work_and_is_no_fault(hidd
     found = interleave({"hiding": hiding, "gemm": lambda _: gpu.run(150)}, 50, gpu=gpu, trace=False)
     assert found["gemm"].times_us == pytest.approx([150] * len(found["gemm"].times_us))
     assert found["gemm"].clock["left_out"] > 20
+    times = found["hiding"].times_us
+    assert times == pytest.approx([100] * len(times))  # only rounds that hid nothing count
     if hidden < 0.5:
-        assert found["hiding"].median_us == pytest.approx(100)
-    else:
+        assert times
+    if hidden > 0.6:
         assert found["hiding"].fault.startswith("the clocks disagree")
 
 

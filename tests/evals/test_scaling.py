@@ -21,8 +21,8 @@ def trials(gpus: int) -> list[TrialRecord]:
 
 def seconds(gpus: int) -> float:
     """From the first trial's start to the last one's end."""
-    first = min(r.started for r in trials(gpus))
-    return (max(r.finished for r in trials(gpus)) - first).total_seconds()
+    found = trials(gpus)
+    return (max(r.finished for r in found) - min(r.started for r in found)).total_seconds()
 
 
 def medians(gpus: int) -> dict[tuple[str, str], float]:
