@@ -1,4 +1,4 @@
-"""What docs/evaluation.md says of one and two GPUs, against the records of those runs."""
+"""What docs/evaluation.md says of one, two and four GPUs, against the records of those runs."""
 
 from __future__ import annotations
 
@@ -7,55 +7,67 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 from coda_agent.evals.records import TrialRecord, read_records
 
 ROOT = Path(__file__).parents[2]
-RUNS = {1: "1-gpu", 2: "2-gpus"}
+TEXT = (ROOT / "docs" / "evaluation.md").read_text()
+# GPUs of a host, trials of each of its two runs (on one of its GPUs, on all of them), times as fast that is wanted.
+HOSTS = [(2, 36, 1.8), (4, 72, 3.4)]
+host = pytest.mark.parametrize(("gpus", "count", "wanted"), HOSTS)
 
 
-def trials(gpus: int) -> list[TrialRecord]:
-    found = read_records(ROOT / "evals" / "results" / "scaling" / RUNS[gpus])
+def trials(host: int, gpus: int) -> list[TrialRecord]:
+    folder = f"{gpus}-gpu" if gpus == 1 else f"{gpus}-gpus"
+    found = read_records(ROOT / "evals" / "results" / "scaling" / f"host-of-{host}" / folder)
     assert found.problems == []
     return found.records
 
 
-def seconds(gpus: int) -> float:
+def seconds(found: list[TrialRecord]) -> float:
     """From the first trial's start to the last one's end."""
-    found = trials(gpus)
     return (max(r.finished for r in found) - min(r.started for r in found)).total_seconds()
 
 
-def medians(gpus: int) -> dict[tuple[str, str], float]:
+def medians(found: list[TrialRecord]) -> dict[tuple[str, str], float]:
     """Share of the bare GEMM's speed, by spec and type."""
     shares = defaultdict[tuple[str, str], list[float]](list)
-    for record in trials(gpus):
+    for record in found:
         assert record.verdict is not None
         for cell in record.verdict.cells:
             shares[record.spec.name, cell.dtype].append(cell.of_gemm.ratio)
     return {key: median(found) for key, found in shares.items()}
 
 
-def test_the_same_trials_were_run_on_one_gpu_and_on_two() -> None:
-    keys = [{(r.spec.digest, r.trial, r.suite.digest) for r in trials(n)} for n in RUNS]
-    assert keys[0] == keys[1] and len(keys[0]) == 36
-    judges = {r.verdict and r.verdict.digests["judge"] for n in RUNS for r in trials(n)}
-    assert len(judges) == 1
+@host
+def test_the_same_trials_were_run_on_one_gpu_and_on_all(
+    gpus: int, count: int, wanted: float
+) -> None:
+    one, all_ = trials(gpus, 1), trials(gpus, gpus)
+    keys = [{(r.spec.digest, r.trial, r.suite.digest) for r in found} for found in (one, all_)]
+    assert keys[0] == keys[1]
+    assert len(one) == len(all_) == len(keys[0]) == count
+    assert len({r.verdict and r.verdict.digests["judge"] for r in one + all_}) == 1
 
 
-def test_the_table_says_what_the_records_do() -> None:
-    text = (ROOT / "docs" / "evaluation.md").read_text()
-    rows = re.findall(r"^\| (\d) \| 36 \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) \|$", text, re.M)
-    one, two = seconds(1), seconds(2)
+@host
+def test_the_table_says_what_the_records_do(gpus: int, count: int, wanted: float) -> None:
+    rows = re.findall(
+        rf"^\| {gpus} \| (\d) \| {count} \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) \|$", TEXT, re.M
+    )
+    one, all_ = seconds(trials(gpus, 1)), seconds(trials(gpus, gpus))
     assert rows == [
-        ("1", f"{one:.1f}", f"{one / 36:.2f}", ""),
-        ("2", f"{two:.1f}", f"{two / 36:.2f}", f"{one / two:.2f}"),
+        ("1", f"{one:.1f}", f"{one / count:.2f}", ""),
+        (f"{gpus}", f"{all_:.1f}", f"{all_ / count:.2f}", f"{one / all_:.2f}"),
     ]
-    assert one / two >= 1.8
+    assert one / all_ >= wanted
 
 
-def test_figures_of_two_gpus_are_those_of_one() -> None:
-    one, two = medians(1), medians(2)
-    assert one.keys() == two.keys() and len(one) == 6
-    furthest = max(abs(two[key] / one[key] - 1) for key in one)
+@host
+def test_figures_of_all_gpus_are_those_of_one(gpus: int, count: int, wanted: float) -> None:
+    one, all_ = medians(trials(gpus, 1)), medians(trials(gpus, gpus))
+    assert one.keys() == all_.keys() and len(one) == 6
+    furthest = max(abs(all_[key] / one[key] - 1) for key in one)
     assert furthest <= 0.02
-    assert f"within {100 * furthest:.1f} %" in (ROOT / "docs" / "evaluation.md").read_text()
+    assert f"within {100 * furthest:.1f} % on the host with {gpus}" in TEXT
