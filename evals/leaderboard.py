@@ -145,6 +145,15 @@ class Board:
         return f"Tied for first: {', '.join(ahead)}. What they solve differs by chance at most."
 
     @cached_property
+    def machines(self) -> list[str]:
+        """Where the judge worked; trials that gave it nothing name no machine."""
+        found = (t.machine for trials in self.trials.values() for t in trials)
+        return sorted({
+            pages.machine({"gpu": {"name": m.gpu}, "device": m.device, "packages": m.packages})
+            for m in found if m.gpu or m.packages
+        })  # fmt: skip
+
+    @cached_property
     def specs(self) -> list[str]:
         return sorted({t.spec.name for trials in self.trials.values() for t in trials})
 
@@ -195,7 +204,7 @@ class Board:
         """As plain JSON data."""
         tables = {"ranking": self.ranking, "matrix": self.matrix, "audits": self.audits}
         named = {title: pages.named(rows) for title, rows in tables.items()}
-        return {"suite": self.title, "first": self.first, **named}
+        return {"suite": self.title, "first": self.first, "machines": self.machines, **named}
 
     @cached_property
     def audits(self) -> pages.Rows:

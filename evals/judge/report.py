@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coda_agent.evals.pages import table
+from coda_agent.evals.pages import machine, table
 
 Record = Mapping[str, Any]
 
@@ -40,6 +40,10 @@ def write_page(root: Path) -> Path:
     return page
 
 
+def _when(record: Record) -> str:
+    return f"{record['date']}, {machine(record['machine'])}"
+
+
 def mutants_text(device: str, record: Record) -> str:
     """The section on mutants."""
     cells = record["cells"].values()
@@ -56,7 +60,7 @@ def mutants_text(device: str, record: Record) -> str:
 {_killed(record)}
 A mutant in the program is an edit of its graph; one in
 the lowering runs the right program as a broken kernel would. Seed {record["seed"]},
-{record["date"]}.
+{_when(record)}.
 
 {table(rows)}"""
 
@@ -96,7 +100,8 @@ def held_out_text(device: str, record: Record) -> str:
 
 The same for mutants of the {programs} programs of the demonstrations, on which nothing of the judge
 was tuned: {_named(record)}.
-{_killed(record)} Seed {record["seed"]}, {record["date"]}.
+{_killed(record)} Seed {record["seed"]},
+{_when(record)}.
 
 {_by_fault(record)}"""
 
@@ -145,7 +150,7 @@ def corpus_text(device: str, record: Record) -> str:
 programs: {len(programs) - shown - rewrites} accepted ones, {rewrites} rewrites of them (factors
 regrouped, sigmoid by exp or tanh, pairs taken of each factor, …) and {shown} demonstrations. Left
 out, since a spec cannot draw their inputs: {", ".join(record["left_out"]) or "none"}.
-{record["date"]}.
+{_when(record)}.
 
 {chr(10).join(refused)}"""
 
@@ -168,7 +173,7 @@ one element type, from warm workers and an empty cache: median
 {statistics.median(every):.2f} s, from {min(every):.2f} to {max(every):.2f} s,
 on {record["machine"]["cores"]} cores whose load (over 1, 5 and 15 minutes) was
 {", ".join(map(str, record["load"]))} at the start. Under a gate's name, its median.
-{record["date"]}.
+{_when(record)}.
 
 {table(rows)}"""
 
@@ -178,7 +183,8 @@ def timing_text(device: str, record: Record) -> str:
     return f"""## A kernel against itself, {device}
 
 `{record["kernel"]}` and cuBLAS's product were called different from themselves in
-{record["different"]} of {record["compared"]} comparisons. {record["date"]}."""
+{record["different"]} of {record["compared"]} comparisons.
+{_when(record)}."""
 
 
 def _exploits(catalogue: Mapping[str, Any]) -> str:

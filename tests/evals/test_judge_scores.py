@@ -190,8 +190,10 @@ def test_the_page_counts_layers_survivors_and_names() -> None:
         "e": cell("equivalent"),
         "f": cell("survived"),
     }
-    record = {"cells": cells, "seed": 1, "date": "2026-01-02"}
+    machine = {"device": "cpu", "packages": {"torch": "2.13.0"}}
+    record = {"cells": cells, "seed": 1, "date": "2026-01-02", "machine": machine}
     text = report.mutants_text("cpu", record)
+    assert "Seed 1,\n2026-01-02, cpu, torch 2.13.0." in text
     assert "4 of 5 mutants killed, 80.0%; survivors: f: not explained." in text
     said = report.diagnosis_text("cpu", record)
     assert "for 2 of 3, 66.7%" in said
@@ -211,8 +213,9 @@ def test_exploits_and_timing_are_shown_where_their_records_are(tmp_path: Path) -
     )
     (tmp_path / "evals" / "results").mkdir(parents=True)
     (tmp_path / "evals" / "results" / "judge-timing-h200.json").write_text(
-        '{"kernel": "k", "compared": 200, "different": 1, "date": "2026-01-02", "cells": {}}'
+        '{"kernel": "k", "compared": 200, "different": 1, "date": "2026-01-02", "cells": {},'
+        ' "machine": {"gpu": {"name": "NVIDIA H200", "driver_version": "580"}}}'
     )
     page = report.write_page(tmp_path).read_text("utf-8")
     assert "| 11 | a cache | stopped | static |  |" in page
-    assert "1 of 200 comparisons" in page
+    assert "1 of 200 comparisons.\n2026-01-02, NVIDIA H200, driver 580." in page

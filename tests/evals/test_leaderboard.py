@@ -252,9 +252,10 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     where: workspace.Workspace,
 ) -> None:
     audit = Audit(finding="leak", evidence=EVIL, date="2026-11-20")
+    tools = Machine(device="cuda", gpu="NVIDIA H200", packages={"torch": "2.11.0_x"})
     records = [
         trial("gemm_rope", EVIL, program=f"# {EVIL}\n", audit=audit),
-        trial("gemm_rope", "b|c"),
+        trial("gemm_rope", "b|c", machine=tools),
     ]
     folder = store(where, records)
     (folder / f"{EVIL.replace('/', '')}.json").write_text("x")
@@ -283,6 +284,8 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     assert page.text.count("&lt;script&gt;alert") >= 5  # table, curves, matrix, audit, problem
     markdown = (where.root / "docs" / "board.md").read_text("utf-8")
     assert "<" not in markdown and "b\\|c" in markdown
+    assert "Judged on NVIDIA H200; NVIDIA H200, torch 2.11.0_x." in page.text
+    assert "Judged on NVIDIA H200; NVIDIA H200, torch 2.11.0\\_x." in markdown
 
 
 def test_what_a_person_found_out_is_in_the_cell_and_counts(where: workspace.Workspace) -> None:
