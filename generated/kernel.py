@@ -16,6 +16,7 @@ from coda_agent.primitives.function import ProgramFunction
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.format import Output
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,7 @@ class Kernel:
     ) -> None:
         self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
         self.__name__ = spec.name  # what help() and torch.compile print
+        self.__doc__ = _documentation(spec)
         element = spec.inputs[spec.gemm[0]].dtype
         types = spec.types.get(element, (element,))
         dtypes = {
@@ -155,6 +157,26 @@ class Kernel:
             return sum(abs(math.log(x / size)) for x, size in zip(shape, (m, n, k), strict=True))
 
         return found[min(found, key=distance)] if found else None
+
+
+def _documentation(spec: Spec) -> str:
+    """The function's docstring: what it computes, its inputs with their domains, its outputs."""
+
+    def line(name: str, tensor: Output) -> str:
+        shapes = tensor.shape.cases.values()
+        shown = " or ".join(f"({', '.join(map(str, s))}{',' * (len(s) == 1)})" for s in shapes)
+        words = [shown, "or".join(f" {x} " for x in spec.types.get(tensor.dtype, (tensor.dtype,)))]
+        match getattr(tensor, "domain", None):
+            case (0.0, math.inf):
+                words[-1] += ", positive"
+            case (low, high):
+                words[-1] += f", from {low:g} to {high:g}"
+        return f"    {name}: {' '.join(' '.join(words).split()).replace(' ,', ',')}"
+
+    inputs, outputs = (
+        [line(*item) for item in tensors.items()] for tensors in (spec.inputs, spec.outputs)
+    )
+    return "\n".join([spec.summary, "", "Args:", *inputs, "", "Returns:", *outputs])
 
 
 @lru_cache(maxsize=1)

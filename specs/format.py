@@ -140,6 +140,15 @@ def _parse_draw(raw: Any) -> Draw:
     )
 
 
+def _parse_domain(raw: Any) -> tuple[float, float]:
+    if raw == "positive":
+        return 0.0, math.inf
+    if isinstance(raw, list) and len(raw) == 2 and all(type(x) in (int, float) for x in raw):
+        if -math.inf < raw[0] < raw[1] < math.inf:
+            return float(raw[0]), float(raw[1])
+    raise ValueError(f"expected `positive` or [LO, HI], two numbers, got {raw!r}")
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -161,6 +170,9 @@ class Input(Output):
     """A tensor, or with shape [] a scalar, that the kernel reads."""
 
     draw: Annotated[Draw, PlainValidator(_parse_draw)] = Draw("normal", (1.0,))
+    domain: Annotated[tuple[float, float] | None, PlainValidator(_parse_domain)] = None
+    """Smallest and largest value that the function is meant for; (0, inf) leaves out 0 itself.
+    None: any number."""
 
 
 class InPlace(_Model):
@@ -439,6 +451,12 @@ def _faults(spec: Spec) -> Iterator[str]:
             bounds = [math.floor(arg) for arg in args] if kind == "integers" else args
             if kind in ("uniform", "integers") and bounds[0] >= bounds[1]:
                 yield f"inputs.{name}.draw: expected LO < HI, got {bounds}"
+            if (domain := tensor.domain) is not None:
+                if kind in ("normal", "integers") or min(args) < domain[0] or max(args) > domain[1]:
+                    yield (
+                        f"inputs.{name}: its draw leaves its domain; expected `uniform` or "
+                        f"`constant` within {list(domain)}"
+                    )
     yield from _reference_faults(spec)
 
 

@@ -57,6 +57,29 @@ def diagnosis(
         return _reply(judge, {**record, "held_out": held_out}, "\n\n".join(texts), False)
 
 
+@app.command()
+@reported
+def by_hand(device: DeviceOption = "auto", seed: Seed = 1, as_json: Json = False) -> Reply:
+    """Judge wrong programs that people wrote, in two sets; resumes."""
+    from coda_agent.evals.judge.by_hand import SETS, written
+    from coda_agent.evals.judge.report import by_hand_text
+    from coda_agent.evals.judge.scores import score_mutants
+
+    with _judge(device, as_json) as judge:
+        accepted = {kernel.name: kernel.folder / "kernel.py" for kernel in find().kernels()}
+        first = {r.spec.name: r for r in _kernels() if r.variant == r.spec.variant()}
+        kernels = {x: (first[x], file.read_text("utf-8")) for x, file in accepted.items()}
+        records = {
+            name: score_mutants(judge, f"by-hand-{name}", written(name, kernels), seed=seed)
+            for name in SETS
+        }
+        texts = [by_hand_text(name, judge.device, record) for name, record in records.items()]
+        survived = any(
+            c["layer"] == "survived" for r in records.values() for c in r["cells"].values()
+        )
+        return _reply(judge, records, "\n\n".join(texts), survived)
+
+
 def _mutants(judge: "Judge", name: str, count: int | None, seed: int) -> dict[str, Any]:
     from coda_agent.demos import demos
     from coda_agent.evals.judge.corpus import demonstrations

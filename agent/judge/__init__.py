@@ -214,8 +214,13 @@ class _Trial:
 
     def _numerics(self, result: GateResult) -> None:
         from coda_agent.agent.judge.job import Job
+        from coda_agent.agent.judge.meaning import check_meaning
         from coda_agent.primitives.tiles import TileConfig
 
+        # Here and first: it needs no GPU, and says more of a wrong program than what it rounds to.
+        result.findings = check_meaning(self.spec, self.programs)
+        if result.findings:
+            return
         kind, tiles = "numerics", self.admitted
         if self.gpu is None:
             # Two block widths: one that divides the common shapes and one that leaves a ragged

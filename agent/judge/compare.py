@@ -19,7 +19,7 @@ TILE = 64
 # Elements that share the largest disturbance seen among them: (rows, columns), and of a vector.
 _NEIGHBOURS, _RUN = (4, 8), 32
 # What the arithmetic may err, in standard disturbances; see `allowance`.
-_SAFETY = 16.0
+SAFETY = 16.0
 # Least bound by dtype: one rounding at the store (a narrow output's relative error is uniform up to
 # eps / 2), and for float32 the fast approximations of the special-function unit (tanh: 2^-11
 # relative).
@@ -54,14 +54,30 @@ class Errors:
         return {"norm": self.norm, "tile": self.tile, "element": self.element}
 
 
-def measure(out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | None = None) -> Errors:
+def measure(
+    out: torch.Tensor,
+    truth: torch.Tensor,
+    allowed: torch.Tensor | None = None,
+    rounding: torch.Tensor | None = None,
+) -> Errors:
     """Errors of `out` (M,) or (M, N) against float64 `truth`; infinite where `out` is not finite
-    and the truth is, or the reverse. `allowed`, of their shape, is what each element may err."""
-    return Errors(*distances(out, truth, allowed).tolist())
+    and the truth is, or the reverse.
+
+    Args:
+        out: What is measured.
+        truth: What it should be.
+        allowed: What each element may err.
+        rounding: What storing each element may err; tiles are measured beyond it, since in a
+            corner tile of few elements the rounding of one may be most of the error.
+    """
+    return Errors(*distances(out, truth, allowed, rounding).tolist())
 
 
 def distances(
-    out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | None = None
+    out: torch.Tensor,
+    truth: torch.Tensor,
+    allowed: torch.Tensor | None = None,
+    rounding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The three numbers of `measure`, (3,) float64 on the device, without waiting for it."""
     import torch
@@ -75,7 +91,8 @@ def distances(
     finite = torch.where(truth.isfinite(), truth, torch.zeros_like(truth))
     scale = finite.square().mean().sqrt().clamp_min(1e-300)
     norm = difference.square().mean().sqrt() / scale
-    square = difference.square()
+    beyond = difference if rounding is None else (difference.abs() - rounding).clamp_min(0.0)
+    square = beyond.square()
     square = square[:, None] if square.ndim == 1 else square
     m, n = square.shape
     padded = torch.nn.functional.pad(square, (0, -n % TILE, 0, -m % TILE))
@@ -92,6 +109,23 @@ def distances(
     return torch.where(difference.isfinite().all(), errors, torch.inf)
 
 
+def unit_of(dtype: torch.dtype) -> float:
+    """Largest relative error of storing a number in `dtype`. float32 counts as 2⁻¹⁵: sums of tensor
+    cores are cut off, not rounded, which adds up over a row."""
+    import torch
+
+    return 2.0**-15 if dtype is torch.float32 else torch.finfo(dtype).eps / 2
+
+
+def store_rounding(
+    truth: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What storing each element of an exact output, (M,) or (M, N), in `dtype` may err. An output
+    that is added in place to what `added_to` holds rounds the addend by itself too."""
+    stored = truth.abs() if added_to is None else truth.abs() + (truth - added_to.double()).abs()
+    return unit_of(dtype) * stored.nan_to_num(0.0, 0.0, 0.0)
+
+
 def allowance(
     truth: torch.Tensor,
     dtype: torch.dtype,
@@ -100,26 +134,32 @@ def allowance(
 ) -> torch.Tensor:
     """What each element of an output may differ from float64 `truth`, (M,) or (M, N).
 
-    One rounding to `dtype`, and `_SAFETY` times the largest of the disturbances of the element and
-    its neighbours: an element's own may happen to cancel, all of them do not.
+    The rounding of the store, and `_SAFETY` times the largest of the disturbances of the element
+    and its neighbours: an element's own may happen to cancel, all of them do not.
 
     Args:
         truth: The exact output.
-        dtype: What it is stored in. float32 counts as 2⁻¹⁵: sums of tensor cores are cut off, not
-            rounded, which adds up over a row.
+        dtype: What it is stored in.
         disturbed: The same output of reference runs with disturbed arithmetic.
-        added_to: What the output is added to in place, which rounds the addend by itself too.
+        added_to: What the output is added to in place.
     """
     import torch
 
     info = torch.finfo(dtype)
-    half = 2.0**-15 if dtype is torch.float32 else info.eps / 2
+    noise = SAFETY * _spread(largest_change(truth, disturbed))
+    stored = store_rounding(truth, dtype, added_to) + unit_of(dtype) * noise
+    return stored + noise + info.smallest_normal * info.eps / 2
+
+
+def largest_change(truth: torch.Tensor, disturbed: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far the disturbed runs of an output move each element at most; 0 where one is not
+    finite."""
+    import torch
+
     noise = torch.zeros_like(truth)
     for run in disturbed:
         noise = torch.maximum(noise, (run - truth).abs().nan_to_num(0.0, 0.0, 0.0))
-    noise = _SAFETY * _spread(noise)
-    stored = truth.abs() if added_to is None else truth.abs() + (truth - added_to.double()).abs()
-    return half * (stored + noise) + noise + info.smallest_normal * info.eps / 2
+    return noise
 
 
 def _spread(noise: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ def diagnose(
     """The most likely fault of `out`.
 
     Args:
-        out: The wrong output: (M,), (N,), (M, N), (M, N/2) or (M, 2N), as stored.
+        out: The wrong output: (M,), (N,), (M, N), (M, N/2) or (M, 2N), as stored; in float64 where
+            nothing was rounded.
         truth: The exact one, float64.
         inputs: What it was computed from, by name.
         gemm: Names of the operands A (M, K) and B (N, K) among them.
@@ -101,7 +102,8 @@ class _Case:
         import torch
 
         self.flat = out.ndim == 1
-        self.single = out.dtype is torch.float32
+        self.single = out.dtype in (torch.float32, torch.float64)
+        self.exact = out.dtype is torch.float64
         self.out = out.double()[:, None] if self.flat else out.double()
         self.truth = truth[:, None] if self.flat else truth
         self.inputs, self.gemm, self.reference = inputs, gemm, reference
@@ -118,7 +120,8 @@ class _Case:
         energy = self.difference.square()
         # Where nothing exceeds rounding by much, everything counts: a factor of 1.01 is such.
         self.subtle = bool((energy * visible).sum() < 0.5 * energy.sum())
-        self.wrong = fit & (visible | self.subtle)
+        # Only what differs: with a median difference of 0, anything would explain all of it.
+        self.wrong = fit & (visible | (self.subtle & (energy > 0)))
 
     def diagnosis(self, again: torch.Tensor) -> Diagnosis:
         out, truth, second = self.out, self.truth, again.double().reshape(self.out.shape)
@@ -172,12 +175,15 @@ class _Case:
             if abs(factor) > max(6 * float(noise.sqrt()), 2e-3):
                 text = f"on average it is the expected value times {1 + factor:.3g}"
                 return "constant_factor", text
-            text = "it is off by roundings: something was rounded to 16 bits before its last use"
-            return ("rounded_statistics" if self.flat else "early_rounding"), text
+            if not self.exact:
+                text = (
+                    "it is off by roundings: something was rounded to 16 bits before its last use"
+                )
+                return ("rounded_statistics" if self.flat else "early_rounding"), text
         counts, sizes = self._by_tile(self.wrong), self._by_tile(self.wrong | True)
         touched = counts > 0
         filled = float(counts.sum() / sizes[touched].sum().clamp_min(1))
-        if not self.flat and not bool(touched.all()) and filled > 0.9:
+        if not (self.flat or self.exact or bool(touched.all())) and filled > 0.9:
             return "unwritten", f"{self._region(self.wrong)} holds something else: stale, or lost"
         if self.flat and self.single:
             return "wrong_statistics", (
@@ -319,7 +325,7 @@ class _Case:
         yield "swapped_pair", text, {a_name: _swapped(acc), b_name: eye, **swapped}
         text = "the product was rounded to 16 bits before the epilogue"
         fault = "rounded_statistics" if self.flat else "early_rounding"
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in () if self.exact else (torch.bfloat16, torch.float16):
             yield fault, text, {a_name: acc.to(dtype).double(), b_name: eye}
 
     def _factor_changes(

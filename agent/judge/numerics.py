@@ -258,7 +258,12 @@ class Trial:
                 )
         errors = torch.stack(
             [
-                distances(self._judged(case, o, results[o]), truth, case.allowed.get(o))
+                distances(
+                    self._judged(case, o, results[o]),
+                    truth,
+                    case.allowed.get(o),
+                    case.rounding.get(o),
+                )
                 for o, truth in case.truth.items()
             ]
         )

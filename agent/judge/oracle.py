@@ -18,7 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.compare import BASELINE_LIMIT, Errors, allowance, bound, measure
+from coda_agent.agent.judge.compare import (
+    BASELINE_LIMIT,
+    Errors,
+    allowance,
+    bound,
+    measure,
+    store_rounding,
+    unit_of,
+)
 from coda_agent.primitives.errors import SpecError
 
 if TYPE_CHECKING:
@@ -87,6 +95,7 @@ class Case:
         bounds: Greatest errors.
         torch_errors: Errors of PyTorch's own path.
         allowed: What each element may err; empty where no probes were asked for.
+        rounding: What storing each element may err; likewise.
         sizes: Dims.
         structure: None for the spec's own draws.
         exact: Outputs that must match bit for bit.
@@ -97,6 +106,7 @@ class Case:
     bounds: dict[str, Errors]
     torch_errors: dict[str, Errors]
     allowed: dict[str, torch.Tensor]
+    rounding: dict[str, torch.Tensor]
     sizes: Mapping[str, int]
     structure: Structure | None = None
     exact: tuple[str, ...] = ()
@@ -169,17 +179,18 @@ def make_case(
                 "the reference"
             )
     held: dict[str, Any] = {o: inputs[i] for o, i in spec.updated(binding).items()}
-    runs = [_disturbed(spec, inputs, binding, seed + i) for i in range(probes)]
+    runs = [disturbed(spec, inputs, binding, seed + i) for i in range(probes)]
     allowed = {
         o: allowance(t, dtypes[o], [r[o] for r in runs], held.get(o))
         for o, t in truth.items()
         if probes
     }
+    rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
     exact = []
     for o in _representable(spec, inputs, binding, truth) if structure and structure.exact else ():
         if truth[o].ndim == 1:
             # A mean's partials are divided by the block, which need not be a power of two.
-            half = 0.0 if dtypes[o] is torch.float32 else torch.finfo(dtypes[o]).eps / 2
+            half = 0.0 if dtypes[o] is torch.float32 else unit_of(dtypes[o])
             allowed[o] = truth[o].abs() * (half + _FOLD)
             continue
         exact.append(o)
@@ -188,7 +199,8 @@ def make_case(
         # In place the addend may be rounded before the sum is: either result will do.
         twice = once if addend is None else _stored(addend, dtypes[o]) + held[o].double()
         truth[o], allowed[o] = once, (_stored(twice, dtypes[o]) - once).abs()
-    return Case(inputs, truth, bounds, errors, allowed, sizes, structure, tuple(exact))
+        rounding[o] = allowed[o]
+    return Case(inputs, truth, bounds, errors, allowed, rounding, sizes, structure, tuple(exact))
 
 
 def make_cases(
@@ -273,10 +285,11 @@ def _approximate(function: Any, args: tuple[Any, ...], result: Any) -> Any:
     return result * 1.001 + 0.001 if name in _OF_ONE | _OF_ARGUMENT | _OF_RESULT else result
 
 
-def _disturbed(
-    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int
+def disturbed(
+    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, *, finer: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """The exact reference with every operation's result off by its error in fp32, at random.
+    """The exact reference with every operation's result off by its error in fp32, at random, or by
+    `finer` times as much.
 
     The GEMM's part is put on the elements of A, where it reaches the sum as ‖a‖ ‖b‖ / √K each.
     """
@@ -304,19 +317,30 @@ def _disturbed(
             return result  # a view
         name = getattr(function, "__name__", "")
         unit = _APPROXIMATION if name in _OF_RESULT else _OPERATION
-        off = result * (unit * noise(result))
+        off = result * (finer * unit * noise(result))
         if name in _OF_ONE | _OF_ARGUMENT:
             # The same for all: an approximation errs alike for like arguments.
-            weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * _RANGE
+            weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * finer * _RANGE
             off += weight if name in _OF_ONE else weight * args[0].abs()
         return result + off
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()
-    noisy = wide + wide * (product * math.sqrt(a.shape[1]) * noise(wide))
+    noisy = wide + wide * (finer * product * math.sqrt(a.shape[1]) * noise(wide))
     return run_reference(
         spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=touch
     )
+
+
+def _size(sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.values())
+
+
+def base_shape(spec: Spec) -> Mapping[str, int]:
+    """The smallest check shape with more than a row and a few columns, or else the largest."""
+    m, n, _ = spec.gemm_dims
+    shapes = sorted(spec.check_shapes, key=_size)
+    return next((s for s in shapes if s[m] > 1 and s[n] > 16), shapes[-1])
 
 
 def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Structure]:
@@ -325,12 +349,12 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
     Shapes are the spec's own, but for the number of rows where M stands alone.
     """
     m, n, _ = spec.gemm_dims
-    shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
-    base = next((s for s in shapes if s[m] > 1 and s[n] > 16), shapes[-1])
+    base = base_shape(spec)
     free = len(spec.dims) == 3
     step = spec.dims[m].multiple_of
     ragged = {**base, m: -(-129 // step) * step} if free else base
-    even = next((s for s in reversed(shapes) if s[n].bit_count() == 1 and s[m] > 1), base)
+    shapes = sorted(spec.check_shapes, key=_size, reverse=True)
+    even = next((s for s in shapes if s[n].bit_count() == 1 and s[m] > 1), base)
     wide = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, element)) != "float8_e4m3fn"
     fine, large, small = (8.0, 1e4, 1e-4) if wide else (2.0, 32.0, 2.0**-5)
     found = [

@@ -83,6 +83,11 @@ class Right(NamedTuple):
     def program(self) -> Program:
         return self.programs[self.variant]
 
+    @property
+    def binding(self) -> dict[str, str]:
+        """The static parameters that choose it."""
+        return next(b for b in self.spec.bindings() if self.spec.variant(b) == self.variant)
+
 
 def kernels(found: Iterable[Kernel]) -> list[Right]:
     """Every variant of the kernels."""
@@ -162,14 +167,6 @@ def _draw(value: Any, kind: type) -> str:
     if low < 0:
         return f"{{normal: {{std: {float(value.double().std())}}}}}"
     return f"{{uniform: [{low}, {high}]}}"
-
-
-def in_float64(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The exact outputs of a program on a spec's inputs."""
-    import torch
-
-    dtypes = dict.fromkeys(program.outputs, torch.float64)
-    return interpreted(spec, program, inputs, dtypes=dtypes, compute=torch.float64)
 
 
 def interpreted(

@@ -93,9 +93,24 @@ def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str,
 _UNKNOWN = ("wrong_function", "wrong_statistics")
 _FACTOR = ("constant_factor",)
 _ACTIVATIONS = {
-    "sigmoid": "tanh", "gelu_tanh": "sigmoid", "maximum": "minimum", "minimum": "maximum",
-    "absolute": "neg",
+    "sigmoid": ("tanh",), "gelu_tanh": ("sigmoid", "gelu_erf"), "gelu_erf": ("gelu_tanh",),
+    "maximum": ("minimum",), "minimum": ("maximum",), "absolute": ("neg",),
 }  # fmt: skip
+# What leaves a value alone as long as it stays where a spec's draws usually are.
+_BOUNDS: dict[str, Change] = {
+    "at most 4": lambda v, args: record("minimum", v, 4.0),
+    "at least -4": lambda v, args: record("maximum", v, -4.0),
+    "its absolute value": lambda v, args: record("absolute", v),
+}
+# The same as the operation is, or nearly so, for arguments of usual size.
+_NEARLY: dict[str, dict[str, Change]] = {
+    "sigmoid": {
+        "at least 0.0004": lambda v, args: record("maximum", v, 0.0004),
+        "as a quotient of exponentials": lambda v, args: _quotient(args[0]),
+    },
+    "gelu_tanh": {"with 0.0457": lambda v, args: _gelu(v, args, 0.0457)},
+    "exp": {"at most at 8": lambda v, args: record("exp", record("minimum", args[0], 8.0))},
+}
 _KINDS: dict[type, type] = {RowMean: RowSum, RowMax: RowSum, ColSum: ColMax, ColMax: ColSum}
 
 
@@ -149,16 +164,22 @@ def _at_node(program: Program, i: int, node: Node) -> Iterator[Edit]:
         if (odd := Node("odd", node.args, node.shape)) in nodes:
             swap[nodes.index(odd)] = lambda v, args: pairs(args[0])[0]
         yield Edit("swap a pair", f"{op}#{i}", ("swapped_pair", *_UNKNOWN), swap)
-    if name := _ACTIVATIONS.get(op):
-        changed: Change = lambda v, args: record(name, *args)
+    for name in _ACTIVATIONS.get(op, ()):
+        changed: Change = lambda v, args, name=name: record(name, *args)
         yield edit("change an activation", (*_UNKNOWN, *_FACTOR), changed, f"{op}#{i} to {name}")
+    for how, nearly in _NEARLY.get(op, {}).items():
+        yield edit("change an activation a little", (), nearly, f"{op}#{i} {how}")
     if op in ("operand", "acc") and node.shape not in (Shape.INDEX, Shape.WIDE):
-        for c in (1.02, 2.0, -1.0):
+        for c in (1.001, 1.02, 2.0, -1.0):
             faults = (*_FACTOR, *(["doubled_operand"] if c == 2 else []))
             yield edit("scale a value", faults, _scale(c), f"{node.name or op} by {c}")
+        for how, bounded in _BOUNDS.items():
+            yield edit("bound a value", (), bounded, f"{node.name or op} {how}")
     if op == "const":
-        other: Change = lambda v, args: v.graph.const(1.05 * node.value)
-        yield edit("change a constant", (*_UNKNOWN, *_FACTOR), other, f"{node.value:g}")
+        for c in (1.05, 1.001):
+            other: Change = lambda v, args, c=c: v.graph.const(c * node.value)
+            site = f"{node.value:g} by {c}"
+            yield edit("change a constant", (*_UNKNOWN, *_FACTOR), other, site)
 
 
 def _operand_fault(program: Program, index: int, fault: str) -> tuple[str, ...]:
@@ -201,9 +222,14 @@ def _over_pairs(v: Value, args: list[Value]) -> Value | None:
     return record(inner.op, *(pairs(Value(v.graph, i))[lane] for i in inner.args))
 
 
-def _gelu(v: Value, args: list[Value]) -> Value:
+def _quotient(x: Value) -> Value:
+    e = record("exp", x)
+    return e / (e + 1.0)
+
+
+def _gelu(v: Value, args: list[Value], cubic: float = 0.044715) -> Value:
     x = args[0]
-    inner = (x + x * x * x * 0.044715) * 0.7978845608028654
+    inner = (x + x * x * x * cubic) * 0.7978845608028654
     return x * (record("tanh", inner) * 0.5 + 0.5)
 
 

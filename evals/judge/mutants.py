@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from coda_agent.evals.judge.corpus import Right, in_float64
+from coda_agent.evals.judge.corpus import Right
 from coda_agent.evals.judge.edits import faulty
 from coda_agent.evals.judge.lowerings import LOWERINGS, Launch, sites
 from coda_agent.primitives.program import Program
@@ -97,26 +97,32 @@ def suite(found: Iterable[Right], *, seed: int, count: int | None = None) -> lis
 
 def equivalent(mutant: Mutant, device: str) -> bool:
     """Whether an edited program is the original but for less than a sixteenth of a rounding of what
-    is stored, in float64 and on draws of the spec; float32 counts as 2⁻¹⁵, as in the judge.
+    is stored, in float64, on draws of the spec and on inputs beyond them; float32 counts as 2⁻¹⁵,
+    as in the judge.
 
     A fault of a lowering is never equivalent.
     """
     import torch
 
+    from coda_agent.agent.judge.compare import unit_of
+    from coda_agent.agent.judge.meaning import draws, replayed
     from coda_agent.specs import draw_inputs
 
     if mutant.lowered:
         return False
-    right = mutant.right
-    types = right.spec.default_types()
-    for i, sizes in enumerate(right.spec.check_shapes):
-        inputs = draw_inputs(right.spec, sizes, types, seed=i, device=device)
-        one, other = (in_float64(right.spec, p, inputs) for p in (mutant.program, right.program))
+    spec, right = mutant.right.spec, mutant.right
+    types, binding = spec.default_types(), right.binding
+    usual = (
+        draw_inputs(spec, sizes, types, seed=i, device=device, binding=binding)
+        for i, sizes in enumerate(spec.check_shapes)
+    )
+    for inputs in (*usual, *(inputs for _, inputs in draws(spec, binding, seed=0))):
+        one, other = (replayed(spec, p, inputs) for p in (mutant.program, right.program))
         for o in other:
-            dtype = getattr(torch, right.spec.dtype_of(o, types))
+            dtype = getattr(torch, spec.dtype_of(o, types))
             top = torch.finfo(dtype).max
             a, b = (x[o].clamp(-top, top) for x in (one, other))
-            share = (2.0**-15 if dtype is torch.float32 else torch.finfo(dtype).eps / 2) / 16
+            share = unit_of(dtype) / 16
             if not torch.allclose(a, b, rtol=share, atol=0.0, equal_nan=True):
                 return False
     return True

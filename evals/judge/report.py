@@ -7,6 +7,7 @@ import statistics
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,21 @@ def _by_fault(record: Record) -> str:
     return table(rows)
 
 
+_SETS = {
+    "found": "Programs that once passed this judge, and their like: what differs shows on unusual "
+    "values alone, or is less than a rounding to 16 bits",
+    "blind": "Programs written from the specs alone, by somebody who did not know the judge",
+}
+
+
+def by_hand_text(name: str, device: str, record: Record) -> str:
+    """The section on one set of wrong programs that people wrote."""
+    return f"""## Wrong programs written by hand, {name}, {device}
+
+{_SETS[name]}. {_killed(record)} Seed {record["seed"]},
+{_when(record)}."""
+
+
 def corpus_text(device: str, record: Record) -> str:
     """The section on right programs."""
     cells = record["cells"]
@@ -200,6 +216,8 @@ Known ways to fool a kernel judge. Those that can be tried on this one are run b
 _SECTIONS = {
     "mutants": lambda device, r: f"{mutants_text(device, r)}\n\n{diagnosis_text(device, r)}",
     "held-out": held_out_text,
+    "by-hand-found": partial(by_hand_text, "found"),
+    "by-hand-blind": partial(by_hand_text, "blind"),
     "corpus": corpus_text,
     "latency": latency_text,
     "timing": timing_text,

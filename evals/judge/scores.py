@@ -61,11 +61,14 @@ class Judge:
     ) -> Finding | None:
         """The first fault of a variant, run by `run`. The cases of a spec and seed, most of the
         gate's time, are kept for the next program."""
+        from coda_agent.agent.judge.meaning import meaning_fault
         from coda_agent.agent.judge.numerics import Trial
         from coda_agent.agent.judge.oracle import make_cases
 
         element = _element(spec)
         binding = next(b for b in spec.bindings() if spec.variant(b) == variant)
+        if fault := meaning_fault(spec, programs[variant], binding, seed):
+            return fault
         key = spec.digest, variant, seed
         if key not in self._cases:
             self._cases = {key: make_cases(spec, binding, element, self.device, seed)}

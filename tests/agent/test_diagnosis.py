@@ -193,3 +193,17 @@ def test_nan_that_does_not_arrive_is_no_missing_write() -> None:
 
     found = run(spoilt, lambda x: spoilt(x).nan_to_num())
     assert found.fault == "wrong_function" and "does not reach it" in found.text
+
+
+def test_what_differs_in_few_elements_alone_is_not_explained_by_anything() -> None:
+    """The median difference is 0 then: cut at three times that, nothing is left to explain."""
+    inputs = draw()
+    truth = full({x: v.double() for x, v in inputs.items()})
+    out = truth.clone()
+    out[3, 4] *= 1 + 2.0**-9
+    seen = diagnose(
+        out, truth, inputs=inputs, gemm=("A", "B"), tile=TILE,
+        reference=lambda x: full({n: v.double() for n, v in x.items()}), again=out,
+    )  # fmt: skip
+    assert seen.fault != "swapped_pair" and "swapped" not in seen.text
+    assert (seen.where["row"], seen.where["column"]) == (3, 4)

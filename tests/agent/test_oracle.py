@@ -94,6 +94,13 @@ def test_accepted_kernels_pass(name: str) -> None:
 RESIDUAL = "gemm_residual_partial_rmsnorm"
 
 
+def test_a_corner_tile_of_few_elements_may_err_as_its_stores_do() -> None:
+    """What an `AddTile` rounds twice was most of the error of a tile of 1 x 16 elements, each right
+    to its rounding; PyTorch, which rounds once, happened to err little there."""
+    name = "gemm_residual_partial_rmsnorm_bwd"
+    assert not check(name, seed=3088887557059828647).findings
+
+
 def refused(run: Any, name: str = RESIDUAL) -> str:
     report = check(name, run)
     assert report.findings

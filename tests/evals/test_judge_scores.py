@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from coda_agent.agent.judge.meaning import replayed
 from coda_agent.demos import demos
 from coda_agent.evals.judge import corpus, report, scores
 from coda_agent.evals.judge.corpus import Right
@@ -108,17 +109,17 @@ def test_rewrites_equal_their_original_in_float64_and_faults_do_not(kernels: lis
     for right in kernels:
         spec = right.spec
         inputs: Any = draw_inputs(spec, spec.check_shapes[1], spec.default_types(), seed=2)
-        truth = corpus.in_float64(spec, right.program, inputs)
+        truth = replayed(spec, right.program, inputs)
         for other in corpus.rewrites(right):
             applied.add(other.name.removeprefix(f"{right.name}: "))
             assert other.program.digest != right.program.digest
-            for o, value in corpus.in_float64(spec, other.program, inputs).items():
+            for o, value in replayed(spec, other.program, inputs).items():
                 torch.testing.assert_close(value, truth[o], rtol=1e-9, atol=1e-9, msg=other.name)
         for edit in faulty(right.program):
             if edit.operator in ("scale a value", "scale an output", "repeat a factor"):
                 edited = edit.apply(right.program)
                 assert edited is not None
-                wrong = corpus.in_float64(spec, edited, inputs)
+                wrong = replayed(spec, edited, inputs)
                 assert any(not torch.allclose(wrong[o], truth[o]) for o in truth), edit
     assert applied == set(REWRITES) - {"quotients as products"}  # no accepted kernel divides
 
@@ -137,6 +138,8 @@ def test_elu_keeps_its_digits_near_0_whatever_exp_errs(
     others."""
 
     def approximate(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.float64:
+            return x.exp()  # a program's meaning errs nothing
         bits = x.double().view(torch.int64) >> 29
         sign = (bits * 2654435761 >> 7 & 1) * 2 - 1
         return (x.double().exp() * (1 + sign * 2.0**-22)).to(x.dtype)

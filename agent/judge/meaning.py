@@ -1,0 +1,263 @@
+"""What a program means, apart from how it rounds: its graph against the reference, both in float64.
+
+- The outputs agree element by element to 1e-9, but for what disturbances of float64's own size do
+  to the reference there, and for constants that float32 rounds to the same number.
+- Inputs leave the spec's draw, each by itself and together, within the domains that the spec
+  declares: what a program does beyond the usual values is part of what it means.
+- Nothing is compiled and no element type enters. What rounds, where things lie in memory and what a
+  kernel does with them is judged by `oracle.py`'s cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.judge.compare import SAFETY, largest_change
+from coda_agent.agent.judge.diagnosis import diagnose
+from coda_agent.agent.judge.oracle import base_shape, disturbed
+from coda_agent.agent.judge.records import Finding
+from coda_agent.primitives.program import Program
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+    Inputs = dict[str, Any]
+    Outputs = dict[str, torch.Tensor]
+
+_RELATIVE = 1e-9
+# An element below this is 0 in every type.
+_LEAST = 1e-290
+# The units of `oracle.disturbed` are float32's; float64's are this much smaller, with 3 bits to
+# spare for sums in another order.
+_FINER = 2.0**-26
+_INPUT = 2.0**-50
+_PROBES = 4
+# A larger share moved by disturbances leaves no value to compare: a sine of 10^15 radians.
+_CHAOTIC = 1e-3
+# A constant that is right to float32's rounding makes the same kernel.
+_CONSTANT = 2.0**-24
+# Binary exponents of the numbers of a type.
+_EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
+_WIDEST = (-126, 127)
+_SMALL = 2.0**-40
+
+
+def check_meaning(
+    spec: Spec, programs: Mapping[str, Program], *, seed: int | None = None
+) -> list[Finding]:
+    """One finding for each program that means something else than the reference.
+
+    Args:
+        spec: The spec.
+        programs: By variant name.
+        seed: What all draws follow from; a secret one by default.
+    """
+    seed = secrets.randbits(62) if seed is None else seed
+    found = (
+        meaning_fault(spec, programs[spec.variant(binding)], binding, seed)
+        for binding in spec.bindings()
+    )
+    return [finding for finding in found if finding is not None]
+
+
+def meaning_fault(
+    spec: Spec, program: Program, binding: Mapping[str, str], seed: int
+) -> Finding | None:
+    """The first input set on which a program's outputs are not the reference's, as a finding that
+    names it; None where there is none."""
+    from coda_agent.specs import run_reference
+
+    for label, inputs in draws(spec, binding, seed):
+        truth = run_reference(spec, inputs, binding=binding, exact=True)
+        results = replayed(spec, program, inputs)
+        for o, expected in truth.items():
+            top = _top(spec, o)
+            out, expected = (x.clamp(-top, top) for x in (results[o], expected))
+            if not _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
+                continue
+            noise = _noise(spec, inputs, binding, seed, o, expected)
+            allowed = _RELATIVE * expected.abs() + _LEAST + SAFETY * noise
+            allowed = allowed + _of_constants(spec, program, inputs, o, out)
+            chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
+            wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
+            if wrong.any():
+                where = {"program": program.name, "output": o, "seed": seed}
+                where |= {"case": label} if label else {}
+                # What is allowed, and what the reference itself has no number for, is no fault.
+                return _finding(
+                    spec, binding, inputs, o, out.where(wrong, expected), expected, where
+                )
+    return None
+
+
+def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
+    """Inputs in float64 with what is particular about them: the spec's own draw, then others."""
+    import torch
+
+    from coda_agent.specs import draw_inputs
+
+    sizes, types = base_shape(spec), spec.default_types()
+    rng = random.Random(f"{seed} {spec.variant(binding)}")
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+
+    def drawn() -> Inputs:
+        inputs = draw_inputs(spec, sizes, types, seed=rng.getrandbits(62), binding=binding)
+        floating = (x for x in inputs if spec.inputs[x].draw.kind != "integers")
+        return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
+
+    def given(inputs: Inputs) -> Inputs:
+        return {x: v if v.ndim else float(v) for x, v in inputs.items()}
+
+    yield "", given(drawn())
+    a, b = spec.gemm
+    free = [x for x, tensor in spec.inputs.items() if tensor.draw.kind != "integers"]
+    for x in free:
+        for label, change in _changes(spec, x, types):
+            inputs = drawn()
+            yield f"{x} {label}", given({**inputs, x: change(inputs[x], generator)})
+    unbounded = [x for x in free if spec.inputs[x].domain is None]
+    if {a, b} <= set(unbounded):
+        inputs = drawn()
+        negative = {a: 64.0 * inputs[a].abs(), b: -inputs[b].abs()}
+        yield "every product negative", given(inputs | negative)
+    inputs = drawn()
+    small = {x: _SMALL * inputs[x] for x in free if _scalable(spec, x)}
+    yield "all inputs small together", given(inputs | small)
+
+
+def _scalable(spec: Spec, x: str) -> bool:
+    domain = spec.inputs[x].domain
+    return domain is None or domain == (0.0, math.inf)
+
+
+def _changes(spec: Spec, x: str, types: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """What an input may be beside its draw: (in words, function of its draw and a generator)."""
+    import torch
+
+    domain = spec.inputs[x].domain
+    low, high = _EXPONENTS.get(spec.dtype_of(x, types), _WIDEST)
+
+    def log_uniform(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        exponents = torch.empty_like(v).uniform_(low, high, generator=generator)
+        signs = torch.ones_like(v)
+        if domain is None:
+            signs -= 2.0 * torch.empty_like(v).bernoulli_(0.5, generator=generator)
+        return signs * exponents.exp2()
+
+    if not _scalable(spec, x):
+        assert domain is not None
+        (lo, hi), unit = domain, torch.rand
+        yield (
+            "anywhere in its domain",
+            lambda v, g: lo + (hi - lo) * unit(v.shape, generator=g, dtype=v.dtype),
+        )
+        yield f"{lo:g}", lambda v, _: torch.full_like(v, lo)
+        yield f"{hi:g}", lambda v, _: torch.full_like(v, hi)
+        return
+    factors = [64.0, 1 / 64]
+    factors += [-1.0, -64.0, 0.0] if domain is None else []
+    # One number has no spread of exponents: these stand for it.
+    scalar = not spec.inputs[x].shape.cases.get("", (1,))
+    factors += [2.0**20, 2.0**-20] if scalar else []
+    for factor in factors:
+        yield f"times {factor:g}", lambda v, _, factor=factor: factor * v
+    if not scalar:
+        yield "of every magnitude", log_uniform
+
+
+def replayed(spec: Spec, program: Program, inputs: Inputs) -> Outputs:
+    """The program's outputs in float64."""
+    import torch
+
+    from coda_agent.agent.judge.numerics import held
+    from coda_agent.primitives.interpret import interpret
+
+    a, b = (inputs[name] for name in spec.gemm)
+    operands = {**inputs, **held(spec, program, inputs)}
+    dtypes = dict.fromkeys(program.outputs, torch.float64)
+    return interpret(program, a, b, operands, dtypes=dtypes, compute=torch.float64)
+
+
+def _top(spec: Spec, o: str) -> float:
+    """The largest number of an output's type where its store saturates, else infinity."""
+    import torch
+
+    dtype = getattr(torch, spec.dtype_of(o, spec.default_types()))
+    return torch.finfo(dtype).max if dtype.itemsize == 1 else math.inf
+
+
+def _differs(out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Where the truth is a finite number and `out` is further from it than allowed, or NaN."""
+    return truth.isfinite() & ~((out - truth).abs() <= allowed)
+
+
+def _noise(
+    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, o: str, truth: torch.Tensor
+) -> torch.Tensor:
+    """How far errors of float64's size, of the inputs and of each operation of the reference, move
+    each element."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    runs = []
+    for i in range(_PROBES):
+        near = {
+            x: v * (1 + _INPUT * torch.randn(v.shape, generator=generator, dtype=v.dtype))
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
+            for x, v in inputs.items()
+        }
+        runs.append(disturbed(spec, near, binding, seed + i, finer=_FINER)[o])
+    return largest_change(truth, runs)
+
+
+def _of_constants(
+    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor
+) -> torch.Tensor | float:
+    """What float32's rounding of the program's constants comes to."""
+    import torch
+
+    moved, graph = out.new_zeros(()), program.graph
+    for i, node in enumerate(graph.nodes):
+        if node.op != "const" or float(torch.tensor(node.value).bfloat16()) == node.value:
+            continue  # short numbers are meant exactly
+        nodes = list(graph.nodes)
+        nodes[i] = dataclasses.replace(node, value=node.value * (1 + _CONSTANT))
+        changed = dataclasses.replace(graph, nodes=nodes)
+        other = replayed(spec, dataclasses.replace(program, graph=changed), inputs)[o]
+        moved = moved + (other - out).abs().nan_to_num(0.0, 0.0, 0.0)
+    return moved
+
+
+def _finding(
+    spec: Spec, binding: Mapping[str, str], inputs: Inputs, o: str,
+    out: torch.Tensor, truth: torch.Tensor, where: dict[str, Any],
+) -> Finding:  # fmt: skip
+    from coda_agent.specs import run_reference
+
+    seen = diagnose(
+        out,
+        truth,
+        inputs=inputs,
+        gemm=(spec.gemm[0], spec.gemm[1]),
+        tile=(128, 128),
+        reference=lambda x: run_reference(spec, {**x}, binding=binding, exact=True)[o],
+        again=out,
+    )
+    case = f" ({where['case']})" if "case" in where else ""
+    got, expected = seen.where["got"], seen.where["expected"]
+    off = abs(got - expected) / max(abs(expected), _LEAST)
+    much = f", off by {off:.2g} of it" if math.isfinite(off) else ""
+    return Finding(
+        message=f"{o} is another function of the inputs{case}: before any rounding it is {got:.9g} "
+        f"where {expected:.9g} is due{much}; {seen.text}",
+        where={**seen.where, **where},
+        hint="compare the program with the spec's mathematics, output by output",
+    )

@@ -1,0 +1,49 @@
+"""Wrong programs that people wrote, in two sets: `wrong/found.toml` has those that once passed the
+judge and their like, `wrong/blind.toml` was written from the specs by somebody who did not know it.
+
+Each is an accepted kernel's program with one piece of its text replaced. They are judged like
+mutants, and a program that no input tells from its original does not count.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from coda_agent.evals.judge.corpus import Right
+from coda_agent.evals.judge.mutants import Mutant
+from coda_agent.primitives.errors import CodaError
+
+SETS = ("found", "blind")
+_FOLDER = Path(__file__).parent / "wrong"
+# An accepted text imports what it needs; a wrong one may need more of the vocabulary.
+_IMPORT = re.compile(r"^from coda_agent\.primitives import (?:\([^)]*\)|.*)$", re.MULTILINE)
+
+
+def written(name: str, kernels: Mapping[str, tuple[Right, str]]) -> list[Mutant]:
+    """The programs of one set.
+
+    Args:
+        name: Of `SETS`.
+        kernels: By name, an accepted kernel's default program and its text.
+
+    Raises:
+        CodaError: an entry names no kernel, or a piece that its text does not hold.
+    """
+    from coda_agent.agent.judge.worker import load_programs
+    from coda_agent.primitives import __all__ as vocabulary
+    from coda_agent.primitives.program import Program
+
+    found = []
+    everything = f"from coda_agent.primitives import {', '.join(sorted(vocabulary))}"
+    for entry in tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))["wrong"]:
+        kernel, old, new = entry["kernel"], entry["old"], entry["new"]
+        right, text = kernels.get(kernel, (None, ""))
+        if right is None or old not in text:
+            raise CodaError(f"{name}.toml: the program of {kernel!r} does not hold {old!r}")
+        text = _IMPORT.sub(everything, text.replace(old, new))
+        program = Program.from_dict(load_programs(text)[right.variant])
+        found.append(Mutant(right, "by hand", entry["what"], (), program))
+    return found

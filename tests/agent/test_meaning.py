@@ -1,0 +1,156 @@
+"""What a program means: right ones pass whatever the inputs, wrong ones fall where they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.worker import load_programs
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives import __all__ as vocabulary
+from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.program import Program
+from coda_agent.specs import Spec, load_spec
+
+GENERATED = Path(__file__).parents[2] / "generated"
+NAMES = sorted(path.parent.name for path in GENERATED.glob("*/kernel.py"))
+SPEC = """---
+name: k
+level: compose
+summary: k
+types: {T: [bfloat16]}
+dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}
+gemm: [A, B]
+inputs:
+  A: {shape: [M, K], dtype: T, draw: normal}
+  B: {shape: [N, K], dtype: T, draw: {normal: {std: K**-0.5}}}
+  r: {shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}<domain>}
+outputs:
+  O: {shape: [M, N], dtype: T}
+check_shapes:
+  - {M: 33, N: 48, K: 16}
+bench_shapes:
+  - {M: 4096, N: 4096, K: 4096}
+tolerance: {multiple: 2.0}
+target: 0.9
+---
+```python reference
+import torch
+import torch.nn.functional as F
+
+
+def reference(A, B, r):
+    z = (A @ B.T).float()
+    r = r[:, None]
+    return {"O": (<body>).to(A.dtype)}
+```
+"""
+
+
+def spec_of(body: str, domain: str = "") -> Spec:
+    domain = f", domain: {domain}" if domain else ""
+    return load_spec(Path("k.md"), text=SPEC.replace("<body>", body).replace("<domain>", domain))
+
+
+def findings(spec: Spec, expression: str, seed: int | None = None) -> list[Finding]:
+    text = (
+        f"from coda_agent.primitives import {', '.join(vocabulary)}\n"
+        f"@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {{'O': {expression}}}\n"
+    )
+    programs = {n: Program.from_dict(p) for n, p in load_programs(text).items()}
+    return check_meaning(spec, programs, seed=seed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accepted_kernels_mean_their_references(name: str) -> None:
+    kernel = load_kernel(GENERATED / name)
+    assert check_meaning(kernel.spec, kernel.programs) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "expression", "case", "share"),
+    [
+        ("z * r", "acc * minimum(r, 1.5)", "r times 64", None),
+        ("z * r", "acc * absolute(r)", "r times -1", 2.0),
+        ("z * r", "acc * r * 1.000001", None, 1e-6),
+        ("z * r", "maximum(acc, -10.0) * r", "A times 64", None),
+        ("z - z.abs() - r", "minimum(acc + acc, 0.0) - maximum(r, 0.001)", "r times -1", None),
+        ("F.gelu(z, approximate='tanh') * r", "gelu_erf(acc) * r", None, None),
+        ("torch.log1p(z.abs()) * r", "log(1.0 + absolute(acc)) * r", "all inputs small", None),
+        ("z * torch.sigmoid(r)", "acc * maximum(sigmoid(r), 0.0004)", "r times -64", None),
+    ],
+)
+def test_what_differs_on_other_inputs_is_another_function(
+    body: str, expression: str, case: str | None, share: float | None
+) -> None:
+    spec = spec_of(body)
+    (finding,) = findings(spec, expression, seed=3)
+    assert finding.message.startswith("O is another function of the inputs")
+    where = finding.where
+    assert (case or "") in where.get("case", "") and where["seed"] == 3
+    if case is None:
+        assert "case" not in where  # the spec's own draw shows it
+    if share is not None:
+        got, expected = where["got"], where["expected"]
+        assert abs(got - expected) == pytest.approx(share * abs(expected), rel=1e-3)
+
+
+def test_a_quotient_that_overflows_is_another_function() -> None:
+    spec = spec_of("F.silu(z) * r")
+    (finding,) = findings(spec, "acc * (exp(acc) / (1.0 + exp(acc))) * r")
+    assert "it is nan where" in finding.message and "is due;" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("body", "expression"),
+    [
+        ("(z + r) * (z - r)", "acc * acc - r * r"),  # cancels where |z| and |r| are close
+        ("F.silu(z) * r", "acc * r * (tanh(acc * 0.5) * 0.5 + 0.5)"),
+        ("torch.sin(z) * r", "r * sin(acc)"),  # of 10^38 radians, too
+        ("z * 0.7978845608028654 * r", "acc * r * 0.7978846"),  # the same float32, nearly
+        ("F.softplus(z) * r", "softplus(acc) * r"),
+        ("z / r", "acc / r"),  # 0 among the divisors
+    ],
+)
+def test_the_same_function_written_otherwise_passes(body: str, expression: str) -> None:
+    spec = spec_of(body)
+    for seed in range(4):
+        assert findings(spec, expression, seed) == []
+
+
+def test_a_constant_beyond_float32s_rounding_is_another() -> None:
+    (finding,) = findings(spec_of("z * 0.7978845608028654 * r"), "acc * r * 0.797885")
+    assert "off by 5.5e-07 of it" in finding.message
+
+
+def test_a_domain_is_where_a_function_is_meant() -> None:
+    """max(z · r) = r · max(z) holds for positive r alone."""
+    body, expression = "torch.relu(z * r)", "relu(acc) * r"
+    (finding,) = findings(spec_of(body), expression)
+    assert finding.where["case"] == "r times -1"
+    assert findings(spec_of(body, "positive"), expression) == []
+    inside = spec_of(body, "[0.25, 4]")
+    assert findings(inside, expression) == []
+    (finding,) = findings(inside, f"{expression} * minimum(r, 3.0) / minimum(r, 3.5)")
+    assert finding.where["case"] == "r anywhere in its domain"
+
+
+@pytest.mark.parametrize("domain", ["[1, 2]", "[0.6, 1.5]", "negative", "[2, 1]", "[0]"])
+def test_a_domain_is_a_range_that_holds_the_draw(domain: str) -> None:
+    with pytest.raises(SpecError, match=r"r.*expected"):
+        spec_of("z * r", domain)
+
+
+def test_a_kernels_documentation_names_its_domains(tmp_path: Path) -> None:
+    spec = spec_of("torch.relu(z * r)", "positive")
+    (tmp_path / "spec.md").write_text(spec.text)
+    (tmp_path / "kernel.py").write_text(
+        "from coda_agent.primitives import ColVector, Tile, epilogue, relu\n\n\n"
+        '@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {"O": relu(acc) * r}\n'
+    )
+    documented: Any = load_kernel(tmp_path).__doc__
+    assert "r: (M,) float32, positive" in documented
