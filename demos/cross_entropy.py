@@ -21,7 +21,7 @@ WHY = """
 - A tile holds part of a row: it writes the log-sum-exp of its own columns, and a small second
   launch folds the partials. A running maximum keeps them finite whatever the logits.
 - The target's column lies in one tile of its row, and that tile alone writes `target`: nothing to
-  fold. An index outside [0, N), such as -100 for padding, matches no tile and leaves 0.
+  fold. An index outside [0, N), such as -100 for padding, matches no tile; the first one writes 0.
 - Both numbers are of Z in fp32. Taken from stored bfloat16 logits, each would carry a rounding of
   Z, and a small loss is the difference of two nearly equal numbers.
 - The subtraction and the mean over rows are left to the caller: neither can be computed with inside

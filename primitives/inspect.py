@@ -33,7 +33,7 @@ class Inspection:
             once.
         bytes_written: Those of the outputs.
         gemm_bytes: Of an element of the GEMM's operands.
-        launches: Kernel launches for final values: one, plus one for each reduction.
+        launches: What a call for final values runs on the device, as `launches` counts.
         tile_local: Whether final values need nothing beyond their own tile, that is no reduction.
         split_k_safe: Whether every output is linear in the accumulator, so that partial sums over K
             may be stored and added.
@@ -110,6 +110,19 @@ def degrees(graph: Graph) -> list[Degree]:
     return out
 
 
+def launches(program: Program, *, parts: int = 1, raw: bool = False) -> int:
+    """Kernels, fills and copies that one call runs on the device, given operands it can load as
+    they are.
+
+    Args:
+        program: The program.
+        parts: CTAs that share an output tile, `TileConfig.parts`. Several meet at flags, which a
+            fill clears.
+        raw: Whether reductions stay partials; else a launch folds each.
+    """
+    return 1 + (parts > 1) + (0 if raw else len(program.reductions))
+
+
 def inspect_program(
     program: Program,
     m: int,
@@ -176,7 +189,7 @@ def inspect_program(
         bytes_moved=moved + written,
         bytes_written=written,
         gemm_bytes=gemm_bytes,
-        launches=1 + len(program.reductions),
+        launches=launches(program),
         tile_local=not program.reductions,
         split_k_safe=linear and sums,
     )

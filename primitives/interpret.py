@@ -60,8 +60,7 @@ def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
     inside = (index >= 0) & (index < x.shape[1])
     found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
-    # As the kernel, which takes -inf for "not found".
-    return found.where(inside & (found != -torch.inf), found.new_zeros(()))
+    return found.where(inside, found.new_zeros(()))
 
 
 def interpret(

@@ -51,16 +51,14 @@ def allocate(
     config: TileConfig,
     device: Any,
 ) -> dict[str, torch.Tensor]:
-    """Raw output buffers, uninitialised but for gathered outputs, which are 0: the kernel writes
-    only rows whose index is inside. Reductions are float32; what an `AddTile` is added to, the
-    caller puts in."""
+    """Raw output buffers, uninitialised: the kernel writes every element. Reductions are float32;
+    what an `AddTile` is added to, the caller puts in."""
     import torch
 
     buffers = {}
     for o, kind in program.outputs.items():
-        make = torch.zeros if kind is RowGather else torch.empty
         dtype = torch.float32 if issubclass(kind, Reduction) else dtypes[o]
-        buffers[o] = make(output_shape(kind, m, n, config), dtype=dtype, device=device)
+        buffers[o] = torch.empty(output_shape(kind, m, n, config), dtype=dtype, device=device)
     return buffers
 
 
@@ -74,14 +72,14 @@ def launch(
     *,
     run: bool = True,
 ) -> Any:
-    """Run `program` in exactly one kernel launch.
+    """Run `program` in one kernel launch, after one that clears flags where K is in parts.
 
     Args:
         program: The program.
         a: (M, K).
         b: (N, K).
         operands: By name: tiles (M, N) or (M, 2N), vectors (M,) or (N,), numbers or one-element
-            float32 tensors. An index outside [0, N) selects nothing.
+            float32 tensors. An index outside [0, N) selects 0.
         outputs: Raw buffers of `output_shape`.
         config: The tile configuration.
         run: False compiles (tensors may be on the meta device) and launches nothing.
@@ -130,8 +128,7 @@ def launch(
             pingpong=config.pingpong,
             max_swizzle_size=config.swizzle,
             persistent=config.persistent,
-            # A part without a K tile of its own never returns (seen on an H200).
-            split_k=config.split_k if a.shape[1] >= 256 * config.split_k else 1,
+            split_k=config.parts(a.shape[1]),
             swap_ab=config.swap_ab,
             b_kn=config.swap_ab,
             add_to_output=program.accumulated is not None,

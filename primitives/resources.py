@@ -127,7 +127,7 @@ class ColIndex(Value):
 class RowGather:
     """An output of one element of each row, (M,), float32 or 16-bit: what `gather` took in fp32.
 
-    Rows whose index lies outside [0, N), and elements of -∞, give 0. Costs 4·M bytes.
+    Rows whose index lies outside [0, N) give 0. Costs 4·M bytes.
 
         @epilogue(Z=Tile, target=RowGather)
         def logits(acc, y: ColIndex):

@@ -5,7 +5,7 @@
   lanes at full width. So `PairStore` poses as a reduction to collect its values, and as a tile
   store to write them.
 - Its half-width store permutes 8-bit values for SM90 too, but declares them for SM100 only.
-- Its target select writes float32 only, and trusts the index.
+- Its target select writes float32 only, trusts the index, and leaves rows unwritten.
 - It compiles kernels whose epilogue leaves room for one stage of the mainloop; they deadlock.
 """
 
@@ -15,8 +15,8 @@ import copy
 import math
 from typing import Any
 
-from cutlass import Float32, Int32, cute
-from cutlass.base_dsl.ast_helpers import const_expr
+import cutlass
+from cutlass import Boolean, Float32, Int32, Uint32, cute
 from cutlass.cutlass_dsl import select_
 from quack.epilogue.frontend import EpiMod
 from quack.epilogue.ops import ColVecSelect, TileStore
@@ -39,10 +39,10 @@ class HalfStore(TileStore):
 
 class _Inside:
     """A row's index as 32 bits, and -1 where it lies outside [0, n): quack compares its low 32
-    bits, and does not know where the last tile's columns end."""
+    bits, and does not know where the last tile's columns end. `thread` is the one that asks."""
 
-    def __init__(self, index: Any, n: Any) -> None:
-        self.index, self.n = index, n
+    def __init__(self, index: Any, n: Any, thread: Any) -> None:
+        self.index, self.n, self.thread = index, n, thread
 
     def __getitem__(self, row: Any) -> Int32:
         found = self.index[row]
@@ -51,27 +51,56 @@ class _Inside:
 
 
 class RowSelect(ColVecSelect):
-    """quack's target select, into a vector of any float type, at any index."""
+    """quack's target select, into a vector of any float type, at any index; every row is written
+    once, so the vector needs no launch that fills it.
+
+    The thread that holds a row's target stores it, whatever its value. Rows whose index is no
+    column get 0 from the first tile of their row.
+    """
 
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> tuple[Any, ...]:
         index, *state = super().begin(gemm, param, smem_tensor, ctx)
-        return (_Inside(index, ctx.varlen_manager.len_n()), *state)
+        return (_Inside(index, ctx.varlen_manager.len_n(), ctx.tidx), *state)
+
+    def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> tuple[Any, ...]:
+        # Once a tile, where the staged indices are there, and a barrier is still to come before the
+        # next tile's overwrite them.
+        if tuple(epi_coord) == (0, 0):
+            index, _, _, out, rows, column, *_ = state
+            self._fill_outside(gemm, index, out, rows, column)
+        return super().begin_loop(gemm, state, epi_coord)
+
+    @cute.jit
+    def _fill_outside(self, gemm, index, out, rows, column):
+        if column == 0:
+            threads = gemm.num_epi_warps * cute.arch.WARP_SIZE
+            for row in cutlass.range(index.thread, rows, threads, unroll=1):
+                if index[row] < 0:
+                    out[row] = Float32(0.0).to(out.element_type)
 
     def host_validate(self, value: Any, **context: Any) -> None:
         """Nothing: `allocate` made the vector."""
 
     @cute.jit
     def _select_packed16(self, frag_g, gVec, si, row, idx1, offs, n_aliased):
-        if const_expr(gVec.element_type is Float32):
-            ColVecSelect._select_packed16(self, frag_g, gVec, si, row, idx1, offs, n_aliased)
-        else:
-            # One register that every row indexes: quack selects into it, and leaves it at -inf
-            # where the row's target is not in this thread.
-            found = cute.make_rmem_tensor(cute.make_layout(cute.size(gVec), stride=0), Float32)
-            found[0] = Float32(-math.inf)
-            ColVecSelect._select_packed16(self, frag_g, found, si, row, idx1, offs, n_aliased)
-            if found[0] != Float32(-math.inf):
-                gVec[row] = found[0].to(gVec.element_type)
+        # One register that every row indexes: quack selects into it, but for -inf, which it takes
+        # for "not here".
+        found = cute.make_rmem_tensor(cute.make_layout(cute.size(gVec), stride=0), Float32)
+        found[0] = Float32(-math.inf)
+        ColVecSelect._select_packed16(self, frag_g, found, si, row, idx1, offs, n_aliased)
+        if _among(offs, idx1 - 1):
+            gVec[row] = found[0].to(gVec.element_type)
+
+
+def _among(numbers: list[int], x: Any) -> Any:
+    """Whether `x` (an Int32) is one of `numbers`, none of them negative; a bit test for each 32."""
+    found: Any = Boolean(False)
+    for start in range(0, max(numbers) + 1, 32):
+        bits = sum(1 << (i - start) for i in numbers if start <= i < start + 32)
+        at: Any = x - start
+        near = (at >= 0) & (at < 32)
+        found |= near & Boolean((Uint32(bits) >> Uint32(select_(near, at, Int32(0)))) & Uint32(1))
+    return found
 
 
 class PairStore(TileStore):

@@ -39,6 +39,12 @@ class TileConfig:
     swap_ab: bool = False
     persistent: bool = True
 
+    def parts(self, k: int) -> int:
+        """CTAs that share an output tile where the inner dimension is `k`: `split_k`, or 1 where K
+        is short for that."""
+        # A part without a K tile of its own never returns (seen on an H200).
+        return self.split_k if k >= 256 * self.split_k else 1
+
     @property
     def label(self) -> str:
         """Short name, e.g. `128x192 pp 2x1`, or `64x256 coop 1x1 s4 k2 swap once`."""

@@ -24,7 +24,7 @@ from coda_agent.agent.judge.oracle import Case, make_case, make_cases
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import Reduction, RowGather
+from coda_agent.primitives.resources import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 __all__ = ["NumericsReport", "check_numerics", "held", "make_case", "run_interpreter", "run_kernel"]
@@ -312,7 +312,7 @@ class Trial:
 
     def _judged(self, case: Case, o: str, out: torch.Tensor) -> torch.Tensor:
         """An output as it is compared: where the truth is NaN or infinite, either will do, and what
-        the vocabulary documents: a maximum passes NaN over, and a gather gives 0 for -Inf."""
+        the vocabulary documents: a maximum passes NaN over."""
         import torch
 
         if case.structure is None or not case.structure.planted:
@@ -321,8 +321,6 @@ class Trial:
         known = ~out.double().isfinite() & ~truth.isfinite()
         if issubclass(kind, Reduction) and kind.combine == "max":
             known |= truth.isnan()
-        if kind is RowGather:
-            known |= (out == 0) & (truth == -torch.inf)
         return torch.where(known, truth, out.double())
 
     def _wrong(

@@ -23,7 +23,7 @@ from coda_agent.agent.judge.machine import contention_allowed, gpu_state
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.timing import Samples, interleave, speedup
 from coda_agent.agent.judge.tuner import LAST, Cell, searched
-from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, roofline
+from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, launches, roofline
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 
@@ -127,8 +127,8 @@ def _measured(cell: Cell, configs: Sequence[TileConfig]) -> dict[str, Any]:
     record["times"] = {k: s.to_dict() for k, s in times.items()}
     record["mismatches"] = mismatches
     facts = inspected(cell.spec, cell.program, cell.sizes, cell.element, block=best.tile_n)
-    # Parts of K meet at flags that a launch of their own clears.
-    record["launches"] = [facts.launches, facts.launches + 1][: 1 + (best.split_k > 1)]
+    parts = best.parts(cell.sizes[cell.spec.gemm_dims[2]])
+    record["launches"] = [launches(cell.program, parts=parts)]
     ceiling = measured_ceiling(cell.gemm_type)
     record["ceiling"] = {
         "tflops": round(ceiling.flops_s / 1e12, 1), "gbytes_s": round(ceiling.bytes_s / 1e9, 1)
