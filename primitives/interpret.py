@@ -56,7 +56,6 @@ def _interleave(even: Any, odd: Any, *, like: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    import torch
 
     inside = (index >= 0) & (index < x.shape[1])
     found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None])[:, 0]

@@ -533,6 +533,20 @@ def test_gather_passes_over_what_is_not_finite_elsewhere() -> None:
     torch.testing.assert_close(got[[0, 1, 3]], want[[0, 1, 3]])
 
 
+def test_a_gathered_infinity_is_taken_as_torch_takes_it() -> None:
+    @epilogue(Z=Tile, t=RowGather)
+    def program(acc, y: ColIndex, b: RowVector):
+        return {"Z": acc, "t": gather(acc + b, y)}
+
+    a, w = matrices()
+    b, y = torch.zeros(N), torch.tensor([3, 4, 3, -1, N])
+    b[3], b[4] = -math.inf, math.inf
+    got = exact(program, a, w, y=y, b=b)
+    taken = (a.double() @ w.double().T + b).gather(1, y[:3, None].expand(-1, 1))[:, 0]
+    assert got["t"][:3].tolist() == taken.tolist() == [-math.inf, math.inf, -math.inf]
+    assert got["t"][3:].tolist() == [0.0, 0.0]
+
+
 @epilogue(dZ=WideTile, O=Tile, s=RowSum)
 def gate_backward(acc, Z: WideTile, b: RowVector):
     gate, up = pairs(Z)

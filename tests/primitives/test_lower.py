@@ -1,6 +1,7 @@
 """Lowering and compilation without a GPU. A compilation takes 3 to 10 s, so there are few."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coda_agent.demos import demos
 from coda_agent.primitives import (
@@ -57,7 +59,7 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.graph import Graph, Node, Shape, record
-from coda_agent.primitives.launch import launch
+from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.lower import (
     Replay,
     forget,
@@ -360,6 +362,39 @@ def test_gathers_and_column_reductions_compile_for_hopper(program: Program) -> N
     assert found["mma_instructions"] > 0
     assert found["stack_bytes"] == 0
     assert found["local_stores"] == 0
+
+
+def test_output_buffers_are_not_filled() -> None:
+    """A fill is a launch of its own."""
+    ran = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        made = allocate(
+            accumulating, 300, 272, dict.fromkeys(accumulating.outputs, torch.bfloat16),
+            TileConfig(128, 128), "cpu",
+        )  # fmt: skip
+    assert {o: tuple(t.shape) for o, t in made.items()} == {
+        "C_out": (300, 272), "X": (300, 272), "t": (300,)
+    }  # fmt: skip
+    assert ran == 3 * [torch.ops.aten.empty.memory_format]
+
+
+@pytest.mark.parametrize(
+    ("arch", "stored", "store"),
+    [("sm_90a", "bfloat16", "STG.E.U16"), ("sm_100a", "float32", "STG.E")],
+)
+def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, store: str) -> None:
+    @epilogue(t=RowGather)
+    def program(acc, y: ColIndex):
+        return {"t": gather(acc, y)}
+
+    text = sass(Path(build(program, arch, stored=stored)["object"]))
+    assert len(re.findall(rf"{re.escape(store)} desc\[\w+\]\[[^]]+\], RZ ;", text)) == 1
 
 
 def test_selecting_reducing_and_storing_pairs_at_once() -> None:
