@@ -79,9 +79,12 @@ class Kernel:
             args: The spec's inputs in the spec's order; they may be given by name too. The GEMM
                 operands are (…, M, K) and (N, K), the nn.Linear layout; any strides. A scalar is a
                 number, or a float32 tensor of one element on the others' device; torch.compile
-                specialises on a number, and not on what a tensor holds.
-            block_size: None gives final reductions; an integer the raw float32 partials of blocks
-                of that many columns (or rows, where rows are reduced over), from one launch.
+                specialises on a number, and not on what a tensor holds. Where some are tensors, a
+                number costs a launch that fills one.
+            block_size: None gives final reductions, each by a launch of its own; an integer the raw
+                float32 partials of blocks of that many columns (or rows, where rows are reduced
+                over), from one launch. Inputs whose strides or address TMA cannot load are copied
+                first.
             inputs: Inputs by name, and the spec's static parameters.
 
         Returns:

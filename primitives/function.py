@@ -66,8 +66,9 @@ class ProgramFunction:
         """Compute the outputs of the program on a bᵀ.
 
         Args:
-            a: (…, M, K), any strides. No rows give empty results, and final reductions over rows
-                their identity.
+            a: (…, M, K), any strides; this and every other tensor is copied first where TMA cannot
+                load it as it is. No rows give empty results, and final reductions over rows their
+                identity.
             b: (N, K), the nn.Linear layout, same dtype.
             operands: By name: tiles (…, M, N) or (…, M, 2N), column vectors and indices (…, M), row
                 vectors (N,); scalars as numbers, or as float32 tensors of one element, which the

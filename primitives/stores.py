@@ -74,7 +74,9 @@ class RowSelect(ColVecSelect):
     def _fill_outside(self, gemm, index, out, rows, column):
         if column == 0:
             threads = gemm.num_epi_warps * cute.arch.WARP_SIZE
-            for row in cutlass.range(index.thread, rows, threads, unroll=1):
+            for row in cutlass.range(  # pyright: ignore[reportPrivateImportUsage]
+                index.thread, rows, threads, unroll=1
+            ):
                 if index[row] < 0:
                     out[row] = Float32(0.0).to(out.element_type)
 

@@ -188,12 +188,6 @@ def test_partials_of_each_block_come_from_one_launch(operands: dict[str, Any], b
 # Odd operands.
 
 
-def test_a_kernel_without_reductions_is_one_launch() -> None:
-    kernel = generated.gemm_rmsnorm_swiglu
-    values = given(kernel)
-    assert len(found := launches(lambda: kernel(*values))) == 1, found
-
-
 def test_leading_dimensions(operands: dict[str, Any]) -> None:
     want = run(operands)
     lead = (2, 3, 50)

@@ -158,7 +158,7 @@ def run(
     for o, t in outputs.items():
         if o in values:
             t.copy_(values[o])
-        elif program.outputs[o] is not RowGather:
+        else:
             t.fill_(float("nan"))
     launch(program, values["A"], values["B"], values, outputs, config)
     return finalised(program, outputs, m, n, config)
@@ -234,6 +234,22 @@ def test_selected_logits_in_each_type(config: TileConfig, dtype: torch.dtype) ->
         check(selected, size, config, stored={"t": dtype})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_selected_infinities(dtype: torch.dtype) -> None:
+    """They are stored as torch takes them; a row whose index is no column still gets 0."""
+    m, n, _ = SIZES[2]
+    values = draw(selected, SIZES[2], torch.bfloat16)
+    values["A"] = values["A"].abs() + 1
+    values["B"][200], values["B"][300] = -torch.inf, torch.inf
+    values["y"] = torch.tensor([200, 300, n, 0], device="cuda").repeat(m // 4)
+    got = run(selected, values, DEFAULT, {"Z": torch.bfloat16, "t": dtype})["t"]
+    product = values["A"].double() @ values["B"].double().T
+    want = product.gather(1, values["y"].clamp(max=n - 1)[:, None])[:, 0]
+    assert (got[0::4] == -torch.inf).all() and (got[1::4] == torch.inf).all()
+    assert (got[2::4] == 0).all()
+    torch.testing.assert_close(got[3::4].double(), want[3::4], rtol=2**-7, atol=1e-2)
+
+
 FP8_CASES = [
     (scaled, {}),
     (scaled, {"O": FP8}),
@@ -269,6 +285,12 @@ SWAPPED = [TileConfig(128, n, 1, 1, True, swap_ab=True) for n in (32, 64, 128)]
 def test_launch_forms(program: Program, config: TileConfig) -> None:
     for size in [*SIZES, (128, 256, 4096)]:
         check(program, size, config)
+
+
+@pytest.mark.parametrize("config", [FORMS[0], FORMS[3]], ids=lambda c: c.label)
+def test_selected_logits_in_other_forms(config: TileConfig) -> None:
+    for size in [*SIZES, (130, 256, 4096)]:
+        check(selected, size, config, stored={"t": torch.float32})
 
 
 @pytest.mark.parametrize("config", SWAPPED, ids=lambda c: c.label)

@@ -1,0 +1,119 @@
+"""What one warm call runs on a Hopper GPU, as CUPTI sees it: the declared launches, nothing else."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent import generated
+from coda_agent.agent.judge.clocks import Gpu
+from coda_agent.agent.judge.compile_gate import job
+from coda_agent.agent.judge.pool import warm_pool
+from coda_agent.generated.kernel import Kernel
+from coda_agent.primitives import ColIndex, Program, RowGather, Tile, epilogue, gather
+from coda_agent.primitives.function import ProgramFunction, untuned
+from coda_agent.primitives.inspect import launches
+from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.specs import draw_inputs
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = 128
+SPLIT = TileConfig(128, 128, 1, 1, True, split_k=2)
+
+
+@epilogue(Z=Tile, t=RowGather)
+def gathering(acc, y: ColIndex):
+    return {"Z": acc, "t": gather(acc, y)}
+
+
+def given(kernel: Kernel, binding: dict[str, str]) -> dict[str, Any]:
+    """Inputs at a check shape whose M is ragged, scalars as numbers."""
+    spec = kernel.spec
+    types = spec.default_types()
+    return draw_inputs(spec, spec.check_shapes[1], types, seed=0, device="cuda", binding=binding)
+
+
+def tile(kernel: Kernel, block: int | None) -> TileConfig:
+    """The one that a call with `given` runs in."""
+    spec = kernel.spec
+    m, n, k = (spec.check_shapes[1][dim] for dim in spec.gemm_dims)
+    element = spec.dtype_of(spec.gemm[0], spec.default_types())
+    return kernel.choose(m, n, k, element, block) or DEFAULT_CONFIGS["sm_90a"]
+
+
+def variants(kernel: Kernel) -> Iterator[tuple[dict[str, str], Program]]:
+    for binding in kernel.spec.bindings():
+        yield binding, kernel.programs[kernel.spec.variant(binding)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """On all cores; without it, each call compiles for itself."""
+    use_cache()
+    jobs = {}
+    for kernel in (getattr(generated, name) for name in dir(generated)):
+        element = next(iter(kernel.spec.types.values()), ("bfloat16",))[0]
+        for _, program in variants(kernel):
+            for config in {tile(kernel, block) for block in (None, BLOCK)}:
+                key = program.digest, config
+                jobs[key] = job(program, config, "sm_90a", kernel.spec, element)
+    warm_pool().map(list(jobs.values()), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    return Gpu()
+
+
+def ran(gpu: Gpu, call: Callable[[], Any]) -> list[str]:
+    """Names of the kernels, fills and copies of a call, in order, once it is compiled."""
+    call()
+    torch.cuda.synchronize()
+    spans = gpu.trace(call)
+    return [span.name for span in sorted(spans, key=lambda span: span.start_us)]
+
+
+@pytest.mark.parametrize("name", dir(generated))
+def test_a_public_function_runs_what_it_declares(gpu: Gpu, name: str) -> None:
+    kernel = getattr(generated, name)
+    k = kernel.spec.check_shapes[1][kernel.spec.gemm_dims[2]]
+    for binding, program in variants(kernel):
+        inputs = given(kernel, binding)
+        for block in (None, BLOCK):
+            found = ran(gpu, lambda: kernel(**inputs, **binding, block_size=block))  # noqa: B023
+            where = f"{name} {binding}, block_size={block}: {found}"
+            raw = block is not None
+            parts = tile(kernel, block).parts(k)
+            assert len(found) == launches(program, parts=parts, raw=raw), where
+            assert len(found) == 1 or not raw, where
+            folds = [x for x in found if x == "_fold"]
+            assert len(folds) == (0 if raw else len(program.reductions)), where
+
+
+def test_parts_of_k_meet_at_flags_that_a_fill_clears(gpu: Gpu) -> None:
+    run = ProgramFunction(gathering, {}, untuned)
+    for k, parts in ((504, 1), (512, 2)):
+        a, b = (torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (77, 272))
+        y = torch.zeros(77, dtype=torch.int64, device="cuda")
+        found = ran(gpu, lambda: run(a, b, {"y": y}, config=SPLIT))  # noqa: B023
+        assert SPLIT.parts(k) == parts
+        assert len(found) == launches(gathering, parts=parts) == parts, found
+
+
+def test_a_number_beside_scalars_in_memory_is_filled_in(gpu: Gpu) -> None:
+    kernel = generated.gemm_bias_act
+    inputs = given(kernel, kernel.spec.bindings()[0])
+    inputs["alpha"] = one = torch.ones((), device="cuda")
+    for beta, fills in ((one, 0), (0.5, 1)):
+        inputs["beta"] = beta
+        assert len(found := ran(gpu, lambda: kernel(**inputs))) == 1 + fills, found
+
+
+def test_an_operand_that_cannot_be_loaded_as_it_is_is_copied(gpu: Gpu) -> None:
+    kernel = generated.gemm_rmsnorm
+    inputs = given(kernel, {})
+    inputs["A"] = torch.stack([inputs["A"]] * 2, -1)[..., 0]
+    assert len(found := ran(gpu, lambda: kernel(**inputs))) == 2, found
