@@ -1,6 +1,30 @@
-"""Skips tests marked `gpu` where there is no Hopper GPU. Fixtures belong to each room's tests."""
+"""Skips tests marked `gpu` where there is no Hopper GPU, and runs those of confinement in each tier
+of sandbox. Other fixtures belong to each room's tests."""
+
+from __future__ import annotations
+
+from collections import Counter
 
 import pytest
+from _pytest.terminal import TerminalReporter
+
+from coda_agent.agent import sandbox
+
+
+@pytest.fixture(scope="session", params=sandbox.TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    """Each tier of sandbox that works here, however strong the others are."""
+    if reason := sandbox.unavailable(request.param):
+        pytest.skip(f"tier {request.param}: {reason}")
+    return request.param
+
+
+@pytest.fixture
+def locked_down(tier: str) -> None:
+    """For what a candidate is refused by the tier, and in tier process by what the kernel lets any
+    process give up (`launcher.lock_down`)."""
+    if tier == "process" and (reason := sandbox.unavailable("landlock")):
+        pytest.skip(f"tier process promises limits only on this kernel: {reason}")
 
 
 def _has_hopper() -> bool:
@@ -17,3 +41,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_hopper():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if tier := item.callspec.params.get("tier"):
+                item.user_properties.append(("tier", tier))
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """One line for each tier of sandbox: how many of its tests ran, or why none could."""
+    counts = {
+        outcome: Counter(
+            value
+            for report in terminalreporter.stats.get(outcome, [])
+            for name, value in getattr(report, "user_properties", [])
+            if name == "tier"
+        )
+        for outcome in ("passed", "failed", "error", "skipped")
+    }
+    if not any(counts.values()):
+        return
+    for tier in sandbox.TIERS:
+        said = ", ".join(f"{n[tier]} {outcome}" for outcome, n in counts.items() if n[tier])
+        reason = sandbox.unavailable(tier)
+        terminalreporter.write_line(
+            f"sandbox tier {tier}: " + (f"not run: {reason}" if reason else said or "no test")
+        )

@@ -309,12 +309,13 @@ def forked(function: Callable[[], Any], address_space_bytes: int) -> Any:
     launcher.be_subreaper()
     launcher.hide_from_children()
     reader, writer = os.pipe()
+    limit = launcher.mapped_bytes() + address_space_bytes
     pid = os.fork()
     if pid == 0:
         try:
             os.dup2(writer, 3)
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-            launcher.lock_down(address_space_bytes)
+            launcher.lock_down(limit)
             data = memoryview(json.dumps(function()).encode())
             while data:
                 data = data[os.write(3, data) :]
@@ -326,7 +327,9 @@ def forked(function: Callable[[], Any], address_space_bytes: int) -> Any:
     with io.FileIO(reader) as pipe:
         while len(answer) <= MAX_RECORD_BYTES and (chunk := pipe.read(1 << 16)):
             answer += chunk
-    launcher.kill_below(os.getpid())
+    os.kill(pid, signal.SIGKILL)  # it may have closed the pipe and live on
+    with contextlib.suppress(PermissionError):  # tier landlock shows no process, and it starts none
+        launcher.kill_below(os.getpid())
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code or not answer:

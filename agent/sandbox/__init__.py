@@ -2,13 +2,14 @@
 
 - `bubblewrap`: namespaces of its own, and seccomp on top. No network, no other process to be seen,
   everything read-only, and of the home and /tmp only what Python needs.
-- `landlock`: Landlock and seccomp. Reads the same, writes the object cache and a folder of its own,
-  opens no socket.
+- `landlock`: Landlock and seccomp. Reads the same but for /proc, of which it sees nothing; writes
+  the object cache and a folder of its own, opens no socket.
 - `process`: what the user can read and write, it can.
 
 In each tier the environment is scrubbed, resources are limited and the tree dies with the child
-(`judge/child.py`), and a candidate's own Python runs locked down further (`launcher.lock_down`). A
-tier counts as working where a process in it was refused what it must be refused.
+(`judge/child.py`), and a candidate's own Python runs locked down further, as far as the kernel can
+(`launcher.lock_down`). A tier counts as working where a process in it was refused what it must be
+refused.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def unavailable(tier: str) -> str | None:
     if tier == "process":
         return None
     with tempfile.NamedTemporaryFile(prefix="coda-agent-") as secret:
-        paths = [str(_ROOT), secret.name, str(cache_directory())]
+        paths = [str(_ROOT), secret.name, str(cache_directory()), f"/proc/{os.getpid()}/fd"]
         environment = {"TMPDIR": str(cache_directory()), "LANG": "C"}
         try:
             command = _wrapped(tier, [sys.executable, "-I", "-S", "-c", _PROBE, *paths])
@@ -91,7 +92,7 @@ def unavailable(tier: str) -> str | None:
 # What it prints is what should have been refused; what it cannot do and should ends it.
 _PROBE = """
 import os, sys, _socket
-root, secret, cache = sys.argv[1:]
+root, secret, cache, open_files = sys.argv[1:]
 own = os.path.join(cache, f"probe-{os.getpid()}")
 open(own, "x").close()
 os.unlink(own)
@@ -106,6 +107,7 @@ def write():
     os.unlink(path)
 attempt("writes", write)
 attempt("reading files of others", lambda: open(secret).close())
+attempt("a look at other processes", lambda: os.listdir(open_files))
 attempt("sockets", lambda: _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM).close())
 """
 
@@ -116,15 +118,18 @@ def _wrapped(tier: str, command: list[str]) -> list[str]:
     if tier == "process":
         return command
     hidden = [p for p in _private_folders() if p != cache]
+    git = [p for p in hidden if p.name == ".git"]
     if tier == "landlock":
-        shown = [*_visible(Path("/"), [*hidden, Path("/dev")]), *_needed(hidden)]
+        # Of /proc not even the process's own folder: a rule for it holds until the kernel drops its
+        # caches (measured), and a fork has another. Compiled objects are the same without.
+        shown = [*_visible(Path("/"), [*hidden, Path("/dev"), Path("/proc")])]
+        for path in _needed(hidden):
+            shown += _visible(path, git)
         read = [*map(str, shown), *_DEVICES]
-        rules = {"read": read, "list": ["/"], "write": [str(cache), *_DEVICES[:3]]}
-        return launcher.confined(command, rules)
+        return launcher.confined(command, {"read": read, "write": [str(cache), *_DEVICES[:3]]})
     if (program := shutil.which("bwrap")) is None:
         raise MachineError("bwrap was not found", hint="the package bubblewrap has it")
     mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
-    git = [p for p in hidden if p.name == ".git"]
     for folder in hidden:
         if folder not in git:
             mounts += ["--tmpfs", str(folder)]
@@ -159,13 +164,13 @@ def _needed(hidden: list[Path]) -> list[Path]:
     return sorted(p for p in inside if not any(h == p or p in h.parents for h in folders))
 
 
-def _visible(folder: Path, hidden: list[Path]) -> Iterator[Path]:
-    """What is in `folder` without what is hidden, in as few paths as possible."""
-    for path in sorted(folder.iterdir()):
-        real = path.resolve()
-        if any(h == real or h in real.parents for h in hidden):
-            continue
-        if any(path in h.parents for h in hidden) and not path.is_symlink():
-            yield from _visible(path, hidden)
-        else:
-            yield path
+def _visible(path: Path, hidden: list[Path]) -> Iterator[Path]:
+    """`path`, or what is in it, without what is hidden, in as few paths as possible."""
+    real = path.resolve()
+    if any(h == real or h in real.parents for h in hidden):
+        return
+    if any(path in h.parents for h in hidden) and not path.is_symlink():
+        for inner in sorted(path.iterdir()):
+            yield from _visible(inner, hidden)
+    else:
+        yield path

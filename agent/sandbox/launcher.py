@@ -21,6 +21,7 @@ import time
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SELF = (sys.executable, "-I", "-S", __file__)
+_STATM = "CODA_AGENT_STATM"  # the variable with the descriptor of /proc/self/statm
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
@@ -246,14 +247,14 @@ def deny_calls(*, candidate: bool) -> None:
         raise OSError(ctypes.get_errno(), "seccomp is not available")
 
 
-_READ, _LIST, _ALL_OF_A_FILE = 0b101, 0b1000, 0b1100_0000_0000_0111
+_READ, _ALL_OF_A_FILE = 0b1101, 0b1100_0000_0000_0111
 
 
 def restrict_files(rules: dict[str, list[str]]) -> None:
     """Landlock: from here on only what `rules` names may be used, and no TCP.
 
     Args:
-        rules: Paths, with all below them, to `read` (and execute), to `list`, and to `write` (that
+        rules: Paths, with all below them, to `read` (and list and execute), and to `write` (that
             is, to do anything). A path that does not exist is skipped.
 
     Raises:
@@ -270,7 +271,7 @@ def restrict_files(rules: dict[str, list[str]]) -> None:
     ruleset = _libc.syscall(444, wanted, ctypes.c_size_t(size), ctypes.c_uint32(0))
     if ruleset < 0:
         raise OSError(ctypes.get_errno(), "Landlock took no rules")
-    for kind, rights in (("read", _READ | _LIST), ("list", _LIST), ("write", handled)):
+    for kind, rights in (("read", _READ), ("write", handled)):
         for path in rules.get(kind, []):
             try:
                 fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -288,15 +289,26 @@ def restrict_files(rules: dict[str, list[str]]) -> None:
     os.close(ruleset)
 
 
+def mapped_bytes() -> int:
+    """How much address space this process has mapped; also in tier landlock, where /proc is out of
+    sight: what was opened before can be read."""
+    if _STATM not in os.environ:
+        os.environ[_STATM] = str(os.open("/proc/self/statm", os.O_RDONLY))
+    return int(os.pread(int(os.environ[_STATM]), 99, 0).split()[0]) * resource.getpagesize()
+
+
 def lock_down(address_space_bytes: int) -> None:
     """What a candidate's own Python runs under, in every tier, as far as the kernel can: no new
-    process, no signal, no socket, no file opened for writing, so much memory more than now."""
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    _limit({"address_space_bytes": used + address_space_bytes, "file_bytes": 0, "processes": 0})
+    process, no signal, no socket, no file opened for writing, no look at other processes, and no
+    more than `address_space_bytes` in all."""
+    _limit({"address_space_bytes": address_space_bytes, "file_bytes": 0, "processes": 0})
     _keep_capabilities(0)
+    try:  # of /proc only what is its own
+        read = [f"/{name}" for name in os.listdir("/") if name != "proc"] + ["/proc/self"]
+    except PermissionError:  # tier landlock, which shows nothing of /proc
+        read = ["/"]
     for restrict in (
-        lambda: restrict_files({"read": ["/"]}),
+        lambda: restrict_files({"read": read}),
         lambda: deny_calls(candidate=True),
     ):
         try:
@@ -319,6 +331,8 @@ def main() -> None:
     # Files of other users stay root's to use where the rules allow it. Above all CAP_PERFMON goes:
     # with it, from Linux 6.17 on, one reads the judge's environment past Landlock (measured).
     _keep_capabilities(_FILE_CAPABILITIES)
+    mapped_bytes()
+    os.set_inheritable(int(os.environ[_STATM]), True)
     if named:
         restrict_files({**named, "write": [*named["write"], private]})
     deny_calls(candidate=False)
