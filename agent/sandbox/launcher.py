@@ -194,25 +194,33 @@ def _please_kill_first() -> None:
 # kexec_file_load, init_module, finit_module, delete_module, open_by_handle_at, reboot; and, with
 # one number everywhere, io_uring_setup, open_tree, move_mount, fsopen, pidfd_getfd, mount_setattr.
 # Denied to a candidate too: clone, execve, execveat, kill, tkill, tgkill, rt_sigqueueinfo,
-# rt_tgsigqueueinfo, setpgid, setsid; pidfd_send_signal, pidfd_open; fork and vfork on x86_64.
+# rt_tgsigqueueinfo, setpgid, setsid, fork, vfork; whatever changes a folder, without which a kernel
+# that lacks Landlock lets it exchange cached objects: truncate, rename, renameat, renameat2, mkdir,
+# mkdirat, rmdir, creat, link, linkat, unlink, unlinkat, symlink, symlinkat, mknod, mknodat; and
+# everywhere pidfd_send_signal, pidfd_open, openat2. The calls that open take their flags in the
+# argument at that offset.
 _SECCOMP = {
     "x86_64": (
         0xC000003E,
         [41, 101, 310, 311, 165, 166, 155, 321, 298, 323, 248, 249, 250, 272, 308, 246, 320, 175,
          313, 176, 304, 169],
-        [56, 59, 322, 62, 200, 234, 129, 297, 109, 112, 57, 58],
+        [56, 59, 322, 62, 200, 234, 129, 297, 109, 112, 57, 58, 76, 82, 264, 316, 83, 258, 84, 85,
+         86, 265, 87, 263, 88, 266, 133, 259],
         56,
+        {2: 24, 257: 32},
     ),
     "aarch64": (
         0xC00000B7,
         [198, 117, 270, 271, 40, 39, 41, 280, 241, 282, 217, 218, 219, 97, 268, 104, 294, 105,
          273, 106, 265, 142],
-        [220, 221, 281, 129, 130, 131, 138, 240, 154, 157],
+        [220, 221, 281, 129, 130, 131, 138, 240, 154, 157, 45, 38, 276, 34, 37, 35, 36, 33],
         220,
+        {56: 32},
     ),
 }  # fmt: skip
-_EVERYWHERE, _CANDIDATE_EVERYWHERE, _CLONE3 = [425, 428, 429, 430, 438, 442], [424, 434], 435
+_EVERYWHERE, _CANDIDATE_EVERYWHERE, _CLONE3 = [425, 428, 429, 430, 438, 442], [424, 434, 437], 435
 _NEW_NAMESPACES = 0x7E020080  # the flags of clone that make a namespace
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _EPERM, _ENOSYS = 1, 38
 
 
@@ -224,7 +232,7 @@ def deny_calls(*, candidate: bool) -> None:
     """
     if (known := _SECCOMP.get(os.uname().machine)) is None:
         raise OSError(_ENOSYS, f"no system call numbers for {os.uname().machine}")
-    architecture, denied, more, clone = known
+    architecture, denied, more, clone, opens = known
     denied = denied + _EVERYWHERE + (more + _CANDIDATE_EVERYWHERE if candidate else [])
     load, equal, any_of, at_least, ret = 0x20, 0x15, 0x45, 0x35, 0x06
     kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050000
@@ -236,8 +244,12 @@ def deny_calls(*, candidate: bool) -> None:
     ]  # fmt: skip
     for number in denied:
         code += [(equal, 0, 1, number), (ret, 0, 0, refuse | _EPERM)]
-    code += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_of, 0, 1, _NEW_NAMESPACES)]
-    code += [(ret, 0, 0, refuse | _EPERM), (ret, 0, 0, allow)]
+    flags = [(clone, 16, _NEW_NAMESPACES)]
+    flags += [(number, offset, _WRITING) for number, offset in opens.items() if candidate]
+    for number, offset, some in flags:
+        code += [(equal, 0, 4, number), (load, 0, 0, offset), (any_of, 0, 1, some)]
+        code += [(ret, 0, 0, refuse | _EPERM), (ret, 0, 0, allow)]
+    code += [(ret, 0, 0, allow)]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in code))
     header = ctypes.create_string_buffer(
         struct.pack("HxxxxxxP", len(code), ctypes.addressof(program))
