@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from _pytest.terminal import TerminalReporter
 
 from coda_agent.agent import sandbox
 
@@ -14,8 +13,6 @@ from coda_agent.agent import sandbox
 @pytest.fixture(scope="session", params=sandbox.TIERS)
 def tier(request: pytest.FixtureRequest) -> str:
     """Each tier of sandbox that works here, however strong the others are."""
-    if reason := sandbox.unavailable(request.param):
-        pytest.skip(f"tier {request.param}: {reason}")
     return request.param
 
 
@@ -47,7 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.user_properties.append(("tier", tier))
 
 
-def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Skipped here and not in the fixture, so that the summary folds all of a tier into one line.
+    for name, tier in item.user_properties:
+        if name == "tier" and (reason := sandbox.unavailable(str(tier))):
+            pytest.skip(f"tier {tier}: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line for each tier of sandbox: how many of its tests ran, or why none could."""
     counts = {
         outcome: Counter(
