@@ -8,6 +8,7 @@ author gives up, or a budget is used up.
 - A turn that was cut off is answered, never acted on.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -150,9 +151,9 @@ class Claude:
             return ""
         return IDLE if talk.stop_reason == "end_turn" else CUT.format(why=talk.stop_reason)
 
-    def _next(self, talk: Conversation) -> tuple[int, float]:
-        """The most tokens and dollars the next call can take: two models where the first may
-        refuse, and twice where the server may summarise before it answers."""
+    def _worst(self, talk: Conversation) -> tuple[dict[str, Any], float]:
+        """The most the next call can take, as a usage block and in dollars: two models where the
+        first may refuse, and twice where the server may summarise before it answers."""
         assert talk.request is not None
         read = talk.context + math.ceil(talk.new_characters / _CHARACTERS_PER_TOKEN)
         most = talk.request["max_tokens"]
@@ -160,7 +161,13 @@ class Claude:
         edits = talk.request.get("context_management", {}).get("edits", [])
         rounds = 1 + any(read + most >= edit["trigger"]["value"] for edit in edits)
         usd = rounds * sum(self.prices.worst(read, most, model) for model in models)
-        return rounds * len(models) * (read + most), usd
+        entry = {"input_tokens": read, "output_tokens": most}
+        return {"assumed": "the worst", "iterations": [entry] * rounds * len(models)}, usd
+
+    def _next(self, talk: Conversation) -> tuple[int, float]:
+        """The most tokens and dollars the next call can take."""
+        usage, usd = self._worst(talk)
+        return tokens(usage), usd
 
     def _limit(self, bench: "Workbench", talk: Conversation) -> str | None:
         """The budget that leaves room for one more call and no second."""
@@ -177,39 +184,42 @@ class Claude:
             return f"{budget.gpu_minutes:g} minutes of GPU work"
         if talk.failures >= budget.failures:
             return f"{talk.failures} results in a row that brought nothing"
-        return f"{IDLE_TURNS} turns without a call" if talk.idle >= IDLE_TURNS else None
+        return (
+            f"{IDLE_TURNS} turns without a call that could run" if talk.idle >= IDLE_TURNS else None
+        )
 
     def _ask(self, bench: "Workbench", talk: Conversation) -> str | None:
         """One call of the model; a reason where it cannot be paid for, or where it refuses."""
-        budget, (most_tokens, most_usd) = self.options.budget, self._next(talk)
-        over = talk.usd + most_usd > budget.usd or talk.tokens + most_tokens > budget.tokens
-        if over or talk.steps >= budget.steps:
+        budget, (worst, most_usd) = self.options.budget, self._worst(talk)
+
+        def over() -> bool:
+            return talk.usd + most_usd > budget.usd or talk.tokens + tokens(worst) > budget.tokens
+
+        if over() or talk.steps >= budget.steps:
             return f"budget: {talk.limit}"
         assert talk.request is not None
         request = {**talk.request, "messages": talk.messages}
         bench.tell("request", {"digest": talk.digest, "worst_usd": round(most_usd, 4)})
         start = time.monotonic()
 
-        def failed(error: str, wait_s: float | None, usage: dict[str, Any]) -> None:
-            about = {"error": error, "wait_s": wait_s, "usage": usage, "tokens": tokens(usage)}
-            bench.tell("request.failed", {**about, "usd": self.prices.cost(usage)})
-            if wait_s is not None and talk.usd + most_usd > budget.usd:
+        def bill(usage: dict[str, Any] | None) -> dict[str, Any]:
+            # What cannot be known, or priced, was reserved, and is taken to have cost just that.
+            with contextlib.suppress(CodaError):
+                if usage is not None:
+                    return {"usage": usage, "usd": self.prices.cost(usage)}
+            return {"usage": worst, "usd": most_usd}
+
+        def failed(error: str, wait_s: float | None, usage: dict[str, Any] | None) -> None:
+            about = {"error": error, "wait_s": wait_s, **bill(usage)}
+            bench.tell("request.failed", {**about, "tokens": tokens(about["usage"])})
+            if wait_s is not None and over():
                 raise Stopped(f"no money for another attempt: {error}")
 
         message = self.client.respond(request, 60 * budget.minutes - talk.wall_s, failed)
-        usage, why = message["usage"], message["stop_reason"]
-        refused = why == "refusal"
-        bench.tell(
-            "response",
-            {
-                "id": message["id"], "model": message["model"], "stop_reason": why,
-                "content": [] if refused else [b for b in message["content"] if _sendable(b)],
-                "details": message.get("stop_details"), "usage": usage,
-                "usd": self.prices.cost(usage), "seconds": round(time.monotonic() - start, 3),
-            },
-        )  # fmt: skip
+        details, refused = message["stop_details"] or {}, message["stop_reason"] == "refusal"
+        about = message | bill(message["usage"]) | ({"content": []} if refused else {})
+        bench.tell("response", {**about, "seconds": round(time.monotonic() - start, 3)})
         if refused:
-            details = message.get("stop_details") or {}
             said = details.get("explanation") or details.get("category") or "no reason given"
             raise Stopped(f"the model refused: {said}")
         return None
@@ -263,11 +273,3 @@ class Claude:
         if info.lifecycle == "retired":
             raise CodaError(f"the model {name} is retired", hint="choose another with --model")
         return info
-
-
-def _sendable(block: dict[str, Any]) -> bool:
-    """Whether the API takes a block of an answer back: not empty text, not thinking cut off before
-    its signature."""
-    if block["type"] == "thinking":
-        return bool(block.get("signature"))
-    return block["type"] != "text" or bool(block["text"])

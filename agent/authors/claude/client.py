@@ -2,18 +2,19 @@
 
 - One policy for refusals by the server and for streams that break: the SDK's own retries would
   cover the first only, and out of sight of the log and the budget.
-- An answer counts when `message_stop` has arrived. Anything less is thrown away, and what it
-  cost is counted as far as it is known.
-- A server may send pings and nothing else; each piece of the answer, pings too, is held
-  against a deadline.
+- An answer counts when it is whole and makes sense (`answer.py`). Anything less is thrown away, and
+  what it cost is counted as far as it is known.
+- A server may send pings and nothing else, or without end; each piece of the answer, pings too, is
+  held against a deadline and a size.
 """
 
-import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.authors.claude.answer import Answer, Broken
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ LAST_S = 600.0
 """A run's last turn may take this long after its time is up."""
 SILENCE_S = 120.0
 """Without a byte for this long the connection is dead; the server pings every few seconds."""
+LARGEST = 32 * 2**20
+"""Bytes of an answer; one of 20k tokens has five million with all that goes around them."""
 _FINAL = ("spend_limit", "credit", "billing", "payment")
 """Words of error codes that a retry cannot mend, whatever the status."""
 
@@ -35,10 +38,6 @@ class Stopped(CodaError):
     """The run cannot go on now; it can be resumed."""
 
     exit_code = 3
-
-
-class Broken(Exception):
-    """A stream that ended early, stalled, or made no sense."""
 
 
 class Client:
@@ -84,13 +83,13 @@ class Client:
     def respond(
         self, request: dict[str, Any], left_s: float, failed: Callable[..., None]
     ) -> dict[str, Any]:
-        """The model's whole answer, as the API's message.
+        """The model's whole answer (`Answer.whole`).
 
         Args:
             request: The parameters of the call.
             left_s: Seconds of the run's time; no wait goes beyond them.
             failed: Told of each attempt that failed: `error`, `wait_s` (None: no further attempt)
-                and `usage`, as far as it is known.
+                and `usage`: empty where nothing was used, None where it cannot be known.
 
         Raises:
             Stopped: no attempt succeeded, or none could.
@@ -98,68 +97,57 @@ class Client:
         import anthropic
         import httpx2
 
+        sent = (block for message in request["messages"] for block in message["content"])
+        taken = {block["id"] for block in sent if block["type"] == "tool_use"}
         end = self.clock() + max(left_s, LAST_S)
         for attempt in range(1, ATTEMPTS + 1):
             self._deadline = min(end, self.clock() + CALL_S)
-            snapshot: dict[str, Any] = {}
+            answer = Answer(set(taken))
             try:
-                return self._stream(request, snapshot)
-            except (anthropic.APIError, httpx2.TransportError, Broken, ValueError) as error:
+                return self._read(request, answer)
+            except (anthropic.APIError, httpx2.HTTPError, Broken) as error:
                 wait_s = retry_after(error, attempt)
                 if attempt == ATTEMPTS or (wait_s and self.clock() + wait_s > end):
                     wait_s = None
-                usage = _known_usage(snapshot)
-                failed(error=f"{type(error).__name__}: {error}", wait_s=wait_s, usage=usage)
+                said = f"{type(error).__name__}: {error}"[:2000]
+                failed(error=said, wait_s=wait_s, usage=answer.used())
                 if wait_s is None:
                     raise Stopped(f"the model did not answer: {_first_line(error)}") from error
                 self.sleep(wait_s)
         raise AssertionError("unreachable")
 
-    def _stream(self, request: dict[str, Any], snapshot: dict[str, Any]) -> dict[str, Any]:
-        """Reads one stream; `snapshot` holds what has come of it when it breaks."""
-        inputs: dict[int, str] = {}
-        with self.sdk.beta.messages.stream(**request) as stream:
-            whole = False
-            for event in stream:
-                if event.type == "message_start":
-                    snapshot["message"] = event.message.to_dict()
-                elif event.type == "content_block_delta":
-                    delta = event.delta.to_dict()
-                    said = sum(len(str(v)) for k, v in delta.items() if k != "type")
-                    snapshot["characters"] = snapshot.get("characters", 0) + said
-                    if event.delta.type == "input_json_delta":
-                        inputs[event.index] = inputs.get(event.index, "") + event.delta.partial_json
-                whole = whole or event.type == "message_stop"
-            if not whole:
-                raise Broken("the stream ended before its message did")
-            final = stream.get_final_message()
-        if final.stop_reason is None:
-            raise Broken("the message has no stop reason")
-        if final.stop_reason == "tool_use":
-            # The SDK's parser takes an object that breaks off; acting on half an input is worse
-            # than asking again.
-            for raw in inputs.values():
-                if raw and not isinstance(json.loads(raw), dict):
-                    raise Broken(f"the input of a tool is no object: {raw[:80]}")
-        return dict(final.to_dict(mode="json"))
+    def _read(self, request: dict[str, Any], answer: Answer) -> dict[str, Any]:
+        """Reads one stream to its end."""
+        from anthropic import APIStatusError
+
+        with self.sdk.beta.messages.create(**request, stream=True) as stream:
+            answer.accepted = True
+            for data in _events(stream.response):
+                if (event := answer.take(data))["type"] == "error":
+                    raise APIStatusError(data[:2000], response=stream.response, body=event)
+        return answer.whole()
 
     def _watch(self, response: "httpx2.Response") -> None:
         response.stream = _watched(response.stream, self)  # type: ignore[assignment]
 
-    def check_deadline(self) -> None:
-        """Raises Broken where this attempt has taken too long."""
+    def check(self, size: int) -> None:
+        """Raises Broken where this attempt has taken too long, or its answer so many bytes."""
         if self.clock() > self._deadline:
             raise Broken("no answer before the deadline")
+        if size > LARGEST:
+            raise Broken(f"more than {LARGEST} bytes")
 
 
 def _watched(stream: Any, client: Client) -> Any:
-    """The bytes of `stream`, each piece held against the client's deadline."""
+    """The bytes of `stream`, each piece checked by the client."""
     import httpx2
 
     class Watched(httpx2.SyncByteStream):
         def __iter__(self) -> Iterator[bytes]:
+            size = 0
             for piece in stream:
-                client.check_deadline()
+                size += len(piece)
+                client.check(size)
                 yield piece
 
         def close(self) -> None:
@@ -168,11 +156,30 @@ def _watched(stream: Any, client: Client) -> Any:
     return Watched()
 
 
+def _events(response: "httpx2.Response") -> Iterator[str]:
+    """The data of a stream's events.
+
+    Raises:
+        Broken: the bytes are no text, or the SDK's middleware fails over them, in whatever way.
+    """
+    import anthropic
+    import httpx2
+
+    try:
+        for event in anthropic.Stream.raw_events(response):
+            if event.data:
+                yield event.data
+    except (anthropic.APIError, httpx2.HTTPError, Broken):
+        raise
+    except Exception as error:
+        raise Broken(f"the stream cannot be read: {type(error).__name__}: {error}") from error
+
+
 def retry_after(error: Exception, attempt: int) -> float | None:
     """Seconds to wait before the next attempt; None where another would end the same.
 
-    What the server asks for is obeyed. Otherwise the wait doubles from half a second to half a
-    minute, less a random quarter, so that many clients do not come back at once.
+    What the server asks for is obeyed, where it is a time. Otherwise the wait doubles from half a
+    second to half a minute, less a random quarter, so that many clients do not come back at once.
     """
     import anthropic
 
@@ -189,23 +196,14 @@ def retry_after(error: Exception, attempt: int) -> float | None:
             return None
         for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
             try:
-                return float(headers[name]) * unit
+                wait_s = float(headers[name]) * unit
             except (KeyError, ValueError):
                 continue
+            if 0 <= wait_s < math.inf:
+                return wait_s
     return min(30.0, 0.5 * 2 ** (attempt - 1)) * (1 - 0.25 * random.random())
-
-
-def _known_usage(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """What a broken stream is known to have used: its prompt, and the answer as far as it came (a
-    token for three characters)."""
-    if "message" not in snapshot:
-        return {}
-    usage = dict(snapshot["message"]["usage"])
-    said = round(snapshot.get("characters", 0) / 3)
-    usage["output_tokens"] = max(usage.get("output_tokens") or 0, said)
-    return usage
 
 
 def _first_line(error: Exception) -> str:
     said = getattr(error, "api_message", None) or str(error) or type(error).__name__
-    return str(said).splitlines()[0]
+    return str(said).splitlines()[0][:500]

@@ -119,8 +119,9 @@ class Conversation:
         self.ended = self.told
         self.calls = {block["id"]: block for block in content if block["type"] == "tool_use"}
         self.results, self.started = {}, set()
-        self.open = why not in ("pause_turn", "refusal")
-        self.idle = self.idle + 1 if self.open and not self.calls else 0
+        # A pause is answered by sending it back, unless calls in it are owed a result.
+        self.open = bool(self.calls) or why not in ("pause_turn", "refusal")
+        self.idle = 0 if why == "tool_use" else self.idle + 1
         if content:
             self.context, self.new_characters = context(data["usage"]), 0
             self._say("assistant", content)
