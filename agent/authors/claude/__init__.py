@@ -27,8 +27,6 @@ from coda_agent.agent.workbench import TOOLS, Result
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
-    from anthropic.types import ModelInfo
-
     from coda_agent.agent.workbench import Workbench
 
 DEFAULT_MODEL = "claude-opus-5-5"
@@ -226,9 +224,20 @@ class Claude:
 
     def _open(self, bench: "Workbench") -> None:
         """Checks the model and fixes what every call will start with."""
-        options, info = self.options, self._model()
-        most = min(MAX_TOKENS, info.max_tokens or MAX_TOKENS)
-        trigger = max(50_000, round(COMPACT_AT * (info.max_input_tokens or 200_000)))
+        options, info = self.options, self._model(bench)
+
+        def size(name: str, usual: int) -> int:
+            told = info.get(name)
+            return told if isinstance(told, int) and 0 < told < 10**9 else usual
+
+        def can(*path: str) -> bool:
+            told: Any = info.get("capabilities")
+            for name in (*path, "supported"):
+                told = told.get(name) if isinstance(told, dict) else None
+            return told is not False
+
+        most = min(MAX_TOKENS, size("max_tokens", MAX_TOKENS))
+        trigger = max(50_000, round(COMPACT_AT * size("max_input_tokens", 200_000)))
         edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": trigger}}
         store = Tips.of(bench.workspace)
         tips = prompt.tips_for(bench.spec, store)
@@ -242,18 +251,17 @@ class Claude:
             "system": sent["system"],
             "cache_control": {"type": "ephemeral"},
         }
-        can = info.capabilities
-        if not can or can.thinking.types.adaptive.supported:
+        if can("thinking", "types", "adaptive"):
             request["thinking"] = {"type": "adaptive", "display": "summarized"}
-        if not can or can.effort.supported:
+        if can("effort"):
             request["output_config"] = {"effort": options.effort}
-        if not can or can.context_management.supported:
+        if can("context_management"):
             request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
         characters = len(json.dumps(sent, ensure_ascii=False))
         about = {"request": request, "messages": sent["messages"], "characters": characters}
         bench.tell("prompt", about)
 
-    def _model(self) -> "ModelInfo":
+    def _model(self, bench: "Workbench") -> dict[str, Any]:
         """What the API says about the model.
 
         Raises:
@@ -262,14 +270,20 @@ class Claude:
         """
         import anthropic
 
-        name, models = self.options.model, self.client.sdk.with_options(max_retries=4).models
+        name, models = self.options.model, self.client.sdk.models
+
+        def failed(**about: Any) -> None:
+            bench.tell("request.failed", {**about, "tokens": 0, "usd": 0.0})
+
         try:
-            info = models.retrieve(name)
-        except anthropic.NotFoundError as error:
-            known = ", ".join(model.id for model in models.list(limit=20).data)
-            raise CodaError(f"no model {name}", hint=f"known: {known}") from error
-        except anthropic.APIError as error:
-            raise Stopped(f"the API cannot be asked about {name}: {error.message}") from error
-        if info.lifecycle == "retired":
+            info = self.client.model(name, 60 * self.options.budget.minutes, failed)
+        except Stopped as stop:
+            if not isinstance(stop.__cause__, anthropic.NotFoundError):
+                raise
+            known = ""
+            with contextlib.suppress(anthropic.APIError, AttributeError, TypeError):
+                known = ", ".join(model.id for model in models.list(limit=20).data)
+            raise CodaError(f"no model {name}", hint=known and f"known: {known}") from stop
+        if info.get("lifecycle") == "retired":
             raise CodaError(f"the model {name} is retired", hint="choose another with --model")
         return info

@@ -175,7 +175,8 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The message: `id`, `model`, `stop_reason`, `stop_details`, `usage` as `used` gives it,
         and `content`, of which is left what the API takes back: no blank text, no thinking cut off
-        before its signature, no block or field of a kind that is not known.
+        before its signature, no block or field of a kind that is not known, and under another id
+        a call that has an earlier one's.
 
         Raises:
             Broken: it is not whole, or makes no sense.

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from coda_agent.agent.authors.claude.answer import Answer, Broken
 from coda_agent.primitives.errors import CodaError
 
@@ -94,23 +96,53 @@ class Client:
         Raises:
             Stopped: no attempt succeeded, or none could.
         """
+        sent = (block for message in request["messages"] for block in message["content"])
+        taken = {block["id"] for block in sent if block["type"] == "tool_use"}
+        answer = Answer(taken)
+
+        def read() -> dict[str, Any]:
+            nonlocal answer
+            answer = Answer(taken)
+            return self._read(request, answer)
+
+        return self._tried(read, left_s, lambda **about: failed(**about, usage=answer.used()))
+
+    def model(self, name: str, left_s: float, failed: Callable[..., None]) -> dict[str, Any]:
+        """What the API says about a model; `failed` is told as by `respond`.
+
+        Raises:
+            Stopped: no attempt succeeded, or none could.
+        """
+
+        def read() -> dict[str, Any]:
+            raw = self.sdk.models.with_raw_response.retrieve(name).http_response.content
+            try:
+                info = from_json(raw, allow_inf_nan=False)
+            except ValueError as error:
+                raise Broken(f"what is said about {name} is no JSON: {error}") from error
+            if not isinstance(info, dict):
+                raise Broken(f"what is said about {name} is no object")
+            return info
+
+        return self._tried(read, left_s, lambda **about: failed(**about, usage={}))
+
+    def _tried(
+        self, call: Callable[[], dict[str, Any]], left_s: float, failed: Callable[..., None]
+    ) -> dict[str, Any]:
+        """What `call` returns; it is called again where that can help."""
         import anthropic
         import httpx2
 
-        sent = (block for message in request["messages"] for block in message["content"])
-        taken = {block["id"] for block in sent if block["type"] == "tool_use"}
         end = self.clock() + max(left_s, LAST_S)
         for attempt in range(1, ATTEMPTS + 1):
             self._deadline = min(end, self.clock() + CALL_S)
-            answer = Answer(set(taken))
             try:
-                return self._read(request, answer)
+                return call()
             except (anthropic.APIError, httpx2.HTTPError, Broken) as error:
                 wait_s = retry_after(error, attempt)
                 if attempt == ATTEMPTS or (wait_s and self.clock() + wait_s > end):
                     wait_s = None
-                said = f"{type(error).__name__}: {error}"[:2000]
-                failed(error=said, wait_s=wait_s, usage=answer.used())
+                failed(error=f"{type(error).__name__}: {error}"[:2000], wait_s=wait_s)
                 if wait_s is None:
                     raise Stopped(f"the model did not answer: {_first_line(error)}") from error
                 self.sleep(wait_s)

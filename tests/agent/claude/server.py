@@ -19,7 +19,8 @@ MODEL = "claude-opus-5-5"
 @dataclass
 class Reply:
     """One answer. `cut` sends only so many bytes of the stream and drops the connection; `before`
-    is called before each event is sent."""
+    is called before each event is sent; `edit` changes the events, and may put bytes in their
+    place."""
 
     content: list[dict[str, Any]] = field(default_factory=list)
     stop_reason: str | None = "tool_use"
@@ -32,6 +33,7 @@ class Reply:
     chunked: bool = True
     pings: int = 0
     before: Callable[[int], None] = lambda _: None
+    edit: Callable[[list[Any]], list[Any]] = lambda events: events
     model: str = MODEL
 
 
@@ -51,6 +53,15 @@ def error(status: int, type: str, message: str = "no", **more: Any) -> Reply:
 
 def events(reply: Reply, number: int) -> Iterator[bytes]:
     """The stream of a reply, one event at a time."""
+    for event in reply.edit(list(_events(reply, number))):
+        yield event if isinstance(event, bytes) else _encoded(event)
+
+
+def _encoded(event: dict[str, Any]) -> bytes:
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+
+
+def _events(reply: Reply, number: int) -> Iterator[dict[str, Any]]:
     used = {"input_tokens": 100, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
     used |= reply.usage
     start = {
@@ -92,8 +103,8 @@ def events(reply: Reply, number: int) -> Iterator[bytes]:
     yield _event("message_stop", {})
 
 
-def _event(type: str, data: dict[str, Any]) -> bytes:
-    return f"event: {type}\ndata: {json.dumps({'type': type, **data})}\n\n".encode()
+def _event(type: str, data: dict[str, Any]) -> dict[str, Any]:
+    return {"type": type, **data}
 
 
 def _parts(raw: str) -> list[str]:
@@ -101,7 +112,8 @@ def _parts(raw: str) -> list[str]:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a script until closed; `bodies` are the Messages requests it received."""
+    """Serves a script until closed; `bodies` are the Messages requests it received, `infos` the
+    status, the document and the headers of the first answers about the model."""
 
     daemon_threads = True
 
@@ -110,6 +122,8 @@ class Server(ThreadingHTTPServer):
         self.script, self.bodies = script, list[bytes]()
         self.headers: list[dict[str, str]] = []
         self.number, self.keep = 0, True
+        self.infos: list[Any] = []
+        self.models: Any = None
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -140,7 +154,10 @@ class Handler(BaseHTTPRequestHandler):
             "lifecycle": "active", "max_input_tokens": 200_000, "max_tokens": 64_000,
         }  # fmt: skip
         if name == "models":
-            self._json(200, {"data": [info], "has_more": False, "first_id": None, "last_id": None})
+            some = {"data": [info], "has_more": False, "first_id": None, "last_id": None}
+            self._json(200, self.server.models or some)
+        elif name == MODEL and self.server.infos:
+            self._json(*self.server.infos.pop(0))
         elif name == MODEL:
             self._json(200, info)
         else:
@@ -187,7 +204,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or not reply.chunked
 
     def _json(self, status: int, document: Any, headers: dict[str, str] | None = None) -> None:
-        raw = json.dumps(document).encode()
+        raw = document if isinstance(document, bytes) else json.dumps(document).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name.replace("_", "-"), value)
