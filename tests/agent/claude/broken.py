@@ -1,6 +1,7 @@
 """Ways in which a stream makes no sense, as changes of the events of `PAIR`."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ BROKEN: dict[str, Callable[[list[Any]], list[Any]]] = {
     "no usage at the start": edited(START, message__usage=...),
     "null usage at the start": edited(START, message__usage=None),
     "no usage at the end": edited(LAST, usage=...),
+    "a count that is not a number": edited(LAST, usage__output_tokens=math.nan),
     "usage that is a list": edited(LAST, usage=[1]),
     "no message": edited(START, message=[]),
     "no delta": edited(DELTA, delta=None),

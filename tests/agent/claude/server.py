@@ -19,8 +19,8 @@ MODEL = "claude-opus-5-5"
 @dataclass
 class Reply:
     """One answer. `cut` sends only so many bytes of the stream and drops the connection; `before`
-    is called before each event is sent; `edit` changes the events, and may put bytes in their
-    place."""
+    is called before each event is sent; `edit` changes the events, and may put bytes in
+    the place of one, or what is no object."""
 
     content: list[dict[str, Any]] = field(default_factory=list)
     stop_reason: str | None = "tool_use"
@@ -28,7 +28,7 @@ class Reply:
     details: dict[str, Any] | None = None
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
-    error: dict[str, Any] | None = None
+    error: dict[str, Any] | bytes | None = None
     cut: int | None = None
     chunked: bool = True
     pings: int = 0
@@ -57,8 +57,10 @@ def events(reply: Reply, number: int) -> Iterator[bytes]:
         yield event if isinstance(event, bytes) else _encoded(event)
 
 
-def _encoded(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
+def _encoded(event: Any) -> bytes:
+    name = event.get("type") if isinstance(event, dict) else "odd"
+    data = event if isinstance(event, str) else json.dumps(event)
+    return f"event: {name}\ndata: {data}\n\n".encode()
 
 
 def _events(reply: Reply, number: int) -> Iterator[dict[str, Any]]:
@@ -166,17 +168,19 @@ class Handler(BaseHTTPRequestHandler):
             )
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
+        sent = self.rfile.read(int(self.headers["content-length"]))
         if "count_tokens" in self.path:
             self._json(200, {"input_tokens": 12345})
             return
         number, self.server.number = self.server.number, self.server.number + 1
         if self.server.keep:
             self.server.headers.append({k.lower(): v for k, v in self.headers.items()})
-            self.server.bodies.append(body)
-        reply = self.server.script(json.loads(body), number)
+            self.server.bodies.append(sent)
+        reply = self.server.script(json.loads(sent), number)
         if reply.error is not None:
-            self._json(reply.status, {"type": "error", "error": reply.error}, reply.headers)
+            body = reply.error
+            body = body if isinstance(body, bytes) else {"type": "error", "error": body}
+            self._json(reply.status, body, reply.headers)
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
