@@ -129,7 +129,7 @@ class Prices:
             fresh * price.input
             + read * price.read
             + hour * price.write_1h
-            + (written - hour) * price.write_5m
+            + max(0, written - hour) * price.write_5m
             + (usage.get("output_tokens") or 0) * price.output
         )
 

@@ -130,8 +130,10 @@ def test_an_answer_whose_bill_makes_no_sense_costs_what_was_reserved(
     billed = [event.data for event in log if event.type == "response"]
     assert [round(about["usd"], 4) for about in billed] == reserved
     for about in billed:
-        (entry,) = about["usage"]["iterations"]
-        assert math.isclose(entry["input_tokens"] * 8e-6 + 20_000 * 20e-6, about["usd"])
+        entries = about["usage"]["iterations"]
+        assert all(entry["output_tokens"] == 20_000 for entry in entries)
+        usd = sum(entry["input_tokens"] * 8e-6 + 20_000 * 20e-6 for entry in entries)
+        assert math.isclose(usd, about["usd"])
     assert summary(log).usd == pytest.approx(sum(reserved), abs=1e-3)
 
 
@@ -162,6 +164,17 @@ def test_a_call_runs_only_where_the_turn_stopped_for_it(where: Any, serve: Any) 
     for why, number in zip(reasons, (1, 2, 4), strict=True):
         (result,) = results(sent[number])
         assert result["is_error"] and f"cut off ({why})" in result["content"]
+
+
+def test_an_input_as_deep_as_the_parser_lets_through_is_logged(where: Any, serve: Any) -> None:
+    deep: Any = "static"
+    for _ in range(190):
+        deep = {"level": deep}
+    server = serve([Reply([call("check", deep, "d")]), *WHOLE])
+    accepted(where, generate(where, author()))
+    (result,) = results(server.requests()[1])
+    assert result["is_error"] and "level: Input should be" in result["content"]
+    assert server.requests()[1]["messages"][1]["content"][0]["input"] == deep
 
 
 def test_a_refusal_with_a_call_runs_nothing_and_resumes(where: Any, serve: Any) -> None:

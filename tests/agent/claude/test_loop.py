@@ -571,6 +571,12 @@ def test_a_long_prompt_costs_its_tier() -> None:
     assert math.isclose(prices.cost({"input_tokens": 100_001, "output_tokens": 0}), 0.0500005)
 
 
+def test_what_is_written_for_an_hour_takes_nothing_off_the_bill() -> None:
+    written = {"cache_creation_input_tokens": 0, "output_tokens": 0, "input_tokens": 0}
+    usage = {**written, "cache_creation": {"ephemeral_1h_input_tokens": 1000}}
+    assert math.isclose(Prices("claude-opus-5-5").cost(usage), 1000 * 8e-6)
+
+
 def test_the_fold_is_the_state(where: Any, serve: Any) -> None:
     """What the log says and what the server was sent are one conversation."""
     server = serve(WHOLE)
