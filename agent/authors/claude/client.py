@@ -31,7 +31,7 @@ LAST_S = 600.0
 SILENCE_S = 120.0
 """Without a byte for this long the connection is dead; the server pings every few seconds."""
 LARGEST = 32 * 2**20
-"""Bytes of an answer; one of 20k tokens has five million with all that goes around them."""
+"""Bytes of an answer; 20k tokens, each in an event of 140 bytes, are three million."""
 _FINAL = ("spend_limit", "credit", "billing", "payment")
 """Words of error codes that a retry cannot mend, whatever the status."""
 
