@@ -1,19 +1,20 @@
 """Operations that a program brings along: meaning by a name of torch's, lowering in PTX.
 
-The text is data. It is parsed against a list of register-to-register instructions on float32, so it
-cannot touch memory, branch or synchronise, and the interpreter never runs it: there an operation is
-what torch says. That the two agree is for the judge to find on a GPU.
+The text is data. It is parsed against a list of register-to-register instructions, so it cannot
+touch memory, branch or synchronise, and every register is set before it is read. In float32 the
+interpreter runs the instructions (`ptx_run.py`), in float64 it computes what torch says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import OPS, Op, Operand, Value, record
+from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
 
 MEANINGS = {
     "asinh": 1, "atan": 1, "atan2": 2, "ceil": 1, "copysign": 2, "cosh": 1, "erfc": 1, "exp2": 1,
@@ -22,18 +23,21 @@ MEANINGS = {
 }  # fmt: skip
 """Elementwise functions of torch that may be named, and how many values each takes."""
 
-_INSTRUCTIONS = (
-    "abs", "add", "and", "copysign", "cos", "cvt", "div", "ex2", "fma", "lg2", "max", "min", "mov",
-    "mul", "neg", "not", "or", "rcp", "rsqrt", "selp", "setp", "shl", "shr", "sin", "sqrt", "sub",
-    "tanh", "xor",
-)  # fmt: skip
 _MAX_STATEMENTS = 32
-_NUMBER = r"-?(?:0[fF][0-9a-fA-F]{8}|0[xX][0-9a-fA-F]+|\d+(?:\.\d+)?)"
-_REGISTER = r"(?:[a-z]\w{0,15}|\$\d)"
-_DECLARATION = re.compile(r"\.reg \.(?:f32|b32|u32|s32|pred) ([a-z]\w{0,15}(?:, ?[a-z]\w{0,15})*)")
+_NAME = r"[a-z][A-Za-z0-9_]{0,15}"
+_FLOAT = r"0[fF][0-9a-fA-F]{8}"
+_INTEGER = r"0[xX][0-9a-fA-F]{1,8}|-?(?:0|[1-9][0-9]{0,9})"
+_NUMBERS = {
+    "f32": rf"{_FLOAT}|-?[0-9]{{1,16}}\.[0-9]{{1,16}}",
+    "b32": rf"{_FLOAT}|{_INTEGER}",
+    "u32": _INTEGER,
+    "s32": _INTEGER,
+    "pred": "(?!)",
+}
+"""How ptxas takes a number where an operand of that type stands."""
+_DECLARATION = re.compile(rf"\.reg \.(f32|b32|u32|s32|pred) ({_NAME}(?:, ?{_NAME})*)")
 _INSTRUCTION = re.compile(
-    rf"(?:@!?([a-z]\w{{0,15}}) )?([a-z0-9]+)(?:\.[a-z0-9]+)+ "
-    rf"({_REGISTER}(?:, ?(?:{_REGISTER}|{_NUMBER}))*)"
+    rf"(?:@(!?{_NAME}) )?([a-z0-9]+(?:\.[A-Za-z0-9]+)+) ([\w$.-]+(?:, ?[\w$.-]+)*)"
 )
 
 
@@ -42,16 +46,17 @@ def ptx(meaning: str, code: str, *args: Operand) -> Value:
 
     `code` is instructions on float32 registers, each ended by `;`: `$0` is the result, `$1`, `$2` …
     the arguments in torch's order; `.reg .f32 t;` declares what is needed between. Arithmetic,
-    comparison, selection and conversion only. The interpreter computes torch.`meaning`; the judge
-    compares the compiled kernel with the spec, so the error of an approximation counts as yours.
-    Use it for a function the vocabulary lacks, or where one instruction does what a composition
-    needs several for. `derivative` does not see through it.
+    comparison, selection and conversion only, and nothing is read before it is set. The judge
+    compares the instructions with torch.`meaning` on all of float32, to 2⁻⁹ of each result, so a
+    small argument has to keep its digits: log(1 + x) is no log1p. Use it for a function the
+    vocabulary lacks, or where one instruction does what a composition needs several for.
+    `derivative` does not see through it.
 
     Raises:
         ProgramError: torch's function or an instruction is not on the list, or a register is not
-            declared.
+            declared, of another type, or read before it is set.
 
-        return {"O": ptx("copysign", "copysign.f32 $0, $2, $1;", log(absolute(acc) + 1.0), acc)}
+        return {"O": ptx("copysign", "copysign.f32 $0, $2, $1;", sqrt(absolute(acc)), acc)}
     """
     name = f"ptx {meaning}: {code}"
     if len(args) != (op := operation(name)).arity:
@@ -81,60 +86,131 @@ def _brought(name: str) -> Op:
         known = ", ".join(MEANINGS)
         raise ProgramError(f"ptx() gives no meaning torch.{meaning}, expected one of {known}")
     arity = MEANINGS[meaning]
-    count = _check(code, arity)
-    return Op(name, _torch(meaning), _assembly(code, arity), arity, flops=count)
+    statements, registers = _parsed(code, arity)
+    torch = _torch(meaning, statements, registers)
+    return Op(name, torch, _assembly(statements, registers, arity), arity, flops=len(statements))
 
 
-def _check(code: str, arity: int) -> int:
-    """Number of instructions in `code`.
+def _parsed(code: str, arity: int) -> tuple[list[Statement], dict[str, str]]:
+    """The instructions of `code`, and the type of each register.
 
     Raises:
-        ProgramError: a statement is not one of an instruction on the list and known registers.
+        ProgramError: a statement is not one of an instruction on the list and known registers of
+            its types, or a register is read before it is set.
     """
-    *statements, rest = (" ".join(part.split()) for part in code.split(";"))
-    if rest or not 1 <= len(statements) <= _MAX_STATEMENTS:
+    *texts, rest = (" ".join(part.split()) for part in code.split(";"))
+    if rest or not 1 <= len(texts) <= _MAX_STATEMENTS:
         raise ProgramError(
             f"ptx() takes 1 to {_MAX_STATEMENTS} statements, each ended by a semicolon"
         )
-    known = {f"${i}" for i in range(arity + 1)}
-    count, written = 0, False
-    for statement in statements:
-        if declared := _DECLARATION.fullmatch(statement):
-            known |= set(re.split(r", ?", declared[1]))
-            continue
-        found = _INSTRUCTION.fullmatch(statement)
-        if found is None or found[2] not in _INSTRUCTIONS:
+    registers = {f"${i}": "f32" for i in range(arity + 1)}
+    statements = []
+    for text in texts:
+        if declared := _DECLARATION.fullmatch(text):
+            for name in re.split(r", ?", declared[2]):
+                if name in registers:
+                    raise ProgramError(f"ptx(): {name!r} in {text!r} is declared already")
+                registers[name] = declared[1]
+        else:
+            statements.append(_statement(text, registers))
+    _check_set(statements, registers)
+    return statements, registers
+
+
+def _statement(text: str, registers: Mapping[str, str]) -> Statement:
+    found = _INSTRUCTION.fullmatch(text)
+    known = form(found[2]) if found else None
+    if found is None or known is None:
+        mnemonic = found[2].partition(".")[0] if found else ""
+        listed = forms(mnemonic) or [f"instructions: {', '.join(MNEMONICS)}"]
+        raise ProgramError(
+            f"ptx() does not take {text!r}",
+            hint=f"{'; '.join(listed)}; operands: $0, $1 …, registers declared by `.reg .f32 t;`, "
+            "numbers",
+        )
+    guard, operands = found[1] or "", re.split(r", ?", found[3])
+    if len(operands) != len(known.types):
+        raise ProgramError(f"ptx(): {found[2]!r} in {text!r} takes {len(known.types)} operands")
+    types = [*zip(operands, known.types, strict=True)]
+    types += [(guard.removeprefix("!"), "pred")] if guard else []
+    for i, (operand, type) in enumerate(types):
+        if operand not in registers:
+            if operand[0].isalpha() or operand[0] == "$" or i == 0:
+                raise ProgramError(f"ptx(): {operand!r} in {text!r} is not declared")
+            if not re.fullmatch(_NUMBERS[type], operand):
+                raise ProgramError(
+                    f"ptx(): {operand!r} in {text!r} is no number of type {type}",
+                    hint="1.0, or 0f and the eight digits of its bits, is an f32; 1 and 0x1f are "
+                    "integers",
+                )
+        elif not _suits(registers[operand], type):
             raise ProgramError(
-                f"ptx() does not take {statement!r}",
-                hint=f"instructions: {', '.join(_INSTRUCTIONS)}; operands: $0, $1 …, registers "
-                "declared by `.reg .f32 t;`, numbers",
+                f"ptx(): {operand!r} in {text!r} is declared {registers[operand]}, expected {type}",
+                hint="a b32 register serves as f32, u32 and s32 too; cvt converts",
             )
-        target, *sources = re.split(r", ?", found[3])
-        used = [found[1] or "$0", target, *(s for s in sources if re.fullmatch(_REGISTER, s))]
-        if unknown := [u for u in used if u not in known]:
-            raise ProgramError(f"ptx(): {unknown[0]!r} in {statement!r} is not declared")
-        if target.startswith("$") and target != "$0":
-            raise ProgramError(f"ptx() may write no argument: {statement!r}")
-        written |= target == "$0"
-        count += 1
-    if not written:
-        raise ProgramError("ptx() never writes $0, the result")
-    return count
+    target, *sources = operands
+    if target.startswith("$") and target != "$0":
+        raise ProgramError(f"ptx() may write no argument: {text!r}")
+    return Statement(text, guard, known, target, tuple(sources))
 
 
-def _torch(meaning: str) -> Callable[..., Any]:
+def _suits(declared: str, type: str) -> bool:
+    """Whether ptxas takes a register for an operand of that type."""
+    kinds = {declared, type}
+    return len(kinds) == 1 or kinds == {"u32", "s32"} or ("b32" in kinds and "pred" not in kinds)
+
+
+def _check_set(statements: Sequence[Statement], registers: Mapping[str, str]) -> None:
+    """Every register is set before it is read, `$0` in the end, whatever predicates hold.
+
+    Raises:
+        ProgramError: one is not.
+    """
+    # Under which guards each register is set: "" under none. "p" and "!p" count while p is kept.
+    under = {name: {""} for name in registers if name[0] == "$" and name != "$0"}
+    hint = "under @p set it under @!p too, before p changes, or before both without a predicate"
+    for s in statements:
+        read = [(s.guard.removeprefix("!"), "")] if s.guard else []
+        read += [(name, s.guard) for name in s.sources if name in registers]
+        for name, guard in read:
+            if not under.get(name, set()) & {"", guard}:
+                raise ProgramError(
+                    f"ptx(): {name!r} in {s.text!r} is read before it is set", hint=hint
+                )
+        changed = {s.target, f"!{s.target}"}
+        for guards in under.values():
+            guards -= changed
+        held = under.setdefault(s.target, set())
+        held |= {s.guard} - changed
+        if {s.guard, f"!{s.guard}"} <= held or {s.guard, s.guard[1:]} <= held:
+            held.add("")
+    if "" not in under.get("$0", ()):
+        raise ProgramError("ptx() does not set $0, the result, in every case", hint=hint)
+
+
+def _torch(
+    meaning: str, statements: Sequence[Statement], registers: Mapping[str, str]
+) -> Callable[..., Any]:
+    """Of float32 the instructions, of float64 what they mean."""
+
     def call(*args: Any) -> Any:
         import torch
 
         like = next(a for a in args if isinstance(a, torch.Tensor))
-        return getattr(torch, meaning)(
-            *(torch.as_tensor(a, dtype=like.dtype, device=like.device) for a in args)
-        )
+        args = tuple(torch.as_tensor(a, dtype=like.dtype, device=like.device) for a in args)
+        if like.dtype is torch.float32:
+            return run(statements, registers, *args)
+        return getattr(torch, meaning)(*args)
 
     return call
 
 
-def _assembly(code: str, arity: int) -> Callable[..., Any]:
+def _assembly(
+    statements: Sequence[Statement], registers: Mapping[str, str], arity: int
+) -> Callable[..., Any]:
+    declared = [f".reg .{type} {name}" for name, type in registers.items() if name[0] != "$"]
+    code = " ".join(f"{text};" for text in [*declared, *(s.text for s in statements)])
+
     def call(*args: Any) -> Any:
         from cutlass import Float32
         from cutlass._mlir.dialects import llvm

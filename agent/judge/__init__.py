@@ -178,6 +178,7 @@ class _Trial:
 
     def _compile(self, result: GateResult) -> None:
         from coda_agent.agent.judge import compile_gate
+        from coda_agent.agent.judge.instructions import check_instructions
         from coda_agent.agent.judge.pool import warm_pool
         from coda_agent.primitives.errors import CompileError
         from coda_agent.primitives.tiles import TileConfig
@@ -188,6 +189,7 @@ class _Trial:
             result.findings = [Finding(message=error.message, hint=error.hint)]
             return
         result.findings = compile_gate.check_signature(self.spec, self.programs)
+        result.findings += check_instructions(self.programs)
         if result.findings:
             return
         m, n, k = self.spec.gemm_dims
