@@ -21,9 +21,9 @@ WHY = """
 - `ptx` names a function of torch, which is what the operation means, and gives its instructions:
   `$0` is the result, `$1` and `$2` the arguments in torch's order. PTX's copysign takes the sign
   first.
-- The interpreter computes torch's function, so a wrong instruction shows only on a GPU: check
-  there before you trust it.
-- Reach for it last. A composition of the vocabulary is checked everywhere, and has a derivative.
+- The instructions are compared with torch's function on all of float32, without a GPU too: small,
+  huge and negative arguments count, whatever the kernel will see.
+- Reach for it last. A composition of the vocabulary has a derivative.
 """
 
 

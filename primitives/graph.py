@@ -77,7 +77,8 @@ class Op:
 
     Attributes:
         name: Its name in programs and graphs.
-        torch: Meaning on torch tensors; the definition of the operation.
+        torch: Meaning on torch tensors; the definition of the operation. On float32, one that a
+            program brought along runs its instructions.
         cute: Lowering on CuTeDSL Float32 scalars.
         arity: How many arguments it takes.
         flops: Floating-point operations an element, counting a transcendental as one.

@@ -2,6 +2,8 @@
 
 - The accumulator is kept in `compute` precision (float32 as on the GPU, float64 as an exact
   reading).
+- Operations that a program brings along run their PTX in float32, and are what torch says in
+  float64.
 - Values are rounded only at stores, to the output's dtype.
 - Reductions produce the same partials as the kernel: one for each block of columns, or rows, a
   ragged last one included.

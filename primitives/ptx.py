@@ -87,8 +87,8 @@ def _brought(name: str) -> Op:
         raise ProgramError(f"ptx() gives no meaning torch.{meaning}, expected one of {known}")
     arity = MEANINGS[meaning]
     statements, registers = _parsed(code, arity)
-    torch = _torch(meaning, statements, registers)
-    return Op(name, torch, _assembly(statements, registers, arity), arity, flops=len(statements))
+    computed = _computed(meaning, statements, registers)
+    return Op(name, computed, _assembly(statements, registers, arity), arity, flops=len(statements))
 
 
 def _parsed(code: str, arity: int) -> tuple[list[Statement], dict[str, str]]:
@@ -188,7 +188,7 @@ def _check_set(statements: Sequence[Statement], registers: Mapping[str, str]) ->
         raise ProgramError("ptx() does not set $0, the result, in every case", hint=hint)
 
 
-def _torch(
+def _computed(
     meaning: str, statements: Sequence[Statement], registers: Mapping[str, str]
 ) -> Callable[..., Any]:
     """Of float32 the instructions, of float64 what they mean."""
@@ -216,7 +216,8 @@ def _assembly(
         from cutlass._mlir.dialects import llvm
 
         values = [Float32(a).ir_value() for a in args]
-        constraints = "=f" + ",f" * arity
+        # Early clobber: $0 may be written before the last argument is read.
+        constraints = "=&f" + ",f" * arity
         # Free of side effects, so that equal ones are computed once and unused ones not at all.
         return Float32(
             llvm.inline_asm(

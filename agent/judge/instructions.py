@@ -75,11 +75,9 @@ def _arguments(arity: int) -> list[torch.Tensor]:
     import torch
 
     info, g = torch.finfo(torch.float32), torch.Generator().manual_seed(0)
-    plain = torch.arange(0.0, 4.5, 0.5).tolist() + [10.0, 20.0, 100.0, 1000.0, 2.0**24]
+    plain = [*(i / 2 for i in range(9)), 10.0, 20.0, 100.0, 1000.0, 2.0**24]
     edges = [info.max, info.tiny, info.tiny * info.eps, torch.inf]
-    sizes = torch.tensor([*plain, *edges])
-    some = torch.stack([sizes, -sizes], 1).flatten()
-    some = torch.cat([some, torch.tensor([torch.nan])])
+    some = torch.tensor([*(s * x for x in [*plain, *edges] for s in (1.0, -1.0)), torch.nan])
     grid = torch.meshgrid(*[some] * arity, indexing="ij")
     columns = []
     for x in grid:
