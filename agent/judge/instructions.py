@@ -3,7 +3,9 @@
 They run on the CPU over all of float32, not only what the spec draws: every exponent in both signs,
 small integers and their halves, the ends of the range, infinities, NaN.
 
-- A result may be off by 2⁻⁹ of its size. One approximation of a GPU errs by at most 2⁻¹¹ (tanh).
+- A result may be off by 2⁻⁹ of its size. One approximation of a GPU errs by at most 2⁻¹¹ (tanh),
+  but for lg2 near 1 and sin and cos near their roots. Here they are the nearest float32, so what a
+  GPU's own errors grow to in later instructions is seen there alone.
 - A subnormal number may count as 0, as it does with `.ftz`.
 - Where torch's function is infinite, NaN, or beyond float32, the result may be any of infinity and
   NaN, and has to be one. Elsewhere an intermediate value that overflows is no excuse.

@@ -65,6 +65,27 @@ def test_the_kernel_and_the_demonstration_that_bring_one_pass() -> None:
     assert check_instructions({**programs, "own_instruction": own_instruction}) == []
 
 
+@pytest.mark.parametrize(("old", "new"), [
+    ("0.125;", "0.0000001;"),  # 1 + x with few digits of x left
+    ("0.125;", "0.75;"),  # the polynomial too far out
+    ("t, u, small", "u, t, small"),
+    ("t, 1.0;", "t, 1.01;"),
+    ("0.6931471806", "0.7031471806"),
+    ("-0.49998751", "0.49998751"),
+    ("setp.lt", "setp.gt"),
+    ("abs.f32 size", "mov.f32 size"),  # right above 0 alone
+])  # fmt: skip
+def test_mutants_of_the_kernels_logarithm_are_refused(old: str, new: str) -> None:
+    program = load_kernel(ROOT / "generated" / "gemm_symlog").programs["gemm_symlog"]
+    (op,) = (n.op for n in program.graph.nodes if n.op.startswith("ptx log1p"))
+    code = op.removeprefix("ptx log1p: ")
+    assert check_instructions(brought("log1p", code)) == []
+    assert (
+        code.count(old) == 1
+        and len(check_instructions(brought("log1p", code.replace(old, new)))) == 1
+    )
+
+
 @pytest.mark.parametrize(("meaning", "code", "said"), [
     ("copysign", "mov.f32 $0, $1;", "of (0.5, -0) they make 0.5, torch.copysign -0.5"),
     ("copysign", "copysign.f32 $0, $1, $2;", "of (0, 0.5) they make 0.5, torch.copysign 0"),

@@ -18,6 +18,8 @@ from coda_agent.agent.runs import Replay
 TRAJECTORIES = Path(__file__).parents[2] / "logs" / "trajectories"
 RUNS = sorted(path.parent for path in TRAJECTORIES.glob("*/events.jsonl"))
 ON_A_GPU = ("gpu", "benchmark")
+FALSE_PASSES = {"3a059348f4d5"}
+"""Candidates that passed when no instruction ran without a GPU: copysign's arguments swapped."""
 
 
 @pytest.fixture
@@ -43,10 +45,14 @@ def attempts(events: list[Event]) -> list[tuple[Any, ...]]:
 def test_a_trajectory_gets_the_verdicts_it_got(where: workspace.Workspace, run: Path) -> None:
     events = read_events(run / "events.jsonl")
     who, log = replayed(where, run / "spec.md", events)
-    assert who.differences == []
+    was = attempts(events)
+    now = [(check, text, passed and text not in FALSE_PASSES) for check, text, passed in was]
+    refused = len([one for one, other in zip(was, now, strict=True) if one != other])
+    said = [difference.partition(": attempt")[0] for difference in who.differences]
+    assert said == ["check: was a pass, is a refusal"] * refused
     assert all(said.startswith(("check: ", "benchmark: ", "profile: ")) for said in who.skipped)
-    assert attempts(read_events(log)) == attempts(events) != []
-    assert attempts(events)[-1][0::2] == ("submit", True)
+    assert attempts(read_events(log)) == now != []
+    assert now[-1][0::2] == ("submit", True)
 
 
 def test_a_trajectory_with_another_program_does_not(where: workspace.Workspace) -> None:
