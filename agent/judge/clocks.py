@@ -79,9 +79,9 @@ class Gpu:
         for _ in range(_FLUSHES):
             self._scratch.zero_()
 
-    def spin(self) -> None:
-        """A kernel known by its name, about 0.1 ms."""
-        self._cuda._sleep(200_000)
+    def spin(self, time_us: float = 100.0) -> None:
+        """A kernel known by its name, of about so long: an H200's clock is 1.98 GHz at most."""
+        self._cuda._sleep(int(2000 * time_us))
 
     def trace(self, body: Callable[[], None]) -> list[Span]:
         """What ran on the device while `body` did; nothing where CUPTI cannot be had."""

@@ -11,8 +11,8 @@
   call about which events and host disagree does not count: a busy host is late now and then, and
   then more rounds are run. A contender of which they agree in at most half as many rounds as of an
   empty call, or about which CUPTI disagrees, has no times.
-- A result is a median; a comparison is the median of the rounds' ratios. Intervals are order
-  statistics: exact whatever the noise, since the order within a round is random.
+- That regime is called warm. `steady` times another: one call back to back until its own power
+  draw has set the clock. idle, where the GPU waited for the host before a call, is not timed here.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.clocks import SPIN, Gpu, Span, busy_us
 from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import gpu_state, require_idle
-from coda_agent.primitives.errors import MachineError
+from coda_agent.agent.judge.samples import MISS, Samples, different, interval, speedup
 
 __all__ = [
-    "PROTOCOL", "Samples", "a_a", "different", "gpu_state", "interleave", "interval",
-    "require_idle", "speedup",
+    "MISS", "PROTOCOL", "Samples", "a_a", "different", "gpu_state", "interleave", "interval",
+    "require_idle", "speedup", "steady",
 ]  # fmt: skip
 
 # Of 0.18 ms each on an H200. After eight, ratios of kernels to cuBLAS were within 0.02 of those in
@@ -52,102 +51,11 @@ _PAUSES_S = (0.0, 2.0, 10.0)  # before it is tried, and tried again where that w
 _NOTHING = ""  # the name of the empty call
 _TRACED = 3  # rounds under the profiler
 _FINAL_ROUNDS = 30  # from here on a measurement is no search, and is traced
-# A kernel compared with itself is called different with probability MISS at most: 0.4 times in 200
-# comparisons on average, more than twice with probability 0.8 %. Differences below MIN_EFFECT are
-# not called at all.
-MISS, MIN_EFFECT = 0.002, 0.005
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Times of one contender.
-
-    Attributes:
-        times_us: Microseconds, one a round that counts; none where the clocks disagree.
-        clock: How they were measured, and what each clock said.
-        fault: Why there are no times.
-        rounds: The rounds that count; by default the first ones.
-    """
-
-    times_us: tuple[float, ...]
-    clock: Mapping[str, Any] = field(default_factory=dict)
-    fault: str = ""
-    rounds: tuple[int, ...] = ()
-
-    def by_round(self) -> dict[int, float]:
-        """The times by round.
-
-        Raises:
-            MachineError: there are none.
-        """
-        return dict(zip(self.rounds or range(len(self.times_us)), self.trusted_us, strict=True))
-
-    @property
-    def trusted_us(self) -> tuple[float, ...]:
-        """The times.
-
-        Raises:
-            MachineError: there are none.
-        """
-        if self.fault:
-            raise MachineError(self.fault)
-        return self.times_us
-
-    @property
-    def median_us(self) -> float:
-        return statistics.median(self.trusted_us)
-
-    def interval_us(self) -> tuple[float, float]:
-        """95 % interval of the median."""
-        return interval(self.trusted_us, 0.05)
-
-    def to_dict(self) -> dict[str, Any]:
-        if self.fault:
-            return {"fault": self.fault, "clock": dict(self.clock)}
-        low, high = self.interval_us()
-        return {
-            "median_us": round(self.median_us, 3),
-            "interval_us": [round(low, 3), round(high, 3)],
-            "times_us": [round(t, 2) for t in self.times_us],
-            "clock": dict(self.clock),
-        }
-
-
-def speedup(ours: Samples, other: Samples) -> dict[str, float]:
-    """How many times faster `ours` is: median of the rounds' ratios, and its 99.8 % interval.
-
-    Raises:
-        MachineError: one of them has no times, or they have no round in common.
-    """
-    own, theirs = ours.by_round(), other.by_round()
-    ratios = [theirs[i] / own[i] for i in own.keys() & theirs.keys()]
-    if not ratios:
-        raise MachineError("the clocks disagree: no round of both counts")
-    low, high = interval(ratios, MISS)
-    return {"ratio": round(statistics.median(ratios), 4), "low": round(low, 4),
-            "high": round(high, 4)}  # fmt: skip
-
-
-def different(ratio: Mapping[str, float]) -> bool:
-    """Whether a `speedup` shows that one of the two is faster."""
-    return ratio["low"] > 1 + MIN_EFFECT or ratio["high"] < 1 - MIN_EFFECT
-
-
-def interval(values: Sequence[float], miss: float) -> tuple[float, float]:
-    """Order statistics that miss the median of the values' distribution with probability `miss` at
-    most; the extremes where there are too few values for that (below 10 for `MISS`)."""
-    ordered, k = sorted(values), _rank(len(values), miss)
-    return ordered[k - 1], ordered[-k]
-
-
-@lru_cache(maxsize=64)
-def _rank(n: int, miss: float) -> int:
-    """The largest k with 2 P(X < k) ≤ miss, X binomial(n, 1/2); at least 1."""
-    below, k = 0, 0
-    while k < n // 2 and 2 * (below + math.comb(n, k)) <= miss * 2**n:
-        below += math.comb(n, k)
-        k += 1
-    return max(k, 1)
+_STEADY_US = 100e3  # of calls back to back, the second half timed; three contenders take 1 s
+_LEAST_CALLS = 8
+# A stream holds some 1000 launches. Beyond, the host waits, and a slower one is never ahead again.
+_QUEUED_CALLS = 250
+_LEAD_US = 2000.0  # the host begins so much ahead of the device
 
 
 @lru_cache(maxsize=1)
@@ -241,7 +149,7 @@ def _interleaved(
         kept = _kept(seen, hidden[name])
         typical = statistics.median(hidden[name])
         clock: dict[str, Any] = {
-            "method": "events, host" + ", kernels" * bool(traced),
+            "regime": "warm", "method": "events, host" + ", kernels" * bool(traced),
             "hidden_us": round(typical, 2), "products": products, "left_out": len(seen) - len(kept),
             "persisting_l2": gpu.persisting_l2,
         }  # fmt: skip
@@ -298,6 +206,94 @@ def _window(gpu: Any, call: Callable[[], Any], products: int) -> _Reading:
     unseen = gpu.now_us() - opened - gpu.elapsed_us(first, stop)
     product = gpu.elapsed_us(first, start) / products
     return _Reading(gpu.elapsed_us(start, stop), unseen, host, product)
+
+
+def steady(
+    contenders: Mapping[str, Callable[[int], Any]],
+    *,
+    rounds: int = 3,
+    before: Callable[[str, int], None] | None = None,
+    after: Callable[[str, int], None] | None = None,
+    gpu: Any = None,
+) -> dict[str, Samples]:
+    """Time every contender's calls back to back, some 100 ms of them, in `rounds` random orders.
+
+    Only the second half counts. A spin holds the device until the host is far enough ahead, so host
+    time stays out. A stream does not count where the device had to wait for the host, or where
+    events and host disagree about it; up to twice as many rounds are run until enough count.
+
+    Args:
+        contenders: As for `interleave`, called before; each call with its number in the stream.
+        rounds: Streams of each.
+        before: Called with (name, 0) before each stream: to put back what calls change in place.
+        after: Called with (name, number of the last call) after each stream: to verify the output.
+        gpu: Another device than torch's current one, for tests.
+
+    Returns:
+        By name: microseconds a call, one a stream. Samples without times say why.
+    """
+    gpu = gpu or _gpu()
+    before, after = before or (lambda *_: None), after or (lambda *_: None)
+    plans = {name: _plan(gpu, call) for name, call in contenders.items()}
+    times: dict[str, dict[int, float]] = {name: {} for name in contenders}
+    faults: dict[str, str] = {}
+    for i in range(2 * rounds):
+        if all(len(known) >= rounds for known in times.values()):
+            break
+        for name in random.sample(list(contenders), len(contenders)):
+            calls, lead_us = plans[name]
+            before(name, 0)
+            time_us, fault = _stream(gpu, contenders[name], calls, lead_us)
+            after(name, calls - 1)
+            if fault:
+                faults[name] = fault
+            else:
+                times[name][i] = time_us
+    found = {}
+    for name, known in times.items():
+        clock = {"regime": "steady", "method": "events, host", "calls": plans[name][0]}
+        if len(known) < rounds:
+            found[name] = Samples((), clock, faults[name])
+        else:
+            found[name] = Samples(tuple(known.values()), clock, rounds=tuple(known))
+    return found
+
+
+def _plan(gpu: Any, call: Callable[[int], Any]) -> tuple[int, float]:
+    """How many calls make a stream, and how many microseconds the host has to be ahead."""
+    _window(gpu, partial(call, 0), _LEAST_PRODUCTS)
+    once = _window(gpu, partial(call, 1), _LEAST_PRODUCTS)
+    behind = max(0.0, 1.5 * once.host_us - once.event_us)  # by so much a call
+    calls = max(_LEAST_CALLS, round(_STEADY_US / max(once.event_us, 1.0)))
+    calls = min(calls, _QUEUED_CALLS) if behind else calls
+    return calls, _LEAD_US + behind * calls
+
+
+def _stream(gpu: Any, call: Callable[[int], Any], calls: int, lead_us: float) -> tuple[float, str]:
+    """Microseconds a call in the second half of a stream, and why they do not count."""
+    gpu.settle()
+    opened = gpu.now_us()
+    first = gpu.mark()
+    gpu.spin(lead_us)
+    for i in range(calls // 2):
+        call(i)
+    middle = gpu.mark()
+    for i in range(calls // 2, calls):
+        call(i)
+    queued = gpu.now_us() - opened
+    stop = gpu.mark()
+    gpu.synchronize()
+    whole, half = gpu.elapsed_us(first, stop), gpu.elapsed_us(middle, stop)
+    unseen = gpu.now_us() - opened - whole
+    time_us = half / (calls - calls // 2)
+    if abs(unseen) > _tolerance(half):
+        return time_us, f"{_LATE} {unseen:.1f} us beside the {half:.1f} us between the events"
+    if queued > whole - time_us:
+        return (
+            time_us,
+            f"the device waited for the host, which queued {calls} calls in {queued:.0f} us",
+        )
+    return time_us, ""
 
 
 class _Traced(NamedTuple):

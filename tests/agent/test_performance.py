@@ -55,6 +55,8 @@ class Bench:
         self.times = {"gemm": 108.0, "compile": 150.0}
         self.ours = {FIRST: 110.0, SECOND: 105.0, SPLIT: 111.0}
         self.faults: dict[str, str] = {}
+        self.slower = {"ours": 1.25}  # in the steady regime
+        self.stalled: dict[str, str] = {}
         self.launches, self.wrong, self.after = [1], 0, QUIET
         self.ceiling = Ceiling(1e18, 1e15)
         self.asked: list[str] = []
@@ -72,13 +74,21 @@ class Bench:
         monkeypatch.setattr(tuner, "Cell", Cell)
         monkeypatch.setattr(tuner, "require_idle", lambda: self.asked.append("idle"))
 
-    def timed(self, cell: Any, configs: Sequence[TileConfig]) -> tuple[dict[str, Samples], int]:
+    def timed(
+        self, cell: Any, configs: Sequence[TileConfig], stream: bool
+    ) -> tuple[dict[str, Samples], dict[str, Samples], int]:
         times = {c.label: self.ours[c] for c in configs} | self.times
         clock = {"method": "events, host, kernels", "launches": self.launches}
-        return {
+        samples = {
             n: Samples(() if n in self.faults else (t,) * 50, clock, self.faults.get(n, ""))
             for n, t in times.items()
-        }, self.wrong
+        }
+        sound = [self.ours[c] for c in configs if c.label not in self.faults]
+        streams = {} if not stream or not sound else {
+            n: Samples((t * self.slower.get(n, 1),) * 3, {}, self.stalled.get(n, ""))
+            for n, t in {"ours": min(sound), **self.times}.items()
+        }  # fmt: skip
+        return samples, streams, self.wrong
 
 
 @pytest.fixture
@@ -110,6 +120,22 @@ def test_a_fast_kernel_passes_with_its_figures(bench: Bench) -> None:
         "config": SECOND.label, "median_us": 105.0, "sizes": cell["sizes"]
     }  # fmt: skip
     assert data["variants"] == []
+
+
+def test_the_steady_regime_is_recorded_and_decides_nothing(bench: Bench) -> None:
+    bench.slower = {"ours": 2.0}
+    found, data, _ = judged("gemm_bias_act")
+    assert found == []
+    for cell in data["cells"]:
+        assert cell["of_gemm"]["ratio"] == round(108 / 105, 4)
+        assert cell["steady"]["of_gemm"]["ratio"] == round(108 / 210, 4)
+        assert cell["steady"]["over_compile"]["ratio"] == round(150 / 210, 4)
+        assert cell["steady"]["times"]["ours"]["times_us"] == [210.0] * 3
+    assert not any("steady" in v for v in data["variants"])  # one figure a shape is enough
+    bench.stalled = {"compile": "the device waited for the host"}
+    found, data, _ = judged()
+    assert found == []
+    assert data["cells"][0]["steady"] == {"error": "the device waited for the host"}
 
 
 def test_a_time_below_the_measured_floor_is_no_win(bench: Bench) -> None:

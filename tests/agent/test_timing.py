@@ -18,6 +18,7 @@ from coda_agent.agent.judge.timing import (
     interleave,
     interval,
     speedup,
+    steady,
 )
 from coda_agent.primitives.errors import MachineError
 
@@ -68,8 +69,8 @@ class Gpu:
         for _ in range(times):
             self.run(67, "product")
 
-    def spin(self) -> None:
-        self.run(100, "at::cuda::spin_kernel(long)")
+    def spin(self, time_us: float = 100) -> None:
+        self.run(time_us, "at::cuda::spin_kernel(long)")
 
     def run(self, time_us: float, name: str = "gemm", *, side: bool = False) -> None:
         """Launch a kernel."""
@@ -335,6 +336,120 @@ def test_a_call_that_takes_no_time_is_a_fault() -> None:
             return self.ready
 
     assert timed(Stopped(), ours=lambda _: None)["ours"].fault == "a call took no time at all"
+
+
+class Throttled(Gpu):
+    """Kernels named hot take a quarter longer once the device has worked for 30 ms on end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since = 0.0
+
+    def run(self, time_us: float, name: str = "gemm", *, side: bool = False) -> None:
+        if "spin" in name or self.host + 4 > self.ready:
+            self.since = max(self.host + 4, self.ready)
+        late = self.ready - self.since > 30e3
+        super().run(1.25 * time_us if late and name == "hot" else time_us, name, side=side)
+
+
+def test_a_kernel_that_throttles_is_slower_in_the_steady_regime_only() -> None:
+    gpu = Throttled()
+    calls = {"hot": lambda _: gpu.run(200, "hot"), "cool": lambda _: gpu.run(220, "cool")}
+    warm, found = interleave(calls, 30, gpu=gpu), steady(calls, gpu=gpu)
+    assert (warm["hot"].median_us, warm["cool"].median_us) == (200, 220)
+    assert found["hot"].times_us == pytest.approx([250] * 3)
+    assert found["cool"].times_us == pytest.approx([220] * 3)
+    assert speedup(warm["hot"], warm["cool"])["ratio"] == pytest.approx(1.1)
+    expected = {"ratio": 0.88, "low": 0.88, "high": 0.88}
+    assert speedup(found["hot"], found["cool"]) == pytest.approx(expected)
+    assert warm["hot"].clock["regime"] == "warm"
+    assert found["hot"].clock == {"regime": "steady", "method": "events, host", "calls": 500}
+
+
+def test_a_steady_ratio_has_the_spread_of_its_rounds() -> None:
+    gpu, streams = Gpu(), [0]
+
+    def drifting(i: int) -> None:
+        streams[0] += i == 0
+        gpu.run([1000, 1000, 1000, 1100, 1250][min(streams[0], 4)])
+
+    calls = {"ours": lambda _: gpu.run(1000), "other": drifting}
+    found = steady(calls, gpu=gpu)  # the first call of each is before the streams
+    assert found["other"].times_us == pytest.approx([1000, 1100, 1250])
+    ratio = speedup(found["ours"], found["other"])
+    assert ratio == pytest.approx({"ratio": 1.1, "low": 1.0, "high": 1.25})
+
+
+def test_work_that_only_some_calls_do_counts_in_a_steady_stream() -> None:
+    gpu = Gpu()
+
+    def saving(i: int) -> None:
+        gpu.run(500 if i % 10 == 9 else 50)
+
+    calls = {"saving": saving, "gemm": lambda _: gpu.run(95)}
+    assert interleave(calls, 40, gpu=gpu)["saving"].median_us == 50
+    found = steady(calls, gpu=gpu)
+    assert found["saving"].times_us == pytest.approx([95] * 3)
+    assert speedup(found["saving"], found["gemm"])["ratio"] == 1
+
+
+def test_work_that_outlives_a_steady_stream_leaves_no_figure() -> None:
+    gpu = Gpu()
+
+    def hiding(_: int) -> None:
+        gpu.run(50)
+        gpu.side = max(gpu.side, gpu.ready)
+        gpu.run(100, side=True)
+
+    found = steady({"hiding": hiding, "gemm": lambda _: gpu.run(100)}, gpu=gpu)
+    assert found["gemm"].times_us == pytest.approx([100] * 6)  # as long as the other was tried
+    # 2000 calls of 50 us end 100 ms before their side stream does.
+    assert "the clocks disagree: the host saw 10" in found["hiding"].fault
+    assert "us beside the 50000.0 us between the events" in found["hiding"].fault
+    with pytest.raises(MachineError):
+        speedup(found["gemm"], found["hiding"])
+
+
+@pytest.mark.parametrize("host", [80.0, 300.0])
+def test_host_time_stays_out_of_a_steady_stream(host: float) -> None:
+    gpu = Gpu()
+
+    def slow(_: int) -> None:
+        gpu.host += host
+        gpu.run(100)
+
+    found = steady({"slow": slow, "quick": lambda _: gpu.run(100)}, gpu=gpu)
+    assert found["slow"].times_us == found["quick"].times_us == pytest.approx([100] * 3)
+    assert found["slow"].clock["calls"] == 250  # what a stream holds
+
+
+def test_a_host_that_waits_for_the_device_has_no_steady_figure() -> None:
+    gpu = Gpu()
+
+    def waiting(_: int) -> None:
+        gpu.run(100)
+        gpu.host = gpu.ready + 20
+
+    found = steady({"waiting": waiting, "gemm": lambda _: gpu.run(100)}, gpu=gpu)
+    assert found["waiting"].fault.startswith("the device waited for the host")
+    assert found["gemm"].times_us == pytest.approx([100] * 6)
+
+
+def test_steady_streams_come_in_random_order_and_their_last_output_is_looked_at() -> None:
+    gpu, log = Gpu(), []
+    calls = {n: lambda i, n=n: (log.append((n, i)), gpu.run(2000)) for n in "abc"}
+    seen: list[tuple[str, int]] = []
+    random.seed(4)
+    begun: list[tuple[str, int]] = []
+    steady(
+        calls, rounds=20, gpu=gpu, before=lambda n, i: begun.append((n, i)),
+        after=lambda n, i: seen.append((n, i)),
+    )  # fmt: skip
+    assert begun == [(n, 0) for n, _ in seen]
+    assert {i for _, i in seen} == {49} and len(seen) == 60
+    orders = {tuple(n for n, _ in seen[3 * r : 3 * r + 3]) for r in range(20)}
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders) and len(orders) == 6
+    assert [i for n, i in log[6:] if n == "a"] == [*range(50)] * 20
 
 
 def test_busy_time_counts_what_overlaps_once() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from coda_agent.agent.judge import performance, timing
 from coda_agent.agent.judge.machine import CONTENDED, gpu_state, require_idle
-from coda_agent.agent.judge.timing import a_a, interleave
+from coda_agent.agent.judge.timing import a_a, interleave, steady
 from coda_agent.agent.judge.tuner import Cell
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import Tile, epilogue
@@ -95,9 +95,26 @@ def test_work_on_a_side_stream_leaves_no_figure(product: Callable[[int], Any], t
 
     found = interleave({"gemm": product, "hiding": hiding}, 20, trace=trace)
     assert found["gemm"].fault == ""
+    assert "the clocks disagree: the host saw" in steady({"hiding": hiding})["hiding"].fault
     assert "the clocks disagree: the host saw" in found["hiding"].fault
     with pytest.raises(MachineError):
         _ = found["hiding"].median_us
+
+
+def test_a_steady_product_takes_what_a_plain_loop_of_it_takes(
+    product: Callable[[int], Any],
+) -> None:
+    found = steady({"gemm": product})["gemm"]
+    assert found.fault == "" and len(found.times_us) == 3
+    for _ in range(600):
+        product(0)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(600):
+        product(0)
+    stop.record()
+    torch.cuda.synchronize()
+    assert found.median_us == pytest.approx(1000 * start.elapsed_time(stop) / 600, rel=0.05)
 
 
 def test_no_product_is_faster_than_the_measured_floor(product: Callable[[int], Any]) -> None:
@@ -136,6 +153,8 @@ def test_a_kernel_is_measured_with_the_launches_it_declares(
     assert launches in record["launches"]
     assert record["mismatches"] == 0
     assert 0 < record["floor_us"] < ours["median_us"]
+    assert len(record["steady"]["times"]["ours"]["times_us"]) == 3, record["steady"]
+    assert record["floor_us"] < record["steady"]["times"]["ours"]["median_us"]
 
 
 def test_a_baseline_that_was_prepared_is_not_compiled_again() -> None:
