@@ -4,6 +4,7 @@
   skips it unless the program, its tiles, the toolchain or the suite's definition changed, or it has
   no answer for a contender asked for: then all it had take part again. A cell is a line of the
   file; without the line it is measured again.
+- Its figures are of the warm regime; under `steady` are those of the steady one.
 - The clock is handed in: the judge's own, `coda_agent.agent.judge.timing`.
 """
 
@@ -51,8 +52,7 @@ class Suite:
     """A suite's definition.
 
     Attributes:
-        kernels: Kernel name to `dims` (expressions over S; S itself where none is given) and
-            `reference_ms` (size to `gemm` and `paper`).
+        kernels: Kernel name to `dims` (expressions over S; S itself where none is given).
         tiles: Configurations that quack's kernels and fixed-block runs are searched over.
     """
 
@@ -61,7 +61,6 @@ class Suite:
     dtype: str
     sizes: list[int]
     reduction_block: int
-    reference_source: str
     kernels: dict[str, dict[str, Any]]
     tiles: list[TileConfig]
 
@@ -153,7 +152,7 @@ def run_suite(
         for size in sizes or suite.sizes:
             key, started = f"{kernel_name} {size}", time.monotonic()
             held = cells.get(key, {})
-            fresh = held.get("digests") == digests
+            fresh = held.get("digests") == digests and "steady" in held
             answered = {*held["times"], *held["absent"]} if fresh else set[str]()
             wanted = {"ours", "gemm", *(names or CONTENDERS), *answered}
             if answered == wanted:
@@ -205,11 +204,25 @@ def measure(
     samples = dict(clock.interleave(runs, rounds))
     for name in [n for n, s in samples.items() if s.fault and n != "gemm"]:
         record["absent"][name] = samples.pop(name).fault
-    record["times"] = {name: s.to_dict() for name, s in samples.items()}
-    record["of_gemm"] = {n: clock.speedup(s, samples["gemm"]) for n, s in samples.items()}
-    if "ours" in samples:
-        record["over"] = {n: clock.speedup(samples["ours"], s) for n, s in samples.items()}
+    record |= _figures(samples, clock)
+    streams = clock.steady({name: runs[name] for name in samples})
+    sound = {name: s for name, s in streams.items() if not s.fault}
+    record["steady"] = {
+        **_figures(sound, clock),
+        "absent": {name: s.fault for name, s in streams.items() if s.fault},
+    }
     return record
+
+
+def _figures(samples: Mapping[str, Any], clock: Any) -> dict[str, Any]:
+    """Times, and each contender's speed as a share of cuBLAS's, and ours over each; without ratios
+    to one that has no times."""
+    found = {"times": {name: s.to_dict() for name, s in samples.items()}, "of_gemm": {}, "over": {}}
+    if gemm := samples.get("gemm"):
+        found["of_gemm"] = {name: clock.speedup(s, gemm) for name, s in samples.items()}
+    if ours := samples.get("ours"):
+        found["over"] = {name: clock.speedup(ours, s) for name, s in samples.items()}
+    return found
 
 
 def _build(name: str, case: Case, suite: Suite, clock: Any) -> tuple[Run, str]:
