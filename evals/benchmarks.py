@@ -14,13 +14,13 @@ def write_table(root: Path) -> Path:
     files = sorted(root.glob("generated/*/evidence.json"))
     found = [Version("", "", "", json.loads(file.read_text("utf-8"))) for file in files]
     timed = [version for version in found if version.cells()]
-    head, *_ = pages.speed([])
-    rows: pages.Rows = [("kernel", *head)]
-    for version in timed:
-        rows += [(version.evidence["kernel"], *row) for row in pages.speed(version.cells())[1:]]
+    cells = [cell for version in timed for cell in version.cells()]
+    kernels = ["kernel", *(v.evidence["kernel"] for v in timed for _ in v.cells())]
+    rows = [(kernel, *row) for kernel, row in zip(kernels, pages.speed(cells), strict=True)]
     return pages.write(
         root / "docs" / "benchmarks.md", "benchmarks.md", rows=rows,
-        rounds=sorted({len(c["times"]["ours"]["times_us"]) for v in timed for c in v.cells()}),
+        streamed=any("times" in c.get("steady", {}) for c in cells),
+        rounds=sorted({len(c["times"]["ours"]["times_us"]) for c in cells}),
         machines=dict.fromkeys(pages.machine(v.evidence["environment"]) for v in timed),
         refused=dict.fromkeys(
             "{program} ({dtype}), tile {tile}: {fault}".format(**tile)

@@ -104,14 +104,20 @@ def machine(about: Mapping[str, Any]) -> str:
 
 
 def speed(cells: Iterable[Mapping[str, Any]]) -> Rows:
-    """The performance gate's cells that hold times, as rows; the first is the head."""
-    rows: Rows = [("dtype", "shape", *(f"{name}, µs" for name in TIMED.values()), "of GEMM",
-                   "over compile", "TFLOP/s", "floor, µs", "tile")]  # fmt: skip
-    rows += [
-        (c["dtype"], label(c["sizes"]), *(f"{c['times'][w]['median_us']:.1f}" for w in TIMED),
-         interval(c["of_gemm"]), interval(c["over_compile"]), f"{c['tflops']:.0f}",
-         f"{c['floor_us']:.1f}", c["tile"])
-        for c in cells
-        if "times" in c
-    ]  # fmt: skip
+    """The performance gate's cells that hold times, as rows; the first is the head. Ratios of the
+    steady regime are there where a cell has them."""
+    timed = [c for c in cells if "times" in c]
+    ratios = {"of_gemm": "of GEMM", "over_compile": "over compile"}
+    streamed = ratios if any("times" in c.get("steady", {}) for c in timed) else {}
+    rows: Rows = [("dtype", "shape", *(f"{name}, µs" for name in TIMED.values()),
+                   *ratios.values(), *(f"{name}, steady" for name in streamed.values()),
+                   "TFLOP/s", "floor, µs", "tile")]  # fmt: skip
+    for c in timed:
+        steady = c.get("steady", {})
+        rows.append((
+            c["dtype"], label(c["sizes"]), *(f"{c['times'][w]['median_us']:.1f}" for w in TIMED),
+            *(interval(c[r]) for r in ratios),
+            *(interval(steady[r]) if r in steady else "–" for r in streamed),
+            f"{c['tflops']:.0f}", f"{c['floor_us']:.1f}", c["tile"],
+        ))  # fmt: skip
     return rows

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from coda_agent.evals.benchmarks import write_table
 
 
@@ -82,6 +84,38 @@ def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
     (folder / "evidence.json").write_text(json.dumps({**fewer, "kernel": "gemm_x"}))
     (tmp_path / "generated" / "gemm_y" / "evidence.json").write_text(json.dumps(EVIDENCE))
     assert "median of 38 to 50 rounds." in " ".join(write_table(tmp_path).read_text().split())
+
+
+def test_the_steady_regime_is_shown_where_it_was_measured(tmp_path: Path) -> None:
+    evidence = json.loads(json.dumps(EVIDENCE))
+    timed = evidence["gates"][-1]["data"]["cells"]
+    timed.insert(1, {**timed[0], "dtype": "float16", "steady": {"error": "the device waited"}})
+    file = tmp_path / "generated" / "gemm_x" / "evidence.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(evidence))
+    text = write_table(tmp_path).read_text()
+    assert ", steady |" not in text and "no evidence here has it yet" in text
+    timed[0]["steady"] = {
+        "times": {"ours": times(190.0), "gemm": times(171.0), "compile": times(228.0)},
+        "of_gemm": {"ratio": 0.9, "low": 0.88, "high": 0.91},
+        "over_compile": {"ratio": 1.2, "low": 1.19, "high": 1.22},
+    }
+    file.write_text(json.dumps(evidence))
+    text = write_table(tmp_path).read_text()
+    assert "| of GEMM, steady | over compile, steady | TFLOP/s |" in text
+    ratios = "0.950 (0.940–0.960) | 1.150 (1.140–1.160)"
+    assert f"| {ratios} | 0.900 (0.880–0.910) | 1.200 (1.190–1.220) | 763 |" in text
+    assert f"| {ratios} | – | – | 763 |" in text
+    assert "the spread of three such streams" in text
+
+
+def test_warm_ratios_are_as_near_a_stream_without_a_pause_as_pages_say() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "profiles.md").read_text()
+    head, *lines = text[text.index("| kernel | S | idle |") :].split("\n\n")[0].splitlines()
+    assert head == "| kernel | S | idle | 2 products | 8 products | no pause |" and len(lines) == 9
+    rows = [[float(x) for x in line.strip("| ").split(" | ")[2:]] for line in lines[1:]]
+    assert max(abs(warm - stream) for *_, warm, stream in rows) == pytest.approx(0.02, abs=5e-4)
+    assert max(stream - idle for idle, *_, stream in rows) == pytest.approx(0.08, abs=5e-3)
 
 
 def test_without_evidence_it_says_so(tmp_path: Path) -> None:

@@ -64,6 +64,14 @@ def test_the_table_says_what_the_records_do(gpus: int) -> None:
     assert one / all_ >= WANTED[gpus]
 
 
+def test_the_readme_says_how_far_two_hosts_differ() -> None:
+    two, four = (medians(trials(host, 1) + trials(host, host)) for host in COUNT)
+    assert two.keys() == four.keys()
+    furthest = max(abs(four[key] / two[key] - 1) for key in two)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"share of cuBLAS's speed differed by up to {100 * furthest:.1f} %" in text
+
+
 @hosts
 def test_figures_of_all_gpus_are_those_of_one(gpus: int) -> None:
     one, all_ = medians(trials(gpus, 1)), medians(trials(gpus, gpus))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
@@ -364,6 +365,30 @@ def test_what_the_independent_clock_saw_is_shown_as_measured(tmp_path: Path) -> 
         "0.48 | 0.48 | 245 / 100 / 22 |" in text
     )
     assert len([r for r in rows if len(r) == 8 and r[1].count("×") == 2]) == 36  # with the head
+
+
+def test_the_readme_gives_the_means_of_the_records() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    results = ROOT / "evals" / "results"
+    found = json.loads((results / "paper-nvidia-h200.json").read_text())["cells"].values()
+
+    def mean(values: list[float]) -> str:
+        assert len(values) == 10
+        return f"{math.prod(values) ** 0.1:.2f}"
+
+    of_gemm, over = (
+        [mean([c[figure][name]["ratio"] for c in found if c["size"] == s]) for s in (4096, 8192)]
+        for figure, name in (("of_gemm", "ours"), ("over", "compile"))
+    )
+    assert f"{of_gemm[0]} (M = N = K = 4096) and {of_gemm[1]} (8192) of the speed" in text
+    assert f"are {over[0]} and {over[1]} times as fast as torch.compile" in text
+    independent = json.loads((results / "independent-paper.json").read_text())
+    few = [c["over_compile"]["idle"] < 1 for c in independent["shapes"] if c["sizes"]["M"] <= 512]
+    assert f"{sum(few)} of {len(few)} shapes of up to 512 rows" in text
+    rows = independent["beside_paper"]
+    for regime in MEANS:
+        final = [mean([r[regime][1] for r in rows if r["size"] == s]) for s in (4096, 8192)]
+        assert re.search(rf"{final[0]} and {final[1]} \*?{regime}\b", text), (regime, final)
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
