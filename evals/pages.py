@@ -1,7 +1,7 @@
 """What records and pages are made of: JSON by the line, templates, tables, and what figures say.
 
 An HTML page loads nothing and runs nothing: style and pictures are inside, links are relative, and
-whatever is filled in is escaped.
+whatever is filled in is escaped. Markdown that is filled in brings no HTML and no links of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 from coda_agent.evals.records import write_whole
 
@@ -31,7 +33,7 @@ def _environment() -> Environment:
         autoescape=select_autoescape(("html.j2",)), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters |= {"table": table, "escaped": escaped, "label": label}
+    environment.filters |= {"table": table, "escaped": escaped, "label": label, "prose": prose}
     return environment
 
 
@@ -74,6 +76,19 @@ def escaped(text: Any) -> Any:
     for mark in "\\`*_[]|<>#":
         text = text.replace(mark, f"\\{mark}" if mark not in "<>" else f"&#{ord(mark)};")
     return " ".join(text.split())
+
+
+def prose(text: str) -> Markup:
+    """A spec's Markdown as HTML below a page's own headings; HTML, links and pictures in it stay
+    text, as written."""
+    reader = MarkdownIt("commonmark", {"html": False}).disable(
+        ["link", "autolink", "image", "reference"]
+    )
+    tokens = reader.parse(text)
+    for token in tokens:
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = f"h{min(int(token.tag[1]) + 2, 6)}"
+    return Markup(reader.renderer.render(tokens, reader.options, {}))
 
 
 def named(rows: Sequence[Sequence[object]]) -> list[dict[str, object]]:

@@ -369,40 +369,50 @@ def test_many_records_are_quick_and_small(
 
 
 def test_pages_fit_a_phone_in_light_and_dark(where: workspace.Workspace) -> None:
-    """At 360 and 1280 px nothing is wider than the window; the pictures are for a person's eyes."""
+    """At no width is anything wider than the window; at 1300 px no table has to be scrolled. The
+    pictures are for a person's eyes."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("needs chromium or google-chrome")
     kernels = Path(__file__).parents[2] / "generated"
-    shutil.copytree(kernels / "gemm_bias_act", where.generated / "gemm_bias_act")
+    shutil.copytree(kernels / "gemm_rmsnorm_rope", where.generated / "gemm_rmsnorm_rope")
+    file = where.generated / "gemm_rmsnorm_rope" / "evidence.json"
+    evidence = json.loads(file.read_text("utf-8"))
+    for measured in next(g for g in evidence["gates"] if g["name"] == "performance")["data"][
+        "cells"
+    ]:
+        measured["steady"] = {k: measured[k] for k in ("times", "of_gemm", "over_compile")}
+    file.write_text(json.dumps(evidence), "utf-8")
     long = "claude:a-model-whose-name-has-very-many-letters-and-no-space-20261120"
     store(where, [trial(s, a, n, speed=(n - 1) * x / 2) for s in SPECS for n in (1, 2, 3) for a, x in
                   (("composer", 1.1), (long, 1.0), ("mcp:agent", 0.7))])  # fmt: skip
     run("leaderboard", "--html", "pages/board.html")
     assert CliRunner().invoke(everything, ["review", "--html", "--out", "pages"]).exit_code == 0
-    names = ("board", "gemm_bias_act")
+    names, widths = ("board", "gemm_rmsnorm_rope", "index"), (360, 800, 1300)
     for name in names:
         check_alone(where.root / "pages" / f"{name}.html")
     frame = '<iframe src="pages/{}.html" style="border:0;height:1000px;width:{}px"></iframe>'
-    frames = "".join(frame.format(name, width) for name in names for width in (360, 1280))
+    frames = "".join(frame.format(name, width) for name in names for width in widths)
     measure = """<script>onload = () => { document.title = [...document.querySelectorAll("iframe")]
         .map(f => { const w = f.contentWindow, d = w.document; return [w.innerWidth,
         d.documentElement.scrollWidth, w.matchMedia("(prefers-color-scheme: dark)").matches,
-        d.querySelectorAll("table").length].join() }).join(" ") }</script>"""
+        d.querySelectorAll("table").length, [...d.querySelectorAll(".scroll > table")]
+        .filter(t => t.offsetWidth > t.parentNode.clientWidth).length].join() }).join(" ") }</script>"""
     style = "<style>body { margin: 0; white-space: nowrap; background: #888 }</style>"
     (where.root / "frames.html").write_text(f"<!doctype html>{style}{frames}{measure}", "utf-8")
     for scheme, setting in (("dark", 0), ("light", 1)):
         command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                    "--allow-file-access-from-files", f"--user-data-dir={where.root / 'profile'}",
-                   f"--blink-settings=preferredColorScheme={setting}", "--window-size=3290,1000",
+                   f"--blink-settings=preferredColorScheme={setting}", "--window-size=7400,1000",
                    f"--screenshot={where.root / f'{scheme}.png'}", "--dump-dom",
                    (where.root / "frames.html").as_uri()]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         title = re.search("<title>(.*?)</title>", done.stdout)
         assert title, done.stderr[-500:]
         found = [frame.split(",") for frame in title[1].split()]
-        assert len(found) == 4 and (where.root / f"{scheme}.png").stat().st_size > 100_000
-        for wide, scroll, dark, tables in found:
+        assert len(found) == 9 and (where.root / f"{scheme}.png").stat().st_size > 100_000
+        for wide, scroll, dark, tables, cut in found:
             assert int(scroll) <= int(wide) and int(tables) > 0, found
+            assert int(cut) == 0 or int(wide) < 1300, found
             assert (dark == "true") == (scheme == "dark")
-        assert {int(f[0]) for f in found} == {360, 1280}
+        assert {int(f[0]) for f in found} == set(widths)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,6 +185,98 @@ def test_pages_hold_what_was_recorded_and_escape_it(where: workspace.Workspace) 
     assert page.count(">sm_90a<") == sum(k["arch"] == "sm_90a" for k in kernels)
     assert "Σ_k A[m, k] · B[n, k]" in page and "coda-agent verify gemm_rmsnorm_swiglu" in page
     assert evidence["digests"]["spec"] in page and page.count("<svg") == 5
+
+
+class Prose(HTMLParser):
+    """Collects the text of each element of a page's `div class="prose"`, and what leads elsewhere."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, str]] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(
+            page[page.index('<div class="prose">') : page.index("<details><summary>Reference")]
+        )
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.found.append((tag, ""))
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        tag, text = self.found[-1]
+        self.found[-1] = tag, text + data
+
+
+def test_the_mathematics_of_a_page_are_set_and_not_raw(where: workspace.Workspace) -> None:
+    review("--html", "--out", "pages")
+    page = Path("pages/gemm_rmsnorm_swiglu.html").read_text("utf-8")
+    prose = Prose(page)
+    assert prose.open == [] and prose.attributes == [("class", "prose")]
+    titles = [(tag, text.strip()) for tag, text in prose.found if tag in ("h3", "h4")]
+    assert titles == [
+        ("h3", "GEMM with a delayed RMSNorm and SwiGLU"),
+        ("h4", "Mathematics"), ("h4", "Why fused"), ("h4", "Where"), ("h4", "Rounding"),
+    ]  # fmt: skip
+    at = [tag for tag, _ in prose.found].index("pre")
+    assert prose.found[at + 1] == (
+        "code",
+        "D[m, n] = r[m] · Σ_k A[m, k] · B[n, k]\n"
+        "G[m, j] = D[m, 2j],   U[m, j] = D[m, 2j + 1]\n"
+        "O[m, j] = silu(G[m, j]) · U[m, j],   silu(x) = x / (1 + exp(−x))\n\n",
+    )
+    assert prose.found[at + 3][0] == "code" and prose.found[at + 3][1].startswith("r (M,) is the")
+    assert not {"h1", "h2"} & {tag for tag, _ in prose.found}
+    assert "## Mathematics" not in page
+
+
+HOSTILE = """
+###### Deep
+
+<script>alert(1)</script> <b onclick="alert(1)">x</b>
+
+<img src=x onerror=alert(1)>
+
+[click](javascript:alert(1)) [there](https://example.com) <https://example.com> ![i](https://example.com/i.png)
+[ref] &lt;script&gt;alert(1)&lt;/script&gt; `<i>code</i>`
+
+[ref]: javascript:alert(1) "x"
+
+    <script>formula</script>
+
+```html" onclick="alert(1)
+<iframe src="https://example.com"></iframe>
+```
+"""
+
+
+def test_the_prose_of_a_spec_brings_no_html_and_no_links(where: workspace.Workspace) -> None:
+    spec = where.generated / "gemm_swiglu" / "spec.md"
+    text = spec.read_text("utf-8").replace("```python reference", HOSTILE + "\n```python reference")
+    spec.write_text(text, "utf-8")
+    review("--html", "--out", "pages")
+    prose = Prose(Path("pages/gemm_swiglu.html").read_text("utf-8"))
+    assert {tag for tag, _ in prose.found} <= {
+        "div",
+        "h3",
+        "h4",
+        "h6",
+        "p",
+        "pre",
+        "code",
+        "em",
+        "strong",
+    }
+    assert {name for name, _ in prose.attributes} <= {"class"}
+    shown = "".join(text for _, text in prose.found)
+    for raw in ("<script>alert(1)</script>", '<b onclick="alert(1)">x</b>', "<img src=x onerror",
+                "[click](javascript:alert(1))", "[ref]: javascript:alert(1)", "![i](https://example.com/i.png)",
+                "<script>formula</script>", "<i>code</i>", "<iframe src="):  # fmt: skip
+        assert raw in shown, raw
 
 
 @epilogue(D=Tile, O=HalfTile, s=RowSum)
