@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -235,8 +236,10 @@ class Page(HTMLParser):
 
 
 def check_alone(path: Path) -> None:
-    """Nothing is loaded or run, and every link leads to a file that is there."""
+    """Nothing is loaded or run, every link leads to a file that is there, and tables can scroll."""
     page = Page(path)
+    for (_, around), (tag, _) in pairwise(page.tags):
+        assert tag != "table" or "scroll" in str(around.get("class")).split()
     assert not {"script", "link", "img", "iframe", "object", "embed"} & {t for t, _ in page.tags}
     assert not re.search(r"url\(|@import|javascript:", page.text)
     for tag, attributes in page.tags:
