@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coda_agent.agent.judge import (
+    GateResult,
     Verdict,
+    _Trial,
     compile_gate,
     device,
     executor,
@@ -40,6 +43,21 @@ def candidate(*body: str) -> str:
 
 
 RIGHT = candidate("d = acc * r", "gate, up = pairs(d)", 'return {"D": d, "O": swiglu(gate, up)}')
+
+
+@pytest.mark.parametrize("missed", [None, "performance", "numerics"])
+def test_only_a_candidate_that_passed_every_gate_has_a_level(
+    spec: Spec, missed: str | None
+) -> None:
+    trial = _Trial(spec, RIGHT, device.Gpu("GPU-1", "H200", "9.0"), lambda *_: None)
+    trial.executor = SimpleNamespace(environment=lambda device: {"device": device})  # type: ignore
+    for name in ("static", "compile", "numerics", "performance"):
+        trial.results.append(GateResult(name=name, passed=name != missed))
+        if name == missed:
+            break
+    verdict = trial._verdict()
+    assert verdict.passed is (missed is None)
+    assert verdict.level == (None if missed else "accepted")
 
 
 def judge(spec: Spec, text: str, **options: Any) -> Verdict:
