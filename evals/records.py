@@ -182,6 +182,15 @@ class Machine(_Model):
     """The tier candidates were compiled in."""
     packages: dict[str, str | None] = {}
 
+    @classmethod
+    def of(cls, verdict: Verdict) -> Self:
+        """The machine that a verdict names."""
+        about = verdict.environment
+        return cls(
+            device=about.get("device", "cpu"), gpu=about.get("gpu", {}).get("name"),
+            sandbox=(about.get("sandbox") or {}).get("tier"), packages=about.get("packages", {}),
+        )  # fmt: skip
+
 
 class RunRef(_Model):
     """The run, which is like any other: `coda-agent run show ID`."""
@@ -323,11 +332,7 @@ class Results(NamedTuple):
 
 def summary(verdict: Verdict) -> dict[str, Any]:
     """What a run's log keeps of a verdict: all that a score is made of, as plain data."""
-    about = verdict.environment
-    machine = Machine(
-        device=about.get("device", "cpu"), gpu=about.get("gpu", {}).get("name"),
-        sandbox=(about.get("sandbox") or {}).get("tier"), packages=about.get("packages", {}),
-    )  # fmt: skip
+    machine = Machine.of(verdict)
     on_gpu = ("numerics", "performance") if machine.device == "cuda" else ()
     return {
         "judgement": Judgement.of(verdict).model_dump(mode="json"),

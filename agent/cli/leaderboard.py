@@ -175,7 +175,7 @@ def _regraded(
 ) -> "tuple[TrialRecord | None, str]":
     """The record by today's judge, or None where it stays; and what came of it."""
     from coda_agent.agent.judge import judge_candidate
-    from coda_agent.evals.records import FIGURES, Judgement, SpecRef, Step, TrialRecord
+    from coda_agent.evals.records import FIGURES, Judgement, Machine, SpecRef, Step, TrialRecord
 
     if record.program is None:
         return None, "without a program"
@@ -195,7 +195,7 @@ def _regraded(
     renewed = record.model_copy(update={
         "spec": SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
         "verdict": judged, "outcome": judged.level if judged.passed else "refused",
-        "reason": judged.finding, "steps": tuple(steps),
+        "reason": judged.finding, "steps": tuple(steps), "machine": Machine.of(verdict),
     })  # fmt: skip
     # Through the validator: what is written must be readable.
     return TrialRecord.model_validate(renewed.model_dump()), renewed.outcome

@@ -324,7 +324,8 @@ def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
         digests = {**provenance.digests(spec, text), "judge": provenance.judge_digest()}
         gates = [GateResult(name="numerics", passed=passed)]
         level = "proved" if passed else None
-        return Verdict(passed=passed, level=level, gates=gates, digests=digests)
+        about = {"device": "cpu", "packages": {"torch": "9.9"}, "sandbox": {"tier": "landlock"}}
+        return Verdict(passed=passed, level=level, gates=gates, digests=digests, environment=about)
 
     fake = ModuleType("judge")
     fake.judge_candidate = judge_candidate  # type: ignore[attr-defined]
@@ -351,6 +352,9 @@ def test_regrade(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch, pa
     records, problems = read_records(folder)
     new = next(r for r in records if r.key == cpu.key)
     assert not problems and len(records) == 3 and new.audit == cpu.audit and new.spent == cpu.spent
+    # The machine is the one whose toolchain the digests now name.
+    now = Machine(device="cpu", sandbox="landlock", packages={"torch": "9.9"})
+    assert new.machine == now != cpu.machine
     assert new.outcome == level and new.solved is passed and not new.cells
     assert [s.level for s in new.steps] == ["proved"] * passed
     assert new.verdict and new.verdict.digests["judge"] == provenance.judge_digest()
