@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent import pipeline
-from coda_agent.agent.budget import Budget, tokens
+from coda_agent.agent.budget import Budget, gpu_seconds, tokens
 from coda_agent.agent.events import Event, Observer, read_events, take_secrets
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals.records import (
@@ -388,8 +388,9 @@ class _Tally:
 
     def apply(self, event: Event) -> None:
         data, now = event.data, datetime.fromisoformat(event.time)
-        if self.time and event.type != "run.resumed":
-            self._spend(wall_s=max(0.0, (now - self.time).total_seconds()))
+        since = self.time if self.time and event.type != "run.resumed" else now
+        wall_s = max(0.0, (now - since).total_seconds())
+        self._spend(wall_s=wall_s, gpu_s=gpu_seconds(event))
         self.time = now
         match event.type:
             case "author.started":
@@ -398,8 +399,6 @@ class _Tally:
                 self.writing = False
             case "response" | "request.failed":
                 self._spend(usd=data["usd"], tokens=tokens(data["usage"]))
-            case "tool.finished" if data["gpu"] and data["name"] == "profile":
-                self._spend(gpu_s=data["seconds"])
             case "candidate.saved":
                 from coda_agent.agent.judge.provenance import sha
 
@@ -420,7 +419,6 @@ class _Tally:
         self.spent = Spent(**{k: v + more.get(k, 0) for k, v in spent.items()})
 
     def _judge(self, data: dict[str, Any]) -> None:
-        self._spend(gpu_s=data["gpu_s"])
         self.attempts += 1
         self.machine = Machine(**data["machine"])
         submitted = data["check"] == "submit"

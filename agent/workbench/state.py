@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from coda_agent.agent.budget import gpu_seconds
 from coda_agent.agent.events import Event
 
 CHECKS = ("static", "compile", "interpret", "gpu", "benchmark", "submit")
@@ -44,6 +45,7 @@ class State:
     def apply(self, event: Event) -> None:
         """Takes the next event."""
         data = event.data
+        self.gpu_s += gpu_seconds(event)
         if event.type == "run.started":
             self.spec, self.author = str(data["spec"]), str(data["author"])
             self.device, self.commit = data.get("device", "auto"), data.get("commit", True)
@@ -53,8 +55,6 @@ class State:
             self._attempted(Attempt(**data))
         elif event.type == "tips":
             self.tips |= data["arms"]
-        elif event.type == "tool.finished" and data["gpu"]:
-            self.gpu_s += data["seconds"]
         elif event.type in ("committed", "unchanged", "passed"):
             self.over, self.level, self.sha = "accepted", data["level"], data["commit"]
         elif event.type == "gave.up":

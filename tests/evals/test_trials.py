@@ -20,7 +20,7 @@ from coda_agent.agent.cli import app
 from coda_agent.agent.events import Event, read_events
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
-from coda_agent.agent.workbench import TOOLS, Workbench
+from coda_agent.agent.workbench import TOOLS, State, Workbench
 from coda_agent.evals import metrics, records, suites, trials
 from coda_agent.evals.records import TrialRecord, read_records
 from coda_agent.primitives.errors import CodaError, ProgramError
@@ -398,6 +398,7 @@ def test_costs_and_steps_by_hand(where: workspace.Workspace) -> None:
         verdict["judgement"]["digests"]["spec"] = spec.digest
     log = [
         event(0, 0, "run.started"), event(1, 10, "response", usd=0.5, usage=usage), event(2, 20, "judged", **verdicts[0]),
+        event(2, 21, "tool.finished", name="benchmark", gpu=True, seconds=17.0),
         event(3, 30, "request.failed", usd=0.25, usage={"input_tokens": 10}), event(4, 40, "judged", **verdicts[1]),
         event(5, 400, "run.resumed"), event(6, 410, "tool.finished", name="profile", gpu=True, seconds=2.0),
         event(7, 420, "judged", **verdicts[2]), event(8, 430, "response", usd=1.0, usage=usage),
@@ -406,6 +407,11 @@ def test_costs_and_steps_by_hand(where: workspace.Workspace) -> None:
     record = trials.record_of(log, task, spec, Path("logs/runs/r/events.jsonl"))
     # 360 s between the kill and the resumption are nobody's time.
     assert record.spent.model_dump() == {"usd": 1.75, "tokens": 310, "wall_s": 90.0, "gpu_s": 22.0}
+    # And so it is for the budget: the time of compiling, in the tool's 17 s, is no GPU's.
+    state = State()
+    for one in log[1:]:
+        state.apply(one)
+    assert state.gpu_s == record.spent.gpu_s
     assert (record.attempts, record.outcome, record.cells[0].roofline) == (4, "accepted", 0.5)
     found = [
         (s.attempt, s.submitted, s.roofline, s.usd, s.tokens, s.wall_s, s.gpu_s)
