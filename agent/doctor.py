@@ -108,14 +108,14 @@ def _tools() -> Iterator[Item]:
 
 
 def _git(start: Path) -> Iterator[Item]:
-    from coda_agent.agent import accept, workspace
+    from coda_agent.agent import publish, workspace
 
     root: str | None = None
     hint, identity, identity_hint = "", None, ""
     try:
         found = workspace.find(start)
         root = str(found.root)
-        accept.check_identity(found)
+        publish.check_identity(found)
         identity = found.git("var", "GIT_COMMITTER_IDENT").rpartition(">")[0] + ">"
     except CodaError as error:
         hint = str(error) if root is None else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from coda_agent.agent import accept as acceptance
-from coda_agent.agent import prompt
+from coda_agent.agent import prompt, publish
 from coda_agent.agent.events import EventLog, Observer, Recorder, plain, read_events, take_secrets
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
@@ -35,7 +35,8 @@ class Outcome:
 
     `level` is the kernel's level afterwards (a refusal stores nothing: None, or revoked by
     verify), `before` the one verify found, `commit` None where there was nothing to commit.
-    `verdict` is None where the author ended before any, and `reason` says why it ended.
+    `verdict` is None where the author ended before any, and `reason` says why it ended. `remark` is
+    what is unusual about where the commit went.
     """
 
     kernel: str
@@ -47,6 +48,7 @@ class Outcome:
     run: Path
     verdict: "Verdict | None"
     reason: str | None = None
+    remark: str = ""
 
     def record(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -99,9 +101,9 @@ def opened(
     from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import admit, load_spec
 
-    if commit:
-        acceptance.check_identity(workspace)
     spec = load_spec(spec_path)
+    if commit:
+        publish.check_place(workspace, spec.name)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
     about = {"kind": "generate", "spec": spec.name, "author": author, "device": device}
@@ -124,16 +126,22 @@ def reopened(
     """The workbench of a run as its last process left it, with the spec it was started with.
 
     Raises:
-        WorkspaceError: it is no run of an author, or another process works on it.
+        WorkspaceError: it is no run of an author, another process works on it, or nothing that it
+            may still accept could be committed.
     """
-    from coda_agent.agent.workbench import Workbench
+    from coda_agent.agent.workbench import State, Workbench
     from coda_agent.specs import load_spec
 
-    first = next(iter(read_events(run.folder / "events.jsonl")), None)
-    if first is None or first.data.get("kind") != "generate":
+    events = read_events(run.folder / "events.jsonl")
+    if not events or events[0].data.get("kind") != "generate":
         raise WorkspaceError(f"{run.id} is not the run of an author")
     spec = load_spec(run.folder / "spec.md")
-    withheld = first.data.get("withheld", ())
+    state = State()
+    for event in events:
+        state.apply(event)
+    if state.commit and not state.over:
+        publish.check_place(workspace, spec.name)
+    withheld = events[0].data.get("withheld", ())
     with (
         prompt.withholding(withheld),
         _logged(run, observer, "run.resumed", settings or {}) as tell,
@@ -218,8 +226,12 @@ def outcome(bench: "Workbench") -> Outcome:
     folder = bench.workspace.generated / name if passed and state.commit else None
     return Outcome(
         name, passed, state.level, None, state.sha, folder, bench.run.folder, bench.verdict,
-        None if passed else bench.reason,
+        None if passed else bench.reason, _remark(bench.workspace, state.sha),
     )  # fmt: skip
+
+
+def _remark(workspace: Workspace, commit: str | None) -> str:
+    return publish.remark(workspace) if commit else ""
 
 
 def verify(
@@ -238,10 +250,10 @@ def verify(
     from coda_agent.specs import load_spec
 
     stored = workspace.kernel(kernel)
-    if commit:
-        acceptance.check_identity(workspace)
-    before = str(stored.evidence.get("level"))
     text = stored.program.read_text("utf-8")
+    if commit:
+        publish.check_place(workspace, kernel, text)
+    before = str(stored.evidence.get("level"))
     spec = load_spec(stored.spec)
     frozen = stored.evidence.get("digests", {}).get("spec", spec.digest)
     if spec.digest != frozen:
@@ -259,7 +271,10 @@ def verify(
             sha = acceptance.raise_or_revoke(workspace, kernel, verdict, run_id=run.id, text=text)
             level = workspace.kernel(kernel).level
             tell("committed" if sha else "unchanged", {"commit": sha, "level": level})
-    return Outcome(kernel, verdict.passed, level, before, sha, stored.folder, run.folder, verdict)
+    return Outcome(
+        kernel, verdict.passed, level, before, sha, stored.folder, run.folder, verdict,
+        remark=_remark(workspace, sha),
+    )  # fmt: skip
 
 
 def tune(
@@ -280,7 +295,7 @@ def tune(
     from coda_agent.specs import load_spec
 
     stored = workspace.kernel(kernel)
-    acceptance.check_identity(workspace)
+    publish.check_place(workspace, kernel)
     gpu = usable_gpu("cuda")
     known = stored.tuned.get(gpu.name, {}) if gpu else {}
     have = [{(e["m"], e["n"], e["k"]) for e in entries} for entries in known.values()]

@@ -9,7 +9,9 @@
 import difflib
 import importlib.util
 import json
+import re
 import secrets
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,8 +40,8 @@ evidence, `logs/` the runs.
 class GitError(WorkspaceError):
     """Git refused a command; `stderr` is all it said."""
 
-    def __init__(self, message: str, *, stderr: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, stderr: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
         self.stderr = stderr
 
 
@@ -54,17 +56,30 @@ def run_git(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> b
         from git.cmd import Git
     except ImportError as error:  # GitPython looks for the executable when it is imported
         raise MachineError("git was not found", hint="install git and put it on PATH") from error
-    # reference-transaction and post-index-change hooks run even under plumbing commands.
-    command = ["git", "-c", "core.hooksPath=/dev/null", *args]
+    # Paths are names, not patterns, and to look takes no lock. reference-transaction and
+    # post-index-change hooks run even under plumbing commands.
+    options = ("--literal-pathspecs", "--no-optional-locks", "-c", "core.hooksPath=/dev/null")
+    command = ["git", *options, *args]
     status, stdout, stderr = Git(folder).execute(
         command, env=env, with_extended_output=True, with_exceptions=False,
         stdout_as_string=False, strip_newline_in_stdout=False,
     )  # fmt: skip
     if status != 0:
         said = stderr if isinstance(stderr, str) else bytes(stderr).decode(errors="replace")
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "no reason")
-        raise GitError(f"git {args[0]} failed: {last.strip()}", stderr=said)
+        if lock := re.search(r"Unable to create '(.+\.lock)': File exists", said):
+            raise lock_error(folder / lock[1], said)
+        lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no reason"]
+        # After the reason git says at length what one could do.
+        reason = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1])
+        raise GitError(f"git {args[0]} failed: {reason}", stderr=said)
     return bytes(stdout)
+
+
+def lock_error(lock: Path, said: str = "") -> GitError:
+    """The error of a git lock that is another's, or was left by a git that was killed."""
+    message = f"{lock} is in git's way: a git command runs here, or one was killed and left it"
+    hint = f"where none runs, nor an editor of one: rm {shlex.quote(str(lock))}"
+    return GitError(message, stderr=said, hint=hint)
 
 
 def near_matches(name: str, known: Iterable[str]) -> str:

@@ -117,7 +117,8 @@ def told(outcome: "Outcome") -> str:
         from coda_agent.evals.pages import speed
 
         lines.append(columns(speed(cells)))
-    return "\n".join([*lines, sentence(outcome)])
+    lines += [sentence(outcome), *filter(None, [outcome.remark])]
+    return "\n".join(lines)
 
 
 def sentence(outcome: "Outcome") -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent import accept as acceptance
+from coda_agent import specs
+from coda_agent.agent import pipeline, publish
 from coda_agent.agent import workspace as workspaces
-from coda_agent.agent.accept import FILES, accept, raise_or_revoke, store_tuned
+from coda_agent.agent.accept import accept, raise_or_revoke, store_tuned
+from coda_agent.agent.cli.report import told
 from coda_agent.agent.judge.records import Finding, GateResult, Verdict
-from coda_agent.agent.workspace import Workspace
+from coda_agent.agent.publish import FILES, check_place, remark
+from coda_agent.agent.workspace import GitError, Workspace
 from coda_agent.primitives.errors import WorkspaceError
 
 SPEC: Any = SimpleNamespace(name="gemm_x", summary="D = A B", text="# spec\nå\n")
@@ -119,7 +123,7 @@ def test_users_work_is_untouched(where: Workspace) -> None:
     assert list(evidence)[:5] == ["schema", "kernel", "level", "digests", "author"]
     assert list(evidence)[-1] == "date"
     assert evidence["gates"][0]["data"] == {"a": 1, "b": "inf"}
-    assert not list(where.generated.glob(".*.new-*"))
+    assert not list(where.generated.glob(".coda-*")) and remark(where) == ""
 
 
 def test_detached_head(where: Workspace) -> None:
@@ -130,6 +134,31 @@ def test_detached_head(where: Workspace) -> None:
     assert work(where.root) == before
     assert git(where.root, "rev-parse", branch) == tip
     assert committed(where.root) == PATHS
+    assert remark(where).startswith("committed on a detached HEAD")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [("merge", "a merge"), ("rebase", "a rebase"), ("cherry-pick", "a cherry-pick")],
+)
+def test_a_commit_in_the_middle_of_something_is_remarked_on(
+    tmp_path: Path, command: str, expected: str
+) -> None:
+    made, _ = workspaces.init(tmp_path / "w")
+    identify(made.root)
+    git(made.root, "symbolic-ref", "HEAD", "refs/heads/main")
+    for text, branch in (("a", []), ("b", ["-b", "side"]), ("c", ["main"])):
+        if branch:
+            git(made.root, "checkout", "-q", *branch)
+        (made.root / "f").write_text(text)
+        git(made.root, "add", "-A")
+        git(made.root, "commit", "-q", "-m", text)
+    with pytest.raises(subprocess.CalledProcessError):
+        git(made.root, command, "side")
+    assert run_accept(made)
+    assert committed(made.root) == PATHS
+    assert f"in the middle of {expected}" in remark(made)
+    assert git(made.root, "status", "--porcelain") == "UU f\n"
 
 
 def test_unborn_head(tmp_path: Path) -> None:
@@ -193,9 +222,10 @@ def test_unchanged_then_restored(where: Workspace) -> None:
     before = work(where.root)
     assert run_accept(where, not_shown=[]) is None
     assert work(where.root) == before
-    # Edited or lost in the working tree, even staged: what was accepted comes back.
-    (where.generated / "gemm_x" / "kernel.py").write_text("edited")
-    git(where.root, "rm", "-q", "--cached", "generated/gemm_x/spec.md")
+    # Lost from the working tree, even staged: what was accepted comes back.
+    (where.generated / "gemm_x" / "kernel.py").unlink()
+    git(where.root, "rm", "-q", "generated/gemm_x/spec.md")
+    git(where.root, "rm", "-q", "--cached", "generated/gemm_x/tuned.json")
     assert run_accept(where) is None
     assert work(where.root) == before
     assert (where.generated / "gemm_x" / "evidence.json").read_bytes() == kept
@@ -237,13 +267,16 @@ def test_raise_and_revoke(where: Workspace) -> None:
     assert where.kernel("gemm_x").evidence["author"] == "composer"
     slow = verdict("verified").model_copy(update={"passed": False})
     assert raise_or_revoke(where, "gemm_x", slow, run_id="r4")
-    assert where.kernel("gemm_x").level == "verified"
+    assert where.kernel("gemm_x").level == "revoked"
+    assert "Revoke gemm_x (revoked)" in git(where.root, "show", "-s", "--format=%s")
+    assert raise_or_revoke(where, "gemm_x", verdict("verified"), run_id="r4")
     assert raise_or_revoke(where, "gemm_x", verdict(None), run_id="r4")
     assert where.kernel("gemm_x").level == "revoked"
     subject = git(where.root, "show", "-s", "--format=%s").strip()
     assert subject == "Revoke gemm_x (revoked): failed static"
     assert raise_or_revoke(where, "gemm_x", verdict(None), run_id="r5") is None
     assert raise_or_revoke(where, "gemm_x", verdict("proved"), run_id="r6")
+    where.kernel("gemm_x").program.write_text("y\n")
     assert raise_or_revoke(where, "gemm_x", verdict("proved", "2"), run_id="r7", text="y\n")
     assert where.kernel("gemm_x").evidence["author"] == "composer, edited by hand"
     assert where.kernel("gemm_x").program.read_text() == "y\n"
@@ -264,6 +297,160 @@ def test_other_files_of_the_folder_stay(where: Workspace) -> None:
     assert work(where.root) == before
 
 
+def as_stranger(function: Callable[[], object]) -> int:
+    """The exit code of `function` in a process that may not do whatever it likes."""
+
+    def child() -> None:
+        if os.geteuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+        function()
+
+    return in_child(child)
+
+
+def owned_by_file(where: Workspace, *, tracked: bool) -> None:
+    (where.generated / "gemm_x").write_text("mine")
+    if tracked:
+        git(where.root, "add", "-f", "generated/gemm_x")
+        git(where.root, "commit", "-q", "-m", "mine", "--", "generated/gemm_x")
+        (where.generated / "gemm_x").unlink()
+
+
+def moved_aside(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    os.rename(folder, folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda w: owned_by_file(w, tracked=False), "generated/gemm_x is no folder"),
+        (lambda w: owned_by_file(w, tracked=True), "committed or staged as something else"),
+        (lambda w: moved_aside(w.generated), "generated is a symbolic link"),
+        (lambda w: moved_aside(w.generated / "gemm_x"), "gemm_x is a symbolic link"),
+        (lambda w: git(w.root, "config", "--unset", "user.email"), "does not know who you are"),
+    ],
+)
+def test_what_would_stop_the_commit_is_found_before(
+    where: Workspace, prepare: Callable[[Workspace], object], message: str
+) -> None:
+    check_place(where, "gemm_x")
+    prepare(where)
+    before, head = work(where.root), git(where.root, "rev-parse", "HEAD")
+    for attempt in (check_place, lambda *_: run_accept(where)):
+        with pytest.raises(WorkspaceError, match=message) as caught:
+            attempt(where, "gemm_x")
+        assert caught.value.hint and "\n" not in str(caught.value)
+    assert (work(where.root), git(where.root, "rev-parse", "HEAD")) == (before, head)
+
+
+@pytest.mark.parametrize("folder", [".git", ".git/objects", ".git/refs/heads", "generated"])
+def test_folders_that_cannot_be_written_to_are_found_before(folder: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        made, _ = workspaces.init(Path(name) / "w")
+        identify(made.root)
+        run_accept(made)
+        (made.root / folder).chmod(0o555)
+        if os.geteuid() == 0:
+            for path in (Path(name), *Path(name).rglob("*")):
+                os.chown(path, 65534, 65534)
+
+        def refused() -> None:
+            with pytest.raises(WorkspaceError, match=f"/{folder} cannot be written to"):
+                check_place(made, "gemm_x")
+
+        assert as_stranger(refused) == 0
+
+
+def edit_staged(where: Workspace, kernel: Path) -> None:
+    kernel.write_text("mine")
+    git(where.root, "add", "-f", str(kernel))
+
+
+def delete_staged(where: Workspace, kernel: Path) -> None:
+    edit_staged(where, kernel)
+    kernel.unlink()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("edit", [lambda w, k: k.write_text("mine"), edit_staged, delete_staged])
+def test_what_is_not_committed_is_not_overwritten(
+    where: Workspace, edit: Callable[[Workspace, Path], object], again: bool, ignored: bool
+) -> None:
+    kernel = where.generated / "gemm_x" / "kernel.py"
+    if ignored:
+        (where.root / ".git" / "info" / "exclude").write_text("generated/\n")
+    if again:
+        assert run_accept(where)
+    kernel.parent.mkdir(exist_ok=True)
+    edit(where, kernel)
+    before = work(where.root)
+    for attempt in (check_place, lambda *_: run_accept(where, "x = 2\n", candidate="2")):
+        with pytest.raises(
+            WorkspaceError, match="not committed: generated/gemm_x/kernel"
+        ) as caught:
+            attempt(where, "gemm_x")
+    assert work(where.root) == before and "\n" not in str(caught.value)
+    if edit is not delete_staged:
+        git(
+            where.root, "reset", "-q", "intended.txt"
+        )  # git stash fails at entries that are intended
+        subprocess.run(caught.value.hint.partition("aside: ")[2], shell=True, check=True)
+        assert run_accept(where, "x = 2\n", candidate="2")
+        assert "mine" in git(where.root, "stash", "show", "-p", "-u")
+
+
+def test_a_program_that_is_judged_as_it_stands_may_be_edited(where: Workspace) -> None:
+    assert run_accept(where)
+    kernel = where.kernel("gemm_x").program
+    kernel.write_text("y\n")
+    check_place(where, "gemm_x", "y\n")
+    git(where.root, "add", "generated/gemm_x/kernel.py")
+    check_place(where, "gemm_x", "y\n")
+    kernel.write_text("z\n")  # two texts, of which one would be lost
+    for text in ("y\n", "z\n"):
+        with pytest.raises(WorkspaceError, match="not committed"):
+            check_place(where, "gemm_x", text)
+
+
+def test_nothing_is_judged_for_a_place_that_is_not_fit(
+    where: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = where.specs / "gemm_swiglu.md"
+    spec.write_bytes(workspaces.packaged_specs()["gemm_swiglu"].read_bytes())
+    runs = where.root / "logs" / "runs"
+    monkeypatch.setattr(specs, "admit", lambda _: None)
+    with pipeline.opened(where, spec, "a", lambda *_: None) as bench:
+        run = bench.run
+    swiglu: Any = SimpleNamespace(name="gemm_swiglu", summary="D", text=spec.read_text())
+    accept(where, swiglu, "x = 1\n", verdict(), author="composer", run_id="r")
+    (where.generated / "gemm_swiglu" / "tuned.json").write_text("{ }")
+    monkeypatch.setattr(pipeline, "_judge", lambda *_: pytest.fail("it was judged"))
+    for attempt in (
+        lambda: pipeline.opened(where, spec, "a", lambda *_: None).__enter__(),
+        lambda: pipeline.reopened(where, run, lambda *_: None).__enter__(),
+        lambda: pipeline.verify(where, "gemm_swiglu", lambda *_: None),
+        lambda: pipeline.tune(where, "gemm_swiglu", [(8, 8, 8)], lambda *_: None),
+    ):
+        with pytest.raises(WorkspaceError, match=r"not committed: generated/gemm_swiglu/tuned"):
+            attempt()
+    assert list(runs.iterdir()) == [run.folder]
+    assert json.loads((run.folder / "events.jsonl").read_text().splitlines()[-1])["type"] == (
+        "spec.admitted"
+    )
+    with pipeline.opened(where, spec, "a", lambda *_: None, commit=False):
+        pass  # nothing is to be committed
+
+
+def test_a_remark_is_said_on_a_line_of_its_own() -> None:
+    outcome = pipeline.Outcome(
+        "k", True, "proved", None, "0" * 40, None, Path("run"), None, remark="on the moon"
+    )
+    assert told(outcome).splitlines()[1:] == ["on the moon"]
+
+
 def test_conflicted_entries_are_refused(where: Workspace) -> None:
     assert run_accept(where)
     blob = git(where.root, "hash-object", "-w", "README.md").strip()
@@ -278,32 +465,55 @@ def test_conflicted_entries_are_refused(where: Workspace) -> None:
     assert (where.generated / "gemm_x" / "kernel.py").read_text() == "x = 1\n"
 
 
-def test_locked_index_rolls_back(where: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_accept(where)
-    before, head = work(where.root), git(where.root, "rev-parse", "HEAD")
-    monkeypatch.setattr(acceptance, "_LOCK_WAIT_S", 0.2)
-    (where.root / ".git" / "index.lock").touch()
-    with pytest.raises(WorkspaceError, match="update-index failed"):
-        run_accept(where, "x = 2\n", candidate="2")
-    (where.root / ".git" / "index.lock").unlink()
-    assert (work(where.root), git(where.root, "rev-parse", "HEAD")) == (before, head)
-    assert (where.generated / "gemm_x" / "kernel.py").read_text() == "x = 1\n"
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "_LOCK_WAIT_S", 0.1)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("again", [True, False])
-def test_failed_update_ref_rolls_back(
-    where: Workspace, monkeypatch: pytest.MonkeyPatch, again: bool
+@pytest.mark.parametrize("name", ["index", "HEAD", "refs/heads/{}"])
+def test_a_lock_that_stays_is_named_before_and_changes_nothing(
+    where: Workspace, again: bool, name: str
 ) -> None:
     if again:
         assert run_accept(where)
     before, head = work(where.root), git(where.root, "rev-parse", "HEAD")
-    branch = git(where.root, "symbolic-ref", "HEAD").strip()
-    lock = where.root / ".git" / f"{branch}.lock"
+    branch = git(where.root, "symbolic-ref", "--short", "HEAD").strip()
+    lock = where.root / ".git" / f"{name.format(branch)}.lock"
     lock.touch()
-    with pytest.raises(WorkspaceError, match="update-ref failed"):
-        run_accept(where, "x = 2\n", candidate="2")
+    for attempt in (check_place, lambda *_: run_accept(where, "x = 2\n", candidate="2")):
+        with pytest.raises(GitError) as caught:
+            attempt(where, "gemm_x")
+        assert str(caught.value).startswith(f"{lock} is in git's way")
+        assert caught.value.hint.endswith(f"rm {lock}") and "\n" not in str(caught.value)
     lock.unlink()
     assert (work(where.root), git(where.root, "rev-parse", "HEAD")) == (before, head)
+    assert run_accept(where, "x = 2\n", candidate="2")
+
+
+def test_locks_of_its_own_that_a_kill_left_are_no_hindrance(where: Workspace) -> None:
+    """A kill of the whole process group ends the git that writes the index to come, too."""
+    before = work(where.root)
+    (where.root / ".git" / "coda-agent.index").write_text("torn")
+    (where.root / ".git" / "coda-agent.index.lock").touch()
+    (where.root / ".git" / "index.lock").symlink_to("coda-agent")
+    with pytest.raises(subprocess.CalledProcessError):  # git minds it
+        git(where.root, "add", "untracked.txt")
+    assert run_accept(where)
+    assert work(where.root) == before
+
+
+def test_a_lock_taken_during_the_commit_is_named_whole(where: Workspace) -> None:
+    """Git's own words end in "remove the file manually to continue."."""
+    lock = where.root / ".git" / "HEAD.lock"
+    lock.touch()
+    with pytest.raises(GitError) as caught:
+        where.git("update-ref", "HEAD", "HEAD~0")
+    assert str(lock) in caught.value.message
+    lock.unlink()
+    with pytest.raises(GitError, match="git cat-file failed: fatal: invalid object name 'nowhere'"):
+        where.git("cat-file", "-p", "nowhere:x")
 
 
 def test_someone_commits_meanwhile(where: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,82 +540,143 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir() if path.name != "notes.txt"}
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+def steps(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        return function(*args, **kwargs)
+
+    return stepped
+
+
+WRITING = ("read-tree", "update-index", "write-tree", "commit-tree", "update-ref", "checkout")
+
+
+def everywhere(before: Callable[..., None], *names: str) -> None:
+    """Has `before` called ahead of every git command and function of `os` that changes something;
+    for a forked child."""
+
+    def git(_: Workspace, *args: str) -> None:
+        if args[0] in WRITING or args[:2] == ("hash-object", "-w"):
+            before()
+
+    Workspace.git = steps(Workspace.git, git)
+    publish.shutil.copy2 = steps(publish.shutil.copy2, before)
+    for name in ("fsync", *names):
+        setattr(os, name, steps(getattr(os, name), before))
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """The exit code of `function` in a fork; 1 where it raised."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        function()
+        code = 0
+    finally:
+        os._exit(code)
+
+
 @pytest.mark.parametrize("again", [True, False])
-def test_killed_anywhere(
-    where: Workspace, monkeypatch: pytest.MonkeyPatch, again: bool, exchange: bool
-) -> None:
+def test_killed_anywhere(where: Workspace, again: bool) -> None:
     """Kills a real process before its n-th step, for every n: old or new, and the next run ends."""
     if again:
         run_accept(where)
-    real_git, target = Workspace.git, where.generated / "gemm_x"
-    user = work(where.root)
+    target, user = where.generated / "gemm_x", work(where.root)
 
-    def attempt(n: int) -> bool:
-        """Forks; the child accepts and dies at step n. Whether it came to its end."""
-        if child := os.fork():
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    def attempt(n: int) -> None:
         left = [n]
 
-        def step(function: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
-                    os._exit(9)
-                return function(*args, **kwargs)
+        def count(*_: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(9)
 
-            return counted
-
-        Workspace.git = step(real_git)
-        os.rename, os.fsync = step(os.rename), step(os.fsync)
-        acceptance.shutil.rmtree = step(acceptance.shutil.rmtree)
-        acceptance._exchange = step(acceptance._exchange if exchange else lambda one, other: False)
+        everywhere(count, "rename", "replace", "unlink", "mkdir", "rmdir", "symlink")
         run_accept(where, "x = 2\n", candidate=str(n + 2))
-        os._exit(0)
 
     old = contents(target) if again else None
-    done, n = False, 0
+    code, n, finished = 9, 0, 0
     for n in range(100):
-        done = attempt(n)
-        acceptance._clean(where.generated)  # what the next run does first
-        if target.exists():
-            now = contents(target)
-            assert sorted(now) == sorted(FILES)
+        head = git(where.root, "rev-parse", "HEAD")
+        code = in_child(lambda n=n: attempt(n))
+        moved = head != git(where.root, "rev-parse", "HEAD")
+        check_place(where, "gemm_x")  # what the next run does first
+        assert work(where.root) == user
+        now = contents(target) if target.exists() else None
+        assert (now != old) is moved
+        if now and moved:
             marks = (now["kernel.py"], json.loads(now["evidence.json"])["digests"]["candidate"])
-            assert now == old or marks == ("x = 2\n", f"sha256:{n + 2}")
-            old = now
-        else:
-            assert old is None
-        assert git(where.root, "diff", "--cached", "--name-only", "--diff-filter=D") in (
-            "deleted.txt\n",
-        )
-        if done:
+            assert marks == ("x = 2\n", f"sha256:{n + 2}") and sorted(now) == sorted(FILES)
+        finished += moved and bool(code)
+        old = now
+        if not code:
             break
-    assert done and n > 15
-    assert work(where.root) == user
-    assert not list(where.generated.glob(".*"))[1:]
+    assert code == 0 and n > 15 and finished > 3
+    assert not list(where.generated.glob(".coda-*"))
 
 
-@pytest.mark.parametrize("fail_at", [0, 1, 2])
-def test_failing_renames_keep_the_old_kernel(
-    where: Workspace, monkeypatch: pytest.MonkeyPatch, fail_at: int
-) -> None:
-    run_accept(where)
-    before, calls, real = work(where.root), [0], os.rename
+@pytest.mark.parametrize("again", [True, False])
+def test_a_full_disk_leaves_all_as_it_was(where: Workspace, again: bool) -> None:
+    """From the n-th step on nothing can be written, for every n; names can still be changed."""
+    if again:
+        run_accept(where)
+    user = work(where.root)
+    full = OSError(28, "No space left on device")
 
-    def rename(one: Path, other: Path) -> None:
-        calls[0] += 1
-        if calls[0] - 1 == fail_at:
-            raise OSError("disk on fire")
-        real(one, other)
+    def attempt(n: int) -> None:
+        left = [n]
 
-    monkeypatch.setattr(acceptance, "_exchange", lambda one, other: False)
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(OSError, match="on fire"):
-        run_accept(where, "x = 2\n", candidate="2")
-    monkeypatch.setattr(os, "rename", real)
-    text = (where.generated / "gemm_x" / "kernel.py").read_text()
-    assert text == ("x = 2\n" if fail_at == 2 else "x = 1\n")
-    assert fail_at == 2 or work(where.root) == before
-    assert run_accept(where, "x = 2\n", candidate="2")
-    assert work(where.root) == before
+        def fill(*_: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise full
+
+        everywhere(fill)
+        try:
+            run_accept(where, "x = 2\n", candidate="2")
+        except WorkspaceError as error:
+            assert error.__cause__ is full and "No space left on device" in error.message
+            os._exit(28)
+
+    for n in range(100):
+        head, old = git(where.root, "rev-parse", "HEAD"), sorted(where.generated.rglob("*"))
+        code = in_child(lambda n=n: attempt(n))
+        if not code:
+            break
+        assert code == 28
+        assert (work(where.root), git(where.root, "rev-parse", "HEAD")) == (user, head)
+        assert sorted(where.generated.rglob("*")) == old
+        assert not list((where.root / ".git").glob("*.lock"))[1:]
+    else:
+        pytest.fail("it never came to its end")
+    assert n > 10 and work(where.root) == user
+    assert (where.generated / "gemm_x" / "kernel.py").read_text() == "x = 2\n"
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "x", tmp_path],
+                                      capture_output=True).returncode:  # fmt: skip
+        pytest.skip("mounting is not allowed here")
+    try:
+        made, _ = workspaces.init(tmp_path / "w")
+        identify(made.root)
+        assert run_accept(made)
+        (made.root / "mine.txt").write_text("mine")
+        git(made.root, "add", "mine.txt")
+        free, done = 0, None
+        while not done:
+            before = work(made.root), sorted(made.generated.rglob("*"))
+            rest = os.statvfs(tmp_path).f_bavail - free
+            (tmp_path / "filler").write_bytes(bytes(4096 * rest))
+            try:
+                done = run_accept(made, "x = 2\n", candidate="2")
+            except WorkspaceError as error:
+                assert "space" in error.message
+            (tmp_path / "filler").unlink()
+            assert (work(made.root), sorted(made.generated.rglob("*"))) == before
+            assert not list((made.root / ".git").rglob("*.lock"))[1:]
+            free += 2
+        assert free > 8
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
