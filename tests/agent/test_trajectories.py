@@ -18,8 +18,9 @@ from coda_agent.agent.runs import Replay
 TRAJECTORIES = Path(__file__).parents[2] / "logs" / "trajectories"
 RUNS = sorted(path.parent for path in TRAJECTORIES.glob("*/events.jsonl"))
 ON_A_GPU = ("gpu", "benchmark")
-FALSE_PASSES = {"3a059348f4d5"}
-"""Candidates that passed when no instruction ran without a GPU: copysign's arguments swapped."""
+FALSE_PASSES = {"3a059348f4d5", "3b5172112975"}
+"""Candidates that passed when no instruction ran without a GPU, copysign's arguments swapped; and
+when inputs never left a spec's draw, log(1 + |z|), which loses small z."""
 
 
 @pytest.fixture
@@ -47,12 +48,13 @@ def test_a_trajectory_gets_the_verdicts_it_got(where: workspace.Workspace, run: 
     who, log = replayed(where, run / "spec.md", events)
     was = attempts(events)
     now = [(check, text, passed and text not in FALSE_PASSES) for check, text, passed in was]
-    refused = len([one for one, other in zip(was, now, strict=True) if one != other])
+    refused = [one for one, other in zip(was, now, strict=True) if one != other]
     said = [difference.partition(": attempt")[0] for difference in who.differences]
-    assert said == ["check: was a pass, is a refusal"] * refused
+    tools = ["submit" if check == "submit" else "check" for check, *_ in refused]
+    assert said == [f"{tool}: was a pass, is a refusal" for tool in tools]
     assert all(said.startswith(("check: ", "benchmark: ", "profile: ")) for said in who.skipped)
     assert attempts(read_events(log)) == now != []
-    assert now[-1][0::2] == ("submit", True)
+    assert now[-1][0::2] == ("submit", now[-1][1] not in FALSE_PASSES)
 
 
 def test_a_trajectory_with_another_program_does_not(where: workspace.Workspace) -> None:
