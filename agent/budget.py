@@ -1,5 +1,6 @@
 """What a run may spend, and what the model's tokens cost."""
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -31,7 +32,7 @@ class Budget:
         """With other limits: dollars, and KEY=VALUE of the rest.
 
         Raises:
-            CodaError: no such limit, or its value is no number.
+            CodaError: no such limit, or its value is no positive number.
         """
         kinds = {field.name: type(field.default) for field in fields(self)}
         new: dict[str, Any] = {} if usd is None else {"usd": usd}
@@ -42,6 +43,9 @@ class Budget:
             except (KeyError, ValueError):
                 known = ", ".join(f"{k}={getattr(self, k):g}" for k in kinds)
                 raise CodaError(f"{limit!r} is no limit", hint=f"now {known}") from None
+        for key, value in new.items():
+            if not 0 < value < math.inf:
+                raise CodaError(f"the limit {key} is {value:g}, expected a positive number")
         return replace(self, **new)
 
 
@@ -58,7 +62,14 @@ class Price:
 
     @classmethod
     def of(cls, per_million_in: float, per_million_out: float) -> "Price":
-        """From the two figures a user knows, by the usual rule for the cache."""
+        """From the two figures a user knows, by the usual rule for the cache.
+
+        Raises:
+            CodaError: one of them is no amount of money.
+        """
+        for usd in (per_million_in, per_million_out):
+            if not 0 <= usd < math.inf:
+                raise CodaError(f"the price is {usd:g}, expected USD per million tokens")
         i, o = per_million_in / 1e6, per_million_out / 1e6
         return cls(i, o, 1.25 * i, 2 * i, 0.1 * i)
 

@@ -1,18 +1,21 @@
 """The workbench over MCP: the same tools, for any agent that speaks the protocol, on stdio.
 
 - Every tool takes a spec's name besides its own input; each spec has one workbench, whose run is
-  logged and judged like any other, under the author `mcp:<client>`. A run that is over is followed
-  by a new one at the next call.
+  logged and judged like any other, under the author `mcp:<client>`. A run that is over, or whose
+  spec is another by now, is followed by a new one at the next `read_spec`.
+- A fault of ours ends its run and leaves the others open.
 - Calls run one after the other in a thread, so that the connection answers and progress is told
   meanwhile. What libraries print does not reach the client: the transport keeps stdout to itself.
 """
 
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import pipeline, prompt
-from coda_agent.agent.workbench import TOOLS, Workbench
+from coda_agent.agent.workbench import NEXT, TOOLS, Workbench
 from coda_agent.agent.workbench.registry import Result
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
@@ -37,46 +40,62 @@ class Desk:
     def __init__(self, workspace: Workspace, device: pipeline.Device, *, commit: bool) -> None:
         self.workspace, self.commit = workspace, commit
         self.device: pipeline.Device = device
-        self._open: dict[str, tuple[Workbench, ExitStack]] = {}
+        self._open: dict[Path, tuple[Workbench, ExitStack]] = {}
 
     def call(
         self, name: str, given: dict[str, Any], client: str, observer: Callable[..., None]
     ) -> tuple[Result, str]:
         """One tool call: its result, and the run it belongs to."""
         try:
-            bench = self._bench(given.pop("spec", ""), name, client)
-        except CodaError as error:
+            path = self.workspace.resolve_spec(str(given.pop("spec", "")))
+            bench, stack = self._taken(path, name, client)
+        except (CodaError, OSError) as error:
             return Result(ok=False, text=str(error)), ""
         bench.tell.observer = observer
-        result = bench.call(name, given)
-        if bench.state.over and bench.reason is None:
-            bench.finish()
+        try:
+            with stack:  # what is raised here fails the run
+                result = bench.call(name, given)
+                if bench.state.over and bench.reason is None:
+                    bench.finish()
+                self._open[path] = bench, stack.pop_all()
+        except Exception as error:
+            traceback.print_exc()
+            failed = f"this run failed: {type(error).__name__}: {error} ({NEXT})"
+            result = Result(ok=False, text=failed)
         return result, bench.run.id
 
-    def _bench(self, spec: object, name: str, client: str) -> Workbench:
-        path = self.workspace.resolve_spec(str(spec))
-        bench, stack = self._open.get(str(path), (None, None))
-        known = TOOLS.get(name)
-        if bench and stack and bench.state.over and not (known and known.last):
-            stack.close()
-            bench = None
+    def _taken(self, path: Path, name: str, client: str) -> tuple[Workbench, ExitStack]:
+        """The workbench of a spec and what closes it, out of those that are open."""
+        bench, stack = self._open.pop(path, (None, ExitStack()))
+        if bench and name == "read_spec":
+            spec = bench.spec
+            changed = self.workspace.differing_spec(spec.name, spec.text) is not None
+            if bench.state.over or (changed and self.commit):
+                _ended(bench, stack, "its spec was changed")
+                bench = None
         if bench is None:
-            stack = ExitStack()
-            author = f"mcp:{client}"
             opened = pipeline.opened(
-                self.workspace, path, author, lambda *_: None,
+                self.workspace, path, f"mcp:{client}", lambda *_: None,
                 device=self.device, commit=self.commit,
             )  # fmt: skip
             bench = stack.enter_context(opened)
-            self._open[str(path)] = bench, stack
-        return bench
+        return bench, stack
 
     def close(self) -> None:
         """Ends the runs that are still open; each can be taken up again."""
-        for bench, stack in self._open.values():
-            if bench.reason is None:
-                bench.finish("the client left", final=False)
-            stack.close()
+        while self._open:
+            _, (bench, stack) = self._open.popitem()
+            try:
+                _ended(bench, stack, "the client left")
+            except Exception:
+                traceback.print_exc()  # and the next one is ended all the same
+
+
+def _ended(bench: Workbench, stack: ExitStack, reason: str) -> None:
+    """Closes a run, which ends for `reason` where it has not ended."""
+    with stack:
+        if bench.reason is None:
+            bench.finish(reason, final=False)
 
 
 def server(desk: Desk) -> "Server[Any]":

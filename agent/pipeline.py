@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from coda_agent.agent import accept as acceptance
-from coda_agent.agent import prompt, publish
+from coda_agent.agent import publish
 from coda_agent.agent.events import EventLog, Observer, Recorder, plain, read_events, take_secrets
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
@@ -92,10 +92,10 @@ def opened(
     settings: dict[str, Any] | None = None,
     withheld: Sequence[str] = (),
 ) -> "Iterator[Workbench]":
-    """The workbench of a new run, its spec admitted; what is `withheld`, an ablation takes away.
+    """The workbench of a new run; what is `withheld`, an ablation takes away.
 
     Raises:
-        SpecError: the spec cannot be used.
+        SpecError: the spec cannot be used; there is no run then.
         WorkspaceError: nothing could be committed; checked before the author starts.
     """
     from coda_agent.agent.workbench import Workbench
@@ -104,14 +104,15 @@ def opened(
     spec = load_spec(spec_path)
     if commit:
         publish.check_place(workspace, spec.name)
+        workspace.check_spec(spec.name, spec.text)
+    admit(spec)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
     about = {"kind": "generate", "spec": spec.name, "author": author, "device": device}
     about |= {"commit": commit, **({"withheld": withheld} if withheld else {}), **(settings or {})}
-    with prompt.withholding(withheld), _logged(run, observer, "run.started", about) as tell:
-        admit(spec)
+    with _logged(run, observer, "run.started", about) as tell:
         tell("spec.admitted", {"path": spec_path.name, "digest": spec.digest})
-        yield Workbench(workspace, run, spec, tell, gpu_limit_s)
+        yield Workbench(workspace, run, spec, tell, gpu_limit_s, withheld)
 
 
 @contextlib.contextmanager
@@ -126,27 +127,32 @@ def reopened(
     """The workbench of a run as its last process left it, with the spec it was started with.
 
     Raises:
-        WorkspaceError: it is no run of an author, another process works on it, or nothing that it
-            may still accept could be committed.
+        SpecError: its spec cannot be used.
+        WorkspaceError: it is no run of an author, its spec is not the one that was admitted, another
+            process works on it, or nothing that it may still accept could be committed.
     """
     from coda_agent.agent.workbench import State, Workbench
-    from coda_agent.specs import load_spec
+    from coda_agent.specs import admit, load_spec
 
     events = read_events(run.folder / "events.jsonl")
     if not events or events[0].data.get("kind") != "generate":
         raise WorkspaceError(f"{run.id} is not the run of an author")
     spec = load_spec(run.folder / "spec.md")
+    admitted = [e.data["digest"] for e in events if e.type == "spec.admitted"]
+    if not admitted:
+        admit(spec)  # the process was killed before it wrote that down
+    elif spec.digest not in admitted:
+        raise WorkspaceError(f"{spec.path} was not admitted", hint="start another run")
     state = State()
     for event in events:
         state.apply(event)
     if state.commit and not state.over:
         publish.check_place(workspace, spec.name)
     withheld = events[0].data.get("withheld", ())
-    with (
-        prompt.withholding(withheld),
-        _logged(run, observer, "run.resumed", settings or {}) as tell,
-    ):
-        yield Workbench(workspace, run, spec, tell, gpu_limit_s)
+    with _logged(run, observer, "run.resumed", settings or {}) as tell:
+        if not admitted:
+            tell("spec.admitted", {"path": spec.path.name, "digest": spec.digest})
+        yield Workbench(workspace, run, spec, tell, gpu_limit_s, withheld)
 
 
 def _judge(

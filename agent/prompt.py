@@ -5,12 +5,10 @@ Nothing here depends on the time, the machine or chance: equal code and equal ti
 bytes, which is what a prompt cache is keyed by.
 """
 
-import contextlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import tips as tips_module
@@ -32,7 +30,6 @@ WITHHELD: dict[str, tuple[str, ...]] = {
     "diagnosis": (),
 }
 """What an ablation may withhold from an author, with the tools that go with it."""
-_withheld: ContextVar[tuple[str, ...]] = ContextVar("withheld", default=())
 
 _TASK = """\
 You write GPU kernels of one kind: a matrix product whose epilogue does more than store the result.
@@ -54,40 +51,19 @@ Several independent reads may be asked for in one turn; calls run in the order t
 Each turn must call a tool."""
 
 
-@contextlib.contextmanager
-def withholding(parts: Iterable[str]) -> Iterator[None]:
-    """Withholds some of `WITHHELD` from prompts rendered, and workbenches made, meanwhile."""
-    token = _withheld.set(tuple(parts))
-    try:
-        yield
-    finally:
-        _withheld.reset(token)
+def system(withheld: Sequence[str] = ()) -> str:
+    """The part that is the same for every spec, without what is `withheld` of `WITHHELD`."""
+    return "\n\n".join([instructions(withheld), f"# The vocabulary\n\n{_primitives()}"])
 
 
-def withheld() -> tuple[str, ...]:
-    """What is withheld now."""
-    return _withheld.get()
-
-
-def hidden() -> set[str]:
-    """The tools that are withheld now."""
-    return {tool for part in withheld() for tool in WITHHELD[part]}
-
-
-def system() -> str:
-    """The part that is the same for every spec."""
-    return "\n\n".join([instructions(), f"# The vocabulary\n\n{_primitives()}"])
-
-
-def instructions() -> str:
+def instructions(withheld: Sequence[str] = ()) -> str:
     """Task, language, feedback and tools, without the vocabulary."""
     from coda_agent.agent.judge import static
-    from coda_agent.agent.workbench import TOOLS, feedback
+    from coda_agent.agent.workbench import feedback, shown
 
-    shown = [tool for tool in TOOLS.values() if tool.name not in hidden()]
-    guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in shown)
+    guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in shown(withheld).values())
     grammar = inspect.cleandoc(feedback.__doc__ or "")
-    if "diagnosis" in withheld():
+    if "diagnosis" in withheld:
         grammar = "One line: whether the candidate passed, or at which gate it failed."
     return "\n\n".join(
         [
@@ -99,10 +75,10 @@ def instructions() -> str:
     )
 
 
-def opening(spec: "Spec", tips: Iterable["Tip"]) -> str:
+def opening(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -> str:
     """The part for one spec: the spec, demonstrations, tips."""
     parts = [f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"]
-    for demo in demos_for(spec) if "demos" not in withheld() else ():
+    for demo in demos_for(spec) if "demos" not in withheld else ():
         parts.append(f"# Demonstration: {demo.name}\n\n```python\n{demo.text.strip()}\n```")
     if lines := [f"- {tip.line()}" for tip in tips]:
         parts.append("# Tips from earlier runs\n\n" + "\n".join(lines))
@@ -140,24 +116,24 @@ def demos_for(spec: "Spec") -> list["Demo"]:
     return sorted(sorted(found, key=lambda d: (-score(d), d.name))[:DEMOS], key=lambda d: d.name)
 
 
-def request(spec: "Spec", tips: Iterable["Tip"]) -> dict[str, Any]:
-    """Tools, system text and first message of a conversation, with their cache breakpoints.
+def request(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -> dict[str, Any]:
+    """Tools, system text and first message of a conversation, with their cache breakpoints, and
+    without what is `withheld`.
 
     An hour, not five minutes: a compilation, or a wait for a GPU, may outlast the shorter one.
     """
-    from coda_agent.agent.workbench import TOOLS
+    from coda_agent.agent.workbench import shown
 
     hour = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     tools: list[dict[str, Any]] = [
         {"name": tool.name, "description": tool.description, "input_schema": tool.schema()}
-        for tool in TOOLS.values()
-        if tool.name not in hidden()
+        for tool in shown(withheld).values()
     ]
     tools[-1] |= hour
-    first = [{"type": "text", "text": opening(spec, tips), **hour}]
+    first = [{"type": "text", "text": opening(spec, tips, withheld), **hour}]
     return {
         "tools": tools,
-        "system": [{"type": "text", "text": system(), **hour}],
+        "system": [{"type": "text", "text": system(withheld), **hour}],
         "messages": [{"role": "user", "content": first}],
     }
 

@@ -178,6 +178,22 @@ class Workspace:
         """The file of a spec given by path, or by name in specs/ or among the packaged ones."""
         return resolve_spec(arg, self)
 
+    def differing_spec(self, name: str, text: str) -> Path | None:
+        """The file that specs/, or else the package, has for the spec `name`, where it holds
+        another text than `text`; None where it holds the same, or there is none."""
+        path = self.spec_names().get(name)
+        return path if path and path.read_text("utf-8", errors="replace") != text else None
+
+    def check_spec(self, name: str, text: str) -> None:
+        """
+        Raises:
+            WorkspaceError: specs/ has another text for the spec `name`, which is what a kernel of
+                this name is to be.
+        """
+        if path := self.differing_spec(name, text):
+            message = f"this run's spec {name} is not what {path} holds"
+            raise WorkspaceError(message, hint="start a run of that, or give yours another name")
+
     def kernels(self) -> list[Kernel]:
         """The accepted kernels: every folder of generated/ with an evidence.json, by name."""
         found = sorted(self.generated.glob("*/evidence.json"))
@@ -198,11 +214,13 @@ class Workspace:
     def new_run(self, kind: str, spec: str) -> Run:
         """Makes logs/runs/<UTC time>-<kind>-<spec>-<4 hex>/."""
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        runs = self.root / "logs" / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
         while True:
             run_id = f"{stamp}-{kind}-{spec}-{secrets.token_hex(2)}"
-            folder = self.root / "logs" / "runs" / run_id
+            folder = runs / run_id
             try:
-                folder.mkdir(parents=True)
+                folder.mkdir()
             except FileExistsError:
                 continue
             return Run(run_id, folder)

@@ -23,7 +23,7 @@ from coda_agent.agent.cli.targets import (
     SandboxOption,
 )  # fmt: skip
 from coda_agent.agent.events import take_secrets
-from coda_agent.agent.workspace import find, near_matches
+from coda_agent.agent.workspace import Kernel, Workspace, find, near_matches
 from coda_agent.agent.workspace import init as init_workspace
 from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
 
@@ -223,6 +223,9 @@ def verify(
         else:
             records.append(outcome.record())
             said = report.sentence(outcome) if every else report.told(outcome)
+        if other := _differing(workspace, workspace.kernel(name)):
+            said += f"\n{name}: its spec.md differs from {other}; generate makes a kernel of that"
+        records[-1]["differing_spec"] = other
         if not as_json:
             typer.echo(said)
     stand = sum(record["passed"] for record in records)
@@ -237,8 +240,16 @@ def list_(as_json: Json = False) -> Reply:
     workspace = find()
     kernels = workspace.kernels()
     missing = sorted(set(workspace.spec_names()) - {kernel.name for kernel in kernels})
-    listed = [{"name": k.name, "level": k.level, "folder": k.folder} for k in kernels]
-    rows = [(k.name, k.level) for k in kernels] + [(name, "spec only") for name in missing]
+    differing = [_differing(workspace, k) for k in kernels]
+    listed = [
+        {"name": k.name, "level": k.level, "folder": k.folder, "differing_spec": other}
+        for k, other in zip(kernels, differing, strict=True)
+    ]
+    rows = [
+        (k.name, k.level, f"its spec.md differs from {other}" if other else "")
+        for k, other in zip(kernels, differing, strict=True)
+    ]
+    rows += [(name, "spec only", "") for name in missing]
     text = columns(rows) or "no kernels and no specs yet"
     return Reply({"kernels": listed, "specs": missing}, text)
 
@@ -313,6 +324,12 @@ def _judged(
     run = targets.new_run(kind, found.name)
     with Progress(silent=silent) as observer:
         return pipeline.judge_only(run, kind, found, text, observer, device=device, gates=gates)
+
+
+def _differing(workspace: Workspace, kernel: Kernel) -> Path | None:
+    """The file of a kernel's spec where it holds another text than the one it was accepted with."""
+    frozen = kernel.spec.read_text("utf-8", errors="replace") if kernel.spec.is_file() else ""
+    return workspace.differing_spec(kernel.name, frozen)
 
 
 def _named(kernels: list[str] | None, every: bool) -> list[str]:

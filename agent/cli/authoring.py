@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,7 @@ from coda_agent.agent.cli.targets import (
     require_gpu,
     require_sandbox,
 )
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, MachineError
 
 if TYPE_CHECKING:
     from coda_agent.agent.authors.claude import Claude, Options
@@ -32,7 +32,9 @@ Limits = Annotated[
     typer.Option("--limit", help="steps, tokens, minutes, gpu_minutes or failures, as KEY=VALUE."),
 ]
 Model = Annotated[str | None, typer.Option(help="Claude's model; else CODA_AGENT_MODEL.")]
-Effort = Annotated[str, typer.Option(help="low, medium, high, xhigh or max.")]
+Effort = Annotated[
+    Literal["low", "medium", "high", "xhigh", "max"], typer.Option(help="How hard it thinks.")
+]
 Fallback = Annotated[str | None, typer.Option(help="Model to ask where the first refuses.")]
 PriceIn = Annotated[float | None, typer.Option(help="USD per million tokens of prompt.")]
 PriceOut = Annotated[float | None, typer.Option(help="USD per million tokens of answer.")]
@@ -73,11 +75,12 @@ def generate(
     workspace = find()
     path = workspace.resolve_spec(spec)
     who: Any
-    budget = Budget().changed(max_usd, limit or [])
+    budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
+    if not 0 <= tip_holdout <= 1:
+        raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
     if (author or ("claude" if has_secrets() else "composer")) == "claude":
         from coda_agent.agent.authors.claude import Options
 
-        price = _price(price_in, price_out)
         options = Options(_model(model), effort, fallback_model, price, budget, tip_holdout)
         who = _claude(options, silent=as_json)
     else:
@@ -268,7 +271,7 @@ def tool(
     from coda_agent.agent import runs as past
     from coda_agent.agent.cli.report import REFUSED
     from coda_agent.agent.workbench import TOOLS
-    from coda_agent.agent.workspace import find
+    from coda_agent.agent.workspace import find, near_matches
 
     require_sandbox(sandbox)
     if name is None:
@@ -278,6 +281,8 @@ def tool(
         ]
         rows = [(t.name, " ".join(t.schema()["properties"]), t.description) for t in TOOLS.values()]
         return Reply(document, columns(rows))
+    if name not in TOOLS:
+        raise CodaError(f"no tool named {name!r}", hint=near_matches(name, TOOLS))
     if (run is None) == (spec is None):
         raise CodaError("name a run with --run, or start one with --spec", hint="coda-agent runs")
     workspace = find()
@@ -289,14 +294,18 @@ def tool(
             context = pipeline.opened(
                 workspace, path, author, observer, device=device, commit=not no_commit
             )
+        fields = TOOLS[name].schema()["properties"]
+        values = dict(_value(word, fields) for word in given or [])
+        TOOLS[name].parsed(values)  # what does not fit starts no run
         with context as bench:
-            fields = TOOLS[name].schema()["properties"] if name in TOOLS else {}
-            result = bench.call(name, dict(_value(word, fields) for word in given or []))
+            result = bench.call(name, values)
             if bench.state.over and name in ("submit", "give_up") and result.ok:
                 bench.finish()
     document = {"run": bench.run.id, **result.model_dump(mode="json")}
-    code = 0 if result.ok and result.data.get("passed", True) else REFUSED
-    return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code)
+    code = 0 if result.data.get("passed", True) else REFUSED
+    if not result.ok:
+        code = (MachineError if result.data.get("lacks") else CodaError).exit_code
+    return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code, err=not result.ok)
 
 
 def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
@@ -323,20 +332,17 @@ def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 @app.command()
+@reported
 def mcp(
     device: DeviceOption = "auto", no_commit: NoCommit = False, sandbox: SandboxOption = None
-) -> None:
+) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     from coda_agent.agent.mcp import Desk, serve
     from coda_agent.agent.workspace import find
 
-    try:
-        require_sandbox(sandbox)
-        desk = Desk(find(), device, commit=not no_commit)
-    except CodaError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from error
-    serve(desk)
+    require_sandbox(sandbox)
+    serve(Desk(find(), device, commit=not no_commit))
+    return Reply(None)
 
 
 @app.command()
@@ -371,7 +377,12 @@ def _model(model: str | None) -> str:
     return model or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
 
 
-def _price(price_in: float | None, price_out: float | None) -> "Price | None":
+def price_of(price_in: float | None, price_out: float | None) -> "Price | None":
+    """What --price-in and --price-out say; None where neither is given.
+
+    Raises:
+        CodaError: only one of them is given, or one is no price.
+    """
     from coda_agent.agent.budget import Price
 
     if (price_in is None) != (price_out is None):

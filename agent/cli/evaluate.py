@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coda_agent.agent.cli import leaderboard
-from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut
+from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut, price_of
 from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import DeviceOption, ExecutorOption, Json
 from coda_agent.agent.workspace import Workspace
@@ -17,6 +17,7 @@ from coda_agent.primitives.errors import CodaError, MachineError
 
 if TYPE_CHECKING:
     from coda_agent.agent.authors.claude import Options
+    from coda_agent.agent.budget import Price
     from coda_agent.agent.pipeline import Device
     from coda_agent.evals.metrics import Groups, Interval
     from coda_agent.evals.records import TrialRecord
@@ -134,7 +135,9 @@ class _Session:
         self.folder = (out or self.workspace.root / TRIALS) / self.suite.name
         self.authors = [_full_name(author) for author in dict.fromkeys(authors)]
         models = [name for name in self.authors if name.startswith("claude:")]
-        self.options = _options(models, *model) if models else None
+        effort, price_in, price_out = model
+        price = price_of(price_in, price_out)
+        self.options = _options(models, effort, price) if models else None
         self.silent = silent
 
     def check_ablation(self, author: str, parts: tuple[str, ...]) -> None:
@@ -192,16 +195,10 @@ def _full_name(author: str) -> str:
     return f"claude:{os.environ.get('CODA_AGENT_MODEL') or DEFAULT_MODEL}"
 
 
-def _options(
-    models: list[str], effort: str, price_in: float | None, price_out: float | None
-) -> "Options":
+def _options(models: list[str], effort: str, price: "Price | None") -> "Options":
     """How the models are called; whether each could be is found out before the first trial."""
     from coda_agent.agent.authors.claude import Claude, Options
-    from coda_agent.agent.budget import Price
 
-    if (price_in is None) != (price_out is None):
-        raise CodaError("--price-in and --price-out go together")
-    price = None if price_in is None or price_out is None else Price.of(price_in, price_out)
     for model in models:
         Claude(Options(model.removeprefix("claude:"), effort, price=price))
     return Options(effort=effort, price=price)
@@ -358,10 +355,12 @@ def shape(text: str) -> tuple[int, int, int]:
     Raises:
         CodaError: something else than three positive whole numbers.
     """
-    parts = text.replace("x", ",").split(",")
-    if len(parts) != 3 or not all(p.strip().isdigit() and int(p) for p in parts):
+    try:
+        m, n, k = map(int, text.replace("x", ",").split(","))
+    except ValueError:
+        m = n = k = 0
+    if min(m, n, k) <= 0:
         raise CodaError(f"--shape is {text!r}, expected M,N,K, such as 16384,4096,4096")
-    m, n, k = map(int, parts)
     return m, n, k
 
 
@@ -380,7 +379,7 @@ def suite(
     from coda_agent.evals.suite import load_suite, run_suite
     from coda_agent.evals.suite_page import write_page
 
-    chosen = load_suite(name)
+    chosen, multiples = load_suite(name), numbers(sizes)
     if not table:
         from coda_agent.agent.judge import timing
         from coda_agent.agent.judge.machine import require_idle
@@ -395,7 +394,7 @@ def suite(
             clock=timing,
             machine=_machine(),
             kernels=kernels,
-            sizes=numbers(sizes),
+            sizes=multiples,
             names=names,
             rounds=rounds,
             say=say,

@@ -30,8 +30,11 @@ P = ParamSpec("P")
 REFUSED, INTERRUPTED, BUG = 1, 130, 70
 """Exit codes beside an error's own: 70 is sysexits' EX_SOFTWARE, so that a crash in CI is never
 taken for the judge's refusal."""
-_NO_ROOM = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""A place that cannot be written to is the user's to mend."""
+_PLACES = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
+"""What says that a place cannot be used, which is the user's to mend, where no path comes with it:
+only a current folder that was removed is not found and has none."""
+_MOST_CHARACTERS = 1000
+"""Of an error's line: a path may be a few thousand long."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +73,25 @@ def _answer(command: Callable[[], Reply]) -> Reply:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            return _failed(CodaError(str(error)), CodaError.exit_code)
+        if isinstance(error, OSError) and (error.filename or error.errno in _PLACES):
+            return _failed(_unusable(error), CodaError.exit_code)
         traceback.print_exc()
         hint = "this is a fault of coda-agent; the trace above belongs in a report"
         return _failed(CodaError(f"{type(error).__name__}: {error}", hint=hint), BUG)
 
 
+def _unusable(error: OSError) -> CodaError:
+    gone = "the current folder" if error.errno == errno.ENOENT else "the disk"
+    return CodaError(f"{error.filename or gone} cannot be used: {error.strerror}")
+
+
 def _failed(error: CodaError, code: int) -> Reply:
     kind = type(error).__name__
     about = {"kind": kind, "message": error.message, "hint": error.hint, "exit_code": code}
-    return Reply({"error": about}, f"error: {' '.join(str(error).split())}", code, err=True)
+    said = " ".join(str(error).split())
+    if len(said) > _MOST_CHARACTERS:
+        said = f"{said[:200]} … {said[-200:]}"
+    return Reply({"error": about}, f"error: {said}", code, err=True)
 
 
 @contextlib.contextmanager

@@ -37,9 +37,12 @@ def review(
     chosen = [workspace.kernel(kernel)] if kernel else workspace.kernels()
     if not chosen:
         raise WorkspaceError("nothing is accepted yet", hint="coda-agent generate SPEC")
+    folder = out or workspace.root / "build" / "review"
+    if html:  # a place that cannot be written to is said before programs are traced
+        folder.mkdir(parents=True, exist_ok=True)
     reviews = ordered([_reviewed(workspace, k, pictures=html) for k in chosen])
     if html:
-        pages = write_pages(out or workspace.root / "build" / "review", reviews)
+        pages = write_pages(folder, reviews)
         return Reply({"pages": pages}, f"wrote {pages[0]} and {len(pages) - 1} kernels beside it")
     records = [r.record() for r in reviews]
     if kernel:
@@ -65,8 +68,7 @@ def _reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool) -> "Revie
         found.current = Version("", "", text, evidence)
         spec = found.spec = load_spec(kernel.spec)
         found.digests = digests(spec, text)
-        if wanted := workspace.spec_names().get(spec.name):
-            found.newer_spec = load_spec(wanted).digest != spec.digest
+        found.newer_spec = workspace.differing_spec(spec.name, spec.text) is not None
         if pictures:
             found.programs = _traced(spec, text)
     except (CodaError, OSError, UnicodeDecodeError) as error:

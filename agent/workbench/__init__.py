@@ -8,9 +8,10 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from coda_agent.agent import prompt
 from coda_agent.agent.events import Recorder, redacted
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge import Verdict
     from coda_agent.specs import Spec
 
-__all__ = ["TOOLS", "Input", "Result", "State", "Tool", "ToolError", "Workbench"]
+__all__ = ["NEXT", "TOOLS", "Input", "Result", "State", "Tool", "ToolError", "Workbench", "shown"]
 
 GATES = ("static", "compile", "numerics", "performance")
+NEXT = "read_spec with the spec's name opens a new one"
 LEVELS = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
 
 
@@ -88,18 +90,24 @@ class Workbench:
         spec: What is to be computed.
         tell: The run's recorder.
         gpu_limit_s: Seconds of GPU work after which only `submit` may still use the GPU.
+        withheld: The parts of `prompt.WITHHELD` that an ablation takes away.
     """
 
     def __init__(
-        self, workspace: Workspace, run: Run, spec: "Spec", tell: Recorder, gpu_limit_s: float
+        self,
+        workspace: Workspace,
+        run: Run,
+        spec: "Spec",
+        tell: Recorder,
+        gpu_limit_s: float,
+        withheld: Sequence[str] = (),
     ) -> None:
         self.workspace, self.run, self.spec, self.tell = workspace, run, spec, tell
         self.gpu_limit_s = gpu_limit_s
         self.state = State()
         self.verdict: Verdict | None = None
         self.reason: str | None = None
-        self.withheld = prompt.withheld()
-        self.tools = {name: tool for name, tool in TOOLS.items() if name not in prompt.hidden()}
+        self.withheld, self.tools = withheld, shown(withheld)
         tell.follow(self.state)
 
     def call(self, name: str, given: object, id: str = "") -> Result:
@@ -110,14 +118,9 @@ class Workbench:
         try:
             if known is None:
                 raise ToolError(f"no tool named {name!r}", hint=near_matches(name, self.tools))
-            if self.state.over and not known.last:
-                raise ToolError(f"this run is over: {self.state.over}")
-            result = known.method(self, known.input.model_validate(given))
-        except ValidationError as error:
-            said = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'input'}: {e['msg']}" for e in error.errors()
-            )
-            result = Result(ok=False, text=f"the input of {name} does not fit: {said}")
+            if self.state.over and name != "log_tip":  # what a run taught may follow its end
+                raise ToolError(f"this run is over: {self.state.over}", hint=NEXT)
+            result = known.method(self, known.parsed(given))
         except CodaError as error:
             lacks = {"lacks": "machine"} if isinstance(error, MachineError) else {}
             result = Result(ok=False, text=str(error), data=lacks)
@@ -172,15 +175,18 @@ class Workbench:
         """The full trial of the candidate, and its acceptance when it passes.
 
         Raises:
-            WorkspaceError: it passed and could not be committed.
+            WorkspaceError: it passed and could not be committed, or specs/ has another spec by now.
         """
         from coda_agent.agent import accept as acceptance
 
+        if self.state.commit:
+            self.workspace.check_spec(self.spec.name, self.spec.text)
         verdict = self.judge("submit")
         (self.run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
         self.tell("verdict", {"passed": verdict.passed, "level": verdict.level})
         if verdict.passed and self.state.commit:
             name, author = self.spec.name, self.state.author
+            self.workspace.check_spec(name, self.spec.text)  # the trial took minutes
             sha = acceptance.accept(
                 self.workspace, self.spec, self.state.candidate, verdict,
                 author=author, run_id=self.run.id,
@@ -392,15 +398,11 @@ class Workbench:
     @tool(last=True)
     def submit(self, given: Nothing) -> Result:
         """The full trial: all gates this machine can run. A pass is committed and ends the run."""
-        if self.state.over:
-            raise ToolError(f"this run is over: {self.state.over}")
         return self._judged("submit")
 
     @tool(last=True)
     def give_up(self, given: Reason) -> Result:
         """Ends the run without a kernel, and says what stands in the way."""
-        if self.state.over:
-            raise ToolError(f"this run is over: {self.state.over}")
         self.tell("gave.up", {"reason": given.reason})
         return Result(text="the run is over; the candidate is kept")
 
@@ -416,3 +418,9 @@ def _pick(known: dict[str, Any], name: str, what: str) -> Any:
 
 
 TOOLS = registry(Workbench)
+
+
+def shown(withheld: Sequence[str] = ()) -> dict[str, Tool]:
+    """The tools without those that go with what is withheld."""
+    hidden = {name for part in withheld for name in prompt.WITHHELD[part]}
+    return {name: tool for name, tool in TOOLS.items() if name not in hidden}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coda_agent.primitives.errors import CodaError
 
@@ -55,6 +55,19 @@ class Tool:
     input: type[Input]
     method: Callable[..., Result]
     last: bool
+
+    def parsed(self, given: object) -> Input:
+        """
+        Raises:
+            ToolError: `given` is no input of the tool; names every field that does not fit.
+        """
+        try:
+            return self.input.model_validate(given)
+        except ValidationError as error:
+            said = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'input'}: {e['msg']}" for e in error.errors()
+            )
+            raise ToolError(f"the input of {self.name} does not fit: {said}") from None
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of its input, without the titles that repeat the names."""

@@ -191,6 +191,89 @@ def test_bad_input(where: workspace.Workspace, args: list[str], code: int, messa
     assert "Traceback" not in result.stderr
 
 
+LONG = "x" * 10_000
+
+
+UNUSABLE = [
+    (
+        ["run", "show", "last", "--html", "/nonexistent/x.html"],
+        "/nonexistent/x.html",
+        "No such",
+    ),
+    (["run", "show", "last", "--html", "folder"], "folder", "Is a directory"),
+    (["run", "show", "last", "--html", "file/x.html"], "file/x.html", "Not a directory"),
+    (["run", "show", "last", "--html", LONG], "x", "File name too long"),
+    (["run", "show", LONG], "x", "File name too long"),
+    (["replay", f"/{LONG}"], "/x", "File name too long"),
+    (["init", "/proc/x"], "/proc/x", "No such file or directory"),
+    (["init", "file/x"], "file/x", "Not a directory"),
+    (["init", LONG], "x", "File name too long"),
+    (["generate", f"./{LONG}.md"], "x", "File name too long"),
+    (["check", f"{LONG}.py"], "x", "File name too long"),
+    (["check", "file", "--spec", f"/{LONG}"], "/x", "File name too long"),
+    (["explain", f"/{LONG}"], "/x", "File name too long"),
+    (["tool", "read_spec", "--run", f"/{LONG}"], "/x", "File name too long"),
+    (["prompt", f"/{LONG}"], "/x", "File name too long"),
+    (["review", "--html", "--out", "/proc/x"], "/proc/x", "No such file or directory"),
+    (["review", "--html", "--out", "file"], "file", "File exists"),
+]
+
+
+def test_a_path_that_cannot_be_used_is_one_line(where: workspace.Workspace) -> None:
+    (where.root / "file").touch()
+    (where.root / "folder").mkdir()
+    run("generate", "gemm_swiglu")
+    for args, place, reason in UNUSABLE:
+        result = runner.invoke(app, args)
+        assert (result.exit_code, result.stdout) == (2, ""), (args, result.stderr)
+        assert result.stderr.startswith(f"error: {place}") and reason in result.stderr, args
+        assert len(result.stderr.splitlines()) == 1 and len(result.stderr) <= 1010, args
+
+
+def test_a_place_for_runs_that_is_none(where: workspace.Workspace) -> None:
+    logs = where.root / "logs" / "runs"
+    logs.symlink_to(where.root / "nowhere")
+    assert f"error: {logs} cannot be used: File exists" in run("generate", "gemm_swiglu", code=2)
+    logs.unlink()
+    logs.touch()
+    assert f"error: {logs} cannot be used: File exists" in run("generate", "gemm_swiglu", code=2)
+
+
+def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert "error: the current folder cannot be used" in run("list", code=2)
+
+
+MEANINGLESS = [
+    *((["--max-usd", value], "the limit usd is") for value in ("-3", "0", "nan", "inf")),
+    *((["--limit", f"{key}={value}"], f"the limit {key} is {value}, expected a positive number")
+      for key, value in [("steps", "0"), ("steps", "-1"), ("minutes", "nan"), ("tokens", "-5"),
+                         ("gpu_minutes", "inf"), ("failures", "0")]),
+    (["--limit", "steps=many"], "'steps=many' is no limit"),
+    *((["--price-in", value, "--price-out", "1"], "expected USD per million tokens")
+      for value in ("-1", "nan", "inf")),
+    (["--price-in", "1"], "--price-in and --price-out go together"),
+    *((["--tip-holdout", value], "expected a share from 0 to 1")
+      for value in ("-0.1", "1.5", "nan", "inf")),
+    (["--effort", "hgih"], "'hgih' is not one of"),
+]  # fmt: skip
+
+
+def test_a_number_that_means_nothing_is_refused_before_a_run(where: workspace.Workspace) -> None:
+    for options, message in MEANINGLESS:
+        assert message in run("generate", "gemm_swiglu", *options, code=2)
+    for shape in ("1,2", "1,2,3,4", "0,1,1", "-1,1,1", "²,1,1", "1,nan,1", "9" * 5000):
+        assert "expected M,N,K" in run("tune", "gemm_swiglu", f"--shape={shape}", code=2)
+    for sizes in ("0", "-128", "100", "²", "nan"):
+        command = ["bench", "--suite", "paper", f"--sizes={sizes}"]
+        assert "expected multiples of 128" in run(*command, code=2)
+    assert not (where.root / "logs" / "runs").exists()
+
+
 def test_what_became_of_a_candidate_is_one_sentence() -> None:
     finding = Finding(message="O is wrong")
     bad = GateResult(name="numerics", passed=False, findings=[finding])

@@ -1,22 +1,30 @@
-"""The MCP server as a client meets it: a real process, the protocol's own client library, and the real
-judge from a wrong candidate to the commit."""
+"""The MCP server as a client meets it, through the protocol's own client library: a real process with
+the real judge from a wrong candidate to the commit, and in this process the ends of runs."""
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import anyio
 import pytest
 from mcp import Client
-from mcp.client.stdio import StdioServerParameters
+from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp_types import Implementation
 
-from coda_agent.agent import workspace
-from coda_agent.agent.events import read_events, summary
+from coda_agent import specs
+from coda_agent.agent import judge, workspace
+from coda_agent.agent.events import Event, read_events, summary
+from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.mcp import Desk, server
 from coda_agent.agent.workbench import TOOLS
 
 ROOT = Path(__file__).parents[2]
+SPEC = (ROOT / "specs" / "gemm_swiglu.md").read_text()
+REFUSED = SPEC.replace("O: {shape: [M, N/2], dtype: T}", "O: {shape: [M, N/2], dtype: float32}")
+"""A spec whose reference returns O in T."""
 RIGHT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
 
 
@@ -28,7 +36,7 @@ def where(tmp_path: Path) -> workspace.Workspace:
     return made
 
 
-def client(where: workspace.Workspace, *options: str) -> Client:
+def client(where: workspace.Workspace, stderr: TextIO, *options: str) -> Client:
     passed = ("PATH", "HOME", "PYTHONPATH", "XDG_CACHE_HOME", "QUACK_CACHE_DIR")
     env = {name: os.environ[name] for name in passed if name in os.environ}
     env["ANTHROPIC_API_KEY"] = "sk-ant-canary"
@@ -38,11 +46,29 @@ def client(where: workspace.Workspace, *options: str) -> Client:
         env=env,
         cwd=where.root,
     )
-    return Client(server, client_info=Implementation(name="tester", version="1"))
+    about = Implementation(name="tester", version="1")
+    return Client(stdio_client(server, errlog=stderr), client_info=about)
+
+
+def proved(spec: Any, text: str, **_: Any) -> Verdict:
+    """A judge that passes whatever it is given."""
+    gate = GateResult(name="static", passed=True)
+    return Verdict(passed=True, level="proved", gates=[gate], digests=digests(spec, text))
 
 
 def said(result: Any) -> str:
     return result.content[0].text
+
+
+def logs(where: workspace.Workspace) -> dict[str, list[Event]]:
+    """The events of the workspace's runs, by run."""
+    found = sorted((where.root / "logs" / "runs").glob("*/events.jsonl"))
+    return {path.parent.name: read_events(path) for path in found}
+
+
+def ends(events: list[Event]) -> list[Any]:
+    """How a run ended, as often as it did."""
+    return [e.data.get("reason") for e in events if e.type in ("run.finished", "run.failed")]
 
 
 def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
@@ -51,8 +77,10 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
     async def progress(progress: float, total: float | None, message: str | None) -> None:
         told.append((progress, message))
 
+    stderr = where.root / "stderr"
+
     async def talk() -> None:
-        async with client(where, "--device", "cpu") as agent:
+        async with client(where, stderr.open("w"), "--device", "cpu") as agent:
             listed = {tool.name: tool for tool in (await agent.list_tools()).tools}
             assert list(listed) == list(TOOLS)
             assert listed["check"].input_schema["required"] == ["spec", "level"]
@@ -79,16 +107,125 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
             assert "accepted as proved" in said(done), said(done)
             over = await call("log_tip", text="t", tags=[], failing=1, passing=1)
             assert over.is_error and "a tip needs an attempt that failed" in said(over)
+            await agent.call_tool("read_spec", {"spec": "gemm_rmsnorm"})
 
     anyio.run(talk)
     evidence = where.kernel("gemm_swiglu").evidence
     assert (evidence["author"], evidence["level"]) == ("mcp:tester", "proved")
     assert where.kernel("gemm_swiglu").program.read_text() == RIGHT
     assert where.git("rev-list", "--count", "HEAD") == "1"
-    logs = list((where.root / "logs" / "runs").glob("*/events.jsonl"))
-    (log,) = [read_events(path) for path in logs]
+    assert "Traceback" not in stderr.read_text()
+    log, other = sorted(logs(where).values(), key=len, reverse=True)
+    assert (ends(log), ends(other)) == (["accepted"], ["the client left"])
     assert (summary(log).outcome, summary(log).author) == ("passed", "mcp:tester")
     assert summary(log).commit == where.git("rev-parse", "HEAD")
     numbers = [number for number, _ in told]
     assert len(numbers) > 4 and any("compile" in str(message) for _, message in told)
-    assert b"sk-ant-canary" not in logs[0].read_bytes()
+    assert "sk-ant-canary" not in str(log)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any spec is admitted and any candidate passes: what follows is about runs."""
+    monkeypatch.setattr(judge, "judge_candidate", proved)
+    monkeypatch.setattr(specs, "admit", lambda spec: None)
+
+
+def talk_to(desk: Desk, body: Callable[[Callable[..., Any]], Any]) -> None:
+    """Has a client in this process talk to the server of a desk, and leave."""
+
+    async def talk() -> None:
+        async with Client(server(desk)) as agent:
+
+            async def call(name: str, spec: str, **given: Any) -> Any:
+                return await agent.call_tool(name, {"spec": spec, **given})
+
+            await body(call)
+
+    try:
+        anyio.run(talk)
+    finally:
+        desk.close()
+
+
+def test_each_run_ends_once_and_the_next_begins_with_read_spec(
+    where: workspace.Workspace, quick: None
+) -> None:
+
+    async def body(call: Callable[..., Any]) -> None:
+        await call("read_spec", "gemm_swiglu")
+        await call("read_spec", "gemm_rope")
+        await call("write_candidate", "gemm_swiglu", text=RIGHT)
+        submitted = await call("submit", "gemm_swiglu")
+        assert "accepted as proved" in said(submitted)
+        for name, given in [("write_candidate", {"text": RIGHT}), ("submit", {})]:
+            late = await call(name, "gemm_swiglu", **given)
+            assert late.is_error and said(late) == (
+                "this run is over: accepted (read_spec with the spec's name opens a new one)"
+            )
+        again = await call("read_spec", "gemm_swiglu")
+        assert again.structured_content["run"] != submitted.structured_content["run"]
+        assert not (await call("give_up", "gemm_swiglu", reason="enough")).is_error
+        late = await call("check", "gemm_swiglu", level="static")
+        assert late.is_error and said(late).startswith("this run is over: gave up: enough (read_sp")
+
+    talk_to(Desk(where, "cpu", commit=True), body)
+    assert sorted(str(ends(log)) for log in logs(where).values()) == [
+        "['accepted']", "['gave up: enough']", "['the client left']"
+    ]  # fmt: skip
+
+
+def test_a_fault_of_ours_ends_its_run_and_no_other(
+    where: workspace.Workspace, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(judge, "judge_candidate", broken)
+
+    async def body(call: Callable[..., Any]) -> None:
+        for spec in ("gemm_swiglu", "gemm_rope"):
+            await call("write_candidate", spec, text=RIGHT)
+        fault = await call("check", "gemm_swiglu", level="static")
+        assert fault.is_error and "RuntimeError: oops" in said(fault)
+        assert not (await call("read_spec", "gemm_rope")).is_error
+        assert not (await call("write_candidate", "gemm_swiglu", text=RIGHT)).is_error
+
+    talk_to(Desk(where, "cpu", commit=True), body)
+    assert sorted(str(ends(log)) for log in logs(where).values()) == [
+        "['the client left']", "['the client left']", "[None]"
+    ]  # fmt: skip
+
+
+def test_read_spec_of_a_spec_that_was_changed_opens_a_run_of_what_it_is_now(
+    where: workspace.Workspace, quick: None
+) -> None:
+    path = where.specs / "gemm_swiglu.md"
+    path.write_text(SPEC)
+
+    async def body(call: Callable[..., Any]) -> None:
+        await call("write_candidate", "gemm_swiglu", text=RIGHT)
+        path.write_text(SPEC.replace("target: 0.97", "target: 0.98"))
+        stale = await call("submit", "gemm_swiglu")
+        assert stale.is_error and f"spec gemm_swiglu is not what {path} holds" in said(stale)
+        assert "target: 0.98" in said(await call("read_spec", "gemm_swiglu"))
+        await call("write_candidate", "gemm_swiglu", text=RIGHT)
+        assert "accepted as proved" in said(await call("submit", "gemm_swiglu"))
+
+    talk_to(Desk(where, "cpu", commit=True), body)
+    assert where.kernel("gemm_swiglu").spec.read_text() == path.read_text()
+    assert sorted(str(ends(log)) for log in logs(where).values()) == [
+        "['accepted']", "['its spec was changed']"
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_opened_is_said_and_leaves_no_run(where: workspace.Workspace) -> None:
+    async def body(call: Callable[..., Any]) -> None:
+        for spec in ("gemm_swigl", "", "/" + "x" * 10_000, str(where.root / "refused.md")):
+            lost = await call("read_spec", spec)
+            assert lost.is_error and len(said(lost).splitlines()) == 1
+        assert "output 'O' is bfloat16 (77, 136); expected float32" in said(lost)
+
+    (where.root / "refused.md").write_text(REFUSED.replace("gemm_swiglu", "refused"))
+    talk_to(Desk(where, "cpu", commit=True), body)
+    assert logs(where) == {}

@@ -1,6 +1,7 @@
 """The tools one by one, as an author meets them."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.cli import app
+from coda_agent.agent.events import read_events
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
 from coda_agent.agent.tips import Tips
@@ -20,6 +22,12 @@ from coda_agent.specs import load_spec
 
 ROOT = Path(__file__).parents[2]
 RIGHT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
+REFUSED = (
+    (ROOT / "specs" / "gemm_swiglu.md")
+    .read_text()
+    .replace("O: {shape: [M, N/2], dtype: T}", "O: {shape: [M, N/2], dtype: float32}")
+)
+"""A spec whose reference returns O in T."""
 WRONG = "import os\n" + RIGHT
 runner = CliRunner()
 
@@ -225,7 +233,7 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
         "accepted",
         "someone",
     )
-    assert "this run is over" in run("tool", "submit", "--run", started, code=1)["text"]
+    assert "this run is over" in run("tool", "submit", "--run", started, code=2)["text"]
     assert run("tool", "check", "--run", "nope", code=2)["error"]["message"].startswith("no runs")
 
     shown = runner.invoke(app, ["run", "show", "last"]).stdout
@@ -237,6 +245,86 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
     again = run("replay", started)
     assert again["differences"] == [] and again["commit"] is None and again["passed"]
     assert len(run("runs")) == 2 and len(Tips.of(where).all()) == 1
+
+
+def run_tool(*args: str) -> tuple[int, str]:
+    """Exit code of `coda-agent tool` and all it printed."""
+    result = runner.invoke(app, ["tool", *args])
+    return result.exit_code, result.stdout + result.stderr
+
+
+def test_a_call_that_does_not_fit_exits_2_and_starts_no_run(where: workspace.Workspace) -> None:
+    for args, said in [
+        (["write_candidate"], "the input of write_candidate does not fit: text: Field required"),
+        (["write_candidate", "text=@nope.py"], "nope.py cannot be read as text"),
+        (["check", "level=deep"], "Input should be 'static', 'compile'"),
+        (["chek"], "no tool named 'chek' (did you mean check?)"),
+    ]:
+        result = runner.invoke(app, ["tool", *args, "--spec", "gemm_swiglu", "--device", "cpu"])
+        assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr, result.stderr
+    assert runs.everything(where) == []
+    started = ["--spec", "gemm_swiglu", "--device", "cpu"]
+    assert run_tool("check", "level=static", *started)[0] == 2  # there is no candidate yet
+    assert run_tool("write_candidate", f"text={RIGHT}", "--run", "last")[0] == 0
+    assert run_tool("check", "level=gpu", "--run", "last")[0] == 3
+
+
+def test_a_refused_spec_opens_no_run(where: workspace.Workspace) -> None:
+    spec = where.specs / "mine.md"
+    spec.write_text(REFUSED.replace("gemm_swiglu", "mine"))
+    code, said = run_tool("read_spec", "--spec", "mine", "--device", "cpu")
+    assert code == 2 and "output 'O' is bfloat16 (77, 136); expected float32" in said
+    assert runs.everything(where) == []
+    assert run_tool("submit", "--run", "last")[0] == 2
+
+
+def test_a_run_whose_spec_was_not_admitted_is_not_taken_up(where: workspace.Workspace) -> None:
+    shutil.copy(ROOT / "specs" / "gemm_swiglu.md", where.specs)
+    assert run_tool("read_spec", "--spec", "gemm_swiglu", "--device", "cpu")[0] == 0
+    (run,) = runs.everything(where)
+    frozen = run.folder / "spec.md"
+    frozen.write_text(frozen.read_text().replace("multiple: 2.0", "multiple: 200.0"))
+    code, said = run_tool("write_candidate", f"text={RIGHT}", "--run", "last")
+    assert code == 2 and "spec.md was not admitted (start another run)" in said
+
+    log = run.folder / "events.jsonl"  # as a kill before the admission is written down leaves it
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
+    frozen.write_text(REFUSED)
+    code, said = run_tool("write_candidate", f"text={RIGHT}", "--run", "last")
+    assert code == 2 and "expected float32" in said
+    frozen.write_text((where.specs / "gemm_swiglu.md").read_text())
+    assert run_tool("write_candidate", f"text={RIGHT}", "--run", "last")[0] == 0
+    types = [event.type for event in read_events(log)]
+    assert types[:3] == ["run.started", "run.resumed", "spec.admitted"]
+
+
+def test_a_submit_is_of_the_spec_that_specs_holds(where: workspace.Workspace) -> None:
+    kept = where.specs / "gemm_swiglu.md"
+    shutil.copy(ROOT / "specs" / "gemm_swiglu.md", kept)
+    assert run_tool("read_spec", "--spec", "gemm_swiglu", "--device", "cpu")[0] == 0
+    assert run_tool("write_candidate", f"text={RIGHT}", "--run", "last")[0] == 0
+    old = kept.read_text()
+    kept.write_text(old.replace("target: 0.97", "target: 0.98"))
+    code, said = run_tool("submit", "--run", "last")
+    assert code == 2 and f"this run's spec gemm_swiglu is not what {kept} holds" in said
+    assert where.kernels() == [] and runs.state(runs.find(where, "last")).outcome == "running"
+    kept.write_text(old.replace("\n", "\r\n"))  # the same text, as another editor ends lines
+    assert "accepted as proved" in run_tool("submit", "--run", "last")[1]
+
+    def listed() -> str:
+        found = runner.invoke(app, ["list"]).stdout.splitlines()
+        return next(line for line in found if line.startswith("gemm_swiglu "))
+
+    def verified() -> str:
+        return runner.invoke(app, ["verify", "gemm_swiglu", "--device", "cpu"]).stdout
+
+    note = f"its spec.md differs from {kept}"
+    assert note not in listed() and note not in verified()
+    kept.write_text(old.replace("target: 0.97", "target: 0.98"))
+    assert listed().endswith(note) and f"gemm_swiglu: {note}; generate makes" in verified()
+    (where.root / "mine.md").write_text(old)
+    code, said = run_tool("read_spec", "--spec", "./mine.md")
+    assert code == 2 and f"is not what {kept} holds (start a run of that, or give" in said
 
 
 def test_a_replay_says_what_differs(

@@ -243,7 +243,8 @@ class Claude:
         tips = prompt.tips_for(bench.spec, store)
         arms = assign(tips, bench.run.id, options.holdout)
         bench.tell("tips", {"arms": arms})
-        sent = prompt.request(bench.spec, [tip for tip in tips if arms[tip.id] == "shown"])
+        given = [tip for tip in tips if arms[tip.id] == "shown"]
+        sent = prompt.request(bench.spec, given, bench.withheld)
         request: dict[str, Any] = {
             "model": options.model,
             "max_tokens": most,
