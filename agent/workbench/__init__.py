@@ -175,12 +175,14 @@ class Workbench:
         """The full trial of the candidate, and its acceptance when it passes.
 
         Raises:
-            WorkspaceError: it passed and could not be committed, or specs/ has another spec by now.
+            WorkspaceError: it could not be committed, or specs/ has another spec by now.
         """
         from coda_agent.agent import accept as acceptance
+        from coda_agent.agent import publish
 
-        if self.state.commit:
+        if self.state.commit:  # checked when the run began, which may be hours ago
             self.workspace.check_spec(self.spec.name, self.spec.text)
+            publish.check_place(self.workspace, self.spec.name, self.state.candidate)
         verdict = self.judge("submit")
         (self.run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
         self.tell("verdict", {"passed": verdict.passed, "level": verdict.level})
@@ -242,6 +244,7 @@ class Workbench:
             raise ToolError(f"the GPU budget of {self.gpu_limit_s:.0f} s is used up")
 
     def _judged(self, check: str) -> Result:
+        from coda_agent.agent import publish
         from coda_agent.agent.workbench.feedback import feedback
 
         verdict = self.accept() if check == "submit" else self.judge(check)
@@ -253,6 +256,8 @@ class Workbench:
             text += f"\naccepted as {self.state.level}" + f", commit {self.state.sha}" * bool(
                 self.state.sha
             )
+            remark = publish.remark(self.workspace) if self.state.sha else ""
+            text += f"\n{remark}" * bool(remark)
         return Result(
             text=text,
             data={"passed": verdict.passed, "level": verdict.level, "attempt": number},
