@@ -128,8 +128,8 @@ def reopened(
 
     Raises:
         SpecError: its spec cannot be used.
-        WorkspaceError: it is no run of an author, its spec is not the one that was admitted, another
-            process works on it, or nothing that it may still accept could be committed.
+        WorkspaceError: it is no run of an author, its spec is not the one that was admitted,
+            another process works on it, or nothing that it may still accept could be committed.
     """
     from coda_agent.agent.workbench import State, Workbench
     from coda_agent.specs import admit, load_spec
