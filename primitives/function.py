@@ -26,6 +26,7 @@ from coda_agent.primitives.resources import (
     Scalar,
     Tile,
     WideTile,
+    steps,
 )
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
@@ -210,9 +211,8 @@ class ProgramFunction:
     @lru_cache(maxsize=64)  # noqa: B019
     def _steps(self, element: torch.dtype) -> tuple[int, int]:
         """What N and K must be multiples of."""
-        narrowest = min(d.itemsize for d in self._dtypes(element).values())
-        half = HalfTile in self.program.outputs.values()
-        return (32 if half else 16) // min(narrowest, 2), 16 // element.itemsize
+        sizes = (d.itemsize for d in self._dtypes(element).values())
+        return steps(element.itemsize, sizes, half=HalfTile in self.program.outputs.values())
 
     def _check(
         self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]

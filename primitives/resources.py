@@ -6,13 +6,15 @@ nothing makes instances.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from coda_agent.primitives.graph import Shape, Value
 
 
 class Tile(Value):
-    """A full (M, N) operand or output, in the spec's element type.
+    """A full (M, N) operand or output, in 16 bits or float32, whatever A and B are; as an output
+    in e4m3 too.
 
     As an operand it is read once through TMA (M·N·size bytes); as an output it is rounded once, at
     the store. An operand arrives as fp32. Use it for residuals and for every full-width result.
@@ -24,7 +26,7 @@ class Tile(Value):
 
 
 class HalfTile:
-    """An output of half width, (M, N/2): one value for each adjacent column pair, 16-bit.
+    """An output of half width, (M, N/2): one value for each adjacent column pair, 16-bit or e4m3.
 
     Costs M·N bytes at 16 bit. Use it for gates; the value comes from `pairs`.
 
@@ -81,7 +83,7 @@ class AddTile:
 
 
 class ColVector(Value):
-    """An operand of length M, one number a row, any float dtype; arrives as fp32.
+    """An operand of length M, one number a row, 16-bit or float32; arrives as fp32.
 
     Costs 4·M bytes for each column of tiles. Use it for per-row scales such as RMSNorm's 1/rms.
 
@@ -92,7 +94,7 @@ class ColVector(Value):
 
 
 class RowVector(Value):
-    """An operand of length N, one number a column, any float dtype; arrives as fp32.
+    """An operand of length N, one number a column, 16-bit or float32; arrives as fp32.
 
     Costs 4·N bytes for each row of tiles. Use it for biases and norm weights.
 
@@ -230,6 +232,9 @@ class ColMax(Reduction):
     over_rows = True
 
 
+GEMM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+"""Element types of A and B, which are equal."""
+
 OPERAND_SHAPES: dict[type, Shape] = {
     Tile: Shape.TILE,
     HeadTable: Shape.TILE,
@@ -251,6 +256,35 @@ _DIMS: dict[type, tuple[str, ...]] = {
     HalfTile: ("M", "N/2"),
     WideTile: ("M", "2*N"),
 }
+
+
+_HALVES = ("bfloat16", "float16")
+_FLOATS = (*_HALVES, "float32")
+OPERAND_DTYPES: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((Tile, HeadTable, ColVector, RowVector), _FLOATS),
+    WideTile: _HALVES,
+    ColIndex: ("int32", "int64"),
+}
+"""Element types of operands; a scalar is a number, whatever a spec calls it."""
+OUTPUT_DTYPES: dict[type, tuple[str, ...]] = {
+    Tile: (*_FLOATS, "float8_e4m3fn"),
+    HalfTile: (*_HALVES, "float8_e4m3fn"),
+    WideTile: _HALVES,
+    AddTile: _FLOATS,
+    RowGather: _FLOATS,
+    **dict.fromkeys(REDUCTIONS, ("float32",)),
+}
+
+
+def steps(element: int, outputs: Iterable[int], *, half: bool) -> tuple[int, int]:
+    """What N and K must be multiples of, since TMA moves rows in units of 16 bytes.
+
+    Args:
+        element: Bytes of an element of A and B.
+        outputs: Bytes of an element of each output.
+        half: Whether an output has half width.
+    """
+    return (32 if half else 16) // min(*outputs, 2), 16 // element
 
 
 def dims(kind: type) -> tuple[str, ...]:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import itertools
-import keyword
 import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -25,8 +24,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.resources import steps
 
-DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int32", "int64")
+DTYPES = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8
+}  # fmt: skip
+"""Bytes of an element of each type."""
 
 _OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -104,14 +107,14 @@ def _parse_entries(raw: Any) -> tuple[int | str, ...]:
     return tuple(entries)
 
 
-def _parts(entry: str) -> tuple[int, str, int]:
+def parts(entry: str) -> tuple[int, str, int]:
     """Factor, dim and divisor of a shape's entry."""
     factor, dim, divisor = _ENTRY.findall(entry)[0]
     return int(factor or 1), dim, int(divisor or 1)
 
 
 def _extent(entry: str, sizes: Mapping[str, int]) -> int:
-    factor, dim, divisor = _parts(entry)
+    factor, dim, divisor = parts(entry)
     return factor * sizes[dim] // divisor
 
 
@@ -236,6 +239,25 @@ class Spec(_Header):
         """The first choice of every symbolic element type."""
         return {name: choices[0] for name, choices in self.types.items()}
 
+    def type_choices(self) -> list[dict[str, str]]:
+        """What `types` may be in a run: each choice for all symbols, the default first."""
+        choices = next(iter(self.types.values()), ("",))
+        return [dict.fromkeys(self.types, choice) for choice in choices]
+
+    def steps(self) -> tuple[int, int]:
+        """What N and K must be multiples of for kernels in every type and variant."""
+        m, n, _ = self.gemm_dims
+        halves = {self.symbolic_shape(o, x) for o in self.outputs for x in self.bindings()}
+        found = [
+            steps(
+                DTYPES[self.dtype_of(self.gemm[0], types)],
+                [DTYPES[self.dtype_of(o, types)] for o in self.outputs],
+                half=(m, f"{n}/2") in halves,
+            )
+            for types in self.type_choices()
+        ]
+        return max(n for n, _ in found), max(k for _, k in found)
+
     def bindings(self) -> list[dict[str, str]]:
         """Every choice of the static parameters, the default first; `[{}]` when there are none."""
         values = itertools.product(*self.parameters.values())
@@ -334,6 +356,8 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
     Raises:
         SpecError: Unreadable, malformed or contradictory; names the file and the first fault.
     """
+    from coda_agent.specs.faults import faults
+
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8") if text is None else text
@@ -349,7 +373,7 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
             reference_line=line,
             digest=f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
         )
-        for fault in _faults(spec):
+        for fault in faults(spec):
             raise ValueError(fault)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file; expected a spec in Markdown") from None
@@ -408,88 +432,3 @@ def _first(error: ValidationError) -> str:
     if fault["type"] == "missing":
         return f"missing key {where!r}"
     return f"{where}: {fault['msg'].removeprefix('Value error, ')}"
-
-
-def _faults(spec: Spec) -> Iterator[str]:
-    """What contradicts what; lazily, so that later checks may trust earlier ones."""
-    names = [*spec.inputs, *spec.outputs, *spec.parameters]
-    values = itertools.chain(*spec.parameters.values())
-    for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
-        if not name.isidentifier() or keyword.iskeyword(name) or "__" in name:
-            yield f"name {name!r} must be a Python identifier without a double underscore"
-    for name, count in Counter(names).items():
-        if count > 1:
-            yield f"name {name!r} is declared twice among inputs, outputs and parameters"
-    for name, choices in {**spec.types, **spec.parameters}.items():
-        if not choices or len(set(choices)) != len(choices):
-            yield f"{name!r} lists {list(choices)}; expected one or more distinct choices"
-    for name, choices in spec.types.items():
-        for dtype in sorted(set(choices) - set(DTYPES)):
-            yield f"type {name}: unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}"
-    for name, tensor in [*spec.inputs.items(), *spec.outputs.items()]:
-        yield from _tensor_faults(spec, name, tensor)
-    for name in sorted(set(spec.gemm) - set(spec.inputs)):
-        yield f"gemm: {name!r} is not an input; expected two of {', '.join(spec.inputs)}"
-    a, b = (spec.inputs[name].shape.cases.get("", ()) for name in spec.gemm)
-    if len(a) != 2 or len(b) != 2 or a[1] != b[1] or len({*a, *b} & set(spec.dims)) != 3:
-        got = f"{spec.gemm[0]} {list(a)} and {spec.gemm[1]} {list(b)}"
-        yield f"gemm: shapes {got}; expected [M, K] and [N, K] over three dims"
-    if (place := spec.in_place) is not None:
-        pair = spec.outputs.get(place.output), spec.inputs.get(place.input)
-        faces = [(t.shape, t.dtype) for t in pair if t is not None]
-        if len(faces) < 2 or faces[0] != faces[1]:
-            yield f"in_place: expected an output and an input of one shape and dtype, got {place}"
-        for name, value in place.when.items():
-            if value not in spec.parameters.get(name, ()):
-                yield f"in_place: no {name}={value}; expected a parameter and one of its values"
-    for sizes in (*spec.check_shapes, *spec.bench_shapes):
-        spec.check_sizes(sizes)
-        for name, tensor in spec.inputs.items():
-            kind, args = tensor.draw.kind, [evaluate(arg, sizes) for arg in tensor.draw.args]
-            if kind == "normal" and args[0] <= 0:
-                yield f"inputs.{name}.draw: expected a positive std, got {args[0]}"
-            bounds = [math.floor(arg) for arg in args] if kind == "integers" else args
-            if kind in ("uniform", "integers") and bounds[0] >= bounds[1]:
-                yield f"inputs.{name}.draw: expected LO < HI, got {bounds}"
-            if (domain := tensor.domain) is not None:
-                if kind in ("normal", "integers") or min(args) < domain[0] or max(args) > domain[1]:
-                    yield (
-                        f"inputs.{name}: its draw leaves its domain; expected `uniform` or "
-                        f"`constant` within {list(domain)}"
-                    )
-    yield from _reference_faults(spec)
-
-
-def _tensor_faults(spec: Spec, name: str, tensor: Output) -> Iterator[str]:
-    if tensor.dtype not in (*DTYPES, *spec.types):
-        known = ", ".join([*spec.types, *DTYPES])
-        yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}"
-    parameter, cases = tensor.shape
-    if parameter and set(cases) != set(spec.parameters.get(parameter, ())):
-        yield f"{name}: shape cases {', '.join(cases)} are not the values of {parameter!r}"
-    for entry in itertools.chain(*cases.values()):
-        if isinstance(entry, int):
-            continue
-        _, dim, divisor = _parts(entry)
-        if dim not in spec.dims:
-            yield f"{name}: dim {dim!r} is not declared; expected one of {', '.join(spec.dims)}"
-        elif spec.dims[dim].multiple_of % divisor:
-            yield f"{name}: {entry} needs dim {dim} to be declared multiple_of: {divisor}"
-
-
-def _reference_faults(spec: Spec) -> Iterator[str]:
-    try:
-        tree = ast.parse(spec.reference_source)
-    except SyntaxError as error:
-        line = spec.reference_line + (error.lineno or 1) - 1
-        yield f"line {line}: reference has a syntax error: {error.msg}"
-        return
-    expected = ", ".join([*spec.inputs, *spec.parameters])
-    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "reference"]
-    if len(found) != 1:
-        yield f"block defines reference {len(found)} times; expected `def reference({expected})`"
-    for argument in ast.walk(found[0].args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    if (got := ast.unparse(found[0].args)) != expected:
-        yield f"reference takes ({got}); expected ({expected})"

@@ -125,7 +125,7 @@ def jobs_for(
 
 def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
     """Do the programs take and return what the spec declares?"""
-    from coda_agent.primitives.resources import dims
+    from coda_agent.primitives.resources import OPERAND_DTYPES, OUTPUT_DTYPES, dims
 
     findings = []
     m, n, _ = spec.gemm_dims
@@ -173,6 +173,15 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
                         message=f"{program.name}: {name} is {kind.__name__}, "
                         f"({', '.join(expected)}); "
                         f"the spec declares ({', '.join(declared)})"
+                    )
+                )
+            dtypes = OPERAND_DTYPES if name in program.operands else OUTPUT_DTYPES
+            known, used = dtypes.get(kind), {spec.dtype_of(name, t) for t in spec.type_choices()}
+            for dtype in sorted(used - {*(known or used)}):
+                findings.append(
+                    Finding(
+                        message=f"{program.name}: {name} is {kind.__name__}, of "
+                        f"{' or '.join(known or ())}; the spec declares {dtype}"
                     )
                 )
     return findings

@@ -1,0 +1,146 @@
+"""What is wrong with a spec, as far as its text alone tells: declarations that contradict each
+other or the reference's signature, and what no kernel takes or gives."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import keyword
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from coda_agent.primitives.resources import GEMM_DTYPES
+from coda_agent.specs.format import DTYPES, Output, Spec, evaluate, parts
+
+
+def faults(spec: Spec) -> Iterator[str]:
+    """What contradicts what; lazily, so that later checks may trust earlier ones."""
+    names = [*spec.inputs, *spec.outputs, *spec.parameters]
+    values = itertools.chain(*spec.parameters.values())
+    for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
+        if not name.isidentifier() or keyword.iskeyword(name) or "__" in name:
+            yield f"name {name!r} must be a Python identifier without a double underscore"
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"name {name!r} is declared twice among inputs, outputs and parameters"
+    for name, choices in {**spec.types, **spec.parameters}.items():
+        if not choices or len(set(choices)) != len(choices):
+            yield f"{name!r} lists {list(choices)}; expected one or more distinct choices"
+    for name, choices in spec.types.items():
+        for dtype in sorted(set(choices) - set(DTYPES)):
+            yield f"type {name}: unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}"
+    for name, tensor in [*spec.inputs.items(), *spec.outputs.items()]:
+        yield from _tensor_faults(spec, name, tensor)
+    for name in sorted(set(spec.gemm) - set(spec.inputs)):
+        yield f"gemm: {name!r} is not an input; expected two of {', '.join(spec.inputs)}"
+    a, b = (spec.inputs[name].shape.cases.get("", ()) for name in spec.gemm)
+    if len(a) != 2 or len(b) != 2 or a[1] != b[1] or len({*a, *b} & set(spec.dims)) != 3:
+        got = f"{spec.gemm[0]} {list(a)} and {spec.gemm[1]} {list(b)}"
+        yield f"gemm: shapes {got}; expected [M, K] and [N, K] over three dims"
+    if (place := spec.in_place) is not None:
+        pair = spec.outputs.get(place.output), spec.inputs.get(place.input)
+        faces = [(t.shape, t.dtype) for t in pair if t is not None]
+        if len(faces) < 2 or faces[0] != faces[1]:
+            yield f"in_place: expected an output and an input of one shape and dtype, got {place}"
+        for name, value in place.when.items():
+            if value not in spec.parameters.get(name, ()):
+                yield f"in_place: no {name}={value}; expected a parameter and one of its values"
+    yield from _kernel_faults(spec)
+    for sizes in (*spec.check_shapes, *spec.bench_shapes):
+        spec.check_sizes(sizes)
+        yield from _size_faults(spec, sizes)
+        for name, tensor in spec.inputs.items():
+            kind, args = tensor.draw.kind, [evaluate(arg, sizes) for arg in tensor.draw.args]
+            if kind == "normal" and args[0] <= 0:
+                yield f"inputs.{name}.draw: expected a positive std, got {args[0]}"
+            bounds = [math.floor(arg) for arg in args] if kind == "integers" else args
+            if kind in ("uniform", "integers") and bounds[0] >= bounds[1]:
+                yield f"inputs.{name}.draw: expected LO < HI, got {bounds}"
+            if (domain := tensor.domain) is not None:
+                if kind in ("normal", "integers") or min(args) < domain[0] or max(args) > domain[1]:
+                    yield (
+                        f"inputs.{name}: its draw leaves its domain; expected `uniform` or "
+                        f"`constant` within {list(domain)}"
+                    )
+    yield from _reference_faults(spec)
+
+
+def _tensor_faults(spec: Spec, name: str, tensor: Output) -> Iterator[str]:
+    if tensor.dtype not in (*DTYPES, *spec.types):
+        known = ", ".join([*spec.types, *DTYPES])
+        yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}"
+    parameter, cases = tensor.shape
+    if parameter and set(cases) != set(spec.parameters.get(parameter, ())):
+        yield f"{name}: shape cases {', '.join(cases)} are not the values of {parameter!r}"
+    for entry in itertools.chain(*cases.values()):
+        if isinstance(entry, int):
+            continue
+        _, dim, divisor = parts(entry)
+        if dim not in spec.dims:
+            yield f"{name}: dim {dim!r} is not declared; expected one of {', '.join(spec.dims)}"
+        elif spec.dims[dim].multiple_of % divisor:
+            yield f"{name}: {entry} needs dim {dim} to be declared multiple_of: {divisor}"
+
+
+def _kernel_faults(spec: Spec) -> Iterator[str]:
+    """Element types that no kernel takes or gives."""
+    for symbol, choices in spec.types.items():
+        if symbol != spec.inputs[spec.gemm[0]].dtype and (len(choices) > 1 or len(spec.types) > 1):
+            yield (
+                f"types: {symbol} is not the type of {spec.gemm[0]}, by which a kernel chooses all "
+                f"others; expected a concrete type such as {choices[0]} in its place"
+            )
+    for types in spec.type_choices():
+        a, b = (spec.dtype_of(name, types) for name in spec.gemm)
+        if a != b or a not in GEMM_DTYPES:
+            yield (
+                f"gemm: {spec.gemm[0]} is {a} and {spec.gemm[1]} {b}; expected one type for both, "
+                f"of {', '.join(GEMM_DTYPES)}"
+            )
+        for o, binding in itertools.product(spec.outputs, spec.bindings()):
+            yield from _output_faults(spec, o, spec.dtype_of(o, types), binding)
+
+
+def _output_faults(spec: Spec, o: str, dtype: str, binding: dict[str, str]) -> Iterator[str]:
+    floats = [known for known in DTYPES if "float" in known]
+    if dtype not in floats:
+        yield f"{o}: outputs are floating-point, not {dtype}; expected one of {', '.join(floats)}"
+    m, n, _ = spec.gemm_dims
+    shape = spec.symbolic_shape(o, binding)
+    # What is gathered by an index a row may have 16 bits; any other vector is a reduction.
+    gathers = any(
+        spec.symbolic_shape(x, binding) == (m,) and tensor.dtype in ("int32", "int64")
+        for x, tensor in spec.inputs.items()
+    )
+    narrow = dtype != "float32" and not (gathers and DTYPES[dtype] == 2)
+    if (shape == (n,) and dtype != "float32") or (shape == (m,) and narrow):
+        yield f"{o}: reductions are stored in float32, not {dtype}; declare and return float32"
+
+
+def _size_faults(spec: Spec, sizes: dict[str, int]) -> Iterator[str]:
+    """Sizes that the spec allows and a kernel of it refuses."""
+    for dim, step in zip(spec.gemm_dims[1:], spec.steps(), strict=True):
+        if sizes[dim] % step:
+            yield (
+                f"{dim}={sizes[dim]}: a kernel of these types takes multiples of {step}, since TMA "
+                f"moves rows in units of 16 bytes; declare {dim}: {{multiple_of: {step}}}"
+            )
+
+
+def _reference_faults(spec: Spec) -> Iterator[str]:
+    try:
+        tree = ast.parse(spec.reference_source)
+    except SyntaxError as error:
+        line = spec.reference_line + (error.lineno or 1) - 1
+        yield f"line {line}: reference has a syntax error: {error.msg}"
+        return
+    expected = ", ".join([*spec.inputs, *spec.parameters])
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "reference"]
+    if len(found) != 1:
+        yield f"block defines reference {len(found)} times; expected `def reference({expected})`"
+    for argument in ast.walk(found[0].args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    if (got := ast.unparse(found[0].args)) != expected:
+        yield f"reference takes ({got}); expected ({expected})"
