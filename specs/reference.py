@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     Values = Mapping[str, torch.Tensor | float]
-    _Outputs = Mapping[str, torch.Tensor]
 
 Touch = Callable[[Any, tuple[Any, ...], Any], Any]
-
-# A row-wise output of a one-row check shape is a single element, which is always "constant"; and of
-# few rows chance may make an operand matter little.
-_ADMISSION_ELEMENTS = 64
-_REDRAWS = 3
 
 
 def draw_inputs(
@@ -103,10 +97,10 @@ def _blaming(spec: Spec) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(spec.path)]
         reason = (str(error).splitlines() or ["no message"])[0]
-        raise SpecError(
-            f"{spec.path}:{lines[-1] if lines else spec.reference_line}:"
-            f" reference raised {type(error).__name__}: {reason}"
-        ) from error
+        if not isinstance(error, SpecError):
+            reason = f"reference raised {type(error).__name__}: {reason}"
+        line = lines[-1] if lines else spec.reference_line
+        raise SpecError(f"{spec.path}:{line}: {reason}") from error
 
 
 def run_reference(
@@ -202,113 +196,3 @@ def _widened(wide: torch.dtype, touch: Touch | None) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
-
-
-def admit(spec: Spec) -> None:
-    """Run the reference on CPU, for every binding, and refuse a spec that proves nothing.
-
-    Uses the first element types and the smallest check shape whose outputs are not tiny.
-
-    Raises:
-        SpecError: An output of another shape or dtype than declared, non-finite, zero or
-            constant; an input changed in place; no output that needs both GEMM operands; or
-            something that could be left out, or guessed, within the tolerance.
-    """
-    types = spec.default_types()
-    shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
-    for binding in spec.bindings():
-        for sizes in shapes:
-            elements = min(math.prod(spec.shape_of(name, sizes, binding)) for name in spec.outputs)
-            if elements >= _ADMISSION_ELEMENTS:
-                break
-        else:
-            sizes = shapes[-1]
-        fault = _degeneracy(spec, sizes, types, binding)
-        if fault:
-            raise SpecError(f"{spec.path}: {spec.variant(binding)}: {fault}")
-
-
-def _degeneracy(
-    spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
-) -> str:
-    import torch
-
-    inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
-    other = draw_inputs(spec, sizes, types, seed=1, binding=binding)
-    versions = {k: v._version for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-    rounded = run_reference(spec, inputs, binding=binding)
-    for name, version in versions.items():
-        if getattr(inputs[name], "_version", version) != version:
-            return f"the reference changes its input {name!r} in place; expected a new tensor"
-    for name, value in rounded.items():
-        shape, dtype = spec.shape_of(name, sizes, binding), spec.dtype_of(name, types)
-        got = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        if got != (shape, dtype):
-            return f"output {name!r} is {got[1]} {got[0]}; expected {dtype} {shape}"
-
-    def exact(values: Values) -> dict[str, torch.Tensor]:
-        return run_reference(spec, values, binding=binding, exact=True)
-
-    truth, redrawn = exact(inputs), exact(other)
-    for name in spec.outputs:
-        for value in (rounded[name].double(), truth[name].double()):
-            if not value.isfinite().all():
-                return f"output {name!r} has non-finite values"
-            if not value.any():
-                return f"output {name!r} is all zero"
-            if value.numel() > 1 and (value == value.flatten()[0]).all():
-                return f"output {name!r} is constant"
-        if torch.equal(truth[name], redrawn[name]):
-            return f"output {name!r} is constant: it depends on no input"
-    moved = [exact({**inputs, operand: other[operand]}) for operand in spec.gemm]
-    if not any(all(not torch.equal(truth[n], run[n]) for run in moved) for n in spec.outputs):
-        return f"no output depends on both GEMM operands, {' and '.join(spec.gemm)}"
-    drawn = [draw_inputs(spec, sizes, types, seed=1 + i, binding=binding) for i in range(_REDRAWS)]
-    left_out = {
-        x: [exact({**inputs, x: values[x]}) for values in drawn]
-        for x, tensor in spec.inputs.items()
-        if tensor.draw.kind != "constant"
-    }
-    # Of a sum of what A gives and what B gives, this is 0: what is left needs their product.
-    a, b = spec.gemm
-    both = exact({**inputs, a: drawn[0][a], b: drawn[0][b]})
-    one, two = left_out[a][0], left_out[b][0]
-    left_out[f"{a} {b}ᵀ"] = [{o: one[o] + two[o] - both[o] for o in truth}]
-    return _swallowed(spec.tolerance.multiple, rounded, truth, left_out)
-
-
-def _swallowed(
-    multiple: float, rounded: _Outputs, truth: _Outputs, left_out: Mapping[str, Sequence[_Outputs]]
-) -> str:
-    """What would pass without being computed, or an empty string.
-
-    Args:
-        multiple: The spec's tolerance.
-        rounded: The reference's outputs in the spec's own types.
-        truth: The same, exact.
-        left_out: By input, or product, exact outputs with other values of it, or without it.
-    """
-    import torch
-
-    def distance(o: str, guess: torch.Tensor) -> float:
-        """Of a guess at an output, over what the judge allows."""
-        norm, own = truth[o].norm(), (rounded[o].double() - truth[o]).norm()
-        least = max(torch.finfo(rounded[o].dtype).eps, 2.0**-12)
-        return float((guess - truth[o]).norm() / norm / max(least, float(multiple * own / norm)))
-
-    for o, exact in truth.items():
-        guesses = {"a constant": exact.mean().expand_as(exact)}
-        for axis, name in enumerate(("row", "column")[: exact.ndim]):
-            if exact.shape[axis] > 1:
-                guesses[f"another {name}'s values"] = exact.roll(1, axis)
-        for what, guess in guesses.items():
-            if exact.numel() > 1 and distance(o, guess) <= 1:
-                return f"output {o!r} is within its tolerance of {what}"
-        if exact.ndim == 2 and min(exact.shape) > 2:
-            first, second = torch.linalg.svdvals(exact)[:2]
-            if second < 1e-3 * first:
-                return f"output {o!r} is a column times a row: it needs no GEMM"
-    for x, runs in left_out.items():
-        if max(distance(o, run[o]) for run in runs for o in truth) <= 1:
-            return f"no output depends on {x!r} by more than its tolerance"
-    return ""

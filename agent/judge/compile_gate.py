@@ -175,13 +175,13 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
                         f"the spec declares ({', '.join(declared)})"
                     )
                 )
-            dtypes = OPERAND_DTYPES if name in program.operands else OUTPUT_DTYPES
-            known, used = dtypes.get(kind), {spec.dtype_of(name, t) for t in spec.type_choices()}
-            for dtype in sorted(used - {*(known or used)}):
+            known = (OPERAND_DTYPES if name in program.operands else OUTPUT_DTYPES).get(kind, ())
+            used = {spec.dtype_of(name, types) for types in spec.type_choices()}
+            if known and (others := sorted(used.difference(known))):
                 findings.append(
                     Finding(
                         message=f"{program.name}: {name} is {kind.__name__}, of "
-                        f"{' or '.join(known or ())}; the spec declares {dtype}"
+                        f"{' or '.join(known)}; the spec declares {', '.join(others)}"
                     )
                 )
     return findings

@@ -1,0 +1,282 @@
+"""Admission: a spec whose reference proves nothing is refused before anyone writes a program."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs.format import Spec
+from coda_agent.specs.reference import draw_inputs, run_reference
+
+if TYPE_CHECKING:
+    import torch
+
+    Values = Mapping[str, torch.Tensor | float]
+    _Outputs = Mapping[str, torch.Tensor]
+
+# A row-wise output of a one-row check shape is a single element, which is always "constant"; and of
+# few rows chance may make an operand matter little.
+_ADMISSION_ELEMENTS = 64
+_REDRAWS = 3
+# How far a row is moved, and the least number of elements of which chance makes no two moves alike.
+_STEP, _ALIKE = 1e-6, 8
+_LIMIT_S = 60.0
+
+
+def admit(spec: Spec, *, limit_s: float = _LIMIT_S) -> None:
+    """Run the reference on CPU, for every binding and element type, and refuse a spec that proves
+    nothing, or whose reference means what no program does.
+
+    Uses the smallest check shape whose outputs are not tiny. The reference runs in a forked process
+    of one thread, which takes 30 ms more and ends with the limit wherever the reference is.
+
+    Raises:
+        SpecError: An output of another shape or dtype than declared, non-finite, zero or
+            constant; an input changed in place; no output that needs both GEMM operands and their
+            product; something that could be left out, or guessed, within the tolerance; a value
+            that is rounded and computed on; or no answer within `limit_s` seconds.
+    """
+    import torch
+
+    def fork() -> None:
+        # The default action ends a process whatever it is busy with, also when its parent is gone.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        torch.set_num_threads(1)  # a fork has none of OpenMP's threads, and would wait for them
+        try:
+            answer.send((_refusal(spec), ""))
+        except SpecError as error:
+            answer.send((error.message, ""))
+        except Exception:
+            answer.send(("", traceback.format_exc()))
+
+    if spec.has_baseline:
+        # Decorators of torch.compiler import it, which takes 2 s: once here, not in every fork.
+        importlib.import_module("torch._dynamo")
+    context = multiprocessing.get_context("fork")
+    found, answer = context.Pipe(duplex=False)
+    child = context.Process(target=fork, daemon=True)
+    child.start()
+    answer.close()
+    try:
+        refusal, bug = found.recv()
+    except EOFError:
+        child.join()
+        status = child.exitcode or 0
+        refusal, bug = f"{spec.path}: the reference ended its process, exit status {status}", ""
+        if status == -signal.SIGALRM:
+            refusal = f"{spec.path}: the reference took longer than {limit_s:g} s at a check shape"
+    finally:
+        child.kill()
+        child.join()
+        found.close()
+    if bug:
+        raise RuntimeError(f"in admission:\n{bug}")
+    if refusal:
+        raise SpecError(refusal)
+
+
+def _refusal(spec: Spec) -> str:
+    """The first fault of a spec, or an empty string."""
+    shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
+    for binding in spec.bindings():
+        for sizes in shapes:
+            elements = min(math.prod(spec.shape_of(name, sizes, binding)) for name in spec.outputs)
+            if elements >= _ADMISSION_ELEMENTS:
+                break
+        else:
+            sizes = shapes[-1]
+        for types in reversed(spec.type_choices()):
+            fault = _misdeclared(spec, sizes, types, binding)
+            if fault:
+                return f"{spec.path}: {spec.variant(binding)}: {fault}"
+        fault = _degeneracy(spec, sizes, spec.default_types(), binding)
+        if fault:
+            return f"{spec.path}: {spec.variant(binding)}: {fault}"
+    return ""
+
+
+def _misdeclared(
+    spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
+) -> str:
+    """What the reference does to its inputs and outputs beside what is declared."""
+    import torch
+
+    inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
+    versions = {k: v._version for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    declared = {spec.dtype_of(name, types) for name in (*spec.inputs, *spec.outputs)}
+    with _rounding_at_stores_only({getattr(torch, name) for name in declared}):
+        outputs = run_reference(spec, inputs, binding=binding)
+    for name, version in versions.items():
+        if getattr(inputs[name], "_version", version) != version:
+            return f"the reference changes its input {name!r} in place; expected a new tensor"
+    for name, value in outputs.items():
+        shape, dtype = spec.shape_of(name, sizes, binding), spec.dtype_of(name, types)
+        got = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        if got != (shape, dtype):
+            return f"output {name!r} is {got[1]} {got[0]}; expected {dtype} {shape}"
+    return ""
+
+
+def _rounding_at_stores_only(declared: Collection[torch.dtype]) -> AbstractContextManager[object]:
+    """Refuse, within, to compute on a value rounded to 8 bits, or to 16 in a type that the spec
+    does not declare: the exact run knows nothing of that rounding, and a program has none. To the
+    declared 16-bit types PyTorch's plain path rounds between any two operations, which is noise."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._pytree import tree_leaves
+
+    # By address; the tensors are kept, so that none is used again.
+    rounded: dict[int, torch.Tensor] = {}
+
+    def rounds(source: torch.dtype, target: torch.dtype) -> bool:
+        if not (source.is_floating_point and target.is_floating_point):
+            return False
+        if target.itemsize > 2 or (target.itemsize == 2 and target in declared):
+            return False
+        one, other = torch.finfo(source), torch.finfo(target)
+        return other.eps > one.eps or other.max < one.max
+
+    def tensors(tree: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            name = getattr(func, "__name__", "")
+            if name.endswith("_like") or name.startswith("new_"):
+                return result  # it reads no values
+            written = tensors(args[:1] if name == "__setitem__" else result)
+            for source, target in itertools.product(tensors((args, kwargs)), written):
+                known = source.untyped_storage().data_ptr() in rounded
+                if known and source.dtype != target.dtype:
+                    raise SpecError(
+                        f"the reference rounds to {str(source.dtype).removeprefix('torch.')} and "
+                        "computes on; a program rounds only at stores: return the value as an "
+                        "output of that type, or leave the cast out"
+                    )
+                if known or rounds(source.dtype, target.dtype):
+                    rounded[target.untyped_storage().data_ptr()] = target
+            return result
+
+    return Watch()
+
+
+def _degeneracy(
+    spec: Spec, sizes: Mapping[str, int], types: Mapping[str, str], binding: Mapping[str, str]
+) -> str:
+    """What a verdict on the spec would not show, or an empty string."""
+    import torch
+
+    inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
+    other = draw_inputs(spec, sizes, types, seed=1, binding=binding)
+    rounded = run_reference(spec, inputs, binding=binding)
+
+    def exact(values: Values) -> dict[str, torch.Tensor]:
+        return run_reference(spec, values, binding=binding, exact=True)
+
+    truth, redrawn = exact(inputs), exact(other)
+    for name in spec.outputs:
+        for value in (rounded[name].double(), truth[name].double()):
+            if not value.isfinite().all():
+                return f"output {name!r} has non-finite values"
+            if not value.any():
+                return f"output {name!r} is all zero"
+            if value.numel() > 1 and (value == value.flatten()[0]).all():
+                return f"output {name!r} is constant"
+        if torch.equal(truth[name], redrawn[name]):
+            return f"output {name!r} is constant: it depends on no input"
+    moved = [exact({**inputs, operand: other[operand]}) for operand in spec.gemm]
+    if not any(all(not torch.equal(truth[n], run[n]) for run in moved) for n in spec.outputs):
+        return f"no output depends on both GEMM operands, {' and '.join(spec.gemm)}"
+    if fault := _needless(spec, inputs, truth, exact):
+        return fault
+    drawn = [draw_inputs(spec, sizes, types, seed=1 + i, binding=binding) for i in range(_REDRAWS)]
+    left_out = {
+        x: [exact({**inputs, x: values[x]}) for values in drawn]
+        for x, tensor in spec.inputs.items()
+        if tensor.draw.kind != "constant"
+    }
+    # Of a sum of what A gives and what B gives, this is 0: what is left needs their product.
+    a, b = spec.gemm
+    both = exact({**inputs, a: drawn[0][a], b: drawn[0][b]})
+    one, two = left_out[a][0], left_out[b][0]
+    left_out[f"{a} {b}ᵀ"] = [{o: one[o] + two[o] - both[o] for o in truth}]
+    return _swallowed(spec.tolerance.multiple, rounded, truth, left_out)
+
+
+def _needless(
+    spec: Spec, inputs: Values, truth: _Outputs, exact: Callable[[Values], _Outputs]
+) -> str:
+    """Whether all outputs follow from sums of B's rows, or of A's, with weights that are the same
+    for every row of the product, or every column: then a product with one vector does.
+
+    Such an output moves alike, but for a factor, whichever rows of the operand are moved, as long
+    as all move in one direction of K. One that needs the product does not.
+    """
+    import torch
+
+    draws, needless = torch.Generator().manual_seed(0), dict[str, str]()
+    for operand, other in (spec.gemm[::-1], spec.gemm):
+        held = torch.as_tensor(inputs[operand]).double()
+        towards = torch.randn(held.shape[1], generator=draws, dtype=torch.float64)
+        towards *= _STEP * held.abs().mean()
+        rows = torch.randn(2, held.shape[0], 1, generator=draws, dtype=torch.float64)
+        moved = [exact({**inputs, operand: held + row * towards}) for row in rows]
+        for o, value in truth.items():
+            one, two = ((run[o] - value).flatten() for run in moved)
+            alike = (one @ two).square() >= (1 - 1e-9) * one.square().sum() * two.square().sum()
+            if alike and value.numel() >= _ALIKE:
+                needless[o] = f"{other} @ {operand}.sum(0)"
+    if needless.keys() != truth.keys():
+        return ""
+    instead = next(iter(needless.values()))
+    return f"no output needs a GEMM: a product with a vector, like {instead}, gives each"
+
+
+def _swallowed(
+    multiple: float, rounded: _Outputs, truth: _Outputs, left_out: Mapping[str, Sequence[_Outputs]]
+) -> str:
+    """What would pass without being computed, or an empty string.
+
+    Args:
+        multiple: The spec's tolerance.
+        rounded: The reference's outputs in the spec's own types.
+        truth: The same, exact.
+        left_out: By input, or product, exact outputs with other values of it, or without it.
+    """
+    import torch
+
+    def distance(o: str, guess: torch.Tensor) -> float:
+        """Of a guess at an output, over what the judge allows."""
+        norm, own = truth[o].norm(), (rounded[o].double() - truth[o]).norm()
+        least = max(torch.finfo(rounded[o].dtype).eps, 2.0**-12)
+        return float((guess - truth[o]).norm() / norm / max(least, float(multiple * own / norm)))
+
+    for o, exact in truth.items():
+        guesses = {"a constant": exact.mean().expand_as(exact)}
+        for axis, name in enumerate(("row", "column")[: exact.ndim]):
+            if exact.shape[axis] > 1:
+                guesses[f"another {name}'s values"] = exact.roll(1, axis)
+        for what, guess in guesses.items():
+            if exact.numel() > 1 and distance(o, guess) <= 1:
+                return f"output {o!r} is within its tolerance of {what}"
+        if exact.ndim == 2 and min(exact.shape) > 2:
+            first, second = torch.linalg.svdvals(exact)[:2]
+            if second < 1e-3 * first:
+                return f"output {o!r} is a column times a row: it needs no GEMM"
+    for x, runs in left_out.items():
+        if max(distance(o, run[o]) for run in runs for o in truth) <= 1:
+            return f"no output depends on {x!r} by more than its tolerance"
+    return ""
