@@ -240,6 +240,7 @@ class _Trial:
         }
         ran = "compiled kernel" if self.gpu else "interpreter"
         result.data = {"ran": ran, "shapes": [dict(s) for s in self.spec.check_shapes], **record}
+        self._call(result)
 
     def _timed(self, result: GateResult, kind: str) -> None:
         if self.gpu is None:
@@ -252,6 +253,31 @@ class _Trial:
         result.findings = [Finding(**f) for f in record.pop("findings")]
         self.tuned = {self.gpu.name: record.pop("tuned")}
         result.data = record
+        if kind == "performance":
+            self._call(result)
+
+    def _call(self, result: GateResult) -> None:
+        """Call the function that a user would import, after all else that the gate found right."""
+        from coda_agent.agent.judge.imported import check_imported
+        from coda_agent.agent.judge.job import Job
+        from coda_agent.generated.kernel import refused_tiles
+        from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+
+        default = DEFAULT_CONFIGS["sm_90a"]
+        if result.findings or (self.tiles is not None and default not in self.tiles):
+            return
+        refused = refused_tiles(r.data for r in (*self.results, result))
+        stored: dict[str, Any] = {"tuned": self.tuned or {}, "refused": sorted(refused)}
+        if self.gpu is None:
+            result.findings = check_imported(
+                self.spec, self.programs, self.types, device="cpu", **stored
+            )
+            return
+        # Where no tile was measured, the default one is dispatched.
+        tiles = {key: list({*kept, default}) for key, kept in self.admitted.items()}
+        job = Job("call", self.spec, self.programs, tiles, stored)
+        record = self.executor.grade(job, self._progress(result.name))
+        result.findings = [Finding(**f) for f in record["findings"]]
 
     def _sanitized(self, result: GateResult, tool: str) -> None:
         from coda_agent.agent.judge.sanitize import sanitize

@@ -217,8 +217,9 @@ class Device:
             faults = {(k, c): f for k in unit for c, f in past[k].known(unit[k]).items()}
             while True:
                 refused = [_refusal(*item) for item in faults.items()]
-                default = any(c == DEFAULT_CONFIGS["sm_90a"] for _, c in faults)
-                if default or len(refused) >= MAX_FAULTS:
+                # In a call the tile is the function's choice: there is no going on without it.
+                last = (c == DEFAULT_CONFIGS["sm_90a"] or job.kind == "call" for _, c in faults)
+                if any(last) or len(refused) >= MAX_FAULTS:
                     return _merged(record, {"findings": refused})
                 left = {k: [c for c in unit[k] if (k, c) not in faults] for k in unit}
                 try:

@@ -166,13 +166,23 @@ def tune(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return {"tuned": tuner.tune(*_given(job), progress=_progress(tell))}
 
 
+def call(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """The function that a user would import, in the tiles that it dispatches."""
+    from coda_agent.agent.judge.imported import check_imported
+
+    spec, programs, tiles = _given(job)
+    types = list(dict.fromkeys(element for _, element in tiles))
+    found = check_imported(spec, programs, types, device="cuda", **job["stored"])
+    return {"findings": [f.model_dump() for f in found]}
+
+
 def end(job: dict[str, Any], tell: Tell) -> None:
     """Leaves as a process does that is done, for tools that write their report then."""
     raise SystemExit(0)
 
 
 JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {
-    f.__name__: f for f in (probe, numerics, prepare, performance, tune, end)
+    f.__name__: f for f in (probe, numerics, prepare, performance, tune, call, end)
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,17 +25,19 @@ class Job:
     """One gate over some tiles.
 
     Attributes:
-        kind: "numerics", "performance" or "tune", which run kernels; "prepare", what the
+        kind: "numerics", "performance", "tune" or "call", which run kernels; "prepare", what the
             performance gate needs beside them; or "interpret", the numerics gate without a GPU.
         spec: The spec.
         programs: By variant name.
         tiles: Configurations by (program, element type).
+        stored: For "call", the `tuned` and `refused` tiles that acceptance would store.
     """
 
     kind: str
     spec: Spec
     programs: Mapping[str, Program]
     tiles: Tiles
+    stored: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data, which `from_dict` reads."""
@@ -49,6 +51,7 @@ class Job:
             "tiles": [
                 [*key, [c.to_dict() for c in configs]] for key, configs in self.tiles.items()
             ],
+            "stored": self.stored,
         }
 
     @classmethod
@@ -61,4 +64,4 @@ class Job:
         spec = load_spec(Path(data["path"]), text=data["spec"]).model_copy(update=shapes)
         programs = {name: Program.from_dict(entry) for name, entry in data["programs"].items()}
         tiles = {(p, e): [TileConfig(**c) for c in configs] for p, e, configs in data["tiles"]}
-        return cls(data["kind"], spec, programs, tiles)
+        return cls(data["kind"], spec, programs, tiles, data["stored"])

@@ -50,7 +50,7 @@ def sha(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def judge_digest() -> str:
-    """Digest of the judge's, the language's and the spec format's sources."""
+    """Digest of the sources of the judge, the language, the spec format and kernels' functions."""
     agent = Path(__file__).parent
     root = agent.parent.parent
     files = [
@@ -58,6 +58,7 @@ def judge_digest() -> str:
         *(agent.parent / "sandbox").glob("*.py"),
         *(root / "primitives").glob("*.py"),
         *(root / "specs").glob("*.py"),
+        *(root / "generated").glob("*.py"),
     ]
     hashed = hashlib.sha256()
     for file in sorted(files, key=lambda f: (f.parent.name, f.name)):

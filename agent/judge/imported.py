@@ -1,0 +1,102 @@
+"""The end of a verdict: the function that a user will import, on the spec's own inputs.
+
+What the other gates run is a program, in tiles they choose. Here it is what `load_kernel` makes of
+the accepted files: the operator with its checks, layouts, dispatch and element types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.judge.compare import measure, within
+from coda_agent.agent.judge.oracle import Case, make_case
+from coda_agent.agent.judge.records import Finding
+from coda_agent.primitives.errors import CompileError, LaunchError
+
+if TYPE_CHECKING:
+    from coda_agent.generated.kernel import Kernel
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+# torch takes the name of an operator once a process.
+_MADE: dict[str, Kernel] = {}
+
+
+def check_imported(
+    spec: Spec,
+    programs: Mapping[str, Program],
+    types: Sequence[str],
+    *,
+    device: str,
+    tuned: Mapping[str, Any],
+    refused: Collection[str],
+) -> list[Finding]:
+    """The first fault of each variant in each type, on fresh draws.
+
+    Args:
+        spec: The spec.
+        programs: By variant name.
+        types: Element types.
+        device: "cuda" runs kernels at every check shape; "cpu" the interpreter at the smallest,
+            since nothing here depends on more.
+        tuned: What tuned.json will hold.
+        refused: Labels of tiles that evidence.json will call wrong.
+    """
+    kernel = _kernel(spec, programs, tuned, refused)
+    shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
+    findings = []
+    for binding in spec.bindings():
+        for element in types:
+            for sizes in shapes if device == "cuda" else shapes[:1]:
+                case = make_case(spec, binding, sizes, element, device)
+                if said := _fault(kernel, spec, case, binding, element):
+                    where = {"program": spec.variant(binding), "dtype": element, "sizes": sizes}
+                    message = f"the function that would be imported {said}"
+                    findings.append(Finding(message=message, where=where))
+                    break
+    return findings
+
+
+def _fault(kernel: Kernel, spec: Spec, case: Case, binding: Mapping[str, str], element: str) -> str:
+    given = {x: v.clone() if hasattr(v, "clone") else v for x, v in case.inputs.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is interpreted, the verdict says
+            outputs = kernel(**given, **binding)
+    except (CompileError, LaunchError) as error:
+        return f"refuses the spec's inputs: {error}"
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    types = dict.fromkeys(spec.types, element)
+    for (o, truth), out in zip(case.truth.items(), outputs, strict=True):
+        got = str(out.dtype).removeprefix("torch."), tuple(out.shape)
+        expected = spec.dtype_of(o, types), tuple(truth.shape)
+        if got != expected:
+            return f"gives {o} as {got[0]} {got[1]}, expected {expected[0]} {expected[1]}"
+        error, limit = measure(out, truth), case.bounds[o]
+        if not within(error, limit):
+            return (
+                f"gives a wrong {o}: error {error.norm:.2e} of its norm, {error.tile:.2e} in the "
+                f"worst tile; allowed {limit.norm:.2e} and {limit.tile:.2e}"
+            )
+    return ""
+
+
+def _kernel(
+    spec: Spec,
+    programs: Mapping[str, Program],
+    tuned: Mapping[str, Any],
+    refused: Collection[str],
+) -> Kernel:
+    from coda_agent.generated.kernel import Kernel
+
+    data = [{v: p.to_dict() for v, p in programs.items()}, tuned, sorted(refused)]
+    text = spec.text + json.dumps(data, sort_keys=True)
+    name = f"{spec.name}_judged_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if name not in _MADE:
+        _MADE[name] = Kernel(spec, programs, tuned, frozenset(refused), name)
+    return _MADE[name]
