@@ -95,7 +95,7 @@ def _kernel(
     from coda_agent.generated.kernel import Kernel
 
     data = [{v: p.to_dict() for v, p in programs.items()}, tuned, sorted(refused)]
-    text = spec.text + json.dumps(data, sort_keys=True)
+    text = repr(spec) + json.dumps(data, sort_keys=True)
     name = f"{spec.name}_judged_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if name not in _MADE:
         _MADE[name] = Kernel(spec, programs, tuned, frozenset(refused), name)

@@ -102,7 +102,7 @@ def spec(
             "dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}",
             new("gemm: [A, B]"),
             "inputs:",
-            new("  A: {shape: [M, K], dtype: float32}\n  B: {shape: [N, K], dtype: float32}"),
+            new("  A: {shape: [M, K], dtype: bfloat16}\n  B: {shape: [N, K], dtype: bfloat16}"),
             *map(new, declared),
             "outputs:",
             *map(new, written),
@@ -123,7 +123,14 @@ def spec(
             "```",
         ]
     )
-    return load_spec("probe.md", text=text)
+    loaded = load_spec("probe.md", text=text)
+    # What is composed does not depend on the type; in float32 the references need no casts.
+    single = {
+        x: t.model_copy(update={"dtype": "float32"})
+        for x, t in loaded.inputs.items()
+        if x in loaded.gemm
+    }
+    return loaded.model_copy(update={"inputs": {**loaded.inputs, **single}})
 
 
 def compose(a_spec: Spec) -> dict[str, Program]:

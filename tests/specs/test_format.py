@@ -156,6 +156,41 @@ def test_digest_ignores_line_ends_only() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        (
+            "B: {shape: [N, K], dtype: T",
+            "B: {shape: [N, K], dtype: int32",
+            "gemm: A is bfloat16 and B int32; expected one type for both, of bfloat16, float16, float8",
+        ),
+        (
+            "B: {shape: [N, K], dtype: T",
+            "B: {shape: [N, K], dtype: bfloat16",
+            "A is float16 and B bf",
+        ),
+        (
+            "[bfloat16, float16]",
+            "[bfloat16, float32]",
+            "gemm: A is float32 and B float32; expected one",
+        ),
+        (
+            "types: {T: [bfloat16, float16]}",
+            "types: {T: [bfloat16, float16], S: [float32]}",
+            "types: S is not the type of A, by which a kernel chooses all others; expected a concrete",
+        ),
+        (
+            "[M, N/2], dtype: T",
+            "[M, N/2], dtype: int64",
+            "D: outputs are floating-point, not int64; exp",
+        ),
+        (
+            "[M, N/2], dtype: T",
+            "[M], dtype: T",
+            "D: reductions are stored in float32, not bfloat16; decl",
+        ),
+        (
+            "[M, N/2], dtype: T",
+            "[N], dtype: T",
+            "D: reductions are stored in float32, not bfloat16; decl",
+        ),
         ("---\nname", "name", "no front matter; expected YAML between two `---` lines"),
         ("target: 0.97\n---\n", "target: 0.97\n", "no front matter"),
         ("gemm: [A, B]", "gemm: [A, B", "line 1"),
@@ -232,6 +267,47 @@ def test_bad_specs(old: str, new: str, message: str) -> None:
     line = GOOD[: GOOD.index("def reference")].count("\n") + 1
     assert said.startswith("here/scaled.md: ") and message.replace("{line}", str(line)) in said
     assert "\n" not in said
+
+
+def test_a_vector_gathered_by_an_index_may_have_16_bits() -> None:
+    spec = parse(("[M, N/2], dtype: T", "[M], dtype: T"), ("y: {shape: [M, 3]", "y: {shape: [M]"))
+    assert spec.symbolic_shape("D") == ("M",)
+
+
+# A row of 16 bytes or a multiple: of A and B in K; of each output in N, where half width counts.
+@pytest.mark.parametrize(
+    ("element", "shape", "dtype", "steps"),
+    [
+        ("bfloat16", "[M, N]", "bfloat16", (8, 8)),
+        ("float16", "[M, N/2]", "float16", (16, 8)),
+        ("float8_e4m3fn", "[M, N]", "bfloat16", (8, 16)),
+        ("float8_e4m3fn", "[M, N]", "float8_e4m3fn", (16, 16)),
+        ("bfloat16", "[M, N/2]", "float8_e4m3fn", (32, 8)),
+    ],
+)
+def test_shapes_that_a_kernel_refuses(
+    element: str, shape: str, dtype: str, steps: tuple[int, int]
+) -> None:
+    edits = [
+        ("[bfloat16, float16]", f"[{element}]"),
+        ("[M, N/2], dtype: T", f"{shape}, dtype: {dtype}"),
+        ("N: {multiple_of: 16}", "N: {multiple_of: 2}"),
+        ("K: {multiple_of: 8}", "K: {}"),
+    ]
+    n, k = steps
+    spec = parse(*edits, ("{M: 3, N: 16, K: 8}", f"{{M: 3, N: {3 * n}, K: {5 * k}}}"))
+    assert spec.steps() == steps
+    for name, step, sizes in (("N", n, (3 * n + n // 2, k)), ("K", k, (n, k + k // 2))):
+        for old in ("{M: 3, N: 16, K: 8}", "{M: 4096, N: 4096, K: 4096}"):
+            shapes = [(old, "{{M: 3, N: {}, K: {}}}".format(*sizes))]
+            if "4096" in old:
+                shapes.append(("{M: 3, N: 16, K: 8}", f"{{M: 3, N: {n}, K: {k}}}"))
+            with pytest.raises(SpecError) as caught:
+                parse(*edits, *shapes)
+            said = f"takes multiples of {step}, since TMA moves rows in units of 16 bytes"
+            assert said in str(caught.value) and f"declare {name}: {{multiple_of: {step}}}" in str(
+                caught.value
+            )
 
 
 def test_annotated_reference_is_accepted() -> None:

@@ -150,17 +150,17 @@ TEMPLATE = """\
 name: toy
 level: extend
 summary: For tests.
-types: {{T: [bfloat16]}}
+types: {{T: {types}}}
 dims: {{M: {{}}, N: {{}}, K: {{}}}}
 gemm: [A, B]
 inputs:
   A: {{shape: [M, K], dtype: T}}
-  B: {{shape: [N, K], dtype: {b_dtype}, draw: {{normal: {{std: K**-0.5}}}}}}
+  B: {{shape: [N, K], dtype: T, draw: {{normal: {{std: K**-0.5}}}}}}
   y: {{shape: [M], dtype: int64, draw: {{integers: [2, N]}}}}
   u: {{shape: [M], dtype: float32, draw: {{uniform: [3, 4]}}}}
   k: {{shape: [], dtype: float32, draw: {{constant: 0.1}}}}
 outputs: {{O: {{shape: {shape}, dtype: {dtype}}}}}
-check_shapes: [{{M: 8, N: 16, K: 32}}, {{M: 1, N: 4, K: 4}}]
+check_shapes: [{{M: 8, N: 16, K: 32}}, {{M: 1, N: 16, K: 16}}]
 bench_shapes: [{{M: 64, N: 64, K: 64}}]
 tolerance: {{multiple: 2.0}}
 target: 0.9
@@ -178,19 +178,17 @@ TOY = {"M": 400, "N": 16, "K": 256}
 BODY_LINE = TEMPLATE.split("{body}")[0].count("\n") + 1
 
 
-def toy(body: str, *, shape: str = "[M, N]", dtype: str = "T", b_dtype: str = "T") -> Spec:
-    text = TEMPLATE.format(
-        body=body.replace("\n", "\n    "), shape=shape, dtype=dtype, b_dtype=b_dtype
-    )
+def toy(body: str, *, shape: str = "[M, N]", dtype: str = "T", types: str = "[bfloat16]") -> Spec:
+    text = TEMPLATE.format(body=body.replace("\n", "\n    "), shape=shape, dtype=dtype, types=types)
     return load_spec("toy.md", text=text)
 
 
 def test_draws_follow_the_spec() -> None:
-    spec = toy("return {'O': A @ B.T}", b_dtype="float8_e4m3fn")
-    inputs = draw_inputs(spec, TOY, BF16, seed=0)
+    spec = toy("return {'O': A @ B.T}", types="[float8_e4m3fn]")
+    inputs = draw_inputs(spec, TOY, {"T": "float8_e4m3fn"}, seed=0)
     a, b, y, u = (tensors(inputs)[name] for name in "AByu")
     dtypes = [t.dtype for t in (a, b, y, u)]
-    assert dtypes == [torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.float32]
+    assert dtypes == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.int64, torch.float32]
     assert abs(a.double().std() - 1) < 0.02 and abs(b.double().std() * 16 - 1) < 0.05
     assert set(y.tolist()) == set(range(2, 16))
     assert u.min() >= 3 and u.max() < 4 and u.std() > 0.2
@@ -319,9 +317,16 @@ def test_softmax_dtype_keyword_is_exact() -> None:
 
 
 def test_integers_keep_their_type_in_the_exact_run() -> None:
-    spec = toy("return {'O': (A @ B.T).argmax(-1) + y}", shape="[M]", dtype="int64")
+    # `^` takes no floating-point numbers.
+    spec = toy("z = A @ B.T\nreturn {'O': z * (z.argmax(-1) ^ y)[:, None]}")
     inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)
-    assert run_reference(spec, inputs, exact=True)["O"].dtype == torch.int64
+    a, b, y = (tensors(inputs)[name] for name in "ABy")
+    z = (a.double() @ b.double().T).tolist()
+    want = [
+        [x * (row.index(max(row)) ^ i) for x in row] for row, i in zip(z, y.tolist(), strict=True)
+    ]
+    got = run_reference(spec, inputs, exact=True)["O"]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -388,3 +393,91 @@ def test_a_sound_toy_is_admitted() -> None:
     # (M,) outputs: the one-row check shape alone would look constant.
     largest = "((A @ B.T).float() * u[:, None] * y[:, None]).amax(-1)"
     admit(toy(f"return {{'O': {largest}}}", shape="[M]", dtype="float32"))
+
+
+SCALES = "k * u[:, None] * y[:, None]"
+E4M3 = "torch.float8_e4m3fn"
+ROUNDED_ON = {
+    "back to the type it had": f"O = z.to({E4M3}).to(A.dtype)",
+    "into a buffer": f"q = torch.empty(8, 16, dtype={E4M3})\nq[:, ::2] = z[:, 1::2]\nO = q.bfloat16()",
+    "an operand": f"O = (A.to({E4M3}).to(A.dtype) @ B.T * u[:, None]).to(A.dtype)",
+    "views of it": f"O = torch.stack([z.to({E4M3}).T] * 2)[1].mT.to(A.dtype)",
+    "a type that the spec does not know": "O = (z.half() * 2).to(A.dtype)",
+    "a comparison": f"O = z * (z.to({E4M3}) != 1)",
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED_ON)
+def test_a_rounding_that_no_program_does_is_refused(name: str) -> None:
+    body = f"z = (A @ B.T * {SCALES}).to(A.dtype)\n{ROUNDED_ON[name]}\nreturn {{'O': O}}"
+    line = BODY_LINE + body[: body.index("O = ")].count("\n")
+    kind = "float16" if "half" in body else "float8_e4m3fn"
+    with pytest.raises(SpecError) as caught:
+        admit(toy(body))
+    said = str(caught.value)
+    assert said.startswith(f"toy.md:{line}: the reference rounds to {kind} and computes on; ")
+
+
+def test_roundings_at_stores_and_to_the_own_type_are_admitted() -> None:
+    z = f"(A @ B.T * {SCALES})"
+    admit(toy(f"return {{'O': {z}.to({E4M3}).T.contiguous().T}}", dtype="float8_e4m3fn"))
+    own = f"return {{'O': ({z}.to(A.dtype).float() * 2).to(A.dtype)}}"
+    admit(toy(own, types="[bfloat16, float16]"))
+    # In the second type this is a rounding to another.
+    fixed = toy(own.replace("A.dtype", "torch.bfloat16", 1), types="[bfloat16, float16]")
+    with pytest.raises(SpecError, match="the reference rounds to bfloat16 and computes on"):
+        admit(fixed)
+
+
+def test_each_element_type_has_to_give_what_is_declared() -> None:
+    spec = toy(f"return {{'O': (A @ B.T * {SCALES}).bfloat16()}}", types="[bfloat16, float16]")
+    with pytest.raises(SpecError, match=r"output 'O' is bfloat16 \(8, 16\); expected float16"):
+        admit(spec)
+
+
+NO_GEMM = {
+    "(z * u[:, None]).sum(-1) * k * y": ("[M]", "A @ B.sum(0)"),
+    "(z * torch.arange(16)).mean(-1).mul(u * y * k).tanh()": ("[M]", "A @ B.sum(0)"),
+    f"(z * {SCALES}).sum(0)": ("[N]", "B @ A.sum(0)"),
+    f"(z * {SCALES}).mean(0).exp()": ("[N]", "B @ A.sum(0)"),
+}
+
+
+@pytest.mark.parametrize("result", NO_GEMM)
+def test_a_reduction_of_the_product_itself_needs_no_gemm(result: str) -> None:
+    shape, instead = NO_GEMM[result]
+    body = f"z = A.float() @ B.float().T\nreturn {{'O': {result}}}"
+    with pytest.raises(SpecError) as caught:
+        admit(toy(body, shape=shape, dtype="float32"))
+    assert f"no output needs a GEMM: a product with a vector, like {instead}," in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "result", ["z.square().mean(-1)", "z.logsumexp(-1)", "(z + B[:, 0]).relu().sum(-1)"]
+)
+def test_other_reductions_need_one(result: str) -> None:
+    body = f"z = A.float() @ B.float().T\nreturn {{'O': {result} * u * y * k}}"
+    admit(toy(body, shape="[M]", dtype="float32"))
+
+
+def test_a_plain_sum_beside_an_output_that_needs_the_product_is_admitted() -> None:
+    body = f"z = A.float() @ B.float().T * {SCALES}\nreturn {{'s': z.sum(-1), 'O': z.to(A.dtype)}}"
+    text = toy(body).text.replace("outputs: {O", "outputs: {s: {shape: [M], dtype: float32}, O")
+    admit(load_spec("toy.md", text=text))
+
+
+@pytest.mark.parametrize("busy", ["while True: pass", "import time; time.sleep(60)"])
+def test_a_reference_that_never_returns_meets_the_limit(busy: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    torch.randn(512, 512) @ torch.randn(512, 512)  # threads that a fork does not have
+    with ThreadPoolExecutor() as pool:  # as a server calls it
+        refused = pool.submit(lambda: admit(toy(busy), limit_s=0.5)).exception(timeout=30)
+    assert str(refused) == "toy.md: the reference took longer than 0.5 s at a check shape"
+
+
+def test_a_reference_that_ends_its_process_is_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"^toy\.md: the reference ended its process, exit status 3$"
+    ):
+        admit(toy("import os; os._exit(3)"))
