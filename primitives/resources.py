@@ -13,11 +13,11 @@ from coda_agent.primitives.graph import Shape, Value
 
 
 class Tile(Value):
-    """A full (M, N) operand or output, in 16 bits or float32, whatever A and B are; as an output
-    in e4m3 too.
+    """A full (M, N) operand or output, 16-bit or float32 whatever A and B are.
 
-    As an operand it is read once through TMA (M·N·size bytes); as an output it is rounded once, at
-    the store. An operand arrives as fp32. Use it for residuals and for every full-width result.
+    As an operand it is read once through TMA (M·N·size bytes); as an output, which may be e4m3 too,
+    it is rounded once, at the store. An operand arrives as fp32. Use it for residuals and for every
+    full-width result.
 
         @epilogue(O=Tile)
         def residual(acc, C: Tile):

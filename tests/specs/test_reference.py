@@ -470,7 +470,7 @@ def test_a_plain_sum_beside_an_output_that_needs_the_product_is_admitted() -> No
 def test_a_reference_that_never_returns_meets_the_limit(busy: str) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    torch.randn(512, 512) @ torch.randn(512, 512)  # threads that a fork does not have
+    torch.randn(512, 512).matmul(torch.randn(512, 512))  # threads that a fork does not have
     with ThreadPoolExecutor() as pool:  # as a server calls it
         refused = pool.submit(lambda: admit(toy(busy), limit_s=0.5)).exception(timeout=30)
     assert str(refused) == "toy.md: the reference took longer than 0.5 s at a check shape"
