@@ -85,11 +85,12 @@ def _tensor_faults(spec: Spec, name: str, tensor: Output) -> Iterator[str]:
 
 def _kernel_faults(spec: Spec) -> Iterator[str]:
     """Element types that no kernel takes or gives."""
+    first, _ = spec.gemm
     for symbol, choices in spec.types.items():
-        if symbol != spec.inputs[spec.gemm[0]].dtype and (len(choices) > 1 or len(spec.types) > 1):
+        if symbol != spec.inputs[first].dtype and (len(choices) > 1 or len(spec.types) > 1):
             yield (
-                f"types: {symbol} is not the type of {spec.gemm[0]}, by which a kernel chooses all "
-                f"others; expected a concrete type such as {choices[0]} in its place"
+                f"types: {symbol} is not the type of {first}, by which a kernel chooses all "
+                f"others; expected a concrete type, of {', '.join(choices)}, in its place"
             )
     for types in spec.type_choices():
         a, b = (spec.dtype_of(name, types) for name in spec.gemm)

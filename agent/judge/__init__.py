@@ -274,7 +274,7 @@ class _Trial:
             )
             return
         # Where no tile was measured, the default one is dispatched.
-        tiles = {key: list({*kept, default}) for key, kept in self.admitted.items()}
+        tiles = {key: list(dict.fromkeys([*kept, default])) for key, kept in self.admitted.items()}
         job = Job("call", self.spec, self.programs, tiles, stored)
         record = self.executor.grade(job, self._progress(result.name))
         result.findings = [Finding(**f) for f in record["findings"]]

@@ -63,11 +63,12 @@ def check_imported(
 
 
 def _fault(kernel: Kernel, spec: Spec, case: Case, binding: Mapping[str, str], element: str) -> str:
-    given = {x: v.clone() if hasattr(v, "clone") else v for x, v in case.inputs.items()}
+    given: dict[str, Any] = {**case.inputs, **binding}
+    given |= {x: v.clone() for x, v in given.items() if hasattr(v, "clone")}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it is interpreted, the verdict says
-            outputs = kernel(**given, **binding)
+            outputs = kernel(**given)
     except (CompileError, LaunchError) as error:
         return f"refuses the spec's inputs: {error}"
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

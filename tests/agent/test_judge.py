@@ -198,7 +198,9 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     assert refused["tile"] == SM90_CONFIGS[3].label and "illegal address" in refused["fault"]
     assert verdict.gates[3].data["cells"] == ["performance"]
     kinds = [n for n in (scripted / "journal").read_text().split("\n") if n and " " not in n]
-    assert kinds[0] == "prepare" and kinds.count("prepare") == 1 and kinds[-1] == "performance"
+    assert kinds[0] == "prepare" and kinds.count("prepare") == 1
+    # The imported function is called before it is tuned, and as it will be dispatched.
+    assert [kind for kind in kinds if kind != "probe"][-3:] == ["call", "performance", "call"]
     best = {"bfloat16": [{"config": SM90_CONFIGS[0].to_dict()}]}
     assert verdict.tuned == {"Fake GPU": best}
     alone = judge_candidate(spec, RIGHT, types=["bfloat16"], tiles=SM90_CONFIGS[:1])
