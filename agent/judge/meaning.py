@@ -47,6 +47,8 @@ _CONSTANT = 2.0**-24
 _EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
 _WIDEST = (-126, 127)
 _SMALL = 2.0**-40
+# Draws in which each input has a scale of its own: what needs one large and another small.
+_MIXES = 8
 
 
 def check_meaning(
@@ -127,9 +129,18 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
         inputs = drawn()
         negative = {a: 64.0 * inputs[a].abs(), b: -inputs[b].abs()}
         yield "every product negative", given(inputs | negative)
+    scalable = [x for x in free if _scalable(spec, x)]
     inputs = drawn()
-    small = {x: _SMALL * inputs[x] for x in free if _scalable(spec, x)}
-    yield "all inputs small together", given(inputs | small)
+    yield "all inputs small together", given(inputs | {x: _SMALL * inputs[x] for x in scalable})
+    for _ in range(_MIXES):
+        inputs, factors = drawn(), {}
+        for x in scalable:
+            sign = rng.choice((-1.0, 1.0)) if spec.inputs[x].domain is None else 1.0
+            factors[x] = sign * rng.choice((1 / 64, 1.0, 64.0))
+        label = "inputs at scales of their own: " + ", ".join(
+            f"{x} {f:g}" for x, f in factors.items()
+        )
+        yield label, given(inputs | {x: f * inputs[x] for x, f in factors.items()})
 
 
 def _scalable(spec: Spec, x: str) -> bool:
