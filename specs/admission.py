@@ -95,7 +95,7 @@ def _refusal(spec: Spec) -> str:
                 break
         else:
             sizes = shapes[-1]
-        for types in reversed(spec.type_choices()):
+        for types in spec.type_choices():
             fault = _misdeclared(spec, sizes, types, binding)
             if fault:
                 return f"{spec.path}: {spec.variant(binding)}: {fault}"
