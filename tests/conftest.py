@@ -3,11 +3,16 @@ of sandbox. Other fixtures belong to each room's tests."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
 
 from coda_agent.agent import sandbox
+
+# Before torch is imported: workers side by side that each take all cores wait for one another. A
+# replay of 4 s took 49 beside another worker on two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", params=sandbox.TIERS)
