@@ -61,11 +61,18 @@ def check_meaning(
         programs: By variant name.
         seed: What all draws follow from; a secret one by default.
     """
+    import torch
+
     seed = secrets.randbits(62) if seed is None else seed
-    found = (
-        meaning_fault(spec, programs[spec.variant(binding)], binding, seed)
-        for binding in spec.bindings()
-    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small: more threads wait for one another
+    try:
+        found = [
+            meaning_fault(spec, programs[spec.variant(binding)], binding, seed)
+            for binding in spec.bindings()
+        ]
+    finally:
+        torch.set_num_threads(threads)
     return [finding for finding in found if finding is not None]
 
 
@@ -225,7 +232,9 @@ def _noise(
             else v
             for x, v in inputs.items()
         }
-        runs.append(disturbed(spec, near, binding, seed + i, finer=_FINER)[o])
+        # Twice with opposite signs: where an output saturates, one alone may move nothing.
+        sign = 1.0 if i % 2 else -1.0
+        runs.append(disturbed(spec, near, binding, seed + i // 2, finer=_FINER, sign=sign)[o])
     return largest_change(truth, runs)
 
 

@@ -286,10 +286,11 @@ def _approximate(function: Any, args: tuple[Any, ...], result: Any) -> Any:
 
 
 def disturbed(
-    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, *, finer: float = 1.0
-) -> dict[str, torch.Tensor]:
+    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, *, finer: float = 1.0,
+    sign: float = 1.0,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The exact reference with every operation's result off by its error in fp32, at random, or by
-    `finer` times as much.
+    `finer` times as much; what an approximation errs of its range, with this sign.
 
     The GEMM's part is put on the elements of A, where it reaches the sum as ‖a‖ ‖b‖ / √K each.
     """
@@ -320,7 +321,7 @@ def disturbed(
         off = result * (finer * unit * noise(result))
         if name in _OF_ONE | _OF_ARGUMENT:
             # The same for all: an approximation errs alike for like arguments.
-            weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * finer * _RANGE
+            weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
             off += weight if name in _OF_ONE else weight * args[0].abs()
         return result + off
 

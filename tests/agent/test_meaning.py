@@ -122,6 +122,15 @@ def test_the_same_function_written_otherwise_passes(body: str, expression: str) 
         assert findings(spec, expression, seed) == []
 
 
+def test_a_tail_that_saturates_passes_whatever_the_probes() -> None:
+    """sigmoid by tanh is 0 far out, and a large factor brings it to the bound all the same; probes
+    of one sign alone would show no disturbance there."""
+    spec = spec_of("(F.silu(z) * r).clamp(-2.0, 2.0)")
+    for seed in range(24):
+        by_tanh = "acc * (tanh(acc * 0.5) * 0.5 + 0.5)"
+        assert findings(spec, f"clamp({by_tanh} * r, -2.0, 2.0)", seed) == []
+
+
 def test_a_constant_beyond_float32s_rounding_is_another() -> None:
     (finding,) = findings(spec_of("z * 0.7978845608028654 * r"), "acc * r * 0.797885")
     assert "off by 5.5e-07 of it" in finding.message
