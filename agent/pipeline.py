@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -56,6 +57,15 @@ class Outcome:
         return plain({**vars(self), "verdict": verdict})
 
 
+@lru_cache(maxsize=64)
+def _admit(spec_path: Path, text: str) -> None:
+    """Admission of a spec's text, once a process: it takes up to a second, and trials, resumed runs
+    and sessions open the same spec again and again. What raises is tried again."""
+    from coda_agent.specs import admit, load_spec
+
+    admit(load_spec(spec_path, text=text))
+
+
 @contextlib.contextmanager
 def _logged(run: Run, observer: Observer, type: str, about: dict[str, Any]) -> Iterator[Recorder]:
     """The recorder of a run, its first event written; a failure is its last event."""
@@ -99,13 +109,13 @@ def opened(
         WorkspaceError: nothing could be committed; checked before the author starts.
     """
     from coda_agent.agent.workbench import Workbench
-    from coda_agent.specs import admit, load_spec
+    from coda_agent.specs import load_spec
 
     spec = load_spec(spec_path)
     if commit:
         publish.check_place(workspace, spec.name)
         workspace.check_spec(spec.name, spec.text)
-    admit(spec)
+    _admit(spec_path, spec.text)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
     about = {"kind": "generate", "spec": spec.name, "author": author, "device": device}
@@ -132,7 +142,7 @@ def reopened(
             another process works on it, or nothing that it may still accept could be committed.
     """
     from coda_agent.agent.workbench import State, Workbench
-    from coda_agent.specs import admit, load_spec
+    from coda_agent.specs import load_spec
 
     events = read_events(run.folder / "events.jsonl")
     if not events or events[0].data.get("kind") != "generate":
@@ -140,7 +150,7 @@ def reopened(
     spec = load_spec(run.folder / "spec.md")
     admitted = [e.data["digest"] for e in events if e.type == "spec.admitted"]
     if not admitted:
-        admit(spec)  # the process was killed before it wrote that down
+        _admit(spec.path, spec.text)  # the process was killed before it wrote that down
     elif spec.digest not in admitted:
         raise WorkspaceError(f"{spec.path} was not admitted", hint="start another run")
     state = State()
