@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -301,6 +302,8 @@ def as_stranger(function: Callable[[], object]) -> int:
     """The exit code of `function` in a process that may not do whatever it likes."""
 
     def child() -> None:
+        # PATH may find git in a folder that a stranger cannot search.
+        os.environ["PATH"] = str(Path(shutil.which("git") or "git").resolve().parent)
         if os.geteuid() == 0:
             os.setresuid(65534, 65534, 65534)
         function()
