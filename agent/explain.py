@@ -67,15 +67,14 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
     Raises:
         CodaError: it is not in the language, does not trace, or has no such program.
     """
-    from coda_agent.agent.judge.compile_gate import load
-    from coda_agent.agent.judge.pool import warm_pool
+    from coda_agent.agent.execution import executor
     from coda_agent.agent.judge.static import check_source, program_names
 
     wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
     findings = check_source(text, wanted)
     if findings:
         raise CodaError(findings[0].message, hint=findings[0].hint)
-    programs = load(warm_pool(), text)
+    programs = executor().load(text)
     name = variant or wanted[0]
     if name not in programs:
         raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")
@@ -115,7 +114,7 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
 def _dump(stage: str, folder: str) -> None:
     """Body of the fresh process: compile the job on stdin, leave the artifact in
     `folder`/result.txt."""
-    from coda_agent.agent.judge.worker import compile_program
+    from coda_agent.agent.execution.compile_worker import compile_program
     from coda_agent.primitives.target import sass
 
     report = compile_program(json.load(sys.stdin))

@@ -168,11 +168,12 @@ def reopened(
 def _judge(
     spec: "Spec", text: str, run: Run, tell: Recorder, device: Device, gates: tuple[str, ...]
 ) -> "Verdict":
+    from coda_agent.agent.execution import executor
     from coda_agent.agent.judge import judge_candidate
 
     (run.folder / "kernel.py").write_text(text, "utf-8", errors="replace")
     tell("candidate.saved", {"path": "kernel.py", "text": text})
-    verdict = judge_candidate(spec, text, device=device, gates=gates, observer=tell)
+    verdict = judge_candidate(spec, text, executor(), device=device, gates=gates, observer=tell)
     (run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
     tell("verdict", {"passed": verdict.passed, "level": verdict.level})
     return verdict
@@ -307,7 +308,8 @@ def tune(
         SpecError: the spec does not allow a shape.
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
-    from coda_agent.agent.judge import tune_candidate, usable_gpu
+    from coda_agent.agent.execution import executor, usable_gpu
+    from coda_agent.agent.judge import tune_candidate
     from coda_agent.specs import load_spec
 
     stored = workspace.kernel(kernel)
@@ -325,7 +327,9 @@ def tune(
     wanted = spec.model_copy(update={"bench_shapes": sizes})
     run = workspace.new_run("tune", kernel)
     with _short(run, observer, kind="tune", spec=kernel, author=None) as tell:
-        measured = tune_candidate(wanted, stored.program.read_text("utf-8"), observer=tell)
+        measured = tune_candidate(
+            wanted, stored.program.read_text("utf-8"), executor(), observer=tell
+        )
         sha = acceptance.store_tuned(workspace, kernel, measured)
         tell("committed" if sha else "unchanged", {"commit": sha, "level": stored.level})
     return measured, sha

@@ -268,7 +268,7 @@ def workers(count: int) -> Executor:
 
 
 def _begin_worker(secrets: dict[str, str], count: int) -> None:
-    from coda_agent.agent.judge import pool
+    from coda_agent.agent.execution import pool
 
     os.environ.update(secrets)  # until the first run takes them out again
     pool.beside = count

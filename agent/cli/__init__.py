@@ -110,7 +110,7 @@ def check(
     targets.require_sandbox(sandbox)
     tools: tuple[str, ...] = ()
     if sanitize is not None:
-        from coda_agent.agent.judge import sanitize as sanitizing
+        from coda_agent.agent.execution import sanitize as sanitizing
 
         device, tools = "cuda", sanitizing.tools(sanitize)
     targets.require_gpu(device)
@@ -198,7 +198,7 @@ def verify(
     as_json: Json = False,
 ) -> Reply:
     """Judge accepted kernels again; raise or revoke their levels."""
-    from coda_agent.agent.judge import usable_gpu
+    from coda_agent.agent.execution import usable_gpu
 
     targets.require_sandbox(sandbox)
     targets.require_gpu(device)

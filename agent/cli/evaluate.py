@@ -206,7 +206,7 @@ def _options(models: list[str], effort: str, price: "Price | None") -> "Options"
 
 def _device(suite: "Suite", asked: "Device") -> "Device":
     """Where a suite runs: a GPU where the suite names one, unless told otherwise."""
-    from coda_agent.agent.judge.executor import executor
+    from coda_agent.agent.execution import executor
 
     jobs = executor()  # a cluster that does not answer is said now
     if asked == "cpu" or (asked == "auto" and not suite.gpu):
@@ -417,7 +417,7 @@ def numerics(workspace: Workspace, *, table: bool) -> Reply:
 
 
 def _machine() -> dict[str, Any]:
-    from coda_agent.agent.judge.provenance import environment
+    from coda_agent.agent.execution.environment import environment
 
     found = environment("cuda")
     gpu = {key: found["gpu"].get(key) for key in ("name", "driver_version")}

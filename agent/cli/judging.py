@@ -144,8 +144,8 @@ def timing(
     as_json: Json = False,
 ) -> Reply:
     """Compare a kernel with itself on this GPU: how often are the two called different?"""
+    from coda_agent.agent.execution.environment import environment
     from coda_agent.agent.judge import timing as clock
-    from coda_agent.agent.judge.provenance import environment
     from coda_agent.evals.judge.timing import KERNEL, score_timing
     from coda_agent.generated.kernel import load_kernel
     from coda_agent.primitives.target import use_cache
@@ -167,8 +167,9 @@ def _verdict_s(device: str, name: str) -> dict[str, float]:
     """Seconds of the judge on an accepted kernel ("whole"), and of its gates, in its first element
     type: without a GPU what `check` does, with one all gates, over three tiles, among which the
     fastest need not be."""
+    from coda_agent.agent.execution import executor
+    from coda_agent.agent.execution.pool import warm_pool
     from coda_agent.agent.judge import GATES, judge_candidate
-    from coda_agent.agent.judge.pool import warm_pool
     from coda_agent.primitives.target import cache_directory
     from coda_agent.primitives.tiles import SM90_CONFIGS
     from coda_agent.specs import load_spec
@@ -183,7 +184,7 @@ def _verdict_s(device: str, name: str) -> dict[str, float]:
     gates = GATES if device == "cuda" else GATES[:-1]
     start = time.perf_counter()
     verdict = judge_candidate(
-        spec, text, device=device, gates=gates, types=[element], tiles=SM90_CONFIGS[::6]
+        spec, text, executor(), device=device, gates=gates, types=[element], tiles=SM90_CONFIGS[::6]
     )
     took = round(time.perf_counter() - start, 3)
     if any(not gate.passed for gate in verdict.gates if gate.name != "performance"):

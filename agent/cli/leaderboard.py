@@ -70,7 +70,7 @@ def leaderboard(
 @reported
 def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
-    from coda_agent.agent.judge import usable_gpu
+    from coda_agent.agent.execution import usable_gpu
     from coda_agent.evals.records import file_name, read_records, record_path, write_record
 
     workspace, folder = _places(records)
@@ -174,6 +174,7 @@ def _regraded(
     workspace: Workspace, suite: "Suite", record: "TrialRecord", gpu: bool
 ) -> "tuple[TrialRecord | None, str]":
     """The record by today's judge, or None where it stays; and what came of it."""
+    from coda_agent.agent.execution import executor
     from coda_agent.agent.judge import judge_candidate
     from coda_agent.evals.records import FIGURES, Judgement, Machine, SpecRef, Step, TrialRecord
 
@@ -181,7 +182,7 @@ def _regraded(
         return None, "without a program"
     spec = suite.spec(workspace, record.spec.name)
     device = "cuda" if record.machine.device == "cuda" and gpu else "cpu"
-    verdict = judge_candidate(spec, record.program, device=device)
+    verdict = judge_candidate(spec, record.program, executor(), device=device)
     if device != record.machine.device:
         return None, f"kept ({verdict.level or 'refused'} here; no GPU to time it)"
     judged = Judgement.of(verdict)

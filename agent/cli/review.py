@@ -77,14 +77,13 @@ def _reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool) -> "Revie
 
 
 def _traced(spec: "Spec", text: str) -> "dict[str, Program]":
-    from coda_agent.agent.judge.compile_gate import load
-    from coda_agent.agent.judge.pool import warm_pool
+    from coda_agent.agent.execution import executor
     from coda_agent.agent.judge.static import check_source
 
     findings = check_source(text, [spec.variant(b) for b in spec.bindings()])
     if findings:
         raise CodaError(f"the program is not in the language: {findings[0].message}")
-    return load(warm_pool(), text)
+    return executor().load(text)
 
 
 def _history(workspace: Workspace, kernel: Kernel) -> "Iterator[Version]":

@@ -8,26 +8,34 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.records import Finding, GateResult, Level, Observer, Verdict
+from coda_agent.agent.judge.records import (
+    GATES,
+    SANITIZERS,
+    Finding,
+    GateResult,
+    Level,
+    Observer,
+    Verdict,
+)
+from coda_agent.primitives.errors import MachineError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.device import Gpu
+    from coda_agent.agent.judge.executor import Executor
     from coda_agent.agent.judge.job import Job
+    from coda_agent.agent.judge.machine import Gpu
     from coda_agent.primitives.program import Program
     from coda_agent.primitives.tiles import TileConfig
     from coda_agent.specs import Spec
 
 __all__ = ["Finding", "GateResult", "Level", "Observer", "Verdict", "judge_candidate"]
 
-GATES = ("static", "compile", "numerics", "performance")
-SANITIZERS = ("memcheck", "racecheck", "initcheck")
-"""Gates beside the usual ones: tools of compute-sanitizer."""
 NO_GPU = "needs a Hopper GPU"
 
 
 def judge_candidate(
     spec: Spec,
     text: str,
+    executor: Executor,
     *,
     device: str = "auto",
     gates: tuple[str, ...] = GATES,
@@ -40,6 +48,7 @@ def judge_candidate(
     Args:
         spec: The spec.
         text: The candidate, a complete kernel.py.
+        executor: What carries out the gates' jobs.
         device: "auto" uses a Hopper GPU where there is one; "cuda" demands it; "cpu" interprets.
         gates: Which gates to run, of `GATES` and `SANITIZERS` and in that order; "static" always
             runs, and the other gates a gate needs have to be asked for. Asked for all of `GATES`,
@@ -54,11 +63,12 @@ def judge_candidate(
     Raises:
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
-    return _Trial(spec, text, usable_gpu(device), observer, types, tiles).run(gates)
+    gpu = _usable(executor, device)
+    return _Trial(spec, text, executor, gpu, observer, types, tiles).run(gates)
 
 
 def tune_candidate(
-    spec: Spec, text: str, *, observer: Observer = lambda *_: None
+    spec: Spec, text: str, executor: Executor, *, observer: Observer = lambda *_: None
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The fastest right configurations at the spec's bench shapes, for each element type.
 
@@ -69,19 +79,15 @@ def tune_candidate(
         MachineError: no Hopper GPU is usable.
         CompileError: the program does not compile, or is wrong in every configuration at a shape.
     """
-    return _Trial(spec, text, usable_gpu("cuda"), observer).tune()
+    return _Trial(spec, text, executor, _usable(executor, "cuda"), observer).tune()
 
 
-def usable_gpu(device: str) -> Gpu | None:
-    """The GPU that kernels run on: "cuda" demands one, "cpu" takes none, "auto" what there is.
-
-    Raises:
-        MachineError: "cuda", and there is no Hopper GPU.
-    """
-    from coda_agent.agent.judge.executor import executor
-
-    gpu = None if device == "cpu" else executor().gpu()
-    return _demanded(gpu) if device == "cuda" else gpu
+def _usable(executor: Executor, device: str) -> Gpu | None:
+    gpu = None if device == "cpu" else executor.gpu()
+    if gpu is None and device == "cuda":
+        hint = "`coda-agent doctor` says what there is; --device cpu interprets"
+        raise MachineError("no Hopper GPU is usable here", hint=hint)
+    return gpu
 
 
 class _Trial:
@@ -91,15 +97,14 @@ class _Trial:
         self,
         spec: Spec,
         text: str,
+        executor: Executor,
         gpu: Gpu | None,
         observer: Observer,
         types: list[str] | None = None,
         tiles: Collection[TileConfig] | None = None,
     ) -> None:
-        from coda_agent.agent.judge.executor import executor
-
         self.spec, self.text, self.gpu, self.observer = spec, text, gpu, observer
-        self.executor = executor()
+        self.executor = executor
         first = next(iter(spec.types.values()), ["bfloat16"])
         self.types, self.tiles = types or list(first), tiles
         self.results: list[GateResult] = []
@@ -179,12 +184,11 @@ class _Trial:
     def _compile(self, result: GateResult) -> None:
         from coda_agent.agent.judge import compile_gate
         from coda_agent.agent.judge.instructions import check_instructions
-        from coda_agent.agent.judge.pool import warm_pool
         from coda_agent.primitives.errors import CompileError
         from coda_agent.primitives.tiles import TileConfig
 
         try:
-            self.programs = compile_gate.load(warm_pool(), self.text)
+            self.programs = self.executor.load(self.text)
         except CompileError as error:
             result.findings = [Finding(message=error.message, hint=error.hint)]
             return
@@ -280,13 +284,11 @@ class _Trial:
         result.findings = [Finding(**f) for f in record["findings"]]
 
     def _sanitized(self, result: GateResult, tool: str) -> None:
-        from coda_agent.agent.judge.sanitize import sanitize
-
         if self.gpu is None:
             result.skipped = NO_GPU
             return
-        result.findings = sanitize(
-            hopper(), tool, self.spec, self.programs, self.types[0], self._progress(tool)
+        result.findings = self.executor.sanitize(
+            tool, self.spec, self.programs, self.types[0], self._progress(tool)
         )
 
     def _verdict(self) -> Verdict:
@@ -322,23 +324,3 @@ class _Trial:
             digests=digests(self.spec, self.text),
             not_shown=missing,
         )
-
-
-def hopper() -> Gpu:
-    """A GPU of this machine, for tools that run here whatever the executor.
-
-    Raises:
-        MachineError: there is no Hopper GPU.
-    """
-    from coda_agent.agent.judge.executor import Local
-
-    return _demanded(Local().gpu())
-
-
-def _demanded(gpu: Gpu | None) -> Gpu:
-    from coda_agent.primitives.errors import MachineError
-
-    if gpu is None:
-        hint = "`coda-agent doctor` says what there is; --device cpu interprets"
-        raise MachineError("no Hopper GPU is usable here", hint=hint)
-    return gpu

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.job import Progress
-from coda_agent.agent.judge.pool import CompilePool
 from coda_agent.agent.judge.records import Finding
-from coda_agent.primitives.errors import CompileError, ProgramError
+from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import is_mma
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
@@ -17,21 +16,6 @@ from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 if TYPE_CHECKING:
     from coda_agent.agent.judge.executor import Executor
     from coda_agent.specs import Spec
-
-
-def load(pool: CompilePool, text: str) -> dict[str, Program]:
-    """The candidate's programs, traced in a worker.
-
-    Raises:
-        CompileError: the candidate's Python raised while it was traced, or what it left is no
-            program.
-    """
-    records = pool.run({"kind": "load", "text": text})
-    try:
-        programs = [Program.from_dict(data) for data in records.values()]
-    except ProgramError as error:
-        raise CompileError(error.message, hint=error.hint) from error
-    return {program.name: program for program in programs}
 
 
 NEWER = ("sm_100a", "sm_120a")
@@ -188,7 +172,7 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
 
 
 def compile_all(
-    pool: CompilePool | Executor, jobs: list[dict[str, Any]], progress: Progress
+    executor: Executor, jobs: list[dict[str, Any]], progress: Progress
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Run the jobs; a finding for each failure at a default configuration, and one report line a
     job.
@@ -196,7 +180,7 @@ def compile_all(
     A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the
     default one.
     """
-    results = pool.map(
+    results = executor.map(
         jobs, lambda done, job: progress(done, len(jobs), f"{job['arch']} {_label(job)}")
     )
     findings, reports = [], []

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.errors import MachineError
 
+DEVICE_CHILD = "coda_agent.agent.execution.device_worker"
+"""The module that runs on a GPU; whoever runs it is idle while we hold the GPU's lock."""
 CONTENDED = "CODA_AGENT_CONTENDED"
 """Environment variable: set, a GPU that others use is benchmarked all the same."""
 # Percent of the time, before a benchmark begins, from which on somebody is computing.
@@ -20,6 +23,15 @@ _FIELDS = (
     "name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw",
     "clocks_event_reasons.active", "utilization.gpu",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi names it; `capability` such as 9.0."""
+
+    uuid: str
+    name: str
+    capability: str
 
 
 def smi(query: str, *more: str) -> list[list[str]]:
@@ -53,7 +65,7 @@ def related(pid: str) -> bool:
     """Whether a process is this one, its parent or its child, or the device child of another
     command: idle, since we hold the GPU's lock."""
     try:
-        if b"coda_agent.agent.judge.device_worker" in Path("/proc", pid, "cmdline").read_bytes():
+        if DEVICE_CHILD.encode() in Path("/proc", pid, "cmdline").read_bytes():
             return True
         # The name, in brackets, may hold spaces.
         parent = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[1]

@@ -1,18 +1,16 @@
-"""What decided a verdict: digests of spec, candidate, judge and toolchain, and the machine."""
+"""What decided a verdict: digests of spec, candidate, judge and toolchain."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import sys
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.device import Gpu
     from coda_agent.specs import Spec
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "triton")
@@ -55,6 +53,7 @@ def judge_digest() -> str:
     root = agent.parent.parent
     files = [
         *agent.glob("*.py"),
+        *(agent.parent / "execution").glob("*.py"),
         *(agent.parent / "sandbox").glob("*.py"),
         *(root / "primitives").glob("*.py"),
         *(root / "specs").glob("*.py"),
@@ -64,25 +63,3 @@ def judge_digest() -> str:
     for file in sorted(files, key=lambda f: (f.parent.name, f.name)):
         hashed.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
     return "sha256:" + hashed.hexdigest()
-
-
-def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
-    """The machine, the versions, and the sandbox that candidates were traced in; for device "cuda"
-    the state of a GPU, by default the one in use."""
-    from coda_agent.agent.sandbox import choose
-
-    facts: dict[str, Any] = {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "device": device,
-        "packages": {p: version(p) for p in PACKAGES},
-        "sandbox": vars(choose()),
-    }
-    if device == "cuda":
-        import torch
-
-        from coda_agent.agent.judge.machine import gpu_state
-
-        facts["gpu"] = gpu_state(gpu and gpu.uuid)
-        facts["cuda"] = torch.version.cuda
-    return facts

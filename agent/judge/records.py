@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+GATES = ("static", "compile", "numerics", "performance")
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+"""Gates beside the usual ones: tools of compute-sanitizer."""
 Level = Literal["proved", "verified", "accepted"]
 Observer = Callable[[str, dict[str, Any]], None]
 

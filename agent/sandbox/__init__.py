@@ -7,9 +7,9 @@
 - `process`: what the user can read and write, it can.
 
 In each tier the environment is scrubbed, resources are limited and the tree dies with the child
-(`judge/child.py`), and a candidate's own Python runs locked down further, as far as the kernel can
-(`launcher.lock_down`). A tier counts as working where a process in it was refused what it must be
-refused.
+(`execution/child.py`), and a candidate's own Python runs locked down further, as far as the kernel
+can (`launcher.lock_down`). A tier counts as working where a process in it was refused what it must
+be refused.
 """
 
 from __future__ import annotations

@@ -147,6 +147,7 @@ class Workbench:
         Raises:
             CodaError: there is no candidate, or the machine or the budget lacks what it needs.
         """
+        from coda_agent.agent.execution import executor
         from coda_agent.agent.judge import judge_candidate
         from coda_agent.evals.records import summary
 
@@ -158,7 +159,12 @@ class Workbench:
             self._need_gpu()
         gates = LEVELS.get(check, GATES)
         verdict = judge_candidate(
-            self.spec, self.state.candidate, device=device, gates=gates, observer=self.tell
+            self.spec,
+            self.state.candidate,
+            executor(),
+            device=device,
+            gates=gates,
+            observer=self.tell,
         )
         self.verdict = verdict
         number = len(self.state.attempts) + 1
@@ -235,7 +241,7 @@ class Workbench:
         return result.model_copy(update=more)
 
     def _need_gpu(self) -> None:
-        from coda_agent.agent.judge import usable_gpu
+        from coda_agent.agent.execution import usable_gpu
 
         if self.state.device == "cpu" or usable_gpu("auto") is None:
             hint = "check at level interpret is the most this machine can show before submit"
@@ -351,8 +357,8 @@ class Workbench:
     @tool()
     def profile(self, given: Nothing) -> Result:
         """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
-        from coda_agent.agent.judge import hopper
-        from coda_agent.agent.judge.device import exclusive
+        from coda_agent.agent.execution import hopper
+        from coda_agent.agent.execution.device import exclusive
         from coda_agent.agent.workbench.profile import profile
 
         self._need_gpu()

@@ -32,7 +32,7 @@ def written(name: str, kernels: Mapping[str, tuple[Right, str]]) -> list[Mutant]
     Raises:
         CodaError: an entry names no kernel, or a piece that its text does not hold.
     """
-    from coda_agent.agent.judge.worker import load_programs
+    from coda_agent.agent.execution.compile_worker import load_programs
     from coda_agent.primitives import __all__ as vocabulary
     from coda_agent.primitives.program import Program
 

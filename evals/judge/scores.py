@@ -80,8 +80,8 @@ class Judge:
     def compile(self, found: Iterable[tuple[Spec, Program]]) -> None:
         """Compile programs for this device in the pool, all cores at once; here they would be
         compiled one by one."""
+        from coda_agent.agent.execution.pool import warm_pool
         from coda_agent.agent.judge.compile_gate import job
-        from coda_agent.agent.judge.pool import warm_pool
 
         if self.device == "cuda":
             different = {program.digest: (spec, program) for spec, program in found}
@@ -171,7 +171,8 @@ def recorded(
 ) -> dict[str, Any]:  # fmt: skip
     """Run the jobs that the record judge-<name>-<device>.json does not have, and keep it: cells by
     name, written every few seconds and at the end."""
-    from coda_agent.agent.judge.provenance import environment, judge_digest
+    from coda_agent.agent.execution.environment import environment
+    from coda_agent.agent.judge.provenance import judge_digest
 
     path = judge.root / "evals" / "results" / f"judge-{name}-{judge.device}.json"
     machine = environment(judge.device) | {"cores": len(os.sched_getaffinity(0))}

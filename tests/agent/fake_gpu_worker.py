@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch.version
 
-from coda_agent.agent.judge import device, executor
+from coda_agent.agent.execution import device, local
 
 torch.version.cuda = "13.0"
 device.LOCKS = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
-executor.Device = lambda gpu: device.Device(gpu, "scripted_device")
+local.Device = lambda gpu: device.Device(gpu, "scripted_device")

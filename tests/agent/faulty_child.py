@@ -21,7 +21,7 @@ _judge = ModuleType("coda_agent.agent.judge")
 _judge.__path__ = [f"{coda_agent.agent.__path__[0]}/judge"]
 sys.modules.setdefault(_judge.__name__, _judge)
 
-from coda_agent.agent.judge.child import serve  # noqa: E402
+from coda_agent.agent.execution.child import serve  # noqa: E402
 
 RESULTS = int(sys.argv[1]) if len(sys.argv) > 1 else -1
 

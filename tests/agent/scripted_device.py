@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.judge.child import serve
+from coda_agent.agent.execution.child import serve
 
 HERE = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0])
 

@@ -23,7 +23,7 @@ PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
 runner = CliRunner()
 
 
-def judge_candidate(spec: Any, text: str, *, observer: Any, **_: Any) -> Verdict:
+def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: Any) -> Verdict:
     print("a library prints")
     os.write(1, b"and a child process, too\n")
     if "interrupt" in text:
@@ -66,7 +66,6 @@ def judge_candidate(spec: Any, text: str, *, observer: Any, **_: Any) -> Verdict
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
     judge, authors = ModuleType("judge"), ModuleType("authors")
     judge.judge_candidate = judge_candidate  # type: ignore[attr-defined]
-    judge.usable_gpu = lambda device: None  # type: ignore[attr-defined]
     write = SimpleNamespace(name="composer", write=lambda spec, observer: PROGRAM)
     bad = SimpleNamespace(name="bad", write=lambda spec, observer: "wrong\n")
     authors.get_author = {"composer": write, "bad": bad}.__getitem__  # type: ignore[attr-defined]

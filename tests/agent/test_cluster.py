@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import workspace
+from coda_agent.agent import execution, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge import cluster, compile_gate, executor, judge_candidate
+from coda_agent.agent.execution import cluster
+from coda_agent.agent.judge import compile_gate, judge_candidate
 from coda_agent.evals.records import TRIALS, read_records
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
 from coda_agent.primitives.tiles import SM90_CONFIGS
@@ -70,13 +71,13 @@ def dask(folder: Path) -> Iterator[Any]:
 @pytest.fixture
 def address(dask: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     found = dask.scheduler_address.removeprefix("tcp://")
-    monkeypatch.setenv(executor.VARIABLE, f"dask://{found}")
-    executor._executor.cache_clear()
+    monkeypatch.setenv(execution.VARIABLE, f"dask://{found}")
+    execution._executor.cache_clear()
     yield found
-    made = executor.executor()
+    made = execution.executor()
     assert isinstance(made, cluster.Cluster)
     made.close()
-    executor._executor.cache_clear()
+    execution._executor.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,9 @@ def test_a_trial_on_a_gpu_elsewhere(
         if type == "gate.progress":
             told.append(f"{data['gate']} {data['note']}")
 
-    verdict = judge_candidate(spec, TEXT, device="cuda", types=["bfloat16"], observer=observer)
+    verdict = judge_candidate(
+        spec, TEXT, execution.executor(), device="cuda", types=["bfloat16"], observer=observer
+    )
     assert verdict.level == "accepted", verdict.gates
     assert verdict.environment["gpu"]["name"] == "Fake GPU"
     (refused,) = verdict.gates[2].data["refused_tiles"]
@@ -108,13 +111,13 @@ def test_a_trial_on_a_gpu_elsewhere(
     assert "numerics 128x128" in told
     (folder / "script.json").write_text('{"128x128": "error"}')
     with pytest.raises(SpecError, match="the baseline disagrees") as caught:
-        judge_candidate(spec, TEXT, device="cuda", types=["bfloat16"])
+        judge_candidate(spec, TEXT, execution.executor(), device="cuda", types=["bfloat16"])
     assert caught.value.hint == "mend it"
 
 
 def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -> None:
-    made = executor.executor()
-    programs = compile_gate.load(executor.warm_pool(), TEXT)
+    made = execution.executor()
+    programs = made.load(TEXT)
     job = compile_gate.job(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
     first: list[Any] = made.map([job], lambda *_: None)
     begun = time.monotonic()
@@ -126,9 +129,9 @@ def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -
 
 
 def test_a_busy_gpu_holds_up_no_compile_job(address: str, spec: Spec) -> None:
-    made = executor.executor()
+    made = execution.executor()
     assert isinstance(made, cluster.Cluster)
-    programs = compile_gate.load(executor.warm_pool(), TEXT)
+    programs = made.load(TEXT)
     job = compile_gate.job(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
     made.map([job], lambda *_: None)
     # As a gate leaves it: the worker with the GPU has the objects, too, and works. The others have
@@ -195,10 +198,10 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
     with monkeypatch.context() as patched:
         patched.setattr(cluster, "_gpu", lambda: 1 / 0)
         with pytest.raises(MachineError, match=r"on worker tcp://.*: division by zero"):
-            executor.executor().gpu()
+            execution.executor().gpu()
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     with pytest.raises(MachineError, match=r"no Dask scheduler answers at 127\.0\.0\.1:9"):
         cluster.Cluster("127.0.0.1:9")
     for name in ("ray://host:1", "dask://host"):
         with pytest.raises(CodaError, match=f"no executor '{name}'"):
-            executor._executor(name)
+            execution._executor(name)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from coda_agent.agent.execution.compile_worker import compile_program
 from coda_agent.agent.judge.compile_gate import compile_all, job, lacking
-from coda_agent.agent.judge.worker import compile_program
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
 from coda_agent.primitives.program import Program

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge import device, faults, sanitize
-from coda_agent.agent.judge.device import Device, Gpu, exclusive, find_gpus, is_free
-from coda_agent.agent.judge.device_worker import Watch, named
+from coda_agent.agent.execution import device, faulted_tiles, sanitize
+from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
+from coda_agent.agent.execution.device_worker import Watch, named
 from coda_agent.agent.judge.job import Job
+from coda_agent.agent.judge.machine import Gpu
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
@@ -51,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{made}:{HERE}")
-    monkeypatch.setattr(faults, "cache_directory", lambda: made)
+    monkeypatch.setattr(faulted_tiles, "cache_directory", lambda: made)
     monkeypatch.setattr(device, "LOCKS", tmp_path)
     monkeypatch.setattr(device, "HANG_S", 0.4)
     monkeypatch.setattr(device, "SETTLE_S", 0.3)
@@ -141,7 +142,7 @@ def test_what_faulted_once_is_not_launched_again_until_a_digest_changes(
     assert record["cells"] == ["performance"]
 
     def known(gpu: str, program: Program, element: str) -> list[TileConfig]:
-        return list(faults.FaultMemory(gpu, program, element).known(TILES))
+        return list(faulted_tiles.FaultMemory(gpu, program, element).known(TILES))
 
     @epilogue(D=Tile)
     def other(acc):
@@ -151,7 +152,7 @@ def test_what_faulted_once_is_not_launched_again_until_a_digest_changes(
     assert known("Fake GPU", other, "bfloat16") == []
     assert known("Fake GPU", gemm_swiglu, "float16") == []
     assert known("Another GPU", gemm_swiglu, "bfloat16") == []
-    monkeypatch.setattr(faults, "version", lambda _: "another release")
+    monkeypatch.setattr(faulted_tiles, "version", lambda _: "another release")
     assert known("Fake GPU", gemm_swiglu, "bfloat16") == []
 
 
@@ -237,7 +238,7 @@ def test_a_child_that_never_starts_is_one_clear_error(folder: Path, spec: Spec) 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from coda_agent.agent.judge import device
+from coda_agent.agent.execution import device
 device.LOCKS = Path(sys.argv[1])
 with device.exclusive([device.Gpu("GPU-1234", "Fake GPU", "9.0")]):
     print("held", flush=True)
@@ -272,7 +273,7 @@ from pathlib import Path
 sys.path.insert(0, {here!r})
 import test_device as t
 t.device.LOCKS = Path(sys.argv[1])
-t.faults.cache_directory = lambda: Path(sys.argv[1], "cache")
+t.faulted_tiles.cache_directory = lambda: Path(sys.argv[1], "cache")
 gpu = t.Device(t.GPU, "scripted_device")
 spec = t.load_spec(t.HERE.parents[1] / "specs" / "gemm_swiglu.md")
 t.grade(gpu, spec)

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge.child import Limits
-from coda_agent.agent.judge.pool import CompilePool
+from coda_agent.agent.execution.child import Limits
+from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.sandbox import Sandbox, launcher
 from coda_agent.primitives.errors import CompileError
 
@@ -303,7 +303,7 @@ def test_an_idle_worker_that_spoke_unasked_is_replaced(
 def test_all_dies_with_a_judge_that_is_killed(tier: str) -> None:
     code = (
         "import sys\n"
-        "from coda_agent.agent.judge.child import Child\n"
+        "from coda_agent.agent.execution.child import Child\n"
         "from coda_agent.agent.sandbox import Sandbox\n"
         "tier, here, mark = sys.argv[1:]\n"
         "wrap = lambda command: Sandbox(tier, {}).wrap([*command, mark])\n"

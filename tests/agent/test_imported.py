@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from coda_agent.agent.execution.local import Local
 from coda_agent.agent.judge import GateResult, _Trial
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.imported import check_imported
@@ -90,7 +91,7 @@ def test_another_type_than_declared_is_found(spec: Spec) -> None:
 
 
 def test_a_verdict_ends_with_the_call(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = _Trial(spec, "", None, lambda *_: None)
+    trial = _Trial(spec, "", Local(), None, lambda *_: None)
     trial.programs = {"gemm_rmsnorm": gemm_rmsnorm}
     right = GateResult(name="numerics", passed=True)
     trial._numerics(right)

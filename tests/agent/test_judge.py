@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
+from coda_agent.agent import execution
+from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
     GateResult,
     Verdict,
     _Trial,
     compile_gate,
-    device,
-    executor,
-    faults,
     judge_candidate,
     tune_candidate,
 )
@@ -49,8 +48,13 @@ RIGHT = candidate("d = acc * r", "gate, up = pairs(d)", 'return {"D": d, "O": sw
 def test_only_a_candidate_that_passed_every_gate_has_a_level(
     spec: Spec, missed: str | None
 ) -> None:
-    trial = _Trial(spec, RIGHT, device.Gpu("GPU-1", "H200", "9.0"), lambda *_: None)
-    trial.executor = SimpleNamespace(environment=lambda device: {"device": device})  # type: ignore
+    trial = _Trial(
+        spec,
+        RIGHT,
+        SimpleNamespace(environment=lambda device: {"device": device}),  # type: ignore
+        device.Gpu("GPU-1", "H200", "9.0"),
+        lambda *_: None,
+    )
     for name in ("static", "compile", "numerics", "performance"):
         trial.results.append(GateResult(name=name, passed=name != missed))
         if name == missed:
@@ -62,7 +66,7 @@ def test_only_a_candidate_that_passed_every_gate_has_a_level(
 
 def judge(spec: Spec, text: str, **options: Any) -> Verdict:
     options.setdefault("gates", ("static", "compile", "numerics"))
-    return judge_candidate(spec, text, device="cpu", types=["bfloat16"], **options)
+    return judge_candidate(spec, text, executor(), device="cpu", types=["bfloat16"], **options)
 
 
 def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> None:
@@ -108,8 +112,8 @@ SLIPS = {
 
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> None:
+    from coda_agent.agent.execution.compile_worker import load_programs
     from coda_agent.agent.judge.numerics import check_numerics
-    from coda_agent.agent.judge.worker import load_programs
     from coda_agent.primitives.program import Program
     from coda_agent.primitives.tiles import TileConfig
 
@@ -173,15 +177,15 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent}")
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr(faults, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(faulted_tiles, "cache_directory", lambda: tmp_path / "cache")
     monkeypatch.setattr(device, "LOCKS", tmp_path)
     monkeypatch.setattr(device, "SETTLE_S", 0.2)
     monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])
     made = device.Device(device.Gpu("GPU-1", "Fake GPU", "9.0"), "scripted_device")
-    executor._executor.cache_clear()
-    monkeypatch.setattr(executor.Local, "_device", lambda self, gpu: {made.gpu: made}[gpu])
+    execution._executor.cache_clear()
+    monkeypatch.setattr(local.Local, "_device", lambda self, gpu: {made.gpu: made}[gpu])
     yield tmp_path
-    executor._executor.cache_clear()
+    execution._executor.cache_clear()
     made.close()
 
 
@@ -189,7 +193,7 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     spec: Spec, scripted: Path
 ) -> None:
     (scripted / "script.json").write_text('{"128x160": "illegal address"}')
-    verdict = judge_candidate(spec, RIGHT, types=["bfloat16"])
+    verdict = judge_candidate(spec, RIGHT, executor(), types=["bfloat16"])
     assert verdict.passed and verdict.level == "accepted"
     assert verdict.environment["device"] == "cuda"
     data = verdict.gates[2].data
@@ -203,19 +207,19 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     assert [kind for kind in kinds if kind != "probe"][-3:] == ["call", "performance", "call"]
     best = {"bfloat16": [{"config": SM90_CONFIGS[0].to_dict()}]}
     assert verdict.tuned == {"Fake GPU": best}
-    alone = judge_candidate(spec, RIGHT, types=["bfloat16"], tiles=SM90_CONFIGS[:1])
+    alone = judge_candidate(spec, RIGHT, executor(), types=["bfloat16"], tiles=SM90_CONFIGS[:1])
     compiled = alone.gates[1].data["kernels"]
     assert {k["tile"] for k in compiled if k["arch"] == "sm_90a"} == {SM90_CONFIGS[0].label}
     assert alone.level == "accepted" and alone.gates[2].data["refused_tiles"] == []
     only = spec.model_copy(update={"types": {next(iter(spec.types)): ("bfloat16",)}})
-    assert tune_candidate(only, RIGHT) == {"Fake GPU": best}
+    assert tune_candidate(only, RIGHT, executor()) == {"Fake GPU": best}
 
 
 def test_on_a_gpu_a_fault_of_the_default_tile_refuses_the_candidate(
     spec: Spec, scripted: Path
 ) -> None:
     (scripted / "script.json").write_text('{"128x128": "illegal address"}')
-    verdict = judge_candidate(spec, RIGHT, device="cuda", types=["bfloat16"])
+    verdict = judge_candidate(spec, RIGHT, executor(), device="cuda", types=["bfloat16"])
     assert not verdict.passed and verdict.level is None
     assert [g.name for g in verdict.gates] == ["static", "compile", "numerics"]
     assert verdict.gates[2].findings[0].where["tile"] == SM90_CONFIGS[0].label
@@ -229,4 +233,4 @@ def test_demanding_a_gpu_where_there_is_none_is_one_clear_error(spec: Spec) -> N
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(MachineError, match="no Hopper GPU is usable here"):
-        judge_candidate(spec, RIGHT, device="cuda")
+        judge_candidate(spec, RIGHT, executor(), device="cuda")

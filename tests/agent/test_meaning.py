@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.records import Finding
-from coda_agent.agent.judge.worker import load_programs
 from coda_agent.evals.judge import corpus
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import __all__ as vocabulary

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.agent.judge.child import Child, ChildError
-from coda_agent.agent.judge.pool import CompilePool
+from coda_agent.agent.execution.child import Child, ChildError
+from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.primitives.errors import CompileError
 
 GOOD = "from coda_agent.primitives import Tile, epilogue\n@epilogue(O=Tile)\ndef k(acc):\n    return {'O': acc}\n"

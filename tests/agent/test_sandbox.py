@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import sandbox
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge.pool import CompilePool
-from coda_agent.agent.judge.provenance import environment
+from coda_agent.agent.execution.environment import environment
+from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.sandbox import Sandbox
 from coda_agent.primitives.errors import CodaError, MachineError
 
@@ -167,8 +167,9 @@ def hook(event, arguments):
     elif event in ("code.__new__", "marshal.loads") and MARK in str(arguments):
         seen.append(event)
 
+from coda_agent.agent.execution import executor
 from coda_agent.agent.judge import judge_candidate
-from coda_agent.agent.judge.worker import load_programs
+from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.specs import load_spec
 root = Path(sys.argv[1])
 spec = load_spec(root / "specs" / "gemm_rmsnorm.md")
@@ -179,7 +180,7 @@ text = text.replace("gemm_rmsnorm: ", MARK + " ", 1)  # in the module's docstrin
 assert text.count(MARK) == 1
 sys.addaudithook(hook)
 verdict = judge_candidate(
-    spec, text, device="cpu", types=["bfloat16"], gates=("static", "compile", "numerics")
+    spec, text, executor(), device="cpu", types=["bfloat16"], gates=("static", "compile", "numerics")
 )
 judging = [*seen]
 load_programs(text)

@@ -32,9 +32,11 @@ WRONG = "import os\n" + RIGHT
 runner = CliRunner()
 
 
-def quick_judge(spec: Any, text: str, *, gates: tuple[str, ...], **options: Any) -> Verdict:
+def quick_judge(
+    spec: Any, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
+) -> Verdict:
     """The real static gate; what passes it is taken for proved."""
-    verdict = whole_judge(spec, text, gates=("static",), **{**options, "device": "cpu"})
+    verdict = whole_judge(spec, text, executor, gates=("static",), **{**options, "device": "cpu"})
     if verdict.passed and "numerics" in gates:
         more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
@@ -113,10 +115,11 @@ def test_a_gpu_is_needed_where_it_is(bench: Workbench) -> None:
 
 
 def test_gpu_seconds_have_an_end(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coda_agent.agent.judge.device import Gpu
+    from coda_agent.agent import execution
+    from coda_agent.agent.judge.machine import Gpu
     from coda_agent.agent.workbench import Result
 
-    monkeypatch.setattr(judge, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
+    monkeypatch.setattr(execution, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
     bench.state.device, bench.gpu_limit_s = "auto", 100.0
     say(bench, "write_candidate", text=RIGHT)
     say(bench, "check", level="gpu")
@@ -335,8 +338,8 @@ def test_a_replay_says_what_differs(
     log = runs.find(where, "last").folder
     assert runner.invoke(app, ["replay", str(log)]).exit_code == 0
 
-    def strict(spec: Any, text: str, **options: Any) -> Verdict:
-        return quick_judge(spec, WRONG, **options)
+    def strict(spec: Any, text: str, executor: Any, **options: Any) -> Verdict:
+        return quick_judge(spec, WRONG, executor, **options)
 
     monkeypatch.setattr(judge, "judge_candidate", strict)
     replayed = runner.invoke(app, ["replay", log.name])

@@ -319,7 +319,7 @@ def test_no_file_is_published_that_is_not_a_runs_log(where: workspace.Workspace)
 def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
     devices: list[str] = []
 
-    def judge_candidate(spec: Any, text: str, *, device: str) -> Verdict:
+    def judge_candidate(spec: Any, text: str, executor: Any, *, device: str) -> Verdict:
         devices.append(device)
         digests = {**provenance.digests(spec, text), "judge": provenance.judge_digest()}
         gates = [GateResult(name="numerics", passed=passed)]
@@ -329,7 +329,6 @@ def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
 
     fake = ModuleType("judge")
     fake.judge_candidate = judge_candidate  # type: ignore[attr-defined]
-    fake.usable_gpu = lambda device: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "coda_agent.agent.judge", fake)
     return devices
 

@@ -38,8 +38,10 @@ WRONG = "import os\n" + RIGHT["gemm_swiglu"]
 SUITE = 'title = "T"\nspecs = ["gemm_swiglu", "gemm_rope"]\ngoal = "proved"\ntrials = 2\n'
 
 
-def quick_judge(spec: Any, text: str, *, gates: tuple[str, ...], **options: Any) -> Verdict:
-    verdict = whole_judge(spec, text, gates=("static",), **{**options, "device": "cpu"})
+def quick_judge(
+    spec: Any, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
+) -> Verdict:
+    verdict = whole_judge(spec, text, executor, gates=("static",), **{**options, "device": "cpu"})
     if verdict.passed and "numerics" in gates:
         more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})

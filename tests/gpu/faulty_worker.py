@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from coda_agent.agent.judge import device_worker
+from coda_agent.agent.execution import device_worker
 from coda_agent.primitives import launch as launching
 
 SCRIPT = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]) / "script.json"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge import faults, hopper, sanitize
-from coda_agent.agent.judge.device import Device
+from coda_agent.agent.execution import faulted_tiles, hopper, sanitize
+from coda_agent.agent.execution.compile_worker import load_programs
+from coda_agent.agent.execution.device import Device
 from coda_agent.agent.judge.job import Job
-from coda_agent.agent.judge.worker import load_programs
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.tiles import SM90_CONFIGS
@@ -40,7 +40,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("{}")
     folders = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-    monkeypatch.setattr(faults, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(faulted_tiles, "cache_directory", lambda: tmp_path / "cache")
     return path
 
 

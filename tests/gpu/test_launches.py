@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from coda_agent import generated
+from coda_agent.agent.execution.pool import warm_pool
 from coda_agent.agent.judge.clocks import Gpu
 from coda_agent.agent.judge.compile_gate import job
-from coda_agent.agent.judge.pool import warm_pool
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives import ColIndex, Program, RowGather, Tile, epilogue, gather
 from coda_agent.primitives.function import ProgramFunction, untuned

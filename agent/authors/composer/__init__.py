@@ -60,7 +60,7 @@ def stages(spec: Spec, binding: Mapping[str, str] | None = None) -> dict[str, st
 
 def load(text: str) -> dict[str, Program]:
     """The programs of a composed text, by name, read as the judge's worker reads a candidate."""
-    from coda_agent.agent.judge.worker import load_programs
+    from coda_agent.agent.execution.compile_worker import load_programs
     from coda_agent.primitives import Program
 
     return {name: Program.from_dict(data) for name, data in load_programs(text).items()}

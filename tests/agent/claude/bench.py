@@ -17,11 +17,13 @@ RIGHT = (SPECS.parent / "generated" / "gemm_swiglu" / "kernel.py").read_text()
 WRONG = "import os\n" + RIGHT
 
 
-def quick_judge(spec: Any, text: str, *, gates: tuple[str, ...], **options: Any) -> Verdict:
+def quick_judge(
+    spec: Any, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
+) -> Verdict:
     """The judge's real static gate; what passes it is taken for proved. The other gates take half
     a minute, and are not what these tests are about."""
     options["device"] = "cpu"
-    verdict = whole_judge(spec, text, gates=("static",), **options)
+    verdict = whole_judge(spec, text, executor, gates=("static",), **options)
     if verdict.passed and "numerics" in gates:
         more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})

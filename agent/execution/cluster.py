@@ -21,15 +21,20 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from coda_agent.agent.judge.device import Gpu
-from coda_agent.agent.judge.executor import Local
+from coda_agent.agent.execution.local import Local
+from coda_agent.agent.execution.pool import warm_pool
 from coda_agent.agent.judge.job import Job, Progress
-from coda_agent.agent.judge.pool import warm_pool
+from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.target import cache_directory
+
+if TYPE_CHECKING:
+    from coda_agent.agent.judge.records import Finding
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
 
 CONNECT_S = 10
 _SAME = "install the same coda-agent, and the same packages, on every machine"
@@ -95,6 +100,9 @@ class Cluster:
     def start(self, ahead: Job | None) -> None:
         """The workers' children are warm after their first job."""
 
+    def load(self, text: str) -> dict[str, Program]:
+        return self._local.load(text)
+
     def map(
         self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
     ) -> list[Any | CompileError]:
@@ -134,6 +142,16 @@ class Cluster:
             return record
         finally:
             self._client.unsubscribe_topic(topic)
+
+    def sanitize(
+        self,
+        tool: str,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        element: str,
+        progress: Progress,
+    ) -> list[Finding]:
+        return self._local.sanitize(tool, spec, programs, element, progress)
 
     def close(self) -> None:
         """Leave the cluster, which forgets this client's jobs."""

@@ -12,7 +12,7 @@ import builtins
 from collections.abc import Callable
 from typing import Any
 
-from coda_agent.agent.judge.child import ChildError, forked, serve
+from coda_agent.agent.execution.child import ChildError, forked, serve
 from coda_agent.primitives.errors import CodaError
 
 TRACE_BYTES = 2 << 30

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge import SANITIZERS
-from coda_agent.agent.judge.child import Child, ChildError
-from coda_agent.agent.judge.device import WORKER, Gpu, environment, exclusive
+from coda_agent.agent.execution.child import Child, ChildError
+from coda_agent.agent.execution.device import environment, exclusive
 from coda_agent.agent.judge.job import Job, Progress
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.machine import DEVICE_CHILD, Gpu
+from coda_agent.agent.judge.records import SANITIZERS, Finding
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -64,7 +64,7 @@ def sanitize(
     programs: Mapping[str, Program],
     element: str,
     progress: Progress,
-    module: str = WORKER,
+    module: str = DEVICE_CHILD,
 ) -> list[Finding]:
     """What one tool says about every program, in one element type.
 

@@ -11,9 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from types import TracebackType
 from typing import Any
 
-from coda_agent.agent.judge.child import Child, ChildError, Limits
+from coda_agent.agent.execution.child import Child, ChildError, Limits
 from coda_agent.agent.sandbox import Sandbox, choose
-from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.errors import CompileError, ProgramError
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import cache_directory
 
 # Measured: 1.2 to 6 s a kernel, and up to 20 s to import torch and the DSL on a loaded machine;
@@ -23,7 +24,7 @@ TIMEOUTS_S = {"compile": 180.0, "load": 30.0}
 LIMITS = Limits(
     address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024, niceness=10
 )  # fmt: skip
-MODULE = "coda_agent.agent.judge.worker"
+MODULE = "coda_agent.agent.execution.compile_worker"
 
 
 class CompilePool:
@@ -92,6 +93,20 @@ class CompilePool:
         if "ok" in answer:
             return answer["ok"]
         raise CompileError(answer["error"], hint=answer["hint"])
+
+    def load(self, text: str) -> dict[str, Program]:
+        """A candidate's programs by name, traced in a worker.
+
+        Raises:
+            CompileError: the candidate's Python raised while it was traced, or what it left is no
+                program.
+        """
+        records = self.run({"kind": "load", "text": text})
+        try:
+            programs = [Program.from_dict(data) for data in records.values()]
+        except ProgramError as error:
+            raise CompileError(error.message, hint=error.hint) from error
+        return {program.name: program for program in programs}
 
     def map(
         self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]

@@ -82,7 +82,7 @@ def main() -> None:
     """Serves jobs; the imports and the hook come first, while the other gates still run."""
     import torch
 
-    from coda_agent.agent.judge.child import serve
+    from coda_agent.agent.execution.child import serve
     from coda_agent.primitives import launch as launching
     from coda_agent.primitives.target import use_cache
 

@@ -15,14 +15,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.child import Child, ChildError
-from coda_agent.agent.judge.faults import FaultMemory
+from coda_agent.agent.execution.child import Child, ChildError
+from coda_agent.agent.execution.faulted_tiles import FaultMemory
 from coda_agent.agent.judge.job import Job, Key, Progress, Tiles
-from coda_agent.agent.judge.machine import CONTENDED, smi
+from coda_agent.agent.judge.machine import CONTENDED, DEVICE_CHILD, Gpu, smi
 from coda_agent.primitives import errors
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.target import cache_directory
@@ -31,7 +31,6 @@ from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
-WORKER = "coda_agent.agent.judge.device_worker"
 HANG_S = 20.0  # of one launch, compiled before; what is judged takes milliseconds
 IDLE_S = 300.0  # without a word from the child; torch.compile of a baseline is what takes longest
 LOCK_S = 1800.0
@@ -42,15 +41,6 @@ MAX_FAULTS = 4
 _SLACK_MIB = 512
 # Not the user's own TMPDIR: the lock is between users, too.
 LOCKS = Path("/tmp")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi names it; `capability` such as 9.0."""
-
-    uuid: str
-    name: str
-    capability: str
 
 
 def find_gpus() -> list[Gpu]:
@@ -174,7 +164,7 @@ class Device:
         module: The child's main module.
     """
 
-    def __init__(self, gpu: Gpu, module: str = WORKER) -> None:
+    def __init__(self, gpu: Gpu, module: str = DEVICE_CHILD) -> None:
         self.gpu = gpu
         self._child = Child(module, environment=environment(gpu))
         self._idle_mib = 0

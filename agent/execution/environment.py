@@ -1,0 +1,31 @@
+"""The machine that a verdict was given on, as evidence names it."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.provenance import PACKAGES, version
+
+
+def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
+    """The machine, the versions, and the sandbox that candidates were traced in; for device "cuda"
+    the state of a GPU, by default the one in use."""
+    from coda_agent.agent.sandbox import choose
+
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device,
+        "packages": {p: version(p) for p in PACKAGES},
+        "sandbox": vars(choose()),
+    }
+    if device == "cuda":
+        import torch
+
+        from coda_agent.agent.judge.machine import gpu_state
+
+        facts["gpu"] = gpu_state(gpu and gpu.uuid)
+        facts["cuda"] = torch.version.cuda
+    return facts

@@ -1,0 +1,115 @@
+"""The judge's jobs on this machine: a pool of compile workers, and a child for each GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
+from coda_agent.agent.execution.pool import warm_pool
+from coda_agent.agent.judge.job import Job, Progress
+from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.records import Finding
+from coda_agent.primitives.errors import CompileError
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+    from coda_agent.specs import Spec
+
+HOPPER = "9.0"
+
+
+class Local:
+    """An `Executor` of this machine.
+
+    A gate gets the first GPU that no other coda-agent process uses, so commands side by side
+    spread over the GPUs that `CUDA_VISIBLE_DEVICES` leaves.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Gpu] | None = None
+        self._devices: dict[Gpu, Device] = {}
+        self._used: Gpu | None = None
+        self._ahead: threading.Thread | None = None
+
+    def gpu(self) -> Gpu | None:
+        return next(iter(self._gpus()), None)
+
+    def _gpus(self) -> list[Gpu]:
+        """Hopper GPUs, those with a warm child first. No CUDA context is made here."""
+        if self._found is None:  # nvidia-smi takes a while to answer
+            self._found = [gpu for gpu in find_gpus() if gpu.capability == HOPPER]
+            if self._found:
+                from torch.version import cuda
+
+                self._found = self._found if cuda else []
+        return sorted(self._found, key=lambda gpu: gpu not in self._devices)
+
+    def _device(self, gpu: Gpu) -> Device:
+        import atexit
+
+        if gpu not in self._devices:
+            self._devices[gpu] = made = Device(gpu)
+            atexit.register(made.close)
+        return self._devices[gpu]
+
+    def start(self, ahead: Job | None) -> None:
+        if self._ahead and self._ahead.is_alive():
+            return
+        if gpu := next(filter(is_free, self._gpus()), None):
+            device = self._device(gpu)
+            device.start()
+            if ahead:
+                self._ahead = threading.Thread(target=_prepare, args=(device, ahead), daemon=True)
+                self._ahead.start()
+
+    def load(self, text: str) -> dict[str, Program]:
+        return warm_pool().load(text)
+
+    def map(
+        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
+    ) -> list[Any | CompileError]:
+        return warm_pool().map(jobs, progress)
+
+    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
+        if job.kind == "interpret":
+            return _interpreted(job, progress)
+        if self._ahead:
+            self._ahead.join()
+        with exclusive(self._gpus(), progress) as gpu:
+            self._used = gpu
+            return self._device(gpu).grade(job, progress)
+
+    def environment(self, device: str) -> dict[str, Any]:
+        from coda_agent.agent.execution.environment import environment
+
+        return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
+
+    def sanitize(
+        self,
+        tool: str,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        element: str,
+        progress: Progress,
+    ) -> list[Finding]:
+        from coda_agent.agent.execution import hopper
+        from coda_agent.agent.execution.sanitize import sanitize
+
+        return sanitize(hopper(), tool, spec, programs, element, progress)
+
+
+def _prepare(device: Device, job: Job) -> None:
+    # What fails here fails in the gate, too, and is told there.
+    with contextlib.suppress(Exception), exclusive([device.gpu], wait_s=0):
+        device.prepare(job)
+
+
+def _interpreted(job: Job, progress: Progress) -> dict[str, Any]:
+    from coda_agent.agent.execution.device_worker import as_record
+    from coda_agent.agent.judge.numerics import check_numerics
+
+    report = check_numerics(job.spec, job.programs, job.tiles, device="cpu", progress=progress)
+    return as_record(report)
