@@ -9,7 +9,7 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.executor import Executor
@@ -49,8 +49,9 @@ def usable_gpu(device: str) -> Gpu | None:
     Raises:
         MachineError: "cuda", and there is no Hopper GPU.
     """
-    gpu = None if device == "cpu" else executor().gpu()
-    return _demanded(gpu) if device == "cuda" else gpu
+    from coda_agent.agent.judge.executor import usable
+
+    return usable(executor(), device)
 
 
 def hopper() -> Gpu:
@@ -60,12 +61,6 @@ def hopper() -> Gpu:
         MachineError: there is no Hopper GPU.
     """
     from coda_agent.agent.execution.local import Local
+    from coda_agent.agent.judge.machine import demanded
 
-    return _demanded(Local().gpu())
-
-
-def _demanded(gpu: Gpu | None) -> Gpu:
-    if gpu is None:
-        hint = "`coda-agent doctor` says what there is; --device cpu interprets"
-        raise MachineError("no Hopper GPU is usable here", hint=hint)
-    return gpu
+    return demanded(Local().gpu())

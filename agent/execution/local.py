@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
 from coda_agent.agent.execution.pool import warm_pool
 from coda_agent.agent.judge.job import Job, Progress
-from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError
 
@@ -95,10 +95,9 @@ class Local:
         element: str,
         progress: Progress,
     ) -> list[Finding]:
-        from coda_agent.agent.execution import hopper
         from coda_agent.agent.execution.sanitize import sanitize
 
-        return sanitize(hopper(), tool, spec, programs, element, progress)
+        return sanitize(demanded(self.gpu()), tool, spec, programs, element, progress)
 
 
 def _prepare(device: Device, job: Job) -> None:

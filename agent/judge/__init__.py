@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.executor import Executor, usable
 from coda_agent.agent.judge.records import (
     GATES,
     SANITIZERS,
@@ -17,10 +18,8 @@ from coda_agent.agent.judge.records import (
     Observer,
     Verdict,
 )
-from coda_agent.primitives.errors import MachineError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.executor import Executor
     from coda_agent.agent.judge.job import Job
     from coda_agent.agent.judge.machine import Gpu
     from coda_agent.primitives.program import Program
@@ -63,7 +62,7 @@ def judge_candidate(
     Raises:
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
-    gpu = _usable(executor, device)
+    gpu = usable(executor, device)
     return _Trial(spec, text, executor, gpu, observer, types, tiles).run(gates)
 
 
@@ -79,15 +78,7 @@ def tune_candidate(
         MachineError: no Hopper GPU is usable.
         CompileError: the program does not compile, or is wrong in every configuration at a shape.
     """
-    return _Trial(spec, text, executor, _usable(executor, "cuda"), observer).tune()
-
-
-def _usable(executor: Executor, device: str) -> Gpu | None:
-    gpu = None if device == "cpu" else executor.gpu()
-    if gpu is None and device == "cuda":
-        hint = "`coda-agent doctor` says what there is; --device cpu interprets"
-        raise MachineError("no Hopper GPU is usable here", hint=hint)
-    return gpu
+    return _Trial(spec, text, executor, usable(executor, "cuda"), observer).tune()
 
 
 class _Trial:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coda_agent.agent.judge.job import Job, Progress
-from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError
 
@@ -67,3 +67,13 @@ class Executor(Protocol):
             MachineError: the tool is missing, or left no complete report.
         """
         ...
+
+
+def usable(executor: Executor, device: str) -> Gpu | None:
+    """The GPU that kernels run on: "cuda" demands one, "cpu" takes none, "auto" what there is.
+
+    Raises:
+        MachineError: "cuda", and there is no Hopper GPU.
+    """
+    gpu = None if device == "cpu" else executor.gpu()
+    return demanded(gpu) if device == "cuda" else gpu

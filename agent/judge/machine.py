@@ -34,6 +34,18 @@ class Gpu:
     capability: str
 
 
+def demanded(gpu: Gpu | None) -> Gpu:
+    """A GPU that there has to be.
+
+    Raises:
+        MachineError: there is none.
+    """
+    if gpu is None:
+        hint = "`coda-agent doctor` says what there is; --device cpu interprets"
+        raise MachineError("no Hopper GPU is usable here", hint=hint)
+    return gpu
+
+
 def smi(query: str, *more: str) -> list[list[str]]:
     """The rows that nvidia-smi answers to `--query-QUERY`; none where it does not answer."""
     ask = ["nvidia-smi", *more, f"--query-{query}", "--format=csv,noheader,nounits"]
