@@ -1,8 +1,11 @@
 """Demonstrations: small epilogue programs to read, each with problem, reasons and reference.
 
 - One module is one demonstration. Its docstring states the problem as a spec would; the program
-  follows, in the candidate language; after the line `END` come `WHY`, `reference` and `inputs`.
+  follows, in the candidate language; after the line `END` come `WHY` and `reference`.
 - `reference(**inputs)` is plain PyTorch in the dtype of its inputs; it returns outputs by name.
+- Inputs are drawn as is usual for their kinds. The constant `INPUTS` says by name which are not: a
+  number, "positive", or the mean and scale of a normal draw. Tensors that no such draw gives are
+  returned by a function `inputs(generator, M, N)`.
 - A program whose N must be a multiple of more than 16 says so by the constant `N_MULTIPLE`.
 - A new demonstration is a new module in this folder; nothing has to be registered.
 """
@@ -10,11 +13,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.demos._draw import draw
 from coda_agent.primitives import Program
 
 if TYPE_CHECKING:
@@ -35,8 +39,7 @@ class Demo:
         text: The module's source.
         programs: The programs it defines, in order; their output names are distinct.
         reference: Named inputs to named outputs, in plain PyTorch.
-        inputs: (generator, M, N, K) to the named inputs: A (M, K), B (N, K), the operands, and by
-            its output's name what an `AddTile` is added to.
+        unusual: (generator, M, N) to the inputs not drawn as usual, by name (see `_draw`).
         n_multiple: What N must be a multiple of.
     """
 
@@ -47,13 +50,17 @@ class Demo:
     text: str
     programs: tuple[Program, ...]
     reference: Callable[..., dict[str, torch.Tensor]]
-    inputs: Callable[[torch.Generator, int, int, int], dict[str, Any]]
+    unusual: Callable[[torch.Generator, int, int], Mapping[str, Any]]
     n_multiple: int
 
     @property
     def candidate(self) -> str:
         """The part of the text that is a candidate: docstring, import and programs."""
         return self.text.partition(END)[0]
+
+    def inputs(self, generator: torch.Generator, m: int, n: int, k: int) -> dict[str, Any]:
+        """A (M, K), B (N, K), the operands, and what an `AddTile` is added to, by its name."""
+        return draw(self.programs, self.unusual(generator, m, n), generator, m, n, k)
 
 
 def demos() -> list[Demo]:
@@ -73,6 +80,6 @@ def _load(file: Path) -> Demo:
         text=file.read_text(encoding="utf-8"),
         programs=tuple(v for v in vars(module).values() if isinstance(v, Program)),
         reference=module.reference,
-        inputs=module.inputs,
+        unusual=getattr(module, "inputs", lambda *_: getattr(module, "INPUTS", {})),
         n_multiple=getattr(module, "N_MULTIPLE", 16),
     )

@@ -1,45 +1,75 @@
-"""Random inputs of realistic size for the demonstrations."""
+"""Random inputs of realistic size for the demonstrations, each as is usual for its kind."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives import ColIndex, ColVector, Program, RowVector, Scalar
+from coda_agent.primitives.resources import Tile, dims
 
 if TYPE_CHECKING:
     import torch
 
-
-def gemm(generator: torch.Generator, m: int, n: int, k: int) -> dict[str, torch.Tensor]:
-    """A (M, K) and B (N, K) in bfloat16, such that A Bᵀ has unit variance."""
-    return {"A": tile(generator, m, k), "B": tile(generator, n, k, scale=k**-0.5)}
+# Column vectors stand for variances, norms and sums of exponentials.
+_USUAL: Mapping[type, Any] = {ColVector: "positive", ColIndex: "column", Scalar: 0.75}
 
 
-def tile(
-    generator: torch.Generator, rows: int, columns: int, *, scale: float = 1.0
-) -> torch.Tensor:
-    """A normal (rows, columns) matrix in bfloat16."""
+def draw(
+    programs: Iterable[Program],
+    unusual: Mapping[str, Any],
+    generator: torch.Generator,
+    m: int,
+    n: int,
+    k: int,
+) -> dict[str, Any]:
+    """A (M, K) and B (N, K), such that A Bᵀ has unit variance, and what the programs read.
+
+    Vectors are float32, indices int64, scalars numbers, and all else bfloat16.
+
+    Args:
+        programs: What they are drawn for.
+        unusual: By name how an input is drawn, or the input itself (see `coda_agent.demos`).
+        generator: Draws them, on its device.
+        m: Rows of A.
+        n: Rows of B.
+        k: Columns of both.
+    """
     import torch
 
-    return vector(generator, rows, columns, scale=scale).to(torch.bfloat16)
+    sizes = {"M": m, "N": n, "2*N": 2 * n}
+    how = {"B": {"scale": k**-0.5}, **unusual}
+    kinds: dict[str, type] = {x: kind for p in programs for x, kind in p.operands.items()}
+    kinds |= {p.accumulated: Tile for p in programs if p.accumulated}
+    shapes = {x: tuple(sizes[d] for d in dims(kind)) for x, kind in kinds.items()}
+    drawn: dict[str, Any] = {}
+    for x, shape in {"A": (m, k), "B": (n, k), **shapes}.items():
+        kind = kinds.get(x, Tile)
+        match how.get(x, _USUAL.get(kind, {})):
+            case "positive":
+                drawn[x] = 0.5 + _normal(generator, shape).abs()
+            case "column":
+                drawn[x] = _columns(generator, m, n)
+            case {**said}:
+                value = _normal(generator, shape, **said)
+                drawn[x] = value if kind in (ColVector, RowVector) else value.to(torch.bfloat16)
+            case given:
+                drawn[x] = given
+    return drawn
 
 
-def vector(
-    generator: torch.Generator, *shape: int, mean: float = 0.0, scale: float = 1.0
+def _normal(
+    generator: torch.Generator, shape: tuple[int, ...], mean: float = 0.0, scale: float = 1.0
 ) -> torch.Tensor:
-    """Normal float32 values."""
     import torch
 
     return mean + scale * torch.randn(*shape, generator=generator, device=generator.device)
 
 
-def positive(generator: torch.Generator, length: int) -> torch.Tensor:
-    """Float32 values of at least 0.5, such as a variance, a norm or a sum of exponentials."""
-    return 0.5 + vector(generator, length).abs()
-
-
-def index(generator: torch.Generator, length: int, columns: int) -> torch.Tensor:
-    """A column for each row, int64; every fifth row has -100, PyTorch's mark for padding."""
+def _columns(generator: torch.Generator, m: int, n: int) -> torch.Tensor:
+    """A column for each row; every fifth row has -100, PyTorch's mark for padding."""
     import torch
 
-    drawn = torch.randint(columns, (length,), generator=generator, device=generator.device)
+    drawn = torch.randint(n, (m,), generator=generator, device=generator.device)
     drawn[4::5] = -100
     return drawn

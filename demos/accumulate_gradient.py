@@ -31,9 +31,3 @@ WHY = """
 
 def reference(A, B, alpha, dW):
     return {"dW": dW + alpha * (A @ B.T)}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, tile
-
-    return {**gemm(generator, m, n, k), "alpha": 0.75, "dW": tile(generator, m, n)}

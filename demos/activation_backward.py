@@ -28,6 +28,8 @@ def silu_again(acc, X: Tile):
 
 # --- end of program ---
 
+INPUTS = {"X": {"scale": 2.0}}
+
 WHY = """
 - `derivative` takes the function itself and applies the chain rule: nothing to derive by hand, and
   nothing to get wrong.
@@ -53,9 +55,3 @@ def reference(A, B, X):
         "dX_silu": silu_,
         "O_silu": silu(X),
     }
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, tile
-
-    return {**gemm(generator, m, n, k), "X": tile(generator, m, n, scale=2.0)}

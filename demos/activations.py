@@ -86,9 +86,3 @@ def reference(A, B, b):
         "O_softplus": F.softplus(x),
         "O_gelu": F.gelu(x),
     }
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, vector
-
-    return {**gemm(generator, m, n, k), "b": vector(generator, n)}

@@ -30,9 +30,3 @@ def reference(A, B, b):
     from torch.nn.functional import gelu
 
     return {"O": gelu(A @ B.T + b, approximate="tanh")}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, vector
-
-    return {**gemm(generator, m, n, k), "b": vector(generator, n)}

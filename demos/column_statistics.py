@@ -27,6 +27,8 @@ def channel_amax(acc):
 
 # --- end of program ---
 
+INPUTS = {"gamma": {"mean": 1.0, "scale": 0.1}}
+
 WHY = """
 - A reduction over rows cuts M, not N: a partial for each row of tiles, (N, ⌈M / tile_m⌉) as raw
   values, and a small second launch folds them to (N,). There is no mean over rows: divide by M.
@@ -43,10 +45,3 @@ WHY = """
 def reference(A, B, X, gamma):
     G = A @ B.T
     return {"D": G * gamma, "g": (G * X).sum(0), "O": G, "amax": G.abs().amax(0)}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, tile, vector
-
-    operands = {"X": tile(generator, m, n), "gamma": vector(generator, n, mean=1.0, scale=0.1)}
-    return {**gemm(generator, m, n, k), **operands}

@@ -17,6 +17,8 @@ def folded_norm(acc, mean: RowVector, var: RowVector, weight: RowVector, bias: R
 
 # --- end of program ---
 
+INPUTS = {"var": "positive"}
+
 WHY = """
 - What varies with the column alone is gathered first: `scale` and the shift in brackets are row
   values, so an element costs one fused multiply-add and a maximum.
@@ -32,10 +34,3 @@ def reference(A, B, mean, var, weight, bias):
     from torch.nn.functional import batch_norm, relu
 
     return {"O": relu(batch_norm(A @ B.T, mean, var, weight, bias, eps=1e-5))}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, positive, vector
-
-    operands = {name: vector(generator, n) for name in ("mean", "weight", "bias")}
-    return {**gemm(generator, m, n, k), **operands, "var": positive(generator, n)}

@@ -34,9 +34,3 @@ def reference(A, B):
 
     x = A @ B.T
     return {"O": silu(x[:, 0::2]) * x[:, 1::2]}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm
-
-    return gemm(generator, m, n, k)

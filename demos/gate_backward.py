@@ -53,9 +53,3 @@ def reference(A, B, Z):
     gradient = torch.autograd.grad(gated, x, A @ B.T)[0]
     pairs = (gradient * Z).unflatten(1, (-1, 2)).sum(-1)
     return {"dZ": gradient, "z": pairs.mean(-1), "O": gated.detach()}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, tile
-
-    return {**gemm(generator, m, n, k), "Z": tile(generator, m, 2 * n)}

@@ -34,9 +34,3 @@ def reference(A, B, r):
 
     d = (A @ B.T) * r[:, None]
     return {"D": d, "O": silu(d[:, 0::2]) * d[:, 1::2]}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, positive
-
-    return {**gemm(generator, m, n, k), "r": positive(generator, m)}

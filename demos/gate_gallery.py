@@ -52,6 +52,8 @@ def bias_swiglu_oai(acc, b: RowVector):
 
 # --- end of program ---
 
+INPUTS = {"b": {"scale": 3.0}}
+
 WHY = """
 - The bias is added at full width and the sum taken apart: `pairs(acc + b)` is one addition a
   column.
@@ -77,9 +79,3 @@ def reference(A, B, b):
         "O_glu": g.sigmoid() * u,
         "O_oai": limited * (1.702 * limited).sigmoid() * (u.clamp(-7.0, 7.0) + 1),
     }
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, vector
-
-    return {**gemm(generator, m, n, k), "b": vector(generator, n, scale=3.0)}

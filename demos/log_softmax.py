@@ -30,9 +30,3 @@ WHY = """
 
 def reference(A, B, c, s):
     return {"O": A @ B.T - c[:, None] - s.log()[:, None]}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, positive
-
-    return {**gemm(generator, m, n, k), "c": positive(generator, m), "s": positive(generator, m)}

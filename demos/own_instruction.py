@@ -30,9 +30,3 @@ WHY = """
 def reference(A, B, gain):
     x = gain * (A @ B.T)
     return {"O": x.abs().sqrt().copysign(x)}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm
-
-    return {**gemm(generator, m, n, k), "gain": 0.75}

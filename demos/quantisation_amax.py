@@ -31,9 +31,3 @@ WHY = """
 def reference(A, B, b):
     d = A @ B.T + b
     return {"D": d, "amax": d.abs().amax(-1)}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, vector
-
-    return {**gemm(generator, m, n, k), "b": vector(generator, n)}

@@ -18,6 +18,8 @@ def residual_statistics(acc, C: Tile, gamma: RowVector):
 
 # --- end of program ---
 
+INPUTS = {"gamma": {"mean": 1.0, "scale": 0.1}}
+
 WHY = """
 - A norm needs its whole row, and a tile holds 128 to 256 columns of it. So the kernel writes a
   partial for each tile, (M, ⌈N / block⌉) float32, and a small second launch folds them to (M,). The
@@ -32,10 +34,3 @@ WHY = """
 def reference(A, B, C, gamma):
     d = A @ B.T + C
     return {"D": d, "O": d * gamma, "s": (d * d).mean(-1)}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, tile, vector
-
-    operands = {"C": tile(generator, m, n), "gamma": vector(generator, n, mean=1.0, scale=0.1)}
-    return {**gemm(generator, m, n, k), **operands}

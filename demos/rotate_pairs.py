@@ -49,11 +49,8 @@ def reference(A, B, t):
     return {"O": O, "X": X, "R": O}
 
 
-def inputs(generator, m, n, k):
+def inputs(generator, m, n):
     import torch
 
-    from coda_agent.demos._draw import gemm, vector
-
-    angle = vector(generator, n // 2)
-    t = torch.stack([angle.cos(), angle.sin()], dim=-1).flatten()
-    return {**gemm(generator, m, n, k), "t": t}
+    angle = torch.randn(n // 2, generator=generator, device=generator.device)
+    return {"t": torch.stack([angle.cos(), angle.sin()], dim=-1).flatten()}

@@ -29,9 +29,3 @@ WHY = """
 
 def reference(A, B, r):
     return {"D": (A @ B.T) * r[:, None]}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, positive
-
-    return {**gemm(generator, m, n, k), "r": positive(generator, m)}

@@ -16,6 +16,8 @@ def scaled_residual(acc, C: Tile, alpha: Scalar, beta: Scalar):
 
 # --- end of program ---
 
+INPUTS = {"beta": -1.5}
+
 WHY = """
 - `Scalar` operands are arguments of the kernel: a new alpha compiles nothing. A number written into
   the program, such as `0.5 * acc`, is a constant of the kernel: right for what never changes.
@@ -28,9 +30,3 @@ WHY = """
 
 def reference(A, B, C, alpha, beta):
     return {"O": alpha * (A @ B.T) + beta * C}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, tile
-
-    return {**gemm(generator, m, n, k), "C": tile(generator, m, n), "alpha": 0.75, "beta": -1.5}

@@ -20,6 +20,8 @@ def bias_quick_gelu(acc, b: RowVector):
 
 # --- end of program ---
 
+INPUTS = {"b": {"scale": 4.0}}
+
 WHY = """
 - `mish` is no tanh of a logarithm of an exponential: tanh(log(1 + e)) is a ratio of polynomials in
   e, so one exponential and one reciprocal do.
@@ -33,9 +35,3 @@ def reference(A, B, b):
 
     x = A @ B.T + b
     return {"O_mish": mish(x), "O_quick": x * (1.702 * x).sigmoid()}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, vector
-
-    return {**gemm(generator, m, n, k), "b": vector(generator, n, scale=4.0)}

@@ -29,9 +29,3 @@ WHY = """
 
 def reference(A, B, cap):
     return {"O": cap * (A @ B.T / cap).tanh()}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm
-
-    return {**gemm(generator, m, n, k), "cap": 1.25}

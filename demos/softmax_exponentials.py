@@ -32,9 +32,3 @@ WHY = """
 def reference(A, B, c, alpha):
     p = (alpha * (A @ B.T) - c[:, None]).exp()
     return {"P": p, "s": p.sum(-1)}
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, positive
-
-    return {**gemm(generator, m, n, k), "c": positive(generator, m), "alpha": 0.5}

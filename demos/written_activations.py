@@ -88,9 +88,3 @@ def reference(A, B, t):
         "O_siren": (2 * x).sin(),
         "O_phi": torch.special.ndtr(x),
     }
-
-
-def inputs(generator, m, n, k):
-    from coda_agent.demos._draw import gemm, vector
-
-    return {**gemm(generator, m, n, k), "t": vector(generator, n)}

@@ -61,6 +61,7 @@ def test_operands_and_outputs_match_inputs_and_reference(demo: Demo) -> None:
     assert values["A"].dtype == values["B"].dtype == torch.bfloat16
     given = {o for p in demo.programs for o in (*p.operands, p.accumulated) if o}
     assert given | {"A", "B"} == set(values)
+    assert set(demo.unusual(torch.Generator(), M, N)) <= set(values)
     outputs = [o for p in demo.programs for o in p.outputs]
     assert len(outputs) == len(set(outputs))
     assert set(demo.reference(**in_float64(values))) == set(outputs)
