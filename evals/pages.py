@@ -37,11 +37,15 @@ def _environment() -> Environment:
     return environment
 
 
+def render(template: str, **values: Any) -> str:
+    """The text of `template` (its name without .j2) filled with `values`."""
+    return _environment().get_template(f"{template}.j2").render(values)
+
+
 def write(path: Path, template: str, **values: Any) -> Path:
-    """Render `template` (its name without .j2) into `path`."""
+    """Render `template` into `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = _environment().get_template(f"{template}.j2").render(values)
-    path.write_text(text, encoding="utf-8", errors="replace")
+    path.write_text(render(template, **values), encoding="utf-8", errors="replace")
     return path
 
 

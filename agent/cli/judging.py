@@ -17,7 +17,7 @@ from coda_agent.agent.workspace import find
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
-    from coda_agent.evals.judge.corpus import Right
+    from coda_agent.evals.judge.corpus import Subject
     from coda_agent.evals.judge.scores import Judge
 
 app = typer.Typer(help="Score the judge: what it kills, passes, says, and how long it takes.")
@@ -34,12 +34,9 @@ def mutants(
     device: DeviceOption = "auto", count: Count = None, seed: Seed = 1, as_json: Json = False
 ) -> Reply:
     """Judge programs and lowerings with one fault each; resumes."""
-    from coda_agent.evals.judge.report import mutants_text
-
     with _judge(device, as_json) as judge:
         record = _mutants(judge, "mutants", count, seed)
-        survived = any(c["layer"] == "survived" for c in record["cells"].values())
-        return _reply(judge, record, mutants_text(judge.device, record), survived)
+        return _reply(judge, record, {"mutants": record}, _survived(record))
 
 
 @app.command()
@@ -49,12 +46,10 @@ def diagnosis(
 ) -> Reply:
     """How often the fault that the judge names is the one that was made, in the accepted kernels
     and in the demonstrations, which it was not tuned on; judges what is missing."""
-    from coda_agent.evals.judge.report import diagnosis_text, held_out_text
-
     with _judge(device, as_json) as judge:
         record, held_out = (_mutants(judge, n, count, seed) for n in ("mutants", "held-out"))
-        texts = diagnosis_text(judge.device, record), held_out_text(judge.device, held_out)
-        return _reply(judge, {**record, "held_out": held_out}, "\n\n".join(texts), False)
+        shown = {"diagnosis": record, "held-out": held_out}
+        return _reply(judge, {**record, "held_out": held_out}, shown, False)
 
 
 @app.command()
@@ -62,22 +57,22 @@ def diagnosis(
 def by_hand(device: DeviceOption = "auto", seed: Seed = 1, as_json: Json = False) -> Reply:
     """Judge wrong programs that people wrote, in two sets; resumes."""
     from coda_agent.evals.judge.by_hand import SETS, written
-    from coda_agent.evals.judge.report import by_hand_text
     from coda_agent.evals.judge.scores import score_mutants
 
     with _judge(device, as_json) as judge:
         accepted = {kernel.name: kernel.folder / "kernel.py" for kernel in find().kernels()}
-        first = {r.spec.name: r for r in _kernels() if r.variant == r.spec.variant()}
+        first = {r.spec.name: r for r in _kernels() if r.is_default}
         kernels = {x: (first[x], file.read_text("utf-8")) for x, file in accepted.items()}
         records = {
             name: score_mutants(judge, f"by-hand-{name}", written(name, kernels), seed=seed)
             for name in SETS
         }
-        texts = [by_hand_text(name, judge.device, record) for name, record in records.items()]
-        survived = any(
-            c["layer"] == "survived" for r in records.values() for c in r["cells"].values()
-        )
-        return _reply(judge, records, "\n\n".join(texts), survived)
+        shown = {f"by-hand-{name}": record for name, record in records.items()}
+        return _reply(judge, records, shown, any(map(_survived, records.values())))
+
+
+def _survived(record: dict[str, Any]) -> bool:
+    return any(c["layer"] == "survived" for c in record["cells"].values())
 
 
 def _mutants(judge: "Judge", name: str, count: int | None, seed: int) -> dict[str, Any]:
@@ -87,7 +82,7 @@ def _mutants(judge: "Judge", name: str, count: int | None, seed: int) -> dict[st
     from coda_agent.evals.judge.scores import score_mutants
 
     if name == "mutants":
-        right = [r for r in _kernels() if r.variant == r.spec.variant()]
+        right = [r for r in _kernels() if r.is_default]
     else:
         right, _ = demonstrations(demos())
     return score_mutants(judge, name, suite(right, seed=seed, count=count), seed=seed)
@@ -101,18 +96,16 @@ def corpus(
     """Judge right programs, each several times with fresh seeds; resumes."""
     from coda_agent.demos import demos
     from coda_agent.evals.judge.corpus import demonstrations, rewrites
-    from coda_agent.evals.judge.report import corpus_text
     from coda_agent.evals.judge.scores import score_corpus
 
     with _judge(device, as_json) as judge:
         right = []
         for entry in _kernels():
-            first = entry.variant == entry.spec.variant()
-            right += [entry, *(rewrites(entry) if first else [])]
+            right += [entry, *(rewrites(entry) if entry.is_default else [])]
         shown, left_out = demonstrations(demos())
         record = score_corpus(judge, _evenly([*right, *shown], count), left_out, repeat=repeat)
         refused = any(c["refused"] for c in record["cells"].values())
-        return _reply(judge, record, corpus_text(judge.device, record), refused)
+        return _reply(judge, record, {"corpus": record}, refused)
 
 
 @app.command()
@@ -122,7 +115,6 @@ def latency(
 ) -> Reply:
     """Time whole verdicts from warm workers over the kernels of the paper."""
     from coda_agent.evals import suites
-    from coda_agent.evals.judge.report import latency_text
     from coda_agent.evals.judge.scores import score_latency
     from coda_agent.specs import load_spec
 
@@ -133,7 +125,7 @@ def latency(
         os.environ["QUACK_CACHE_DIR"] = cache  # an empty one: nothing compiled before counts
         timed = functools.partial(_verdict_s, judge.device)
         record = score_latency(judge, timed, names, repeat=repeat)
-        return _reply(judge, record, latency_text(judge.device, record), False)
+        return _reply(judge, record, {"latency": record}, False)
 
 
 @app.command()
@@ -211,7 +203,7 @@ def _judge(device: str, silent: bool) -> "Iterator[Judge]":
         yield Judge(find().root, "cuda" if cuda else "cpu", say)
 
 
-def _kernels() -> "list[Right]":
+def _kernels() -> "list[Subject]":
     from coda_agent.evals.judge.corpus import kernels
     from coda_agent.generated.kernel import load_kernel
 
@@ -224,8 +216,11 @@ def _evenly(things: list[Any], count: int | None) -> list[Any]:
     return [things[i * len(things) // count] for i in range(count)]
 
 
-def _reply(judge: "Judge", record: Any, text: str, failed: bool) -> Reply:
-    from coda_agent.evals.judge.report import write_page
+def _reply(judge: "Judge", data: Any, shown: dict[str, Any], failed: bool) -> Reply:
+    """The page written, and the sections of these records shown."""
+    from coda_agent.evals.judge.report import text, write_page
 
     page = write_page(judge.root)
-    return Reply({**record, "page": page}, f"{text}\n\nwrote {page}", REFUSED if failed else 0)
+    texts = [text(section, judge.device, record) for section, record in shown.items()]
+    said = "\n\n".join([*texts, f"wrote {page}"])
+    return Reply({**data, "page": page}, said, REFUSED if failed else 0)

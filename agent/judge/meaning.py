@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import SAFETY, largest_change
 from coda_agent.agent.judge.diagnosis import diagnose
+from coda_agent.agent.judge.numerics import interpreted
 from coda_agent.agent.judge.oracle import base_shape, disturbed
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.program import Program
@@ -194,13 +195,7 @@ def replayed(spec: Spec, program: Program, inputs: Inputs) -> Outputs:
     """The program's outputs in float64."""
     import torch
 
-    from coda_agent.agent.judge.numerics import held
-    from coda_agent.primitives.interpret import interpret
-
-    a, b = (inputs[name] for name in spec.gemm)
-    operands = {**inputs, **held(spec, program, inputs)}
-    dtypes = dict.fromkeys(program.outputs, torch.float64)
-    return interpret(program, a, b, operands, dtypes=dtypes, compute=torch.float64)
+    return interpreted(spec, program, inputs, dtypes={}, compute=torch.float64)
 
 
 def _top(spec: Spec, o: str) -> float:

@@ -27,7 +27,10 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
-__all__ = ["NumericsReport", "check_numerics", "held", "make_case", "run_interpreter", "run_kernel"]
+__all__ = [
+    "NumericsReport", "check_numerics", "held", "interpreted", "make_case", "run_interpreter",
+    "run_kernel",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
@@ -111,20 +114,22 @@ def run_interpreter(
     inputs: Mapping[str, Any],
     config: TileConfig,
     dtypes: Mapping[str, Any],
+    *,
+    raw: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The interpreter's outputs, reductions in blocks of the configuration's width."""
+    """The interpreter's outputs, or raw partials, in blocks of the configuration's tile."""
+    blocks = {"block": config.tile_n, "row_block": config.tile_m}
+    return interpreted(spec, program, inputs, dtypes=dtypes, raw=raw, **blocks)
+
+
+def interpreted(
+    spec: Spec, program: Program, inputs: Mapping[str, Any], **options: Any
+) -> dict[str, torch.Tensor]:
+    """`primitives.interpret.interpret` on a spec's inputs."""
     from coda_agent.primitives.interpret import interpret
 
     a, b = (inputs[name] for name in spec.gemm)
-    return interpret(
-        program,
-        a,
-        b,
-        {**inputs, **held(spec, program, inputs)},
-        dtypes=dtypes,
-        block=config.tile_n,
-        row_block=config.tile_m,
-    )
+    return interpret(program, a, b, {**inputs, **held(spec, program, inputs)}, **options)
 
 
 def check_numerics(

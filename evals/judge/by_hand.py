@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from coda_agent.evals.judge.corpus import Right
+from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant
 from coda_agent.primitives.errors import CodaError
 
@@ -22,7 +22,7 @@ _FOLDER = Path(__file__).parent / "wrong"
 _IMPORT = re.compile(r"^from coda_agent\.primitives import (?:\([^)]*\)|.*)$", re.MULTILINE)
 
 
-def written(name: str, kernels: Mapping[str, tuple[Right, str]]) -> list[Mutant]:
+def written(name: str, kernels: Mapping[str, tuple[Subject, str]]) -> list[Mutant]:
     """The programs of one set.
 
     Args:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from coda_agent.evals.judge.edits import rewritten
 from coda_agent.primitives.program import Program
@@ -26,31 +29,20 @@ from coda_agent.primitives.resources import (
 from coda_agent.specs import Spec, load_spec
 
 if TYPE_CHECKING:
+    from coda_agent.demos import Demo
     from coda_agent.generated.kernel import Kernel
 
-_SPEC = """---
-name: {name}
-level: compose
-summary: {name}
-dims: {{M: {{}}, N: {{multiple_of: 32}}, K: {{multiple_of: 8}}}}
-gemm: [A, B]
-inputs:
-  A: {{shape: [M, K], dtype: bfloat16, draw: normal}}
-  B: {{shape: [N, K], dtype: bfloat16, draw: {{normal: {{std: K**-0.5}}}}}}
-{inputs}
-outputs:
-{outputs}
-{in_place}
-check_shapes:
-  - {{M: 1, N: 32, K: 8}}
-  - {{M: 77, N: 288, K: 64}}
-  - {{M: 200, N: 352, K: 136}}
-bench_shapes:
-  - {{M: 4096, N: 4096, K: 4096}}
-tolerance: {{multiple: 2.0}}
-target: 0.9
----
-```python reference
+_SHAPES = [{"M": 1, "N": 32, "K": 8}, {"M": 77, "N": 288, "K": 64}, {"M": 200, "N": 352, "K": 136}]
+_SPEC: dict[str, Any] = {
+    "level": "compose",
+    "dims": {"M": {}, "N": {"multiple_of": 32}, "K": {"multiple_of": 8}},
+    "gemm": ["A", "B"],
+    "check_shapes": _SHAPES,
+    "bench_shapes": [{"M": 4096, "N": 4096, "K": 4096}],
+    "tolerance": {"multiple": 2.0},
+    "target": 0.9,
+}
+_REFERENCE = """```python reference
 import torch
 
 
@@ -64,48 +56,60 @@ def reference({names}):
 """
 
 
-class Right(NamedTuple):
-    """One program that is right.
+@dataclass(frozen=True)
+class Subject:
+    """One program to judge, among those of its spec.
 
     Attributes:
         name: Its name in the corpus.
         spec: Its spec.
         programs: All programs of the spec, by variant.
-        variant: Which of them it is.
+        binding: The static parameters that choose it.
     """
 
     name: str
     spec: Spec
     programs: Mapping[str, Program]
-    variant: str
+    binding: Mapping[str, str]
+
+    @property
+    def variant(self) -> str:
+        return self.spec.variant(self.binding)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether its static parameters are the spec's defaults."""
+        return self.variant == self.spec.variant()
 
     @property
     def program(self) -> Program:
         return self.programs[self.variant]
 
-    @property
-    def binding(self) -> dict[str, str]:
-        """The static parameters that choose it."""
-        return next(b for b in self.spec.bindings() if self.spec.variant(b) == self.variant)
+    def with_program(self, program: Program, name: str = "") -> Subject:
+        """The same with another program in its place."""
+        programs = {**self.programs, self.variant: program}
+        return replace(self, name=name or self.name, programs=programs)
 
 
-def kernels(found: Iterable[Kernel]) -> list[Right]:
+def kernels(found: Iterable[Kernel]) -> list[Subject]:
     """Every variant of the kernels."""
-    return [Right(name, k.spec, k.programs, name) for k in found for name in k.programs]
+    return [
+        Subject(k.spec.variant(binding), k.spec, k.programs, binding)
+        for k in found
+        for binding in k.spec.bindings()
+    ]
 
 
-def rewrites(right: Right) -> list[Right]:
+def rewrites(right: Subject) -> list[Subject]:
     """A program's rewrites."""
     return [
-        right._replace(
-            name=f"{right.name}: {name}", programs={**right.programs, right.variant: program}
-        )
+        right.with_program(program, f"{right.name}: {name}")
         for name, program in rewritten(right.program)
     ]
 
 
-def demonstrations(found: Iterable[Any]) -> tuple[list[Right], list[str]]:
-    """The programs of the demonstrations (`demos.Demo`), and the names of those left out."""
+def demonstrations(found: Iterable[Demo]) -> tuple[list[Subject], list[str]]:
+    """The programs of the demonstrations, and the names of those left out."""
     right, left_out = [], []
     for demo in found:
         kinds = {x: kind for p in demo.programs for x, kind in p.operands.items()}
@@ -113,70 +117,49 @@ def demonstrations(found: Iterable[Any]) -> tuple[list[Right], list[str]]:
             if HeadTable in kinds.values():
                 left_out.append(p.name)
                 continue
-            name = f"demonstration {p.name}"
-            right.append(Right(name, _spec(demo, p, kinds), {p.name: p}, p.name))
+            spec = _spec(demo, p, kinds)
+            right.append(Subject(f"demonstration {p.name}", spec, {p.name: p}, {}))
     return right, left_out
 
 
-def _spec(demo: Any, program: Program, kinds: Mapping[str, type]) -> Spec:
+def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
     import torch
 
-    drawn = demo.inputs(torch.Generator().manual_seed(0), 200, 352, 136)
-    # An input that is added to has the output's name in a demonstration, and its own in a spec.
-    inputs = {f"{x}_held" if x == program.accumulated else x: x for x in drawn}
-    lines = [
-        f"  {name}: {{shape: {_shape(kinds.get(x, Tile))}, dtype: {_dtype(drawn[x])}, "
-        f"draw: {_draw(drawn[x], kinds.get(x, Tile))}}}"
-        for name, x in inputs.items()
-        if x not in "AB"
-    ]
-    outputs, casts = [], []
-    for o, kind in program.outputs.items():
-        statistic = issubclass(kind, Reduction)
-        dtype = "float32" if statistic or kind is RowGather else "bfloat16"
-        outputs.append(f"  {o}: {{shape: {_shape(kind)}, dtype: {dtype}}}")
-        casts.append(f'"{o}": found["{o}"].to(torch.{dtype})')
+    drawn = demo.inputs(torch.Generator().manual_seed(0), *_SHAPES[-1].values())
     place = program.accumulated
-    text = _SPEC.format(
-        name=program.name,
-        inputs="\n".join(lines),
-        outputs="\n".join(outputs),
-        in_place=f"in_place: {{output: {place}, input: {place}_held}}" if place else "",
-        source=inspect.getsource(demo.reference).replace("def reference", "def demonstrated", 1),
-        names=", ".join(inputs),
-        arguments=", ".join(f"{x}={name}" for name, x in inputs.items()),
-        casts=", ".join(casts),
+    # An input that is added to has the output's name in a demonstration, and its own in a spec.
+    names = {x: f"{x}_held" if x == place else x for x in drawn}
+    inputs, outputs = {}, {}
+    for x, value in drawn.items():
+        kind = kinds.get(x, Tile)
+        dtype = str(getattr(value, "dtype", "torch.float32")).removeprefix("torch.")
+        inputs[names[x]] = {"shape": [*dims(kind)], "dtype": dtype, "draw": _draw(value, kind)}
+    inputs["A"] |= {"shape": ["M", "K"], "draw": "normal"}
+    inputs["B"] |= {"shape": ["N", "K"], "draw": {"normal": {"std": "K**-0.5"}}}
+    for o, kind in program.outputs.items():
+        single = issubclass(kind, Reduction) or kind is RowGather
+        outputs[o] = {"shape": [*dims(kind)], "dtype": "float32" if single else "bfloat16"}
+    front = {"name": program.name, "summary": program.name, "inputs": inputs, "outputs": outputs}
+    if place:
+        front["in_place"] = {"output": place, "input": names[place]}
+    source = inspect.getsource(demo.reference)
+    reference = _REFERENCE.format(
+        source=source.replace("def reference", "def demonstrated", 1),
+        names=", ".join(names.values()),
+        arguments=", ".join(f"{x}={name}" for x, name in names.items()),
+        casts=", ".join(f'"{o}": found["{o}"].to(torch.{x["dtype"]})' for o, x in outputs.items()),
     )
-    return load_spec(Path(f"{program.name}.md"), text=text)
+    header = yaml.safe_dump(_SPEC | front, sort_keys=False)
+    return load_spec(Path(f"{program.name}.md"), text=f"---\n{header}---\n{reference}")
 
 
-def _shape(kind: type) -> str:
-    return f"[{', '.join(dims(kind))}]"
-
-
-def _dtype(value: Any) -> str:
-    return str(getattr(value, "dtype", "torch.float32")).removeprefix("torch.")
-
-
-def _draw(value: Any, kind: type) -> str:
+def _draw(value: Any, kind: type) -> dict[str, Any]:
+    """A spec's draw of values like these."""
     if kind is Scalar:
-        return f"{{constant: {float(value)}}}"
+        return {"constant": float(value)}
     if kind is ColIndex:
-        return "{integers: [0, N]}"
+        return {"integers": [0, "N"]}
     low, high = float(value.double().min()), float(value.double().max())
     if low < 0:
-        return f"{{normal: {{std: {float(value.double().std())}}}}}"
-    return f"{{uniform: [{low}, {high}]}}"
-
-
-def interpreted(
-    spec: Spec, program: Program, inputs: Mapping[str, Any], a: Any = None, b: Any = None,
-    **options: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """`primitives.interpret.interpret` on a spec's inputs, or other A (M, K) and B (N, K)."""
-    from coda_agent.primitives.interpret import interpret
-
-    held = {o: inputs[x] for o, x in spec.updated().items()}
-    a = inputs[spec.gemm[0]] if a is None else a
-    b = inputs[spec.gemm[1]] if b is None else b
-    return interpret(program, a, b, {**inputs, **held}, **options)
+        return {"normal": {"std": float(value.double().std())}}
+    return {"uniform": [low, high]}

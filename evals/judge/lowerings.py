@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.evals.judge.corpus import interpreted
 from coda_agent.evals.judge.edits import other_axis
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.program import Program
@@ -25,13 +24,9 @@ from coda_agent.primitives.resources import (
 )
 
 if TYPE_CHECKING:
+    from coda_agent.agent.judge.numerics import Runner
     from coda_agent.primitives.tiles import TileConfig
     from coda_agent.specs import Spec
-
-    # As the judge's own: (spec, program, inputs, config, dtypes) to final outputs.
-    Runner = Callable[
-        [Spec, Program, Mapping[str, Any], TileConfig, Mapping[str, Any]], dict[str, Any]
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Launch:
 
     Attributes:
         run: The right lowering; what it is called with follows.
-        site: What the fault is at.
+        site: The input or output that the fault is at.
         kept: What former calls of the same runner kept.
     """
 
@@ -58,51 +53,54 @@ class Launch:
         inputs = {**self.inputs, **changed}
         return self.run(self.spec, self.program, inputs, self.config, self.dtypes)
 
-    def with_a(self, a: Any) -> dict[str, Any]:
-        return self.outputs(**{self.spec.gemm[0]: a})
+    def interpreted(self, inputs: Mapping[str, Any], *, raw: bool = False) -> dict[str, Any]:
+        """The interpreter's outputs, or raw partials."""
+        from coda_agent.agent.judge.numerics import run_interpreter
+
+        return run_interpreter(self.spec, self.program, inputs, self.config, self.dtypes, raw=raw)
 
     @property
-    def a(self) -> Any:
-        return self.inputs[self.spec.gemm[0]]
-
-    @property
-    def b(self) -> Any:
-        return self.inputs[self.spec.gemm[1]]
-
-    def interpreted(self, **options: Any) -> dict[str, Any]:
-        """The interpreter's outputs, in the blocks of the configuration."""
-        blocks = {"block": self.config.tile_n, "row_block": self.config.tile_m}
-        return interpreted(
-            self.spec, self.program, self.inputs, dtypes=self.dtypes, **blocks, **options
-        )
+    def gemm(self) -> tuple[Any, Any]:
+        """A (M, K) and B (N, K)."""
+        a, b = (self.inputs[name] for name in self.spec.gemm)
+        return a, b
 
 
 Broken = Callable[[Launch], dict[str, Any]]
 
 
-def _skip(call: Launch, first: int) -> dict[str, Any]:
-    """Columns of A from `first` on do not enter."""
-    a = call.a.clone()
-    a[:, first:] = 0
-    return call.with_a(a)
+def _read(change: Callable[[Any], Any]) -> Broken:
+    """An input is read as another tensor."""
+    return lambda call: call.outputs(**{call.site: change(call.inputs[call.site])})
+
+
+def _first(a: Any, columns: int) -> Any:
+    """Columns of A from this one on do not enter."""
+    a = a.clone()
+    a[:, columns:] = 0
+    return a
+
+
+def _restrided(a: Any, start: int, steps: tuple[int, ...]) -> Any:
+    end = start + sum((n - 1) * s for n, s in zip(a.shape, steps, strict=True)) + 1
+    fits = end * a.element_size() <= a.untyped_storage().nbytes()
+    return a.as_strided(a.shape, steps, start if fits else 0)
+
+
+def _next_element(vector: Any) -> Any:
+    read = vector.roll(-1, 0)
+    read[-1] = 0  # past the end
+    return read
 
 
 def _rounded(call: Launch) -> dict[str, Any]:
     """The product is rounded to 16 bits: in place of A, with a unit matrix in place of B."""
     import torch
 
-    product = call.a.float() @ call.b.float().mT
-    eye = torch.eye(len(call.b), dtype=torch.bfloat16, device=product.device)
-    return call.interpreted(a=product.to(torch.bfloat16), b=eye)
-
-
-def _restrided(call: Launch, *, offset: bool) -> dict[str, Any]:
-    """A is read with its storage offset, or else its strides, forgotten."""
-    a = call.a
-    start, steps = (0, a.stride()) if offset else (a.storage_offset(), (a.shape[1], 1))
-    end = start + sum((n - 1) * s for n, s in zip(a.shape, steps, strict=True)) + 1
-    fits = end * a.element_size() <= a.untyped_storage().nbytes()
-    return call.with_a(a.as_strided(a.shape, steps, start if fits else 0))
+    (a, b), names = call.gemm, call.spec.gemm
+    product = (a.float() @ b.float().mT).to(torch.bfloat16)
+    eye = torch.eye(len(b), dtype=torch.bfloat16, device=product.device)
+    return call.interpreted({**call.inputs, names[0]: product, names[1]: eye})
 
 
 def _writes(call: Launch) -> dict[str, Any]:
@@ -147,7 +145,7 @@ def _store(change: Callable[[Any, int, int], Any]) -> Broken:
     def broken(call: Launch) -> dict[str, Any]:
         outputs = call.outputs()
         out = outputs[call.site].clone()
-        width = call.config.tile_n * out.shape[1] // len(call.b)
+        width = call.config.tile_n * out.shape[1] // len(call.gemm[1])
         return {**outputs, call.site: change(out, call.config.tile_m, max(width, 2))}
 
     return broken
@@ -210,12 +208,11 @@ def _no_nan(out: Any, *_: int) -> Any:
 
 def _lost_partial(call: Launch) -> dict[str, Any]:
     """The last block of a reduction never enters."""
-    program, config, kind = call.program, call.config, call.program.outputs[call.site]
+    program, kind = call.program, call.program.outputs[call.site]
     assert issubclass(kind, Reduction)
-    raw = call.interpreted(raw=True)[call.site]
-    extent, folded = (
-        (config.tile_m, len(call.a)) if kind.over_rows else (config.tile_n, len(call.b))
-    )
+    raw = call.interpreted(call.inputs, raw=True)[call.site]
+    extent = call.config.tile_m if kind.over_rows else call.config.tile_n
+    folded = len(call.gemm[not kind.over_rows])
     if program.graph.nodes[program.graph.outputs[call.site]].shape is Shape.HALF:
         extent, folded = extent // 2, folded // 2
     kept = raw[:, : max(raw.shape[1] - 1, 1)]
@@ -223,7 +220,7 @@ def _lost_partial(call: Launch) -> dict[str, Any]:
 
 
 def _padded_divisor(call: Launch) -> dict[str, Any]:
-    outputs, n = call.outputs(), len(call.b)
+    outputs, n = call.outputs(), len(call.gemm[1])
     padded = -(-n // call.config.tile_n) * call.config.tile_n
     return {**outputs, call.site: outputs[call.site] * (n / padded)}
 
@@ -232,17 +229,11 @@ def _other_axis(call: Launch) -> dict[str, Any]:
     import torch
 
     vector, by_row = call.inputs[call.site], call.program.operands[call.site] is ColVector
-    length = len(call.b if by_row else call.a)
+    length = len(call.gemm[by_row])
     read = vector[torch.arange(length, device=vector.device) % len(vector)]
     turned = other_axis(call.program, call.site).apply(call.program)
     assert turned is not None  # as `sites` found
     return dataclasses.replace(call, program=turned).outputs(**{call.site: read})
-
-
-def _next_element(call: Launch) -> dict[str, Any]:
-    read = call.inputs[call.site].roll(-1, 0)
-    read[-1] = 0  # past the end
-    return call.outputs(**{call.site: read})
 
 
 class Lowering(NamedTuple):
@@ -269,12 +260,14 @@ _ROUNDED = ("early_rounding", "rounded_statistics")
 
 LOWERINGS: dict[str, Lowering] = {
     "skip the K tail": Lowering(
-        ("k_tail",), lambda call: _skip(call, (call.a.shape[1] - 1) // 64 * 64 or call.a.shape[1])
+        ("k_tail",), _read(lambda a: _first(a, (a.shape[1] - 1) // 64 * 64 or a.shape[1]))
     ),
-    "lose half of K": Lowering(("k_tail",), lambda call: _skip(call, call.a.shape[1] // 2)),
+    "lose half of K": Lowering(("k_tail",), _read(lambda a: _first(a, a.shape[1] // 2))),
     "round the product": Lowering(_ROUNDED, _rounded),
-    "ignore strides": Lowering((), lambda call: _restrided(call, offset=False)),
-    "ignore the offset": Lowering((), lambda call: _restrided(call, offset=True)),
+    "ignore strides": Lowering(
+        (), _read(lambda a: _restrided(a, a.storage_offset(), (a.shape[1], 1)))
+    ),
+    "ignore the offset": Lowering((), _read(lambda a: _restrided(a, 0, a.stride()))),
     "write an input": Lowering((), _writes),
     "memo by address": Lowering((), _memo(lambda x: (x.data_ptr(), x.shape))),
     "memo by shape": Lowering((), _memo(lambda x: x.shape)),
@@ -297,11 +290,9 @@ LOWERINGS: dict[str, Lowering] = {
     "lose a partial": Lowering(_STATISTIC, _lost_partial, (Reduction,)),
     "divide by the padded width": Lowering(_STATISTIC, _padded_divisor, (RowMean,)),
     "read along the other axis": Lowering(("wrong_broadcast",), _other_axis, operands=_VECTORS),
-    "read the next element": Lowering(("shifted_pair",), _next_element, operands=_VECTORS),
+    "read the next element": Lowering(("shifted_pair",), _read(_next_element), operands=_VECTORS),
     "gather the next column": Lowering(
-        ("shifted_pair", "wrong_statistics"),
-        lambda call: call.outputs(**{call.site: call.inputs[call.site] + 1}),
-        operands=(ColIndex,),
+        ("shifted_pair", "wrong_statistics"), _read(lambda y: y + 1), operands=(ColIndex,)
     ),
 }
 

@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from coda_agent.evals.judge.corpus import Right
+from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.edits import faulty
 from coda_agent.evals.judge.lowerings import LOWERINGS, Launch, sites
 from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
-    from coda_agent.evals.judge.lowerings import Runner
+    from coda_agent.agent.judge.numerics import Runner
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Mutant:
         lowered: Whether the lowering is at fault.
     """
 
-    right: Right
+    right: Subject
     operator: str
     site: str
     faults: tuple[str, ...]
@@ -50,9 +50,9 @@ class Mutant:
         return f"{self.right.spec.name}: {self.operator}, {self.site}"
 
     @property
-    def programs(self) -> dict[str, Program]:
-        """The programs of its spec, with the mutant in its place."""
-        return {**self.right.programs, self.right.variant: self.program}
+    def wrong(self) -> Subject:
+        """The program with it."""
+        return self.right.with_program(self.program)
 
     def runner(self, run: Runner) -> Runner:
         """`run` with the mutant's fault, and fresh state where the fault has any."""
@@ -62,7 +62,7 @@ class Mutant:
         return lambda *call: broken(Launch(run, *call, site=self.site, kept=kept))
 
 
-def mutants(right: Right, *, seed: int) -> list[Mutant]:
+def mutants(right: Subject, *, seed: int) -> list[Mutant]:
     """Mutants of one program: one site an operator, chosen by the seed. Every operator on programs
     that applies, and every second one on lowerings."""
     spec, program = right.spec, right.program
@@ -80,7 +80,7 @@ def mutants(right: Right, *, seed: int) -> list[Mutant]:
     return [rng.choice(found) for found in made.values()]
 
 
-def suite(found: Iterable[Right], *, seed: int, count: int | None = None) -> list[Mutant]:
+def suite(found: Iterable[Subject], *, seed: int, count: int | None = None) -> list[Mutant]:
     """The mutants of the programs; with `count`, so many of them, operators in turn."""
     every = [m for right in found for m in mutants(right, seed=seed)]
     if count is None:

@@ -1,4 +1,7 @@
-"""docs/judge.md: the judge's records as a page, section by section."""
+"""docs/judge.md: the judge's records as a page, section by section.
+
+The words are in `templates/judge.md.j2`; here are the figures that they are filled with.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,15 @@ import statistics
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coda_agent.evals.pages import machine, table
+from coda_agent.evals.pages import machine, render
 
 Record = Mapping[str, Any]
 
 _TAIL = "a GPU's own sigmoid is made of a tanh, and errs as much in its left tail"
 EXPLAINED = {
-    "folded_norm: change a constant, 1e-05": "a twentieth of this epsilon moves the result by less "
-    "than float32 arithmetic may",
     "gemm_fp8_swiglu: by hand, a sigmoid by subtraction from 1, which loses the left tail": _TAIL,
     "gemm_rmsnorm_swiglu: by hand, a sigmoid by tanh, which loses the left tail": _TAIL,
 }
@@ -31,25 +31,43 @@ def write_page(root: Path) -> Path:
         "# How strong the judge is\n\nWritten by `coda-agent score-judge` from "
         "`evals/results/judge-*.json`; do not edit."
     ]
-    for name, section in _SECTIONS.items():
+    for name, sections in _SECTIONS.items():
         for path in sorted((root / "evals" / "results").glob(f"judge-{name}-*.json")):
             record = json.loads(path.read_text("utf-8"))
-            parts.append(section(path.stem.removeprefix(f"judge-{name}-"), record))
+            device = path.stem.removeprefix(f"judge-{name}-")
+            parts += [text(section, device, record) for section in sections]
     catalogue = root / "tests" / "exploits" / "catalogue.toml"
     if catalogue.is_file():
-        parts.append(_exploits(tomllib.loads(catalogue.read_text("utf-8"))))
+        parts.append(text("exploits", "", tomllib.loads(catalogue.read_text("utf-8"))))
     page = root / "docs" / "judge.md"
     page.parent.mkdir(exist_ok=True)
-    page.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return page
 
 
-def _when(record: Record) -> str:
-    return f"{record['date']}, {machine(record['machine'])}"
+def text(section: str, device: str, record: Record) -> str:
+    """One section of the page, of `FIGURES`, about a record."""
+    when = f"{record['date']}, {machine(record['machine'])}" if "date" in record else ""
+    figures = FIGURES[section](record)
+    values = {"section": section, "device": device, "record": record, "when": when}
+    return render("judge.md", **values, **figures).strip()
 
 
-def mutants_text(device: str, record: Record) -> str:
-    """The section on mutants."""
+def _fates(record: Record) -> dict[str, Any]:
+    """What became of mutants: how many the judge killed, and the names of those that lived."""
+    total = Counter(c["layer"] for c in record["cells"].values())
+    killed = total["signature"] + total["numerics"]
+    judged = killed + total["survived"]
+    survivors = [
+        f"{name}: {EXPLAINED.get(name, 'not explained')}"
+        for name, c in record["cells"].items()
+        if c["layer"] == "survived"
+    ]
+    counts = {"killed": killed, "judged": judged, "equivalent": total["equivalent"]}
+    return {"fates": {**counts, "share": f"{killed / max(judged, 1):.1%}", "survivors": survivors}}
+
+
+def _mutants(record: Record) -> dict[str, Any]:
     cells = record["cells"].values()
     layers = ("signature", "numerics", "survived", "equivalent")
     rows = [["fault", "made in", *layers]]
@@ -59,75 +77,18 @@ def mutants_text(device: str, record: Record) -> str:
         rows.append([operator, made, *(str(found[x] or "") for x in layers)])
     total = Counter(c["layer"] for c in cells)
     rows.append(["**all**", "", *(f"**{total[x]}**" for x in layers)])
-    return f"""## Mutants, {device}
-
-{_killed(record)}
-A mutant in the program is an edit of its graph; one in
-the lowering runs the right program as a broken kernel would. Seed {record["seed"]},
-{_when(record)}.
-
-{table(rows)}"""
+    return {**_fates(record), "faults": rows}
 
 
-def _killed(record: Record) -> str:
-    total = Counter(c["layer"] for c in record["cells"].values())
-    killed = total["signature"] + total["numerics"]
-    judged = killed + total["survived"]
-    survivors = [
-        f"{name}: {EXPLAINED.get(name, 'not explained')}"
-        for name, c in record["cells"].items()
-        if c["layer"] == "survived"
-    ]
-    return (
-        f"{killed} of {judged} mutants killed, {killed / max(judged, 1):.1%}; survivors: "
-        f"{'; '.join(survivors) or 'none'}.\n{total['equivalent']} more are their original but for "
-        "less than a sixteenth of a rounding, and do not count."
-    )
-
-
-def diagnosis_text(device: str, record: Record) -> str:
-    """The section on diagnoses of the mutants that numerics killed."""
-    return f"""## Diagnosis, {device}
-
-The fault that is named is the one that was made for {_named(record)}
-of the mutants above that numerics killed by a wrong value. The judge's hypotheses were tuned on
-mutants of the same kernels. Some faults look alike from outside, such as a scalar left out and a
-constant factor; then either name is right, and counts as the first.
-
-{_by_fault(record)}"""
-
-
-def held_out_text(device: str, record: Record) -> str:
-    """The section on diagnoses of programs that nothing was tuned on."""
-    programs = len({name.partition(":")[0] for name in record["cells"]})
-    return f"""## Diagnosis, held out, {device}
-
-The same for mutants of the {programs} programs of the demonstrations, on which nothing of the judge
-was tuned: {_named(record)}.
-{_killed(record)} Seed {record["seed"]},
-{_when(record)}.
-
-{_by_fault(record)}"""
-
-
-def _pairs(record: Record) -> list[tuple[str, str]]:
-    """The fault that was made and the one that was named, of each mutant that got a name; one that
-    is also right counts as the best one."""
-    cells = [c for c in record["cells"].values() if "fault" in c]
-    return [
+def _diagnosis(record: Record) -> dict[str, Any]:
+    """How often the fault that was named is the one that was made; a name that is right too counts
+    as the best one."""
+    pairs = [
         (c["expected"][0], c["expected"][0] if c["fault"] in c["expected"] else c["fault"])
-        for c in cells
+        for c in record["cells"].values()
+        if "fault" in c
     ]
-
-
-def _named(record: Record) -> str:
-    pairs = _pairs(record)
     right = sum(made == said for made, said in pairs)
-    return f"{right} of {len(pairs)}, {right / max(len(pairs), 1):.1%}"
-
-
-def _by_fault(record: Record) -> str:
-    pairs = _pairs(record)
     rows = [["fault", "mutants", "recall", "precision", "else called"]]
     for fault in sorted({fault for pair in pairs for fault in pair}):
         said = Counter(said for made, said in pairs if made == fault)
@@ -138,44 +99,27 @@ def _by_fault(record: Record) -> str:
             f"{hits / called:.2f}" if called else "",
             ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in said.most_common()),
         ])  # fmt: skip
-    return table(rows)
+    named = f"{right} of {len(pairs)}, {right / max(len(pairs), 1):.1%}"
+    return {"named": named, "names": rows}
 
 
-_SETS = {
-    "found": "Programs that once passed this judge, and their like: what differs shows on unusual "
-    "values alone, or is less than a rounding to 16 bits",
-    "blind": "Programs written from the specs alone, by somebody who did not know the judge",
-}
+def _held_out(record: Record) -> dict[str, Any]:
+    programs = len({name.partition(":")[0] for name in record["cells"]})
+    return {**_fates(record), **_diagnosis(record), "programs": programs}
 
 
-def by_hand_text(name: str, device: str, record: Record) -> str:
-    """The section on one set of wrong programs that people wrote."""
-    return f"""## Wrong programs written by hand, {name}, {device}
-
-{_SETS[name]}. {_killed(record)} Seed {record["seed"]},
-{_when(record)}."""
-
-
-def corpus_text(device: str, record: Record) -> str:
-    """The section on right programs."""
+def _corpus(record: Record) -> dict[str, Any]:
     cells = record["cells"]
     programs = {name.rpartition(" #")[0] for name in cells}
-    shown = sum(p.startswith("demonstration") for p in programs)
-    rewrites = sum(": " in p for p in programs)
-    refused = [f"- {name}: {c['refused'][0]}" for name, c in cells.items() if c["refused"]]
-    return f"""## Right programs, {device}
-
-{len(refused)} refusals in {len(cells)} trials, each with fresh seeds, of {len(programs)} right
-programs: {len(programs) - shown - rewrites} accepted ones, {rewrites} rewrites of them (factors
-regrouped, sigmoid by exp or tanh, pairs taken of each factor, …) and {shown} demonstrations. Left
-out, since a spec cannot draw their inputs: {", ".join(record["left_out"]) or "none"}.
-{_when(record)}.
-
-{chr(10).join(refused)}"""
+    return {
+        "programs": len(programs),
+        "shown": sum(p.startswith("demonstration") for p in programs),
+        "rewrites": sum(": " in p for p in programs),
+        "refused": [f"{name}: {c['refused'][0]}" for name, c in cells.items() if c["refused"]],
+    }
 
 
-def latency_text(device: str, record: Record) -> str:
-    """The section on the time of a verdict."""
+def _latency(record: Record) -> dict[str, Any]:
     cells = {name: cell["seconds"] for name, cell in record["cells"].items()}
     gates = [gate for gate in next(iter(cells.values()))[0] if gate != "whole"]
     rows = [["kernel", "median, s", "least", "most", *gates]]
@@ -185,43 +129,30 @@ def latency_text(device: str, record: Record) -> str:
         shown += [statistics.median(v[gate] for v in verdicts) for gate in gates]
         rows.append([name, *(f"{seconds:.2f}" for seconds in shown)])
     every = [v["whole"] for verdicts in cells.values() for v in verdicts]
-    return f"""## Time of a verdict, {device}
-
-{"All gates" if device == "cuda" else "Static, compile for sm_90a and numerics"},
-one element type, from warm workers and an empty cache: median
-{statistics.median(every):.2f} s, from {min(every):.2f} to {max(every):.2f} s,
-on {record["machine"]["cores"]} cores whose load (over 1, 5 and 15 minutes) was
-{", ".join(map(str, record["load"]))} at the start. Under a gate's name, its median.
-{_when(record)}.
-
-{table(rows)}"""
+    figures = {"median": statistics.median(every), "least": min(every), "most": max(every)}
+    return {**figures, "kernels": rows}
 
 
-def timing_text(device: str, record: Record) -> str:
-    """The section on a kernel timed against itself."""
-    return f"""## A kernel against itself, {device}
-
-`{record["kernel"]}` and cuBLAS's product were called different from themselves in
-{record["different"]} of {record["compared"]} comparisons.
-{_when(record)}."""
+def _exploits(catalogue: Record) -> dict[str, Any]:
+    keys = ["row", "name", "status", "layer", "reason"]
+    rows = [[str(e.get(key, "")) for key in keys] for e in catalogue["row"]]
+    return {"exploits": [["row", "exploit", *keys[2:]], *rows]}
 
 
-def _exploits(catalogue: Mapping[str, Any]) -> str:
-    keys = ["row", "exploit", "status", "layer", "reason"]
-    rows = [[str(e.get(k, "")) for k in ("row", "name", *keys[2:])] for e in catalogue["row"]]
-    return f"""## Exploits
-
-Known ways to fool a kernel judge. Those that can be tried on this one are run by `tests/exploits`.
-
-{table([keys, *rows])}"""
-
-
+FIGURES = {
+    "mutants": _mutants,
+    "diagnosis": _diagnosis,
+    "held-out": _held_out,
+    "by-hand-found": _fates,
+    "by-hand-blind": _fates,
+    "corpus": _corpus,
+    "latency": _latency,
+    "timing": lambda record: {},
+    "exploits": _exploits,
+}
+"""Of each section, its figures."""
+# Which sections a record has, by its name, in the order of the page.
 _SECTIONS = {
-    "mutants": lambda device, r: f"{mutants_text(device, r)}\n\n{diagnosis_text(device, r)}",
-    "held-out": held_out_text,
-    "by-hand-found": partial(by_hand_text, "found"),
-    "by-hand-blind": partial(by_hand_text, "blind"),
-    "corpus": corpus_text,
-    "latency": latency_text,
-    "timing": timing_text,
+    "mutants": ("mutants", "diagnosis"),
+    **{name: (name,) for name in FIGURES if name not in ("mutants", "diagnosis", "exploits")},
 }

@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.evals.judge.corpus import Right
+from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
 from coda_agent.evals.pages import today, write_record
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 if TYPE_CHECKING:
+    from coda_agent.agent.judge.numerics import Runner
     from coda_agent.agent.judge.records import Finding
-    from coda_agent.evals.judge.lowerings import Runner
-    from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
 
 Say = Callable[[int, int, str], None]
@@ -50,43 +49,40 @@ class Judge:
         self.run: Runner = run_kernel if device == "cuda" else run_interpreter
         self._cases: dict[Any, Iterable[Any]] = {}
 
-    def signature(self, spec: Spec, programs: Mapping[str, Program]) -> list[str]:
-        """Faults of programs against a spec's declarations."""
+    def signature(self, subject: Subject) -> list[str]:
+        """Faults of a spec's programs against its declarations."""
         from coda_agent.agent.judge.compile_gate import check_signature
 
-        return [f.message for f in check_signature(spec, dict(programs))]
+        return [f.message for f in check_signature(subject.spec, {**subject.programs})]
 
-    def numerics(
-        self, spec: Spec, programs: Mapping[str, Program], variant: str, run: Runner, seed: int
-    ) -> Finding | None:
-        """The first fault of a variant, run by `run`. The cases of a spec and seed, most of the
+    def numerics(self, subject: Subject, run: Runner, seed: int) -> Finding | None:
+        """The first fault of a program, run by `run`. The cases of a spec and seed, most of the
         gate's time, are kept for the next program."""
         from coda_agent.agent.judge.meaning import meaning_fault
         from coda_agent.agent.judge.numerics import Trial
         from coda_agent.agent.judge.oracle import make_cases
 
-        element = _element(spec)
-        binding = next(b for b in spec.bindings() if spec.variant(b) == variant)
-        if fault := meaning_fault(spec, programs[variant], binding, seed):
+        spec, program, binding = subject.spec, subject.program, subject.binding
+        if fault := meaning_fault(spec, program, binding, seed):
             return fault
-        key = spec.digest, variant, seed
+        element, config = _element(spec), DEFAULT_CONFIGS["sm_90a"]
+        key = spec.digest, subject.variant, seed
         if key not in self._cases:
             self._cases = {key: make_cases(spec, binding, element, self.device, seed)}
         cases, self._cases[key] = itertools.tee(self._cases[key])
-        config = DEFAULT_CONFIGS["sm_90a"]
-        trial = Trial(spec, programs[variant], binding, element, config, run, seed)
+        trial = Trial(spec, program, binding, element, config, run, seed)
         return trial.check(cases, {"ratio": 0.0, "element": 0.0}, full=True)
 
-    def compile(self, found: Iterable[tuple[Spec, Program]]) -> None:
+    def compile(self, subjects: Iterable[Subject]) -> None:
         """Compile programs for this device in the pool, all cores at once; here they would be
         compiled one by one."""
         from coda_agent.agent.execution.pool import warm_pool
         from coda_agent.agent.judge.compile_gate import job
 
         if self.device == "cuda":
-            different = {program.digest: (spec, program) for spec, program in found}
+            different = {s.program.digest: s for s in subjects}.values()
             config = DEFAULT_CONFIGS["sm_90a"]
-            jobs = [job(p, config, "sm_90a", s, _element(s)) for s, p in different.values()]
+            jobs = [job(s.program, config, "sm_90a", s.spec, _element(s.spec)) for s in different]
             warm_pool().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
 
 
@@ -96,14 +92,11 @@ def _element(spec: Spec) -> str:
 
 def trial(judge: Judge, mutant: Mutant, *, seed: int) -> dict[str, Any]:
     """What became of a mutant: its layer is "signature", "numerics", "survived" or "equivalent"."""
-    right = mutant.right
     cell: dict[str, Any] = {"operator": mutant.operator, "lowered": mutant.lowered}
     # A demonstration's spec has the inputs of its other programs too: no fault of a mutant.
-    known = set(judge.signature(right.spec, right.programs))
-    if set(judge.signature(right.spec, mutant.programs)) - known:
+    if set(judge.signature(mutant.wrong)) - set(judge.signature(mutant.right)):
         return {**cell, "layer": "signature"}
-    runner = mutant.runner(judge.run)
-    found = judge.numerics(right.spec, mutant.programs, right.variant, runner, seed)
+    found = judge.numerics(mutant.wrong, mutant.runner(judge.run), seed)
     if found is None:
         return {**cell, "layer": "equivalent" if equivalent(mutant, judge.device) else "survived"}
     cell["layer"] = "numerics"
@@ -115,26 +108,26 @@ def trial(judge: Judge, mutant: Mutant, *, seed: int) -> dict[str, Any]:
 
 def score_mutants(judge: Judge, name: str, chosen: list[Mutant], *, seed: int) -> dict[str, Any]:
     """Judge mutants; the record, judge-<name>-<device>.json."""
-    judge.compile((m.right.spec, p) for m in chosen for p in (m.right.program, m.program))
+    judge.compile(subject for m in chosen for subject in (m.right, m.wrong))
     jobs = {m.name: lambda m=m: trial(judge, m, seed=seed) for m in chosen}
     return recorded(judge, name, {"seed": seed}, jobs)
 
 
 def score_corpus(
-    judge: Judge, corpus: list[Right], left_out: list[str], *, repeat: int
+    judge: Judge, corpus: list[Subject], left_out: list[str], *, repeat: int
 ) -> dict[str, Any]:
     """Judge right programs, each with several fresh seeds; the record, judge-corpus-<device>.json.
 
     Programs of one spec follow each other with equal seeds: they share their cases.
     """
 
-    def one(right: Right, seed: int) -> dict[str, Any]:
-        fault = judge.numerics(right.spec, right.programs, right.variant, judge.run, seed)
+    def one(right: Subject, seed: int) -> dict[str, Any]:
+        fault = judge.numerics(right, judge.run, seed)
         shown = right.name.startswith("demonstration")
-        said = [] if shown else judge.signature(right.spec, right.programs)
+        said = [] if shown else judge.signature(right)
         return {"seed": seed, "refused": [*said, *([fault.message] if fault else [])]}
 
-    judge.compile((right.spec, right.program) for right in corpus)
+    judge.compile(corpus)
     seeds = [random.SystemRandom().getrandbits(32) for _ in range(repeat)]
     jobs = {
         f"{right.name} #{i + 1}": lambda right=right, seed=seed: one(right, seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coda_agent.evals.judge import by_hand, corpus, scores
-from coda_agent.evals.judge.corpus import Right
+from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[str, tuple[Right, str]]:
+def kernels() -> dict[str, tuple[Subject, str]]:
     files = sorted((ROOT / "generated").glob("*/kernel.py"))
     rights = (corpus.kernels([load_kernel(file.parent)])[0] for file in files)
     return {r.spec.name: (r, file.read_text()) for r, file in zip(rights, files, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def sets(kernels: dict[str, tuple[Right, str]]) -> dict[str, list[Mutant]]:
+def sets(kernels: dict[str, tuple[Subject, str]]) -> dict[str, list[Mutant]]:
     return {name: by_hand.written(name, kernels) for name in by_hand.SETS}
 
 
@@ -43,7 +43,7 @@ def test_a_sample_of_them_is_refused(sets: dict[str, list[Mutant]]) -> None:
     assert {n: x for n, x in layers.items() if x not in ("signature", "numerics")} == {}
 
 
-def test_an_entry_that_fits_no_kernel_is_named(kernels: dict[str, tuple[Right, str]]) -> None:
+def test_an_entry_that_fits_no_kernel_is_named(kernels: dict[str, tuple[Subject, str]]) -> None:
     kernels = {**kernels, "gemm_rope": (kernels["gemm_rope"][0], "")}
     with pytest.raises(CodaError, match="the program of 'gemm_rope' does not hold 'pairs"):
         by_hand.written("found", kernels)

@@ -13,7 +13,7 @@ import torch
 from coda_agent.agent.judge.meaning import replayed
 from coda_agent.demos import demos
 from coda_agent.evals.judge import corpus, report, scores
-from coda_agent.evals.judge.corpus import Right
+from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.edits import REWRITES, Edit, faulty
 from coda_agent.evals.judge.mutants import Mutant, equivalent, mutants, suite
 from coda_agent.generated.kernel import load_kernel
@@ -26,24 +26,24 @@ JUDGE = scores.Judge(ROOT, "cpu")
 
 
 @pytest.fixture(scope="module")
-def variants() -> list[Right]:
+def variants() -> list[Subject]:
     folders = sorted((ROOT / "generated").glob("*/evidence.json"))
     return corpus.kernels(load_kernel(file.parent) for file in folders)
 
 
 @pytest.fixture(scope="module")
-def kernels(variants: list[Right]) -> list[Right]:
-    return [right for right in variants if right.variant == right.spec.variant()]
+def kernels(variants: list[Subject]) -> list[Subject]:
+    return [right for right in variants if right.is_default]
 
 
 @pytest.fixture(scope="module")
-def demonstrated() -> dict[str, Right]:
+def demonstrated() -> dict[str, Subject]:
     right, left_out = corpus.demonstrations(demos())
     assert left_out == ["rope_by_head"]  # it needs a table
     return {r.name.removeprefix("demonstration "): r for r in right}
 
 
-def test_the_suite_is_large_and_follows_from_its_seed(kernels: list[Right]) -> None:
+def test_the_suite_is_large_and_follows_from_its_seed(kernels: list[Subject]) -> None:
     found = suite(kernels, seed=SEED)
     assert len(found) >= 250
     assert len({m.right.spec.name for m in found}) == len(kernels) >= 18
@@ -53,14 +53,14 @@ def test_the_suite_is_large_and_follows_from_its_seed(kernels: list[Right]) -> N
     assert min(Counter(m.lowered for m in found).values()) >= 100
 
 
-def test_a_sample_takes_every_fault_once_before_any_twice(kernels: list[Right]) -> None:
+def test_a_sample_takes_every_fault_once_before_any_twice(kernels: list[Subject]) -> None:
     everything = {m.operator for m in suite(kernels, seed=SEED)}
     sample = suite(kernels, seed=SEED, count=len(everything))
     assert {m.operator for m in sample} == everything
 
 
 def test_a_stratified_sample_is_killed_and_mostly_diagnosed(
-    kernels: list[Right], demonstrated: dict[str, Right]
+    kernels: list[Subject], demonstrated: dict[str, Subject]
 ) -> None:
     small = [r for r in kernels if r.spec.name == "gemm_rmsnorm_swiglu"]
     small += [demonstrated["gelu_backward"], demonstrated["gated_statistics"]]
@@ -72,7 +72,7 @@ def test_a_stratified_sample_is_killed_and_mostly_diagnosed(
     assert len(named) >= 10 and sum(named) >= 0.8 * len(named)
 
 
-def test_a_mutant_that_changes_nothing_is_found_equivalent(kernels: list[Right]) -> None:
+def test_a_mutant_that_changes_nothing_is_found_equivalent(kernels: list[Subject]) -> None:
     """Storing e4m3 saturates at 448, so a clamp at a larger number does the same."""
     (right,) = (r for r in kernels if r.spec.name == "gemm_fp8_swiglu_quantised")
     operators = {"change a constant": True, "swap a pair": False}
@@ -81,7 +81,7 @@ def test_a_mutant_that_changes_nothing_is_found_equivalent(kernels: list[Right])
 
 
 def test_what_is_below_a_sixteenth_of_a_rounding_is_equivalent(
-    demonstrated: dict[str, Right],
+    demonstrated: dict[str, Subject],
 ) -> None:
     right = demonstrated["bias_relu"]
     for factor, same in ((1 + 2.0**-14, True), (1 + 2.0**-10, False)):
@@ -93,7 +93,7 @@ def test_what_is_below_a_sixteenth_of_a_rounding_is_equivalent(
         assert equivalent(Mutant(right, "", "", (), program), "cpu") is same
 
 
-def test_operations_of_numbers_alone_are_numbers(demonstrated: dict[str, Right]) -> None:
+def test_operations_of_numbers_alone_are_numbers(demonstrated: dict[str, Subject]) -> None:
     """√(x² + 4) without x² is 2."""
     right = demonstrated["squareplus"]
     dropped = [
@@ -104,7 +104,7 @@ def test_operations_of_numbers_alone_are_numbers(demonstrated: dict[str, Right])
     assert any(2.0 in {n.value for n in p.graph.nodes if n.op == "const"} for p in dropped)
 
 
-def test_rewrites_equal_their_original_in_float64_and_faults_do_not(kernels: list[Right]) -> None:
+def test_rewrites_equal_their_original_in_float64_and_faults_do_not(kernels: list[Subject]) -> None:
     applied = set()
     for right in kernels:
         spec = right.spec
@@ -124,15 +124,15 @@ def test_rewrites_equal_their_original_in_float64_and_faults_do_not(kernels: lis
     assert applied == set(REWRITES) - {"quotients as products"}  # no accepted kernel divides
 
 
-def test_right_programs_are_not_refused(variants: list[Right], kernels: list[Right]) -> None:
+def test_right_programs_are_not_refused(variants: list[Subject], kernels: list[Subject]) -> None:
     right = {r.name: r for k in kernels for r in corpus.rewrites(k)}
     assert len(variants) + len(right) >= 60
     one = right["gemm_residual_partial_rmsnorm: factors distributed over sums"]
-    assert JUDGE.numerics(one.spec, one.programs, one.variant, JUDGE.run, SEED) is None
+    assert JUDGE.numerics(one, JUDGE.run, SEED) is None
 
 
 def test_elu_keeps_its_digits_near_0_whatever_exp_errs(
-    demonstrated: dict[str, Right], monkeypatch: pytest.MonkeyPatch
+    demonstrated: dict[str, Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the GPU exp errs by up to 2⁻²² of its result, upwards for some arguments, downwards for
     others."""
@@ -146,10 +146,10 @@ def test_elu_keeps_its_digits_near_0_whatever_exp_errs(
 
     monkeypatch.setitem(OPS, "exp", dataclasses.replace(OPS["exp"], torch=approximate))
     right = demonstrated["elu"]
-    assert JUDGE.numerics(right.spec, right.programs, right.variant, JUDGE.run, SEED) is None
+    assert JUDGE.numerics(right, JUDGE.run, SEED) is None
 
 
-def test_every_demonstration_has_a_spec(demonstrated: dict[str, Right]) -> None:
+def test_every_demonstration_has_a_spec(demonstrated: dict[str, Subject]) -> None:
     assert len(demonstrated) >= 30
     assert demonstrated["accumulate_gradient"].spec.updated() == {"dW": "dW_held"}
 
@@ -195,15 +195,15 @@ def test_the_page_counts_layers_survivors_and_names() -> None:
     }
     machine = {"device": "cpu", "packages": {"torch": "2.13.0"}}
     record = {"cells": cells, "seed": 1, "date": "2026-01-02", "machine": machine}
-    text = report.mutants_text("cpu", record)
+    text = report.text("mutants", "cpu", record)
     assert "Seed 1,\n2026-01-02, cpu, torch 2.13.0." in text
     assert "4 of 5 mutants killed, 80.0%; survivors: f: not explained." in text
-    said = report.diagnosis_text("cpu", record)
+    said = report.text("diagnosis", "cpu", record)
     assert "for 2 of 3, 66.7%" in said
     assert "| k tail | 2 | 0.50 | 1.00 | race 1 |" in said
     assert "| missing operand | 1 | 1.00 | 1.00 |  |" in said
-    held_out = report.held_out_text(
-        "cpu", {**record, "cells": {f"p: {k}": c for k, c in cells.items()}}
+    held_out = report.text(
+        "held-out", "cpu", {**record, "cells": {f"p: {k}": c for k, c in cells.items()}}
     )
     assert "the 1 programs" in held_out and "tuned: 2 of 3, 66.7%." in held_out
     assert "survivors: p: f: not explained." in held_out
