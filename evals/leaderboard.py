@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +21,7 @@ from markupsafe import Markup
 
 from coda_agent.evals import metrics, pages, svg
 from coda_agent.evals.records import Problem, TrialRecord, record_path
-
-Stale = Callable[[TrialRecord], list[str]]
-"""What decided a record and is another by now: of judge, toolchain and spec."""
+from coda_agent.evals.staleness import Stale
 
 _GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")
 _LOG = re.compile(r"logs/runs/([\w-]+)/events\.jsonl")

@@ -172,6 +172,15 @@ class Step(Spent):
     over_compile: float | None = None
     of_gemm: float | None = None
 
+    @classmethod
+    def of(cls, verdict: Judgement, spent: Spent, *, attempt: int, submitted: bool) -> Self | None:
+        """The step that a verdict is; None of one that shows nothing."""
+        if not verdict.passed or verdict.level is None:
+            return None
+        means = {figure: verdict.mean(figure) for figure in FIGURES}
+        about = {"attempt": attempt, "submitted": submitted, "level": verdict.level}
+        return cls(**about, **means, **spent.model_dump())
+
 
 class Machine(_Model):
     """Where the judge worked."""

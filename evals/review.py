@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.evals import pages, svg
+from coda_agent.evals import pages, staleness, svg
 from coda_agent.evals.pages import TIMED, Rows, label
 from coda_agent.specs import Spec
 
@@ -105,8 +105,7 @@ class Review:
     @property
     def stale(self) -> list[str]:
         """The digests that are not what they were when the kernel was judged."""
-        then = self.current.digests
-        return [key for key, digest in self.digests.items() if then.get(key) != digest]
+        return staleness.moved(self.current.digests, self.digests, self.digests)
 
     @property
     def age_s(self) -> float:

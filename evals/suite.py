@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.doctor import package_version
-from coda_agent.evals import contenders, libraries, suites
+from coda_agent.evals import contenders, definitions, libraries
 from coda_agent.evals.contenders import Absent, Case, Run, error, make_case
 from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -75,7 +75,7 @@ def load_suite(name: str) -> Suite:
     Raises:
         CodaError: there is no such suite, or nothing to measure in it.
     """
-    suite = suites.load(name)
+    suite = definitions.load(name)
     if suite.benchmark is None:
         raise CodaError(f"suite {name} has no [benchmark] table", hint="bench --suite paper has")
     data = {**suite.benchmark, "tiles": [TileConfig(*t) for t in suite.benchmark["tiles"]]}

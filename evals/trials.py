@@ -32,8 +32,9 @@ from coda_agent.agent import pipeline
 from coda_agent.agent.budget import Budget, gpu_seconds, tokens
 from coda_agent.agent.events import Event, Observer, read_events, take_secrets
 from coda_agent.agent.workspace import Workspace
+from coda_agent.evals import staleness
+from coda_agent.evals.definitions import Suite
 from coda_agent.evals.records import (
-    FIGURES,
     LEVELS,
     Judgement,
     Machine,
@@ -49,7 +50,6 @@ from coda_agent.evals.records import (
     write_definition,
     write_record,
 )
-from coda_agent.evals.suites import Suite
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -172,22 +172,11 @@ def plan(
                     about = (workspace, suite, spec, author, trial, device, without)
                     task = Task(*about, chosen if author.startswith("claude:") else None)
                     record = held.get(task.key)
-                    if record and _is_done(record, suite, specs[spec]):
+                    if record and not staleness.needs_trial(record, suite, specs[spec]):
                         done.append(record)
                     else:
                         tasks.append(task)
     return Plan(tasks, done)
-
-
-def _is_done(record: TrialRecord, suite: Suite, spec: "Spec") -> bool:
-    """Whether a record needs no other trial: not where the fault was ours, or, unless the suite
-    takes any judge, where the judge or the spec is another by now."""
-    from coda_agent.agent.judge.provenance import judge_digest
-
-    if not record.counts:
-        return False
-    judged = record.verdict.digests["judge"] if record.verdict else judge_digest()
-    return suite.judge == "any" or (judged == judge_digest() and record.spec.digest == spec.digest)
 
 
 def run(
@@ -425,14 +414,8 @@ class _Tally:
         if submitted:
             self.judged = data
         verdict = Judgement(**data["judgement"])
-        if not verdict.passed or verdict.level is None:
-            return
-        means = {figure: verdict.mean(figure) for figure in FIGURES}
-        step = Step(
-            attempt=self.attempts, submitted=submitted, level=verdict.level,
-            **means, **self.spent.model_dump(),
-        )  # fmt: skip
-        if not self.steps or _shown(step) > _shown(self.steps[-1]):
+        step = Step.of(verdict, self.spent, attempt=self.attempts, submitted=submitted)
+        if step and (not self.steps or _shown(step) > _shown(self.steps[-1])):
             self.steps.append(step)
 
     def outcome(self) -> tuple[Outcome, str]:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from coda_agent.agent.authors.claude import Options
     from coda_agent.agent.budget import Price
     from coda_agent.agent.pipeline import Device
+    from coda_agent.evals.definitions import Suite
     from coda_agent.evals.metrics import Groups, Interval
     from coda_agent.evals.records import TrialRecord
-    from coda_agent.evals.suites import Suite
 
 app = typer.Typer(help="Compare authors on a suite.", no_args_is_help=True)
 app.add_typer(leaderboard.app)
@@ -126,11 +126,11 @@ class _Session:
         silent: bool,
     ) -> None:
         from coda_agent.agent.workspace import find
-        from coda_agent.evals import suites
+        from coda_agent.evals import definitions
         from coda_agent.evals.records import TRIALS
 
         self.workspace = find()
-        self.suite = suites.load(suite, self.workspace.root / "evals" / "suites")
+        self.suite = definitions.load(suite, self.workspace.root / "evals" / "suites")
         self.device: Device = _device(self.suite, device)
         self.folder = (out or self.workspace.root / TRIALS) / self.suite.name
         self.authors = [_full_name(author) for author in dict.fromkeys(authors)]

@@ -114,12 +114,12 @@ def latency(
     device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 5, as_json: Json = False
 ) -> Reply:
     """Time whole verdicts from warm workers over the kernels of the paper."""
-    from coda_agent.evals import suites
+    from coda_agent.evals import definitions
     from coda_agent.evals.judge.scores import score_latency
     from coda_agent.specs import load_spec
 
     # The one with most programs first: it warms up as many workers as any needs.
-    names = _evenly(list(suites.load("paper").specs), count)
+    names = _evenly(list(definitions.load("paper").specs), count)
     names.sort(key=lambda name: -len(load_spec(find().kernel(name).spec).bindings()))
     with tempfile.TemporaryDirectory() as cache, _judge(device, as_json) as judge:
         os.environ["QUACK_CACHE_DIR"] = cache  # an empty one: nothing compiled before counts

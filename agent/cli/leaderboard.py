@@ -1,16 +1,10 @@
 """`coda-agent eval leaderboard`, `regrade` and `audit`: what the trial records say, renewing them,
-and what a person found out about one.
+and what a person found out about one."""
 
-- A record is stale once the judge, the toolchain or its spec is another. Its figures stay, marked.
-- Regrading judges the recorded program again, offline. What was timed needs a GPU to be renewed.
-"""
-
-import functools
 import gc
-import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,11 +12,6 @@ from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import Json
 from coda_agent.agent.workspace import Workspace, find
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.evals.leaderboard import Stale
-    from coda_agent.evals.records import TrialRecord
-    from coda_agent.evals.suites import Suite
 
 app = typer.Typer()
 
@@ -40,13 +29,15 @@ def leaderboard(
     as_json: Json = False,
 ) -> Reply:
     """Rank authors from their trial records."""
+    from coda_agent.evals import definitions, staleness
     from coda_agent.evals import leaderboard as pages
     from coda_agent.evals.records import read_records
 
     gc.disable()  # hundreds of thousands of objects and no garbage: it is a third of the time
     workspace, folder = _places(records)
     found = read_records(folder)
-    boards = pages.boards(found.records, staleness(workspace, suites(folder)))
+    stale = staleness.of_trials(workspace, definitions.beside(folder))
+    boards = pages.boards(found.records, stale)
     written: list[Path] = []
     if html:
         page = html if html.suffix == ".html" else html / "index.html"
@@ -70,31 +61,16 @@ def leaderboard(
 @reported
 def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
-    from coda_agent.agent.execution import usable_gpu
-    from coda_agent.evals.records import file_name, read_records, record_path, write_record
+    from coda_agent.evals import regrading
 
-    workspace, folder = _places(records)
-    known = suites(folder)
-    stale, gpu = staleness(workspace, known), usable_gpu("auto") is not None
-    said: list[dict[str, str]] = []
-    for record in read_records(folder).records:
-        if not (why := stale(record)):
-            continue
-        name = file_name(record.key)
-        try:
-            new, outcome = _regraded(workspace, known[record.suite.digest], record, gpu)
-        except CodaError as error:
-            new, outcome = None, "cannot be judged"
-            why = [" ".join(str(error).split())]
-        if new is not None:
-            place = record_path(folder, record)
-            write_record(place.parent if place else folder / record.suite.name, new)
-        said.append({"outcome": outcome, "record": name, "why": ", ".join(why)})
+    found: list[regrading.Regraded] = []
+    for one in regrading.regrade(*_places(records)):
+        found.append(one)
         if not as_json:
-            typer.echo("{outcome}: {record} ({why})".format(**said[-1]))
-    counts = Counter(one["outcome"] for one in said)
+            typer.echo(f"{one.outcome}: {one.record} ({one.why})")
+    counts = Counter(one.outcome for one in found)
     end = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    return Reply({"records": said}, end or "nothing is stale")
+    return Reply({"records": [one._asdict() for one in found]}, end or "nothing is stale")
 
 
 @app.command()
@@ -126,40 +102,6 @@ def audit(
     return Reply({"record": path, "audit": note.model_dump()}, f"{finding}: {path}")
 
 
-def suites(folder: Path) -> "dict[str, Suite]":
-    """The suites beside the records, by digest; what is damaged, `read_records` names."""
-    from coda_agent.evals.suites import Suite
-
-    found: dict[str, Suite] = {}
-    for path in folder.rglob("suite-*.json"):
-        try:
-            suite = Suite.model_validate({"title": "", **json.loads(path.read_text("utf-8"))})
-        except (OSError, ValueError):
-            continue
-        found[suite.digest] = suite
-    return found
-
-
-def staleness(workspace: Workspace, known: "dict[str, Suite]") -> "Stale":
-    """What says of a record which of judge, toolchain and spec is another today."""
-    from coda_agent.agent.judge.provenance import digests
-
-    @functools.cache
-    def today(suite: str, spec: str) -> dict[str, str]:
-        try:
-            return digests(known[suite].spec(workspace, spec), "")
-        except (CodaError, KeyError):
-            return {}
-
-    def stale(record: "TrialRecord") -> list[str]:
-        now = today(record.suite.digest, record.spec.name)
-        then = {**(record.verdict.digests if record.verdict else {}), "spec": record.spec.digest}
-        keys = ("judge", "toolchain", "spec")
-        return [key for key in keys if key in then and then[key] != now.get(key)]
-
-    return stale
-
-
 def _places(records: Path | None) -> tuple[Workspace, Path]:
     from coda_agent.evals.records import TRIALS
 
@@ -168,35 +110,3 @@ def _places(records: Path | None) -> tuple[Workspace, Path]:
     if not folder.is_dir():
         raise CodaError(f"no folder {folder}", hint="coda-agent eval run writes records")
     return workspace, folder
-
-
-def _regraded(
-    workspace: Workspace, suite: "Suite", record: "TrialRecord", gpu: bool
-) -> "tuple[TrialRecord | None, str]":
-    """The record by today's judge, or None where it stays; and what came of it."""
-    from coda_agent.agent.execution import executor
-    from coda_agent.agent.judge import judge_candidate
-    from coda_agent.evals.records import FIGURES, Judgement, Machine, SpecRef, Step, TrialRecord
-
-    if record.program is None:
-        return None, "without a program"
-    spec = suite.spec(workspace, record.spec.name)
-    device = "cuda" if record.machine.device == "cuda" and gpu else "cpu"
-    verdict = judge_candidate(spec, record.program, executor(), device=device)
-    if device != record.machine.device:
-        return None, f"kept ({verdict.level or 'refused'} here; no GPU to time it)"
-    judged = Judgement.of(verdict)
-    steps: list[Step] = []
-    if judged.passed and judged.level:
-        means = {figure: judged.mean(figure) for figure in FIGURES}
-        steps.append(Step(
-            attempt=max(record.attempts, 1), submitted=True, level=judged.level,
-            **means, **record.spent.model_dump(),
-        ))  # fmt: skip
-    renewed = record.model_copy(update={
-        "spec": SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
-        "verdict": judged, "outcome": judged.level if judged.passed else "refused",
-        "reason": judged.finding, "steps": tuple(steps), "machine": Machine.of(verdict),
-    })  # fmt: skip
-    # Through the validator: what is written must be readable.
-    return TrialRecord.model_validate(renewed.model_dump()), renewed.outcome

@@ -7,24 +7,23 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import doctor, workspace
+from coda_agent.agent import doctor, judge, workspace
 from coda_agent.agent.cli import app as everything
 from coda_agent.agent.cli.leaderboard import app
 from coda_agent.agent.judge import provenance
 from coda_agent.agent.judge.records import GateResult, Verdict
+from coda_agent.evals.definitions import Suite
 from coda_agent.evals.leaderboard import Board, boards
 from coda_agent.evals.records import (
     Audit,
@@ -43,7 +42,6 @@ from coda_agent.evals.records import (
     write_definition,
     write_record,
 )
-from coda_agent.evals.suites import Suite
 
 EVIL = "<script>alert('x')</script>"
 SPECS = ("gemm_swiglu", "gemm_rope", "gemm_rmsnorm", "gemm_bias_act",
@@ -327,9 +325,7 @@ def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
         about = {"device": "cpu", "packages": {"torch": "9.9"}, "sandbox": {"tier": "landlock"}}
         return Verdict(passed=passed, level=level, gates=gates, digests=digests, environment=about)
 
-    fake = ModuleType("judge")
-    fake.judge_candidate = judge_candidate  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "coda_agent.agent.judge", fake)
+    monkeypatch.setattr(judge, "judge_candidate", judge_candidate)
     return devices
 
 

@@ -21,7 +21,7 @@ from coda_agent.agent.events import Event, read_events
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
 from coda_agent.agent.workbench import TOOLS, State, Workbench
-from coda_agent.evals import metrics, records, suites, trials
+from coda_agent.evals import definitions, metrics, records, trials
 from coda_agent.evals.records import TrialRecord, read_records
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.specs import load_spec
@@ -83,8 +83,8 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspac
     return made
 
 
-def the_suite(where: workspace.Workspace) -> suites.Suite:
-    return suites.load("mine", where.root / "evals" / "suites")
+def the_suite(where: workspace.Workspace) -> definitions.Suite:
+    return definitions.load("mine", where.root / "evals" / "suites")
 
 
 def folder(where: workspace.Workspace) -> Path:
@@ -450,13 +450,13 @@ def test_workers_do_their_trials_in_processes_of_their_own(
 
 def test_replay_stands_for_the_recorded_runs_of_a_suites_specs() -> None:
     here = workspace.find(ROOT)
-    found = trials.authors_of("replay", suites.load("paper"), here)
+    found = trials.authors_of("replay", definitions.load("paper"), here)
     names = {p.parent.name for p in (ROOT / "logs" / "trajectories").glob("*/events.jsonl")}
     names = {name for name in names if not name.startswith("gemm_symlog")}  # not of the paper
     assert set(found) == {f"replay:{name}" for name in names}
     assert found["replay:gemm_rope-5f11"] == ["gemm_rope"]
     with pytest.raises(CodaError, match="unknown author 'me', expected composer, replay"):
-        trials.authors_of("me", suites.load("paper"), here)
+        trials.authors_of("me", definitions.load("paper"), here)
 
 
 @pytest.mark.parametrize("part", [*prompt.WITHHELD])

@@ -1,10 +1,11 @@
-"""Suites: what authors are tried on. One TOML file each; docs/evaluation.md is the format in words.
+"""Definitions of suites: what authors are tried on. docs/evaluation.md is the format in words.
 
-A suite is data, and its digest is of what decides one trial: specs, shapes, goal, GPU, budget. What
-only says how many there are, how they are summed up, or what `coda-agent bench --suite` measures is
-left out of it.
+A suite is a TOML file. Its digest is of what decides one trial: specs, shapes, goal, GPU, budget.
+What only says how many there are, how they are summed up, or what `coda-agent bench --suite`
+measures is left out of it.
 """
 
+import json
 import re
 import tomllib
 from functools import cached_property
@@ -167,6 +168,19 @@ def load(name: str, *folders: Path) -> Suite:
         raise CodaError(f"{path}: {_first(error)}") from None
     except (OSError, ValueError) as error:  # TOML's errors are ValueErrors, and so are Unicode's
         raise CodaError(f"{path}: {error}", hint="docs/evaluation.md has the format") from None
+
+
+def beside(folder: Path) -> dict[str, Suite]:
+    """The suites whose definitions are kept under a folder of records, by digest; what is damaged
+    is left out, and named by `read_records`."""
+    found: dict[str, Suite] = {}
+    for path in folder.rglob("suite-*.json"):
+        try:
+            suite = Suite.model_validate({"title": "", **json.loads(path.read_text("utf-8"))})
+        except (OSError, ValueError):
+            continue
+        found[suite.digest] = suite
+    return found
 
 
 def _first(error: ValidationError) -> str:

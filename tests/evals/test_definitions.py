@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from coda_agent.agent import workspace
-from coda_agent.agent.cli.leaderboard import suites as known
-from coda_agent.evals import suites
+from coda_agent.evals import definitions
 from coda_agent.evals.records import write_definition
 from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 
@@ -24,7 +23,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_the_packaged_suites_name_specs_that_exist(where: workspace.Workspace) -> None:
-    found = {p.stem: suites.load(p.stem) for p in suites.FOLDER.glob("*.toml")}
+    found = {p.stem: definitions.load(p.stem) for p in definitions.FOLDER.glob("*.toml")}
     assert set(found) == {"smoke", "paper", "catalogue", "blocks"}
     for suite in found.values():
         names = suite.spec_names(where)
@@ -36,9 +35,9 @@ def test_the_packaged_suites_name_specs_that_exist(where: workspace.Workspace) -
 
 
 def test_a_suites_shapes_replace_those_of_its_specs(where: workspace.Workspace) -> None:
-    blocks = suites.load("blocks")
+    blocks = definitions.load("blocks")
     name = "gemm_residual_partial_rmsnorm"
-    spec, plain = blocks.spec(where, name), suites.load("paper").spec(where, name)
+    spec, plain = blocks.spec(where, name), definitions.load("paper").spec(where, name)
     assert [tuple(s.values()) for s in spec.bench_shapes] == [
         (8192, 4096, 4096),
         (8192, 4096, 14336),
@@ -53,34 +52,34 @@ def test_a_suites_shapes_replace_those_of_its_specs(where: workspace.Workspace) 
 def test_the_suite_beside_its_records_has_the_specs_it_had_when_it_ran(
     where: workspace.Workspace, tmp_path: Path
 ) -> None:
-    blocks = suites.load("blocks")
+    blocks = definitions.load("blocks")
     write_definition(tmp_path, blocks.definition)
-    (kept,) = known(tmp_path).values()
+    (kept,) = definitions.beside(tmp_path).values()
     assert kept.digest == blocks.digest
     for name in blocks.shapes:
         assert kept.spec(where, name).digest == blocks.spec(where, name).digest
 
 
 def test_user_suites_go_by_path_or_by_name(where: workspace.Workspace, tmp_path: Path) -> None:
-    suite = suites.load(written(tmp_path, GOOD))
+    suite = definitions.load(written(tmp_path, GOOD))
     assert (suite.name, suite.spec_names(where)) == ("mine", ["gemm_rope", "gemm_swiglu"])
-    assert suites.load("mine", tmp_path) == suite
+    assert definitions.load("mine", tmp_path) == suite
 
 
 def test_the_digest_is_of_what_decides_a_trial(tmp_path: Path) -> None:
-    digest = suites.load(written(tmp_path, GOOD)).digest
+    digest = definitions.load(written(tmp_path, GOOD)).digest
     for same in (
         GOOD.replace("T", "Another title"),
         "# a comment\n" + GOOD,
         GOOD + "trials = 5\n",
         GOOD + 'judge = "any"\n',
     ):
-        assert suites.load(written(tmp_path, same)).digest == digest
+        assert definitions.load(written(tmp_path, same)).digest == digest
     for other in (
         GOOD.replace("proved", "verified"), GOOD.replace("gemm_rope", "gemm_rmsnorm"), GOOD + 'gpu = "H200"\n',
         GOOD + "budget = { usd = 1.0 }\n", GOOD + "[shapes.gemm_rope]\nbench = [{ M = 1, N = 16, K = 8 }]\n",
     ):  # fmt: skip
-        assert suites.load(written(tmp_path, other)).digest != digest
+        assert definitions.load(written(tmp_path, other)).digest != digest
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_a_bad_file_is_refused_with_its_name_and_fault(
     tmp_path: Path, text: str, said: str
 ) -> None:
     with pytest.raises(CodaError, match=said) as caught:
-        suites.load(written(tmp_path, text))
+        definitions.load(written(tmp_path, text))
     assert caught.value.message.startswith(f"{tmp_path}/mine.toml: ")
     assert "\n" not in caught.value.message
 
@@ -116,11 +115,11 @@ def test_what_does_not_exist_is_refused(where: workspace.Workspace, tmp_path: Pa
     with pytest.raises(
         CodaError, match="no suite 'smok', expected one of blocks, catalogue, paper, smoke"
     ):
-        suites.load("smok")
+        definitions.load("smok")
     with pytest.raises(CodaError, match=r"nowhere\.toml: .*No such file"):
-        suites.load(str(tmp_path / "nowhere.toml"))
+        definitions.load(str(tmp_path / "nowhere.toml"))
     with pytest.raises(WorkspaceError, match=r"no spec named 'gemm_rop'.*did you mean"):
-        suites.load(written(tmp_path, GOOD.replace("gemm_rope", "gemm_rop"))).spec_names(where)
+        definitions.load(written(tmp_path, GOOD.replace("gemm_rope", "gemm_rop"))).spec_names(where)
     wrong = GOOD + "[shapes.gemm_rope]\nbench = [{ M = 1, N = 17, K = 8 }]\n"
     with pytest.raises(SpecError, match="N=17; expected a positive multiple of 16"):
-        suites.load(written(tmp_path, wrong)).spec(where, "gemm_rope")
+        definitions.load(written(tmp_path, wrong)).spec(where, "gemm_rope")
