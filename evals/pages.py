@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
@@ -20,7 +21,9 @@ from markupsafe import Markup
 
 from coda_agent.evals.records import write_whole
 
+T = TypeVar("T")
 Rows = list[Sequence[object]]
+"""A table's rows; the first is its head."""
 
 TIMED = {"ours": "this kernel", "gemm": "bare cuBLAS", "compile": "torch.compile"}
 """What the judge times, as pages call it."""
@@ -65,6 +68,18 @@ def write_record(path: Path, head: Mapping[str, Any], cells: Mapping[str, Any]) 
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in cells.items())
     text = f'{json.dumps(head).removesuffix("}")}, "cells": {{\n{lines}\n}}}}\n'
     write_whole(path, text)
+
+
+def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], object] | None]) -> Rows:
+    """A table with a row an item, the head first: what `table`, `named`, the templates' macro of
+    that name and a terminal's `columns` show.
+
+    Args:
+        items: What the rows are about.
+        columns: By head, what a column says of an item; None leaves the column out.
+    """
+    shown = {head: says for head, says in columns.items() if says}
+    return [tuple(shown), *(tuple(says(item) for says in shown.values()) for item in items)]
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
@@ -123,20 +138,29 @@ def machine(about: Mapping[str, Any]) -> str:
 
 
 def speed(cells: Iterable[Mapping[str, Any]]) -> Rows:
-    """The performance gate's cells that hold times, as rows; the first is the head. Ratios of the
-    steady regime are there where a cell has them."""
+    """The performance gate's cells that hold times. Ratios of the steady regime are there where a
+    cell has them."""
+
+    def median(name: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda cell: f"{cell['times'][name]['median_us']:.1f}"
+
+    def ratio(key: str, regime: str = "") -> Callable[[Mapping[str, Any]], str]:
+        def says(cell: Mapping[str, Any]) -> str:
+            found = cell.get(regime, {}) if regime else cell
+            return interval(found[key]) if key in found else "–"
+
+        return says
+
     timed = [c for c in cells if "times" in c]
+    streamed = any("times" in c.get("steady", {}) for c in timed)
     ratios = {"of_gemm": "of GEMM", "over_compile": "over compile"}
-    streamed = ratios if any("times" in c.get("steady", {}) for c in timed) else {}
-    rows: Rows = [("dtype", "shape", *(f"{name}, µs" for name in TIMED.values()),
-                   *ratios.values(), *(f"{name}, steady" for name in streamed.values()),
-                   "TFLOP/s", "floor, µs", "tile")]  # fmt: skip
-    for c in timed:
-        steady = c.get("steady", {})
-        rows.append((
-            c["dtype"], label(c["sizes"]), *(f"{c['times'][w]['median_us']:.1f}" for w in TIMED),
-            *(interval(c[r]) for r in ratios),
-            *(interval(steady[r]) if r in steady else "–" for r in streamed),
-            f"{c['tflops']:.0f}", f"{c['floor_us']:.1f}", c["tile"],
-        ))  # fmt: skip
-    return rows
+    return tabulate(timed, {
+        "dtype": itemgetter("dtype"),
+        "shape": lambda c: label(c["sizes"]),
+        **{f"{name}, µs": median(key) for key, name in TIMED.items()},
+        **{name: ratio(key) for key, name in ratios.items()},
+        **{f"{name}, steady": ratio(key, "steady") for key, name in ratios.items() if streamed},
+        "TFLOP/s": lambda c: f"{c['tflops']:.0f}",
+        "floor, µs": lambda c: f"{c['floor_us']:.1f}",
+        "tile": itemgetter("tile"),
+    })  # fmt: skip
