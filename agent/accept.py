@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
 SCHEMA = 1
-LEVELS = ("revoked", "proved", "verified", "accepted")
-"""Every level, from the least shown to the most."""
 
 
 def accept(
@@ -166,12 +164,14 @@ def _same_program(digests: Mapping[str, str], old: Mapping[str, Any]) -> bool:
 def _supersedes(verdict: "Verdict", level: str, old: Mapping[str, Any]) -> bool:
     """Whether new evidence replaces `old`: another program, a refusal, more shown, or as much
     shown by another judge or toolchain."""
-    digests = _digests(verdict)
-    if not _same_program(digests, old) or old.get("level") not in LEVELS:
+    from coda_agent.agent.judge.records import rank
+
+    digests, before = _digests(verdict), old.get("level")
+    if not _same_program(digests, old) or (rank(before) < 0 and before != "revoked"):
         return True
-    if level == old["level"]:
+    if level == before:
         return digests != old["digests"]
-    return not verdict.passed or LEVELS.index(level) > LEVELS.index(old["level"])
+    return not verdict.passed or rank(level) > rank(before)
 
 
 def _parsed(files: Mapping[str, bytes], file: str) -> dict[str, Any]:

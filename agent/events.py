@@ -13,16 +13,17 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from coda_agent.primitives.errors import WorkspaceError
 
-Observer = Callable[[str, dict[str, Any]], None]
+if TYPE_CHECKING:
+    from coda_agent.agent.judge import Observer
 
 _SECRET_NAMES = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 _secrets: dict[str, str] = {}
@@ -165,7 +166,7 @@ class Recorder:
     sync to disk.
     """
 
-    def __init__(self, log: EventLog, observer: Observer = lambda *_: None) -> None:
+    def __init__(self, log: EventLog, observer: "Observer" = lambda *_: None) -> None:
         self._log, self.observer = log, observer
         self._folds: list[Fold] = []
 

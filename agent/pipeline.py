@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import publish
-from coda_agent.agent.events import EventLog, Observer, Recorder, plain, read_events, take_secrets
+from coda_agent.agent.events import EventLog, Recorder, plain, read_events, take_secrets
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
 
 if TYPE_CHECKING:
     from coda_agent.agent.authors import Agent, Author
-    from coda_agent.agent.judge import Verdict
+    from coda_agent.agent.judge import Observer, Verdict
     from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import Spec
 
 Device = Literal["auto", "cpu", "cuda"]
-
-GATES = ("static", "compile", "numerics", "performance")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def _admit(spec_path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _logged(run: Run, observer: Observer, type: str, about: dict[str, Any]) -> Iterator[Recorder]:
+def _logged(run: Run, observer: "Observer", type: str, about: dict[str, Any]) -> Iterator[Recorder]:
     """The recorder of a run, its first event written; a failure is its last event."""
     take_secrets()
     with EventLog(run.folder / "events.jsonl") as log:
@@ -82,7 +80,7 @@ def _logged(run: Run, observer: Observer, type: str, about: dict[str, Any]) -> I
 
 
 @contextlib.contextmanager
-def _short(run: Run, observer: Observer, **about: object) -> Iterator[Recorder]:
+def _short(run: Run, observer: "Observer", **about: object) -> Iterator[Recorder]:
     """The recorder of a run that ends with the command."""
     with _logged(run, observer, "run.started", about) as tell:
         yield tell
@@ -94,7 +92,7 @@ def opened(
     workspace: Workspace,
     spec_path: Path,
     author: str,
-    observer: Observer,
+    observer: "Observer",
     *,
     device: Device = "auto",
     commit: bool = True,
@@ -129,7 +127,7 @@ def opened(
 def reopened(
     workspace: Workspace,
     run: Run,
-    observer: Observer,
+    observer: "Observer",
     *,
     gpu_limit_s: float = math.inf,
     settings: dict[str, Any] | None = None,
@@ -166,13 +164,20 @@ def reopened(
 
 
 def _judge(
-    spec: "Spec", text: str, run: Run, tell: Recorder, device: Device, gates: tuple[str, ...]
+    spec: "Spec",
+    text: str,
+    run: Run,
+    tell: Recorder,
+    device: Device,
+    gates: tuple[str, ...] | None = None,
 ) -> "Verdict":
     from coda_agent.agent.execution import executor
     from coda_agent.agent.judge import judge_candidate
+    from coda_agent.agent.judge.records import GATES
 
     (run.folder / "kernel.py").write_text(text, "utf-8", errors="replace")
     tell("candidate.saved", {"path": "kernel.py", "text": text})
+    gates = gates or GATES
     verdict = judge_candidate(spec, text, executor(), device=device, gates=gates, observer=tell)
     (run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
     tell("verdict", {"passed": verdict.passed, "level": verdict.level})
@@ -183,7 +188,7 @@ def generate(
     workspace: Workspace,
     spec_path: Path,
     author: "Author | Agent",
-    observer: Observer,
+    observer: "Observer",
     *,
     device: Device = "auto",
     commit: bool = True,
@@ -209,7 +214,7 @@ def resume(
     workspace: Workspace,
     run: Run,
     author: "Agent",
-    observer: Observer,
+    observer: "Observer",
     *,
     gpu_limit_s: float = math.inf,
 ) -> Outcome:
@@ -254,7 +259,7 @@ def _remark(workspace: Workspace, commit: str | None) -> str:
 def verify(
     workspace: Workspace,
     kernel: str,
-    observer: Observer,
+    observer: "Observer",
     *,
     device: Device = "auto",
     commit: bool = True,
@@ -281,7 +286,7 @@ def verify(
         )
     run = workspace.new_run("verify", kernel)
     with _short(run, observer, kind="verify", spec=kernel, author=None) as tell:
-        verdict = _judge(spec, text, run, tell, device, GATES)
+        verdict = _judge(spec, text, run, tell, device)
         sha: str | None = None
         level = verdict.level
         if commit:
@@ -295,7 +300,7 @@ def verify(
 
 
 def tune(
-    workspace: Workspace, kernel: str, shapes: list[tuple[int, int, int]], observer: Observer
+    workspace: Workspace, kernel: str, shapes: list[tuple[int, int, int]], observer: "Observer"
 ) -> tuple[dict[str, Any], str | None]:
     """Finds and commits the best configurations of an accepted kernel at (M, N, K) shapes.
 
@@ -340,12 +345,12 @@ def judge_only(
     kind: str,
     spec: "Spec",
     text: str,
-    observer: Observer,
+    observer: "Observer",
     *,
     device: Device = "auto",
-    gates: tuple[str, ...] = GATES,
+    gates: tuple[str, ...] | None = None,
 ) -> Outcome:
-    """Judges a text and stores nothing but the run."""
+    """Judges a text, before all gates unless some are named, and stores nothing but the run."""
     with _short(run, observer, kind=kind, spec=spec.name, author=None) as tell:
         verdict = _judge(spec, text, run, tell, device, gates)
     level = verdict.level if verdict.passed else None

@@ -12,11 +12,9 @@ import hashlib
 import json
 import os
 import re
-import statistics
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AwareDatetime,
@@ -25,14 +23,14 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
 )
 
 from coda_agent.agent.judge.provenance import sha
-from coda_agent.agent.judge.records import Level, Verdict
+from coda_agent.agent.judge.records import LEVELS, Level, rank
+from coda_agent.agent.judgement import FIGURES, Cell, Digest, Figure, Judgement, Machine
 
 Part = Literal["tips", "demos", "profile", "diagnosis"]
 """What an ablation takes from an author."""
@@ -43,16 +41,11 @@ Outcome = Literal[
 """A level: the judge passed the candidate, and showed that much. `refused`: it did not. The others
 ended before a passing verdict: by the author, its budget, its crash, or a fault of ours."""
 
-LEVELS: tuple[Level, ...] = ("proved", "verified", "accepted")
 TRIALS = Path("evals", "results", "trials")
 """Where records are, in a workspace."""
 SCHEMA = 1
-DIGESTS = ("spec", "candidate", "judge", "toolchain")
-Figure = Literal["roofline", "over_compile", "of_gemm"]
-FIGURES: tuple[Figure, ...] = ("roofline", "over_compile", "of_gemm")
 
 _CHECKSUM = '"checksum": "{}"'
-_Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
 class _Model(BaseModel):
@@ -63,92 +56,16 @@ class SuiteRef(_Model):
     """The suite a trial belongs to, as it was when the trial ran."""
 
     name: str
-    digest: _Digest
+    digest: Digest
 
 
 class SpecRef(_Model):
     """The spec of a trial; the digest is of its text, the suite's shapes in it."""
 
     name: str
-    digest: _Digest
+    digest: Digest
     level: Literal["compose", "reparameterise", "extend"]
     """How difficult it is."""
-
-
-class Ratio(_Model):
-    """The median of the rounds' ratios with its 99.8 % interval."""
-
-    ratio: PositiveFloat
-    low: PositiveFloat
-    high: PositiveFloat
-
-
-class Cell(_Model):
-    """One element type at one shape, as the judge's performance gate timed it."""
-
-    dtype: str
-    sizes: dict[str, PositiveInt]
-    ours_us: PositiveFloat
-    floor_us: PositiveFloat
-    """The roofline floor: no kernel can be faster."""
-    of_gemm: Ratio
-    """Speed as a share of the bare cuBLAS GEMM's."""
-    over_compile: Ratio
-    """How many times faster than the reference under torch.compile."""
-    tile: str = ""
-
-    @property
-    def roofline(self) -> float:
-        """Share of the ceiling: floor over time."""
-        return self.floor_us / self.ours_us
-
-
-class Judgement(_Model):
-    """The judge's verdict on the candidate that counts, in short."""
-
-    passed: bool
-    level: Level | None
-    gates: dict[str, Literal["passed", "failed", "skipped"]]
-    digests: dict[str, _Digest]
-    """Of spec, candidate, judge and toolchain."""
-    cells: tuple[Cell, ...] = ()
-    finding: str = ""
-    """The first thing that was wrong; the judge's words."""
-
-    @classmethod
-    def of(cls, verdict: Verdict) -> Self:
-        """A verdict in short."""
-        found = [finding.message for gate in verdict.gates for finding in gate.findings]
-        timed = [c for g in verdict.gates for c in g.data.get("cells", []) if "times" in c]
-        keys = ("dtype", "sizes", "floor_us", "of_gemm", "over_compile", "tile")
-        return cls(
-            passed=verdict.passed, level=verdict.level,
-            gates={
-                g.name: "skipped" if g.skipped else "passed" if g.passed else "failed"
-                for g in verdict.gates
-            },
-            digests={key: verdict.digests[key] for key in DIGESTS},
-            cells=tuple(
-                Cell(ours_us=c["times"]["ours"]["median_us"], **{key: c[key] for key in keys})
-                for c in timed
-            ),
-            finding=found[0] if found else "",
-        )  # fmt: skip
-
-    def mean(self, figure: Figure) -> float | None:
-        """Its geometric mean over the cells; None where nothing was timed."""
-        return geometric_mean(
-            cell.roofline if figure == "roofline" else getattr(cell, figure).ratio
-            for cell in self.cells
-        )
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        if set(self.digests) != set(DIGESTS):
-            raise ValueError(f"digests of {', '.join(self.digests)}, expected {', '.join(DIGESTS)}")
-        if self.passed == ("failed" in self.gates.values()):
-            raise ValueError(f"passed is {self.passed}, the gates say {dict(self.gates)}")
-        return self
 
 
 class Spent(_Model):
@@ -180,25 +97,6 @@ class Step(Spent):
         means = {figure: verdict.mean(figure) for figure in FIGURES}
         about = {"attempt": attempt, "submitted": submitted, "level": verdict.level}
         return cls(**about, **means, **spent.model_dump())
-
-
-class Machine(_Model):
-    """Where the judge worked."""
-
-    device: Literal["cpu", "cuda"]
-    gpu: str | None = None
-    sandbox: str | None = None
-    """The tier candidates were compiled in."""
-    packages: dict[str, str | None] = {}
-
-    @classmethod
-    def of(cls, verdict: Verdict) -> Self:
-        """The machine that a verdict names."""
-        about = verdict.environment
-        return cls(
-            device=about.get("device", "cpu"), gpu=about.get("gpu", {}).get("name"),
-            sandbox=(about.get("sandbox") or {}).get("tier"), packages=about.get("packages", {}),
-        )  # fmt: skip
 
 
 class RunRef(_Model):
@@ -309,7 +207,7 @@ class TrialRecord(_Model):
     @property
     def solved(self) -> bool:
         """Whether the judge showed at least what the suite asks for."""
-        return self.outcome in LEVELS[LEVELS.index(self.goal) :] and self.valid
+        return rank(self.outcome) >= rank(self.goal) and self.valid
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -337,17 +235,6 @@ class Results(NamedTuple):
 
     records: list[TrialRecord]
     problems: list[Problem]
-
-
-def summary(verdict: Verdict) -> dict[str, Any]:
-    """What a run's log keeps of a verdict: all that a score is made of, as plain data."""
-    machine = Machine.of(verdict)
-    on_gpu = ("numerics", "performance") if machine.device == "cuda" else ()
-    return {
-        "judgement": Judgement.of(verdict).model_dump(mode="json"),
-        "machine": machine.model_dump(mode="json"),
-        "gpu_s": sum(gate.seconds for gate in verdict.gates if gate.name in on_gpu),
-    }
 
 
 def file_name(key: TrialKey) -> str:
@@ -435,12 +322,6 @@ def write_definition(folder: Path, definition: dict[str, Any]) -> Path:
     path = folder / _definition_name(suite_digest(definition))
     write_whole(path, json.dumps(definition, indent=1, sort_keys=True) + "\n")
     return path
-
-
-def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean; None of nothing."""
-    found = list(values)
-    return statistics.geometric_mean(found) if found else None
 
 
 def _definition_name(digest: str) -> str:

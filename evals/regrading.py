@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from coda_agent.agent.judgement import Judgement, Machine
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import definitions, staleness
 from coda_agent.evals.definitions import Suite
 from coda_agent.evals.records import (
-    Judgement,
-    Machine,
     SpecRef,
     Step,
     TrialRecord,

@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent import pipeline
 from coda_agent.agent.budget import Budget, gpu_seconds, tokens
-from coda_agent.agent.events import Event, Observer, read_events, take_secrets
+from coda_agent.agent.events import Event, read_events, take_secrets
+from coda_agent.agent.judge.records import Observer, rank
+from coda_agent.agent.judgement import Judgement, Machine
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import staleness
 from coda_agent.evals.definitions import Suite
 from coda_agent.evals.records import (
-    LEVELS,
-    Judgement,
-    Machine,
     Outcome,
     RunRef,
     SpecRef,
@@ -441,7 +440,7 @@ class _Tally:
 
 
 def _shown(step: Step) -> tuple[Any, ...]:
-    return step.submitted, LEVELS.index(step.level), step.roofline or 0.0
+    return step.submitted, rank(step.level), step.roofline or 0.0
 
 
 def record_of(events: Sequence[Event], task: Task, spec: "Spec", log: Path) -> TrialRecord:

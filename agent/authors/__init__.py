@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coda_agent.agent.events import Observer
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
+    from coda_agent.agent.judge import Observer
     from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import Spec
 

@@ -107,6 +107,8 @@ def check(
     as_json: Json = False,
 ) -> Reply:
     """Judge a program without timing or storing it."""
+    from coda_agent.agent.judge.records import GATES
+
     targets.require_sandbox(sandbox)
     tools: tuple[str, ...] = ()
     if sanitize is not None:
@@ -114,7 +116,7 @@ def check(
 
         device, tools = "cuda", sanitizing.tools(sanitize)
     targets.require_gpu(device)
-    gates = (*(gate for gate in pipeline.GATES if gate != "performance"), *tools)
+    gates = (*(gate for gate in GATES if gate != "performance"), *tools)
     outcome = _judged("check", target, spec, device=device, gates=gates, silent=as_json)
     return outcomes([outcome], single=True)
 
@@ -316,7 +318,7 @@ def _judged(
     spec: str | None = None,
     *,
     device: pipeline.Device = "cuda",
-    gates: tuple[str, ...] = pipeline.GATES,
+    gates: tuple[str, ...] | None = None,
     silent: bool,
 ) -> pipeline.Outcome:
     """What the judge says of a FILE or KERNEL, in a run of its own."""

@@ -11,7 +11,14 @@ GATES = ("static", "compile", "numerics", "performance")
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 """Gates beside the usual ones: tools of compute-sanitizer."""
 Level = Literal["proved", "verified", "accepted"]
+LEVELS: tuple[Level, ...] = ("proved", "verified", "accepted")
+"""What a kernel can be shown to be, from the least to the most."""
 Observer = Callable[[str, dict[str, Any]], None]
+
+
+def rank(level: str | None) -> int:
+    """The place of a level in `LEVELS`; -1 of what is none: nothing shown, or revoked."""
+    return LEVELS.index(level) if level in LEVELS else -1
 
 
 class Finding(BaseModel):

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from coda_agent.agent import prompt
 from coda_agent.agent.events import Recorder, redacted
+from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.workbench.registry import (
     Input,
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NEXT", "TOOLS", "Input", "Result", "State", "Tool", "ToolError", "Workbench", "shown"]
 
-GATES = ("static", "compile", "numerics", "performance")
 NEXT = "read_spec with the spec's name opens a new one"
-LEVELS = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
+CHECKED = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
+"""The gates of each level of `check`; all others run them all."""
 
 
 class Name(Input):
@@ -149,7 +150,7 @@ class Workbench:
         """
         from coda_agent.agent.execution import executor
         from coda_agent.agent.judge import judge_candidate
-        from coda_agent.evals.records import summary
+        from coda_agent.agent.judgement import Judgement, Machine, gpu_seconds
 
         if not self.state.candidate:
             raise ToolError("there is no candidate yet", hint="write_candidate comes first")
@@ -157,7 +158,7 @@ class Workbench:
         device = device or self.state.device
         if device == "cuda" and check != "submit":
             self._need_gpu()
-        gates = LEVELS.get(check, GATES)
+        gates = CHECKED.get(check, GATES)
         verdict = judge_candidate(
             self.spec,
             self.state.candidate,
@@ -173,7 +174,17 @@ class Workbench:
         found = [f for gate in verdict.gates for f in gate.findings]
         about = {"number": number, "check": check, "candidate": _digest(self.state.candidate)}
         about |= {"passed": verdict.passed, "level": verdict.level}
-        self.tell("judged", {"number": number, "check": check, **summary(verdict)})
+        short, machine = Judgement.of(verdict), Machine.of(verdict)
+        self.tell(
+            "judged",
+            {
+                "number": number,
+                "check": check,
+                "judgement": short.model_dump(mode="json"),
+                "machine": machine.model_dump(mode="json"),
+                "gpu_s": gpu_seconds(verdict),
+            },
+        )
         self.tell("attempt", {**about, "finding": found[0].message if found else ""})
         return verdict
 

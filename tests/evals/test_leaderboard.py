@@ -23,14 +23,11 @@ from coda_agent.agent.cli import app as everything
 from coda_agent.agent.cli.leaderboard import app
 from coda_agent.agent.judge import provenance
 from coda_agent.agent.judge.records import GateResult, Verdict
+from coda_agent.agent.judgement import Cell, Judgement, Machine, Ratio
 from coda_agent.evals.definitions import Suite
 from coda_agent.evals.leaderboard import Board, boards
 from coda_agent.evals.records import (
     Audit,
-    Cell,
-    Judgement,
-    Machine,
-    Ratio,
     RunRef,
     SpecRef,
     Spent,

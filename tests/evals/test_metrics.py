@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from coda_agent.agent.judgement import Cell, Judgement, Ratio
 from coda_agent.evals import metrics
-from coda_agent.evals.records import Audit, Cell, Judgement, Ratio, Step, TrialRecord
+from coda_agent.evals.records import Audit, Step, TrialRecord
 
 DIGESTS = {key: "sha256:" + "a" * 64 for key in ("spec", "candidate", "judge", "toolchain")}
 

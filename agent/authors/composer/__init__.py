@@ -17,7 +17,7 @@ from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.primitives.errors import ProgramError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.authors import Observer
+    from coda_agent.agent.judge import Observer
     from coda_agent.primitives import Program
     from coda_agent.specs import Spec
 
