@@ -1,116 +1,22 @@
-"""The epilogue language. Author-facing names; importing this imports neither torch nor cutlass."""
+"""The epilogue language. Author-facing names; importing this imports neither torch nor cutlass.
 
-from coda_agent.primitives.activations import (
-    clamp,
-    geglu,
-    glu,
-    hard_swish,
-    leaky_relu,
-    mish,
-    quick_gelu,
-    reglu,
-    relu,
-    relu_squared,
-    silu,
-    swiglu,
-    swiglu_oai,
-)
+Each module says in its own `__all__` what of it is the language.
+"""
+
+from coda_agent.primitives import activations, ops, resources
+from coda_agent.primitives.activations import *
 from coda_agent.primitives.derivatives import derivative
 from coda_agent.primitives.gather import gather
-from coda_agent.primitives.ops import (
-    absolute,
-    cos,
-    erf,
-    exp,
-    gelu_erf,
-    gelu_tanh,
-    log,
-    maximum,
-    minimum,
-    rsqrt,
-    sigmoid,
-    sin,
-    softplus,
-    sqrt,
-    step,
-    tanh,
-)
+from coda_agent.primitives.ops import *
 from coda_agent.primitives.pairwise import interleave, pairs
 from coda_agent.primitives.program import Program, epilogue
 from coda_agent.primitives.ptx import ptx
-from coda_agent.primitives.resources import (
-    AddTile,
-    ColIndex,
-    ColMax,
-    ColSum,
-    ColVector,
-    HalfTile,
-    HeadTable,
-    RowGather,
-    RowLogSumExp,
-    RowMax,
-    RowMean,
-    RowSum,
-    RowVector,
-    Scalar,
-    Tile,
-    WideTile,
-)
+from coda_agent.primitives.resources import *
 from coda_agent.primitives.rotary import rotary, rotate
 
-__all__ = [
-    "AddTile",
-    "ColIndex",
-    "ColMax",
-    "ColSum",
-    "ColVector",
-    "HalfTile",
-    "HeadTable",
-    "Program",
-    "RowGather",
-    "RowLogSumExp",
-    "RowMax",
-    "RowMean",
-    "RowSum",
-    "RowVector",
-    "Scalar",
-    "Tile",
-    "WideTile",
-    "absolute",
-    "clamp",
-    "cos",
-    "derivative",
-    "epilogue",
-    "erf",
-    "exp",
-    "gather",
-    "geglu",
-    "gelu_erf",
-    "gelu_tanh",
-    "glu",
-    "hard_swish",
-    "interleave",
-    "leaky_relu",
-    "log",
-    "maximum",
-    "minimum",
-    "mish",
-    "pairs",
-    "ptx",
-    "quick_gelu",
-    "reglu",
-    "relu",
-    "relu_squared",
-    "rotary",
-    "rotate",
-    "rsqrt",
-    "sigmoid",
-    "silu",
-    "sin",
-    "softplus",
-    "sqrt",
-    "step",
-    "swiglu",
-    "swiglu_oai",
-    "tanh",
-]
+__all__ = ["Program", "derivative", "epilogue", "gather", "interleave", "pairs", "ptx"]
+__all__ += ["rotary", "rotate"]
+__all__ += activations.__all__
+__all__ += ops.__all__
+__all__ += resources.__all__
+__all__.sort()  # pyright: ignore[reportUnsupportedDunderAll]

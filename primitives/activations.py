@@ -6,6 +6,22 @@ from typing import Any
 
 from coda_agent.primitives.ops import exp, gelu_tanh, maximum, minimum, sigmoid
 
+__all__ = [
+    "clamp",
+    "geglu",
+    "glu",
+    "hard_swish",
+    "leaky_relu",
+    "mish",
+    "quick_gelu",
+    "reglu",
+    "relu",
+    "relu_squared",
+    "silu",
+    "swiglu",
+    "swiglu_oai",
+]
+
 
 def relu(x: Any) -> Any:
     """max(x, 0); NaN stays NaN.

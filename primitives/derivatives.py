@@ -1,5 +1,7 @@
-"""Derivatives of elementwise functions: the chain rule over a recorded graph, one rule an atom.
+"""Derivatives of elementwise functions: the chain rule over a recorded graph.
 
+- Each operation has its own rule, `Op.derivative`, written with the arithmetic at the end of this
+  module.
 - The function is recorded on symbols of a graph of its own, so its arguments may depend on one
   another; what its derivative needs is then replayed on the arguments. In a program that shares
   what the function itself computes already, such as silu's σ(x).
@@ -9,13 +11,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
-from coda_agent.primitives import ops
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Operand, Shape, Value
+from coda_agent.primitives.ptx import operation
 
 
 def derivative(fn: Callable[..., Any], *args: Any, wrt: int = 0) -> Any:
@@ -65,7 +66,7 @@ def derivative(fn: Callable[..., Any], *args: Any, wrt: int = 0) -> Any:
     graph.outputs = {"slope": slope.index}
     live = graph.prune()
     given = {str(i): a for i, a in enumerate(args)}
-    return live.replay(None, given, lambda op, *a: getattr(ops, op)(*a))[live.outputs["slope"]]
+    return live.replay(None, given, lambda op, *a: operation(op).call(*a))[live.outputs["slope"]]
 
 
 def _slope(result: Value, symbol: Value) -> Operand:
@@ -75,15 +76,16 @@ def _slope(result: Value, symbol: Value) -> Operand:
     for i in range(result.index + 1):
         node = graph.nodes[i]
         inner = [slopes[a] for a in node.args]
-        if node.args and node.op not in _RULES:
+        rule = operation(node.op).derivative if node.args else None
+        if node.args and rule is None:
             raise ProgramError(f"derivative() of {node.op}, for which it has no rule")
         if i == symbol.index:
             slopes.append(1.0)
-        elif all(_is(slope, 0) for slope in inner):
+        elif rule is None or all(_is(slope, 0) for slope in inner):
             slopes.append(0.0)
         else:
             arguments = [_operand(graph, a) for a in node.args]
-            slopes.append(_RULES[node.op](Value(graph, i), *arguments, *inner))
+            slopes.append(rule(Value(graph, i), *arguments, *inner))
     return slopes[result.index]
 
 
@@ -96,19 +98,21 @@ def _is(x: Operand, number: float) -> bool:
     return not isinstance(x, Value) and x == number
 
 
-def _add(x: Operand, y: Operand) -> Operand:
+def plus(x: Operand, y: Operand) -> Operand:
+    """x + y."""
     if _is(x, 0):
         return y
     return x if _is(y, 0) else x + y
 
 
-def _sub(x: Operand, y: Operand) -> Operand:
+def minus(x: Operand, y: Operand) -> Operand:
+    """x - y."""
     if _is(x, 0):
         return -y
     return x if _is(y, 0) else x - y
 
 
-def _mul(x: Operand, y: Operand) -> Operand:
+def times(x: Operand, y: Operand) -> Operand:
     """x · y, its number first taken into a product's own: 2·(3·x) is 6·x."""
     if isinstance(y, Value) and not isinstance(x, Value):
         x, y = y, x
@@ -121,80 +125,12 @@ def _mul(x: Operand, y: Operand) -> Operand:
         if node.op == "mul":
             a, b = (_operand(x.graph, i) for i in node.args)
             if not isinstance(b, Value):
-                return _mul(a, b * y)
+                return times(a, b * y)
             if not isinstance(a, Value):
-                return _mul(b, a * y)
+                return times(b, a * y)
     return x * y
 
 
-def _product(_: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> Operand:
-    if isinstance(x, Value) and isinstance(y, Value) and x.index == y.index:
-        return _mul(_mul(x, 2.0), dx)
-    return _add(_mul(dx, y), _mul(x, dy))
-
-
-def _quotient(z: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> Operand:
-    return _sub(dx, _mul(z, dy)) / y
-
-
-def _extremum(sign: int) -> Callable[..., Operand]:
-    """The rule of maximum (sign 1) and minimum (-1)."""
-
-    def rule(_: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> Operand:
-        if _is(dx, 0):
-            x, y, dx, dy = y, x, dy, dx
-        chosen = ops.step(_sub(x, y) if sign > 0 else _sub(y, x))
-        return _add(dy, _mul(chosen, _sub(dx, dy)))
-
-    return rule
-
-
-def _of(outer: Callable[[Any, Any], Operand]) -> Callable[..., Operand]:
+def chained(outer: Callable[[Any, Any], Operand]) -> Callable[..., Operand]:
     """The rule of a function of one argument: `outer` gives its slope from its value and x."""
-    return lambda z, x, dx: _mul(outer(z, x), dx)
-
-
-def _tanh(z: Value, x: Value) -> Operand:
-    # 1 - tanh² would inherit MUFU.TANH's error of 2⁻¹¹ and cancel where tanh is near 1.
-    s = ops.sigmoid(ops.absolute(x) * -2.0)
-    return 4.0 * (s - s * s)
-
-
-def _gelu_tanh(z: Value, x: Value) -> Operand:
-    # ½·(1 + tanh(z)) = σ(2z), which unlike MUFU.TANH is good to an ulp or two.
-    c = math.sqrt(8 / math.pi)
-    square = x * x
-    s = ops.sigmoid(x * (square * (c * 0.044715) + c))
-    return s + x * (square * (c * 3 * 0.044715) + c) * (s - s * s)
-
-
-def _gelu_erf(z: Value, x: Value) -> Operand:
-    density = ops.exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
-    return ops.erf(x * math.sqrt(0.5)) * 0.5 + 0.5 + x * density
-
-
-_RULES: dict[str, Callable[..., Any]] = {
-    "add": lambda z, x, y, dx, dy: _add(dx, dy),
-    "sub": lambda z, x, y, dx, dy: _sub(dx, dy),
-    "mul": _product,
-    "div": _quotient,
-    "neg": lambda z, x, dx: _mul(dx, -1.0),
-    "maximum": _extremum(1),
-    "minimum": _extremum(-1),
-    "fma": lambda z, x, y, w, dx, dy, dw: _add(_add(_mul(dx, y), _mul(x, dy)), dw),
-    "absolute": _of(lambda z, x: ops.step(x) - ops.step(-x)),
-    "step": lambda z, x, dx: 0.0,
-    "rint": lambda z, x, dx: 0.0,
-    "exp": _of(lambda z, x: z),
-    "log": lambda z, x, dx: dx / x,
-    "sqrt": lambda z, x, dx: _mul(dx, 0.5) / z,
-    "rsqrt": _of(lambda z, x: z * z * z * -0.5),
-    "sin": _of(lambda z, x: ops.cos(x)),
-    "cos": _of(lambda z, x: -ops.sin(x)),
-    "erf": _of(lambda z, x: ops.exp(-(x * x)) * (2 / math.sqrt(math.pi))),
-    "tanh": _of(_tanh),
-    "sigmoid": _of(lambda z, x: z - z * z),
-    "softplus": _of(lambda z, x: ops.sigmoid(x)),
-    "gelu_tanh": _of(_gelu_tanh),
-    "gelu_erf": _of(_gelu_erf),
-}
+    return lambda z, x, dx: times(outer(z, x), dx)

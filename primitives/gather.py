@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Shape, Value
+from coda_agent.primitives.operation import MOVES, Op
 
 
 def gather(x: Value, index: Value) -> Value:
@@ -20,3 +23,20 @@ def gather(x: Value, index: Value) -> Value:
     if not isinstance(index, Value) or index.shape is not Shape.INDEX:
         raise ProgramError("gather() takes a ColIndex operand as its second argument")
     return x.graph.add(Node("gather", (x.index, index.index), Shape.GATHERED))
+
+
+def _gathered(x: Any, index: Any) -> Any:
+    inside = (index >= 0) & (index < x.shape[1])
+    found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
+    return found.where(inside, found.new_zeros(()))
+
+
+MOVES["gather"] = Op(
+    "gather",
+    _gathered,
+    lambda x, index: x,  # the store picks the element
+    arity=2,
+    call=gather,
+    flops=0,
+    degree=lambda x, index: x,
+)

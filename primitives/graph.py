@@ -72,36 +72,11 @@ def join(shapes: list[Shape], op: str) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
-    """One operation of the vocabulary.
-
-    Attributes:
-        name: Its name in programs and graphs.
-        torch: Meaning on torch tensors; the definition of the operation. On float32, one that a
-            program brought along runs its instructions.
-        cute: Lowering on CuTeDSL Float32 scalars.
-        arity: How many arguments it takes.
-        flops: Floating-point operations an element, counting a transcendental as one.
-        commutative: Whether the two arguments may change places.
-        packed: Whether `cute` also takes packed f32x2 lanes (SM100).
-    """
-
-    name: str
-    torch: Callable[..., Any]
-    cute: Callable[..., Any]
-    arity: int
-    flops: int = 1
-    commutative: bool = False
-    packed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """One value of the graph.
 
-    `op` is an operation's name, or one of the structural ones: "acc" (the fp32 accumulator),
-    "operand" (`name`), "const" (`value`), "even", "odd" (the two columns of each adjacent
-    pair), "interleave" (their inverse) and "gather" (one column of each row).
+    `op` is an operation's name, or that of a leaf, without `args`: "acc" (the fp32 accumulator),
+    "operand" (`name`) and "const" (`value`).
     """
 
     op: str
@@ -109,11 +84,6 @@ class Node:
     shape: Shape
     name: str = ""
     value: float = 0.0
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether it is an operation on values, and not structural."""
-        return bool(self.args) and self.op not in ("even", "odd", "interleave", "gather")
 
 
 @dataclass
@@ -135,8 +105,8 @@ class Graph:
         return self.add(Node("const", (), Shape.SCALAR, value=float(value)))
 
     def replay(self, acc: Any, operands: Mapping[str, Any], apply: Callable[..., Any]) -> list[Any]:
-        """Compute every node: `apply(op, *arguments)` gives operations, "even", "odd" and
-        "interleave" included, their meaning on the caller's kind of value."""
+        """Compute every node: `apply(op, *arguments)` gives operations their meaning on the
+        caller's kind of value."""
         values: list[Any] = []
         for n in self.nodes:
             match n.op:
@@ -225,8 +195,6 @@ class Value:
 
 
 Operand = Value | int | float
-
-OPS: dict[str, Op] = {}
 
 
 def record(name: str, *args: Operand) -> Value:

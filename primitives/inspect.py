@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from coda_agent.primitives.graph import Graph, Shape
+from coda_agent.primitives.operation import Degree
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import AddTile, HeadTable, Reduction, RowGather
-
-
-class Degree(IntEnum):
-    """How a value depends on the accumulator."""
-
-    CONSTANT = 0
-    LINEAR = 1
-    AFFINE = 2
-    NONLINEAR = 3
 
 
 @dataclass(frozen=True)
@@ -90,23 +81,10 @@ def degrees(graph: Graph) -> list[Degree]:
     """The degree of every node in the accumulator."""
     out: list[Degree] = []
     for n in graph.nodes:
-        d = [out[a] for a in n.args]
-        match n.op:
-            case "acc":
-                degree = Degree.LINEAR
-            case "operand" | "const":
-                degree = Degree.CONSTANT
-            case "even" | "odd" | "neg" | "gather":
-                degree = d[0]
-            case "add" | "sub" | "interleave":
-                degree = d[0] if d[0] is d[1] else max(*d, Degree.AFFINE)
-            case "mul":
-                degree = max(d) if min(d) is Degree.CONSTANT else Degree.NONLINEAR
-            case "div":
-                degree = d[0] if d[1] is Degree.CONSTANT else Degree.NONLINEAR
-            case _:
-                degree = Degree.CONSTANT if max(d) is Degree.CONSTANT else Degree.NONLINEAR
-        out.append(degree)
+        if n.args:
+            out.append(operation(n.op).degree(*(out[a] for a in n.args)))
+        else:
+            out.append(Degree.LINEAR if n.op == "acc" else Degree.CONSTANT)
     return out
 
 
@@ -158,7 +136,7 @@ def inspect_program(
         Shape.INDEX: 8,
     }
     nodes = program.graph.nodes
-    flops = sum(operation(x.op).flops * elements[x.shape] for x in nodes if x.elementwise)
+    flops = sum(operation(x.op).flops * elements[x.shape] for x in nodes if x.args)
     moved = (m * k + n * k) * gemm_bytes
     # A table's rows and columns are not known here, and few beside M·N.
     tables = {o for o, kind in program.operands.items() if kind is HeadTable}

@@ -33,35 +33,7 @@ if TYPE_CHECKING:
 
 def evaluate(graph: Graph, acc: torch.Tensor, operands: Mapping[str, Any]) -> list[Any]:
     """Replay `graph` on tensors that broadcast against `acc` (M, N); one value for each node."""
-
-    def apply(op: str, *args: Any) -> Any:
-        match op:
-            case "even":
-                return args[0][..., 0::2]
-            case "odd":
-                return args[0][..., 1::2]
-            case "interleave":
-                return _interleave(*args, like=acc)
-            case "gather":
-                return _gather(*args)
-            case _:
-                return operation(op).torch(*args)
-
-    return graph.replay(acc, operands, apply)
-
-
-def _interleave(even: Any, odd: Any, *, like: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    lanes = (torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in (even, odd))
-    return torch.stack(torch.broadcast_tensors(*lanes), dim=-1).flatten(-2)
-
-
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-
-    inside = (index >= 0) & (index < x.shape[1])
-    found = x.gather(1, index.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
-    return found.where(inside, found.new_zeros(()))
+    return graph.replay(acc, operands, lambda op, *args: operation(op).torch(*args))
 
 
 def interpret(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.graph import Graph, Shape
+from coda_agent.primitives.operation import MOVES, Edge
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import (
@@ -157,12 +158,17 @@ def forget() -> None:
     host._compile_gemm_epi.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
 
 
+# The modules that decide what a graph compiles to.
+_LOWERING = (
+    "graph operation ops pairwise gather ptx resources lower masked_sum stores wide head_table"
+)
+
+
 @lru_cache(maxsize=1)
 def lowering_digest() -> str:
     """SHA-256 of the sources that decide what a graph compiles to."""
     here = Path(__file__).parent
-    names = "graph ops resources masked_sum stores wide head_table lower ptx"
-    text = b"".join((here / f"{name}.py").read_bytes() for name in names.split())
+    text = b"".join((here / f"{name}.py").read_bytes() for name in _LOWERING.split())
     return hashlib.sha256(text).hexdigest()
 
 
@@ -262,16 +268,11 @@ def _lifted(x: Any, like: Any) -> Any:
 
 def _apply(name: str, *args: Any) -> Any:
     """Apply an operation to Float32 scalars, to `Pair`s lane by lane, or to packed f32x2 lanes."""
-    from cutlass import Float32
     from quack.epilogue.math import F2, Pair
 
-    if name in ("even", "odd"):
-        return args[0].a if name == "even" else args[0].b
-    if name == "gather":
-        return args[0]  # the store picks the element
-    if name == "interleave":
-        return Pair(*(Float32(a) if isinstance(a, float) else a for a in args))
     op = operation(name)
+    if name in MOVES:
+        return op.cute(*args)
     if any(isinstance(a, Pair) for a in args):
         lanes = [a if isinstance(a, Pair) else Pair(a, a) for a in args]
         return Pair(op.cute(*(p.a for p in lanes)), op.cute(*(p.b for p in lanes)))
@@ -289,37 +290,17 @@ def zero_preserving(
     """For each node: is it exactly 0 in columns past N (or rows past M), where the accumulator and
     tiles read 0, row (or column) vectors garbage, and the operands `tables` what they hold?"""
     garbage = (Shape.COL,) if past_rows else (Shape.ROW, Shape.HALF_ROW)
-    zero: list[bool] = []
-    finite: list[bool] = []
+    edges: list[Edge] = []
     for n in graph.nodes:
-        z = [zero[a] for a in n.args]
-        f = [finite[a] for a in n.args]
         match n.op:
             case "acc":
-                value, bounded = True, True
+                edge = Edge(True, True)
             case "operand":
-                value = n.shape is Shape.TILE and n.name not in tables
-                bounded = n.shape not in garbage and n.name not in tables
+                known = n.name not in tables
+                edge = Edge(known and n.shape is Shape.TILE, known and n.shape not in garbage)
             case "const":
-                value, bounded = n.value == 0.0, math.isfinite(n.value)
-            case "mul":
-                value, bounded = any(z) and all(f), all(f)
-            case "add" | "sub" | "maximum" | "minimum" | "interleave":
-                value, bounded = all(z), all(f)
-            case "neg" | "absolute" | "rint" | "even" | "odd":
-                value, bounded = z[0], f[0]
-            case "sin" | "tanh" | "erf" | "gelu_tanh" | "gelu_erf":
-                value, bounded = z[0], f[0]
-            case "step":
-                value, bounded = z[0], True
-            case "sqrt":
-                value, bounded = z[0], z[0]  # of what is negative it is NaN
-            case "fma":
-                value, bounded = z[2] and any(z[:2]) and all(f), all(f)
-            case "sigmoid" | "cos":
-                value, bounded = False, f[0]
-            case _:
-                value, bounded = False, False
-        zero.append(value)
-        finite.append(bounded)
-    return zero
+                edge = Edge(n.value == 0.0, math.isfinite(n.value))
+            case op:
+                edge = operation(op).edge(*(edges[a] for a in n.args))
+        edges.append(edge)
+    return [edge.zero for edge in edges]

@@ -1,24 +1,49 @@
-"""Elementwise atoms: operations with a lowering of their own. Everything else composes them."""
+"""Elementwise atoms: operations with a lowering of their own. Everything else composes them.
+
+An atom is defined here and nowhere else: its decorator says what every reading needs to know.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from coda_agent.primitives.derivatives import chained, minus, plus, times
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.graph import OPS, Op, Value, record
+from coda_agent.primitives.graph import Operand, Value, record
+from coda_agent.primitives.operation import OPS, Degree, Edge, Op, additive, kept
+
+__all__ = [
+    "absolute",
+    "cos",
+    "erf",
+    "exp",
+    "gelu_erf",
+    "gelu_tanh",
+    "log",
+    "maximum",
+    "minimum",
+    "rsqrt",
+    "sigmoid",
+    "sin",
+    "softplus",
+    "sqrt",
+    "step",
+    "tanh",
+]
 
 
 def elementwise(
-    cute: Callable[..., Any], *, flops: int = 1, commutative: bool = False, packed: bool = False
+    cute: Callable[..., Any], **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an atom: the decorated function is its meaning in torch, `cute` its lowering."""
+    """Define an atom: the decorated function is its meaning in torch, `cute` its lowering, and
+    `facts` are further fields of `Op`."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         name, signature = fn.__name__, inspect.signature(fn)
-        OPS[name] = Op(name, fn, cute, len(signature.parameters), flops, commutative, packed)
 
         @wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -30,6 +55,7 @@ def elementwise(
                 return record(name, *values)
             return _constant(fn, values) if all(_is_number(v) for v in values) else fn(*values)
 
+        OPS[name] = Op(name, fn, cute, len(signature.parameters), call, **facts)
         return call
 
     return decorate
@@ -115,37 +141,134 @@ def _rint(x: Any) -> Any:
     return _fma(x, 1.0, 12582912.0) - 12582912.0
 
 
-@elementwise(lambda x, y: x + y, commutative=True, packed=True)
+def _bounded(*values: Edge) -> Edge:
+    """The edge of a function that is finite of finite values, and not 0 at 0."""
+    return Edge(False, kept(*values).finite)
+
+
+def _product_edge(x: Edge, y: Edge) -> Edge:
+    finite = x.finite and y.finite
+    return Edge((x.zero or y.zero) and finite, finite)
+
+
+def _product_degree(x: Degree, y: Degree) -> Degree:
+    return max(x, y) if min(x, y) is Degree.CONSTANT else Degree.NONLINEAR
+
+
+def _quotient_degree(x: Degree, y: Degree) -> Degree:
+    return x if y is Degree.CONSTANT else Degree.NONLINEAR
+
+
+def _product_slope(z: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> Operand:
+    if isinstance(x, Value) and isinstance(y, Value) and x.index == y.index:
+        return times(times(x, 2.0), dx)
+    return plus(times(dx, y), times(x, dy))
+
+
+def _extremum_slope(sign: int) -> Callable[..., Operand]:
+    """Of maximum (sign 1) and minimum (-1)."""
+
+    def rule(z: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> Operand:
+        if not isinstance(dx, Value) and dx == 0:
+            x, y, dx, dy = y, x, dy, dx
+        chosen = step(minus(x, y) if sign > 0 else minus(y, x))
+        return plus(dy, times(chosen, minus(dx, dy)))
+
+    return rule
+
+
+def _cos_slope(z: Value, x: Value) -> Operand:
+    return -sin(x)
+
+
+def _tanh_slope(z: Value, x: Value) -> Operand:
+    # 1 - tanh² would inherit MUFU.TANH's error of 2⁻¹¹ and cancel where tanh is near 1.
+    s = sigmoid(absolute(x) * -2.0)
+    return 4.0 * (s - s * s)
+
+
+def _gelu_tanh_slope(z: Value, x: Value) -> Operand:
+    # ½·(1 + tanh(z)) = σ(2z), which unlike MUFU.TANH is good to an ulp or two.
+    c = math.sqrt(8 / math.pi)
+    square = x * x
+    s = sigmoid(x * (square * (c * 0.044715) + c))
+    return s + x * (square * (c * 3 * 0.044715) + c) * (s - s * s)
+
+
+def _gelu_erf_slope(z: Value, x: Value) -> Operand:
+    density = exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+    return erf(x * math.sqrt(0.5)) * 0.5 + 0.5 + x * density
+
+
+@elementwise(
+    lambda x, y: x + y,
+    commutative=True,
+    packed=True,
+    derivative=lambda z, x, y, dx, dy: plus(dx, dy),
+    edge=kept,
+    degree=additive,
+)
 def add(x: Any, y: Any) -> Any:
     """x + y."""
     return x + y
 
 
-@elementwise(lambda x, y: x - y, packed=True)
+@elementwise(
+    lambda x, y: x - y,
+    packed=True,
+    derivative=lambda z, x, y, dx, dy: minus(dx, dy),
+    edge=kept,
+    degree=additive,
+)
 def sub(x: Any, y: Any) -> Any:
     """x - y."""
     return x - y
 
 
-@elementwise(lambda x, y: x * y, commutative=True, packed=True)
+@elementwise(
+    lambda x, y: x * y,
+    commutative=True,
+    packed=True,
+    derivative=_product_slope,
+    edge=_product_edge,
+    degree=_product_degree,
+)
 def mul(x: Any, y: Any) -> Any:
     """x · y."""
     return x * y
 
 
-@elementwise(lambda x, y: x * _reciprocal(y), flops=2)
+@elementwise(
+    lambda x, y: x * _reciprocal(y),
+    flops=2,
+    derivative=lambda z, x, y, dx, dy: minus(dx, times(z, dy)) / y,
+    degree=_quotient_degree,
+    error="result",
+)
 def div(x: Any, y: Any) -> Any:
     """x / y, through the approximate reciprocal (1 ulp) on the GPU."""
     return x / y
 
 
-@elementwise(lambda x: -x, packed=True)
+@elementwise(
+    lambda x: -x,
+    packed=True,
+    derivative=lambda z, x, dx: times(dx, -1.0),
+    edge=kept,
+    degree=additive,
+)
 def neg(x: Any) -> Any:
     """-x."""
     return -x
 
 
-@elementwise(_arith("maximumf"), commutative=True)
+@elementwise(
+    _arith("maximumf"),
+    commutative=True,
+    derivative=_extremum_slope(1),
+    edge=kept,
+    aten=("maximum", "clamp_min"),
+)
 def maximum(x: Any, y: Any) -> Any:
     """The larger of x and y; NaN if either is. One argument may be a number."""
     import torch
@@ -153,7 +276,13 @@ def maximum(x: Any, y: Any) -> Any:
     return torch.maximum(*_tensors(x, y))
 
 
-@elementwise(_arith("minimumf"), commutative=True)
+@elementwise(
+    _arith("minimumf"),
+    commutative=True,
+    derivative=_extremum_slope(-1),
+    edge=kept,
+    aten=("minimum", "clamp_max"),
+)
 def minimum(x: Any, y: Any) -> Any:
     """The smaller of x and y; NaN if either is. One argument may be a number."""
     import torch
@@ -170,19 +299,24 @@ def _tensors(x: Any, y: Any) -> tuple[Any, Any]:
     )
 
 
-@elementwise(_abs)
+@elementwise(_abs, derivative=chained(lambda z, x: step(x) - step(-x)), edge=kept, aten=("abs",))
 def absolute(x: Any) -> Any:
     """|x|."""
     return x.abs()
 
 
-@elementwise(_step)
+@elementwise(_step, derivative=lambda z, x, dx: 0.0, edge=lambda x: Edge(x.zero, True))
 def step(x: Any) -> Any:
     """1 where x > 0, else 0, for NaN too: the derivative of `relu`."""
     return (x > 0).to(x.dtype)
 
 
-@elementwise(_fma, flops=2)
+@elementwise(
+    _fma,
+    flops=2,
+    derivative=lambda z, x, y, w, dx, dy, dw: plus(plus(times(dx, y), times(x, dy)), dw),
+    edge=lambda x, y, z: kept(_product_edge(x, y), z),
+)
 def fma(x: Any, y: Any, z: Any) -> Any:
     """x · y + z, rounded once."""
     import torch
@@ -193,67 +327,109 @@ def fma(x: Any, y: Any, z: Any) -> Any:
     return (x * y + z).to(like.dtype)
 
 
-@elementwise(_rint, flops=2)
+@elementwise(_rint, flops=2, derivative=lambda z, x, dx: 0.0, edge=kept)
 def rint(x: Any) -> Any:
     """The nearest integer, ties to even, for |x| < 2²²; two additions on the GPU."""
     return x.round()
 
 
-@elementwise(_math("exp"), flops=2)
+@elementwise(
+    _math("exp"), flops=2, derivative=chained(lambda z, x: z), error="result", aten=("exp",)
+)
 def exp(x: Any) -> Any:
     """eˣ (MUFU.EX2 of the scaled argument)."""
     return x.exp()
 
 
-@elementwise(_math("log"), flops=2)
+@elementwise(
+    _math("log"), flops=2, derivative=lambda z, x, dx: dx / x, error="result", aten=("log",)
+)
 def log(x: Any) -> Any:
     """Natural logarithm."""
     return x.log()
 
 
-@elementwise(_math("sqrt"))
+@elementwise(
+    _math("sqrt"),
+    derivative=lambda z, x, dx: times(dx, 0.5) / z,
+    edge=lambda x: Edge(x.zero, x.zero),  # of what is negative it is NaN
+    error="result",
+    aten=("sqrt",),
+)
 def sqrt(x: Any) -> Any:
     """Square root."""
     return x.sqrt()
 
 
-@elementwise(_math("rsqrt"))
+@elementwise(_math("rsqrt"), derivative=chained(lambda z, x: z * z * z * -0.5), error="result")
 def rsqrt(x: Any) -> Any:
     """1 / √x."""
     return x.rsqrt()
 
 
-@elementwise(_math("sin"), flops=2)
+# Sine and cosine have no ATen name: the angle of a reference may leave |x| <= π.
+@elementwise(
+    _math("sin"), flops=2, derivative=chained(lambda z, x: cos(x)), edge=kept, error="range"
+)
 def sin(x: Any) -> Any:
     """Sine of x in radians (MUFU.SIN): good for |x| <= π, losing digits with |x| beyond."""
     return x.sin()
 
 
-@elementwise(_math("cos"), flops=2)
+@elementwise(_math("cos"), flops=2, derivative=chained(_cos_slope), edge=_bounded, error="range")
 def cos(x: Any) -> Any:
     """Cosine of x in radians (MUFU.COS): good for |x| <= π, losing digits with |x| beyond."""
     return x.cos()
 
 
-@elementwise(_math("erf"), flops=10)
+@elementwise(
+    _math("erf"),
+    flops=10,
+    derivative=chained(lambda z, x: exp(-(x * x)) * (2 / math.sqrt(math.pi))),
+    edge=kept,
+    error="range",
+    aten=("erf",),
+)
 def erf(x: Any) -> Any:
     """The error function."""
     return x.erf()
 
 
-@elementwise(_quack("tanh"), packed=True)
+@elementwise(
+    _quack("tanh"),
+    packed=True,
+    derivative=chained(_tanh_slope),
+    edge=kept,
+    error="range",
+    aten=("tanh",),
+)
 def tanh(x: Any) -> Any:
     """Hyperbolic tangent (one MUFU.TANH, relative error 2⁻¹¹)."""
     return x.tanh()
 
 
-@elementwise(_quack("sigmoid"), flops=4, packed=True)
+@elementwise(
+    _quack("sigmoid"),
+    flops=4,
+    packed=True,
+    derivative=chained(lambda z, x: z - z * z),
+    edge=_bounded,
+    error="range",
+    aten=("sigmoid",),
+)
 def sigmoid(x: Any) -> Any:
     """σ(x) = 1 / (1 + e⁻ˣ)."""
     return x.sigmoid()
 
 
-@elementwise(_quack("softplus"), flops=5, packed=True)
+@elementwise(
+    _quack("softplus"),
+    flops=5,
+    packed=True,
+    derivative=chained(lambda z, x: sigmoid(x)),
+    error="range",
+    aten=("softplus",),
+)
 def softplus(x: Any) -> Any:
     """log(1 + eˣ); x itself above 20, as torch.nn.functional.softplus."""
     import torch
@@ -261,7 +437,15 @@ def softplus(x: Any) -> Any:
     return torch.nn.functional.softplus(x)
 
 
-@elementwise(_quack("gelu_tanh_approx"), flops=8, packed=True)
+@elementwise(
+    _quack("gelu_tanh_approx"),
+    flops=8,
+    packed=True,
+    derivative=chained(_gelu_tanh_slope),
+    edge=kept,
+    error="argument",
+    aten=("gelu",),
+)
 def gelu_tanh(x: Any) -> Any:
     """GELU in the tanh approximation: ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
     import torch
@@ -269,7 +453,15 @@ def gelu_tanh(x: Any) -> Any:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-@elementwise(_quack("gelu_erf"), flops=14, packed=True)
+@elementwise(
+    _quack("gelu_erf"),
+    flops=14,
+    packed=True,
+    derivative=chained(_gelu_erf_slope),
+    edge=kept,
+    error="argument",
+    aten=("gelu",),
+)
 def gelu_erf(x: Any) -> Any:
     """GELU, exact: ½·x·(1 + erf(x/√2))."""
     import torch

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value, join
+from coda_agent.primitives.operation import MOVES, Op, additive, kept
 
-HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
+_HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
 _DOUBLES = {Shape.HALF: Shape.TILE, Shape.TILE: Shape.WIDE}
 
 
@@ -23,16 +27,20 @@ def pairs(x: Value) -> tuple[Value, Value]:
         raise ProgramError(f"pairs() got {type(x).__name__}, expected a value of the program")
     if x.shape.half_width:
         raise ProgramError("pairs() got a half-width value, expected a full-width one")
-    if x.shape not in HALVES:
+    if x.shape not in _HALVES:
         return x, x
     node = x.graph.nodes[x.index]
     if node.op == "interleave":
         return Value(x.graph, node.args[0]), Value(x.graph, node.args[1])
-    shape = HALVES[x.shape]
-    return (
-        x.graph.add(Node("even", (x.index,), shape)),
-        x.graph.add(Node("odd", (x.index,), shape)),
-    )
+    return _even(x), _odd(x)
+
+
+def _even(x: Value) -> Value:
+    return x.graph.add(Node("even", (x.index,), _HALVES[x.shape]))
+
+
+def _odd(x: Value) -> Value:
+    return x.graph.add(Node("odd", (x.index,), _HALVES[x.shape]))
 
 
 def interleave(even: Operand, odd: Operand) -> Value:
@@ -57,3 +65,25 @@ def interleave(even: Operand, odd: Operand) -> Value:
             "expected two values of one width, (M, N/2) or (M, N)"
         )
     return graph.add(Node("interleave", (even.index, odd.index), _DOUBLES[shape]))
+
+
+def _interleaved(even: Any, odd: Any) -> Any:
+    """`interleave` of tensors that broadcast to one another, or of one and a number."""
+    import torch
+
+    like = even if isinstance(even, torch.Tensor) else odd
+    lanes = (torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in (even, odd))
+    return torch.stack(torch.broadcast_tensors(*lanes), dim=-1).flatten(-2)
+
+
+def _paired(even: Any, odd: Any) -> Any:
+    from cutlass import Float32
+    from quack.epilogue.math import Pair
+
+    return Pair(*(Float32(x) if isinstance(x, float) else x for x in (even, odd)))
+
+
+_moving = partial(Op, flops=0, edge=kept, degree=additive)
+MOVES["even"] = _moving("even", lambda x: x[..., 0::2], lambda x: x.a, 1, _even)
+MOVES["odd"] = _moving("odd", lambda x: x[..., 1::2], lambda x: x.b, 1, _odd)
+MOVES["interleave"] = _moving("interleave", _interleaved, _paired, 2, interleave)

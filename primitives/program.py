@@ -10,9 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.gather import gather
-from coda_agent.primitives.graph import Graph, Node, Shape, Value, record
-from coda_agent.primitives.pairwise import HALVES, interleave
+from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import (
     OPERAND_SHAPES,
@@ -81,7 +79,7 @@ class Program:
         keys: list[str] = []
         for n in self.graph.nodes:
             args = [keys[a] for a in n.args]
-            if n.elementwise and operation(n.op).commutative:
+            if n.args and operation(n.op).commutative:
                 args.sort()
             leaf = f"{position.get(n.name, '')}|{n.value!r}|{n.shape.value}"
             keys.append(_sha(f"{n.op}|{leaf}|{','.join(args)}"))
@@ -147,15 +145,10 @@ def _node(
             return graph.add(Node("operand", (), OPERAND_SHAPES[operands[name]], name))
         case "const", []:
             return graph.const(value)
-        case (("even" | "odd"), [x]):
-            return graph.add(Node(op, (x.index,), HALVES[x.shape]))
-        case "interleave", [even, odd]:
-            return interleave(even, odd)
-        case "gather", [x, index]:
-            return gather(x, index)
-    if len(args) != operation(op).arity:
+    known = operation(op)
+    if len(args) != known.arity:
         raise ProgramError(f"operation {op!r} has {len(args)} arguments")
-    return record(op, *args)
+    return known.call(*args)
 
 
 def _sha(text: str) -> str:

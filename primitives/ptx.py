@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.graph import OPS, Op, Operand, Value, record
+from coda_agent.primitives.graph import Operand, Value, record
+from coda_agent.primitives.operation import MOVES, OPS, Op
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
 
 MEANINGS = {
@@ -72,9 +73,7 @@ def operation(name: str) -> Op:
     Raises:
         ProgramError: there is none, or its PTX is refused.
     """
-    if name in OPS:
-        return OPS[name]
-    return _brought(name)
+    return OPS.get(name) or MOVES.get(name) or _brought(name)
 
 
 @lru_cache(maxsize=256)
@@ -87,8 +86,14 @@ def _brought(name: str) -> Op:
         raise ProgramError(f"ptx() gives no meaning torch.{meaning}, expected one of {known}")
     arity = MEANINGS[meaning]
     statements, registers = _parsed(code, arity)
-    computed = _computed(meaning, statements, registers)
-    return Op(name, computed, _assembly(statements, registers, arity), arity, flops=len(statements))
+    return Op(
+        name,
+        _computed(meaning, statements, registers),
+        _assembly(statements, registers, arity),
+        arity,
+        call=partial(record, name),
+        flops=len(statements),
+    )
 
 
 def _parsed(code: str, arity: int) -> tuple[list[Statement], dict[str, str]]:

@@ -11,6 +11,25 @@ from typing import ClassVar
 
 from coda_agent.primitives.graph import Shape, Value
 
+__all__ = [
+    "AddTile",
+    "ColIndex",
+    "ColMax",
+    "ColSum",
+    "ColVector",
+    "HalfTile",
+    "HeadTable",
+    "RowGather",
+    "RowLogSumExp",
+    "RowMax",
+    "RowMean",
+    "RowSum",
+    "RowVector",
+    "Scalar",
+    "Tile",
+    "WideTile",
+]
+
 
 class Tile(Value):
     """A full (M, N) operand or output, 16-bit or float32 whatever A and B are.

@@ -15,7 +15,7 @@ import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import (
@@ -28,6 +28,7 @@ from coda_agent.agent.judge.compare import (
     unit_of,
 )
 from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.operation import OPS
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +44,14 @@ if TYPE_CHECKING:
 _OPERATION, _PRODUCT, _PRODUCT_8, _APPROXIMATION = 2.0**-24, 2.0**-25, 2.0**-16, 2.0**-22
 # MUFU.TANH, and what may be composed of it, errs by up to 2^-11 of its range, not of its result.
 _RANGE = 2.0**-15
-_OF_ONE = {"sigmoid", "tanh", "erf", "softmax", "softplus", "sin", "cos"}
-_OF_ARGUMENT = {"silu", "gelu", "mish"}
-_OF_RESULT = {
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "logsumexp", "sqrt", "rsqrt", "reciprocal",
-    "pow", "__pow__", "__rpow__", "div", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
-}  # fmt: skip
+# What the error of torch's functions scales with that are no operation of the vocabulary.
+_COMPOSED = {"softmax": "range", "silu": "argument", "mish": "argument"} | dict.fromkeys(
+    (
+        "exp2", "expm1", "log2", "log1p", "logsumexp", "reciprocal", "pow", "__pow__", "__rpow__",
+        "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
+    ),
+    "result",
+)  # fmt: skip
 # What folding partials may err of a result that has no other rounding.
 _FOLD = 2.0**-20
 _POOL = 1 << 16
@@ -279,10 +282,16 @@ def _representable(
     ]
 
 
+@lru_cache(maxsize=1)
+def errors() -> dict[str, str]:
+    """`Op.error` by the name of a function of torch."""
+    return _COMPOSED | {x: op.error for op in OPS.values() for x in (op.name, *op.aten)}
+
+
 def _approximate(function: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Disturbs what a GPU approximates, and nothing else."""
-    name = getattr(function, "__name__", "")
-    return result * 1.001 + 0.001 if name in _OF_ONE | _OF_ARGUMENT | _OF_RESULT else result
+    approximated = errors().get(getattr(function, "__name__", ""))
+    return result * 1.001 + 0.001 if approximated else result
 
 
 def disturbed(
@@ -316,13 +325,13 @@ def disturbed(
         storages = [x.untyped_storage().data_ptr() for x in args[:1] if isinstance(x, torch.Tensor)]
         if result.untyped_storage().data_ptr() in storages:
             return result  # a view
-        name = getattr(function, "__name__", "")
-        unit = _APPROXIMATION if name in _OF_RESULT else _OPERATION
+        error = errors().get(getattr(function, "__name__", ""))
+        unit = _APPROXIMATION if error == "result" else _OPERATION
         off = result * (finer * unit * noise(result))
-        if name in _OF_ONE | _OF_ARGUMENT:
+        if error in ("range", "argument"):
             # The same for all: an approximation errs alike for like arguments.
             weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
-            off += weight if name in _OF_ONE else weight * args[0].abs()
+            off += weight if error == "range" else weight * args[0].abs()
         return result + off
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from coda_agent.primitives import interleave, pairs
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value, record
-from coda_agent.primitives.ops import OPS
+from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import (
     OPERAND_SHAPES,

@@ -17,7 +17,7 @@ from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.edits import REWRITES, Edit, faulty
 from coda_agent.evals.judge.mutants import Mutant, equivalent, mutants, suite
 from coda_agent.generated.kernel import load_kernel
-from coda_agent.primitives.ops import OPS
+from coda_agent.primitives.operation import OPS
 from coda_agent.specs import draw_inputs
 
 ROOT = Path(__file__).parents[2]

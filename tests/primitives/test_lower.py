@@ -68,7 +68,8 @@ from coda_agent.primitives.lower import (
     lowering_digest,
     zero_preserving,
 )
-from coda_agent.primitives.ops import OPS, fma
+from coda_agent.primitives.operation import OPS
+from coda_agent.primitives.ops import fma
 from coda_agent.primitives.target import compile_blind, cubin, sass, target, use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, SM90_CONFIGS, TileConfig, offered
 

@@ -11,10 +11,10 @@ from coda_agent.demos.own_instruction import own_instruction
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import HalfTile, Program, RowSum, Tile, derivative, epilogue, pairs, ptx
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.graph import OPS
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.lower import zero_preserving
+from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ptx import MEANINGS, operation
 from coda_agent.primitives.target import compile_blind, sass, use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 from coda_agent.agent.authors.composer.builder import Builder
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.operation import OPS
 
 VIEWS = frozenset(
     """
@@ -61,9 +63,6 @@ def elementwise(b: Builder) -> dict[str, _Meaning]:
     c, f = b.const, b.apply
     one = c(1.0)
 
-    def same(op: str) -> _Meaning:
-        return lambda x: f(op, x)
-
     def gelu_of(approximate: str) -> str:
         return "gelu_tanh" if approximate == "tanh" else "gelu_erf"
 
@@ -98,6 +97,9 @@ def elementwise(b: Builder) -> dict[str, _Meaning]:
         return b.mul(b.clamp(b.add(x, c(3.0)), c(0.0), c(6.0)), c(1 / 6))
 
     table: dict[str, _Meaning] = {
+        name: functools.partial(f, op.name) for op in OPS.values() for name in op.aten
+    }
+    table |= {
         "add": lambda x, y, alpha=one: b.add(x, b.mul(y, alpha)),
         "sub": lambda x, y, alpha=one: b.sub(x, b.mul(y, alpha)),
         "rsub": lambda x, y, alpha=one: b.sub(y, b.mul(x, alpha)),
@@ -112,8 +114,6 @@ def elementwise(b: Builder) -> dict[str, _Meaning]:
         "addcmul": lambda x, y, z, value=one: b.add(x, b.mul(b.mul(y, z), value)),
         "addcdiv": lambda x, y, z, value=one: b.add(x, b.mul(b.div(y, z), value)),
         "lerp": lambda x, y, w: b.add(x, b.mul(w, b.sub(y, x))),
-        "maximum": lambda x, y: f("maximum", x, y),
-        "minimum": lambda x, y: f("minimum", x, y),
         "clamp": lambda x, min=None, max=None: b.clamp(x, min, max),
         "hardtanh": lambda x, lo=None, hi=None: b.clamp(x, lo or c(-1.0), hi or one),
         "relu": lambda x: f("maximum", x, c(0.0)),
@@ -134,9 +134,5 @@ def elementwise(b: Builder) -> dict[str, _Meaning]:
         "hardswish": lambda x: b.mul(x, hard(x)),
         "where": where,
     }
-    table["clamp_min"] = table["maximum"]
-    table["clamp_max"] = table["minimum"]
-    table |= {op: same(op) for op in ("exp", "log", "sqrt", "erf", "tanh", "sigmoid")}
-    table["abs"] = same("absolute")
     table |= {op: lambda x, y, op=op: f(op, x, y) for op in ("gt", "ge", "lt", "le")}
     return table

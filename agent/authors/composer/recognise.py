@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives import activations
-from coda_agent.primitives.graph import OPS
+from coda_agent.primitives.operation import OPS
 
 if TYPE_CHECKING:
     import torch
 
 _FUNCTIONS = ("silu", "gelu_tanh", "gelu_erf", "hard_swish", "sigmoid", "tanh")
-# What every one of them is made with; without any there is nothing to look for.
-_CURVED = frozenset({"sigmoid", "tanh", "erf", "exp", "clamp"})
 # Points an unnamed function of one value is compared at, and how far it may be off.
 _POINTS = (-9.0, -3.3, -1.7, -0.6, -0.2, 0.3, 0.9, 2.1, 5.2)
 _CLOSE = 1e-10
@@ -31,7 +29,7 @@ def known_product(*factors: tuple[Expr, bool]) -> tuple[str, Expr, float] | None
     import torch
 
     below = _near([f for f, _ in factors])
-    if _CURVED.isdisjoint(e.op for e in below):
+    if not any(_curved(e.op) for e in below):
         return None
     points = torch.tensor(_POINTS, dtype=torch.float64)
     for x in below:
@@ -68,6 +66,12 @@ def _meaning(op: str) -> Any:
         return OPS[op].torch if op in OPS else getattr(activations, op, None)
     function: Callable[..., Any] = _meaning(op[2:])
     return lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+
+def _curved(op: str) -> bool:
+    """Whether it is of what all known functions are made with; without any there is nothing to
+    look for."""
+    return op == "clamp" or (op in OPS and OPS[op].arity == 1 and OPS[op].error != "")
 
 
 def _near(roots: list[Expr]) -> list[Expr]:

@@ -1,0 +1,90 @@
+"""What an operation of the vocabulary is: one record, which every reading and the judge ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+
+class Degree(IntEnum):
+    """How a value depends on the accumulator."""
+
+    CONSTANT = 0
+    LINEAR = 1
+    AFFINE = 2
+    NONLINEAR = 3
+
+
+class Edge(NamedTuple):
+    """What is known of a value past the last row or column: is it exactly 0, is it finite?"""
+
+    zero: bool
+    finite: bool
+
+
+def kept(*values: Edge) -> Edge:
+    """The edge of an operation that gives 0 of zeros and a finite number of finite ones."""
+    return Edge(all(v.zero for v in values), all(v.finite for v in values))
+
+
+def unknown(*_: Edge) -> Edge:
+    """The edge of an operation that promises nothing."""
+    return Edge(False, False)
+
+
+def additive(*values: Degree) -> Degree:
+    """The degree of a sum, of a negation, and of what only moves values."""
+    return values[0] if len({*values}) == 1 else max(*values, Degree.AFFINE)
+
+
+def nonlinear(*values: Degree) -> Degree:
+    """The degree of any other function."""
+    return Degree.CONSTANT if max(values) is Degree.CONSTANT else Degree.NONLINEAR
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of the vocabulary.
+
+    Attributes:
+        name: Its name in programs and graphs.
+        torch: Meaning on torch tensors; the definition of the operation. On float32, one that a
+            program brought along runs its instructions.
+        cute: Lowering on CuTeDSL Float32 scalars.
+        arity: How many arguments it takes.
+        call: What a program calls: records it on values, computes it on tensors and numbers.
+        flops: Floating-point operations an element, counting a transcendental as one.
+        commutative: Whether the two arguments may change places.
+        packed: Whether `cute` also takes packed f32x2 lanes (SM100).
+        derivative: Its slope, by the chain rule, from its value, its arguments and their slopes;
+            None where it has none. `derivatives.py` has what rules are written with.
+        edge: What is known past the last row or column, from the `Edge`s of its arguments.
+        degree: Its degree in the accumulator, from those of its arguments.
+        error: What the error of its approximation on a GPU scales with: its range of about 1, its
+            argument or its result. Empty where it is arithmetic, rounded once.
+        aten: Names of torch functions that are this operation. A reference's call of one becomes
+            the operation, but where the composer has a meaning of its own for the name.
+    """
+
+    name: str
+    torch: Callable[..., Any]
+    cute: Callable[..., Any]
+    arity: int
+    call: Callable[..., Any]
+    flops: int = 1
+    commutative: bool = False
+    packed: bool = False
+    derivative: Callable[..., Any] | None = None
+    edge: Callable[..., Edge] = unknown
+    degree: Callable[..., Degree] = nonlinear
+    error: Literal["", "range", "argument", "result"] = ""
+    aten: tuple[str, ...] = ()
+
+
+OPS: dict[str, Op] = {}
+"""Elementwise operations by name; each enters where it is defined."""
+
+MOVES: dict[str, Op] = {}
+"""Operations that move elements and compute nothing; `cute` takes their lanes as they come."""
