@@ -20,7 +20,8 @@ from typing import Any
 from markupsafe import Markup
 
 from coda_agent.evals import metrics, pages, svg
-from coda_agent.evals.records import Problem, TrialRecord, record_path
+from coda_agent.evals.record_files import Problem, record_path
+from coda_agent.evals.records import TrialRecord
 from coda_agent.evals.staleness import Stale
 
 _GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")

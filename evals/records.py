@@ -1,19 +1,11 @@
 """Trial records: what came of one author's one try at one spec of a suite.
 
-- One JSON file a trial, in `evals/results/trials/<suite>/`, beside the suite as it was run
-  (`suite-<digest>.json`). docs/evaluation.md is the schema in words.
+- `record_files.py` has them on disk; docs/evaluation.md is the schema in words.
 - Every figure is the judge's, or the run log's count of what was spent; nothing an author wrote is
   read for it. The program is there to be read and judged again.
-- A file is written whole or not at all, and carries a checksum. What is damaged, double or not ours
-  is named by `read_records` and counts for nothing.
 """
 
-import hashlib
 import json
-import os
-import re
-import tempfile
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -24,7 +16,6 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
@@ -41,11 +32,9 @@ Outcome = Literal[
 """A level: the judge passed the candidate, and showed that much. `refused`: it did not. The others
 ended before a passing verdict: by the author, its budget, its crash, or a fault of ours."""
 
-TRIALS = Path("evals", "results", "trials")
-"""Where records are, in a workspace."""
+Device = Literal["cpu", "cuda"]
+"""Where the numerics ran: interpreted, or on a Hopper GPU."""
 SCHEMA = 1
-
-_CHECKSUM = '"checksum": "{}"'
 
 
 class _Model(BaseModel):
@@ -126,7 +115,7 @@ class TrialKey(NamedTuple):
 
     suite: str
     suite_digest: str
-    device: str
+    device: Device
     spec: str
     author: str
     trial: int
@@ -219,154 +208,6 @@ class TrialRecord(_Model):
         return self.verdict.mean(figure) if self.solved and self.verdict else None
 
 
-class Problem(NamedTuple):
-    """A file that was not counted."""
-
-    path: Path
-    kind: Literal["truncated", "corrupted", "duplicated", "foreign"]
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.kind}: {self.message}"
-
-
-class Results(NamedTuple):
-    """What a folder of records holds."""
-
-    records: list[TrialRecord]
-    problems: list[Problem]
-
-
-def file_name(key: TrialKey) -> str:
-    """The name of a record's file: readable, and never that of another key."""
-    author = re.sub(r"[^\w.-]+", "-", key.author)[:60]
-    end = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:10]
-    return f"{key.spec}-{author}-{key.trial}-{end}.json"
-
-
-def record_path(folder: Path, record: TrialRecord) -> Path | None:
-    """The file of a record under a folder of suites or in a suite's own; None where there is none
-    of its name."""
-    name = file_name(record.key)
-    places = (folder / record.suite.name / name, folder / name)
-    return next((place for place in places if place.is_file()), None)
-
-
-def write_record(folder: Path, record: TrialRecord) -> Path:
-    """Writes one record into a suite's folder, whole or not at all; its path.
-
-    A record of the same key is replaced.
-    """
-    text = record.model_copy(update={"checksum": ""}).model_dump_json(indent=1) + "\n"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    path = folder / file_name(record.key)
-    write_whole(path, text.replace(_CHECKSUM.format(""), _CHECKSUM.format(digest), 1))
-    return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, synced to disk before it has its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".tmp", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def read_records(folder: Path) -> Results:
-    """The records under a folder, and each file that is none or counts for nothing, with the
-    reason; a folder that is not there has neither."""
-    records: dict[TrialKey, tuple[Path, TrialRecord]] = {}
-    problems: list[Problem] = []
-    suites: set[tuple[Path, str]] = set()
-    for path in sorted(folder.rglob("*.json"), key=lambda p: (not _is_definition(p), p)):
-        if _is_definition(path):
-            found = _definition(path)
-            if isinstance(found, str):
-                suites.add((path.parent, found))
-                continue
-        else:
-            found = _read(path)
-        if isinstance(found, TrialRecord) and (path.parent, found.suite.digest) not in suites:
-            said = f"no definition of suite {found.suite.name} {found.suite.digest[:19]} here"
-            found = Problem(path, "foreign", said)
-        if not isinstance(found, TrialRecord):
-            problems.append(found)
-            continue
-        if held := records.get(found.key):
-            # The file with the name that belongs to the key is the one the program wrote.
-            right = path.name == file_name(found.key) != held[0].name
-            kept, other = (path, held[0]) if right else (held[0], path)
-            problems.append(Problem(other, "duplicated", f"the same trial is in {kept}"))
-            if not right:
-                continue
-        records[found.key] = path, found
-    return Results([record for _, record in records.values()], problems)
-
-
 def suite_digest(definition: dict[str, Any]) -> str:
     """The digest of a suite's definition, as plain data."""
     return sha(json.dumps(definition, sort_keys=True))
-
-
-def write_definition(folder: Path, definition: dict[str, Any]) -> Path:
-    """Puts a suite's definition beside its records, which are foreign without it."""
-    path = folder / _definition_name(suite_digest(definition))
-    write_whole(path, json.dumps(definition, indent=1, sort_keys=True) + "\n")
-    return path
-
-
-def _definition_name(digest: str) -> str:
-    return f"suite-{digest.removeprefix('sha256:')[:12]}.json"
-
-
-def _is_definition(path: Path) -> bool:
-    return path.name.startswith("suite-")
-
-
-def _definition(path: Path) -> str | Problem:
-    """The digest of the suite in a file, whose name it must fit."""
-    try:
-        digest = suite_digest(json.loads(path.read_text("utf-8")))
-    except (ValueError, OSError) as error:
-        return Problem(path, "corrupted", f"no definition of a suite: {error}")
-    if path.name != _definition_name(digest):
-        return Problem(path, "corrupted", "its name is not its digest")
-    return digest
-
-
-def _read(path: Path) -> TrialRecord | Problem:
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        return Problem(path, "foreign", f"not text: {error}")
-    try:
-        record = TrialRecord.model_validate_json(text)
-    except ValidationError as error:
-        return _refused(path, text, error)
-    bare = text.replace(_CHECKSUM.format(record.checksum), _CHECKSUM.format(""), 1)
-    if hashlib.sha256(bare.encode()).hexdigest() != record.checksum:
-        return Problem(path, "corrupted", "its checksum does not fit its text")
-    return record
-
-
-def _refused(path: Path, text: str, error: ValidationError) -> Problem:
-    fault = error.errors()[0]
-    if fault["type"] == "json_invalid":
-        if "EOF" in fault["msg"]:
-            return Problem(path, "truncated", fault["msg"])
-        return Problem(path, "foreign", f"not JSON: {fault['msg']}")
-    data: Any = json.loads(text)
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA:
-        return Problem(path, "foreign", f"schema_version is {version!r}, expected {SCHEMA}")
-    where = ".".join(map(str, fault["loc"])) or "record"
-    return Problem(path, "corrupted", f"{where}: {fault['msg'].removeprefix('Value error, ')}")

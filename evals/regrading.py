@@ -11,15 +11,8 @@ from coda_agent.agent.judgement import Judgement, Machine
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import definitions, staleness
 from coda_agent.evals.definitions import Suite
-from coda_agent.evals.records import (
-    SpecRef,
-    Step,
-    TrialRecord,
-    file_name,
-    read_records,
-    record_path,
-    write_record,
-)
+from coda_agent.evals.record_files import file_name, read_records, record_path, write_record
+from coda_agent.evals.records import SpecRef, Step, TrialRecord
 from coda_agent.primitives.errors import CodaError
 
 

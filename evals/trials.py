@@ -2,53 +2,31 @@
 
 - A trial has a workspace of its own: the tips as they were, no kernels, nothing committed. So no
   trial learns from another, and none changes what the user has. Its run is in the user's logs.
-- `record_of` makes the record from the run's events and from nothing else.
+- `tally.record_of` makes the record from the run's events and from nothing else.
 - A trial is done when its record is on disk. One that was killed has none, and starts anew.
 """
 
 import contextlib
 import fcntl
-import multiprocessing
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    wait,
-)
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from multiprocessing import get_context
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent import pipeline
-from coda_agent.agent.budget import Budget, gpu_seconds, tokens
-from coda_agent.agent.events import Event, read_events, take_secrets
-from coda_agent.agent.judge.records import Observer, rank
-from coda_agent.agent.judgement import Judgement, Machine
+from coda_agent.agent.budget import Budget
+from coda_agent.agent.events import read_events
+from coda_agent.agent.judge.records import Level, Observer
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import staleness
 from coda_agent.evals.definitions import Suite
-from coda_agent.evals.records import (
-    Outcome,
-    RunRef,
-    SpecRef,
-    Spent,
-    Step,
-    SuiteRef,
-    TrialKey,
-    TrialRecord,
-    read_records,
-    write_definition,
-    write_record,
-)
+from coda_agent.evals.record_files import read_records, write_definition, write_record
+from coda_agent.evals.records import Device, TrialKey, TrialRecord
+from coda_agent.evals.tally import record_of
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -66,7 +44,6 @@ class Task:
 
     Attributes:
         author: As in the record.
-        device: "cpu" interprets; "cuda" needs a Hopper GPU.
         options: How a model is called; None for the other authors.
     """
 
@@ -75,7 +52,7 @@ class Task:
     spec: str
     author: str
     trial: int
-    device: pipeline.Device
+    device: Device
     without: tuple[str, ...] = ()
     options: "Options | None" = None
 
@@ -85,6 +62,11 @@ class Task:
             self.suite.name, self.suite.digest, self.device, self.spec, self.author, self.trial,
             self.without,
         )  # fmt: skip
+
+    @property
+    def goal(self) -> Level:
+        """The level that counts as solved: a machine without a GPU shows no more than proved."""
+        return "proved" if self.device == "cpu" else self.suite.goal
 
 
 class Plan(NamedTuple):
@@ -124,7 +106,7 @@ def plan(
     authors: Sequence[str],
     *,
     folder: Path,
-    device: pipeline.Device,
+    device: Device,
     trials: int | None = None,
     repeat: bool = False,
     only: Sequence[str] = (),
@@ -138,7 +120,7 @@ def plan(
         suite: The suite.
         authors: As `authors_of` takes them.
         folder: The suite's records.
-        device: Where the numerics run: "cpu" or "cuda".
+        device: Where the numerics run.
         trials: Instead of the suite's.
         repeat: Whether deterministic authors have more than one.
         only: Some of the suite's specs; none means all.
@@ -236,42 +218,6 @@ def run(
     return found
 
 
-class _Here(Executor):
-    """Runs what it is given at once, in this process."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-def workers(count: int) -> Executor:
-    """Where trials run: in this process when one at a time, else in `count` of their own."""
-    if count == 1:
-        return _Here()
-    return ProcessPoolExecutor(
-        # Forked, a worker would share this process's threads' locks, and a GPU it may hold.
-        count, get_context("spawn"), _begin_worker, (dict(take_secrets()), count)
-    )  # fmt: skip
-
-
-def _begin_worker(secrets: dict[str, str], count: int) -> None:
-    from coda_agent.agent.execution import pool
-
-    os.environ.update(secrets)  # until the first run takes them out again
-    pool.beside = count
-    # Threads of several processes that wait for one another, spinning, took minutes for seconds.
-    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
-
-    def leave_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        if parent:
-            parent.join()
-        os._exit(1)  # a worker whose parent was killed would wait for work for ever
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-
-
 def _check_judge(suite: Suite) -> None:
     from coda_agent.agent.judge.provenance import judge_digest
 
@@ -317,7 +263,7 @@ def run_trial(task: Task, observer: Observer = lambda *_: None) -> TrialRecord:
             if not begun:
                 raise
     log = Path("logs", "runs", begun[0], "events.jsonl")
-    return record_of(read_events(task.workspace.root / log), task, spec, log)
+    return record_of(read_events(task.workspace.root / log), task.key, spec, task.goal, log)
 
 
 @contextlib.contextmanager
@@ -355,121 +301,3 @@ def _author(task: Task) -> "Author | Agent":
 
 def _trajectories(workspace: Workspace) -> Path:
     return workspace.root / "logs" / "trajectories"
-
-
-@dataclass
-class _Tally:
-    """What a run's events say about a trial; a fold."""
-
-    spent: Spent = field(default_factory=Spent)
-    steps: list[Step] = field(default_factory=list[Step])
-    attempts: int = 0
-    texts: dict[str, str] = field(default_factory=dict[str, str])
-    judged: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The full trial, the last where there were several."""
-    machine: Machine | None = None
-    writing: bool = False
-    failed: dict[str, Any] = field(default_factory=dict[str, Any])
-    ended: dict[str, Any] = field(default_factory=dict[str, Any])
-    gave_up: bool = False
-    time: datetime | None = None
-
-    def apply(self, event: Event) -> None:
-        data, now = event.data, datetime.fromisoformat(event.time)
-        since = self.time if self.time and event.type != "run.resumed" else now
-        wall_s = max(0.0, (now - since).total_seconds())
-        self._spend(wall_s=wall_s, gpu_s=gpu_seconds(event))
-        self.time = now
-        match event.type:
-            case "author.started":
-                self.writing = True
-            case "author.finished" | "tool.started":
-                self.writing = False
-            case "response" | "request.failed":
-                self._spend(usd=data["usd"], tokens=tokens(data["usage"]))
-            case "candidate.saved":
-                from coda_agent.agent.judge.provenance import sha
-
-                self.texts[sha(data["text"])] = data["text"]
-            case "judged":
-                self._judge(data)
-            case "gave.up":
-                self.gave_up = True
-            case "run.failed":
-                self.failed = data
-            case "run.finished":
-                self.ended = data
-            case _:
-                pass
-
-    def _spend(self, **more: float) -> None:
-        spent = self.spent.model_dump()
-        self.spent = Spent(**{k: v + more.get(k, 0) for k, v in spent.items()})
-
-    def _judge(self, data: dict[str, Any]) -> None:
-        self.attempts += 1
-        self.machine = Machine(**data["machine"])
-        submitted = data["check"] == "submit"
-        if submitted:
-            self.judged = data
-        verdict = Judgement(**data["judgement"])
-        step = Step.of(verdict, self.spent, attempt=self.attempts, submitted=submitted)
-        if step and (not self.steps or _shown(step) > _shown(self.steps[-1])):
-            self.steps.append(step)
-
-    def outcome(self) -> tuple[Outcome, str]:
-        """How the trial ended, and why."""
-        verdict = Judgement(**self.judged["judgement"]) if self.judged else None
-        if verdict and verdict.passed and verdict.level:
-            return verdict.level, ""
-        reason = str(self.ended.get("reason") or "")
-        if self.failed:
-            kind, said = self.failed["error"], f"{self.failed['error']}: {self.failed['message']}"
-            if self.writing and kind == "ProgramError":
-                return "gave_up", self.failed["message"]
-            return ("error" if self.writing or kind == "Stopped" else "harness_fault"), said
-        if self.gave_up:
-            return "gave_up", reason
-        if not self.ended:
-            return "harness_fault", "the run did not end"
-        if reason.startswith("budget: "):
-            return "budget", reason.removeprefix("budget: ")
-        if verdict:
-            return "refused", verdict.finding
-        return "gave_up", reason
-
-
-def _shown(step: Step) -> tuple[Any, ...]:
-    return step.submitted, rank(step.level), step.roofline or 0.0
-
-
-def record_of(events: Sequence[Event], task: Task, spec: "Spec", log: Path) -> TrialRecord:
-    """The record of a trial, from its run's events.
-
-    Scores come from the `judged` events, which the workbench writes from the judge's verdict, and
-    costs from the usage of each call; no text of an author is read for either.
-    """
-    tally = _Tally()
-    for event in events:
-        tally.apply(event)
-    outcome, reason = tally.outcome()
-    verdict = Judgement(**tally.judged["judgement"]) if tally.judged else None
-    return TrialRecord(
-        suite=SuiteRef(name=task.suite.name, digest=task.suite.digest),
-        spec=SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
-        author=task.author,
-        trial=task.trial,
-        without=task.without,  # type: ignore[arg-type]
-        goal="proved" if task.device == "cpu" else task.suite.goal,
-        started=datetime.fromisoformat(events[0].time),
-        finished=datetime.fromisoformat(events[-1].time),
-        outcome=outcome,
-        reason=" ".join(reason.split())[:400],
-        verdict=verdict,
-        program=tally.texts.get(verdict.digests["candidate"]) if verdict else None,
-        attempts=tally.judged.get("number", tally.attempts),
-        spent=tally.spent,
-        steps=tuple(tally.steps),
-        machine=tally.machine or Machine(device="cuda" if task.device == "cuda" else "cpu"),
-        run=RunRef(id=log.parent.name, log=log.as_posix()),
-    )

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -127,11 +127,11 @@ class _Session:
     ) -> None:
         from coda_agent.agent.workspace import find
         from coda_agent.evals import definitions
-        from coda_agent.evals.records import TRIALS
+        from coda_agent.evals.record_files import TRIALS
 
         self.workspace = find()
         self.suite = definitions.load(suite, self.workspace.root / "evals" / "suites")
-        self.device: Device = _device(self.suite, device)
+        self.device: Literal["cpu", "cuda"] = _device(self.suite, device)
         self.folder = (out or self.workspace.root / TRIALS) / self.suite.name
         self.authors = [_full_name(author) for author in dict.fromkeys(authors)]
         models = [name for name in self.authors if name.startswith("claude:")]
@@ -166,7 +166,8 @@ class _Session:
     ) -> "dict[str, list[TrialRecord]]":
         """The records of every trial, by author; those that lack are made."""
         from coda_agent.evals import trials as running
-        from coda_agent.evals.records import read_records
+        from coda_agent.evals.record_files import read_records
+        from coda_agent.evals.workers import workers
 
         plan = running.plan(
             self.workspace, self.suite, self.authors, folder=self.folder, device=self.device,
@@ -174,7 +175,7 @@ class _Session:
         )  # fmt: skip
         for problem in read_records(self.folder).problems:
             typer.echo(f"not counted: {problem}", err=True)
-        with _Watch(plan, silent=self.silent) as watch, running.workers(jobs) as pool:
+        with _Watch(plan, silent=self.silent) as watch, workers(jobs) as pool:
             records = running.run(plan, self.folder, pool, width=jobs, told=watch)
         found: dict[str, list[TrialRecord]] = {}
         for record in sorted(records, key=lambda r: (self._place(r.author), r.author)):
@@ -204,7 +205,7 @@ def _options(models: list[str], effort: str, price: "Price | None") -> "Options"
     return Options(effort=effort, price=price)
 
 
-def _device(suite: "Suite", asked: "Device") -> "Device":
+def _device(suite: "Suite", asked: "Device") -> 'Literal["cpu", "cuda"]':
     """Where a suite runs: a GPU where the suite names one, unless told otherwise."""
     from coda_agent.agent.execution import executor
 

@@ -31,7 +31,7 @@ def leaderboard(
     """Rank authors from their trial records."""
     from coda_agent.evals import definitions, staleness
     from coda_agent.evals import leaderboard as pages
-    from coda_agent.evals.records import read_records
+    from coda_agent.evals.record_files import read_records
 
     gc.disable()  # hundreds of thousands of objects and no garbage: it is a third of the time
     workspace, folder = _places(records)
@@ -87,7 +87,8 @@ def audit(
 ) -> Reply:
     """Write down what you found out about a trial; it is in its cell from then on."""
     from coda_agent.evals import pages
-    from coda_agent.evals import records as kept
+    from coda_agent.evals import record_files as kept
+    from coda_agent.evals.records import Audit, TrialRecord
 
     _, folder = _places(records)
     known = {kept.file_name(found.key): found for found in kept.read_records(folder).records}
@@ -96,14 +97,14 @@ def audit(
         raise CodaError(f"no record {name} in {folder}", hint="the leaderboard's cells link them")
     if not evidence.strip():
         raise CodaError("--evidence is empty, expected what shows it")
-    note = kept.Audit(finding=finding, evidence=evidence, date=pages.today())
+    note = Audit(finding=finding, evidence=evidence, date=pages.today())
     fields = {**known[name].model_dump(), "audit": note.model_dump()}
-    path = kept.write_record(place.parent, kept.TrialRecord.model_validate(fields))
+    path = kept.write_record(place.parent, TrialRecord.model_validate(fields))
     return Reply({"record": path, "audit": note.model_dump()}, f"{finding}: {path}")
 
 
 def _places(records: Path | None) -> tuple[Workspace, Path]:
-    from coda_agent.evals.records import TRIALS
+    from coda_agent.evals.record_files import TRIALS
 
     workspace = find()
     folder = records or workspace.root / TRIALS

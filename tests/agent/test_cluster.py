@@ -19,7 +19,7 @@ from coda_agent.agent import execution, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.execution import cluster
 from coda_agent.agent.judge import compile_gate, judge_candidate
-from coda_agent.evals.records import TRIALS, read_records
+from coda_agent.evals.record_files import TRIALS, read_records
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, load_spec

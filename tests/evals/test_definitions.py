@@ -6,7 +6,7 @@ import pytest
 
 from coda_agent.agent import workspace
 from coda_agent.evals import definitions
-from coda_agent.evals.records import write_definition
+from coda_agent.evals.record_files import write_definition
 from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 
 GOOD = 'title = "T"\nspecs = ["gemm_rope", "gemm_swiglu"]\ngoal = "proved"\n'

@@ -26,19 +26,8 @@ from coda_agent.agent.judge.records import GateResult, Verdict
 from coda_agent.agent.judgement import Cell, Judgement, Machine, Ratio
 from coda_agent.evals.definitions import Suite
 from coda_agent.evals.leaderboard import Board, boards
-from coda_agent.evals.records import (
-    Audit,
-    RunRef,
-    SpecRef,
-    Spent,
-    Step,
-    SuiteRef,
-    TrialRecord,
-    file_name,
-    read_records,
-    write_definition,
-    write_record,
-)
+from coda_agent.evals.record_files import file_name, read_records, write_definition, write_record
+from coda_agent.evals.records import Audit, RunRef, SpecRef, Spent, Step, SuiteRef, TrialRecord
 
 EVIL = "<script>alert('x')</script>"
 SPECS = ("gemm_swiglu", "gemm_rope", "gemm_rmsnorm", "gemm_bias_act",

@@ -10,8 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from coda_agent.agent.judge import provenance
-from coda_agent.evals import records
-from coda_agent.evals.records import TrialRecord, file_name, read_records, write_record
+from coda_agent.evals import record_files, records
+from coda_agent.evals.record_files import file_name, read_records, write_record
+from coda_agent.evals.records import TrialRecord
 
 SUITE = {"name": "smoke", "title": "t", "specs": ["gemm_rope"]}
 DIGEST = records.suite_digest(SUITE)
@@ -52,7 +53,7 @@ def make(**changes: Any) -> TrialRecord:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     place = tmp_path / "trials" / "smoke"
-    records.write_definition(place, SUITE)
+    record_files.write_definition(place, SUITE)
     return place
 
 

@@ -9,7 +9,8 @@ from statistics import median
 
 import pytest
 
-from coda_agent.evals.records import TrialRecord, read_records
+from coda_agent.evals.record_files import read_records
+from coda_agent.evals.records import TrialRecord
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "evaluation.md").read_text()

@@ -21,8 +21,11 @@ from coda_agent.agent.events import Event, read_events
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
 from coda_agent.agent.workbench import TOOLS, State, Workbench
-from coda_agent.evals import definitions, metrics, records, trials
-from coda_agent.evals.records import TrialRecord, read_records
+from coda_agent.evals import definitions, metrics, record_files, trials
+from coda_agent.evals.record_files import read_records
+from coda_agent.evals.records import TrialRecord
+from coda_agent.evals.tally import record_of
+from coda_agent.evals.workers import workers
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.specs import load_spec
 
@@ -88,7 +91,7 @@ def the_suite(where: workspace.Workspace) -> definitions.Suite:
 
 
 def folder(where: workspace.Workspace) -> Path:
-    return where.root / records.TRIALS / "mine"
+    return where.root / record_files.TRIALS / "mine"
 
 
 def go(where: workspace.Workspace, told: Any = lambda *_: None, **options: Any) -> trials.Plan:
@@ -96,7 +99,7 @@ def go(where: workspace.Workspace, told: Any = lambda *_: None, **options: Any) 
     plan = trials.plan(
         where, the_suite(where), ["hand"], folder=folder(where), device="cpu", **options
     )
-    with trials.workers(1) as pool:
+    with workers(1) as pool:
         trials.run(plan, folder(where), pool, width=1, told=told)
     return plan
 
@@ -337,7 +340,7 @@ def test_no_text_of_an_author_moves_a_score(
         def scored(
             changed: list[Event], task: Any = task, spec: Any = spec, record: TrialRecord = record
         ) -> str:
-            made = trials.record_of(changed, task, spec, Path(record.run.log))
+            made = record_of(changed, task.key, spec, task.goal, Path(record.run.log))
             return made.model_dump_json(exclude={"program", "reason"})
 
         def rewritten(event: Event, text: str) -> Event:
@@ -406,7 +409,7 @@ def test_costs_and_steps_by_hand(where: workspace.Workspace) -> None:
         event(7, 420, "judged", **verdicts[2]), event(8, 430, "response", usd=1.0, usage=usage),
         event(9, 440, "judged", **verdicts[3]), event(10, 450, "run.finished", reason="accepted"),
     ]  # fmt: skip
-    record = trials.record_of(log, task, spec, Path("logs/runs/r/events.jsonl"))
+    record = record_of(log, task.key, spec, task.goal, Path("logs/runs/r/events.jsonl"))
     # 360 s between the kill and the resumption are nobody's time.
     assert record.spent.model_dump() == {"usd": 1.75, "tokens": 310, "wall_s": 90.0, "gpu_s": 22.0}
     # And so it is for the budget: the time of compiling, in the tool's 17 s, is no GPU's.
@@ -438,7 +441,7 @@ def test_workers_do_their_trials_in_processes_of_their_own(
     about: dict[str, Any] = {"folder": out, "device": "cuda", "only": ["gemm_swiglu"]}
     assert len(trials.plan(where, suite, ["composer"], **about).tasks) == 1  # deterministic
     plan = trials.plan(where, suite, ["composer"], repeat=True, **about)
-    with trials.workers(2) as pool:
+    with workers(2) as pool:
         found = trials.run(plan, out, pool, width=2)
     assert sorted((r.trial, r.outcome) for r in found) == [
         (1, "harness_fault"),

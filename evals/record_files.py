@@ -1,0 +1,175 @@
+"""Trial records on disk: one JSON file a trial, beside the definition of its suite.
+
+- A file is written whole or not at all, and carries a checksum.
+- What is damaged, double or not ours is named by `read_records` and counts for nothing.
+"""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from coda_agent.evals.records import SCHEMA, TrialKey, TrialRecord, suite_digest
+
+TRIALS = Path("evals", "results", "trials")
+"""Where records are, in a workspace: a folder for each suite."""
+
+_CHECKSUM = '"checksum": "{}"'
+_Kind = Literal["truncated", "corrupted", "duplicated", "foreign"]
+
+
+class Problem(NamedTuple):
+    """A file that was not counted."""
+
+    path: Path
+    kind: _Kind
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.kind}: {self.message}"
+
+
+class Results(NamedTuple):
+    """What a folder of records holds."""
+
+    records: list[TrialRecord]
+    problems: list[Problem]
+
+
+class _Unusable(Exception):
+    """Why a file counts for nothing."""
+
+    def __init__(self, kind: _Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind: _Kind = kind
+        self.message = message
+
+
+def file_name(key: TrialKey) -> str:
+    """The name of a record's file: readable, and never that of another key."""
+    author = re.sub(r"[^\w.-]+", "-", key.author)[:60]
+    end = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:10]
+    return f"{key.spec}-{author}-{key.trial}-{end}.json"
+
+
+def record_path(folder: Path, record: TrialRecord) -> Path | None:
+    """The file of a record under a folder of suites or in a suite's own; None where there is none
+    of its name."""
+    name = file_name(record.key)
+    places = (folder / record.suite.name / name, folder / name)
+    return next((place for place in places if place.is_file()), None)
+
+
+def write_record(folder: Path, record: TrialRecord) -> Path:
+    """Writes one record into a suite's folder, whole or not at all; its path.
+
+    A record of the same key is replaced.
+    """
+    text = record.model_copy(update={"checksum": ""}).model_dump_json(indent=1) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    path = folder / file_name(record.key)
+    write_whole(path, text.replace(_CHECKSUM.format(""), _CHECKSUM.format(digest), 1))
+    return path
+
+
+def write_definition(folder: Path, definition: dict[str, Any]) -> Path:
+    """Puts a suite's definition beside its records, which are foreign without it."""
+    path = folder / _definition_name(suite_digest(definition))
+    write_whole(path, json.dumps(definition, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, synced to disk before it has its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".tmp", delete=False
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def read_records(folder: Path) -> Results:
+    """The records under a folder, and each file that is none or counts for nothing, with the
+    reason; a folder that is not there has neither."""
+    paths = set(folder.rglob("*.json"))
+    definitions = {path for path in paths if path.name.startswith("suite-")}
+    suites: set[tuple[Path, str]] = set()
+    found: list[tuple[Path, TrialRecord]] = []
+    problems: list[Problem] = []
+    for path in (*sorted(definitions), *sorted(paths - definitions)):
+        try:
+            if path in definitions:
+                suites.add((path.parent, _read_definition(path)))
+            else:
+                found.append((path, _read_record(path, suites)))
+        except _Unusable as fault:
+            problems.append(Problem(path, fault.kind, fault.message))
+    # Of two files of one trial, that with the name that belongs to it is the program's own.
+    found.sort(key=lambda pair: pair[0].name != file_name(pair[1].key))
+    kept: dict[TrialKey, tuple[Path, TrialRecord]] = {}
+    for path, record in found:
+        first, _ = kept.setdefault(record.key, (path, record))
+        if first != path:
+            problems.append(Problem(path, "duplicated", f"the same trial is in {first}"))
+    return Results([record for _, record in kept.values()], problems)
+
+
+def _definition_name(digest: str) -> str:
+    return f"suite-{digest.removeprefix('sha256:')[:12]}.json"
+
+
+def _read_definition(path: Path) -> str:
+    """The digest of the suite in a file, whose name it must fit."""
+    try:
+        digest = suite_digest(json.loads(path.read_text("utf-8")))
+    except (ValueError, OSError) as error:
+        raise _Unusable("corrupted", f"no definition of a suite: {error}") from error
+    if path.name != _definition_name(digest):
+        raise _Unusable("corrupted", "its name is not its digest")
+    return digest
+
+
+def _read_record(path: Path, suites: set[tuple[Path, str]]) -> TrialRecord:
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _Unusable("foreign", f"not text: {error}") from error
+    try:
+        record = TrialRecord.model_validate_json(text)
+    except ValidationError as error:
+        raise _refused(text, error) from error
+    bare = text.replace(_CHECKSUM.format(record.checksum), _CHECKSUM.format(""), 1)
+    if hashlib.sha256(bare.encode()).hexdigest() != record.checksum:
+        raise _Unusable("corrupted", "its checksum does not fit its text")
+    if (path.parent, record.suite.digest) not in suites:
+        said = f"no definition of suite {record.suite.name} {record.suite.digest[:19]} here"
+        raise _Unusable("foreign", said)
+    return record
+
+
+def _refused(text: str, error: ValidationError) -> _Unusable:
+    """Why a text is no record."""
+    fault = error.errors()[0]
+    if fault["type"] == "json_invalid":
+        if "EOF" in fault["msg"]:
+            return _Unusable("truncated", fault["msg"])
+        return _Unusable("foreign", f"not JSON: {fault['msg']}")
+    data: Any = json.loads(text)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA:
+        return _Unusable("foreign", f"schema_version is {version!r}, expected {SCHEMA}")
+    where = ".".join(map(str, fault["loc"])) or "record"
+    return _Unusable("corrupted", f"{where}: {fault['msg'].removeprefix('Value error, ')}")

@@ -1,0 +1,47 @@
+"""Where trials run: in this process, or in processes of their own."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from coda_agent.agent.events import take_secrets
+
+
+class _Here(Executor):
+    """Runs what it is given at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def workers(count: int) -> Executor:
+    """Where trials run: in this process when one at a time, else in `count` of their own."""
+    if count == 1:
+        return _Here()
+    return ProcessPoolExecutor(
+        # Forked, a worker would share this process's threads' locks, and a GPU it may hold.
+        count, get_context("spawn"), _begin_worker, (dict(take_secrets()), count)
+    )  # fmt: skip
+
+
+def _begin_worker(secrets: dict[str, str], count: int) -> None:
+    from coda_agent.agent.execution import pool
+
+    os.environ.update(secrets)  # until the first run takes them out again
+    pool.beside = count
+    # Threads of several processes that wait for one another, spinning, took minutes for seconds.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+
+    def leave_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent:
+            parent.join()
+        os._exit(1)  # a worker whose parent was killed would wait for work for ever
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
