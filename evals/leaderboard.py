@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,6 @@ _LOG = re.compile(r"logs/runs/([\w-]+)/events\.jsonl")
 _PUBLISHED = re.compile(r"[0-9a-f]{16}\.py|\d{8}T\d{6}Z-[\w-]+\.jsonl")
 """Files beside the page, by which those of earlier pages are known."""
 _BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds"}
-_VALUES: dict[str, metrics.Value] = {
-    "solved@1": metrics.solved,
-    "roofline score": metrics.roofline,
-    "faster than compile": metrics.fast(1, "compile"),
-    "than GEMM": metrics.fast(1, "gemm"),
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,9 @@ class Cell:
     @cached_property
     def shown(self) -> TrialRecord:
         """The solved trial of median speed, else the last one."""
-        solved = sorted((t for t in self.trials if t.solved), key=metrics.roofline)
+        solved = sorted(
+            (t for t in self.trials if t.solved), key=lambda t: metrics.roofline(t) or 0.0
+        )
         return solved[len(solved) // 2] if solved else self.trials[-1]
 
     @cached_property
@@ -105,29 +101,33 @@ class Board:
         return {author: metrics.by_spec(trials) for author, trials in self.trials.items()}
 
     @cached_property
-    def values(self) -> dict[str, dict[str, metrics.Resampled]]:
-        """Each of `_VALUES`, by author."""
+    def resampled(self) -> dict[str, dict[str, metrics.Resampled]]:
+        """By a score's key, then by author."""
         return {
-            name: {a: metrics.resampled(g, value) for a, g in self.groups.items()}
-            for name, value in _VALUES.items()
+            score.key: {a: metrics.resampled(g, score) for a, g in self.groups.items()}
+            for score in metrics.on_boards(cost=False)
         }
 
     @cached_property
-    def scores(self) -> dict[str, list[metrics.Interval | None]]:
-        """Of each author, in the order of `_VALUES`; None of one without a trial that counts."""
-        values = self.values.values()
-        return {a: [metrics.interval(value[a]) for value in values] for a in self.trials}
+    def scores(self) -> dict[str, dict[str, metrics.Interval | None]]:
+        """By a score's key, then by author; None of one without a trial that counts."""
+        return {
+            key: {author: metrics.interval(found) for author, found in authors.items()}
+            for key, authors in self.resampled.items()
+        }
 
     @cached_property
     def ranks(self) -> dict[str, tuple[int, int]]:
         """By solved@1 and by roofline score; best first."""
-        one, other = map(metrics.ranks, list(self.values.values())[:2])
+        keys = metrics.solved.key, metrics.roofline.key
+        solved, speed = (metrics.ranks(self.resampled[key]) for key in keys)
 
         def order(author: str) -> tuple[float, ...]:
-            solved, speed, *_ = (-score.value if score else 0.0 for score in self.scores[author])
-            return (one[author], other[author], speed, solved)
+            means = (score.value if (score := self.scores[k][author]) else 0.0 for k in keys)
+            ahead, faster = means
+            return solved[author], speed[author], -faster, -ahead
 
-        return {a: (one[a], other[a]) for a in sorted(self.trials, key=order)}
+        return {a: (solved[a], speed[a]) for a in sorted(self.trials, key=order)}
 
     @property
     def authors(self) -> list[str]:
@@ -167,28 +167,42 @@ class Board:
 
     @cached_property
     def ranking(self) -> pages.Rows:
-        """Authors, best first; the first row is the head."""
-        spent = [metrics.attempts, *map(metrics.cost, ("usd", "tokens", "wall_s", "gpu_s"))]
-        rows: pages.Rows = [("author", "rank", "by speed", *_VALUES, "pass@k", "attempts", "USD",
-                             "tokens", "wall, s", "GPU, s", "trials", "stale")]  # fmt: skip
+        """Authors, best first."""
         stale = Counter(author for (_, author), cell in self.cells.items()
                         for mark in cell.marks if mark)  # fmt: skip
         timed = any(trial.cells for trials in self.trials.values() for trial in trials)
-        for author, (rank, by_speed) in self.ranks.items():
-            groups, trials = self.groups[author], self.trials[author]
-            solved, roofline, *fast = self.scores[author]
-            k = min(map(len, groups.values()), default=0)
-            passing = metrics.passing(groups, k) if k > 1 else None
-            costs = [metrics.per_solution(trials, value) for value in spent]
-            rows.append([
-                author, str(rank), str(by_speed) if timed else "–", _interval(solved),
-                _interval(roofline) if timed else "–",
-                *(f"{score.value:.2f}" if score and timed else "–" for score in fast),
-                f"{passing.value:.2f} of {k}" if passing else "–",
-                *("–" if c is None else f"{c:.2f}" if c < 100 else f"{c:,.0f}" for c in costs),
-                str(len(trials)), str(stale[author]),
-            ])  # fmt: skip
-        return rows
+
+        def score(metric: metrics.Metric) -> Callable[[str], str]:
+            def says(author: str) -> str:
+                found = self.scores[metric.key][author]
+                if not found or (metric.timed and not timed):
+                    return "–"
+                return _interval(found) if metric.interval else f"{found.value:.2f}"
+
+            return says
+
+        def cost(metric: metrics.Metric) -> Callable[[str], str]:
+            def says(author: str) -> str:
+                found = metrics.per_solution(self.trials[author], metric)
+                return "–" if found is None else f"{found:.2f}" if found < 100 else f"{found:,.0f}"
+
+            return says
+
+        def passing(author: str) -> str:
+            k = min(map(len, self.groups[author].values()), default=0)
+            found = metrics.passing(self.groups[author], k) if k > 1 else None
+            return f"{found.value:.2f} of {k}" if found else "–"
+
+        return pages.tabulate(self.ranks, {
+            "author": str,
+            "rank": lambda author: str(self.ranks[author][0]),
+            "by speed": lambda author: str(self.ranks[author][1]) if timed else "–",
+            **{metric.head: score(metric) for metric in metrics.on_boards(cost=False)},
+            "pass@k": passing,
+            **{metric.head: cost(metric) for metric in metrics.on_boards(cost=True)},
+            "trials": lambda author: str(len(self.trials[author])),
+            "stale": lambda author: str(stale[author]),
+        })  # fmt: skip
 
     @cached_property
     def matrix(self) -> pages.Rows:
@@ -305,10 +319,13 @@ _ABOUT = (
 )
 
 
-def _interval(found: metrics.Interval | None) -> str:
-    return f"{found.value:.2f} ({found.low:.2f}–{found.high:.2f})" if found else "–"
+def _interval(found: metrics.Interval) -> str:
+    return f"{found.value:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
 def _named(problems: Sequence[Problem]) -> pages.Rows:
-    head: pages.Rows = [("file", "kind", "why")]
-    return head + [(problem.path.name, problem.kind, problem.message) for problem in problems]
+    return pages.tabulate(problems, {
+        "file": lambda problem: problem.path.name,
+        "kind": lambda problem: problem.kind,
+        "why": lambda problem: problem.message,
+    })  # fmt: skip

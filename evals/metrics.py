@@ -1,5 +1,7 @@
 """What records amount to: scores, costs, intervals, who is ahead of whom. Pure functions.
 
+- A metric is one registered function of a trial, `@metric`. Boards, `eval run`, `eval ablate` and
+  their JSON show what is registered.
 - A score is a mean over specs of a statistic over each spec's trials: a spec counts once, however
   often it was tried.
 - Trials that failed by a fault of ours are left out. Each other one counts, and what the judge did
@@ -13,7 +15,8 @@ import math
 import statistics
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy
 
@@ -66,6 +69,72 @@ Resampled = Mapping[str, Resample]
 """By spec."""
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a trial and how it is shown; calling it gives the value.
+
+    Attributes:
+        name: In comparisons and in JSON, there with the unit after it.
+        value: Of a trial; None where it has none.
+        kind: Of a "score" and a "share" more is better, of a "cost" less. A score is 0 where
+            nothing was solved, and `eval run --json` gives its interval. A board shows a cost as
+            all that was spent over how many solved.
+        unit: Of the value; empty where it has none or the name is one.
+        column: Its head on boards instead of name and unit; None leaves it out there.
+        interval: Whether boards show the interval.
+        timed: Whether it says nothing where nothing was timed.
+        compared: Whether `eval ablate` compares it, and `eval run --json` gives its mean.
+    """
+
+    name: str
+    value: Value
+    kind: Literal["score", "share", "cost"]
+    unit: str = ""
+    column: str | None = ""
+    interval: bool = False
+    timed: bool = False
+    compared: bool = True
+
+    def __call__(self, record: TrialRecord) -> float | None:
+        return self.value(record)
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.unit}".rstrip()
+
+    @property
+    def head(self) -> str:
+        return self.column or ", ".join(filter(None, (self.name, self.unit)))
+
+
+METRICS: dict[str, Metric] = {}
+"""What is registered, by key, in the order in which it is shown."""
+
+
+def metric(
+    name: str, kind: Literal["score", "share", "cost"], **shown: Any
+) -> Callable[[Value], Metric]:
+    """Registers the function of a trial that is decorated as a metric; `shown` is how, as the
+    attributes of `Metric`."""
+
+    def register(value: Value) -> Metric:
+        made = Metric(name, value, kind, **shown)
+        METRICS[made.key] = made
+        return made
+
+    return register
+
+
+def on_boards(*, cost: bool) -> list[Metric]:
+    """The metrics that a board shows: costs, or all others."""
+    return [m for m in METRICS.values() if m.column is not None and (m.kind == "cost") == cost]
+
+
+def compared() -> dict[str, Metric]:
+    """What two authors, or one with and without a part of its help, are compared by, by key."""
+    return {key: m for key, m in METRICS.items() if m.compared}
+
+
 def by_spec(records: Iterable[TrialRecord]) -> Groups:
     """The trials that count, by spec."""
     groups: dict[str, list[TrialRecord]] = {}
@@ -75,9 +144,16 @@ def by_spec(records: Iterable[TrialRecord]) -> Groups:
     return groups
 
 
+@metric("solved@1", "score", interval=True)
 def solved(record: TrialRecord) -> float:
     """1 where the judge showed what the suite asks for, else 0."""
     return float(record.solved)
+
+
+@metric("roofline score", "score", interval=True, timed=True)
+def roofline(record: TrialRecord) -> float:
+    """The share of the ceiling, 0 where nothing was solved and timed."""
+    return record.mean("roofline") or 0.0
 
 
 def speed(record: TrialRecord, over: Baseline) -> float | None:
@@ -91,14 +167,19 @@ def fast(p: float, over: Baseline) -> Value:
     return lambda record: float((speed(record, over) or 0.0) > p)
 
 
+_BASELINES: dict[Baseline, str] = {"compile": "faster than compile", "gemm": "than GEMM"}
+for _over, _head in _BASELINES.items():
+    for _p in (1.0, 1.1, 1.2):
+        metric(
+            f"fast_{_p} {_over}", "score", column=_head if _p == 1 else None, timed=True,
+            compared=False,
+        )(fast(_p, _over))  # fmt: skip
+
+
+@metric("share of the ceiling", "share", column=None)
 def ceiling(record: TrialRecord) -> float | None:
     """Share of the ceiling (roofline floor over time), geometric mean over the cells."""
     return record.mean("roofline")
-
-
-def roofline(record: TrialRecord) -> float:
-    """The roofline score: the share of the ceiling, 0 where nothing was solved and timed."""
-    return ceiling(record) or 0.0
 
 
 def pass_at_k(trials: int, successes: int, k: int) -> float:
@@ -133,7 +214,7 @@ def passing(groups: Groups, k: int) -> Interval | None:
 
 def together(groups: Groups, specs: Iterable[str]) -> float | None:
     """The chance that one trial each solves all of `specs`; None where one was not tried."""
-    rates = [[solved(r) for r in groups.get(spec, ())] for spec in specs]
+    rates = [[float(r.solved) for r in groups.get(spec, ())] for spec in specs]
     return math.prod(map(statistics.fmean, rates)) if rates and all(rates) else None
 
 
@@ -177,36 +258,41 @@ def curve(
     return list(points.items())
 
 
-def cost(resource: Resource) -> Callable[[TrialRecord], float]:
-    """What a trial spent."""
-    return lambda record: float(getattr(record.spent, resource))
-
-
+@metric("attempts", "cost")
 def attempts(record: TrialRecord) -> float:
     """How often a candidate was judged."""
     return float(record.attempts)
 
 
-COMPARED: dict[str, Value] = {
-    "solved@1": solved,
-    "roofline score": roofline,
-    "share of the ceiling": ceiling,
-    "attempts": attempts,
-    "tokens": cost("tokens"),
-    "dollars": cost("usd"),
-    "wall s": cost("wall_s"),
-    "GPU s": cost("gpu_s"),
-}
-"""What two authors, or one with and without a part of its help, are compared by."""
+@metric("dollars", "cost", column="USD")
+def dollars(record: TrialRecord) -> float:
+    """What the model's calls cost."""
+    return record.spent.usd
 
 
-def per_solution(
-    records: Iterable[TrialRecord], value: Callable[[TrialRecord], float]
-) -> float | None:
+@metric("tokens", "cost")
+def tokens(record: TrialRecord) -> float:
+    """Of the model's calls, read and written."""
+    return record.spent.tokens
+
+
+@metric("wall", "cost", unit="s")
+def wall_s(record: TrialRecord) -> float:
+    """From the trial's start to its end."""
+    return record.spent.wall_s
+
+
+@metric("GPU", "cost", unit="s")
+def gpu_s(record: TrialRecord) -> float:
+    """Of gates and profiles that ran on a GPU."""
+    return record.spent.gpu_s
+
+
+def per_solution(records: Iterable[TrialRecord], value: Value) -> float | None:
     """What was spent on all trials, over how many solved; None where none did."""
     counted = [record for record in records if record.counts]
     good = sum(record.solved for record in counted)
-    return math.fsum(map(value, counted)) / good if good else None
+    return math.fsum(value(record) or 0.0 for record in counted) / good if good else None
 
 
 def _mean(trials: numpy.ndarray) -> numpy.ndarray:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from coda_agent.agent.budget import Price
     from coda_agent.agent.pipeline import Device
     from coda_agent.evals.definitions import Suite
-    from coda_agent.evals.metrics import Groups, Interval
     from coda_agent.evals.records import TrialRecord
 
 app = typer.Typer(help="Compare authors on a suite.", no_args_is_help=True)
@@ -55,10 +54,14 @@ def run(
     as_json: Json = False,
 ) -> Reply:
     """Try authors on a suite. What is done is kept; run it again to go on."""
+    from coda_agent.evals import comparison
+
     session = _Session(suite, author, device, out, (effort, price_in, price_out), silent=as_json)
     found = session.tried(trials, jobs, only or [], repeat=repeat)
-    authors = _document(found, session.suite.groups)
-    text = _table(found) + _together(authors, session.suite.groups)
+    authors = comparison.document(found, session.suite.groups)
+    text = columns(comparison.summary(found))
+    if together := session.suite.groups:
+        text += f"\n\n{columns(comparison.chances(authors, together))}"
     return Reply({"folder": session.folder, "authors": authors}, text)
 
 
@@ -81,7 +84,7 @@ def ablate(
 ) -> Reply:
     """Try an author with a part of its help and without, and say what the part is worth."""
     from coda_agent.agent.prompt import WITHHELD
-    from coda_agent.evals import metrics
+    from coda_agent.evals import comparison, metrics
 
     parts = tuple(sorted(set(without)))
     if unknown := [part for part in parts if part not in WITHHELD]:
@@ -89,27 +92,14 @@ def ablate(
     session = _Session(suite, [author], device, out, (effort, price_in, price_out), silent=as_json)
     session.check_ablation(author, parts)
     arms = [session.tried(trials, jobs, only or [], without=w) for w in ((), parts)]
-    with_all, deprived = (metrics.by_spec(r for rs in arm.values() for r in rs) for arm in arms)
-    document: dict[str, Any] = {}
-    lost = f"without {', '.join(parts)}"
-    rows: list[tuple[str, ...]] = [("metric", "with", lost, "difference", "95 % interval", "")]
-    for name, value in metrics.COMPARED.items():
-        arm = [metrics.score(groups, value) for groups in (with_all, deprived)]
-        found = metrics.difference(with_all, deprived, value)
-        if found and all(arm):
-            shown = (f"{a.value:.4g}" for a in arm if a)
-            low, high = found.interval.low, found.interval.high
-            said = "more than chance" if found.apart else "no difference shown"
-            about = {"specs": found.specs, "apart": found.apart}
-            document[name] = {**found.interval._asdict(), **about}
-            interval = f"{low:+.4g} to {high:+.4g}"
-            rows.append((name, *shown, f"{found.interval.value:+.4g}", interval, said))
-    if not document:
-        raise CodaError("no spec has a trial that counts in both arms", hint=_table(arms[0]))
+    full, deprived = (metrics.by_spec(r for rs in arm.values() for r in rs) for arm in arms)
+    if not (found := comparison.compare(full, deprived)):
+        hint = columns(comparison.summary(arms[0]))
+        raise CodaError("no spec has a trial that counts in both arms", hint=hint)
     few = f"\n(fewer than {metrics.MIN_SPECS} specs show no difference, whatever the figures)"
-    specs = len(set(with_all) & set(deprived))
-    text = columns(rows) + few * (specs < metrics.MIN_SPECS)
-    return Reply({"without": parts, "differences": document}, text)
+    text = columns(comparison.ablation(found, f"without {', '.join(parts)}"))
+    text += few * (len(set(full) & set(deprived)) < metrics.MIN_SPECS)
+    return Reply({"without": parts, "differences": {one.name: one.record() for one in found}}, text)
 
 
 class _Session:
@@ -270,69 +260,6 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         if self.live:
             self.live.stop()
-
-
-def _scores(groups: "Groups") -> "dict[str, Interval | None]":
-    """Solved, and how fast: each with its interval where there is one."""
-    from coda_agent.evals import metrics
-
-    most = min((len(records) for records in groups.values()), default=0)
-    found = {"solved@1": metrics.score(groups, metrics.solved)}
-    found |= {f"pass@{most}": metrics.passing(groups, most)} if most > 1 else {}
-    found["roofline score"] = metrics.score(groups, metrics.roofline)
-    for over in ("compile", "gemm"):
-        for p in (1.0, 1.1, 1.2):
-            found[f"fast_{p} {over}"] = metrics.score(groups, metrics.fast(p, over))
-    return found
-
-
-def _document(
-    found: "dict[str, list[TrialRecord]]", together: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
-    from coda_agent.evals import metrics
-
-    document: dict[str, Any] = {}
-    for author, records in found.items():
-        groups = metrics.by_spec(records)
-        scores = {k: v and v._asdict() for k, v in _scores(groups).items()}
-        means = {n: metrics.score(groups, value) for n, value in metrics.COMPARED.items()}
-        costs = {n: mean and mean.value for n, mean in means.items()}
-        keys = ("spec", "trial", "outcome", "reason", "run", "spent")
-        rows = [record.model_dump(mode="json", include=set(keys)) for record in records]
-        chances = {name: metrics.together(groups, specs) for name, specs in together.items()}
-        document[author] = {"scores": scores, "means": costs, "groups": chances, "trials": rows}
-    return document
-
-
-def _together(authors: Mapping[str, Any], groups: Iterable[str]) -> str:
-    """A line a group of kernels that are of use together: each author's chance of all of them."""
-    rows: list[tuple[str, ...]] = []
-    for name in groups:
-        chances = (about["groups"][name] for about in authors.values())
-        rows.append((name, *("–" if c is None else f"{c:.2f}" for c in chances)))
-    return f"\n\n{columns([('all of', *authors), *rows])}" if rows else ""
-
-
-def _table(found: "dict[str, list[TrialRecord]]") -> str:
-    """A line an author."""
-    from coda_agent.evals import metrics
-
-    head = ("author", "specs", "trials", "faults", "solved@1", "roofline", "attempts", "USD", "s")
-    rows: list[tuple[str, ...]] = [head]
-    for author, records in found.items():
-        groups = metrics.by_spec(records)
-        counted = [record for trials in groups.values() for record in trials]
-        solved, roofline = (metrics.score(groups, v) for v in (metrics.solved, metrics.roofline))
-        timed = any(record.cells for record in counted)
-        cells = [solved and f"{solved.value:.2f} ({solved.low:.2f}–{solved.high:.2f})"]
-        cells += [f"{roofline.value:.2f}" if roofline and timed else None]
-        for value in (metrics.attempts, metrics.cost("usd"), metrics.cost("wall_s")):
-            mean = metrics.score(groups, value)
-            cells.append(mean and f"{mean.value:.2f}")
-        faults = len(records) - len(counted)
-        numbers = map(str, (len(groups), len(counted), faults))
-        rows.append((author, *numbers, *(cell or "–" for cell in cells)))
-    return columns(rows)
 
 
 def numbers(text: str | None) -> list[int]:

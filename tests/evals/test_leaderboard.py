@@ -24,6 +24,7 @@ from coda_agent.agent.cli.leaderboard import app
 from coda_agent.agent.judge import provenance
 from coda_agent.agent.judge.records import GateResult, Verdict
 from coda_agent.agent.judgement import Cell, Judgement, Machine, Ratio
+from coda_agent.evals import comparison, metrics
 from coda_agent.evals.definitions import Suite
 from coda_agent.evals.leaderboard import Board, boards
 from coda_agent.evals.record_files import file_name, read_records, write_definition, write_record
@@ -273,6 +274,38 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     assert "<" not in markdown and "b\\|c" in markdown
     assert "Judged on NVIDIA H200; NVIDIA H200, torch 2.11.0_x." in page.text
     assert "Judged on NVIDIA H200; NVIDIA H200, torch 2.11.0\\_x." in markdown
+
+
+def test_a_registered_metric_is_on_boards_in_comparisons_and_in_json(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exercise of CONTRIBUTING: what a new metric needs is its one function."""
+    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
+
+    @metrics.metric("program", "share", unit="lines")
+    def lines(record: TrialRecord) -> float | None:
+        return float(len(record.program.splitlines())) if record.program else None
+
+    @metrics.metric("patience", "cost", column="calls")
+    def calls(record: TrialRecord) -> float:
+        return 3.0
+
+    records = [
+        trial(s, a, program="# x\n" * n) for s in SPECS for a, n in (("long", 4), ("short", 1))
+    ]
+    store(where, records)
+    ranking = {row["author"]: row for row in run("leaderboard", "--json")["boards"][0]["ranking"]}
+    assert {a: row["program, lines"] for a, row in ranking.items()} == {
+        "long": "4.00", "short": "1.00"}  # fmt: skip
+    assert ranking["long"]["calls"] == "3.00"
+    found = comparison.compare(*(metrics.by_spec(r for r in records if r.author == a)
+                                 for a in ("long", "short")))  # fmt: skip
+    (shown,) = [
+        row for row in comparison.ablation(found, "without tips") if row[0] == "program lines"
+    ]
+    assert shown == ("program lines", "4", "1", "+3", "+3 to +3", "more than chance")
+    assert lines.key in comparison.document({"long": records[::2]}, {})["long"]["means"]
+    assert calls.key in {one.name for one in found}
 
 
 def test_what_a_person_found_out_is_in_the_cell_and_counts(where: workspace.Workspace) -> None:
