@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from coda_agent.agent import pipeline
-from coda_agent.agent.cli import authoring, evaluate, judging, report, review, targets
+from coda_agent.agent.cli import authoring, evaluate, judging, report, review, rules, targets
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import (
     ContendedOption,
@@ -92,6 +92,7 @@ app.add_typer(authoring.app)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(review.app)
 app.add_typer(judging.app, name="score-judge")
+app.add_typer(rules.app, name="rules", hidden=True)
 
 
 @app.command()

@@ -1,9 +1,9 @@
 """Tiles that hung or faulted on a GPU, remembered so that none is paid for twice.
 
 One append-only file beside the cache of compiled kernels. An entry holds for a program's digest, an
-element type, a tile, a GPU, the toolchain and the sources of language and judge; when one of them
-changes the tile is tried again. The launch's shape is noted, but does not enter: a tuned tile is
-dispatched at other shapes too, so one that hangs at a shape may be dispatched at none.
+element type, a tile, a GPU, the toolchain and the meaning of the lowering; when one of them changes
+the tile is tried again. The launch's shape is noted, but does not enter: a tuned tile is dispatched
+at other shapes too, so one that hangs at a shape may be dispatched at none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.events import utc_now
-from coda_agent.agent.judge.provenance import PACKAGES, judge_digest, version
+from coda_agent.agent.judge.provenance import PACKAGES, version
+from coda_agent.agent.judge.rules import meanings
 from coda_agent.primitives.target import cache_directory
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class FaultMemory:
 
     def __init__(self, gpu: str, program: Program, element: str) -> None:
         self.path = cache_directory().parent / "faults.jsonl"
-        tools = [judge_digest(), *map(version, PACKAGES)]
+        # An operation's own lowering is written where its meaning is.
+        tools = [meanings()["lowering"], meanings()["language"], *map(version, PACKAGES)]
         self._about = [gpu, program.digest, element, tools]
 
     def known(self, configs: Sequence[TileConfig]) -> dict[TileConfig, dict[str, Any]]:

@@ -146,8 +146,11 @@ class _Trial:
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
+        from coda_agent.agent.judge.rules import given
+
         self.observer("gate.started", {"gate": name})
-        result, start = GateResult(name=name, passed=True), time.monotonic()
+        start = time.monotonic()
+        result = GateResult(name=name, passed=True, rules=given(name))
         yield result
         result.passed = not result.findings
         result.seconds = round(time.monotonic() - start, 3)

@@ -27,7 +27,7 @@ def version(package: str) -> str | None:
 
 
 def digests(spec: Spec, text: str) -> dict[str, str]:
-    """SHA-256 of everything that decides: equal digests mean the same trial."""
+    """SHA-256 of spec, candidate, toolchain and of the judge's sources."""
     # What compiles a kernel. torch and triton bring their own releases on a machine with a GPU, and
     # the reference is checked by itself.
     toolchain = {p: version(p) for p in ("nvidia-cutlass-dsl", "quack-kernels")}
@@ -48,7 +48,11 @@ def sha(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def judge_digest() -> str:
-    """Digest of the sources of the judge, the language, the spec format and kernels' functions."""
+    """Digest of the sources of the judge, the language, the spec format and kernels' functions.
+
+    It says where a verdict came from, and that a worker of a cluster runs the same judge. Whether
+    a verdict still stands, `rules.py` says.
+    """
     agent = Path(__file__).parent
     root = agent.parent.parent
     files = [

@@ -37,6 +37,8 @@ class GateResult(BaseModel):
     skipped: str | None = None
     """Why the gate did not run; a skipped gate neither passes nor fails the candidate."""
     seconds: float = 0.0
+    rules: dict[str, str] = {}
+    """Versions of the rules it was given by (`rules.given`)."""
     findings: list[Finding] = []
     data: dict[str, Any] = {}
 
