@@ -54,6 +54,8 @@ class Judgement(_Model):
     gates: dict[str, Literal["passed", "failed", "skipped"]]
     digests: dict[str, Digest]
     """Of spec, candidate, judge and toolchain."""
+    rules: dict[str, dict[str, str]] = {}
+    """The versions of the rules that each gate that ran was given by."""
     cells: tuple[Cell, ...] = ()
     finding: str = ""
     """The first thing that was wrong; the judge's words."""
@@ -71,6 +73,7 @@ class Judgement(_Model):
                 for g in verdict.gates
             },
             digests={key: verdict.digests[key] for key in DIGESTS},
+            rules={g.name: g.rules for g in verdict.gates if g.rules and not g.skipped},
             cells=tuple(
                 Cell(ours_us=c["times"]["ours"]["median_us"], **{key: c[key] for key in keys})
                 for c in timed

@@ -1,29 +1,54 @@
-"""Staleness: what of a stored verdict another judge, toolchain, spec or program would decide anew.
+"""Staleness: what of a stored verdict would have to be decided anew.
 
-Every question of that kind is answered here. A stale record keeps its figures; what shows them
-marks them.
+Rules with other versions decide that, and another spec, program or toolchain; sources that mean the
+same do not (`agent/judge/rules.py`). Every question of that kind is answered here. A stale record
+keeps its figures; what shows them marks them.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge import provenance
+from coda_agent.agent.judge import provenance, rules
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
+    from coda_agent.agent.judgement import Judgement
     from coda_agent.agent.workspace import Workspace
     from coda_agent.evals.definitions import Suite
     from coda_agent.evals.records import TrialRecord
     from coda_agent.specs import Spec
 
 Stale = Callable[["TrialRecord"], list[str]]
-"""What is stale of a trial record: of judge, toolchain and spec, those that are others by now."""
+"""What is stale of a trial record: of rules, toolchain and spec, those that are others by now."""
+EARLIER = "judge"
+"""What is stale where a record names no rules: a judge before rules had versions gave it."""
+SCORED = ("compile", "numerics")
+"""The gates whose rules the judge's scores confirm."""
 
 
 def moved(then: Mapping[str, str], now: Mapping[str, str], keys: Iterable[str]) -> list[str]:
     """Which of the digests under `keys` are not today's."""
     return [key for key in keys if then.get(key) != now.get(key)]
+
+
+def of_verdict(gates: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The rules that have other versions than a verdict names, by gate."""
+    found = (rules.moved(then, gate) if then else [EARLIER] for gate, then in gates.items())
+    return list(dict.fromkeys(name for names in found for name in names))
+
+
+def of_scores(record: Mapping[str, Any]) -> list[str]:
+    """The rules that a score record was not made by as they are worded now, so that it confirms
+    nothing that was declared of them."""
+    now, then = wordings(), record.get("rules", {})
+    return moved(then, now, now) if then else [EARLIER]
+
+
+def wordings() -> dict[str, str]:
+    """The digest of each scored rule's sources, as a score record keeps them."""
+    names = {name for gate in SCORED for name in rules.involved(gate)}
+    return {name: digest for name, digest in rules.meanings().items() if name in names}
 
 
 def of_trials(workspace: "Workspace", suites: "Mapping[str, Suite]") -> Stale:
@@ -39,16 +64,22 @@ def of_trials(workspace: "Workspace", suites: "Mapping[str, Suite]") -> Stale:
     def stale(record: "TrialRecord") -> list[str]:
         then = {**(record.verdict.digests if record.verdict else {}), "spec": record.spec.digest}
         now = today(record.suite.digest, record.spec.name)
-        return moved(then, now, [key for key in ("judge", "toolchain", "spec") if key in then])
+        others = moved(then, now, [key for key in ("toolchain", "spec") if key in then])
+        return [*_of_judgement(record.verdict), *others]
 
     return stale
 
 
+def _of_judgement(judged: "Judgement | None") -> list[str]:
+    if judged is None:
+        return []
+    return of_verdict(judged.rules) if judged.rules else [EARLIER]
+
+
 def needs_trial(record: "TrialRecord", suite: "Suite", spec: "Spec") -> bool:
     """Whether a trial has to be done again: the fault was ours, or, unless the suite takes any
-    judge, the judge or the spec is another by now."""
+    judge, a rule or the spec is another by now."""
     if not record.counts:
         return True
-    then = {**(record.verdict.digests if record.verdict else {}), "spec": record.spec.digest}
-    now = {"judge": provenance.judge_digest(), "spec": spec.digest}
-    return suite.judge != "any" and bool(moved(then, now, [key for key in now if key in then]))
+    is_stale = _of_judgement(record.verdict) or record.spec.digest != spec.digest
+    return suite.judge != "any" and bool(is_stale)

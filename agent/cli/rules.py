@@ -1,11 +1,13 @@
 """`coda-agent rules`: the versions of what decides a verdict; for who changes the judge."""
 
+import json
 from typing import Annotated
 
 import typer
 
 from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.workspace import find
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -33,7 +35,23 @@ def show(as_json: Json = False) -> Reply:
         for name, entry in locked.items()
     )]  # fmt: skip
     entries = {name: entry.model_dump() for name, entry in locked.items()}
-    return Reply({"rules": entries, "differing": differing}, columns(rows), int(bool(differing)))
+    unconfirmed = _unconfirmed()
+    said = [f"{file}: stale, {', '.join(names)}" for file, names in unconfirmed.items()]
+    document = {"rules": entries, "differing": differing, "unconfirmed": unconfirmed}
+    text = "\n".join([columns(rows), *said])
+    return Reply(document, text, int(bool(differing)))
+
+
+def _unconfirmed() -> dict[str, list[str]]:
+    """The judge's score records that are stale, and by which rules."""
+    from coda_agent.evals.staleness import of_scores
+
+    found: dict[str, list[str]] = {}
+    for path in sorted((find().root / "evals" / "results").glob("judge-*.json")):
+        record = json.loads(path.read_text("utf-8"))
+        if "judge" in record and (names := of_scores(record)):
+            found[path.name] = names
+    return found
 
 
 @app.command("raise")

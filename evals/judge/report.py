@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.evals.pages import machine, render
+from coda_agent.evals.staleness import of_scores
 
 Record = Mapping[str, Any]
 
@@ -48,6 +49,8 @@ def write_page(root: Path) -> Path:
 def text(section: str, device: str, record: Record) -> str:
     """One section of the page, of `FIGURES`, about a record."""
     when = f"{record['date']}, {machine(record['machine'])}" if "date" in record else ""
+    if "judge" in record and (stale := of_scores(record)):
+        when += f", stale: {', '.join(stale)}"
     figures = FIGURES[section](record)
     values = {"section": section, "device": device, "record": record, "when": when}
     return render("judge.md", **values, **figures).strip()

@@ -1,7 +1,7 @@
 """The judge's scores: run and kept as records, which `report.py` writes as docs/judge.md.
 
 A record is written as it grows, and a run that was interrupted goes on where it stopped while the
-judge, its sources, is the same.
+rules mean the same.
 """
 
 from __future__ import annotations
@@ -166,14 +166,21 @@ def recorded(
     name, written every few seconds and at the end."""
     from coda_agent.agent.execution.environment import environment
     from coda_agent.agent.judge.provenance import judge_digest
+    from coda_agent.evals.staleness import wordings
 
     path = judge.root / "evals" / "results" / f"judge-{name}-{judge.device}.json"
     machine = environment(judge.device) | {"cores": len(os.sched_getaffinity(0))}
-    head = {"judge": judge_digest(), "machine": machine, **head, "date": today()}
+    head = {
+        "judge": judge_digest(),
+        "rules": wordings(),
+        "machine": machine,
+        **head,
+        "date": today(),
+    }
     cells: dict[str, Any] = {}
     if resume and path.is_file():
         old = json.loads(path.read_text("utf-8"))
-        if all(old.get(key) == head[key] for key in ("judge", "seed") if key in head):
+        if all(old.get(key) == head[key] for key in ("rules", "seed") if key in head):
             cells = old["cells"]
     written = time.monotonic()
     try:

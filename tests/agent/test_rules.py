@@ -12,7 +12,6 @@ from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.rules import ROOT, RULES, meaning, meanings
 from coda_agent.primitives.errors import CodaError
 
-
 BOUND = r"^(\w+ = )[^\"'\n]*\d.*$"
 """A module's first constant with a number in it."""
 FINDING = r"(Finding\(\s*message=f?\")"

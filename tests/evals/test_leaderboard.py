@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import doctor, judge, workspace
 from coda_agent.agent.cli import app as everything
 from coda_agent.agent.cli.leaderboard import app
-from coda_agent.agent.judge import provenance
+from coda_agent.agent.judge import provenance, rules
 from coda_agent.agent.judge.records import GateResult, Verdict
 from coda_agent.agent.judgement import Cell, Judgement, Machine, Ratio
 from coda_agent.evals import comparison, metrics
@@ -183,22 +183,29 @@ def test_stale_marks_and_what_is_not_counted(where: workspace.Workspace) -> None
     spec = SUITE.spec(where, "gemm_rope")
     today = provenance.digests(spec, "# p\n")
     fresh = trial("gemm_rope", "fresh", program="# p\n")
-    verdict = fresh.verdict.model_copy(update={"digests": today})
-    fresh = fresh.model_copy(
-        update={
-            "verdict": verdict,
-            "spec": SpecRef(name=spec.name, digest=spec.digest, level="compose"),
-        }
-    )
-    folder = store(where, [fresh, trial("gemm_rope", "old")])
+    now = rules.versions("numerics")
+    about = SpecRef(name=spec.name, digest=spec.digest, level="compose")
+    rules_of = {"fresh": now, "moved": {**now, "lowering": "0", "language": "0"}}
+    fresh, moved = (
+        trial("gemm_rope", author, program="# p\n").model_copy(update={
+            "spec": about,
+            "verdict": fresh.verdict.model_copy(
+                update={"digests": today, "rules": {"numerics": then}}
+            ),
+        })
+        for author, then in rules_of.items()
+    )  # fmt: skip
+    folder = store(where, [fresh, moved, trial("gemm_rope", "old")])
     (folder / "torn.json").write_text('{"schema_version": 1, ')
     text = run("leaderboard")
     assert re.search(r"^gemm_rope .*1/1 1.000× GEMM, 2.000× compile", text, re.MULTILINE)
     found = run("leaderboard", "--json")
     (cells,) = found["boards"][0]["matrix"]
     assert "stale" not in cells["fresh"] and cells["old"].endswith("stale: judge, spec, toolchain")
+    assert cells["moved"].endswith("stale: language, lowering")
     assert {r["author"]: r["stale"] for r in found["boards"][0]["ranking"]} == {
         "fresh": "0",
+        "moved": "1",
         "old": "1",
     }
     assert [p["kind"] for p in found["problems"]] == ["truncated"] and "torn.json" in text
@@ -339,7 +346,8 @@ def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
     def judge_candidate(spec: Any, text: str, executor: Any, *, device: str) -> Verdict:
         devices.append(device)
         digests = {**provenance.digests(spec, text), "judge": provenance.judge_digest()}
-        gates = [GateResult(name="numerics", passed=passed)]
+        gate = {"name": "numerics", "rules": rules.versions("numerics")}
+        gates = [GateResult(passed=passed, **gate)]
         level = "proved" if passed else None
         about = {"device": "cpu", "packages": {"torch": "9.9"}, "sandbox": {"tier": "landlock"}}
         return Verdict(passed=passed, level=level, gates=gates, digests=digests, environment=about)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import events, judge, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.events import Event, read_events
-from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge import GateResult, Verdict, provenance, rules
 from coda_agent.agent.judge import judge_candidate as whole_judge
 from coda_agent.agent.workbench import TOOLS, State, Workbench
 from coda_agent.evals import definitions, metrics, record_files, trials
@@ -223,7 +223,11 @@ def test_another_judge_makes_a_trial_undone_unless_any_will_do(
     path = where.root / "evals" / "suites" / "mine.toml"
     path.write_text(f'{SUITE}judge = "{policy}"\n')
     go(where)
-    monkeypatch.setattr(judge.provenance, "judge_digest", lambda: "sha256:" + "0" * 64)  # type: ignore[attr-defined]
+    monkeypatch.setattr(provenance, "judge_digest", lambda: "sha256:" + "0" * 64)
+    assert go(where).tasks == []  # other sources that mean the same
+    walk = rules.lock()["walk"]
+    raised = walk.model_copy(update={"version": walk.version + 1})
+    monkeypatch.setitem(rules.lock(), "walk", raised)
     assert len(go(where).tasks) == (4 if policy == "current" else 0)
     assert len(read_records(folder(where)).records) == 4
     path.write_text(f'{SUITE}judge = "sha256:{"1" * 64}"\n')
