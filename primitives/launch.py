@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import CompileError
@@ -90,30 +91,22 @@ def launch(
     Raises:
         CompileError: the configuration cannot carry this program, or the DSL refuses it.
     """
+    return launcher.get()(program, a, b, operands, outputs, config, run=run)
+
+
+def _launch(
+    program: Program,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    config: TileConfig,
+    *,
+    run: bool,
+) -> Any:
     lowered = lower(program, config.tile_n)
-    names = lowered.names
-    c = d = None
-    values: dict[str, Any] = {}
-    for o, kind in program.operands.items():
-        value = operands[o]
-        if names[o] == "c":
-            c = value
-        elif kind is Scalar:
-            values[names[o]] = value if hasattr(value, "data_ptr") else float(value)
-        else:
-            values[names[o]] = value[None] if kind in (ColVector, RowVector) else value
-    for o, kind in program.outputs.items():
-        if names[o] == "D":
-            d = outputs[o]
-        else:
-            values[names[o]] = outputs[o]
-        if kind is HalfTile and outputs[o].element_size() == 1 and "D" in names.values():
-            # quack's narrow store follows the register layout of D's, and is wrong for 16-bit D
-            # (seen on an H200).
-            raise CompileError(
-                f"{program.name}: an e4m3 HalfTile beside a full-width store is not supported",
-                hint="store it in 16 bits, or leave the full-width output out",
-            )
+    values = _by_kernel_name(program, lowered.names, operands, outputs)
+    d, c = values.pop("D", None), values.pop("c", None)
     try:
         return lowered.module.gemm(
             a,
@@ -139,6 +132,36 @@ def launch(
         raise CompileError(
             f"{program.name} does not compile as {config.label}: {_first_line(error)}"
         ) from error
+
+
+launcher: ContextVar[Callable[..., Any]] = ContextVar("launcher", default=_launch)
+"""What `launch` calls, with its own arguments. A process that reports launches, or lets some fail,
+sets one that calls the one before; `run=False` compiles ahead of what it does."""
+
+
+def _by_kernel_name(
+    program: Program,
+    names: Mapping[str, str],
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Tensors and numbers as the kernel takes them: "c" and "D" are the GEMM's own."""
+    values: dict[str, Any] = {}
+    for o, kind in program.operands.items():
+        value: Any = operands[o]
+        if kind is Scalar and not hasattr(value, "data_ptr"):
+            value = float(value)
+        values[names[o]] = value[None] if kind in (ColVector, RowVector) else value
+    for o, kind in program.outputs.items():
+        values[names[o]] = outputs[o]
+        if kind is HalfTile and outputs[o].element_size() == 1 and "D" in names.values():
+            # quack's narrow store follows the register layout of D's, and is wrong for 16-bit D
+            # (seen on an H200).
+            raise CompileError(
+                f"{program.name}: an e4m3 HalfTile beside a full-width store is not supported",
+                hint="store it in 16 bits, or leave the full-width output out",
+            )
+    return values
 
 
 def _first_line(error: Exception) -> str:

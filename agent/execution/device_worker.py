@@ -36,14 +36,14 @@ CuTeDSL's launcher numbers the errors as cudaError_t does."""
 
 
 class Watch:
-    """`primitives.launch.launch`, told of before it happens.
+    """A launcher (`primitives.launch.launcher`) that tells of a launch before it happens.
 
     Compiling comes first and is not part of what is told: it takes seconds, a kernel milliseconds.
     While kernels are timed only a kernel's first launch is told, and waited for; the later ones
     cost a look-up.
 
     Args:
-        launch: The function that launches.
+        launch: The launcher that launches.
         synchronize: Waits for the GPU.
     """
 
@@ -79,16 +79,16 @@ class Watch:
 
 
 def main() -> None:
-    """Serves jobs; the imports and the hook come first, while the other gates still run."""
+    """Serves jobs; the imports come first, while the other gates still run."""
     import torch
 
     from coda_agent.agent.execution.child import serve
-    from coda_agent.primitives import launch as launching
+    from coda_agent.primitives.launch import launcher
     from coda_agent.primitives.target import use_cache
 
     use_cache()
-    watch = Watch(launching.launch, torch.cuda.synchronize)
-    launching.launch = watch  # before the gates, which take it from there
+    watch = Watch(launcher.get(), torch.cuda.synchronize)
+    launcher.set(watch)
     for name in ("coda_agent.primitives.stores", "coda_agent.agent.judge.performance"):
         importlib.import_module(name)
     serve(lambda job, tell: handle(job, tell, watch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from coda_agent.agent.judge.numerics import (
 from coda_agent.agent.judge.oracle import Case, make_case, make_cases
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
-from coda_agent.primitives import launch as launching
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.launch import launcher
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
@@ -224,21 +225,23 @@ def test_one_tensor_for_two_inputs_is_seen() -> None:
     assert "C and X are one tensor" in refused(run, "gemm_residual_partial_rmsnorm_bwd")
 
 
-def test_a_write_outside_an_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_outside_an_output_is_refused(request: pytest.FixtureRequest) -> None:
     spec, name = spec_of("gemm_rmsnorm"), "gemm_rmsnorm"
     program = programs_of(name)[name]
     case = make_case(spec, {}, {"M": 77, "N": 272, "K": 64}, "bfloat16", "cpu", seed=1)
     dtypes = {"O": torch.bfloat16}
     offsets = [0]
 
-    def launch(program: Program, a: Any, b: Any, operands: Any, outputs: Any, config: Any) -> None:
+    def launch(
+        program: Program, a: Any, b: Any, operands: Any, outputs: Any, config: Any, **_: Any
+    ) -> None:
         out = outputs["O"]
         assert out.isnan().all()
         out.copy_(run_interpreter(spec, program, case.inputs, config, dtypes)["O"])
         if offsets[-1]:
             out.as_strided((1,), (1,), out.storage_offset() + offsets[-1]).fill_(1.0)
 
-    monkeypatch.setattr(launching, "launch", launch)
+    request.addfinalizer(partial(launcher.reset, launcher.set(launch)))
     right = run_kernel(spec, program, case.inputs, CONFIG, dtypes)
     assert torch.equal(right["O"], run_interpreter(spec, program, case.inputs, CONFIG, dtypes)["O"])
     for offset, side in ((-1, "before"), (77 * 272, "after")):

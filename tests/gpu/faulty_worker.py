@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from coda_agent.agent.execution import device_worker
-from coda_agent.primitives import launch as launching
+from coda_agent.primitives.launch import launcher
 
 SCRIPT = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]) / "script.json"
 
@@ -57,7 +57,7 @@ def timing(job: dict[str, Any], tell: Any) -> float:
 
 
 if __name__ == "__main__":
-    plain = launching.launch
+    plain = launcher.get()
 
     def launch(*given: Any, run: bool = True) -> Any:
         fault = json.loads(SCRIPT.read_text()).get(given[-1].label) if run else None
@@ -65,6 +65,6 @@ if __name__ == "__main__":
             FAULTS[fault]()
         return plain(*given, run=run)
 
-    launching.launch = launch
+    launcher.set(launch)
     device_worker.JOBS["timing"] = timing
     device_worker.main()

@@ -2,6 +2,7 @@
 or reads what it should not, is refused."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 
 from coda_agent.agent.judge.numerics import NumericsReport, check_numerics, run_kernel
 from coda_agent.agent.judge.oracle import make_cases
-from coda_agent.primitives import launch as launching
 from coda_agent.primitives.errors import LaunchError
+from coda_agent.primitives.launch import launcher
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
@@ -70,21 +71,22 @@ def test_what_is_kept_for_an_address_is_refused(name: str) -> None:
 @pytest.mark.parametrize(("offset", "side"), [(-1, "before"), (77 * 272, "after")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_write_outside_an_output_is_refused(
-    name: str, offset: int, side: str, monkeypatch: pytest.MonkeyPatch
+    name: str, offset: int, side: str, request: pytest.FixtureRequest
 ) -> None:
     spec, program = accepted(name)
-    real = launching.launch
+    real = launcher.get()
 
     def launch(
-        program: Program, a: Any, b: Any, inputs: Any, outputs: Mapping[str, Any], config: Any
-    ) -> None:
-        real(program, a, b, inputs, outputs, config)
+        program: Program, a: Any, b: Any, inputs: Any, outputs: Mapping[str, Any], config: Any,
+        **run: bool,
+    ) -> None:  # fmt: skip
+        real(program, a, b, inputs, outputs, config, **run)
         out = outputs["D"]
         out.as_strided((1,), (1,), out.storage_offset() + offset).fill_(1.0)
 
     case = next(c for c in make_cases(spec, {}, "bfloat16", "cuda", 1) if c.sizes["M"] == 77)
     dtypes = {o: getattr(torch, spec.dtype_of(o, {"T": "bfloat16"})) for o in spec.outputs}
     run_kernel(spec, program, case.inputs, CONFIGS[0], dtypes)
-    monkeypatch.setattr(launching, "launch", launch)
+    request.addfinalizer(partial(launcher.reset, launcher.set(launch)))
     with pytest.raises(LaunchError, match=f"writes to memory {side} its output D"):
         run_kernel(spec, program, case.inputs, CONFIGS[0], dtypes)
