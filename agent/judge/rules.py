@@ -54,8 +54,8 @@ RULES = {
     "language": Rule(
         _in(
             "primitives",
-            "__init__ activations auxiliary derivatives gather graph interpret operation ops pairwise "
-            "program ptx ptx_run reductions resources rotary",
+            "__init__ activations auxiliary derivatives gather graph interpret operation ops "
+            "pairwise program ptx ptx_run reductions resources rotary",
         )
         + _in("specs", "__init__ faults format reference")
     ),
