@@ -128,7 +128,7 @@ def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -
     assert isinstance(error, compile_gate.CompileError)
 
 
-def test_a_busy_gpu_holds_up_no_compile_job(address: str, spec: Spec) -> None:
+def test_a_busy_gpu_holds_up_no_compile_job(address: str, spec: Spec, tmp_path: Path) -> None:
     made = execution.executor()
     assert isinstance(made, cluster.Cluster)
     programs = made.load(TEXT)
@@ -137,13 +137,21 @@ def test_a_busy_gpu_holds_up_no_compile_job(address: str, spec: Spec) -> None:
     # As a gate leaves it: the worker with the GPU has the objects, too, and works. The others have
     # more to do, by the scheduler's reckoning.
     made._client.replicate(made._built, workers=made._workers("GPU"))
-    busy = made._client.submit(time.sleep, 12, resources={"GPU": 1}, pure=False)
+    over = tmp_path / "over"
+
+    def work() -> None:
+        until = time.monotonic() + 60
+        while not over.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+
+    busy = made._client.submit(work, resources={"GPU": 1}, pure=False)
     others = [
         made._client.submit(time.sleep, 0.2, resources={"CPU": 1}, pure=False) for _ in range(20)
     ]
     time.sleep(0.5)
     made.map([job], lambda *_: None)
     assert not busy.done()
+    over.touch()
     assert all(future.result() is None for future in [*others, busy])
 
 
@@ -162,8 +170,9 @@ def test_an_evaluation_survives_the_loss_of_workers(
 
     def kill() -> None:
         with Client(dask.scheduler_address, set_as_default=False) as client:
-            while len(killed) < 4 and not over.wait(draw.uniform(0.5, 2)):
-                name = f"cpu{draw.randrange(2)}"
+            for name in draw.sample(["cpu0", "cpu1"], 2):
+                if over.wait(draw.uniform(0.5, 2)):
+                    break
                 known = client.scheduler_info(n_workers=-1)["workers"]
                 where = [a for a, worker in known.items() if worker["name"] == name]
                 found: Any = client.run(os.getpid, workers=where, on_error="ignore")
