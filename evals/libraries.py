@@ -1,19 +1,21 @@
-"""What other libraries offer for the paper's kernels: compositions, and quack's fused products.
+"""Contenders of other libraries, for the paper's kernels.
 
+- quack: its bare product, and its own epilogue library in one launch.
+- torch.compile: the spec's reference, or what the spec says a user would run.
 - Liger-Kernel and FlashInfer: a cuBLAS product and their kernels around it, weights laid out
   beforehand as they like them. Norms before the product take the place of `r`.
-- quack: its own epilogue library, one launch.
-- A library is imported when a contender is built; a missing one raises ImportError.
+- A library is imported when its contender is built; a missing one raises ImportError.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.evals.contenders import EPS, HEAD, Absent, Call, Case, Run, tile_options
+from coda_agent.evals.contenders import Absent, contender
+from coda_agent.evals.workloads import EPS, HEAD, Benchmark, Call, Outputs, Rotation, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,84 @@ if TYPE_CHECKING:
     from coda_agent.primitives.tiles import TileConfig
 
 Function = Callable[..., Any]
+
+
+def _offered(_: Workload, benchmark: Benchmark) -> Sequence[TileConfig]:
+    return benchmark.tiles
+
+
+@contender("quack GEMM", tiles=_offered)
+def quack_gemm(workload: Workload, config: TileConfig) -> Rotation:
+    """quack's own product, without an epilogue program."""
+    from quack.gemm import gemm
+
+    out, options = workload.product(), _tile_options(config)
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> Outputs:
+        gemm(a, b, out, None, None, **options)
+        return {"product": out}
+
+    return workload.rotating(lambda x, a, b: lambda: run(a, b))
+
+
+@contender("quack epilogue", tiles=_offered)
+def quack(workload: Workload, config: TileConfig) -> Rotation:
+    """quack's own epilogue library.
+
+    Raises:
+        Absent: it has nothing for this kernel.
+    """
+    from quack.rmsnorm import rmsnorm
+
+    options = _tile_options(config)
+
+    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
+        mod, d, c, values, finish = _quack_call(workload, x, config)
+
+        def run() -> dict[str, Any]:
+            # No ready epilogue scales and rotates by a table.
+            left = rmsnorm(a, eps=EPS) if workload.name == "gemm_rmsnorm_rope" else a
+            mod.gemm(left, b, d, c, epi_args=values, **options)
+            return finish()
+
+        return run
+
+    return workload.rotating(build)
+
+
+@contender("torch.compile")
+def compile(workload: Workload) -> Rotation:
+    """The reference under torch.compile, in its default mode."""
+    return _compiled(workload, "default")
+
+
+@contender("max-autotune")
+def compile_max(workload: Workload) -> Rotation:
+    """The same in the mode that tries most."""
+    # With CUDA graphs (plain max-autotune) every call would copy its inputs first.
+    return _compiled(workload, "max-autotune-no-cudagraphs")
+
+
+def _compiled(workload: Workload, mode: str) -> Rotation:
+    import torch
+
+    from coda_agent.specs import reference_callable
+
+    reference = reference_callable(workload.kernel.spec, baseline=True)
+    function = torch.compile(reference, dynamic=False, mode=mode)
+    return workload.rotating(lambda x, a, b: lambda: function(**x))
+
+
+@contender("Liger", package=("liger-kernel", "liger_kernel"))
+def liger(workload: Workload) -> Rotation:
+    """Liger-Kernel."""
+    return compose(workload, _liger_kernels())
+
+
+@contender("FlashInfer", package=("flashinfer-python", "flashinfer"))
+def flashinfer(workload: Workload) -> Rotation:
+    """FlashInfer, for inference: no cross-entropy and nothing backward."""
+    return compose(workload, _flashinfer_kernels())
 
 
 @dataclass(frozen=True)
@@ -51,8 +131,7 @@ class Library:
     norm_backward: Function | None = None
 
 
-def liger() -> Library:
-    """Liger-Kernel."""
+def _liger_kernels() -> Library:
     ops, rms_norm, swiglu, utils = (
         importlib.import_module(f"liger_kernel.ops{name}")
         for name in ("", ".rms_norm", ".swiglu", ".utils")
@@ -81,8 +160,7 @@ def liger() -> Library:
     )
 
 
-def flashinfer() -> Library:
-    """FlashInfer, for inference: no cross-entropy and nothing backward."""
+def _flashinfer_kernels() -> Library:
     import torch
 
     fi = importlib.import_module("flashinfer")
@@ -102,7 +180,7 @@ def flashinfer() -> Library:
     return Library(norm, fi.silu_and_mul, add_norm, table, rope, halves=False)
 
 
-def compose(case: Case, library: Library) -> Run:
+def compose(workload: Workload, library: Library) -> Rotation:
     """A cuBLAS product between a library's kernels.
 
     Raises:
@@ -110,24 +188,26 @@ def compose(case: Case, library: Library) -> Run:
     """
     import torch
 
-    out, ones = case.product(), torch.ones_like(case.operands(case.inputs[0])[0][0])
+    out, ones = workload.product(), torch.ones_like(workload.operands(workload.inputs[0])[0][0])
 
     def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
-        left = (lambda: library.norm(a, ones)) if case.norms_first else lambda: a
-        if case.name in ("gemm_rope", "gemm_rmsnorm_rope"):
-            return _rope(case, library, left, x["cs"], b, out)
-        weight, finish = _finish(case, library, x, b)
+        left = (lambda: library.norm(a, ones)) if workload.norms_first else lambda: a
+        if workload.name in ("gemm_rope", "gemm_rmsnorm_rope"):
+            return _rope(workload, library, left, x["cs"], b, out)
+        weight, finish = _finish(workload, library, x, b)
         return lambda: finish(torch.mm(left(), weight.t(), out=out))
 
-    return case.rotating(build)
+    return workload.rotating(build)
 
 
-def _finish(case: Case, library: Library, x: dict[str, Any], b: Any) -> tuple[Any, Function]:
+def _finish(
+    workload: Workload, library: Library, x: dict[str, Any], b: Any
+) -> tuple[Any, Function]:
     """The weight of the product, as the library likes it, and what makes outputs of the product."""
     import torch
 
-    m, n, _ = case.mnk
-    match case.name.removeprefix("gemm_rmsnorm_").removeprefix("gemm_"):
+    m, n, _ = workload.mnk
+    match workload.name.removeprefix("gemm_rmsnorm_").removeprefix("gemm_"):
         case "swiglu":
             both = lambda d: {"D": d.view(m, 2, n // 2).mT, "O": library.silu_mul(d)}
             return torch.cat((b[0::2], b[1::2])), both
@@ -152,12 +232,12 @@ def _finish(case: Case, library: Library, x: dict[str, Any], b: Any) -> tuple[An
     raise Absent
 
 
-def _rope(case: Case, library: Library, left: Function, cs: Any, b: Any, out: Any) -> Call:
+def _rope(workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any) -> Call:
     """In place, so that O overwrites D, and on q and k alone. A library that wants them contiguous
     gets each from a product of its own."""
     import torch
 
-    m, n, k = case.mnk
+    m, n, k = workload.mnk
     # What the kernel calls sin turns the other way.
     table = library.table(cs[:, 0:HEAD:2].contiguous(), -cs[:, 1:HEAD:2])
     if library.halves:
@@ -179,44 +259,20 @@ def _rope(case: Case, library: Library, left: Function, cs: Any, b: Any, out: An
     return run
 
 
-def quack(case: Case, config: TileConfig) -> Run:
-    """quack's own epilogue library.
-
-    Raises:
-        Absent: it has nothing for this kernel.
-    """
-    from quack.rmsnorm import rmsnorm
-
-    options = tile_options(config)
-
-    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
-        mod, d, c, values, finish = _quack_call(case, x, config)
-
-        def run() -> dict[str, Any]:
-            # No ready epilogue scales and rotates by a table.
-            left = rmsnorm(a, eps=EPS) if case.name == "gemm_rmsnorm_rope" else a
-            mod.gemm(left, b, d, c, epi_args=values, **options)
-            return finish()
-
-        return run
-
-    return case.rotating(build)
-
-
-def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
+def _quack_call(workload: Workload, x: dict[str, Any], config: TileConfig) -> Any:
     """The epilogue, its D, its C, its arguments, and what returns the outputs."""
     import torch
     from quack.epilogue import library
 
-    (m, n, _), d = case.mnk, case.product()
-    partials = case.new(m, -(-n // config.tile_n), dtype=torch.float32)
+    (m, n, _), d = workload.mnk, workload.product()
+    partials = workload.new(m, -(-n // config.tile_n), dtype=torch.float32)
     options = {"has_c": False, "has_rowvec": False}
-    match case.name:
+    match workload.name:
         case "gemm_rope" | "gemm_rmsnorm_rope":
             turned = x["cs"] * torch.tensor([1, -1], device=d.device, dtype=d.dtype).repeat(n // 2)
             return library.rope_epi, d, None, {"table": turned}, lambda: {"O": d}
         case "gemm_swiglu" | "gemm_rmsnorm_swiglu":
-            o, scale = case.new(m, n // 2), "r" in x
+            o, scale = workload.new(m, n // 2), "r" in x
             make = library.norm_act_mod if scale else library.linear_act_mod
             mod = make("swiglu", gated=True, has_colvec=scale, **options)
             values = {"mAuxOut": o} | ({"mColVecBroadcast": x["r"][None]} if scale else {})
@@ -226,12 +282,12 @@ def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
             values = {"mAuxOut": d, "mColVecBroadcast": x["r"][None]}
             return mod, None, None, values, lambda: {"O": d}
         case "gemm_residual_partial_rmsnorm":
-            o = case.new(m, n)
+            o = workload.new(m, n)
             values = {"weight": x["gamma"][None], "resid_out": d, "sqsum": partials}
             finish = lambda: {"D": d, "O": o, "s": partials.sum(-1) / n}
             return library.rms_partial_epi, o, x["C"], values, finish
         case "gemm_partial_cross_entropy":
-            z = case.new(m, dtype=torch.float32)
+            z = workload.new(m, dtype=torch.float32)
             values = {"lse": partials, "target_logit": z, "target": x["y"][None]}
             finish = lambda: {"Z": d, "z_tgt": z, "lse": partials.logsumexp(-1)}
             return library.lse_target_epi, d, None, values, finish
@@ -241,8 +297,17 @@ def _quack_call(case: Case, x: dict[str, Any], config: TileConfig) -> Any:
             finish = lambda: {"Z": d, "z_tgt": d.gather(1, y)[:, 0], "lse": partials.logsumexp(-1)}
             return library.rstd_lse_epi, d, None, values, finish
         case "gemm_partial_swiglu_bwd":
-            dz = case.new(m, 2 * n)
+            dz = workload.new(m, 2 * n)
             values = {"postact": d, "dsum": partials}
             finish = lambda: {"dZ": dz, "O": d, "z": partials.sum(-1) / n}
             return library.dswiglu_dpreact_mod, dz, x["Z"], values, finish
     raise Absent
+
+
+def _tile_options(config: TileConfig) -> dict[str, Any]:
+    """The configuration as quack's keyword arguments."""
+    return {
+        "tile_M": config.tile_m, "tile_N": config.tile_n, "cluster_M": config.cluster_m,
+        "cluster_N": config.cluster_n, "pingpong": config.pingpong,
+        "max_swizzle_size": config.swizzle,
+    }  # fmt: skip

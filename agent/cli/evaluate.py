@@ -304,10 +304,11 @@ def suite(
     say: Callable[[str], None],
 ) -> Reply:
     """Measure what the suite's record lacks, unless only the `table` is wanted; write its pages."""
-    from coda_agent.evals.suite import load_suite, run_suite
-    from coda_agent.evals.suite_page import write_page
+    from coda_agent.evals.contest import run_contest
+    from coda_agent.evals.contest_page import write_page
+    from coda_agent.evals.workloads import load_benchmark
 
-    chosen, multiples = load_suite(name), numbers(sizes)
+    chosen, multiples = load_benchmark(name), numbers(sizes)
     if not table:
         from coda_agent.agent.judge import timing
         from coda_agent.agent.judge.machine import require_idle
@@ -316,7 +317,7 @@ def suite(
         use_cache()
         names = [n.strip() for n in (contenders or "").split(",") if n.strip()]
         require_idle()
-        run_suite(
+        run_contest(
             workspace.root,
             chosen,
             clock=timing,
@@ -332,16 +333,16 @@ def suite(
 
 def numerics(workspace: Workspace, *, table: bool) -> Reply:
     """Measure the error of GEMM - RMSNorm - GEMM, unless only the `table` is wanted; write it."""
-    from coda_agent.evals import numerics as evaluation
+    from coda_agent.evals import chain_error
 
     if not table:
-        from coda_agent.evals.suite import require_hopper
+        from coda_agent.evals.contest import require_hopper
         from coda_agent.primitives.target import use_cache
 
         require_hopper()
         use_cache()
-        evaluation.run_numerics(workspace.root, machine=_machine(), device="cuda")
-    return _reply(evaluation.write_page(workspace.root))
+        chain_error.measure(workspace.root, machine=_machine(), device="cuda")
+    return _reply(chain_error.write_page(workspace.root))
 
 
 def _machine() -> dict[str, Any]:

@@ -138,7 +138,7 @@ def timing(
     """Compare a kernel with itself on this GPU: how often are the two called different?"""
     from coda_agent.agent.execution.environment import environment
     from coda_agent.agent.judge import timing as clock
-    from coda_agent.evals.judge.timing import KERNEL, score_timing
+    from coda_agent.evals.judge.against_itself import KERNEL, score_timing
     from coda_agent.generated.kernel import load_kernel
     from coda_agent.primitives.target import use_cache
 

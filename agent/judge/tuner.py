@@ -7,7 +7,7 @@ rasterisation orders, which need no other code; the best of those again, for lon
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.judge.numerics import held, make_case
+from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import interleave
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.function import finalised, reduction_block
@@ -82,6 +83,25 @@ def searched(
     progress(total, total, "")
 
 
+def ranked(
+    runs: Mapping[TileConfig, Callable[[int], Any]],
+    rounds: int,
+    clock: Callable[[Mapping[str, Callable[[int], Any]], int], Mapping[str, Samples]],
+) -> list[tuple[TileConfig, float]]:
+    """Configurations with their median time in microseconds, fastest first; without those about
+    which the clocks disagree. `clock` times them side by side, as `timing.interleave`.
+
+    Raises:
+        MachineError: the clocks disagree about every one.
+    """
+    samples = clock({config.label: run for config, run in runs.items()}, rounds)
+    faults = [s.fault for s in samples.values() if s.fault]
+    if len(faults) == len(samples):
+        raise MachineError(faults[0])
+    timed = [(c, s.median_us) for c in runs if not (s := samples[c.label]).fault]
+    return sorted(timed, key=lambda found: found[1])
+
+
 class Cell:
     """One element type at one shape: a checked case, and a second set of inputs to alternate."""
 
@@ -137,13 +157,7 @@ class Cell:
         return min(-(-m // config.tile_m), -(-n // config.tile_n))
 
     def _ranked(self, configs: Sequence[TileConfig], rounds: int) -> list[tuple[TileConfig, float]]:
-        runs = {c.label: self.run(c) for c in configs}
-        samples = interleave(runs, rounds)
-        faults = [s.fault for s in samples.values() if s.fault]
-        if len(faults) == len(samples):
-            raise MachineError(faults[0])
-        timed = [(c, s.median_us) for c in configs if not (s := samples[c.label]).fault]
-        return sorted(timed, key=lambda found: found[1])
+        return ranked({c: self.run(c) for c in configs}, rounds, interleave)
 
     def is_right(self, config: TileConfig) -> bool:
         """Whether a configuration computes the right result here."""

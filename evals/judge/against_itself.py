@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.evals import contenders
 from coda_agent.evals.judge.scores import Say
 from coda_agent.evals.pages import gpu_record, today, write_record
+from coda_agent.evals.workloads import make_workload
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def score_timing(
     """
     clock.require_idle()
     sizes = min(kernel.spec.bench_shapes, key=lambda s: math.prod(s.values()))
-    case = contenders.make_case(kernel, sizes, DTYPE, device)
-    config = kernel.choose(*case.mnk, DTYPE) or DEFAULT_CONFIGS["sm_90a"]
-    calls = {"ours": contenders.ours(case, config), "gemm": contenders.gemm(case)}
+    workload = make_workload(kernel, sizes, DTYPE, device)
+    config = kernel.choose(*workload.mnk, DTYPE) or DEFAULT_CONFIGS["sm_90a"]
+    calls = {"ours": contenders.ours(workload, config), "gemm": contenders.gemm(workload)}
     cells: dict[str, dict[str, Any]] = {}
     for name, call in calls.items():
         before = clock.gpu_state()
@@ -57,7 +58,7 @@ def score_timing(
 
         found = clock.a_a(call, trials=trials, rounds=rounds, progress=tell)
         state = {"before": before, "after": clock.gpu_state()}
-        cells[name] = {"sizes": case.sizes, **found, "gpu": state}
+        cells[name] = {"sizes": workload.sizes, **found, "gpu": state}
     path = gpu_record(root, "judge-timing", machine, device)
     compared, different = (sum(c[k] for c in cells.values()) for k in ("trials", "different"))
     head = {"kernel": kernel.spec.name, "machine": machine, "date": today(), "compared": compared}

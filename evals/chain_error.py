@@ -33,7 +33,7 @@ SITES: dict[str, tuple[int, int, str]] = {
 }
 
 
-def run_numerics(
+def measure(
     root: Path, *, machine: Mapping[str, Any], device: str, shrink: int = 1, layers: int = LAYERS
 ) -> Path:
     """Measure the errors at every site and layer; the record, evals/results/numerics.json.
@@ -141,7 +141,7 @@ def write_page(root: Path) -> list[Path]:
             str(layer["layer"]): {n: ratios[n][i] for n in names} for i, layer in enumerate(layers)
         }
     page = pages.write(
-        root / "docs" / "numerics.md", "numerics.md", record=record, rows=rows,
+        root / "docs" / "numerics.md", "chain_error.md", record=record, rows=rows,
         kernels=[kernel for *_, kernel in SITES.values()],
     )  # fmt: skip
     chart = page.with_suffix(".svg")

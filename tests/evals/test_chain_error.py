@@ -9,7 +9,7 @@ from statistics import geometric_mean
 
 import pytest
 
-from coda_agent.evals.numerics import SITES, run_numerics, write_page
+from coda_agent.evals.chain_error import SITES, measure, write_page
 from coda_agent.primitives.errors import CodaError
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_delayed_norm_is_no_less_accurate_than_pytorch(tmp_path: Path) -> None:
     folder = tmp_path / "generated"
     folder.symlink_to(ROOT / "generated")
-    file = run_numerics(tmp_path, machine={"gpu": {}}, device="cpu", shrink=32, layers=3)
+    file = measure(tmp_path, machine={"gpu": {}}, device="cpu", shrink=32, layers=3)
     cells = list(json.loads(file.read_text())["cells"].values())
     assert [row["layer"] for row in cells] == [0, 1, 2] * len(SITES)
     for site in SITES:

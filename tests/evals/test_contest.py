@@ -20,13 +20,15 @@ import torch.nn.functional as F
 
 from coda_agent.agent.judge.timing import Samples, speedup
 from coda_agent.evals import contenders, libraries
-from coda_agent.evals.suite import load_suite, run_suite
-from coda_agent.evals.suite_page import write_page
+from coda_agent.evals.contenders import contender
+from coda_agent.evals.contest import run_contest
+from coda_agent.evals.contest_page import write_page
+from coda_agent.evals.workloads import EPS, Rotation, Workload, load_benchmark, make_workload
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
 
 ROOT = Path(__file__).parents[2]
-PAPER = load_suite("paper")
+PAPER = load_benchmark("paper")
 SMALL = replace(PAPER, sizes=[128, 256])
 MACHINE = {"gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}, "packages": {"torch": "2.11"}}
 
@@ -57,9 +59,6 @@ class Clock:
             for name in contenders
         }
 
-    def speedup(self, ours: Samples, other: Samples) -> dict[str, float]:
-        return speedup(ours, other)
-
     def gpu_state(self) -> dict[str, Any]:
         return {"clocks.sm": "1980"}
 
@@ -74,7 +73,7 @@ def workspace(tmp_path: Path) -> Path:
 def run(root: Path, clock: Clock, **options: Any) -> list[str]:
     said: list[str] = []
     options = {"names": ["ours"], **options}
-    run_suite(
+    run_contest(
         root,
         SMALL,
         clock=clock,
@@ -157,6 +156,25 @@ def test_an_interruption_loses_one_cell(workspace: Path) -> None:
     assert len(cells(workspace)) == 4
 
 
+def test_a_contender_is_one_definition(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command, record and page know it by that: what CONTRIBUTING says of adding one."""
+
+    @contender("Toy's GEMM", package=("toy-kernels", "toy_kernels"))
+    def toy(workload: Workload) -> Rotation:
+        return workload.rotating(lambda x, a, b: lambda: {"product": a @ b.t()})
+
+    monkeypatch.setattr(libraries, "toy", toy, raising=False)
+    times = {"ours": 200.0, "gemm": 190.0, "toy": 380.0}
+    run(workspace, Clock(times), names=["toy"], kernels=["gemm_rope"], sizes=[128])
+    (cell,) = cells(workspace).values()
+    assert cell["of_gemm"]["toy"]["ratio"] == 0.5
+    assert cell["machine"]["packages"]["toy-kernels"] is None  # it is not installed
+    page = write_page(workspace, SMALL)[1].read_text().splitlines()
+    table = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in page)}
+    column = table["kernel"].index("Toy's GEMM")
+    assert table["gemm_rope (N = 384)"][column] == "0.500"
+
+
 def test_a_missing_or_wrong_library_is_said_and_not_timed(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +202,7 @@ def plain_torch(*, halves: bool) -> libraries.Library:
     """A library of plain torch functions, with either pairing of RoPE."""
 
     def norm(x: Any, w: Any) -> Any:
-        return F.rms_norm(x, (x.shape[-1],), w, contenders.EPS)
+        return F.rms_norm(x, (x.shape[-1],), w, EPS)
 
     def silu_mul(d: Any) -> Any:
         gate, up = d.float().chunk(2, -1)
@@ -216,21 +234,19 @@ def plain_torch(*, halves: bool) -> libraries.Library:
 )
 def test_a_composition_computes_what_the_kernel_does(name: str, halves: bool) -> None:
     kernel = load_kernel(ROOT / "generated" / name)
-    case = contenders.make_case(kernel, {"M": 64, "N": 384, "K": 128}, "bfloat16", "cpu")
-    run = libraries.compose(case, plain_torch(halves=halves))
+    workload = make_workload(kernel, {"M": 64, "N": 384, "K": 128}, "bfloat16", "cpu")
+    run = libraries.compose(workload, plain_torch(halves=halves))
     assert run is not None
-    assert contenders.error(case, run(0)) < 5e-3
-    assert contenders.error(case, run(1)) > 0.1  # the other set: the check can fail
+    assert workload.error(run(0)) < 5e-3
+    assert workload.error(run(1)) > 0.1  # the other set: the check can fail
 
 
 def test_a_fixed_block_measures_partials_and_checks_their_sum() -> None:
     kernel = load_kernel(ROOT / "generated" / "gemm_residual_partial_rmsnorm")
-    case = contenders.make_case(kernel, {"M": 64, "N": 400, "K": 128}, "bfloat16", "cpu")
-    outputs = contenders.ours(case, PAPER.tiles[0], raw=True)(0)
-    assert contenders.error(case, outputs) < 4e-3
-    assert contenders.error(case, {**outputs, "s": outputs["s"] * 1.1}) == pytest.approx(
-        0.1, rel=0.01
-    )
+    workload = make_workload(kernel, {"M": 64, "N": 400, "K": 128}, "bfloat16", "cpu")
+    outputs = contenders.ours(workload, PAPER.tiles[0], raw=True)(0)
+    assert workload.error(outputs) < 4e-3
+    assert workload.error({**outputs, "s": outputs["s"] * 1.1}) == pytest.approx(0.1, rel=0.01)
 
 
 def cell(kernel: str, size: int, times: Mapping[str, float], **more: Any) -> dict[str, Any]:
@@ -393,7 +409,7 @@ def test_the_readme_gives_the_means_of_the_records() -> None:
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CodaError, match=r"no suite 'nope', expected one of .*paper"):
-        load_suite("nope")
+        load_benchmark("nope")
     with pytest.raises(CodaError, match="no record of suite paper"):
         write_page(tmp_path, PAPER)
     clock = Clock({})
@@ -401,4 +417,4 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         run(tmp_path, clock, names=["mine"])
     if not torch.cuda.is_available():
         with pytest.raises(MachineError, match="Hopper"):
-            run_suite(tmp_path, PAPER, clock=clock, machine=MACHINE)
+            run_contest(tmp_path, PAPER, clock=clock, machine=MACHINE)

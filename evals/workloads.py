@@ -1,0 +1,160 @@
+"""What is timed: a suite's benchmark, and each of its kernels at one size with inputs and truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.evals import definitions
+from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs.format import evaluate
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.generated.kernel import Kernel
+
+Outputs = dict[str, Any]
+"""By the spec's names; what costs time to look at is a function that yields it."""
+Call = Callable[[], Outputs]
+Rotation = Callable[[int], Outputs]
+"""A call that takes the round's number and rotates over the workload's two sets of inputs."""
+
+HEAD, EPS = 128, 1e-6
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The `[benchmark]` of a suite.
+
+    Attributes:
+        kernels: Kernel name to `dims` (expressions over S; S itself where none is given).
+        reduction_block: Columns, or rows, of the partials of kernels that return them raw.
+        tiles: Configurations that contenders with a choice of them are searched over.
+    """
+
+    name: str
+    title: str
+    dtype: str
+    sizes: list[int]
+    reduction_block: int
+    kernels: dict[str, dict[str, Any]]
+    tiles: list[TileConfig]
+
+    def shape(self, kernel: Kernel, size: int) -> dict[str, int]:
+        dims = self.kernels[kernel.spec.name].get("dims", {})
+        return {d: int(evaluate(dims.get(d, "S"), {"S": size})) for d in kernel.spec.dims}
+
+
+def load_benchmark(name: str) -> Benchmark:
+    """What a suite measures.
+
+    Raises:
+        CodaError: there is no such suite, or nothing to measure in it.
+    """
+    suite = definitions.load(name)
+    if suite.benchmark is None:
+        raise CodaError(f"suite {name} has no [benchmark] table", hint="bench --suite paper has")
+    data = {**suite.benchmark, "tiles": [TileConfig(*t) for t in suite.benchmark["tiles"]]}
+    return Benchmark(name=suite.name, title=suite.title, **data)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kernel at one size: its two sets of inputs and the float64 truth of the first.
+
+    Three names of the truth are not the spec's: `product` = A Bᵀ, `loss` = lse - z_tgt, and
+    `normed`, a finished RMSNorm.
+    """
+
+    kernel: Kernel
+    sizes: Mapping[str, int]
+    inputs: tuple[dict[str, Any], dict[str, Any]]
+    truth: Outputs
+
+    @property
+    def name(self) -> str:
+        return self.kernel.spec.name
+
+    @property
+    def norms_first(self) -> bool:
+        """Whether what the kernel replaces begins by normalising A."""
+        return self.name.startswith("gemm_rmsnorm")
+
+    def operands(self, x: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (M, K) and B (N, K) of a set."""
+        a, b = self.kernel.spec.gemm
+        return x[a], x[b]
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        a, b = self.operands(self.inputs[0])
+        return a.shape[0], b.shape[0], a.shape[1]
+
+    @property
+    def dtype(self) -> str:
+        """The element type of A and B."""
+        a, _ = self.operands(self.inputs[0])
+        return str(a.dtype).removeprefix("torch.")
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A buffer, in A's element type unless told otherwise."""
+        a, _ = self.operands(self.inputs[0])
+        return a.new_empty(shape, dtype=dtype)
+
+    def product(self) -> torch.Tensor:
+        """A buffer for A Bᵀ, (M, N)."""
+        return self.new(*self.mnk[:2])
+
+    def rotating(
+        self, build: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], Call]
+    ) -> Rotation:
+        """A call for each set, built from the inputs, A and B."""
+        calls = [build(x, *self.operands(x)) for x in self.inputs]
+        return lambda i: calls[i % 2]()
+
+    def error(self, outputs: Outputs) -> float:
+        """The largest ‖out - truth‖ / ‖truth‖ of the outputs; infinite where one is not finite."""
+        errors = [0.0]
+        for name, out in outputs.items():
+            truth = self.truth[name]
+            got: Any = out() if callable(out) else out
+            off = float((got.reshape(truth.shape).double() - truth).norm() / truth.norm())
+            errors.append(off if off == off else float("inf"))
+        return max(errors)
+
+
+def make_workload(kernel: Kernel, sizes: Mapping[str, int], dtype: str, device: str) -> Workload:
+    """Draw both sets as the spec says, then make them what a Transformer would pass: a forward `r`
+    is the row scale of A, a backward `z` the row mean of its gradient times its norm's output, and
+    `cs` one table for all heads, with the identity for the last third, V."""
+    import torch
+
+    from coda_agent.specs import draw_inputs, run_reference
+
+    spec = kernel.spec
+    types = dict.fromkeys(spec.types, dtype)
+    sets: list[dict[str, Any]] = []
+    for seed in (0, 1):
+        x: dict[str, Any] = draw_inputs(spec, sizes, types, seed=seed, device=device)
+        a, b = (x[g] for g in spec.gemm)
+        if spec.name.startswith("gemm_rmsnorm"):
+            x["r"] = torch.rsqrt(a.float().square().mean(-1) + EPS)
+        if {"C", "r", "gamma", "z"} <= x.keys():
+            gradient = (a @ b.t()).float() * x["gamma"].float()
+            x["z"] = (gradient * x["C"].float()).mean(-1) * x["r"]
+        if "cs" in x:
+            heads = x["cs"].view(a.shape[0], -1, HEAD)
+            rotated = heads.shape[1] // 3 * 2
+            heads[:, :rotated] = heads[:, :1].clone()
+            heads[:, rotated:] = torch.tensor([1, 0] * (HEAD // 2), device=device)
+        sets.append(x)
+    truth = dict(run_reference(spec, sets[0], exact=True))
+    truth["product"] = sets[0][spec.gemm[0]].double() @ sets[0][spec.gemm[1]].double().t()
+    if {"lse", "z_tgt"} <= truth.keys():
+        truth["loss"] = truth["lse"] - truth["z_tgt"]
+    if {"D", "O", "s"} <= truth.keys():
+        truth["normed"] = truth["O"] * torch.rsqrt(truth["s"] + EPS)[:, None]
+    return Workload(kernel, dict(sizes), (sets[0], sets[1]), truth)
