@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from coda_agent.agent.events import has_secrets
 from coda_agent.primitives.errors import CodaError
 
 _PACKAGES = (
@@ -94,14 +93,17 @@ def _gpu() -> Iterator[Item]:
 
 
 def _tools() -> Iterator[Item]:
+    from coda_agent.agent.authors import kinds
     from coda_agent.agent.sandbox import unavailable
     from coda_agent.primitives.target import find_tool
 
     hint = "part of the CUDA toolkit, and of triton's Linux wheels"
     for tool in ("cuobjdump", "nvdisasm"):
         yield Item(tool, find_tool(tool), "`explain --stage sass`", hint)
-    key = "set" if has_secrets() else None
-    yield Item("ANTHROPIC_API_KEY", key, "the author `claude`", "not needed by the composer")
+    for kind in kinds().values():
+        if need := kind.need():
+            value = "set" if need.met else None
+            yield Item(need.name, value, f"the author `{kind.name}`", need.hint)
     for tier, enables in _SANDBOXES.items():
         reason = unavailable(tier)
         yield Item(f"sandbox {tier}", None if reason else "works", enables, reason or "")

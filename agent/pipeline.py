@@ -1,8 +1,8 @@
 """The main job: spec -> author -> judge -> accept, each step an event of the run's log.
 
 The candidate's text is in the run's log and folder before it is judged, so a refusal, a crash or
-Ctrl-C loses nothing an author wrote. An author either writes a text (`Author.write`), or works at
-the workbench by itself (`Agent.drive`); its run can be left and taken up again (`reopened`).
+Ctrl-C loses nothing an author wrote. An author works at the workbench (`Author.drive`); its run can
+be left and taken up again (`reopened`).
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import publish
@@ -20,7 +20,7 @@ from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.authors import Agent, Author
+    from coda_agent.agent.authors import Author
     from coda_agent.agent.judge import Observer, Verdict
     from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import Spec
@@ -187,7 +187,7 @@ def _judge(
 def generate(
     workspace: Workspace,
     spec_path: Path,
-    author: "Author | Agent",
+    author: "Author",
     observer: "Observer",
     *,
     device: Device = "auto",
@@ -201,10 +201,9 @@ def generate(
         SpecError: the spec cannot be used.
         WorkspaceError: nothing could be committed; checked before the author starts.
     """
-    settings = getattr(author, "settings", dict[str, Any])()
     with opened(
         workspace, spec_path, author.name, observer,
-        device=device, commit=commit, gpu_limit_s=gpu_limit_s, settings=settings,
+        device=device, commit=commit, gpu_limit_s=gpu_limit_s, settings=author.settings(),
         withheld=withheld,
     ) as bench:  # fmt: skip
         return _worked(bench, author)
@@ -213,7 +212,7 @@ def generate(
 def resume(
     workspace: Workspace,
     run: Run,
-    author: "Agent",
+    author: "Author",
     observer: "Observer",
     *,
     gpu_limit_s: float = math.inf,
@@ -223,21 +222,15 @@ def resume(
     Raises:
         WorkspaceError: it is no run of an author, or another process works on it.
     """
-    settings = author.settings()
-    with reopened(workspace, run, observer, gpu_limit_s=gpu_limit_s, settings=settings) as bench:
+    with reopened(
+        workspace, run, observer, gpu_limit_s=gpu_limit_s, settings=author.settings()
+    ) as bench:
         return _worked(bench, author)
 
 
-def _worked(bench: "Workbench", author: "Author | Agent") -> Outcome:
+def _worked(bench: "Workbench", author: "Author") -> Outcome:
     bench.tell("author.started", {"author": author.name})
-    if drive := getattr(author, "drive", None):
-        drive(bench)
-    else:
-        text = cast("Author", author).write(bench.spec, bench.tell)
-        bench.tell("author.finished", {"author": author.name})
-        bench.save(text)
-        verdict = bench.accept()
-        bench.finish(None if verdict.passed else "refused")
+    author.drive(bench)
     return outcome(bench)
 
 

@@ -1,9 +1,7 @@
-"""Past runs: finding one, showing what happened in it, and judging it again."""
+"""Past runs: finding one, and showing what happened in it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.events import Event, RunState, read_events, summary
 from coda_agent.agent.workspace import Run, Workspace, near_matches
@@ -11,8 +9,6 @@ from coda_agent.primitives.errors import WorkspaceError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from coda_agent.agent.workbench import Workbench
 
 
 def find(workspace: Workspace, name: str) -> Run:
@@ -42,66 +38,6 @@ def everything(workspace: Workspace) -> list[Run]:
 def state(run: Run) -> RunState:
     """How a run stands."""
     return summary(read_events(run.folder / "events.jsonl"))
-
-
-@dataclass
-class Replay:
-    """The author of a recorded run: the same calls in the same order, before today's judge.
-
-    Attributes:
-        differences: What came out otherwise than it did then, one sentence a call.
-        skipped: Calls that this machine cannot do.
-    """
-
-    events: list[Event]
-    differences: list[str] = field(default_factory=list[str])
-    skipped: list[str] = field(default_factory=list[str])
-
-    @property
-    def name(self) -> str:
-        return f"replay:{summary(self.events).author}"
-
-    def settings(self) -> dict[str, Any]:
-        return {"replays": self.events[0].data.get("run")}
-
-    def drive(self, bench: "Workbench") -> None:
-        """Repeats the calls; tips are not written a second time, and this run says nothing of
-        their worth."""
-        for name, given, then in self._calls():
-            result = bench.call(name, given)
-            now = {"ok": result.ok, "passed": result.data.get("passed")}
-            if result.data.get("lacks") and then["ok"]:
-                self.skipped.append(f"{name}: {result.text}")
-            elif then != now:
-                self.differences.append(
-                    f"{name}: was {_word(then)}, is {_word(now)}: {result.text}"
-                )
-        bench.finish("the recording ends here" if not bench.state.over else None, final=False)
-
-    def _calls(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        """Name, input and what came of it, of each call that ended; a text written in one go counts
-        as two calls."""
-        begun: dict[str, Any] | None = None
-        texts = [e.data.get("text") for e in self.events if e.type == "candidate.saved"]
-        verdicts = [e.data["passed"] for e in self.events if e.type == "verdict"]
-        if texts and not any(e.type == "tool.started" for e in self.events):
-            yield "write_candidate", {"text": texts[-1]}, {"ok": True, "passed": None}
-            if verdicts:
-                yield "submit", {}, {"ok": True, "passed": verdicts[-1]}
-        for event in self.events:
-            if event.type == "tool.started":
-                begun = event.data
-            elif event.type == "tool.finished" and begun and begun["id"] == event.data["id"]:
-                then = {"ok": event.data["ok"], "passed": event.data["data"].get("passed")}
-                if begun["name"] != "log_tip":
-                    yield begun["name"], begun["input"], then
-                begun = None
-
-
-def _word(outcome: dict[str, Any]) -> str:
-    if not outcome["ok"]:
-        return "an error"
-    return {True: "a pass", False: "a refusal", None: "done"}[outcome["passed"]]
 
 
 def timeline(run: Run) -> "RenderableType":

@@ -13,11 +13,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.agent import pipeline
+from coda_agent.agent import authors, pipeline
 from coda_agent.agent.budget import Budget
 from coda_agent.agent.events import read_events
 from coda_agent.agent.judge.records import Level, Observer
@@ -30,12 +30,7 @@ from coda_agent.evals.tally import record_of
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.authors import Agent, Author
-    from coda_agent.agent.authors.claude import Options
     from coda_agent.specs import Spec
-
-DETERMINISTIC = ("composer", "replay")
-"""Authors whose trials are all alike."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class Task:
 
     Attributes:
         author: As in the record.
-        options: How a model is called; None for the other authors.
+        options: What its author is told; each kind reads what concerns it.
     """
 
     workspace: Workspace
@@ -54,7 +49,7 @@ class Task:
     trial: int
     device: Device
     without: tuple[str, ...] = ()
-    options: "Options | None" = None
+    options: authors.Options = field(default_factory=authors.Options)
 
     @property
     def key(self) -> TrialKey:
@@ -76,34 +71,10 @@ class Plan(NamedTuple):
     done: list[TrialRecord]
 
 
-def authors_of(given: str, suite: Suite, workspace: Workspace) -> dict[str, list[str]]:
-    """The authors that a name stands for, each with the specs it is tried on.
-
-    `replay` stands for every recorded run in logs/trajectories/ of a spec of the suite.
-
-    Raises:
-        CodaError: nobody has this name.
-    """
-    names = suite.spec_names(workspace)
-    if given == "composer" or given.startswith("claude:"):
-        return {given: names}
-    if given != "replay":
-        known = "composer, replay, claude or claude:MODEL"
-        raise CodaError(f"unknown author {given!r}, expected {known}")
-    found: dict[str, list[str]] = {}
-    for log in sorted(_trajectories(workspace).glob("*/events.jsonl")):
-        spec = next((e.data.get("spec") for e in read_events(log) if e.type == "run.started"), None)
-        if spec in names:
-            found[f"replay:{log.parent.name}"] = [str(spec)]
-    if not found:
-        raise CodaError(f"no run in {_trajectories(workspace)} is of a spec of {suite.name}")
-    return found
-
-
 def plan(
     workspace: Workspace,
     suite: Suite,
-    authors: Sequence[str],
+    names: Sequence[str],
     *,
     folder: Path,
     device: Device,
@@ -111,47 +82,42 @@ def plan(
     repeat: bool = False,
     only: Sequence[str] = (),
     without: tuple[str, ...] = (),
-    options: "Options | None" = None,
+    options: authors.Options | None = None,
 ) -> Plan:
     """The trials still to be done.
 
     Args:
         workspace: Where specs, tips and recorded runs are, and where the runs are logged.
         suite: The suite.
-        authors: As `authors_of` takes them.
+        names: The authors, as `authors.kind_of` takes them; `replay` stands for each recorded run.
         folder: The suite's records.
         device: Where the numerics run.
         trials: Instead of the suite's.
         repeat: Whether deterministic authors have more than one.
         only: Some of the suite's specs; none means all.
         without: What the author is deprived of, sorted.
-        options: How claude is called.
+        options: What the authors are told, within the budget of the suite.
 
     Raises:
         CodaError: an unknown author, or a spec the suite does not have.
     """
-    names = suite.spec_names(workspace)
-    if unknown := [name for name in only if name not in names]:
-        raise CodaError(f"{unknown[0]} is not in suite {suite.name}, which has {', '.join(names)}")
+    known = suite.spec_names(workspace)
+    if unknown := [name for name in only if name not in known]:
+        raise CodaError(f"{unknown[0]} is not in suite {suite.name}, which has {', '.join(known)}")
     held = {record.key: record for record in read_records(folder).records}
-    specs = {name: suite.spec(workspace, name) for name in only or names}
+    specs = {name: suite.spec(workspace, name) for name in only or known}
     tasks: list[Task] = []
     done: list[TrialRecord] = []
-    for given in authors:
-        count = trials or suite.trials
-        if given in DETERMINISTIC and not repeat:
-            count = 1
-        for author, tried in authors_of(given, suite, workspace).items():
-            limits = {k: v for k, v in suite.budget.model_dump().items() if v is not None}
-            chosen = options and replace(
-                options,
-                model=author.removeprefix("claude:"),
-                budget=replace(options.budget, **limits),
-            )
+    limits = {k: v for k, v in suite.budget.model_dump().items() if v is not None}
+    options = options or authors.Options()
+    options = replace(options, budget=replace(options.budget, **limits))
+    for name in names:
+        kind, which = authors.kind_of(name)
+        count = 1 if kind.deterministic and not repeat else trials or suite.trials
+        for author, tried in kind.tried(which, options, workspace, known).items():
             for spec in (name for name in tried if name in specs):
                 for trial in range(1, count + 1):
-                    about = (workspace, suite, spec, author, trial, device, without)
-                    task = Task(*about, chosen if author.startswith("claude:") else None)
+                    task = Task(workspace, suite, spec, author, trial, device, without, options)
                     record = held.get(task.key)
                     if record and not staleness.needs_trial(record, suite, specs[spec]):
                         done.append(record)
@@ -250,7 +216,8 @@ def run_trial(task: Task, observer: Observer = lambda *_: None) -> TrialRecord:
             begun.append(data["run"])
         observer(type, data)
 
-    spec, author = task.suite.spec(task.workspace, task.spec), _author(task)
+    spec = task.suite.spec(task.workspace, task.spec)
+    author = authors.make(task.author, task.options, task.workspace)
     limit = task.suite.budget.gpu_minutes or Budget().gpu_minutes
     with _aside(task.workspace, spec, tips="tips" not in task.without) as (where, path):
         try:
@@ -282,22 +249,3 @@ def _aside(workspace: Workspace, spec: "Spec", *, tips: bool) -> Iterator[tuple[
         path = root / "specs" / f"{spec.name}.md"
         path.write_text(spec.text, "utf-8")
         yield Workspace(root, root), path
-
-
-def _author(task: Task) -> "Author | Agent":
-    kind, _, name = task.author.partition(":")
-    if kind == "claude":
-        from coda_agent.agent.authors.claude import Claude
-
-        return Claude(task.options)
-    if kind == "replay":
-        from coda_agent.agent.runs import Replay
-
-        return Replay(read_events(_trajectories(task.workspace) / name / "events.jsonl"))
-    from coda_agent.agent.authors import get_author
-
-    return get_author(kind)
-
-
-def _trajectories(workspace: Workspace) -> Path:
-    return workspace.root / "logs" / "trajectories"

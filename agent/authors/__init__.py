@@ -1,25 +1,72 @@
-"""Authors: whoever writes candidates."""
+"""Authors: whoever writes candidates.
 
-from __future__ import annotations
+A kind of author is one module or package of this folder, registered by its `AUTHOR`, a `Kind`; the
+commands, `doctor`, `--help` and evaluations know of it from there alone. A name is `KIND` or
+`KIND:WHICH`, and the kind says what WHICH is: `claude:MODEL`, `replay:RUN`. Registering imports
+nothing heavy: a kind imports its author's code when it makes one.
+"""
 
-from typing import TYPE_CHECKING, Any, Protocol
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.budget import Budget, Price
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge import Observer
     from coda_agent.agent.workbench import Workbench
+    from coda_agent.agent.workspace import Workspace
     from coda_agent.specs import Spec
 
-AUTHORS = ("composer", "claude")
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose about an author; each kind reads what concerns it."""
+
+    model: str = ""
+    """The author's own default where it is empty."""
+    effort: str = "high"
+    fallback: str | None = None
+    """The model that is asked where the first refuses."""
+    price: Price | None = None
+    budget: Budget = field(default_factory=Budget)
+    holdout: float = 0.0
+    """Share of the matching tips that is held back."""
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> "Options":
+        """From the plain data of a run's first event."""
+        price = said["price"] and Price(**said["price"])
+        return cls(**{**said, "price": price, "budget": Budget(**said["budget"])})
 
 
-class Author(Protocol):
-    """Writes a candidate for a spec in one go."""
+class Author(ABC):
+    """Works at the workbench until its run is over."""
 
     name: str
+    """What evidence and logs call it."""
+    limits = ""
+    """What it may spend, said before it begins."""
 
-    def write(self, spec: Spec, observer: Observer) -> str:
+    def settings(self) -> dict[str, Any]:
+        """What the first event of a run says about the author; with `options` it can be resumed."""
+        return {}
+
+    @abstractmethod
+    def drive(self, bench: "Workbench") -> None:
+        """Works until the run is over, and ends it (`Workbench.finish`)."""
+
+
+class Writer(Author):
+    """An author that writes a candidate in one go."""
+
+    @abstractmethod
+    def write(self, spec: "Spec", observer: "Observer") -> str:
         """The complete text of a candidate `kernel.py`, with one program per binding of `spec`.
 
         Args:
@@ -29,34 +76,118 @@ class Author(Protocol):
         Raises:
             ProgramError: The spec cannot be expressed as an epilogue program.
         """
-        ...
+
+    def drive(self, bench: "Workbench") -> None:
+        """Has its text judged, once."""
+        text = self.write(bench.spec, bench.tell.observer)
+        bench.tell("author.finished", {"author": self.name})
+        bench.save(text)
+        bench.finish(None if bench.accept().passed else "refused")
 
 
-class Agent(Protocol):
-    """Works at the workbench until its run is over."""
+@dataclass(frozen=True)
+class Need:
+    """What a kind of author needs beside the program: as `doctor` lists it, and as a condition."""
 
-    @property
-    def name(self) -> str:
-        """What evidence and logs call it."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """What the first event of a run says about the agent."""
-        ...
-
-    def drive(self, bench: Workbench) -> None:
-        """Works until the run is over, and ends it (`Workbench.finish`)."""
-        ...
+    name: str
+    met: bool
+    hint: str
+    where: str
+    """The condition in words: "where a key is set"."""
 
 
-def get_author(name: str) -> Author:
-    """The author called `name`; `claude`, which takes options, is made where these are read.
+class Kind:
+    """One kind of author.
+
+    Attributes:
+        name: What `--author` takes.
+        spelling: The names it takes, for `--help`.
+        precedence: Of the kinds whose need is met, the highest is the author where none is named.
+            At 0 it writes for some specs only, and has to be named.
+        deterministic: Whether all its trials at a spec are alike.
+        aided: Whether it reads the tips, demonstrations, profiles and diagnoses that an ablation
+            withholds.
+    """
+
+    name: str
+    spelling: str
+    precedence = 0
+    deterministic = False
+    aided = False
+
+    def need(self) -> Need | None:
+        """What it cannot do without."""
+        return None
+
+    def full_name(self, which: str) -> str:
+        """The name that a trial's record has."""
+        return f"{self.name}:{which}" if which else self.name
+
+    def make(self, which: str, options: Options, workspace: "Workspace") -> Author:
+        """The author.
+
+        Raises:
+            CodaError: it lacks what it needs, or there is no WHICH.
+        """
+        raise NotImplementedError
+
+    def tried(
+        self, which: str, options: Options, workspace: "Workspace", specs: Collection[str]
+    ) -> dict[str, list[str]]:
+        """The full names that a name stands for in an evaluation, each with its specs of `specs`.
+
+        Raises:
+            CodaError: as `make`, so that it is said before the first trial.
+        """
+        self.make(which, options, workspace)
+        return {self.full_name(which): list(specs)}
+
+
+@cache
+def kinds() -> dict[str, Kind]:
+    """Every kind of author by its name, the deterministic ones first."""
+    modules = (module.name for module in pkgutil.iter_modules(__path__))
+    found: list[Kind] = [import_module(f"{__name__}.{name}").AUTHOR for name in modules]
+    return {kind.name: kind for kind in sorted(found, key=lambda k: (not k.deterministic, k.name))}
+
+
+def kind_of(name: str) -> tuple[Kind, str]:
+    """The kind of an author's name, and which of that kind it is.
 
     Raises:
-        CodaError: No author has this name.
+        CodaError: there is no such kind.
     """
-    if name == "composer":
-        from coda_agent.agent.authors.composer import Composer
+    kind, _, which = name.partition(":")
+    if kind not in kinds():
+        known = ", ".join(kind.spelling for kind in kinds().values())
+        raise CodaError(f"unknown author {name!r}, expected {known}")
+    return kinds()[kind], which
 
-        return Composer()
-    raise CodaError(f"unknown author {name!r}, expected one of {', '.join(AUTHORS)}")
+
+def make(name: str, options: Options, workspace: "Workspace") -> Author:
+    """The author called `name`.
+
+    Raises:
+        CodaError: there is none, or it lacks what it needs.
+    """
+    kind, which = kind_of(name)
+    return kind.make(which, options, workspace)
+
+
+def _by_precedence() -> list[Kind]:
+    """The kinds that write for any spec, the first choice last."""
+    found = (kind for kind in kinds().values() if kind.precedence)
+    return sorted(found, key=lambda kind: kind.precedence)
+
+
+def default() -> str:
+    """The author where none is named."""
+    met = [k.name for k in _by_precedence() if not (need := k.need()) or need.met]
+    return met[-1]
+
+
+def choices() -> str:
+    """Who may be named, and who is where nobody is: for `--help`."""
+    known = _by_precedence()
+    first = (f"; {kind.name} {need.where}" for kind in known if (need := kind.need()))
+    return f"{' or '.join(kind.name for kind in known)}{''.join(first)}."

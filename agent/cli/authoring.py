@@ -1,13 +1,14 @@
 """Commands around authors: have a kernel written, look at runs, and work at the bench by hand."""
 
 import json
-import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from coda_agent.agent import authors
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import (
     ContendedOption,
@@ -21,8 +22,8 @@ from coda_agent.agent.cli.targets import (
 from coda_agent.primitives.errors import CodaError, MachineError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.authors.claude import Claude, Options
     from coda_agent.agent.budget import Price
+    from coda_agent.agent.workspace import Workspace
 
 app = typer.Typer()
 
@@ -46,9 +47,7 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help='Name, part of one, 
 @reported
 def generate(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
-    author: Annotated[
-        str | None, typer.Option(help="composer or claude; claude where a key is set.")
-    ] = None,
+    author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
     device: DeviceOption = "auto",
     model: Model = None,
     effort: Effort = "high",
@@ -65,26 +64,18 @@ def generate(
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
     from coda_agent.agent import pipeline
-    from coda_agent.agent.authors import get_author
     from coda_agent.agent.budget import Budget
-    from coda_agent.agent.events import has_secrets
     from coda_agent.agent.workspace import find
 
     require_sandbox(sandbox)
     require_gpu(device)
     workspace = find()
     path = workspace.resolve_spec(spec)
-    who: Any
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
     if not 0 <= tip_holdout <= 1:
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
-    if (author or ("claude" if has_secrets() else "composer")) == "claude":
-        from coda_agent.agent.authors.claude import Options
-
-        options = Options(_model(model), effort, fallback_model, price, budget, tip_holdout)
-        who = _claude(options, silent=as_json)
-    else:
-        who = get_author(author or "composer")
+    options = authors.Options(model or "", effort, fallback_model, price, budget, tip_holdout)
+    who = _made(author or authors.default(), options, workspace, silent=as_json)
     with Progress(silent=as_json) as observer:
         outcome = pipeline.generate(
             workspace, path, who, observer,
@@ -105,8 +96,6 @@ def resume(
 ) -> Reply:
     """Go on with a run of claude where it stopped, by its own limits unless others are given."""
     from coda_agent.agent import pipeline, runs
-    from coda_agent.agent.authors.claude import Options
-    from coda_agent.agent.budget import Budget, Price
     from coda_agent.agent.events import read_events
     from coda_agent.agent.workspace import find
 
@@ -117,10 +106,9 @@ def resume(
     if "options" not in first:
         hint = "coda-agent tool works at any run; replay judges a recorded one again"
         raise CodaError(f"{found.id} is not a run of claude", hint=hint)
-    said = dict(first["options"])
-    price = Price(**said.pop("price")) if said["price"] else said.pop("price")
-    budget = Budget(**said.pop("budget")).changed(max_usd, limit or [])
-    who = _claude(Options(**said, price=price, budget=budget), silent=as_json)
+    options = authors.Options.of(first["options"])
+    budget = options.budget.changed(max_usd, limit or [])
+    who = _made(first["author"], replace(options, budget=budget), workspace, silent=as_json)
     with Progress(silent=as_json) as observer:
         outcome = pipeline.resume(
             workspace, found, who, observer, gpu_limit_s=60 * budget.gpu_minutes
@@ -140,6 +128,7 @@ def replay(
 ) -> Reply:
     """Repeat a recorded author's calls before today's judge; no network."""
     from coda_agent.agent import pipeline, runs
+    from coda_agent.agent.authors.replay import Replay
     from coda_agent.agent.cli.report import REFUSED
     from coda_agent.agent.events import read_events
     from coda_agent.agent.workspace import find
@@ -148,7 +137,7 @@ def replay(
     workspace = find()
     found = runs.find(workspace, run)
     recorded = found.folder / "spec.md"
-    who = runs.Replay(read_events(found.folder / "events.jsonl"))
+    who = Replay(read_events(found.folder / "events.jsonl"))
     path = recorded if recorded.is_file() else workspace.resolve_spec(str(runs.state(found).spec))
     with Progress(silent=as_json) as observer:
         outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
@@ -215,6 +204,7 @@ def prompt(
 ) -> Reply:
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
     from coda_agent.agent import prompt as prompting
+    from coda_agent.agent.authors.claude import model_named
     from coda_agent.agent.cli.targets import here
     from coda_agent.agent.tips import Tips
     from coda_agent.agent.workspace import resolve_spec
@@ -224,7 +214,7 @@ def prompt(
     loaded = load_spec(resolve_spec(spec, workspace))
     tips = prompting.tips_for(loaded, Tips.of(workspace)) if workspace else []
     sent = prompting.request(loaded, tips)
-    count, how = _tokens(sent, _model(model))
+    count, how = _tokens(sent, model_named(model or ""))
     if as_json:
         return Reply({**sent, "tokens": count, "counted": how == "counted"})
     parts = [f"# The tools, as schemas\n\n{json.dumps(sent['tools'], indent=1)}"]
@@ -371,12 +361,6 @@ def tips(
     return Reply(document, columns(rows) if known else "no tips yet")
 
 
-def _model(model: str | None) -> str:
-    from coda_agent.agent.authors.claude import DEFAULT_MODEL
-
-    return model or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
-
-
 def price_of(price_in: float | None, price_out: float | None) -> "Price | None":
     """What --price-in and --price-out say; None where neither is given.
 
@@ -390,11 +374,11 @@ def price_of(price_in: float | None, price_out: float | None) -> "Price | None":
     return None if price_in is None or price_out is None else Price.of(price_in, price_out)
 
 
-def _claude(options: "Options", *, silent: bool) -> "Claude":
-    from coda_agent.agent.authors.claude import Claude
-
-    who, budget = Claude(options), options.budget
-    if not silent:
-        limits = f"{budget.steps} steps, {budget.minutes:g} minutes"
-        typer.echo(f"{options.model}: at most ${budget.usd:.2f}, {limits}")
+def _made(
+    name: str, options: authors.Options, workspace: "Workspace", *, silent: bool
+) -> authors.Author:
+    """An author, its limits said."""
+    who = authors.make(name, options, workspace)
+    if who.limits and not silent:
+        typer.echo(who.limits)
     return who

@@ -1,13 +1,13 @@
 """`coda-agent eval`: authors on a suite. `bench --suite`, `--numerics`: measure, write pages."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from coda_agent.agent import authors
 from coda_agent.agent.cli import leaderboard
 from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut, price_of
 from coda_agent.agent.cli.report import Reply, columns, reported
@@ -16,11 +16,14 @@ from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.authors.claude import Options
-    from coda_agent.agent.budget import Price
     from coda_agent.agent.pipeline import Device
     from coda_agent.evals.definitions import Suite
     from coda_agent.evals.records import TrialRecord
+
+_KINDS = authors.kinds().values()
+_SPELLINGS = ", ".join(kind.spelling for kind in _KINDS)
+_DETERMINISTIC = " and ".join(kind.name for kind in _KINDS if kind.deterministic)
+_AIDED = ", ".join(kind.spelling for kind in _KINDS if kind.aided)
 
 app = typer.Typer(help="Compare authors on a suite.", no_args_is_help=True)
 app.add_typer(leaderboard.app)
@@ -36,14 +39,12 @@ Out = Annotated[Path | None, typer.Option(help="Folder of the records; evals/res
 @reported
 def run(
     suite: SuiteName,
-    author: Annotated[
-        list[str], typer.Option(help="composer, replay, claude or claude:MODEL; repeatable.")
-    ],
+    author: Annotated[list[str], typer.Option(help=f"{_SPELLINGS}; repeatable.")],
     trials: Trials = None,
     jobs: Jobs = 1,
     only: Only = None,
     repeat: Annotated[
-        bool, typer.Option("--repeat", help="More than one trial of composer and replay, too.")
+        bool, typer.Option("--repeat", help=f"More than one trial of {_DETERMINISTIC}, too.")
     ] = False,
     device: DeviceOption = "auto",
     effort: Effort = "high",
@@ -69,7 +70,7 @@ def run(
 @reported
 def ablate(
     suite: SuiteName,
-    author: Annotated[str, typer.Option(help="claude or claude:MODEL.")],
+    author: Annotated[str, typer.Option(help=f"{_AIDED}.")],
     without: Annotated[list[str], typer.Option(help="tips, demos, profile or diagnosis.")],
     trials: Trials = None,
     jobs: Jobs = 1,
@@ -108,7 +109,7 @@ class _Session:
     def __init__(
         self,
         suite: str,
-        authors: list[str],
+        names: list[str],
         device: "Device",
         out: Path | None,
         model: tuple[str, float | None, float | None],
@@ -123,11 +124,9 @@ class _Session:
         self.suite = definitions.load(suite, self.workspace.root / "evals" / "suites")
         self.device: Literal["cpu", "cuda"] = _device(self.suite, device)
         self.folder = (out or self.workspace.root / TRIALS) / self.suite.name
-        self.authors = [_full_name(author) for author in dict.fromkeys(authors)]
-        models = [name for name in self.authors if name.startswith("claude:")]
+        self.authors = list(dict.fromkeys(names))
         effort, price_in, price_out = model
-        price = price_of(price_in, price_out)
-        self.options = _options(models, effort, price) if models else None
+        self.options = authors.Options(effort=effort, price=price_of(price_in, price_out))
         self.silent = silent
 
     def check_ablation(self, author: str, parts: tuple[str, ...]) -> None:
@@ -137,7 +136,7 @@ class _Session:
         """
         from coda_agent.agent.tips import Tips
 
-        if not self.options:
+        if not authors.kind_of(author)[0].aided:
             message = f"{author} reads no tips, demos, profile or diagnosis"
             raise CodaError(f"{message}: an ablation would compare it with itself")
         if "profile" in parts and self.device == "cpu":
@@ -173,26 +172,9 @@ class _Session:
         return found
 
     def _place(self, author: str) -> int:
-        """Where the author was named."""
-        return next(i for i, n in enumerate(self.authors) if author in (n, f"{n}:{author[7:]}"))
-
-
-def _full_name(author: str) -> str:
-    """`claude` as `claude:MODEL`."""
-    from coda_agent.agent.authors.claude import DEFAULT_MODEL
-
-    if author != "claude":
-        return author
-    return f"claude:{os.environ.get('CODA_AGENT_MODEL') or DEFAULT_MODEL}"
-
-
-def _options(models: list[str], effort: str, price: "Price | None") -> "Options":
-    """How the models are called; whether each could be is found out before the first trial."""
-    from coda_agent.agent.authors.claude import Claude, Options
-
-    for model in models:
-        Claude(Options(model.removeprefix("claude:"), effort, price=price))
-    return Options(effort=effort, price=price)
+        """Where the author was named, or its kind."""
+        kind = author.partition(":")[0]
+        return next(i for i, n in enumerate(self.authors) if n in (author, kind))
 
 
 def _device(suite: "Suite", asked: "Device") -> 'Literal["cpu", "cuda"]':

@@ -134,6 +134,10 @@ class Workbench:
         self.tell("tool.finished", about)
         return result
 
+    def refuse(self, id: str, name: str, why: str) -> None:
+        """Records that a call was not run."""
+        self.answer(id, name, Result(ok=False, text=why))
+
     def save(self, text: str) -> str:
         """Makes `text` the candidate; its digest."""
         digest = _digest(text)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import doctor, pipeline, workspace
+from coda_agent.agent import authors, doctor, pipeline, workspace
 from coda_agent.agent.cli import app, report
 from coda_agent.agent.events import read_events, summary
 from coda_agent.agent.judge import provenance, static  # noqa: F401  # before a fake replaces it
@@ -62,15 +62,29 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
     )
 
 
+class One(authors.Kind, authors.Writer):
+    """An author of one text."""
+
+    precedence = 1
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+        self.precedence = int(name == "composer")
+
+    def make(self, which: str, options: Any, workspace: Any) -> authors.Author:
+        return self
+
+    def write(self, spec: Any, observer: Any) -> str:
+        return self.text
+
+
 @pytest.fixture
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
-    judge, authors = ModuleType("judge"), ModuleType("authors")
+    judge = ModuleType("judge")
     judge.judge_candidate = judge_candidate  # type: ignore[attr-defined]
-    write = SimpleNamespace(name="composer", write=lambda spec, observer: PROGRAM)
-    bad = SimpleNamespace(name="bad", write=lambda spec, observer: "wrong\n")
-    authors.get_author = {"composer": write, "bad": bad}.__getitem__  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "coda_agent.agent.judge", judge)
-    monkeypatch.setitem(sys.modules, "coda_agent.agent.authors", authors)
+    made = {"composer": One("composer", PROGRAM), "bad": One("bad", "wrong\n")}
+    monkeypatch.setattr(authors, "kinds", lambda: made)
     monkeypatch.setattr(doctor, "gpus", list[doctor.Gpu])
     for who in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{who}_NAME", "U")

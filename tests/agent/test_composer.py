@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from coda_agent import specs as specs_room
-from coda_agent.agent.authors import get_author
-from coda_agent.agent.authors.composer import load, stages
+from coda_agent.agent import authors
+from coda_agent.agent.authors.composer import Composer, load, stages
 from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import (
     AddTile,
@@ -134,7 +134,7 @@ def spec(
 
 
 def compose(a_spec: Spec) -> dict[str, Program]:
-    text = get_author("composer").write(a_spec, lambda *_: None)
+    text = Composer().write(a_spec, lambda *_: None)
     names = [a_spec.variant(binding) for binding in a_spec.bindings()]
     assert check_source(text, names) == []
     return load(text)
@@ -270,9 +270,7 @@ def test_each_spec_composes_to_what_it_says(name: str) -> None:
 
 
 def test_the_text_reads_as_written_by_hand() -> None:
-    text = get_author("composer").write(
-        load_spec(SPECS / "gemm_rmsnorm_swiglu.md"), lambda *_: None
-    )
+    text = Composer().write(load_spec(SPECS / "gemm_rmsnorm_swiglu.md"), lambda *_: None)
     assert body_of(text) == (
         "@epilogue(D=Tile, O=HalfTile)\n"
         "def gemm_rmsnorm_swiglu(acc, r: ColVector):\n"
@@ -289,9 +287,7 @@ def test_the_text_reads_as_written_by_hand() -> None:
 
 
 def test_rope_and_cross_entropy_read_as_written_by_hand() -> None:
-    write = lambda name: get_author("composer").write(
-        load_spec(SPECS / f"{name}.md"), lambda *_: None
-    )
+    write = lambda name: Composer().write(load_spec(SPECS / f"{name}.md"), lambda *_: None)
     rope, entropy = write("gemm_rmsnorm_rope"), write("gemm_rmsnorm_partial_cross_entropy")
     assert rope.endswith(
         "    d = acc * r\n"
@@ -310,9 +306,7 @@ def test_rope_and_cross_entropy_read_as_written_by_hand() -> None:
 
 
 def test_backward_kernels_read_as_written_by_hand() -> None:
-    write = lambda name: get_author("composer").write(
-        load_spec(SPECS / f"{name}.md"), lambda *_: None
-    )
+    write = lambda name: Composer().write(load_spec(SPECS / f"{name}.md"), lambda *_: None)
     gate, norm = write("gemm_partial_swiglu_bwd"), write("gemm_residual_partial_rmsnorm_bwd")
     assert body_of(gate) == (
         "@epilogue(dZ=WideTile, z=RowMean, O=Tile)\n"
@@ -338,8 +332,8 @@ def test_backward_kernels_read_as_written_by_hand() -> None:
 def test_the_same_spec_gives_the_same_bytes_and_every_stage_is_told() -> None:
     a_spec = load_spec(SPECS / "gemm_bias_act.md")
     told: list[tuple[str, dict[str, Any]]] = []
-    first = get_author("composer").write(a_spec, lambda kind, data: told.append((kind, data)))
-    assert first == get_author("composer").write(a_spec, lambda *_: None)
+    first = Composer().write(a_spec, lambda kind, data: told.append((kind, data)))
+    assert first == Composer().write(a_spec, lambda *_: None)
     assert {kind for kind, _ in told} == {"author.progress"}
     assert [d["stage"] for _, d in told] == ["capture", "rewrite"] * 6 + ["emit"] + ["check"] * 6
 
@@ -351,8 +345,8 @@ def test_stages_show_the_graph_and_the_program() -> None:
 
 
 def test_unknown_author() -> None:
-    with pytest.raises(CodaError, match="unknown author 'ghost', expected one of composer"):
-        get_author("ghost")
+    with pytest.raises(CodaError, match="unknown author 'ghost', expected composer"):
+        authors.kind_of("ghost")
 
 
 def test_importing_the_authors_is_cheap() -> None:
@@ -1163,13 +1157,13 @@ def test_new_names_change_only_names(inputs: str, outputs: str, body: str) -> No
     second = spec(body, inputs, outputs, renamed)
     mine, other = compose(first)["probe"], compose(second)["other"]
     assert mine.digest == other.digest
-    text = body_of(get_author("composer").write(first, lambda *_: None))
+    text = body_of(Composer().write(first, lambda *_: None))
     lower = {k.lower(): v for k, v in renamed.items() if k in ("D", "O")}
     there = re.sub(r"\w+", lambda m: {**lower, **renamed}.get(m[0], m[0]), text)
     # Longer names may wrap differently.
     squash = lambda t: re.sub(r"[\s(),;]+", "", t.replace("weightᵀ", "Bᵀ"))
     assert squash(there.replace("Bᵀ", "weightᵀ")) == squash(
-        body_of(get_author("composer").write(second, lambda *_: None))
+        body_of(Composer().write(second, lambda *_: None))
     )
 
 
@@ -1196,7 +1190,7 @@ def test_a_long_chain_of_shared_values_stays_short() -> None:
 
 
 def test_a_shared_value_is_computed_once() -> None:
-    text = get_author("composer").write(
+    text = Composer().write(
         spec("D = (A @ B.T + C) * r[:, None];return {'D': D, 'O': D * b, 's': D.square().sum(-1)}",
              "C r b", "D O s"),
         lambda *_: None,
@@ -1282,7 +1276,7 @@ def test_what_no_program_expresses_is_refused(
     inputs: str, outputs: str, body: str, message: str
 ) -> None:
     with pytest.raises(ProgramError, match=message) as raised:
-        get_author("composer").write(spec(body, inputs, outputs), lambda *_: None)
+        Composer().write(spec(body, inputs, outputs), lambda *_: None)
     assert "\n" not in str(raised.value)
 
 

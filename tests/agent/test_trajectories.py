@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from coda_agent.agent import pipeline, workspace
+from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.events import Event, read_events
 from coda_agent.agent.judge import compile_gate
-from coda_agent.agent.runs import Replay
 
 TRAJECTORIES = Path(__file__).parents[2] / "logs" / "trajectories"
 RUNS = sorted(path.parent for path in TRAJECTORIES.glob("*/events.jsonl"))

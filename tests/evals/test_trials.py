@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coda_agent.agent import events, judge, pipeline, prompt, workspace
+from coda_agent.agent import authors, events, judge, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.events import Event, read_events
 from coda_agent.agent.judge import GateResult, Verdict, provenance, rules
@@ -51,16 +51,13 @@ def quick_judge(
     return verdict
 
 
-class Hand:
+class Hand(authors.Author):
     """Works at the bench by a script of calls; solves every spec unless told otherwise."""
 
     name = "hand"
 
     def __init__(self, script: Callable[[Workbench], None] | None = None) -> None:
         self.script = script
-
-    def settings(self) -> dict[str, Any]:
-        return {}
 
     def drive(self, bench: Workbench) -> None:
         if self.script:
@@ -72,13 +69,26 @@ class Hand:
             bench.finish()
 
 
+def employ(monkeypatch: pytest.MonkeyPatch, hire: Callable[[], Any]) -> None:
+    """Registers a kind of author called hand."""
+
+    class Hands(authors.Kind):
+        name = spelling = "hand"
+
+        def make(self, which: str, options: authors.Options, workspace: Any) -> authors.Author:
+            return hire()
+
+        def tried(self, which: str, options: Any, workspace: Any, specs: Any) -> dict[str, Any]:
+            return {"hand": list(specs)}
+
+    known = authors.kinds() | {"hand": Hands()}
+    monkeypatch.setattr(authors, "kinds", lambda: known)
+
+
 @pytest.fixture
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
     monkeypatch.setattr(judge, "judge_candidate", quick_judge)
-    monkeypatch.setattr(trials, "_author", lambda task: Hand())
-    monkeypatch.setattr(
-        trials, "authors_of", lambda name, suite, where: {name: suite.spec_names(where)}
-    )
+    employ(monkeypatch, Hand)
     made, _ = workspace.init(tmp_path / "w")
     monkeypatch.chdir(made.root)
     (made.root / "evals" / "suites").mkdir(parents=True)
@@ -108,7 +118,7 @@ def one(
     where: workspace.Workspace, author: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[TrialRecord, list[Event], trials.Task]:
     """One trial of an author at gemm_swiglu: the record, the events, the task."""
-    monkeypatch.setattr(trials, "_author", lambda task: author)
+    employ(monkeypatch, lambda: author)
     task = trials.Task(where, the_suite(where), "gemm_swiglu", "hand", 1, "cpu")
     record = trials.run_trial(task)
     return record, read_events(where.root / record.run.log), task
@@ -243,13 +253,16 @@ def raising(error: Exception) -> Callable[..., Any]:
     return script
 
 
-class Writer:
+class Writer(authors.Writer):
     """Writes in one go."""
 
     name = "writer"
 
-    def __init__(self, write: Callable[..., str]) -> None:
-        self.write = write
+    def __init__(self, text: Callable[..., str]) -> None:
+        self.text = text
+
+    def write(self, spec: Any, observer: Any) -> str:
+        return self.text()
 
 
 def give_up(bench: Workbench) -> None:
@@ -294,7 +307,7 @@ def test_a_fault_of_ours_is_tried_again(
 ) -> None:
     broken = Hand(lambda bench: bench.call("submit", {}) and raising(OSError("disk"))())
     with monkeypatch.context() as patch:
-        patch.setattr(trials, "_author", lambda task: broken)
+        employ(patch, lambda: broken)
         go(where)
     assert {r.outcome for r in read_records(folder(where)).records} == {"harness_fault"}
     assert len(go(where).tasks) == 4
@@ -305,14 +318,19 @@ def test_a_fault_that_cost_nothing_is_tried_once_more_at_the_end(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[tuple[str, int]] = []
+    run_trial = trials.run_trial
 
-    def author(task: trials.Task) -> Hand:
+    def watched(task: trials.Task) -> TrialRecord:
         tried.append((task.spec, task.trial))
-        first = tried.count(tried[-1]) == 1 and task.trial == 1
+        return run_trial(task)
+
+    def author() -> Hand:
+        first = tried and tried.count(tried[-1]) == 1 and tried[-1][1] == 1
         broken = Hand(lambda bench: bench.call("submit", {}) and raising(OSError("disk"))())
         return broken if first else Hand()
 
-    monkeypatch.setattr(trials, "_author", author)
+    monkeypatch.setattr(trials, "run_trial", watched)
+    employ(monkeypatch, author)
     told: list[str] = []
     go(where, lambda task, record: told.append(record.outcome if record else "…"))
     specs = ("gemm_swiglu", "gemm_rope")
@@ -457,13 +475,14 @@ def test_workers_do_their_trials_in_processes_of_their_own(
 
 def test_replay_stands_for_the_recorded_runs_of_a_suites_specs() -> None:
     here = workspace.find(ROOT)
-    found = trials.authors_of("replay", definitions.load("paper"), here)
+    options, paper = authors.Options(), definitions.load("paper").spec_names(here)
+    found = authors.kinds()["replay"].tried("", options, here, paper)
     names = {p.parent.name for p in (ROOT / "logs" / "trajectories").glob("*/events.jsonl")}
     names = {name for name in names if not name.startswith("gemm_symlog")}  # not of the paper
     assert set(found) == {f"replay:{name}" for name in names}
     assert found["replay:gemm_rope-5f11"] == ["gemm_rope"]
     with pytest.raises(CodaError, match="unknown author 'me', expected composer, replay"):
-        trials.authors_of("me", definitions.load("paper"), here)
+        authors.make("me", options, here)
 
 
 @pytest.mark.parametrize("part", [*prompt.WITHHELD])

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.authors.composer.capture import capture
-from coda_agent.agent.authors.composer.emit import emit
-from coda_agent.agent.authors.composer.rewrite import rewrite
+from coda_agent.agent.authors import Author, Kind, Options, Writer
 from coda_agent.primitives.errors import ProgramError
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge import Observer
+    from coda_agent.agent.workspace import Workspace
     from coda_agent.primitives import Program
     from coda_agent.specs import Spec
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-9
 
 
-class Composer:
+class Composer(Writer):
     """The embedded author."""
 
     name = "composer"
@@ -36,6 +35,10 @@ class Composer:
         Raises:
             ProgramError: The reference cannot be expressed, or the program disagrees with it.
         """
+        from coda_agent.agent.authors.composer.capture import capture
+        from coda_agent.agent.authors.composer.emit import emit
+        from coda_agent.agent.authors.composer.rewrite import rewrite
+
         programs = []
         for binding in spec.bindings():
             variant = spec.variant(binding)
@@ -52,8 +55,24 @@ class Composer:
         return text
 
 
+class _Composing(Kind):
+    name = spelling = "composer"
+    precedence = 1
+    deterministic = True
+
+    def make(self, which: str, options: Options, workspace: Workspace) -> Author:
+        return Composer()
+
+
+AUTHOR = _Composing()
+
+
 def stages(spec: Spec, binding: Mapping[str, str] | None = None) -> dict[str, str]:
     """What becomes of one binding: "graph", the ATen graph, and "program", the source."""
+    from coda_agent.agent.authors.composer.capture import capture
+    from coda_agent.agent.authors.composer.emit import emit
+    from coda_agent.agent.authors.composer.rewrite import rewrite
+
     captured = capture(spec, spec.bind(binding))
     return {"graph": str(captured), "program": emit(spec, [rewrite(captured)])}
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent import pipeline, workspace
-from coda_agent.agent.authors.claude import Claude, Options
+from coda_agent.agent.authors import Options
+from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.events import Event, read_events
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge

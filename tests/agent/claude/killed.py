@@ -22,7 +22,7 @@ from typing import Any
 import bench
 
 from coda_agent.agent import events, judge
-from coda_agent.agent.authors.claude import Options
+from coda_agent.agent.authors import Options
 from coda_agent.agent.budget import Budget
 from coda_agent.agent.workspace import GitError, Workspace
 

@@ -18,7 +18,7 @@ from bench import KEY, RIGHT, WRONG, author, generate, log_of, resume, run_of, t
 from server import MODEL, Reply, call, error, text
 
 from coda_agent.agent import pipeline, workspace
-from coda_agent.agent.authors.claude import Options
+from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.client import Stopped
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.budget import Budget, Prices

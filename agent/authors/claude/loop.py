@@ -1,0 +1,281 @@
+"""The Claude author: a model of the Messages API at the workbench, until a kernel is accepted, the
+author gives up, or a budget is used up.
+
+- The run's events are the only state: `Conversation` and the workbench's state are folds over
+  them, and the loop below only looks at these two. So a run continues after a kill where it stood.
+- Nothing is spent before the worst it can cost is known to fit (`budget.py`). When it no longer
+  does, the model is told once and has one last turn, in which only `last` tools run.
+- A turn that was cut off is answered, never acted on.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent import prompt
+from coda_agent.agent.authors import Author, Options
+from coda_agent.agent.authors.claude import model_named
+from coda_agent.agent.authors.claude.client import Client, Stopped
+from coda_agent.agent.authors.claude.conversation import INTERRUPTED, Conversation
+from coda_agent.agent.budget import Prices, tokens
+from coda_agent.agent.events import take_secrets
+from coda_agent.agent.tips import Tips
+from coda_agent.agent.tips import arms as assign
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.workbench import Workbench
+
+MAX_TOKENS = 20_000
+"""Of one answer, thinking included."""
+COMPACT_AT = 0.6
+"""Share of the context window at which the server summarises what came before."""
+IDLE_TURNS = 3
+BETAS = ["context-management-2025-06-27", "compact-2026-01-12"]
+_CHARACTERS_PER_TOKEN = 2.0
+"""For a worst case; text and code have between three and four."""
+
+IDLE = (
+    "You called no tool. Go on with the work: submit when it is done, or give_up with the reason."
+)
+CUT = "Your turn was cut off: {why}. Take a shorter step."
+LIMIT = (
+    "The budget is used up: {reason}. This is your last turn. Only submit, log_tip and give_up "
+    "still run: submit the candidate if it is worth it, and log what was learned."
+)
+NO_KEY = "the author claude needs ANTHROPIC_API_KEY, which is not set"
+NO_KEY_HINT = (
+    "without one: --author composer, or let an agent you have write it over MCP (coda-agent mcp)"
+)
+
+
+class Claude(Author):
+    """The author.
+
+    Raises:
+        CodaError: there is no key, or the model's price is not known.
+    """
+
+    name = "claude"
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        options = options or Options()
+        self.options = options = replace(options, model=model_named(options.model))
+        key = take_secrets()
+        if not key:
+            raise CodaError(NO_KEY, hint=NO_KEY_HINT)
+        self.prices = Prices(options.model, options.price)
+        if options.fallback:
+            self.prices.tiers(options.fallback)
+        self.client = Client(key, options.fallback, clock, sleep)
+        budget = options.budget
+        self.limits = f"{options.model}: at most ${budget.usd:.2f}, {budget.steps} steps, "
+        self.limits += f"{budget.minutes:g} minutes"
+
+    def settings(self) -> dict[str, Any]:
+        return {"options": asdict(self.options)}
+
+    def drive(self, bench: "Workbench") -> None:
+        """Works at the bench until the run is over, and ends it.
+
+        Raises:
+            Stopped: the API cannot be reached, refuses to serve, or is out of money; the run can
+                be resumed.
+        """
+        talk = Conversation()
+        bench.tell.follow(talk)
+        try:
+            if talk.request is None:
+                self._open(bench)
+            for call in [call for call in talk.owed if call["id"] in talk.started]:
+                bench.refuse(call["id"], call["name"], INTERRUPTED)
+            while (reason := self._step(bench, talk)) is None:
+                pass
+        except Stopped as stop:
+            bench.finish(str(stop), final=False)
+            raise
+        bench.finish(reason)
+
+    def _step(self, bench: "Workbench", talk: Conversation) -> str | None:
+        """The next thing to do; the reason where there is none."""
+        if talk.owed:
+            self._run(bench, talk, talk.owed[0])
+        elif bench.state.over:
+            return bench.state.over
+        elif talk.ended:
+            return f"budget: {talk.limit}"
+        elif talk.overflows > 1:
+            return "the context window is full, and summarising it did not help"
+        elif not talk.limit and (limit := self._limit(bench, talk)):
+            if not talk.steps:
+                return f"budget: {limit}"  # nothing is spent on a turn that cannot be followed up
+            bench.tell("limit", {"reason": limit})
+        elif talk.open or (talk.limit and not talk.told):
+            bench.tell("turn", {"note": self._note(talk)})
+        else:
+            return self._ask(bench, talk)
+        return None
+
+    def _run(self, bench: "Workbench", talk: Conversation, call: dict[str, Any]) -> None:
+        known = bench.tools.get(call["name"])
+        if talk.ended and known and not known.last:
+            bench.refuse(call["id"], call["name"], "not run: the last turn")
+        else:
+            bench.call(call["name"], call["input"], call["id"])
+
+    def _note(self, talk: Conversation) -> str:
+        if talk.limit:
+            return LIMIT.format(reason=talk.limit)
+        if talk.calls:
+            return ""
+        return IDLE if talk.stop_reason == "end_turn" else CUT.format(why=talk.stop_reason)
+
+    def _worst(self, talk: Conversation) -> tuple[dict[str, Any], float]:
+        """The most the next call can take, as a usage block and in dollars: two models where the
+        first may refuse, and twice where the server may summarise before it answers."""
+        assert talk.request is not None
+        read = talk.context + math.ceil(talk.new_characters / _CHARACTERS_PER_TOKEN)
+        most = talk.request["max_tokens"]
+        models = [model for model in (self.options.model, self.options.fallback) if model]
+        edits = talk.request.get("context_management", {}).get("edits", [])
+        rounds = 1 + any(read + most >= edit["trigger"]["value"] for edit in edits)
+        usd = rounds * sum(self.prices.worst(read, most, model) for model in models)
+        entry = {"input_tokens": read, "output_tokens": most}
+        return {"assumed": "the worst", "iterations": [entry] * rounds * len(models)}, usd
+
+    def _next(self, talk: Conversation) -> tuple[int, float]:
+        """The most tokens and dollars the next call can take."""
+        usage, usd = self._worst(talk)
+        return tokens(usage), usd
+
+    def _limit(self, bench: "Workbench", talk: Conversation) -> str | None:
+        """The budget that leaves room for one more call and no second."""
+        budget, (tokens, usd) = self.options.budget, self._next(talk)
+        if talk.usd + 2 * usd > budget.usd:
+            return f"${budget.usd:.2f}; ${talk.usd:.2f} spent, the next call may cost ${usd:.2f}"
+        if talk.tokens + 2 * tokens > budget.tokens:
+            return f"{budget.tokens} tokens; {talk.tokens} used"
+        if talk.steps + 1 >= budget.steps:
+            return f"{budget.steps} steps"
+        if talk.wall_s >= 60 * budget.minutes:
+            return f"{budget.minutes:g} minutes"
+        if bench.state.gpu_s > 60 * budget.gpu_minutes:
+            return f"{budget.gpu_minutes:g} minutes of GPU work"
+        if talk.failures >= budget.failures:
+            return f"{talk.failures} results in a row that brought nothing"
+        return (
+            f"{IDLE_TURNS} turns without a call that could run" if talk.idle >= IDLE_TURNS else None
+        )
+
+    def _ask(self, bench: "Workbench", talk: Conversation) -> str | None:
+        """One call of the model; a reason where it cannot be paid for, or where it refuses."""
+        budget, (worst, most_usd) = self.options.budget, self._worst(talk)
+
+        def over() -> bool:
+            return talk.usd + most_usd > budget.usd or talk.tokens + tokens(worst) > budget.tokens
+
+        if over() or talk.steps >= budget.steps:
+            return f"budget: {talk.limit}"
+        assert talk.request is not None
+        request = {**talk.request, "messages": talk.messages}
+        bench.tell("request", {"digest": talk.digest, "worst_usd": round(most_usd, 4)})
+        start = time.monotonic()
+
+        def bill(usage: dict[str, Any] | None) -> dict[str, Any]:
+            # What cannot be known, or priced, was reserved, and is taken to have cost just that.
+            with contextlib.suppress(CodaError):
+                if usage is not None:
+                    return {"usage": usage, "usd": self.prices.cost(usage)}
+            return {"usage": worst, "usd": most_usd}
+
+        def failed(error: str, wait_s: float | None, usage: dict[str, Any] | None) -> None:
+            about = {"error": error, "wait_s": wait_s, **bill(usage)}
+            bench.tell("request.failed", {**about, "tokens": tokens(about["usage"])})
+            if wait_s is not None and over():
+                raise Stopped(f"no money for another attempt: {error}")
+
+        message = self.client.respond(request, 60 * budget.minutes - talk.wall_s, failed)
+        details, refused = message["stop_details"] or {}, message["stop_reason"] == "refusal"
+        about = message | bill(message["usage"]) | ({"content": []} if refused else {})
+        bench.tell("response", {**about, "seconds": round(time.monotonic() - start, 3)})
+        if refused:
+            said = details.get("explanation") or details.get("category") or "no reason given"
+            raise Stopped(f"the model refused: {said}")
+        return None
+
+    def _open(self, bench: "Workbench") -> None:
+        """Checks the model and fixes what every call will start with."""
+        options, info = self.options, self._model(bench)
+
+        def size(name: str, usual: int) -> int:
+            told = info.get(name)
+            return told if isinstance(told, int) and 0 < told < 10**9 else usual
+
+        def can(*path: str) -> bool:
+            told: Any = info.get("capabilities")
+            for name in (*path, "supported"):
+                told = told.get(name) if isinstance(told, dict) else None
+            return told is not False
+
+        most = min(MAX_TOKENS, size("max_tokens", MAX_TOKENS))
+        trigger = max(50_000, round(COMPACT_AT * size("max_input_tokens", 200_000)))
+        edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": trigger}}
+        store = Tips.of(bench.workspace)
+        tips = prompt.tips_for(bench.spec, store)
+        arms = assign(tips, bench.run.id, options.holdout)
+        bench.tell("tips", {"arms": arms})
+        given = [tip for tip in tips if arms[tip.id] == "shown"]
+        sent = prompt.request(bench.spec, given, bench.withheld)
+        request: dict[str, Any] = {
+            "model": options.model,
+            "max_tokens": most,
+            "tools": sent["tools"],
+            "system": sent["system"],
+            "cache_control": {"type": "ephemeral"},
+        }
+        if can("thinking", "types", "adaptive"):
+            request["thinking"] = {"type": "adaptive", "display": "summarized"}
+        if can("effort"):
+            request["output_config"] = {"effort": options.effort}
+        if can("context_management"):
+            request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
+        characters = len(json.dumps(sent, ensure_ascii=False))
+        about = {"request": request, "messages": sent["messages"], "characters": characters}
+        bench.tell("prompt", about)
+
+    def _model(self, bench: "Workbench") -> dict[str, Any]:
+        """What the API says about the model.
+
+        Raises:
+            CodaError: there is no such model, or it is retired.
+            Stopped: the API cannot be asked.
+        """
+        import anthropic
+
+        name, models = self.options.model, self.client.sdk.models
+
+        def failed(**about: Any) -> None:
+            bench.tell("request.failed", {**about, "tokens": 0, "usd": 0.0})
+
+        try:
+            info = self.client.model(name, 60 * self.options.budget.minutes, failed)
+        except Stopped as stop:
+            if not isinstance(stop.__cause__, anthropic.NotFoundError):
+                raise
+            known = ""
+            with contextlib.suppress(anthropic.APIError, AttributeError, TypeError):
+                known = ", ".join(model.id for model in models.list(limit=20).data)
+            raise CodaError(f"no model {name}", hint=known and f"known: {known}") from stop
+        if info.get("lifecycle") == "retired":
+            raise CodaError(f"the model {name} is retired", hint="choose another with --model")
+        return info

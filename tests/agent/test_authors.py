@@ -1,0 +1,112 @@
+"""The registry of authors, and that adding one is one file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coda_agent.agent import authors, doctor, judge, workspace
+from coda_agent.agent.cli import app
+from coda_agent.agent.judge import Verdict
+from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.evals.record_files import TRIALS, read_records
+
+ROOT = Path(__file__).parents[2]
+TOY = f"""
+from coda_agent.agent.authors import Kind, Need, Writer
+
+
+class Toy(Writer):
+    name = "toy"
+
+    def write(self, spec, observer):
+        return open({str(ROOT / "generated")!r} + f"/{{spec.name}}/kernel.py").read()
+
+
+class _Toys(Kind):
+    name = "toy"
+    spelling = "toy"
+    precedence = 3
+    deterministic = True
+
+    def need(self):
+        return Need("a toy box", True, "any box will do", "where there is a box")
+
+    def make(self, which, options, workspace):
+        return Toy()
+
+
+AUTHOR = _Toys()
+"""
+"""All that adding an author takes."""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The file, in the folder of authors."""
+    folder = tmp_path / "more"
+    folder.mkdir()
+    (folder / "toy.py").write_text(TOY)
+    monkeypatch.setattr(authors, "__path__", [*authors.__path__, str(folder)])
+    authors.kinds.cache_clear()
+    yield
+    authors.kinds.cache_clear()
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
+    def quick(spec: Any, text: str, executor: Any, **options: Any) -> Verdict:
+        """The real static gate; what passes it is taken for proved."""
+        verdict = whole_judge(
+            spec, text, executor, **{**options, "gates": ("static",), "device": "cpu"}
+        )
+        return verdict.model_copy(update={"level": "proved"})
+
+    monkeypatch.setattr(judge, "judge_candidate", quick)
+    made, _ = workspace.init(tmp_path / "w")
+    made.git("config", "user.name", "U")
+    made.git("config", "user.email", "u@example.com")
+    monkeypatch.chdir(made.root)
+    return made
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> None:
+    assert "gemm_swiglu: proved, commit" in run("generate", "gemm_swiglu", "--author", "toy")
+    assert where.kernel("gemm_swiglu").evidence["author"] == "toy"
+    assert "gemm_rope: proved, commit" in run("generate", "gemm_rope")  # the first choice
+    assert where.kernel("gemm_rope").evidence["author"] == "toy"
+    (item,) = (i for i in doctor.diagnose(where.root)[0] if i.name == "a toy box")
+    assert (item.value, item.enables, item.hint) == ("set", "the author `toy`", "any box will do")
+    assert authors.choices().startswith("composer or claude or toy; claude where a key is set")
+    suite = where.root / "evals" / "suites" / "mine.toml"
+    suite.parent.mkdir(parents=True)
+    suite.write_text('title = "T"\nspecs = ["gemm_swiglu"]\ngoal = "proved"\ntrials = 2\n')
+    assert "toy gemm_swiglu 1: proved" in run("eval", "run", "--suite", "mine", "--author", "toy")
+    (record,) = read_records(where.root / TRIALS).records  # one: its trials are all alike
+    assert (record.author, record.solved) == ("toy", True)
+
+
+def test_the_first_choice_is_what_can_work_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coda_agent.agent import events
+
+    monkeypatch.setattr(events, "_secrets", {})
+    monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
+    assert authors.default() == "composer"
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-canary")
+    assert authors.default() == "claude"
+    assert authors.choices() == "composer or claude; claude where a key is set."
+
+
+def test_a_recorded_run_is_an_author_by_name() -> None:
+    here = workspace.find(ROOT)
+    assert authors.make("replay:gemm_rope-5f11", authors.Options(), here).name.startswith("replay:")
+    with pytest.raises(authors.CodaError, match="no recorded run 'nope'"):
+        authors.make("replay:nope", authors.Options(), here)
