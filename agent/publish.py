@@ -16,7 +16,6 @@ import fcntl
 import os
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ FILES = ("kernel.py", "spec.md", "evidence.json", "tuned.json")
 
 _LOCK_WAIT_S = 10.0
 _HEAD_RETRIES = 5
+_READY = ".coda-ready-"
+"""Before a kernel's name: the folder of its files to come, where generated/ ignores it."""
 _OURS = "coda-agent"
 """Where an index.lock of ours leads: a link is made in one step, takes no room, and is told from
 git's own when its maker was killed."""
@@ -169,34 +170,32 @@ def publish(
         WorkspaceError: git refused, or a file could not be written; then nothing has changed.
     """
     git, target = _Git.of(workspace), workspace.generated / name
-    fresh, ready = (workspace.generated / f".coda-{state}-{name}" for state in ("new", "ready"))
-    paths = _paths(workspace, name)
+    ready = workspace.generated / f"{_READY}{name}"
     try:
-        fresh.mkdir()
-        for file, content in files.items():
-            with (fresh / file).open("wb") as out:
-                out.write(content)
+        ready.mkdir()
+        for file in FILES:
+            with (ready / file).open("wb") as out:
+                out.write(files[file])
                 out.flush()
                 os.fsync(out.fileno())
-        entries = _entries(workspace, {path: fresh / file for file, path in paths.items()}, "-w")
-        os.rename(fresh, ready)
+        blobs = _blobs(workspace, {p: ready / f for f, p in _paths(workspace, name).items()}, "-w")
         target.mkdir(exist_ok=True)
-        for attempt in range(_HEAD_RETRIES):
+        for left in reversed(range(_HEAD_RETRIES)):
             parent = _head(workspace)
-            commit = _commit(workspace, parent, entries, message)
-            _prepare_index(workspace, git, entries)
+            commit = _commit(workspace, git, parent, blobs, message)
+            _prepare_index(workspace, git, blobs)
             try:
                 if commit:
                     log = f"coda-agent: {message.partition(chr(10))[0]}"
                     # The old value makes this fail where someone committed meanwhile; "" is unborn.
                     workspace.git("update-ref", "-m", log, "HEAD", commit, parent or "")
             except GitError:
-                if attempt == _HEAD_RETRIES - 1 or _head(workspace) == parent:
+                if not left or _head(workspace) == parent:
                     raise
                 continue
             finally:
                 # Ctrl-C may come after HEAD moved: then the commit stands.
-                if _holds(workspace, entries):
+                if _holds(workspace, blobs):
                     os.replace(git.prepared, git.index)
                     for file in FILES:
                         os.replace(ready / file, target / file)
@@ -243,7 +242,7 @@ def _check_changes(workspace: Workspace, name: str, text: str | None) -> None:
         file, untracked = workspace.top / path, state in ("??", "!!")
         # What was deleted comes back out of HEAD, and what stands there already is written again.
         deleted = state in (" D", "D ")
-        held = untracked and file.is_file() and _holds(workspace, _entries(workspace, {path: file}))
+        held = untracked and file.is_file() and _holds(workspace, _blobs(workspace, {path: file}))
         own = path == paths["kernel.py"] and (untracked or " " in state) and _is_text(file, text)
         if not (deleted or held or own):
             changed.append(path)
@@ -266,25 +265,20 @@ def _head(workspace: Workspace) -> str | None:
         return None
 
 
-def _entries(workspace: Workspace, files: Mapping[str, Path], *write: str) -> dict[str, str]:
-    """Mode and object of files, by their path in git; `-w` makes the objects, too."""
+def _blobs(workspace: Workspace, files: Mapping[str, Path], *write: str) -> dict[str, str]:
+    """The objects of files, by their path in git; `-w` makes them, too."""
     return {
-        path: "100644," + workspace.git("hash-object", *write, "--path", path, str(file))
+        path: workspace.git("hash-object", *write, "--path", path, str(file))
         for path, file in files.items()
     }
 
 
-def _holds(workspace: Workspace, entries: Mapping[str, str]) -> bool:
-    """Whether HEAD holds exactly these entries."""
-    if _head(workspace) is None:
-        return False
-    listing = workspace.git("ls-tree", "-z", "--full-tree", "HEAD", "--", *entries)
-    found: dict[str, str] = {}
-    for entry in filter(None, listing.split("\0")):
-        about, _, path = entry.partition("\t")
-        mode, _, blob = about.split()
-        found[path] = f"{mode},{blob}"
-    return found == entries
+def _holds(workspace: Workspace, blobs: Mapping[str, str]) -> bool:
+    """Whether HEAD holds exactly these objects at these paths."""
+    with contextlib.suppress(GitError):
+        held = workspace.git("rev-parse", *(f"HEAD:{path}" for path in blobs))
+        return held.split() == [*blobs.values()]
+    return False
 
 
 def _wait(ready: Callable[[], bool]) -> bool:
@@ -295,20 +289,15 @@ def _wait(ready: Callable[[], bool]) -> bool:
     return done
 
 
-def _update(entries: Mapping[str, str]) -> list[str]:
-    cached = (("--cacheinfo", f"{entry},{path}") for path, entry in entries.items())
-    return ["update-index", "--add", *(part for pair in cached for part in pair)]
-
-
 def _commit(
-    workspace: Workspace, parent: str | None, entries: Mapping[str, str], message: str
+    workspace: Workspace, git: _Git, parent: str | None, blobs: Mapping[str, str], message: str
 ) -> str | None:
-    """A commit of the parent's tree with `entries`, on no branch; None where nothing changes."""
-    with tempfile.TemporaryDirectory() as folder:
-        env = {"GIT_INDEX_FILE": f"{folder}/index"}
-        workspace.git("read-tree", parent or "--empty", env=env)
-        workspace.git(*_update(entries), env=env)
-        tree = workspace.git("write-tree", env=env)
+    """A commit of the parent's tree with `blobs`, on no branch; None where nothing changes."""
+    git.prepared.unlink(missing_ok=True)
+    index = {"GIT_INDEX_FILE": str(git.prepared)}
+    workspace.git("read-tree", parent or "--empty", env=index)
+    workspace.git(*_update(blobs), env=index)
+    tree = workspace.git("write-tree", env=index)
     if parent and tree == workspace.git("rev-parse", f"{parent}^{{tree}}"):
         return None
     parents = ["-p", parent] if parent else []
@@ -316,7 +305,7 @@ def _commit(
     return workspace.git("commit-tree", tree, *parents, "-m", message.strip())
 
 
-def _prepare_index(workspace: Workspace, git: _Git, entries: Mapping[str, str]) -> None:
+def _prepare_index(workspace: Workspace, git: _Git, blobs: Mapping[str, str]) -> None:
     """Takes git's lock of the user's index, and writes beside it the index that is to follow."""
 
     def take() -> bool:
@@ -326,9 +315,15 @@ def _prepare_index(workspace: Workspace, git: _Git, entries: Mapping[str, str]) 
 
     if not _wait(take):
         raise lock_error(git.lock)
+    git.prepared.unlink(missing_ok=True)
     if git.index.exists():
         shutil.copy2(git.index, git.prepared)  # its time tells git which entries to look at again
-    workspace.git(*_update(entries), env={"GIT_INDEX_FILE": str(git.prepared)})
+    workspace.git(*_update(blobs), env={"GIT_INDEX_FILE": str(git.prepared)})
+
+
+def _update(blobs: Mapping[str, str]) -> list[str]:
+    cached = (("--cacheinfo", f"100644,{blob},{path}") for path, blob in blobs.items())
+    return ["update-index", "--add", *(part for pair in cached for part in pair)]
 
 
 def _is_ours(lock: Path) -> bool:
@@ -341,13 +336,12 @@ def _mend(workspace: Workspace, git: _Git) -> None:
         left.unlink(missing_ok=True)
     if _is_ours(git.lock):
         git.lock.unlink()
-    for stale in workspace.generated.glob(".coda-new-*"):
-        _remove(stale)
-    for ready in workspace.generated.glob(".coda-ready-*"):
-        name = ready.name.removeprefix(".coda-ready-")
+    for ready in workspace.generated.glob(f"{_READY}*"):
+        name = ready.name.removeprefix(_READY)
         paths = _paths(workspace, name)
         files = {path: ready / file for file, path in paths.items() if (ready / file).is_file()}
-        if files and _holds(workspace, _entries(workspace, files)):
+        # They are written and moved in this order: without the last, not all had been prepared.
+        if paths[FILES[-1]] in files and _holds(workspace, _blobs(workspace, files)):
             workspace.git("checkout", "HEAD", "--", *files)
         _remove(ready)
         with contextlib.suppress(OSError):

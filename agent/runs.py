@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.events import Event, RunState, read_events, summary
-from coda_agent.agent.workspace import Run, Workspace, near_matches
+from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.suggest import near_matches
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,13 +6,12 @@
   repository may lie above the workspace.
 """
 
-import difflib
 import importlib.util
 import json
 import re
 import secrets
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.errors import MachineError, WorkspaceError
+from coda_agent.primitives.suggest import near_matches
 
 ROOMS = ("specs", "generated", "logs")
 INIT_HINT = "`coda-agent init` makes one"
@@ -80,16 +80,6 @@ def lock_error(lock: Path, said: str = "") -> GitError:
     message = f"{lock} is in git's way: a git command runs here, or one was killed and left it"
     hint = f"where none runs, nor an editor of one: rm {shlex.quote(str(lock))}"
     return GitError(message, stderr=said, hint=hint)
-
-
-def near_matches(name: str, known: Iterable[str]) -> str:
-    """The hint for an unknown name: names with it inside, else close spellings, else all."""
-    names = sorted(set(known))
-    holding = [n for n in names if len(name) > 2 and name.lower() in n.lower()][:3]
-    if close := holding or difflib.get_close_matches(name, names, n=3, cutoff=0.5):
-        return f"did you mean {' or '.join(close)}?"
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return f"known: {', '.join(names[:12])}{more}" if names else ""
 
 
 def packaged_specs() -> dict[str, Path]:

@@ -7,6 +7,16 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or an empty string where nothing known is close."""
-    close = get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else ""
+    """`did you mean x or y?`: names with it inside, else close spellings; empty of neither."""
+    names = sorted(set(known))
+    holding = [n for n in names if len(name) > 2 and name.lower() in n.lower()][:3]
+    close = holding or get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def near_matches(name: str, known: Iterable[str]) -> str:
+    """`did_you_mean`, or else all that is known."""
+    names = sorted(set(known))
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    listed = f"known: {', '.join(names[:12])}{more}" if names else ""
+    return did_you_mean(name, names) or listed

@@ -23,9 +23,10 @@ from coda_agent.agent.cli.targets import (
     SandboxOption,
 )  # fmt: skip
 from coda_agent.agent.events import take_secrets
-from coda_agent.agent.workspace import Kernel, Workspace, find, near_matches
+from coda_agent.agent.workspace import Kernel, Workspace, find
 from coda_agent.agent.workspace import init as init_workspace
 from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
+from coda_agent.primitives.suggest import near_matches
 
 app = typer.Typer(
     name="coda-agent",

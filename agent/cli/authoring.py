@@ -261,7 +261,8 @@ def tool(
     from coda_agent.agent import runs as past
     from coda_agent.agent.cli.report import REFUSED
     from coda_agent.agent.workbench import TOOLS
-    from coda_agent.agent.workspace import find, near_matches
+    from coda_agent.agent.workspace import find
+    from coda_agent.primitives.suggest import near_matches
 
     require_sandbox(sandbox)
     if name is None:

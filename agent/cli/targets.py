@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from coda_agent.agent.pipeline import Device
-from coda_agent.agent.workspace import (
-    Run,
-    Workspace,
-    find,
-    near_matches,
-    packaged_specs,
-    resolve_spec,
-)
+from coda_agent.agent.workspace import Run, Workspace, find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
+from coda_agent.primitives.suggest import near_matches
 
 if TYPE_CHECKING:
     from coda_agent.specs import Spec

@@ -28,8 +28,9 @@ from coda_agent.agent.workbench.registry import (
     tool,
 )
 from coda_agent.agent.workbench.state import State
-from coda_agent.agent.workspace import Run, Workspace, near_matches
+from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.suggest import near_matches
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge import Verdict

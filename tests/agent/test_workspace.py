@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from coda_agent.agent import workspace
-from coda_agent.agent.workspace import near_matches
 from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.suggest import near_matches
 
 
 def git(folder: Path, *args: str) -> str:
