@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from coda_agent.evals.records import Level, suite_digest
-from coda_agent.primitives.errors import CodaError
+from coda_agent.evals.records import Device, Level, suite_digest
+from coda_agent.primitives.errors import CodaError, MachineError
 
 if TYPE_CHECKING:
     from coda_agent.agent.workspace import Workspace
@@ -112,6 +112,24 @@ class Suite(_Model):
     def digest(self) -> str:
         """Of the definition."""
         return suite_digest(self.definition)
+
+    def device(self, asked: Literal["auto", "cpu", "cuda"]) -> Device:
+        """Where it runs: a GPU where the suite names one, unless told otherwise.
+
+        Raises:
+            MachineError: there is no such GPU here.
+        """
+        from coda_agent.agent.execution import executor
+
+        jobs = executor()  # a cluster that does not answer is said now
+        if asked == "cpu" or (asked == "auto" and not self.gpu):
+            return "cpu"
+        found = jobs.gpu()
+        if found is None or self.gpu.lower() not in found.name.lower():
+            here = found.name if found else "no Hopper GPU"
+            message = f"suite {self.name} is for a GPU named {self.gpu or 'Hopper'}, here is {here}"
+            raise MachineError(message, hint="--device cpu shows what can be shown without: proved")
+        return "cuda"
 
     def spec_names(self, workspace: "Workspace") -> list[str]:
         """Its specs, in order.

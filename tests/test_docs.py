@@ -78,6 +78,7 @@ def test_console_command_exists(block: Block, words: list[str]) -> None:
         name = rest.pop(0)
         assert name in command.commands, f"{block.id}: no command {name!r}"
         command = command.commands[name]
+        command = getattr(command, "loaded", command)
     known = {spelling for p in command.params for spelling in (*p.opts, *p.secondary_opts)}
     used = {word.split("=", 1)[0] for word in rest if word.startswith("-")} - {"--help"}
     assert used <= known, f"{block.id}: `{shlex.join(words)}` has no {sorted(used - known)}"

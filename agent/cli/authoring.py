@@ -1,31 +1,36 @@
-"""Commands around authors: have a kernel written, look at runs, and work at the bench by hand."""
+"""Commands around authors: have a kernel written, go on with it, and work at the bench by hand."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from coda_agent.agent import authors
-from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
+from coda_agent.agent import authors, pipeline
+from coda_agent.agent import prompt as prompting
+from coda_agent.agent import runs as past
+from coda_agent.agent.authors.claude import model_named
+from coda_agent.agent.budget import Budget, Price
+from coda_agent.agent.cli.report import REFUSED, Progress, Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import (
-    ContendedOption,
+    CONTENDED,
+    SANDBOX,
     DeviceOption,
     Json,
     NoCommit,
-    SandboxOption,
+    RunName,
+    here,
     require_gpu,
-    require_sandbox,
+    sharing,
 )
+from coda_agent.agent.events import read_events, take_secrets
+from coda_agent.agent.tips import Tips
+from coda_agent.agent.workspace import Workspace, find, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.budget import Price
-    from coda_agent.agent.workspace import Workspace
-
-app = typer.Typer()
+from coda_agent.primitives.suggest import near_matches
+from coda_agent.specs import load_spec
 
 MaxUsd = Annotated[float | None, typer.Option(help="Most to spend on the model; 5 by default.")]
 Limits = Annotated[
@@ -40,11 +45,10 @@ Fallback = Annotated[str | None, typer.Option(help="Model to ask where the first
 PriceIn = Annotated[float | None, typer.Option(help="USD per million tokens of prompt.")]
 PriceOut = Annotated[float | None, typer.Option(help="USD per million tokens of answer.")]
 Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold back (A/B).")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help='Name, part of one, folder or "last".')]
 
 
-@app.command()
 @reported
+@sharing(SANDBOX, CONTENDED)
 def generate(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
@@ -58,16 +62,9 @@ def generate(
     price_out: PriceOut = None,
     tip_holdout: Holdout = 0.0,
     no_commit: NoCommit = False,
-    sandbox: SandboxOption = None,
-    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent.budget import Budget
-    from coda_agent.agent.workspace import find
-
-    require_sandbox(sandbox)
     require_gpu(device)
     workspace = find()
     path = workspace.resolve_spec(spec)
@@ -84,24 +81,18 @@ def generate(
     return outcomes([outcome], single=True)
 
 
-@app.command()
 @reported
+@sharing(SANDBOX, CONTENDED)
 def resume(
     run: RunName,
     max_usd: MaxUsd = None,
     limit: Limits = None,
-    sandbox: SandboxOption = None,
-    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Go on with a run of claude where it stopped, by its own limits unless others are given."""
-    from coda_agent.agent import pipeline, runs
-    from coda_agent.agent.events import read_events
-    from coda_agent.agent.workspace import find
 
-    require_sandbox(sandbox)
     workspace = find()
-    found = runs.find(workspace, run)
+    found = past.find(workspace, run)
     first = read_events(found.folder / "events.jsonl")[0].data
     if "options" not in first:
         hint = "coda-agent tool works at any run; replay judges a recorded one again"
@@ -116,86 +107,6 @@ def resume(
     return outcomes([outcome], single=True)
 
 
-@app.command()
-@reported
-def replay(
-    run: RunName,
-    device: DeviceOption = "auto",
-    commit: Annotated[bool, typer.Option("--commit", help="Accept what passes.")] = False,
-    sandbox: SandboxOption = None,
-    contended: ContendedOption = False,
-    as_json: Json = False,
-) -> Reply:
-    """Repeat a recorded author's calls before today's judge; no network."""
-    from coda_agent.agent import pipeline, runs
-    from coda_agent.agent.authors.replay import Replay
-    from coda_agent.agent.cli.report import REFUSED
-    from coda_agent.agent.events import read_events
-    from coda_agent.agent.workspace import find
-
-    require_sandbox(sandbox)
-    workspace = find()
-    found = runs.find(workspace, run)
-    recorded = found.folder / "spec.md"
-    who = Replay(read_events(found.folder / "events.jsonl"))
-    path = recorded if recorded.is_file() else workspace.resolve_spec(str(runs.state(found).spec))
-    with Progress(silent=as_json) as observer:
-        outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
-    document = {**outcome.record(), "differences": who.differences, "skipped": who.skipped}
-    lines = [f"differs: {line}" for line in who.differences]
-    lines += [f"not possible here: {line}" for line in who.skipped]
-    lines.append(f"{len(who.differences)} differences ({outcome.run})")
-    return Reply(document, "\n".join(lines), REFUSED if who.differences else 0)
-
-
-@app.command()
-@reported
-def runs(as_json: Json = False) -> Reply:
-    """List the runs: who, what, how it ended, what it cost."""
-    from coda_agent.agent import runs as past
-    from coda_agent.agent.workspace import find
-
-    found = [(run, past.state(run)) for run in past.everything(find())]
-    rows = [
-        (run.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "", f"${s.usd:.2f}")
-        for run, s in found
-    ]
-    return Reply([{"run": r.id, **vars(s)} for r, s in found], columns(rows) or "no runs yet")
-
-
-run_app = typer.Typer(help="One run.", no_args_is_help=True)
-app.add_typer(run_app, name="run")
-
-
-@run_app.command("show")
-@reported
-def show(
-    run: RunName,
-    html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
-    as_json: Json = False,
-) -> Reply:
-    """What was tried in a run, what the judge said, what it cost."""
-    import io
-
-    from rich.console import Console
-
-    from coda_agent.agent import runs as past
-    from coda_agent.agent.events import read_events
-    from coda_agent.agent.workspace import find
-
-    found = past.find(find(), run)
-    if as_json:
-        return Reply([vars(event) for event in read_events(found.folder / "events.jsonl")])
-    if html:
-        console = Console(record=True, file=io.StringIO(), width=140)
-        console.print(past.timeline(found))
-        html.write_text(console.export_html(), "utf-8")
-        return Reply(None, f"wrote {html}")
-    Console().print(past.timeline(found))
-    return Reply(None)
-
-
-@app.command()
 @reported
 def prompt(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
@@ -203,12 +114,6 @@ def prompt(
     as_json: Json = False,
 ) -> Reply:
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
-    from coda_agent.agent import prompt as prompting
-    from coda_agent.agent.authors.claude import model_named
-    from coda_agent.agent.cli.targets import here
-    from coda_agent.agent.tips import Tips
-    from coda_agent.agent.workspace import resolve_spec
-    from coda_agent.specs import load_spec
 
     workspace = here()
     loaded = load_spec(resolve_spec(spec, workspace))
@@ -224,7 +129,6 @@ def prompt(
 
 def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
     """The tokens of a request: counted by the API where a key is set, else estimated."""
-    from coda_agent.agent.events import take_secrets
     from coda_agent.agent.prompt import estimated_tokens
 
     if not (key := take_secrets()):
@@ -240,8 +144,8 @@ def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
     return counted.input_tokens, "counted"
 
 
-@app.command()
 @reported
+@sharing(SANDBOX, CONTENDED)
 def tool(
     name: Annotated[str | None, typer.Argument(help="A tool; none lists them.")] = None,
     given: Annotated[
@@ -252,19 +156,11 @@ def tool(
     author: Annotated[str, typer.Option(help="Who a new run says wrote it.")] = "cli",
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
-    sandbox: SandboxOption = None,
-    contended: ContendedOption = False,
     as_json: Json = False,
 ) -> Reply:
     """Work at a run's bench: call one of an author's tools."""
-    from coda_agent.agent import pipeline
-    from coda_agent.agent import runs as past
-    from coda_agent.agent.cli.report import REFUSED
     from coda_agent.agent.workbench import TOOLS
-    from coda_agent.agent.workspace import find
-    from coda_agent.primitives.suggest import near_matches
 
-    require_sandbox(sandbox)
     if name is None:
         document = [
             {"name": t.name, "description": t.description, "input": t.schema()}
@@ -322,53 +218,22 @@ def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
     return key, value
 
 
-@app.command()
 @reported
-def mcp(
-    device: DeviceOption = "auto", no_commit: NoCommit = False, sandbox: SandboxOption = None
-) -> Reply:
+@sharing(SANDBOX)
+def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     from coda_agent.agent.mcp import Desk, serve
-    from coda_agent.agent.workspace import find
 
-    require_sandbox(sandbox)
     serve(Desk(find(), device, commit=not no_commit))
     return Reply(None)
 
 
-@app.command()
-@reported
-def tips(
-    prune: Annotated[
-        list[str] | None, typer.Option(help='A tip to remove; "auto": those that did not help.')
-    ] = None,
-    as_json: Json = False,
-) -> Reply:
-    """List what earlier runs taught, with its worth: shown against held back."""
-    from coda_agent.agent.tips import Tips
-    from coda_agent.agent.workspace import find
-
-    store = Tips.of(find())
-    if prune:
-        gone = store.prune(None if prune == ["auto"] else prune)
-        return Reply([tip.id for tip in gone], "\n".join(f"removed {t.line()}" for t in gone))
-    known = sorted(store.all().values(), key=lambda tip: (-tip.worth, tip.id))
-    rows: list[tuple[str, ...]] = [("tip", "shown", "helped", "held back", "without", "p", "text")]
-    for tip in known:
-        p = tip.p_value()
-        cells = (tip.shown.runs, tip.shown.successes, tip.held.runs, tip.held.successes)
-        rows.append((tip.id, *map(str, cells), "-" if p is None else f"{p:.2f}", tip.text))
-    document = [{"id": t.id, **vars(t), "p_value": t.p_value()} for t in known]
-    return Reply(document, columns(rows) if known else "no tips yet")
-
-
-def price_of(price_in: float | None, price_out: float | None) -> "Price | None":
+def price_of(price_in: float | None, price_out: float | None) -> Price | None:
     """What --price-in and --price-out say; None where neither is given.
 
     Raises:
         CodaError: only one of them is given, or one is no price.
     """
-    from coda_agent.agent.budget import Price
 
     if (price_in is None) != (price_out is None):
         raise CodaError("--price-in and --price-out go together")
@@ -376,7 +241,7 @@ def price_of(price_in: float | None, price_out: float | None) -> "Price | None":
 
 
 def _made(
-    name: str, options: authors.Options, workspace: "Workspace", *, silent: bool
+    name: str, options: authors.Options, workspace: Workspace, *, silent: bool
 ) -> authors.Author:
     """An author, its limits said."""
     who = authors.make(name, options, workspace)

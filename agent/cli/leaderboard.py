@@ -13,14 +13,11 @@ from coda_agent.agent.cli.targets import Json
 from coda_agent.agent.workspace import Workspace, find
 from coda_agent.primitives.errors import CodaError
 
-app = typer.Typer()
-
 RecordsOption = Annotated[
     Path | None, typer.Option("--records", help="Folder; evals/results/trials of the workspace.")
 ]
 
 
-@app.command()
 @reported
 def leaderboard(
     records: RecordsOption = None,
@@ -57,7 +54,6 @@ def leaderboard(
     return Reply(document, "\n\n".join(parts) or f"no records in {folder}")
 
 
-@app.command()
 @reported
 def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
@@ -73,7 +69,6 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     return Reply({"records": [one._asdict() for one in found]}, end or "nothing is stale")
 
 
-@app.command()
 @reported
 def audit(
     record: Annotated[str, typer.Argument(help="The name of a record's file.")],

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
 
-app = typer.Typer()
 
-
-@app.command()
 @reported
 def review(
     kernel: Annotated[str | None, typer.Argument(metavar="[KERNEL]")] = None,

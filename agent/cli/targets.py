@@ -1,12 +1,18 @@
 """Arguments and options that commands share, and what they name: a file, a kernel, a spec."""
 
+import functools
+import inspect
 import os
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from coda_agent.agent import pipeline, sandbox
+from coda_agent.agent.cli.report import Progress, Reply
 from coda_agent.agent.pipeline import Device
 from coda_agent.agent.workspace import Run, Workspace, find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
@@ -18,34 +24,106 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the numerics run.")]
 NoCommit = Annotated[bool, typer.Option("--no-commit", help="Judge, but store nothing.")]
-SandboxOption = Annotated[
-    Literal["bubblewrap", "landlock", "process"] | None,
-    typer.Option("--sandbox", help="The weakest sandbox to compile in; else $CODA_AGENT_SANDBOX."),
-]
+All = Annotated[bool, typer.Option("--all", help="Every kernel of the workspace.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help='Name, part of one, folder or "last".')]
+Kernels = Annotated[list[str] | None, typer.Argument(metavar="[KERNEL]...")]
 
 
-def _exported(variable: str, value: str | bool | None) -> str | bool | None:
-    """An option that the judge and its children read from the environment."""
-    if value:
-        os.environ[variable] = "1" if value is True else str(value)
-    return value
+@dataclass(frozen=True)
+class Shared:
+    """An option that holds for all that a command calls, and that it does not take itself.
+
+    Attributes:
+        name: Of the parameter.
+        annotation: With its `typer.Option`.
+        default: Where it is not given.
+        apply: Told the value before the command begins.
+    """
+
+    name: str
+    annotation: Any
+    default: Any
+    apply: Callable[[Any], None]
 
 
-ContendedOption = Annotated[
-    bool,
-    typer.Option(
-        "--contended", callback=lambda value: _exported("CODA_AGENT_CONTENDED", value),
-        help="Time on a GPU that others use, too.",
-    ),
-]  # fmt: skip
-ExecutorOption = Annotated[
-    str | None,
-    typer.Option(
-        "--executor", callback=lambda value: _exported("CODA_AGENT_EXECUTOR", value),
-        metavar="dask://HOST:PORT",
-        help="Compile, check and time on a Dask cluster; else $CODA_AGENT_EXECUTOR, else here.",
-    ),
-]  # fmt: skip
+def sharing(*options: Shared) -> Callable[[Callable[..., Reply]], Callable[..., Reply]]:
+    """Adds options to a command, before its --json."""
+
+    def decorate(command: Callable[..., Reply]) -> Callable[..., Reply]:
+        @functools.wraps(command)
+        def run(**given: Any) -> Reply:
+            for option in options:
+                option.apply(given.pop(option.name, option.default))
+            return command(**given)
+
+        signature = inspect.signature(command)
+        added = [
+            inspect.Parameter(o.name, _KEYWORD, default=o.default, annotation=o.annotation)
+            for o in options
+        ]
+        own = list(signature.parameters.values())
+        last = len(own) - (own[-1].name == "as_json")
+        parameters = [*own[:last], *added, *own[last:]]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _exports(variable: str) -> Callable[[str | bool | None], None]:
+    """What the judge and its children read from the environment."""
+
+    def apply(value: str | bool | None) -> None:
+        if value:
+            os.environ[variable] = "1" if value is True else str(value)
+
+    return apply
+
+
+def require_sandbox(tier: str | None) -> None:
+    """Demand a sandbox for the rest of the command; said now where none is as strong.
+
+    Raises:
+        MachineError: no such sandbox works here.
+    """
+    if tier is not None:
+        os.environ[sandbox.VARIABLE] = tier
+    if sandbox.VARIABLE in os.environ:
+        sandbox.choose()
+
+
+SANDBOX = Shared(
+    "sandbox",
+    Annotated[
+        Literal["bubblewrap", "landlock", "process"] | None,
+        typer.Option(help="The weakest sandbox to compile in; else $CODA_AGENT_SANDBOX."),
+    ],
+    None,
+    require_sandbox,
+)
+CONTENDED = Shared(
+    "contended",
+    Annotated[
+        bool, typer.Option("--contended", help="Time on a GPU that others use, too."),
+    ],
+    False,
+    _exports("CODA_AGENT_CONTENDED"),
+)  # fmt: skip
+EXECUTOR = Shared(
+    "executor",
+    Annotated[
+        str | None,
+        typer.Option(
+            metavar="dask://HOST:PORT",
+            help="Compile, check and time on a Dask cluster; else $CODA_AGENT_EXECUTOR, else here.",
+        ),
+    ],
+    None,
+    _exports("CODA_AGENT_EXECUTOR"),
+)
 
 
 def require_gpu(device: str) -> None:
@@ -56,20 +134,6 @@ def require_gpu(device: str) -> None:
         if not gpus():
             hint = "`coda-agent doctor` says what there is; --device cpu proves without one"
             raise MachineError("this machine has no NVIDIA GPU (nvidia-smi names none)", hint=hint)
-
-
-def require_sandbox(tier: str | None) -> None:
-    """Demand a sandbox for the rest of the command; said now where none is as strong.
-
-    Raises:
-        MachineError: no such sandbox works here.
-    """
-    from coda_agent.agent import sandbox
-
-    if tier is not None:
-        os.environ[sandbox.VARIABLE] = tier
-    if sandbox.VARIABLE in os.environ:
-        sandbox.choose()
 
 
 def here() -> Workspace | None:
@@ -154,3 +218,28 @@ def _spec_of(path: Path, spec: str | None) -> Path:
         return known[found[0]].resolve()
     what = " or ".join(names) or "no program"
     raise WorkspaceError(f"no spec for {path} (it defines {what})", hint="name it with --spec")
+
+
+def judged(
+    kind: str,
+    target: str,
+    spec: str | None = None,
+    *,
+    device: Device = "cuda",
+    gates: tuple[str, ...] | None = None,
+    silent: bool,
+) -> pipeline.Outcome:
+    """What the judge says of a FILE or KERNEL, in a run of its own."""
+    text, found = program(target, spec)
+    run = new_run(kind, found.name)
+    with Progress(silent=silent) as observer:
+        return pipeline.judge_only(run, kind, found, text, observer, device=device, gates=gates)
+
+
+def named(kernels: list[str] | None, every: bool) -> list[str]:
+    """The kernels asked for; each is looked up before the first is judged."""
+    workspace = find()
+    if every == bool(kernels):
+        raise CodaError("name kernels, or give --all", hint="coda-agent list")
+    known = [kernel.name for kernel in workspace.kernels()]
+    return [workspace.kernel(name).name for name in kernels or known]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import authors, doctor, pipeline, workspace
+from coda_agent.agent import authors, doctor, judge, pipeline, workspace
 from coda_agent.agent.cli import app, report
 from coda_agent.agent.events import read_events, summary
 from coda_agent.agent.judge import provenance, static  # noqa: F401  # before a fake replaces it
@@ -80,9 +80,7 @@ class One(authors.Kind, authors.Writer):
 
 @pytest.fixture
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
-    judge = ModuleType("judge")
-    judge.judge_candidate = judge_candidate  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "coda_agent.agent.judge", judge)
+    monkeypatch.setattr(judge, "judge_candidate", judge_candidate)
     made = {"composer": One("composer", PROGRAM), "bad": One("bad", "wrong\n")}
     monkeypatch.setattr(authors, "kinds", lambda: made)
     monkeypatch.setattr(doctor, "gpus", list[doctor.Gpu])

@@ -19,8 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coda_agent.agent import doctor, judge, workspace
-from coda_agent.agent.cli import app as everything
-from coda_agent.agent.cli.leaderboard import app
+from coda_agent.agent.cli import app
 from coda_agent.agent.judge import provenance, rules
 from coda_agent.agent.judge.records import GateResult, Verdict
 from coda_agent.agent.judgement import Cell, Judgement, Machine, Ratio
@@ -97,7 +96,7 @@ def store(where: workspace.Workspace, records: Iterable[TrialRecord]) -> Path:
 
 
 def run(*args: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(args))
+    result = CliRunner().invoke(app, ["eval", *args])
     assert result.exit_code == code, (result.stdout, result.stderr)
     said = result.stderr if code else result.stdout
     return json.loads(said) if "--json" in args else said
@@ -416,7 +415,7 @@ def test_pages_fit_a_phone_in_light_and_dark(where: workspace.Workspace) -> None
     store(where, [trial(s, a, n, speed=(n - 1) * x / 2) for s in SPECS for n in (1, 2, 3) for a, x in
                   (("composer", 1.1), (long, 1.0), ("mcp:agent", 0.7))])  # fmt: skip
     run("leaderboard", "--html", "pages/board.html")
-    assert CliRunner().invoke(everything, ["review", "--html", "--out", "pages"]).exit_code == 0
+    assert CliRunner().invoke(app, ["review", "--html", "--out", "pages"]).exit_code == 0
     names, widths = ("board", "gemm_rmsnorm_rope", "index"), (360, 800, 1300)
     for name in names:
         check_alone(where.root / "pages" / f"{name}.html")

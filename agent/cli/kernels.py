@@ -1,0 +1,124 @@
+"""Commands on accepted kernels and on files that may become some: judge, judge again, look."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coda_agent.agent import pipeline
+from coda_agent.agent.cli import report, targets
+from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
+from coda_agent.agent.cli.targets import CONTENDED, SANDBOX, DeviceOption, Json, NoCommit, sharing
+from coda_agent.agent.workspace import Kernel, Workspace, find
+from coda_agent.primitives.errors import CodaError
+
+
+@reported
+@sharing(SANDBOX)
+def check(
+    target: Annotated[str, typer.Argument(metavar="FILE|KERNEL")],
+    spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
+    device: DeviceOption = "auto",
+    sanitize: Annotated[
+        str | None, typer.Option(help="Tools of compute-sanitizer: memcheck,racecheck,initcheck.")
+    ] = None,
+    as_json: Json = False,
+) -> Reply:
+    """Judge a program without timing or storing it."""
+    from coda_agent.agent.judge.records import GATES
+
+    tools: tuple[str, ...] = ()
+    if sanitize is not None:
+        from coda_agent.agent.execution import sanitize as sanitizing
+
+        device, tools = "cuda", sanitizing.tools(sanitize)
+    targets.require_gpu(device)
+    gates = (*(gate for gate in GATES if gate != "performance"), *tools)
+    outcome = targets.judged("check", target, spec, device=device, gates=gates, silent=as_json)
+    return outcomes([outcome], single=True)
+
+
+@reported
+@sharing(SANDBOX, CONTENDED)
+def verify(
+    kernels: targets.Kernels = None,
+    every: targets.All = False,
+    device: DeviceOption = "auto",
+    no_commit: NoCommit = False,
+    as_json: Json = False,
+) -> Reply:
+    """Judge accepted kernels again; raise or revoke their levels."""
+    from coda_agent.agent.execution import usable_gpu
+
+    targets.require_gpu(device)
+    workspace = find()
+    names = targets.named(kernels, every)
+    if every and not as_json and usable_gpu(device) is None:
+        typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
+                   "kept or revoked, and none raised above proved.")  # fmt: skip
+    records: list[dict[str, Any]] = []
+    for name in names:
+        try:
+            with Progress(silent=as_json or every) as observer:
+                outcome = pipeline.verify(
+                    workspace, name, observer, device=device, commit=not no_commit
+                )
+        except CodaError as error:
+            if len(names) == 1:
+                raise
+            # One that cannot be judged stops no other.
+            records.append({"kernel": name, "passed": False, "reason": str(error)})
+            said = f"{name}: cannot be judged: {' '.join(str(error).split())}"
+        else:
+            records.append(outcome.record())
+            said = report.sentence(outcome) if every else report.told(outcome)
+        if other := _differing(workspace, workspace.kernel(name)):
+            said += f"\n{name}: its spec.md differs from {other}; generate makes a kernel of that"
+        records[-1]["differing_spec"] = other
+        if not as_json:
+            typer.echo(said)
+    stand = sum(record["passed"] for record in records)
+    text = f"{stand} of {len(records)} kernels stand"
+    return Reply({"kernels": records}, text, report.REFUSED if stand < len(records) else 0)
+
+
+@reported
+def list_(as_json: Json = False) -> Reply:
+    """List the kernels, and the specs still without one."""
+    workspace = find()
+    kernels = workspace.kernels()
+    missing = sorted(set(workspace.spec_names()) - {kernel.name for kernel in kernels})
+    differing = {kernel.name: _differing(workspace, kernel) for kernel in kernels}
+    listed = [
+        {"name": k.name, "level": k.level, "folder": k.folder, "differing_spec": differing[k.name]}
+        for k in kernels
+    ]
+    rows = [
+        (k.name, k.level, f"its spec.md differs from {differing[k.name]}" * bool(differing[k.name]))
+        for k in kernels
+    ]
+    rows += [(name, "spec only", "") for name in missing]
+    text = columns(rows) or "no kernels and no specs yet"
+    return Reply({"kernels": listed, "specs": missing}, text)
+
+
+@reported
+def show(kernel: Annotated[str, typer.Argument()], as_json: Json = False) -> Reply:
+    """Show a kernel: program, level, evidence in short."""
+    found = find().kernel(kernel)
+    evidence = found.evidence
+    program = found.program.read_text("utf-8")
+    document = {"name": kernel, "folder": found.folder, "program": program, "evidence": evidence}
+    rows = [(key, evidence.get(key)) for key in ("level", "author", "date", "run")]
+    rows += [(f"{key} digest", value) for key, value in evidence.get("digests", {}).items()]
+    for gate in evidence.get("gates", []):
+        passed = "passed" if gate.get("passed") else "failed"
+        rows.append((gate["name"], f"skipped: {gate['skipped']}" if gate["skipped"] else passed))
+    rows += [("not shown", sentence) for sentence in evidence.get("not_shown", [])]
+    return Reply(document, f"{found.folder}\n{columns(rows)}\n\n{program.rstrip()}")
+
+
+def _differing(workspace: Workspace, kernel: Kernel) -> Path | None:
+    """The file of a kernel's spec where it holds another text than the one it was accepted with."""
+    frozen = kernel.spec.read_text("utf-8", errors="replace") if kernel.spec.is_file() else ""
+    return workspace.differing_spec(kernel.name, frozen)

@@ -1,0 +1,63 @@
+"""Commands whose modules are imported when they are run, or their own help is asked for.
+
+A list of commands is made without them: what it says of each is the first line of its docstring,
+read from the source.
+"""
+
+import ast
+from functools import cache, cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class Lazy(TyperCommand):
+    """The command that is a function of a module of this package, or its `typer.Typer`."""
+
+    def __init__(self, module: str, function: str, *, hidden: bool = False) -> None:
+        name = module if function == "app" else function.strip("_").replace("_", "-")
+        super().__init__(name, hidden=hidden, rich_markup_mode=None)
+        self.module, self.function = module, function
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The command itself."""
+        found = getattr(import_module(f"{__package__}.{self.module}"), self.function)
+        around = typer.Typer(rich_markup_mode=None)
+        if isinstance(found, typer.Typer):
+            around.add_typer(found, name=self.name)
+        else:
+            around.command(self.name)(found)
+        return typer.main.get_group(around).commands[str(self.name)]
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **settings: Any
+    ) -> Any:
+        return self.loaded.make_context(info_name, args, parent, **settings)
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        said = TyperCommand(self.name, help=_docstrings(self.module).get(self.function))
+        return said.get_short_help_str(limit)
+
+
+def lazily(module: str, *functions: str) -> list[Lazy]:
+    """The commands of one module."""
+    return [Lazy(module, function) for function in functions]
+
+
+def group(name: str, help: str, *commands: Any, no_args_is_help: bool = True) -> TyperGroup:
+    """A command of commands."""
+    return TyperGroup(
+        name=name, help=help, commands=commands, no_args_is_help=no_args_is_help,
+        rich_markup_mode=None,
+    )  # fmt: skip
+
+
+@cache
+def _docstrings(module: str) -> dict[str, str | None]:
+    source = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
+    found = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    return {node.name: ast.get_docstring(node) for node in found}

@@ -1,0 +1,100 @@
+"""Commands on past runs, and on what they taught."""
+
+import io
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coda_agent.agent import pipeline
+from coda_agent.agent import runs as past
+from coda_agent.agent.authors.replay import Replay
+from coda_agent.agent.cli.report import REFUSED, Progress, Reply, columns, reported
+from coda_agent.agent.cli.targets import (
+    CONTENDED,
+    SANDBOX,
+    DeviceOption,
+    Json,
+    RunName,
+    sharing,
+)
+from coda_agent.agent.events import read_events
+from coda_agent.agent.tips import Tips
+from coda_agent.agent.workspace import find
+
+
+@reported
+@sharing(SANDBOX, CONTENDED)
+def replay(
+    run: RunName,
+    device: DeviceOption = "auto",
+    commit: Annotated[bool, typer.Option("--commit", help="Accept what passes.")] = False,
+    as_json: Json = False,
+) -> Reply:
+    """Repeat a recorded author's calls before today's judge; no network."""
+    workspace = find()
+    found = past.find(workspace, run)
+    recorded = found.folder / "spec.md"
+    who = Replay(read_events(found.folder / "events.jsonl"))
+    path = recorded if recorded.is_file() else workspace.resolve_spec(str(past.state(found).spec))
+    with Progress(silent=as_json) as observer:
+        outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
+    document = {**outcome.record(), "differences": who.differences, "skipped": who.skipped}
+    lines = [f"differs: {line}" for line in who.differences]
+    lines += [f"not possible here: {line}" for line in who.skipped]
+    lines.append(f"{len(who.differences)} differences ({outcome.run})")
+    return Reply(document, "\n".join(lines), REFUSED if who.differences else 0)
+
+
+@reported
+def runs(as_json: Json = False) -> Reply:
+    """List the runs: who, what, how it ended, what it cost."""
+    found = [(run, past.state(run)) for run in past.everything(find())]
+    rows = [
+        (run.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "", f"${s.usd:.2f}")
+        for run, s in found
+    ]
+    return Reply([{"run": r.id, **vars(s)} for r, s in found], columns(rows) or "no runs yet")
+
+
+@reported
+def show(
+    run: RunName,
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
+    as_json: Json = False,
+) -> Reply:
+    """What was tried in a run, what the judge said, what it cost."""
+    from rich.console import Console
+
+    found = past.find(find(), run)
+    if as_json:
+        return Reply([vars(event) for event in read_events(found.folder / "events.jsonl")])
+    if html:
+        console = Console(record=True, file=io.StringIO(), width=140)
+        console.print(past.timeline(found))
+        html.write_text(console.export_html(), "utf-8")
+        return Reply(None, f"wrote {html}")
+    Console().print(past.timeline(found))
+    return Reply(None)
+
+
+@reported
+def tips(
+    prune: Annotated[
+        list[str] | None, typer.Option(help='A tip to remove; "auto": those that did not help.')
+    ] = None,
+    as_json: Json = False,
+) -> Reply:
+    """List what earlier runs taught, with its worth: shown against held back."""
+    store = Tips.of(find())
+    if prune:
+        gone = store.prune(None if prune == ["auto"] else prune)
+        return Reply([tip.id for tip in gone], "\n".join(f"removed {t.line()}" for t in gone))
+    known = sorted(store.all().values(), key=lambda tip: (-tip.worth, tip.id))
+    rows: list[tuple[str, ...]] = [("tip", "shown", "helped", "held back", "without", "p", "text")]
+    for tip in known:
+        p = tip.p_value()
+        cells = (tip.shown.runs, tip.shown.successes, tip.held.runs, tip.held.successes)
+        rows.append((tip.id, *map(str, cells), "-" if p is None else f"{p:.2f}", tip.text))
+    document = [{"id": t.id, **vars(t), "p_value": t.p_value()} for t in known]
+    return Reply(document, columns(rows) if known else "no tips yet")
