@@ -127,7 +127,7 @@ def _record(
         old, known = _parsed(before, "evidence.json"), _parsed(before, "tuned.json")
         if not _same_program(digests, old):
             known = {}  # another program's best tiles
-        measured = (verdict.tuned or {}) if verdict.passed else {}
+        measured = plain(verdict.tuned or {}) if verdict.passed else {}
         if before.keys() != set(FILES) or _supersedes(verdict, level, old):
             files = {file: text.encode() for file, text in sources.items()}
             files["evidence.json"] = _encode(evidence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -83,12 +82,12 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:
     """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
-    from coda_agent.agent.judge.compile_gate import job
+    from coda_agent.agent.judge.job import CompileJob
     from coda_agent.primitives.target import ARCHITECTURES
     from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
     element = next(iter(spec.types.values()))[0] if spec and spec.types else "bfloat16"
-    work = job(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", spec, element)
+    job = CompileJob.of(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", spec, element)
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -101,7 +100,7 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
         }
         done = subprocess.run(
             [sys.executable, "-m", "coda_agent.agent.explain", stage, folder],
-            input=json.dumps(work), text=True, capture_output=True, env=environment,
+            input=job.model_dump_json(), text=True, capture_output=True, env=environment,
             timeout=300, check=False,
         )  # fmt: skip
         result = Path(folder) / "result.txt"
@@ -114,12 +113,12 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
 def _dump(stage: str, folder: str) -> None:
     """Body of the fresh process: compile the job on stdin, leave the artifact in
     `folder`/result.txt."""
-    from coda_agent.agent.execution.compile_worker import compile_program
+    from coda_agent.agent.judge.job import CompileJob
     from coda_agent.primitives.target import sass
 
-    report = compile_program(json.load(sys.stdin))
+    built = CompileJob.model_validate_json(sys.stdin.read()).run()
     if stage == "sass":
-        text = sass(Path(report["object"]))
+        text = sass(Path(built.object))
     else:
         suffix = {"cute": ".mlir", "ptx": ".ptx"}[stage]
         files = sorted(Path(folder).glob(f"*{suffix}"))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from coda_agent.agent.judge.records import Level, Verdict
+from coda_agent.agent.judge.records import Level, PerformanceReport, Verdict
 
 DIGESTS = ("spec", "candidate", "judge", "toolchain")
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -64,8 +64,8 @@ class Judgement(_Model):
     def of(cls, verdict: Verdict) -> Self:
         """A verdict in short."""
         found = [finding.message for gate in verdict.gates for finding in gate.findings]
-        timed = [c for g in verdict.gates for c in g.data.get("cells", []) if "times" in c]
-        keys = ("dtype", "sizes", "floor_us", "of_gemm", "over_compile", "tile")
+        performance = verdict.report(PerformanceReport)
+        keys = {"dtype", "sizes", "floor_us", "of_gemm", "over_compile", "tile"}
         return cls(
             passed=verdict.passed, level=verdict.level,
             gates={
@@ -75,8 +75,8 @@ class Judgement(_Model):
             digests={key: verdict.digests[key] for key in DIGESTS},
             rules={g.name: g.rules for g in verdict.gates if g.rules and not g.skipped},
             cells=tuple(
-                Cell(ours_us=c["times"]["ours"]["median_us"], **{key: c[key] for key in keys})
-                for c in timed
+                Cell(ours_us=c.times["ours"].median_us, **c.model_dump(include=keys))
+                for c in (performance.timed if performance else ())
             ),
             finding=found[0] if found else "",
         )  # fmt: skip

@@ -325,9 +325,8 @@ def tune(
     wanted = spec.model_copy(update={"bench_shapes": sizes})
     run = workspace.new_run("tune", kernel)
     with _short(run, observer, kind="tune", spec=kernel, author=None) as tell:
-        measured = tune_candidate(
-            wanted, stored.program.read_text("utf-8"), executor(), observer=tell
-        )
+        text = stored.program.read_text("utf-8")
+        measured = plain(tune_candidate(wanted, text, executor(), observer=tell))
         sha = acceptance.store_tuned(workspace, kernel, measured)
         tell("committed" if sha else "unchanged", {"commit": sha, "level": stored.level})
     return measured, sha

@@ -208,11 +208,12 @@ def measure(
 def _figures(samples: Mapping[str, Samples]) -> dict[str, Any]:
     """Times, and each contender's speed as a share of cuBLAS's, and ours over each; without ratios
     to one that has no times."""
-    found = {"times": {name: s.to_dict() for name, s in samples.items()}, "of_gemm": {}, "over": {}}
+    times = {name: s.timing().model_dump() for name, s in samples.items()}
+    found = {"times": times, "of_gemm": {}, "over": {}}
     if gemm := samples.get("gemm"):
-        found["of_gemm"] = {name: speedup(s, gemm) for name, s in samples.items()}
+        found["of_gemm"] = {name: speedup(s, gemm).model_dump() for name, s in samples.items()}
     if ours := samples.get("ours"):
-        found["over"] = {name: speedup(ours, s) for name, s in samples.items()}
+        found["over"] = {name: speedup(ours, s).model_dump() for name, s in samples.items()}
     return found
 
 

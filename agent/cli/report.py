@@ -122,12 +122,13 @@ def told(outcome: "Outcome") -> str:
     became of the candidate."""
     verdict = outcome.verdict
     lines = [f"not shown: {reason}" for reason in verdict.not_shown] if verdict else []
-    gates = verdict.gates if verdict else []
-    cells = [cell for gate in gates for cell in gate.data.get("cells", [])]
-    if any("times" in cell for cell in cells):
+    from coda_agent.agent.judge.records import PerformanceReport
+
+    performance = verdict.report(PerformanceReport) if verdict else None
+    if performance and performance.timed:
         from coda_agent.evals.pages import speed
 
-        lines.append(columns(speed(cells)))
+        lines.append(columns(speed([cell.model_dump() for cell in performance.timed])))
     lines += [sentence(outcome), *filter(None, [outcome.remark])]
     return "\n".join(lines)
 

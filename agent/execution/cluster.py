@@ -23,11 +23,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from coda_agent.agent.execution.answers import Refused
 from coda_agent.agent.execution.local import Local
 from coda_agent.agent.execution.pool import warm_pool
-from coda_agent.agent.judge.job import Job, Progress
+from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
+from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.target import cache_directory
 
@@ -97,22 +99,22 @@ class Cluster:
         """What a function returns on each worker, at once, whatever runs there."""
         return cast("dict[str, Any]", self._client.run(function, **more))
 
-    def start(self, ahead: Job | None) -> None:
+    def start(self, ahead: PrepareJob | None) -> None:
         """The workers' children are warm after their first job."""
 
     def load(self, text: str) -> dict[str, Program]:
         return self._local.load(text)
 
     def map(
-        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
-    ) -> list[Any | CompileError]:
+        self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
+    ) -> list[BuiltObject | CompileError]:
         from distributed import as_completed
 
         self._built = [
             self._client.submit(
-                _compile, job, judge_digest(), key=f"compile-{_digest(job)}", resources={"CPU": 1}
+                _compile, data, judge_digest(), key=f"compile-{_digest(data)}", resources={"CPU": 1}
             )
-            for job in jobs
+            for data in (job.model_dump(mode="json") for job in jobs)
         ]
         # Only the reports come here; the objects stay where they are until a GPU needs them.
         reports = [
@@ -124,22 +126,22 @@ class Cluster:
             for done, future in enumerate(as_completed(reports), 1):
                 progress(done, named[future.key])
         found = [_result(future) for future in reports]
-        return [CompileError(f[0], hint=f[1]) if isinstance(f, list) else f for f in found]
+        return [_compile_error(f) if isinstance(f, Refused) else f for f in found]
 
-    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
-        resource, objects = ("CPU", []) if job.kind == "interpret" else ("GPU", self._built)
+    def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
+        resource, objects = ("CPU", []) if job.device == "cpu" else ("GPU", self._built)
         topic, told = f"{job.kind}-{uuid.uuid4().hex}", queue.SimpleQueue[tuple[Any, ...]]()
         self._client.subscribe_topic(topic, lambda event: told.put(event[1]))
         try:
             future = self._client.submit(
-                _grade, job.to_dict(), judge_digest(), topic, objects,
+                _grade, job.model_dump(mode="json"), judge_digest(), topic, objects,
                 key=topic, resources={resource: 1},
             )  # fmt: skip
             while not future.done():
                 with contextlib.suppress(queue.Empty):
                     progress(*told.get(timeout=0.1))
-            record, self._environment = _result(future)
-            return record
+            outcome, self._environment = _result(future)
+            return job.answer.model_validate(outcome)
         finally:
             self._client.unsubscribe_topic(topic)
 
@@ -163,7 +165,11 @@ class Cluster:
         return {**here, **self._environment, "sandbox": here["sandbox"], "device": device}
 
 
-def _digest(job: Mapping[str, Any]) -> str:
+def _compile_error(refused: Refused) -> CompileError:
+    return CompileError(refused.message, hint=refused.hint)
+
+
+def _digest(job: dict[str, Any]) -> str:
     text = json.dumps([job, judge_digest()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -212,38 +218,36 @@ def _require(judge: str) -> None:
         raise MachineError(f"worker {platform.node()} has another judge", hint=_SAME)
 
 
-def _compile(job: dict[str, Any], judge: str) -> tuple[Any, str, bytes]:
-    """A compile job's report, or [message, hint] of its error; and the object it left in the
-    cache, by name."""
+def _compile(data: dict[str, Any], judge: str) -> tuple[BuiltObject | Refused, str, bytes]:
+    """What a compile job gave, and the object it left in the cache, by name."""
     _require(judge)
     try:
-        report = warm_pool().run(job)
+        built = BuiltObject.model_validate(warm_pool().run(data))
     except CompileError as error:
-        return [error.message, error.hint], "", b""
-    path = Path(report["object"])
-    return report, path.relative_to(cache_directory().resolve()).as_posix(), path.read_bytes()
+        return Refused.of(error), "", b""
+    path = Path(built.object)
+    return built, path.relative_to(cache_directory().resolve()).as_posix(), path.read_bytes()
 
 
-def _report(built: tuple[Any, str, bytes]) -> Any:
+def _report(built: tuple[BuiltObject | Refused, str, bytes]) -> BuiltObject | Refused:
     return built[0]
 
 
 def _grade(
     data: dict[str, Any], judge: str, topic: str, objects: list[tuple[Any, str, bytes]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The record of a gate, and the environment it ran in."""
+    """The outcome of a gate, and the environment it ran in."""
     from distributed import get_worker
 
     _require(judge)
     for _, name, image in objects:
         _keep(name, image)
-    worker, here, job = get_worker(), _here(), Job.from_dict(data)
+    worker, here, job = get_worker(), _here(), read_job(data)
 
     def tell(done: int, total: int, note: str) -> None:
         worker.log_event(topic, (done, total, note))
 
-    device = "cpu" if job.kind == "interpret" else "cuda"
-    return here.grade(job, tell), here.environment(device)
+    return here.grade(job, tell).model_dump(mode="json"), here.environment(job.device)
 
 
 def _keep(name: str, data: bytes) -> None:

@@ -12,7 +12,9 @@ import builtins
 from collections.abc import Callable
 from typing import Any
 
+from coda_agent.agent.execution.answers import Answer, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import ChildError, forked, serve
+from coda_agent.agent.judge.job import CompileJob
 from coda_agent.primitives.errors import CodaError
 
 TRACE_BYTES = 2 << 30
@@ -36,51 +38,40 @@ def load_programs(text: str) -> dict[str, Any]:
     return {k: v.to_dict() for k, v in namespace.items() if isinstance(v, Program)}
 
 
-def compile_program(job: dict[str, Any]) -> dict[str, Any]:
-    """One compile job to its report."""
-    from coda_agent.primitives.program import Program
-    from coda_agent.primitives.target import compile_blind, use_cache
-    from coda_agent.primitives.tiles import TileConfig
-
-    use_cache()
-    return compile_blind(
-        Program.from_dict(job["program"]),
-        TileConfig(**job["config"]),
-        job["arch"],
-        job["dtype"],
-        job["operand_dtypes"],
-        job["output_dtypes"],
-    )
-
-
-def outcome(function: Callable[[], Any]) -> dict[str, Any]:
-    """`{"ok": result}`, or `{"error", "hint"}` of whatever a candidate or a compiler raised."""
+def answered(function: Callable[[], Any]) -> Answer:
+    """What `function` returns, JSON data, or what a candidate or a compiler raised."""
     try:
-        return {"ok": function()}
+        return Ok(result=function())
     except CodaError as error:
-        return {"error": error.message, "hint": error.hint}
+        return Refused.of(error)
     except ChildError as error:
-        return {"error": f"tracing the program ended without a result: {error.detail}", "hint": ""}
+        said = f"tracing the program ended without a result: {error.detail}"
     except Exception as error:
         first = next((s for s in str(error).splitlines() if s.strip()), "")
-        return {"error": f"{type(error).__name__}: {first}", "hint": ""}
+        said = f"{type(error).__name__}: {first}"
+    return Refused(error="CompileError", message=said)
 
 
 def handle(job: dict[str, Any]) -> dict[str, Any]:
-    """One job of the pool."""
+    """One job of the pool: a `CompileJob`, or a candidate's text to trace."""
     if job["kind"] == "compile":
-        return outcome(lambda: compile_program(job))
+        return answered(lambda: CompileJob.model_validate(job).run().model_dump()).model_dump()
 
     def traced() -> dict[str, Any]:
-        return outcome(lambda: load_programs(job["text"]))
+        return answered(lambda: load_programs(job["text"])).model_dump()
 
-    found = outcome(lambda: forked(traced, TRACE_BYTES))
-    answer = found.get("ok", found)
-    # Whoever took over the fork writes what he likes.
-    match answer:
-        case {"ok": dict()} | {"error": str(), "hint": str()}:
-            return answer
-    return {"error": "tracing the program gave a malformed answer", "hint": ""}
+    found = answered(lambda: forked(traced, TRACE_BYTES))
+    if isinstance(found, Ok):
+        # Whoever took over the fork writes what he likes.
+        try:
+            found = read_answer(found.result)
+        except ValueError:
+            found = None
+    match found:
+        case Ok(result=dict()) | Refused():
+            return found.model_dump()
+    said = "tracing the program gave a malformed answer"
+    return Refused(error="CompileError", message=said).model_dump()
 
 
 if __name__ == "__main__":

@@ -13,17 +13,27 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.execution.answers import Bug, Fault, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
-from coda_agent.agent.execution.faulted_tiles import FaultMemory
-from coda_agent.agent.judge.job import Job, Key, Progress, Tiles
+from coda_agent.agent.execution.faulted_tiles import FaultMemory, Launch, TileFault
+from coda_agent.agent.judge.job import Job, NumericsJob, PrepareJob
 from coda_agent.agent.judge.machine import CONTENDED, DEVICE_CHILD, Gpu, smi
-from coda_agent.primitives import errors
+from coda_agent.agent.judge.records import (
+    Finding,
+    Key,
+    Outcome,
+    Progress,
+    RefusedTile,
+    ReportT,
+    Tiles,
+)
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.target import cache_directory
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
@@ -151,7 +161,7 @@ def environment(gpu: Gpu) -> dict[str, str]:
 class Lost(Exception):
     """A job without an answer; `launch` is what was in flight, and the suspect."""
 
-    def __init__(self, fault: str, detail: str, launch: dict[str, Any] | None) -> None:
+    def __init__(self, fault: str, detail: str, launch: Launch | None) -> None:
         super().__init__(fault)
         self.fault, self.detail, self.launch = fault, detail, launch
 
@@ -178,50 +188,55 @@ class Device:
         """Kill the child."""
         self._child.close()
 
-    def prepare(self, job: Job) -> None:
-        """Do what the performance gate would need time for (`performance.prepare`).
+    def prepare(self, job: PrepareJob) -> None:
+        """Do what the performance gate would need time for.
 
         Raises:
             MachineError, CodaError: as `grade`.
         """
-        self._tried(job.to_dict(), lambda *_: None)
+        self._tried(job.model_dump(mode="json"), lambda *_: None)
 
-    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
+    def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
         """Run a gate's kernels: numerics in one job for each program and type, timing in one.
 
         Returns:
-            The jobs' records merged, with tiles that fault under `refused_tiles`. A fault of the
+            What the jobs found together, tiles that fault among the refused ones. A fault of the
             default tile, or of `MAX_FAULTS` tiles, is a finding, and the end.
 
         Raises:
             MachineError: the GPU is not usable, or a job is lost and no launch is the suspect.
             CodaError: what a job raises.
         """
-        numerics = job.kind == "numerics"
-        empty = {"worst": {}, "admitted": []} if numerics else {"tuned": {}}
-        record: dict[str, Any] = {"findings": [], "refused_tiles": [], **empty}
         # One job for all that is timed: what it times of one program depends on the others.
-        units = [{key: job.tiles[key]} for key in job.tiles] if numerics else [job.tiles]
+        split = isinstance(job, NumericsJob)
+        units = [{key: tiles} for key, tiles in job.tiles.items()] if split else [job.tiles]
+        found: list[Outcome[ReportT]] = []
         for unit in units:
-            past = {key: FaultMemory(self.gpu.name, job.programs[key[0]], key[1]) for key in unit}
-            faults = {(k, c): f for k in unit for c, f in past[k].known(unit[k]).items()}
-            while True:
-                refused = [_refusal(*item) for item in faults.items()]
-                # In a call the tile is the function's choice: there is no going on without it.
-                last = (c == DEFAULT_CONFIGS["sm_90a"] or job.kind == "call" for _, c in faults)
-                if any(last) or len(refused) >= MAX_FAULTS:
-                    return _merged(record, {"findings": refused})
-                left = {k: [c for c in unit[k] if (k, c) not in faults] for k in unit}
-                try:
-                    answer = self._tried(replace(job, tiles=left).to_dict(), progress)
-                    break
-                except Lost as lost:
-                    key, config = _culprit(job.spec, lost.launch or {}, left)
-                    about = {"fault": lost.fault, "detail": lost.detail, "launch": lost.launch}
-                    faults[key, config] = past[key].add(config, about)
-            lines = [{**f["where"], **f, "fault": f.pop("message")} for f in refused]
-            _merged(_merged(record, answer), {"refused_tiles": lines})
-        return record
+            found.append(self._unit(job, unit, progress))
+            if found[-1].report is None and found[-1].findings:
+                break  # the unit was given up
+        return reduce(Outcome.joined, found)
+
+    def _unit(self, job: Job[ReportT], tiles: Tiles, progress: Progress) -> Outcome[ReportT]:
+        """One job without the tiles that fault, or the faults as findings where it is given up."""
+        past = {key: FaultMemory(self.gpu.name, job.programs[key[0]], key[1]) for key in tiles}
+        faults = {(k, c): f for k in tiles for c, f in past[k].known(tiles[k]).items()}
+        while True:
+            # In a call the tile is the function's choice: there is no going on without it.
+            last = (c == DEFAULT_CONFIGS["sm_90a"] or job.kind == "call" for _, c in faults)
+            found = [_finding(*item) for item in faults.items()]
+            if any(last) or len(faults) >= MAX_FAULTS:
+                return Outcome(findings=tuple(found))
+            left = {k: tuple(c for c in tiles[k] if (k, c) not in faults) for k in tiles}
+            work = job.model_copy(update={"tiles": left}).model_dump(mode="json")
+            try:
+                outcome = job.answer.model_validate(self._tried(work, progress))
+                return outcome.refusing(map(RefusedTile.of, found))
+            except Lost as lost:
+                assert lost.launch is not None
+                key, config = _culprit(job.spec, lost.launch, left)
+                about = TileFault(fault=lost.fault, detail=lost.detail, launch=lost.launch)
+                faults[key, config] = past[key].add(config, about)
 
     def _tried(self, job: dict[str, Any], progress: Progress) -> Any:
         """A job's result, on a GPU in order afterwards; a loss without a suspect is tried again.
@@ -250,14 +265,14 @@ class Device:
             CodaError: what the job raised in the child.
             Lost: the GPU failed, or there was no answer.
         """
-        launch: dict[str, Any] | None = None
+        launch: Launch | None = None
         heard, hung, over = time.monotonic(), 0.0, threading.Event()
 
         def record(told: dict[str, Any]) -> None:
             nonlocal heard, launch
             heard = time.monotonic()
             if "launch" in told:
-                launch = told["launch"]
+                launch = told["launch"] and Launch.model_validate(told["launch"])
             else:
                 progress(told["done"], told["total"], told["note"])
 
@@ -273,26 +288,26 @@ class Device:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            answer = self._child.call(job, timeout_s=timeout_s, progress=record)
+            said = self._child.call(job, timeout_s=timeout_s, progress=record)
         except ChildError as error:
             if hung or error.kind == "timeout":
-                said = f"no sign of life for {hung:g} s" if hung else error.detail
-                raise Lost("hangs", said, launch) from error
+                silence = f"no sign of life for {hung:g} s" if hung else error.detail
+                raise Lost("hangs", silence, launch) from error
             # SIGKILL is the system's doing (memory) or the user's, and no launch's.
             suspect = None if "SIGKILL" in error.detail else launch
             raise Lost("the device child died", error.detail, suspect) from error
         finally:
             over.set()
             watcher.join()
-        if "ok" in answer:
-            return answer["ok"]
-        if "error" in answer:
-            kind, message, hint = answer["error"]
-            raise getattr(errors, kind)(message, hint=hint)
-        if "fault" in answer:
-            suspect = None if answer["fault"] == "out of memory" else launch
-            raise Lost(answer["fault"], answer["detail"], suspect)
-        raise RuntimeError(f"in the device child:\n{answer['bug']}")
+        match read_answer(said):
+            case Ok(result=result):
+                return result
+            case Refused() as refused:
+                raise refused.raised()
+            case Fault(fault=fault, detail=detail):
+                raise Lost(fault, detail, None if fault == "out of memory" else launch)
+            case Bug(trace=trace):
+                raise RuntimeError(f"in the device child:\n{trace}")
 
     def _recover(self, lost: Lost, progress: Progress) -> None:
         """A new child, and a GPU that gave back its memory, is idle and multiplies.
@@ -317,42 +332,33 @@ class Device:
                 raise MachineError(f"{fault} stays {state}, with no process on it", hint=hint)
             time.sleep(0.5)
         try:
-            answer = self._child.call({"kind": "probe"}, timeout_s=PROBE_S)
+            answer = read_answer(self._child.call({"kind": "probe"}, timeout_s=PROBE_S))
         except ChildError as error:
             raise MachineError(f"{fault} does not answer: {error.detail}", hint=hint) from error
-        if not answer.get("ok", {}).get("right"):
-            said = answer.get("detail") or answer.get("bug", "it multiplies wrongly")
-            last = said.strip().splitlines()[-1]
-            raise MachineError(f"{fault} is not in order: {last}", hint=hint)
+        match answer:
+            case Ok(result=True):
+                return
+            case Fault(detail=said) | Bug(trace=said) | Refused(message=said):
+                last = said.strip().splitlines()[-1]
+            case _:
+                last = "it multiplies wrongly"
+        raise MachineError(f"{fault} is not in order: {last}", hint=hint)
 
 
-def _culprit(spec: Spec, launch: Mapping[str, Any], left: Tiles) -> tuple[Key, TileConfig]:
+def _culprit(spec: Spec, launch: Launch, left: Tiles) -> tuple[Key, TileConfig]:
     """Whose launch was in flight; a rasterisation order of a tile counts as the tile."""
-    ran = TileConfig(**launch["config"])
+    ran = launch.config
     for (name, element), configs in left.items():
         dtype = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, element))
-        if (name, dtype) == (launch["program"], launch["dtype"]):
+        if (name, dtype) == (launch.program, launch.dtype):
             for config in configs:
                 if config == ran or replace(config, swizzle=ran.swizzle) == ran:
                     return (name, element), config
     raise AssertionError(f"{launch} was never asked for")
 
 
-def _refusal(tile: tuple[Key, TileConfig], fault: Mapping[str, Any]) -> dict[str, Any]:
-    """A tile's fault as a finding."""
+def _finding(tile: tuple[Key, TileConfig], fault: TileFault) -> Finding:
     (program, element), config = tile
-    sizes = {dim: fault["launch"][dim] for dim in "mnk"}
+    sizes = fault.launch.model_dump(include={"m", "n", "k"})
     where = {"program": program, "dtype": element, "sizes": sizes, "tile": config.label}
-    return {"message": f"{fault['fault']}: {fault['detail']}", "where": where}
-
-
-def _merged(record: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`record`, taking in `more`: lists grow, mappings are merged, the rest is replaced."""
-    for key, value in more.items():
-        if isinstance(value, list):
-            record[key] = [*record.get(key, []), *value]
-        elif isinstance(value, Mapping):
-            record[key] = {**record.get(key, {}), **value}
-        else:
-            record[key] = value
-    return record
+    return Finding(message=f"{fault.fault}: {fault.detail}", where=where)

@@ -11,16 +11,12 @@ from __future__ import annotations
 import importlib
 import re
 import traceback
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from coda_agent.agent.judge.job import Job, Tiles
+from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
+from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge.numerics import NumericsReport
-    from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -95,21 +91,27 @@ def main() -> None:
 
 
 def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:
-    """One job: `ok` with its result, `error` where it was refused, `fault` where the GPU or its
-    memory failed, or `bug`."""
+    """One job, of the judge or of `COMMANDS`."""
     import torch
 
     watch.begin(tell, every=job["kind"] == "numerics")
+
+    def progress(done: int, total: int, note: str) -> None:
+        tell({"done": done, "total": total, "note": note})
+
     try:
-        result = JOBS[job["kind"]](job, tell)
+        command = COMMANDS.get(job["kind"])
+        result = command() if command else read_job(job).run(progress).model_dump(mode="json")
         torch.cuda.empty_cache()  # an idle child leaves the memory to others
-        return {"ok": result}
+        answer: Answer = Ok(result=result)
     except CodaError as error:
-        return {"error": [type(error).__name__, error.message, error.hint]}
+        answer = Refused.of(error)
     except Exception as error:
         if fault := named(error):
-            return {"fault": fault, "detail": str(error).strip().partition("\n")[0]}
-        return {"bug": traceback.format_exc()}
+            answer = Fault(fault=fault, detail=str(error).strip().partition("\n")[0])
+        else:
+            answer = Bug(trace=traceback.format_exc())
+    return answer.model_dump()
 
 
 def named(error: Exception) -> str | None:
@@ -117,82 +119,21 @@ def named(error: Exception) -> str | None:
     return next((name for said, name in _FAULTS.items() if re.search(said, str(error))), None)
 
 
-def probe(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def probe() -> bool:
     """Whether the GPU allocates and multiplies: small integers, so that the product is exact."""
     import torch
 
     a = torch.arange(256 * 256).reshape(256, 256).float() % 7 - 3
     product = (a.cuda() @ a.cuda().t()).double().cpu()
-    return {"right": torch.equal(product, a.double() @ a.double().t())}
+    return torch.equal(product, a.double() @ a.double().t())
 
 
-def numerics(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """The numerics gate over some tiles."""
-    from coda_agent.agent.judge.numerics import check_numerics
-
-    return as_record(check_numerics(*_given(job), device="cuda", progress=_progress(tell)))
-
-
-def as_record(report: NumericsReport) -> dict[str, Any]:
-    """A numerics report as JSON data."""
-    return {
-        **vars(report),
-        "findings": [f.model_dump() for f in report.findings],
-        "admitted": [[*key, [c.to_dict() for c in kept]] for key, kept in report.admitted.items()],
-    }
-
-
-def prepare(job: dict[str, Any], tell: Tell) -> None:
-    """What the performance gate needs beside the candidate."""
-    from coda_agent.agent.judge import performance
-
-    spec, _, tiles = _given(job)
-    performance.prepare(spec, [element for _, element in tiles])
-
-
-def performance(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """The performance gate over some tiles."""
-    from coda_agent.agent.judge.performance import check_performance
-
-    findings, data, tuned = check_performance(*_given(job), progress=_progress(tell))
-    found = [f.model_dump() for f in findings]
-    return {**data, "findings": found, "tuned": tuned}
-
-
-def tune(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """The fastest right tiles at the spec's bench shapes."""
-    from coda_agent.agent.judge import tuner
-
-    return {"tuned": tuner.tune(*_given(job), progress=_progress(tell))}
-
-
-def call(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """The function that a user would import, in the tiles that it dispatches."""
-    from coda_agent.agent.judge.imported import check_imported
-
-    spec, programs, tiles = _given(job)
-    types = list(dict.fromkeys(element for _, element in tiles))
-    found = check_imported(spec, programs, types, device="cuda", **job["stored"])
-    return {"findings": [f.model_dump() for f in found]}
-
-
-def end(job: dict[str, Any], tell: Tell) -> None:
+def end() -> None:
     """Leaves as a process does that is done, for tools that write their report then."""
     raise SystemExit(0)
 
 
-JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {
-    f.__name__: f for f in (probe, numerics, prepare, performance, tune, call, end)
-}
-
-
-def _given(data: dict[str, Any]) -> tuple[Spec, Mapping[str, Program], Tiles]:
-    job = Job.from_dict(data)
-    return job.spec, job.programs, job.tiles
-
-
-def _progress(tell: Tell) -> Callable[[int, int, str], None]:
-    return lambda done, total, note: tell({"done": done, "total": total, "note": note})
+COMMANDS: dict[str, Callable[[], Any]] = {"probe": probe, "end": end}
 
 
 if __name__ == "__main__":

@@ -10,17 +10,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.events import utc_now
 from coda_agent.agent.judge.provenance import PACKAGES, version
+from coda_agent.agent.judge.records import Record
 from coda_agent.agent.judge.rules import meanings
 from coda_agent.primitives.target import cache_directory
+from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
-    from coda_agent.primitives.tiles import TileConfig
+
+
+class Launch(Record):
+    """A launch of a program's kernel, with A of `dtype`, at a shape."""
+
+    program: str
+    dtype: str
+    config: TileConfig
+    m: int
+    n: int
+    k: int
+
+
+class TileFault(Record):
+    """What went wrong in a tile's launch."""
+
+    fault: str
+    detail: str
+    launch: Launch
+
+
+class _Entry(Record):
+    """A line of the file."""
+
+    key: str
+    time: str
+    fault: TileFault
 
 
 class FaultMemory:
@@ -32,26 +60,26 @@ class FaultMemory:
         tools = [meanings()["lowering"], meanings()["language"], *map(version, PACKAGES)]
         self._about = [gpu, program.digest, element, tools]
 
-    def known(self, configs: Sequence[TileConfig]) -> dict[TileConfig, dict[str, Any]]:
-        """Those of `configs` that faulted before: `fault`, `detail` and `launch` of each."""
-        entries: dict[str, dict[str, Any]] = {}
+    def known(self, configs: Sequence[TileConfig]) -> dict[TileConfig, TileFault]:
+        """Those of `configs` that faulted before."""
+        found: dict[str, TileFault] = {}
         text = self.path.read_text("utf-8", "replace") if self.path.exists() else ""
         for line in text.splitlines():
             try:
-                entry = json.loads(line)
-                entry["detail"] += f" (on {entry['time'][:10]}; remembered in {self.path})"
-                entries[entry["key"]] = entry
-            except (ValueError, KeyError, TypeError):
-                continue  # torn by a kill
-        return {c: entries[key] for c in configs if (key := self._key(c)) in entries}
+                entry = _Entry.model_validate_json(line)
+            except ValueError:
+                continue  # torn by a kill, or of an earlier release
+            said = f"{entry.fault.detail} (on {entry.time[:10]}; remembered in {self.path})"
+            found[entry.key] = entry.fault.model_copy(update={"detail": said})
+        return {c: found[key] for c in configs if (key := self._key(c)) in found}
 
-    def add(self, config: TileConfig, fault: Mapping[str, Any]) -> dict[str, Any]:
-        """Remembers a tile's `fault`, `detail` and `launch`."""
-        entry = {"key": self._key(config), "time": utc_now(), **fault}
+    def add(self, config: TileConfig, fault: TileFault) -> TileFault:
+        """Remembers a tile's fault."""
+        entry = _Entry(key=self._key(config), time=utc_now(), fault=fault)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        return entry
+            file.write(entry.model_dump_json() + "\n")
+        return fault
 
     def _key(self, config: TileConfig) -> str:
         parts = json.dumps([*self._about, config.to_dict()], sort_keys=True)

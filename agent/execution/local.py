@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
 from coda_agent.agent.execution.pool import warm_pool
-from coda_agent.agent.judge.job import Job, Progress
+from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
 from coda_agent.agent.judge.machine import Gpu, demanded
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import Finding, Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Local:
             atexit.register(made.close)
         return self._devices[gpu]
 
-    def start(self, ahead: Job | None) -> None:
+    def start(self, ahead: PrepareJob | None) -> None:
         if self._ahead and self._ahead.is_alive():
             return
         if gpu := next(filter(is_free, self._gpus()), None):
@@ -69,13 +69,13 @@ class Local:
         return warm_pool().load(text)
 
     def map(
-        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
-    ) -> list[Any | CompileError]:
+        self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
+    ) -> list[BuiltObject | CompileError]:
         return warm_pool().map(jobs, progress)
 
-    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
-        if job.kind == "interpret":
-            return _interpreted(job, progress)
+    def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
+        if job.device == "cpu":
+            return job.run(progress)
         if self._ahead:
             self._ahead.join()
         with exclusive(self._gpus(), progress) as gpu:
@@ -100,15 +100,7 @@ class Local:
         return sanitize(demanded(self.gpu()), tool, spec, programs, element, progress)
 
 
-def _prepare(device: Device, job: Job) -> None:
+def _prepare(device: Device, job: PrepareJob) -> None:
     # What fails here fails in the gate, too, and is told there.
     with contextlib.suppress(Exception), exclusive([device.gpu], wait_s=0):
         device.prepare(job)
-
-
-def _interpreted(job: Job, progress: Progress) -> dict[str, Any]:
-    from coda_agent.agent.execution.device_worker import as_record
-    from coda_agent.agent.judge.numerics import check_numerics
-
-    report = check_numerics(job.spec, job.programs, job.tiles, device="cpu", progress=progress)
-    return as_record(report)

@@ -7,11 +7,13 @@ import logging
 import os
 import queue
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from coda_agent.agent.execution.answers import Ok, Refused, read_answer
 from coda_agent.agent.execution.child import Child, ChildError, Limits
+from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.sandbox import Sandbox, choose
 from coda_agent.primitives.errors import CompileError, ProgramError
 from coda_agent.primitives.program import Program
@@ -24,6 +26,8 @@ TIMEOUTS_S = {"compile": 180.0, "load": 30.0}
 LIMITS = Limits(
     address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024, niceness=10
 )  # fmt: skip
+T = TypeVar("T")
+R = TypeVar("R")
 MODULE = "coda_agent.agent.execution.compile_worker"
 
 
@@ -73,14 +77,15 @@ class CompilePool:
         self.close()
 
     def run(self, job: dict[str, Any], timeout_s: float | None = None) -> Any:
-        """One job's result.
+        """One job's result, as data.
 
         Raises:
             CompileError: the job failed, died, or ran out of time; the message says which.
         """
         worker = self._idle.get()
         try:
-            answer = worker.call(job, timeout_s=timeout_s or TIMEOUTS_S[job["kind"]])
+            said = worker.call(job, timeout_s=timeout_s or TIMEOUTS_S[job["kind"]])
+            answer = read_answer(said)
         except ChildError as error:
             why = {
                 "timeout": f"{error.detail}; the worker was killed",
@@ -90,9 +95,20 @@ class CompilePool:
             raise CompileError(why[error.kind]) from error
         finally:
             self._idle.put(worker)
-        if "ok" in answer:
-            return answer["ok"]
-        raise CompileError(answer["error"], hint=answer["hint"])
+        match answer:
+            case Ok(result=result):
+                return result
+            case Refused(message=message, hint=hint):
+                raise CompileError(message, hint=hint)
+        raise CompileError(f"the compile worker answered {answer.kind}")
+
+    def compile(self, job: CompileJob) -> BuiltObject:
+        """A program's object.
+
+        Raises:
+            CompileError: it does not compile; else as `run`.
+        """
+        return BuiltObject.model_validate(self.run(job.model_dump(mode="json")))
 
     def load(self, text: str) -> dict[str, Program]:
         """A candidate's programs by name, traced in a worker.
@@ -109,21 +125,25 @@ class CompilePool:
         return {program.name: program for program in programs}
 
     def map(
-        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
-    ) -> list[Any | CompileError]:
-        """All jobs, results or errors in order; `progress(done, job)` after each."""
-        futures: dict[Future[Any], int] = {
-            self._threads.submit(self.run, job): i for i, job in enumerate(jobs)
-        }
-        results: list[Any] = [None] * len(jobs)
+        self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
+    ) -> list[BuiltObject | CompileError]:
+        """`compile` of all jobs, as `each`."""
+        return self.each(self.compile, jobs, progress)
+
+    def each(
+        self, call: Callable[[T], R], jobs: Sequence[T], progress: Callable[[int, T], None]
+    ) -> list[R | CompileError]:
+        """`call` of all jobs, results or errors in order; `progress(done, job)` after each."""
+        futures = {self._threads.submit(call, job): i for i, job in enumerate(jobs)}
+        results: dict[int, R | CompileError] = {}
         for done, future in enumerate(as_completed(futures), 1):
             i = futures[future]
-            error = future.exception()
-            if error is not None and not isinstance(error, CompileError):
-                raise error
-            results[i] = error or future.result()
+            try:
+                results[i] = future.result()
+            except CompileError as error:
+                results[i] = error
             progress(done, jobs[i])
-        return results
+        return [results[i] for i in range(len(jobs))]
 
     def close(self) -> None:
         """Kill every worker."""

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.execution.answers import Ok, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.execution.device import environment, exclusive
-from coda_agent.agent.judge.job import Job, Progress
+from coda_agent.agent.judge.job import NumericsJob
 from coda_agent.agent.judge.machine import DEVICE_CHILD, Gpu
-from coda_agent.agent.judge.records import SANITIZERS, Finding
+from coda_agent.agent.judge.records import SANITIZERS, Finding, Progress
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -73,8 +74,8 @@ def sanitize(
     """
     smallest = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     spec = spec.model_copy(update={"check_shapes": (smallest,)})
-    configs = {(name, element): [DEFAULT_CONFIGS["sm_90a"]] for name in programs}
-    job, answer = Job("numerics", spec, programs, configs).to_dict(), {}
+    tiles = {(name, element): (DEFAULT_CONFIGS["sm_90a"],) for name in programs}
+    job, wrong = NumericsJob(spec=spec, programs={**programs}, tiles=tiles), list[Finding]()
     # Without PyTorch's cache every tensor is an allocation of its own, whose end is watched.
     variables = {**environment(gpu), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with tempfile.TemporaryDirectory() as folder, exclusive([gpu], progress):
@@ -84,7 +85,9 @@ def sanitize(
         progress(0, 0, f"{tool}, at {'x'.join(map(str, smallest.values()))}")
         how = "it did not end"
         try:
-            answer = child.call(job, timeout_s=LIMIT_S)
+            answer = read_answer(child.call(job.model_dump(mode="json"), timeout_s=LIMIT_S))
+            if isinstance(answer, Ok):
+                wrong = [*job.answer.model_validate(answer.result).findings]
             child.call({"kind": "end"}, timeout_s=LIMIT_S)  # the report is written at the end
         except ChildError as error:
             how = error.detail
@@ -94,8 +97,7 @@ def sanitize(
     found = parse(tool, report)
     if not found and not _SUMMARY.search(report):
         raise MachineError(f"compute-sanitizer --tool {tool} left no report: {how}")
-    wrong = answer.get("ok", {}).get("findings", [])
-    return [*found, *(Finding(**f) for f in wrong)]
+    return [*found, *wrong]
 
 
 def parse(tool: str, report: str) -> list[Finding]:

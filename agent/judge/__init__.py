@@ -9,26 +9,42 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.executor import Executor, usable
+from coda_agent.agent.judge.job import (
+    CallJob,
+    Job,
+    NumericsJob,
+    PerformanceJob,
+    PrepareJob,
+    TuneJob,
+)
 from coda_agent.agent.judge.records import (
     GATES,
     SANITIZERS,
+    CompileReport,
     Finding,
     GateResult,
+    Key,
     Level,
     Observer,
+    Outcome,
+    Progress,
+    Tuned,
     Verdict,
 )
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.job import Job
     from coda_agent.agent.judge.machine import Gpu
     from coda_agent.primitives.program import Program
-    from coda_agent.primitives.tiles import TileConfig
     from coda_agent.specs import Spec
 
 __all__ = ["Finding", "GateResult", "Level", "Observer", "Verdict", "judge_candidate"]
 
 NO_GPU = "needs a Hopper GPU"
+# What the interpreter reduces in: a block that divides the common shapes, and one that leaves a
+# ragged block.
+_INTERPRETED = (TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True))
 
 
 def judge_candidate(
@@ -63,25 +79,25 @@ def judge_candidate(
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
     gpu = usable(executor, device)
-    return _Trial(spec, text, executor, gpu, observer, types, tiles).run(gates)
+    return _Walk(spec, text, executor, gpu, observer, types, tiles).run(gates)
 
 
 def tune_candidate(
     spec: Spec, text: str, executor: Executor, *, observer: Observer = lambda *_: None
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
+) -> dict[str, Tuned]:
     """The fastest right configurations at the spec's bench shapes, for each element type.
 
     Returns:
-        What tuned.json holds: GPU name to dtype of A to one entry a shape.
+        What tuned.json holds: GPU name to dtype of A to one line a shape.
 
     Raises:
         MachineError: no Hopper GPU is usable.
         CompileError: the program does not compile, or is wrong in every configuration at a shape.
     """
-    return _Trial(spec, text, executor, usable(executor, "cuda"), observer).tune()
+    return _Walk(spec, text, executor, usable(executor, "cuda"), observer).tune()
 
 
-class _Trial:
+class _Walk:
     """One candidate on its way through the gates."""
 
     def __init__(
@@ -100,8 +116,8 @@ class _Trial:
         self.types, self.tiles = types or list(first), tiles
         self.results: list[GateResult] = []
         self.programs: dict[str, Program] = {}
-        self.admitted: dict[tuple[str, str], list[Any]] = {}
-        self.tuned: dict[str, Any] | None = None
+        self.admitted: dict[Key, tuple[TileConfig, ...]] = {}
+        self.tuned: dict[str, Tuned] | None = None
         self.whole = False
 
     def run(self, gates: tuple[str, ...]) -> Verdict:
@@ -109,9 +125,7 @@ class _Trial:
         self._walk(gates)
         return self._verdict()
 
-    def tune(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
-        from coda_agent.primitives.errors import CompileError
-
+    def tune(self) -> dict[str, Tuned]:
         self._walk(("static", "compile", "tune"))
         if findings := self.results[-1].findings:
             raise CompileError(findings[0].message, hint=findings[0].hint)
@@ -124,8 +138,8 @@ class _Trial:
             "static": self._static,
             "compile": self._compile,
             "numerics": self._numerics,
-            "performance": lambda result: self._timed(result, "performance"),
-            "tune": lambda result: self._timed(result, "tune"),
+            "performance": self._performance,
+            "tune": self._tune,
             **{tool: partial(self._sanitized, tool=tool) for tool in SANITIZERS},
         }
         for name, step in steps.items():
@@ -136,13 +150,12 @@ class _Trial:
             if not result.passed:
                 break
 
-    def _ahead(self) -> Job:
+    def _ahead(self) -> PrepareJob:
         """What the GPU can do while the candidate is compiled."""
-        from coda_agent.agent.judge.job import Job
-
         name, *_ = self._variants()
-        tiles = {(name, element): () for element in self.types}
-        return Job("prepare", self.spec, {}, tiles)
+        return PrepareJob(
+            spec=self.spec, programs={}, tiles={(name, element): () for element in self.types}
+        )
 
     @contextmanager
     def _gate(self, name: str) -> Iterator[GateResult]:
@@ -159,7 +172,7 @@ class _Trial:
             "gate.finished", {**result.model_dump(exclude={"data", "name"}), "gate": name}
         )
 
-    def _progress(self, gate: str) -> Any:
+    def _progress(self, gate: str) -> Progress:
         def tell(done: int, total: int, note: str) -> None:
             self.observer(
                 "gate.progress", {"gate": gate, "done": done, "total": total, "note": note}
@@ -178,8 +191,6 @@ class _Trial:
     def _compile(self, result: GateResult) -> None:
         from coda_agent.agent.judge import compile_gate
         from coda_agent.agent.judge.instructions import check_instructions
-        from coda_agent.primitives.errors import CompileError
-        from coda_agent.primitives.tiles import TileConfig
 
         try:
             self.programs = self.executor.load(self.text)
@@ -200,82 +211,64 @@ class _Trial:
             shapes=[(s[m], s[n], s[k]) for s in self.spec.bench_shapes],
             among=self.tiles,
         )
-        result.findings, reports = compile_gate.compile_all(
+        result.findings, kernels = compile_gate.compile_all(
             self.executor, jobs, self._progress("compile")
         )
-        result.data = {
-            "kernels": reports,
-            "programs": {n: p.digest for n, p in sorted(self.programs.items())},
-        }
-        for job, line in zip(jobs, reports, strict=True):
-            if line["arch"] == "sm_90a" and "error" not in line:
-                key = line["program"], line["dtype"]
-                self.admitted.setdefault(key, []).append(TileConfig(**job["config"]))
+        digests = {name: program.digest for name, program in sorted(self.programs.items())}
+        result.data = CompileReport(kernels=tuple(kernels), programs=digests)
+        for job, kernel in zip(jobs, kernels, strict=True):
+            if job.arch == "sm_90a" and kernel.error is None:
+                key = job.program.name, job.element
+                self.admitted[key] = (*self.admitted.get(key, ()), job.config)
 
     def _numerics(self, result: GateResult) -> None:
-        from coda_agent.agent.judge.job import Job
         from coda_agent.agent.judge.meaning import check_meaning
-        from coda_agent.primitives.tiles import TileConfig
 
         # Here and first: it needs no GPU, and says more of a wrong program than what it rounds to.
         result.findings = check_meaning(self.spec, self.programs)
         if result.findings:
             return
-        kind, tiles = "numerics", self.admitted
+        tiles, device = self.admitted, "cuda"
         if self.gpu is None:
-            # Two block widths: one that divides the common shapes and one that leaves a ragged
-            # block.
-            blocks = [TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True)]
-            kind, tiles = (
-                "interpret",
-                {(v, e): blocks for v in self._variants() for e in self.types},
-            )
-        job = Job(kind, self.spec, self.programs, tiles)
-        record = self.executor.grade(job, self._progress("numerics"))
-        result.findings = [Finding(**f) for f in record.pop("findings")]
-        self.admitted = {
-            (p, e): [TileConfig(**c) for c in kept] for p, e, kept in record.pop("admitted")
-        }
-        ran = "compiled kernel" if self.gpu else "interpreter"
-        result.data = {"ran": ran, "shapes": [dict(s) for s in self.spec.check_shapes], **record}
+            keys = [(name, element) for name in self._variants() for element in self.types]
+            tiles, device = dict.fromkeys(keys, _INTERPRETED), "cpu"
+        job = NumericsJob(spec=self.spec, programs=self.programs, tiles=tiles, device=device)
+        self.admitted = dict(self._graded(job, result).admitted)
         self._call(result)
 
-    def _timed(self, result: GateResult, kind: str) -> None:
+    def _performance(self, result: GateResult) -> None:
         if self.gpu is None:
             result.skipped = NO_GPU
             return
-        from coda_agent.agent.judge.job import Job
+        job = PerformanceJob(spec=self.spec, programs=self.programs, tiles=self.admitted)
+        self.tuned = {self.gpu.name: self._graded(job, result).tuned}
+        self._call(result)
 
-        job = Job(kind, self.spec, self.programs, self.admitted)
-        record = self.executor.grade(job, self._progress(kind))
-        result.findings = [Finding(**f) for f in record.pop("findings")]
-        self.tuned = {self.gpu.name: record.pop("tuned")}
-        result.data = record
-        if kind == "performance":
-            self._call(result)
+    def _tune(self, result: GateResult) -> None:
+        assert self.gpu is not None
+        job = TuneJob(spec=self.spec, programs=self.programs, tiles=self.admitted)
+        self.tuned = {self.gpu.name: self._graded(job, result).tuned}
+
+    def _graded(self, job: Job[Any], result: GateResult) -> Outcome[Any]:
+        """The outcome of a gate's job, with its findings and report in the gate's result."""
+        outcome = self.executor.grade(job, self._progress(result.name))
+        result.findings, result.data = [*outcome.findings], outcome.report or result.data
+        return outcome
 
     def _call(self, result: GateResult) -> None:
         """Call the function that a user would import, after all else that the gate found right."""
-        from coda_agent.agent.judge.imported import check_imported
-        from coda_agent.agent.judge.job import Job
-        from coda_agent.generated.kernel import refused_tiles
-        from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-
         default = DEFAULT_CONFIGS["sm_90a"]
         if result.findings or (self.tiles is not None and default not in self.tiles):
             return
-        refused = refused_tiles(r.data for r in (*self.results, result))
-        stored: dict[str, Any] = {"tuned": self.tuned or {}, "refused": sorted(refused)}
-        if self.gpu is None:
-            result.findings = check_imported(
-                self.spec, self.programs, self.types, device="cpu", **stored
-            )
-            return
         # Where no tile was measured, the default one is dispatched.
-        tiles = {key: list(dict.fromkeys([*kept, default])) for key, kept in self.admitted.items()}
-        job = Job("call", self.spec, self.programs, tiles, stored)
-        record = self.executor.grade(job, self._progress(result.name))
-        result.findings = [Finding(**f) for f in record["findings"]]
+        tiles = {key: (*dict.fromkeys([*kept, default]),) for key, kept in self.admitted.items()}
+        refused = {tile.tile for r in (*self.results, result) for tile in r.refused_tiles}
+        job = CallJob(
+            spec=self.spec, programs=self.programs, tiles=tiles,
+            device="cpu" if self.gpu is None else "cuda",
+            tuned=self.tuned or {}, refused=tuple(sorted(refused)),
+        )  # fmt: skip
+        self._graded(job, result)
 
     def _sanitized(self, result: GateResult, tool: str) -> None:
         if self.gpu is None:

@@ -3,11 +3,11 @@ shared memory?"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from coda_agent.agent.judge.job import Progress
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.job import CompileJob
+from coda_agent.agent.judge.records import CompiledKernel, Finding, Progress
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import is_mma
@@ -41,7 +41,7 @@ _MMA = {
 _STORES = {"Tile": "UTMASTG", "HalfTile": "UTMASTG", "WideTile": "UTMASTG", "AddTile": "UTMAREDG"}
 
 
-def lacking(job: Mapping[str, Any], found: Mapping[str, int]) -> str:
+def lacking(job: CompileJob, found: Mapping[str, int]) -> str:
     """What an object's instructions do not show of what its job declares: tensor-core products of
     the operands' type and of no other, loads and stores of tiles by TMA. Empty where all is there.
 
@@ -49,36 +49,15 @@ def lacking(job: Mapping[str, Any], found: Mapping[str, int]) -> str:
         job: The compile job.
         found: `primitives.target.instructions` of the object.
     """
-    expected = _MMA.get((job["arch"], job["dtype"]))
+    expected = _MMA.get((job.arch, job.dtype))
     products = {name for name in found if is_mma(name)}
     if products != {expected} if expected else not products:
-        shown, declared = ", ".join(sorted(products)) or "none", job["dtype"]
+        shown, declared = ", ".join(sorted(products)) or "none", job.dtype
         return f"tensor-core instructions are {shown}, expected {expected or 'some'} of {declared}"
-    kinds = {kind for kind, _ in job["program"]["outputs"].values()}
+    kinds = {kind.__name__ for kind in job.program.outputs.values()}
     wanted = {"UTMALDG", *(_STORES[kind] for kind in kinds if kind in _STORES)}
     missing = sorted(wanted - found.keys())
     return f"tiles do not move by TMA: no {', '.join(missing)}" if missing else ""
-
-
-def job(
-    program: Program, config: TileConfig, arch: str, spec: Spec | None, element: str
-) -> dict[str, Any]:
-    """A worker's compile job; without a spec every tensor is of type `element`."""
-    chosen = dict.fromkeys(spec.types, element) if spec else {}
-
-    def dtype(tensor: str) -> str:
-        return spec.dtype_of(tensor, chosen) if spec else element
-
-    return {
-        "kind": "compile",
-        "program": program.to_dict(),
-        "arch": arch,
-        "config": config.to_dict(),
-        "element": element,
-        "dtype": dtype(spec.gemm[0]) if spec else element,
-        "operand_dtypes": {o: dtype(o) for o in program.operands},
-        "output_dtypes": {o: dtype(o) for o in program.outputs},
-    }
 
 
 def jobs_for(
@@ -90,7 +69,7 @@ def jobs_for(
     newer: bool,
     shapes: Iterable[tuple[int, int, int]] = (),
     among: Collection[TileConfig] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[CompileJob]:
     """The compile jobs of a candidate: each program on sm_90a in every element type; with `newer`,
     once for each of `NEWER` too; with `all_tiles`, sm_90a in every configuration a tuner may pick
     for `shapes`, of those in `among` if given."""
@@ -103,7 +82,7 @@ def jobs_for(
             targets = [("sm_90a", c) for c in tiles if among is None or c in among]
             if newer and element == types[0]:
                 targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER]
-            jobs += [job(program, config, arch, spec, element) for arch, config in targets]
+            jobs += [CompileJob.of(program, tile, arch, spec, element) for arch, tile in targets]
     return jobs
 
 
@@ -172,48 +151,33 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
 
 
 def compile_all(
-    executor: Executor, jobs: list[dict[str, Any]], progress: Progress
-) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Run the jobs; a finding for each failure at a default configuration, and one report line a
-    job.
+    executor: Executor, jobs: Sequence[CompileJob], progress: Progress
+) -> tuple[list[Finding], list[CompiledKernel]]:
+    """Run the jobs; a finding for each failure at a default configuration, and a report of each.
 
     A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the
     default one.
     """
-    results = executor.map(
-        jobs, lambda done, job: progress(done, len(jobs), f"{job['arch']} {_label(job)}")
-    )
-    findings, reports = [], []
-    for job, result in zip(jobs, results, strict=True):
-        default = TileConfig(**job["config"]) == DEFAULT_CONFIGS[job["arch"]]
-        line = {
-            "program": job["program"]["name"],
-            "arch": job["arch"],
-            "dtype": job["element"],
-            "tile": TileConfig(**job["config"]).label,
-        }
-        if isinstance(result, CompileError):
-            line["error"] = str(result)
-            if default:
-                findings.append(
-                    Finding(
-                        message=result.message,
-                        where={"program": line["program"], "arch": job["arch"]},
-                        hint=result.hint,
-                    )
-                )
+
+    def tell(done: int, job: CompileJob) -> None:
+        progress(done, len(jobs), f"{job.arch} {job.config.label} {job.element}")
+
+    findings, kernels = [], []
+    for job, built in zip(jobs, executor.map(jobs, tell), strict=True):
+        default = job.config == DEFAULT_CONFIGS[job.arch]
+        about = {"program": job.program.name, "arch": job.arch}
+        error, hint, made = None, "", {}
+        if isinstance(built, CompileError):
+            error, hint = built.message, built.hint
         else:
-            line |= {k: v for k, v in result.items() if k != "object"}
-            if line["local_stores"] > MAX_LOCAL_STORES and not default:
-                line["error"] = f"spills: {line['local_stores']} stores to local memory"
-            if missing := lacking(job, result["instructions"]):
-                line["error"] = missing
-                if default:
-                    where = {"program": line["program"], "arch": job["arch"]}
-                    findings.append(Finding(message=missing, where=where))
-        reports.append(line)
-    return findings, reports
-
-
-def _label(job: dict[str, Any]) -> str:
-    return f"{TileConfig(**job['config']).label} {job['element']}"
+            made = built.model_dump(exclude={"object"})
+            error = lacking(job, built.instructions or {}) or None
+            if error is None and not default and (built.local_stores or 0) > MAX_LOCAL_STORES:
+                error = f"spills: {built.local_stores} stores to local memory"
+        if error and default:
+            findings.append(Finding(message=error, where=about, hint=hint))
+        said = f"{error} ({hint})" if hint else error
+        kernels.append(
+            CompiledKernel(**about, dtype=job.element, tile=job.config.label, error=said, **made)
+        )
+    return findings, kernels

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coda_agent.agent.judge.job import Job, Progress
+from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
 from coda_agent.agent.judge.machine import Gpu, demanded
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import Finding, Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Executor(Protocol):
         """A Hopper GPU that jobs can have; None where there is none."""
         ...
 
-    def start(self, ahead: Job | None) -> None:
+    def start(self, ahead: PrepareJob | None) -> None:
         """Told that a GPU will be needed soon, and what it can do by then."""
         ...
 
@@ -40,13 +40,13 @@ class Executor(Protocol):
         ...
 
     def map(
-        self, jobs: Sequence[dict[str, Any]], progress: Callable[[int, dict[str, Any]], None]
-    ) -> list[Any | CompileError]:
+        self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
+    ) -> list[BuiltObject | CompileError]:
         """Compile jobs, results or errors in order; `progress(done, job)` after each."""
         ...
 
-    def grade(self, job: Job, progress: Progress) -> dict[str, Any]:
-        """The record of a gate, with its findings."""
+    def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
+        """What a gate's job found, on a GPU or, where the job says so, on a CPU."""
         ...
 
     def environment(self, device: str) -> dict[str, Any]:

@@ -2,66 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self
 
+from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter
+
+from coda_agent.agent.judge.records import (
+    NumericsReport,
+    Outcome,
+    PerformanceReport,
+    Progress,
+    Record,
+    ReportT,
+    Resources,
+    Tiles,
+    Tuned,
+)
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.target import compile_blind, use_cache
 from coda_agent.primitives.tiles import TileConfig
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
-
-Progress = Callable[[int, int, str], None]
-"""Called as (done, total, note)."""
-Key = tuple[str, str]
-"""A program's name and an element type."""
-Tiles = Mapping[Key, Sequence[TileConfig]]
+from coda_agent.specs import Spec, load_spec
 
 
-@dataclass(frozen=True)
-class Job:
+def _read_program(value: Any) -> Program:
+    return value if isinstance(value, Program) else Program.from_dict(value)
+
+
+def _read_spec(value: Any) -> Spec:
+    if isinstance(value, Spec):
+        return value
+    shapes = {key: tuple(value[key]) for key in ("check_shapes", "bench_shapes")}
+    return load_spec(Path(value["path"]), text=value["text"]).model_copy(update=shapes)
+
+
+def _write_spec(spec: Spec) -> dict[str, Any]:
+    shapes = {"check_shapes": spec.check_shapes, "bench_shapes": spec.bench_shapes}
+    return {"path": str(spec.path), "text": spec.text, **shapes}
+
+
+ProgramData = Annotated[
+    Program,
+    PlainValidator(_read_program),
+    PlainSerializer(lambda program: program.to_dict()),
+]
+SpecData = Annotated[Spec, PlainValidator(_read_spec), PlainSerializer(_write_spec)]
+
+
+class BuiltObject(Resources):
+    """A compile job's answer: the object file in the cache, and what is in it."""
+
+    object: str
+
+
+class CompileJob(Record):
+    """One program for one architecture, in one configuration.
+
+    Attributes:
+        element: The choice for the spec's symbolic types.
+        dtype: Of A and B.
+        operand_dtypes, output_dtypes: Of the other tensors, by name.
+    """
+
+    kind: Literal["compile"] = "compile"
+    program: ProgramData
+    arch: str
+    config: TileConfig
+    element: str
+    dtype: str
+    operand_dtypes: dict[str, str]
+    output_dtypes: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, program: Program, config: TileConfig, arch: str, spec: Spec | None, element: str
+    ) -> Self:
+        """The job of a spec's program; without a spec every tensor is of type `element`."""
+        chosen = dict.fromkeys(spec.types, element) if spec else {}
+
+        def dtype(tensor: str) -> str:
+            return spec.dtype_of(tensor, chosen) if spec else element
+
+        return cls(
+            program=program, arch=arch, config=config, element=element,
+            dtype=dtype(spec.gemm[0]) if spec else element,
+            operand_dtypes={o: dtype(o) for o in program.operands},
+            output_dtypes={o: dtype(o) for o in program.outputs},
+        )  # fmt: skip
+
+    def run(self) -> BuiltObject:
+        """Compile, without a GPU.
+
+        Raises:
+            CompileError: the program does not lower or compile.
+        """
+        use_cache()
+        types = self.dtype, self.operand_dtypes, self.output_dtypes
+        built = compile_blind(self.program, self.config, self.arch, *types)
+        return BuiltObject.model_validate(built)
+
+
+class Job(Record, Generic[ReportT]):
     """One gate over some tiles.
 
     Attributes:
-        kind: "numerics", "performance", "tune" or "call", which run kernels; "prepare", what the
-            performance gate needs beside them; or "interpret", the numerics gate without a GPU.
-        spec: The spec.
         programs: By variant name.
-        tiles: Configurations by (program, element type).
-        stored: For "call", the `tuned` and `refused` tiles that acceptance would store.
+        tiles: Configurations to try.
+        device: "cuda" runs kernels; "cpu" the interpreter.
     """
 
-    kind: str
-    spec: Spec
-    programs: Mapping[str, Program]
+    kind: Any  # each kind of job is a literal of its own
+    device: Literal["cuda", "cpu"] = "cuda"
+    spec: SpecData
+    programs: dict[str, ProgramData]
     tiles: Tiles
-    stored: Mapping[str, Any] = field(default_factory=dict)
+    answer: ClassVar[type[Outcome[Any]]] = Outcome
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON data, which `from_dict` reads."""
-        return {
-            "kind": self.kind,
-            "path": str(self.spec.path),
-            "spec": self.spec.text,
-            "check_shapes": self.spec.check_shapes,
-            "bench_shapes": self.spec.bench_shapes,
-            "programs": {name: program.to_dict() for name, program in self.programs.items()},
-            "tiles": [
-                [*key, [c.to_dict() for c in configs]] for key, configs in self.tiles.items()
-            ],
-            "stored": self.stored,
-        }
+    def run(self, progress: Progress) -> Outcome[ReportT]:
+        """Carry it out in this process."""
+        raise NotImplementedError
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Job:
-        """What `to_dict` wrote."""
-        from coda_agent.primitives.program import Program
-        from coda_agent.specs import load_spec
 
-        shapes = {key: tuple(data[key]) for key in ("check_shapes", "bench_shapes")}
-        spec = load_spec(Path(data["path"]), text=data["spec"]).model_copy(update=shapes)
-        programs = {name: Program.from_dict(entry) for name, entry in data["programs"].items()}
-        tiles = {(p, e): [TileConfig(**c) for c in configs] for p, e, configs in data["tiles"]}
-        return cls(data["kind"], spec, programs, tiles, data["stored"])
+class NumericsJob(Job[NumericsReport]):
+    """The numerics gate: what may be dispatched."""
+
+    kind: Literal["numerics"] = "numerics"
+    answer = Outcome[NumericsReport]
+
+    def run(self, progress: Progress) -> Outcome[NumericsReport]:
+        from coda_agent.agent.judge.numerics import check_numerics
+
+        given = self.spec, self.programs, self.tiles
+        return check_numerics(*given, device=self.device, progress=progress)
+
+
+class PrepareJob(Job[PerformanceReport]):
+    """What the performance gate needs beside the candidate, for the types of `tiles`."""
+
+    kind: Literal["prepare"] = "prepare"
+
+    def run(self, progress: Progress) -> Outcome[PerformanceReport]:
+        from coda_agent.agent.judge.performance import prepare
+
+        prepare(self.spec, [element for _, element in self.tiles])
+        return Outcome()
+
+
+class PerformanceJob(Job[PerformanceReport]):
+    """The performance gate."""
+
+    kind: Literal["performance"] = "performance"
+    answer = Outcome[PerformanceReport]
+
+    def run(self, progress: Progress) -> Outcome[PerformanceReport]:
+        from coda_agent.agent.judge.performance import check_performance
+
+        return check_performance(self.spec, self.programs, self.tiles, progress=progress)
+
+
+class TuneJob(Job[PerformanceReport]):
+    """The fastest right configurations at the spec's bench shapes."""
+
+    kind: Literal["tune"] = "tune"
+
+    def run(self, progress: Progress) -> Outcome[PerformanceReport]:
+        from coda_agent.agent.judge.tuner import tune
+
+        return Outcome(tuned=tune(self.spec, self.programs, self.tiles, progress=progress))
+
+
+class CallJob(Job[NumericsReport]):
+    """The function that a user would import, in the types of `tiles`.
+
+    Attributes:
+        tuned: What tuned.json will hold.
+        refused: Labels of the tiles that evidence will call wrong.
+    """
+
+    kind: Literal["call"] = "call"
+    tuned: dict[str, Tuned] = Field(default={})
+    refused: tuple[str, ...] = ()
+
+    def run(self, progress: Progress) -> Outcome[NumericsReport]:
+        from coda_agent.agent.judge.imported import check_imported
+
+        types = list(dict.fromkeys(element for _, element in self.tiles))
+        stored = {"tuned": self.model_dump()["tuned"], "refused": self.refused}
+        found = check_imported(self.spec, self.programs, types, device=self.device, **stored)
+        return Outcome(findings=tuple(found))
+
+
+GateJob = NumericsJob | PrepareJob | PerformanceJob | TuneJob | CallJob
+_JOB: TypeAdapter[GateJob] = TypeAdapter(Annotated[GateJob, Field(discriminator="kind")])
+
+
+def read_job(data: Mapping[str, Any]) -> Job[Any]:
+    """The gate job that `model_dump(mode="json")` wrote."""
+    return _JOB.validate_python(data)

@@ -12,24 +12,31 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from coda_agent.agent.judge.compare import Errors, distances, same, within
 from coda_agent.agent.judge.diagnosis import diagnose
-from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.oracle import Case, make_case, make_cases
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import (
+    Finding,
+    Key,
+    NumericsReport,
+    Outcome,
+    Progress,
+    RefusedTile,
+    Tiles,
+    WorstError,
+)
 from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 __all__ = [
-    "NumericsReport", "check_numerics", "held", "interpreted", "make_case", "run_interpreter",
-    "run_kernel",
+    "check_numerics", "held", "interpreted", "make_case", "run_interpreter", "run_kernel",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -44,25 +51,6 @@ if TYPE_CHECKING:
 
 _GUARD_BYTES = 4096
 _GUARD = 0xA5
-
-
-@dataclass
-class NumericsReport:
-    """What the gate saw.
-
-    Attributes:
-        findings: Faults that refuse the candidate.
-        worst: For each program and dtype, the largest error over bound, in norm or worst tile, of
-            any output, case and admitted tile; under "element" that of any single element; and
-            under "seed" what to pass to `check_numerics` for the same cases.
-        refused_tiles: Configurations that compiled but computed wrongly, or did not compile.
-        admitted: Configurations that may be dispatched, by (program, dtype).
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    worst: dict[str, dict[str, Any]] = field(default_factory=dict)
-    refused_tiles: list[dict[str, Any]] = field(default_factory=list)
-    admitted: dict[tuple[str, str], list[TileConfig]] = field(default_factory=dict)
 
 
 def held(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,13 +123,13 @@ def interpreted(
 def check_numerics(
     spec: Spec,
     programs: Mapping[str, Program],
-    tiles: Mapping[tuple[str, str], Sequence[TileConfig]],
+    tiles: Tiles,
     *,
-    device: str,
+    device: Literal["cuda", "cpu"],
     progress: Progress,
     run: Runner | None = None,
     seed: int | None = None,
-) -> NumericsReport:
+) -> Outcome[NumericsReport]:
     """Check every program in every dtype, tile and case.
 
     Args:
@@ -153,39 +141,43 @@ def check_numerics(
         progress: Called as (done, total, note).
         run: What produces outputs; `run_kernel` or `run_interpreter` by default.
         seed: What all draws follow from; a secret one by default.
+
+    Returns:
+        The faults that refuse the candidate, what was seen, and the tiles that may be dispatched.
     """
     run = run or (run_kernel if device == "cuda" else run_interpreter)
     seed = secrets.randbits(62) if seed is None else seed
-    report = NumericsReport()
-    total, done = sum(map(len, tiles.values())), 0
+    findings: list[Finding] = []
+    worst: dict[str, WorstError] = {}
+    refused: list[RefusedTile] = []
+    admitted: dict[Key, tuple[TileConfig, ...]] = {}
+    total, done, default = sum(map(len, tiles.values())), 0, DEFAULT_CONFIGS["sm_90a"]
     for binding in spec.bindings():
         program = programs[spec.variant(binding)]
         for element in sorted({e for p, e in tiles if p == program.name}):
-            key, configs, kept = (program.name, element), tiles[program.name, element], []
+            key, configs = (program.name, element), tiles[program.name, element]
+            name, kept = " ".join(key), list[TileConfig]()
             cases = _Kept(make_cases(spec, binding, element, device, seed))
-            worst = report.worst[" ".join(key)] = {"ratio": 0.0, "element": 0.0, "seed": seed}
-            default = DEFAULT_CONFIGS["sm_90a"]
+            worst[name] = WorstError(seed=seed)
             full = default if default in configs else next(iter(configs), None)
             for config in configs:
-                progress(done := done + 1, total, f"{' '.join(key)} {config.label}")
-                trial = Trial(spec, program, binding, element, config, run, seed)
-                fault = trial.check(cases, worst, full=config == full)
+                progress(done := done + 1, total, f"{name} {config.label}")
+                check = TileCheck(spec, program, binding, element, config, run, seed)
+                fault = check.fault(cases, full=config == full)
                 if fault is None:
                     kept.append(config)
+                    worst[name] = check.worst(worst[name])
                 elif device == "cuda" and config != default:
-                    report.refused_tiles.append(
-                        {
-                            "program": program.name,
-                            "dtype": element,
-                            "tile": config.label,
-                            "fault": fault.message,
-                            "where": fault.where,
-                        }
-                    )
+                    refused.append(RefusedTile.of(fault))
                 else:
-                    report.findings.append(fault)
-            report.admitted[key] = kept
-    return report
+                    findings.append(fault)
+            admitted[key] = tuple(kept)
+    report = NumericsReport(
+        ran="compiled kernel" if device == "cuda" else "interpreter",
+        shapes=tuple(dict(sizes) for sizes in spec.check_shapes),
+        worst=worst, refused_tiles=tuple(refused),
+    )  # fmt: skip
+    return Outcome(findings=tuple(findings), report=report, admitted=admitted)
 
 
 class _Kept:
@@ -202,7 +194,7 @@ class _Kept:
 
 
 @dataclass
-class Trial:
+class TileCheck:
     """One program in one type and configuration against the cases."""
 
     spec: Spec
@@ -216,26 +208,35 @@ class Trial:
     """Input tensors by shape and layout, which cases share."""
     before: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
     """What the last case in each place gave."""
+    errors: list[tuple[Case, str, Errors]] = field(default_factory=list)
+    """How far each output was off in each case."""
 
-    def check(self, cases: Iterable[Case], worst: dict[str, Any], *, full: bool) -> Finding | None:
-        """The first fault; `worst` is updated where there is none."""
-        seen: list[dict[str, Any]] = []
+    def fault(self, cases: Iterable[Case], *, full: bool) -> Finding | None:
+        """The first fault; with `full`, of all cases, else of those that depend on the tile."""
         for case in cases:
             if full or case.structure is None or case.structure.everywhere:
-                fault = self._case(case, seen)
+                fault = self._case(case)
                 if fault is not None:
                     where = {"program": self.program.name, "dtype": self.element}
                     where |= {"sizes": dict(case.sizes), "tile": self.config.label}
                     where |= {"case": case.label} if case.label else {}
                     fault.where = {**fault.where, **where, "seed": self.seed}
                     return fault
-        for record in seen:
-            worst["element"] = max(worst["element"], record.pop("element"))
-            if record["ratio"] > worst["ratio"]:
-                worst.update(record)
         return None
 
-    def _case(self, case: Case, seen: list[dict[str, Any]]) -> Finding | None:
+    def worst(self, known: WorstError) -> WorstError:
+        """`known`, or what was seen here where that is more."""
+        found = known.model_dump()
+        for case, o, error in self.errors:
+            found["element"] = max(found["element"], error.element)
+            limit = case.bounds[o]
+            ratio = max(error.norm / limit.norm, error.tile / limit.tile)
+            if ratio > found["ratio"]:
+                about = {"output": o, "sizes": dict(case.sizes), "config": self.config.label}
+                found |= {"ratio": ratio, **about}
+        return WorstError(**found)
+
+    def _case(self, case: Case) -> Finding | None:
         import torch
 
         types = dict.fromkeys(self.spec.types, self.element)
@@ -281,18 +282,7 @@ class Trial:
                 return Finding(
                     message=f"{o} differs between two runs on the same inputs", where={"output": o}
                 )
-        for o, error in found.items():
-            limit = case.bounds[o]
-            ratio = max(error.norm / limit.norm, error.tile / limit.tile)
-            seen.append(
-                {
-                    "ratio": ratio,
-                    "element": error.element,
-                    "output": o,
-                    "sizes": dict(case.sizes),
-                    "config": self.config.label,
-                }
-            )
+        self.errors += [(case, o, error) for o, error in found.items()]
         return None
 
     def _placed(self, case: Case) -> tuple[Any, dict[str, Any]]:

@@ -12,16 +12,27 @@ element type at the largest shape, in the default program's best configuration t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import contention_allowed, gpu_state
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import (
+    Failure,
+    Figures,
+    Finding,
+    Outcome,
+    PerformanceReport,
+    Progress,
+    Rates,
+    Tiles,
+    Timed,
+    Tuned,
+    Untimed,
+)
 from coda_agent.agent.judge.timing import Samples, interleave, speedup, steady
 from coda_agent.agent.judge.tuner import LAST, Cell, searched
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, launches, roofline
@@ -43,61 +54,65 @@ _FLOPS_SLACK, _BYTES_SLACK = 1.25, 1.15
 def check_performance(
     spec: Spec,
     programs: Mapping[str, Program],
-    admitted: Mapping[tuple[str, str], Sequence[TileConfig]],
+    admitted: Tiles,
     *,
     progress: Progress,
-) -> tuple[list[Finding], dict[str, Any], dict[str, Any]]:
+) -> Outcome[PerformanceReport]:
     """Time the default binding's program at every shape, the others in one type at the largest.
 
     Returns:
-        Findings, the record of all figures, and the tuned configurations by dtype of A.
+        Findings, all figures, and the tuned configurations.
 
     Raises:
         MachineError: the GPU is in use, or its clocks disagree about everything.
     """
     findings: list[Finding] = []
-    cells: list[dict[str, Any]] = []
-    variants: list[dict[str, Any]] = []
-    tuned: dict[str, list[dict[str, Any]]] = {}
+    cells: list[Timed | Untimed] = []
+    variants: list[Timed | Untimed] = []
+    tuned: Tuned = {}
     largest = max((_volume(s) for s in spec.bench_shapes), default=0)
     for cell, search in searched(spec, programs, admitted, progress=progress):
         # Three of the search's last round, and the best of those it dropped before.
-        record = _measured(cell, [config for config, _ in (*search[:3], *search[LAST : LAST + 1])])
-        record["search_us"] = {c.label: round(t, 2) for c, t in search}
+        finalists = [config for config, _ in (*search[:3], *search[LAST : LAST + 1])]
+        searched_us = {c.label: round(t, 2) for c, t in search}
+        record = _measured(cell, finalists).model_copy(update={"search_us": searched_us})
         cells.append(record)
         is_largest = _volume(cell.sizes) == largest
         findings += _judge(record, target=spec.target if is_largest else None)
-        if "times" not in record:
+        if isinstance(record, Untimed):
             continue
-        time_us = record["times"]["ours"]["median_us"]
-        best = TileConfig(**record["config"])
+        time_us, best = record.times["ours"].median_us, record.config
         ordered = [(best, time_us), *(found for found in search if found[0] != best)]
-        tuned.setdefault(cell.gemm_type, []).append(cell.entry(ordered, time_us))
+        line = cell.line(ordered, time_us)
+        tuned[cell.gemm_type] = (*tuned.get(cell.gemm_type, ()), line)
         for binding in spec.bindings()[1:] if is_largest and not variants else ():
             variant = _variant(cell, programs, binding, admitted, [c for c, _ in ordered])
             variants.append(variant)
             findings += _judge(variant, target=None)
-    data = {"program": spec.variant(spec.bindings()[0]), "cells": cells, "variants": variants}
-    return findings, data, tuned
+    report = PerformanceReport(
+        program=spec.variant(spec.bindings()[0]), cells=tuple(cells), variants=tuple(variants)
+    )
+    return Outcome(findings=tuple(findings), report=report, tuned=tuned)
 
 
 def _variant(
     cell: Cell,
     programs: Mapping[str, Program],
     binding: Mapping[str, str],
-    admitted: Mapping[tuple[str, str], Sequence[TileConfig]],
+    admitted: Tiles,
     configs: Sequence[TileConfig],
-) -> dict[str, Any]:
+) -> Timed | Untimed:
     """Another program of the spec, measured in the first of `configs` that suits it."""
     name = cell.spec.variant(binding)
     other = Cell(cell.spec, programs[name], binding, cell.sizes, cell.element)
     known = admitted.get((name, cell.element), ())
     # Other rasterisation orders of an admitted configuration are the same code.
     right = (c for c in configs if replace(c, swizzle=8) in known and other.is_right(c))
-    return {"program": name, **_measured(other, [*islice(right, 1)], stream=False)}
+    measured = _measured(other, [*islice(right, 1)], stream=False)
+    return measured.model_copy(update={"program": name})
 
 
-def _measured(cell: Cell, configs: Sequence[TileConfig], *, stream: bool = True) -> dict[str, Any]:
+def _measured(cell: Cell, configs: Sequence[TileConfig], *, stream: bool = True) -> Timed | Untimed:
     """Measure the finalists of a search beside the baselines; the fastest of them is ours, and is
     timed in the steady regime too, unless `stream` is off.
 
@@ -107,49 +122,55 @@ def _measured(cell: Cell, configs: Sequence[TileConfig], *, stream: bool = True)
     Raises:
         MachineError: the clocks disagree about a baseline: that is no fault of the kernel.
     """
-    record: dict[str, Any] = {"dtype": cell.element, "sizes": cell.sizes}
+    about = {"dtype": cell.element, "sizes": cell.sizes}
     if not configs:
-        return {**record, "error": "no tile computes the right result at this shape"}
+        return Untimed(**about, error="no tile computes the right result at this shape")
     before = gpu_state()
     samples, streams, mismatches = _timed(cell, configs, stream)
-    record["gpu"] = {"before": before, "after": gpu_state()}
+    about["gpu"] = {"before": before, "after": gpu_state()}
     sound = [c for c in configs if not samples[c.label].fault]
     if not sound:
-        clocks = {name: dict(s.clock) for name, s in samples.items()}
-        return {**record, "error": samples[configs[0].label].fault, "clocks": clocks}
+        clocks = {name: s.clock for name, s in samples.items() if s.clock}
+        return Untimed(**about, error=samples[configs[0].label].fault, clocks=clocks)
     best = _fastest(sound, samples)
-    times = {"ours": samples[best.label], **{k: samples[k] for k in ("gemm", "compile")}}
-    record |= _figures(times)
+    ours = samples[best.label]
+    steadily = None
     if fault := next((s.fault for s in streams.values() if s.fault), ""):
-        record["steady"] = {"error": fault}
+        steadily = Failure(error=fault)
     elif streams:
-        record["steady"] = _figures(streams)
-    record["config"], record["tile"] = best.to_dict(), best.label
-    record["finalists_us"] = {c.label: round(samples[c.label].median_us, 2) for c in sound}
-    record["mismatches"] = mismatches
+        steadily = _figures(**streams)
     facts = inspected(cell.spec, cell.program, cell.sizes, cell.element, block=best.tile_n)
     parts = best.parts(cell.sizes[cell.spec.gemm_dims[2]])
-    record["launches"] = [launches(cell.program, parts=parts)]
     ceiling = measured_ceiling(cell.gemm_type)
-    record["ceiling"] = {
-        "tflops": round(ceiling.flops_s / 1e12, 1), "gbytes_s": round(ceiling.bytes_s / 1e9, 1)
-    }  # fmt: skip
-    record["floor_us"] = round(roofline(facts, ceiling).floor_us, 2)
-    record["tflops"] = round(facts.gemm_flops / times["ours"].median_us / 1e6, 1)
-    return record
+    return Timed(
+        **about,
+        **dict(_figures(ours, samples["gemm"], samples["compile"])),
+        steady=steadily,
+        config=best,
+        tile=best.label,
+        finalists_us={c.label: round(samples[c.label].median_us, 2) for c in sound},
+        mismatches=mismatches,
+        launches=(launches(cell.program, parts=parts),),
+        ceiling=Rates(
+            tflops=round(ceiling.flops_s / 1e12, 1), gbytes_s=round(ceiling.bytes_s / 1e9, 1)
+        ),
+        floor_us=round(roofline(facts, ceiling).floor_us, 2),
+        tflops=round(facts.gemm_flops / ours.median_us / 1e6, 1),
+    )
 
 
-def _figures(times: Mapping[str, Samples]) -> dict[str, Any]:
+def _figures(ours: Samples, gemm: Samples, compile: Samples) -> Figures:
     """Ours beside each baseline, and all times.
 
     Raises:
         MachineError: one of them has none.
     """
-    return {
-        "of_gemm": speedup(times["ours"], times["gemm"]),
-        "over_compile": speedup(times["ours"], times["compile"]),
-        "times": {name: s.to_dict() for name, s in times.items()},
-    }
+    times = {"ours": ours, "gemm": gemm, "compile": compile}
+    return Figures(
+        of_gemm=speedup(ours, gemm),
+        over_compile=speedup(ours, compile),
+        times={name: s.timing() for name, s in times.items()},
+    )
 
 
 def _fastest(configs: Sequence[TileConfig], samples: Mapping[str, Samples]) -> TileConfig:
@@ -302,33 +323,30 @@ def bare_gemm(a: torch.Tensor, b: torch.Tensor) -> Callable[[Any, Any], Any]:
     )
 
 
-def _judge(record: Mapping[str, Any], *, target: float | None) -> list[Finding]:
+def _judge(measured: Timed | Untimed, *, target: float | None) -> list[Finding]:
     """What is wrong with one measurement."""
-    where = {key: record[key] for key in ("program", "dtype", "sizes") if key in record}
-    return [Finding(message=message, where=where) for message in _faults(record, target)]
+    where = measured.model_dump(include={"program", "dtype", "sizes"})
+    return [Finding(message=message, where=where) for message in _faults(measured, target)]
 
 
-def _faults(record: Mapping[str, Any], target: float | None) -> list[str]:
-    if "error" in record:
-        return [record["error"]]
-    found = []
-    ours = record["times"]["ours"]
-    if count := record["gpu"]["after"].get("other_processes"):
-        if not contention_allowed():
-            found.append(f"{count} other processes came onto the GPU while it was timed")
-    if record["mismatches"]:
-        found.append(f"{record['mismatches']} timed outputs were wrong")
-    if not set(seen := ours["clock"].get("launches", [])) <= set(record["launches"]):
-        found.append(f"{seen} launches were seen, the program declares {record['launches'][0]}")
-    if ours["median_us"] < record["floor_us"]:
-        found.append(
-            f"{ours['median_us']} us is below the roofline floor of {record['floor_us']} us"
-        )
-    if (ratio := record["over_compile"]["ratio"]) < 1.0:
-        found.append(f"slower than torch.compile: {ratio:.3f} of its speed")
-    if target and (ratio := record["of_gemm"]["ratio"]) < target:
-        found.append(f"{ratio:.3f} of the bare GEMM's speed, target {target}")
-    return found
+def _faults(measured: Timed | Untimed, target: float | None) -> Iterator[str]:
+    if isinstance(measured, Untimed):
+        yield measured.error
+        return
+    ours = measured.times["ours"]
+    if (count := measured.gpu["after"].get("other_processes")) and not contention_allowed():
+        yield f"{count} other processes came onto the GPU while it was timed"
+    if measured.mismatches:
+        yield f"{measured.mismatches} timed outputs were wrong"
+    seen = (ours.clock and ours.clock.launches) or ()
+    if not set(seen) <= set(measured.launches):
+        yield f"{[*seen]} launches were seen, the program declares {measured.launches[0]}"
+    if ours.median_us < measured.floor_us:
+        yield f"{ours.median_us} us is below the roofline floor of {measured.floor_us} us"
+    if (ratio := measured.over_compile.ratio) < 1.0:
+        yield f"slower than torch.compile: {ratio:.3f} of its speed"
+    if target and (ratio := measured.of_gemm.ratio) < target:
+        yield f"{ratio:.3f} of the bare GEMM's speed, target {target}"
 
 
 def _volume(sizes: Mapping[str, int]) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
+from coda_agent.agent.judge.records import Clock, Ratio, Timing
 from coda_agent.primitives.errors import MachineError
 
 # A kernel compared with itself is called different with probability MISS at most: 0.4 times in 200
@@ -33,7 +33,7 @@ class Samples:
     """
 
     times_us: tuple[float, ...]
-    clock: Mapping[str, Any] = field(default_factory=dict)
+    clock: Clock | None = None
     fault: str = ""
     rounds: tuple[int, ...] = ()
 
@@ -64,19 +64,22 @@ class Samples:
         """95 % interval of the median."""
         return interval(self.trusted_us, 0.05)
 
-    def to_dict(self) -> dict[str, Any]:
-        if self.fault:
-            return {"fault": self.fault, "clock": dict(self.clock)}
+    def timing(self) -> Timing:
+        """The times as they are kept.
+
+        Raises:
+            MachineError: there are none.
+        """
         low, high = self.interval_us()
-        return {
-            "median_us": round(self.median_us, 3),
-            "interval_us": [round(low, 3), round(high, 3)],
-            "times_us": [round(t, 2) for t in self.times_us],
-            "clock": dict(self.clock),
-        }
+        return Timing(
+            median_us=round(self.median_us, 3),
+            interval_us=(round(low, 3), round(high, 3)),
+            times_us=tuple(round(t, 2) for t in self.times_us),
+            clock=self.clock,
+        )
 
 
-def speedup(ours: Samples, other: Samples) -> dict[str, float]:
+def speedup(ours: Samples, other: Samples) -> Ratio:
     """How many times faster `ours` is: median of the rounds' ratios, and its 99.8 % interval.
 
     Raises:
@@ -87,13 +90,12 @@ def speedup(ours: Samples, other: Samples) -> dict[str, float]:
     if not ratios:
         raise MachineError("the clocks disagree: no round of both counts")
     low, high = interval(ratios, MISS)
-    return {"ratio": round(statistics.median(ratios), 4), "low": round(low, 4),
-            "high": round(high, 4)}  # fmt: skip
+    return Ratio(ratio=round(statistics.median(ratios), 4), low=round(low, 4), high=round(high, 4))
 
 
-def different(ratio: Mapping[str, float]) -> bool:
+def different(ratio: Ratio) -> bool:
     """Whether a `speedup` shows that one of the two is faster."""
-    return ratio["low"] > 1 + MIN_EFFECT or ratio["high"] < 1 - MIN_EFFECT
+    return ratio.low > 1 + MIN_EFFECT or ratio.high < 1 - MIN_EFFECT
 
 
 def interval(values: Sequence[float], miss: float) -> tuple[float, float]:

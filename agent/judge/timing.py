@@ -25,8 +25,8 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.clocks import SPIN, Gpu, Span, busy_us
-from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import gpu_state, require_idle
+from coda_agent.agent.judge.records import Clock, Progress, Ratio
 from coda_agent.agent.judge.samples import MISS, Samples, different, interval, speedup
 
 __all__ = [
@@ -149,18 +149,19 @@ def _interleaved(
         median = statistics.median(r.event_us for r in seen)
         kept = _kept(seen, hidden[name])
         typical = statistics.median(hidden[name])
-        clock: dict[str, Any] = {
-            "regime": "warm", "method": "events, host" + ", kernels" * bool(traced),
-            "hidden_us": round(typical, 2), "products": products, "left_out": len(seen) - len(kept),
-            "persisting_l2": gpu.persisting_l2,
-        }  # fmt: skip
+        clock = Clock(
+            regime="warm", method="events, host" + ", kernels" * bool(traced),
+            hidden_us=round(typical, 2), products=products, left_out=len(seen) - len(kept),
+            persisting_l2=gpu.persisting_l2,
+        )  # fmt: skip
         fault = lost
         if not min(r.event_us for r in seen) > 0:
             fault = "a call took no time at all"
         elif 2 * len(kept) <= punctual or len(kept) < min(rounds, max(3, rounds // 5)):
             fault = f"{_LATE} {typical:.1f} us beside the {median:.1f} us between the events"
         elif traced:
-            fault = fault or _compared(traced[name], clock)
+            clock, disagreement = _compared(traced[name], clock)
+            fault = fault or disagreement
         times = () if fault else tuple(seen[i].event_us for i in kept)
         found[name] = Samples(times, clock, fault, () if fault else kept)
     return found
@@ -253,7 +254,7 @@ def steady(
                 times[name][i] = time_us
     found = {}
     for name, known in times.items():
-        clock = {"regime": "steady", "method": "events, host", "calls": plans[name][0]}
+        clock = Clock(regime="steady", method="events, host", calls=plans[name][0])
         if len(known) < rounds:
             found[name] = Samples((), clock, faults[name])
         else:
@@ -367,24 +368,20 @@ def _marked(spans: Sequence[Span]) -> Iterator[list[Span]]:
             group = None
 
 
-def _compared(traced: Sequence[_Traced], clock: dict[str, Any]) -> str:
-    """Put what CUPTI saw into `clock`, and say where it disagrees with the events of the same
-    calls: it saw more than they did, or the device idled between them."""
+def _compared(traced: Sequence[_Traced], clock: Clock) -> tuple[Clock, str]:
+    """`clock` with what CUPTI saw, and where that disagrees with the events of the same calls: it
+    saw more than they did, or the device idled between them."""
     busy = statistics.median(busy_us(t.spans) for t in traced)
     event = statistics.median(t.event_us for t in traced)
-    launches = sorted({len(t.spans) for t in traced})
-    kernels = [s.name[:80] for s in traced[-1].spans]
-    clock |= {
-        "busy_us": round(busy, 2), "traced_us": round(event, 2), "launches": launches,
-        "kernels": kernels,
-    }  # fmt: skip
+    launches = tuple(sorted({len(t.spans) for t in traced}))
+    kernels = tuple(s.name[:80] for s in traced[-1].spans)
+    more = {"busy_us": round(busy, 2), "traced_us": round(event, 2)}
+    clock = clock.model_copy(update={**more, "launches": launches, "kernels": kernels})
     tolerance = _tolerance(event)
     if busy - event > tolerance or event - busy > tolerance + _GAP_US * launches[-1]:
-        return (
-            f"the clocks disagree: kernels ran for {busy:.1f} us and {event:.1f} us passed "
-            "between the events"
-        )
-    return ""
+        said = f"kernels ran for {busy:.1f} us and {event:.1f} us passed between the events"
+        return clock, f"the clocks disagree: {said}"
+    return clock, ""
 
 
 def a_a(
@@ -400,7 +397,7 @@ def a_a(
     Raises:
         MachineError: the clocks disagree.
     """
-    ratios: list[dict[str, float]] = []
+    ratios: list[Ratio] = []
     medians: list[float] = []
     for done in range(trials):
         progress(done, trials, "")
@@ -410,7 +407,7 @@ def a_a(
     return {
         "trials": trials, "rounds": rounds, "median_us": round(statistics.median(medians), 2),
         "different": sum(map(different, ratios)),
-        "excludes_1": sum(r["low"] > 1 or r["high"] < 1 for r in ratios),
-        "ratios": [r["ratio"] for r in ratios],
-        "widest": round(max(r["high"] - r["low"] for r in ratios), 4),
+        "excludes_1": sum(r.low > 1 or r.high < 1 for r in ratios),
+        "ratios": [r.ratio for r in ratios],
+        "widest": round(max(r.high - r.low for r in ratios), 4),
     }  # fmt: skip

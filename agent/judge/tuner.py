@@ -13,9 +13,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import measure, within
-from coda_agent.agent.judge.job import Progress
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.judge.numerics import held, make_case
+from coda_agent.agent.judge.records import Progress, Tiles, Tuned, TunedShape
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import interleave
 from coda_agent.primitives.errors import CompileError, MachineError
@@ -37,10 +37,10 @@ LAST = 4  # configurations in the last round
 def tune(
     spec: Spec,
     programs: Mapping[str, Program],
-    admitted: Mapping[tuple[str, str], Sequence[TileConfig]],
+    admitted: Tiles,
     *,
     progress: Progress,
-) -> dict[str, list[dict[str, Any]]]:
+) -> Tuned:
     """The fastest right configurations of the default program at the spec's bench shapes: dtype of
     A to the lines of tuned.json.
 
@@ -48,20 +48,21 @@ def tune(
         CompileError: no configuration computes the right result at a shape.
         MachineError: as `searched`.
     """
-    tuned: dict[str, list[dict[str, Any]]] = {}
+    tuned: Tuned = {}
     for cell, search in searched(spec, programs, admitted, progress=progress):
         if not search:
             raise CompileError(
                 f"{cell.program.name}: no tile computes the right result at {cell.sizes}"
             )
-        tuned.setdefault(cell.gemm_type, []).append(cell.entry(search, search[0][1]))
+        line = cell.line(search, search[0][1])
+        tuned[cell.gemm_type] = (*tuned.get(cell.gemm_type, ()), line)
     return tuned
 
 
 def searched(
     spec: Spec,
     programs: Mapping[str, Program],
-    admitted: Mapping[tuple[str, str], Sequence[TileConfig]],
+    admitted: Tiles,
     *,
     progress: Progress,
 ) -> Iterator[tuple[Cell, list[tuple[TileConfig, float]]]]:
@@ -169,15 +170,15 @@ class Cell:
             for o in self.spec.outputs
         )
 
-    def entry(self, search: Sequence[tuple[TileConfig, float]], time_us: float) -> dict[str, Any]:
+    def line(self, search: Sequence[tuple[TileConfig, float]], time_us: float) -> TunedShape:
         """A line of tuned.json: the best configuration, and the best for each reduction block."""
         m, n, k = self.mnk
-        blocks: dict[str, Any] = {}
+        blocks: dict[str, TileConfig] = {}
         for config, _ in search:
             if (block := reduction_block(self.program, config)) is not None:
-                blocks.setdefault(str(block), config.to_dict())
-        best = search[0][0].to_dict()
-        return {"m": m, "n": n, "k": k, "config": best, "blocks": blocks, "median_us": time_us}
+                blocks.setdefault(str(block), config)
+        best = search[0][0]
+        return TunedShape(m=m, n=n, k=k, config=best, blocks=blocks, median_us=time_us)
 
 
 class Run:

@@ -16,7 +16,9 @@ times in microseconds with their share of a bare GEMM's speed and of torch.compi
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.judge.records import CompileReport, NumericsReport, PerformanceReport
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge import Verdict
@@ -34,7 +36,7 @@ def feedback(verdict: "Verdict", check: str, number: int) -> str:
             lines.append(f"  {gate.name:<12} skipped: {gate.skipped}")
             continue
         count = f"{len(gate.findings)} findings"
-        said = "; ".join(_figures(gate.name, gate.data)) if gate.passed else count
+        said = "; ".join(_figures(gate.data)) if gate.passed else count
         lines.append(f"  {gate.name:<12} {'passed' if gate.passed else 'FAILED'}   {said}".rstrip())
         for i, finding in enumerate(gate.findings[:MAX_FINDINGS], 1):
             lines.append(f"    {i}. {finding.message}")
@@ -48,30 +50,29 @@ def feedback(verdict: "Verdict", check: str, number: int) -> str:
     return "\n".join(lines)
 
 
-def _figures(gate: str, data: dict[str, Any]) -> Iterator[str]:
-    if gate == "compile" and (kernels := data.get("kernels")):
-        yield f"{len(kernels)} kernels"
-        spilling = [k for k in kernels if k.get("local_stores")]
-        for kernel in [*spilling, *kernels][:2]:
-            yield (
-                f"{kernel['program']} {kernel['arch']} {kernel['dtype']} at {kernel['tile']}: "
-                f"{kernel.get('registers')} registers, {kernel.get('local_stores')} spill stores"
-            )
-    if gate == "numerics":
-        yield f"by the {data.get('ran')}"
-        for program, worst in data.get("worst", {}).items():
-            yield f"{program}: {worst.get('ratio', 0.0):.2f} of the bound ({worst.get('output')})"
-        if refused := data.get("refused_tiles"):
-            yield f"{len(refused)} tiles refused"
+def _figures(report: object) -> Iterator[str]:
+    match report:
+        case CompileReport(kernels=kernels):
+            yield f"{len(kernels)} kernels"
+            spilling = [k for k in kernels if k.local_stores]
+            for k in [*spilling, *kernels][:2]:
+                yield (
+                    f"{k.program} {k.arch} {k.dtype} at {k.tile}: {k.registers} registers, "
+                    f"{k.local_stores} spill stores"
+                )
+        case NumericsReport(ran=ran, worst=worst, refused_tiles=refused):
+            yield f"by the {ran}"
+            for program, error in worst.items():
+                yield f"{program}: {error.ratio:.2f} of the bound ({error.output})"
+            if refused:
+                yield f"{len(refused)} tiles refused"
 
 
-def _timings(data: dict[str, Any]) -> Iterator[str]:
-    for cell in data.get("cells", []):
-        if "times" not in cell:
-            continue
-        sizes = "x".join(str(size) for size in cell["sizes"].values())
+def _timings(report: object) -> Iterator[str]:
+    for cell in report.timed if isinstance(report, PerformanceReport) else ():
+        sizes = "x".join(str(size) for size in cell.sizes.values())
         yield (
-            f"{cell['dtype']} {sizes}: {cell['times']['ours']['median_us']:.1f} us at "
-            f"{cell['tile']}, {cell['of_gemm']['ratio']:.3f} of a bare GEMM's speed, "
-            f"{cell['over_compile']['ratio']:.3f} of torch.compile's, floor {cell['floor_us']} us"
+            f"{cell.dtype} {sizes}: {cell.times['ours'].median_us:.1f} us at {cell.tile}, "
+            f"{cell.of_gemm.ratio:.3f} of a bare GEMM's speed, "
+            f"{cell.over_compile.ratio:.3f} of torch.compile's, floor {cell.floor_us} us"
         )

@@ -59,7 +59,7 @@ class Judge:
         """The first fault of a program, run by `run`. The cases of a spec and seed, most of the
         gate's time, are kept for the next program."""
         from coda_agent.agent.judge.meaning import meaning_fault
-        from coda_agent.agent.judge.numerics import Trial
+        from coda_agent.agent.judge.numerics import TileCheck
         from coda_agent.agent.judge.oracle import make_cases
 
         spec, program, binding = subject.spec, subject.program, subject.binding
@@ -70,19 +70,21 @@ class Judge:
         if key not in self._cases:
             self._cases = {key: make_cases(spec, binding, element, self.device, seed)}
         cases, self._cases[key] = itertools.tee(self._cases[key])
-        trial = Trial(spec, program, binding, element, config, run, seed)
-        return trial.check(cases, {"ratio": 0.0, "element": 0.0}, full=True)
+        return TileCheck(spec, program, binding, element, config, run, seed).fault(cases, full=True)
 
     def compile(self, subjects: Iterable[Subject]) -> None:
         """Compile programs for this device in the pool, all cores at once; here they would be
         compiled one by one."""
         from coda_agent.agent.execution.pool import warm_pool
-        from coda_agent.agent.judge.compile_gate import job
+        from coda_agent.agent.judge.job import CompileJob
 
         if self.device == "cuda":
             different = {s.program.digest: s for s in subjects}.values()
             config = DEFAULT_CONFIGS["sm_90a"]
-            jobs = [job(s.program, config, "sm_90a", s.spec, _element(s.spec)) for s in different]
+            jobs = [
+                CompileJob.of(s.program, config, "sm_90a", s.spec, _element(s.spec))
+                for s in different
+            ]
             warm_pool().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
 
 

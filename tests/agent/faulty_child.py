@@ -107,6 +107,10 @@ def probe(job: dict[str, Any]) -> dict[str, str]:
     return {name: attempt(action) for name, action in tried.items()}
 
 
+def ok(result: Any) -> dict[str, Any]:
+    return {"kind": "ok", "result": result}
+
+
 def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Any:
     fault = job["kind"]
     if fault == "progress":
@@ -121,9 +125,9 @@ def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Any:
     elif fault == "bomb":
         bomb(job["depth"])
     elif fault == "allocate":
-        return {"error": "", "hint": "", "bytes": len(bytearray(10 << 30))}
+        return ok(len(bytearray(10 << 30)))
     elif fault == "fill":
-        return {"ok": fill(Path(os.environ["TMPDIR"]))}
+        return ok(fill(Path(os.environ["TMPDIR"])))
     elif fault == "exit":
         os._exit(job["status"])
     elif fault == "raise":
@@ -136,18 +140,18 @@ def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Any:
     elif fault == "flood results":
         write_all(RESULTS, 64 << 20)
     elif fault == "forge":
-        forge({"nonce": "0" * 32, "answer": {"ok": "forged"}})
+        forge({"nonce": "0" * 32, "answer": ok("forged")})
     elif fault == "late record":
-        threading.Timer(0.1, forge, [{"nonce": "0" * 32, "answer": {"ok": "late"}}]).start()
+        threading.Timer(0.1, forge, [{"nonce": "0" * 32, "answer": ok("late")}]).start()
     elif fault == "forge no record":
         forge(["answer"])
     elif fault == "nest":
         os.write(RESULTS, b"[" * 200_000 + b"\n")
     elif fault == "probe":
-        return {"ok": probe(job)}
+        return ok(probe(job))
     elif fault == "environment":
-        return {"ok": dict(os.environ)}
-    return {"ok": job.get("value")}
+        return ok(dict(os.environ))
+    return ok(job.get("value"))
 
 
 def twice(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Any:
@@ -160,7 +164,7 @@ def twice(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Any:
         return write(fd, bytes(data) * 2) // 2 if fd == RESULTS else write(fd, data)
 
     os.write = doubled
-    return {"ok": 1}
+    return ok(1)
 
 
 if __name__ == "__main__":

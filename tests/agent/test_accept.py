@@ -17,10 +17,17 @@ from coda_agent.agent import pipeline, publish
 from coda_agent.agent import workspace as workspaces
 from coda_agent.agent.accept import accept, raise_or_revoke, store_tuned
 from coda_agent.agent.cli.report import told
-from coda_agent.agent.judge.records import Finding, GateResult, Verdict
+from coda_agent.agent.judge.records import (
+    Finding,
+    GateResult,
+    NumericsReport,
+    Verdict,
+    WorstError,
+)
 from coda_agent.agent.publish import FILES, check_place, remark
 from coda_agent.agent.workspace import GitError, Workspace
 from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 SPEC: Any = SimpleNamespace(name="gemm_x", summary="D = A B", text="# spec\nå\n")
 
@@ -32,7 +39,9 @@ def git(folder: Path, *args: str) -> str:
 
 def verdict(level: str | None = "proved", candidate: str = "1", **more: Any) -> Verdict:
     digests = {"spec": "sha256:s", "candidate": f"sha256:{candidate}", "judge": "sha256:j"}
-    gate = GateResult(name="static", passed=level is not None, data={"b": float("inf"), "a": 1})
+    worst = {"k": WorstError(seed=1, ratio=float("inf"))}
+    seen = NumericsReport(ran="interpreter", shapes=(), worst=worst)
+    gate = GateResult(name="numerics", passed=level is not None, data=seen)
     gate.findings = [] if level else [Finding(message="no")]
     fields = {"tuned": None, "environment": {"python": "3"}, "not_shown": ["No GPU."], **more}
     return Verdict.model_validate(
@@ -97,7 +106,9 @@ PATHS = sorted(f"generated/gemm_x/{file}" for file in FILES)
 
 def measured(time_us: int, m: int = 4096) -> dict[str, Any]:
     """One GPU's part of tuned.json."""
-    return {"bfloat16": [{"m": m, "n": 8, "k": 8, "median_us": time_us}]}
+    config = DEFAULT_CONFIGS["sm_90a"].to_dict()
+    about = {"m": m, "n": 8, "k": 8, "config": config, "blocks": {}}
+    return {"bfloat16": [{**about, "median_us": float(time_us)}]}
 
 
 def test_users_work_is_untouched(where: Workspace) -> None:
@@ -123,7 +134,8 @@ def test_users_work_is_untouched(where: Workspace) -> None:
     evidence = json.loads((folder / "evidence.json").read_text())
     assert list(evidence)[:5] == ["schema", "kernel", "level", "digests", "author"]
     assert list(evidence)[-1] == "date"
-    assert evidence["gates"][0]["data"] == {"a": 1, "b": "inf"}
+    data = evidence["gates"][0]["data"]
+    assert list(data) == sorted(data) and data["worst"]["k"]["ratio"] == "inf"
     assert not list(where.generated.glob(".coda-*")) and remark(where) == ""
 
 
@@ -274,7 +286,7 @@ def test_raise_and_revoke(where: Workspace) -> None:
     assert raise_or_revoke(where, "gemm_x", verdict(None), run_id="r4")
     assert where.kernel("gemm_x").level == "revoked"
     subject = git(where.root, "show", "-s", "--format=%s").strip()
-    assert subject == "Revoke gemm_x (revoked): failed static"
+    assert subject == "Revoke gemm_x (revoked): failed numerics"
     assert raise_or_revoke(where, "gemm_x", verdict(None), run_id="r5") is None
     assert raise_or_revoke(where, "gemm_x", verdict("proved"), run_id="r6")
     where.kernel("gemm_x").program.write_text("y\n")

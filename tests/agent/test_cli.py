@@ -16,8 +16,18 @@ from coda_agent.agent import authors, doctor, judge, pipeline, workspace
 from coda_agent.agent.cli import app, report
 from coda_agent.agent.events import read_events, summary
 from coda_agent.agent.judge import provenance, static  # noqa: F401  # before a fake replaces it
-from coda_agent.agent.judge.records import Finding, GateResult, Verdict
+from coda_agent.agent.judge.records import (
+    Finding,
+    GateResult,
+    PerformanceReport,
+    Rates,
+    Ratio,
+    Timed,
+    Timing,
+    Verdict,
+)
 from coda_agent.primitives.errors import CodaError, ProgramError
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
 runner = CliRunner()
@@ -41,12 +51,17 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
     observer("gate.finished", {"gate": "static", **result.model_dump(exclude={"name"})})
     late = GateResult(name="performance", passed=True, skipped="no GPU")
     if doctor.gpus():
-        ratio, slower = {"ratio": 0.97, "low": 0.96, "high": 0.98}, {"median_us": 15.0}
-        cell = {"dtype": "bfloat16", "sizes": {"K": 4, "M": 8, "N": 16}, "tflops": 612.5, "tile": "t",
-                "times": {"ours": {"median_us": 10.0}, "gemm": {"median_us": 9.7}, "compile": slower},
-                "of_gemm": ratio, "over_compile": {"ratio": 1.5, "low": 1.4, "high": 1.6},
-                "floor_us": 8.0}  # fmt: skip
-        late = GateResult(name="performance", passed=True, data={"cells": [cell]})
+        times = {"ours": 10.0, "gemm": 9.7, "compile": 15.0}
+        cell = Timed(
+            dtype="bfloat16", sizes={"K": 4, "M": 8, "N": 16}, tflops=612.5, tile="t",
+            config=DEFAULT_CONFIGS["sm_90a"], floor_us=8.0, launches=(1,), mismatches=0,
+            times={n: Timing(median_us=t, interval_us=(t, t), times_us=(t,))
+                   for n, t in times.items()},
+            of_gemm=Ratio(ratio=0.97, low=0.96, high=0.98), finalists_us={}, gpu={},
+            over_compile=Ratio(ratio=1.5, low=1.4, high=1.6), ceiling=Rates(tflops=1, gbytes_s=1),
+        )  # fmt: skip
+        seen = PerformanceReport(program="k", cells=(cell,))
+        late = GateResult(name="performance", passed=True, data=seen)
     observer("gate.finished", {"gate": "performance", **late.model_dump(exclude={"name", "data"})})
     return Verdict(
         passed=passed,

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from coda_agent.agent import execution, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.execution import cluster
 from coda_agent.agent.judge import compile_gate, judge_candidate
+from coda_agent.agent.judge.job import BuiltObject, CompileJob
+from coda_agent.agent.judge.records import CompileReport
 from coda_agent.evals.record_files import TRIALS, read_records
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
 from coda_agent.primitives.tiles import SM90_CONFIGS
@@ -101,12 +104,15 @@ def test_a_trial_on_a_gpu_elsewhere(
     )
     assert verdict.level == "accepted", verdict.gates
     assert verdict.environment["gpu"]["name"] == "Fake GPU"
-    (refused,) = verdict.gates[2].data["refused_tiles"]
-    assert refused["tile"] == SM90_CONFIGS[3].label
+    (refused,) = verdict.gates[2].refused_tiles
+    assert refused.tile == SM90_CONFIGS[3].label
     # The objects were compiled elsewhere, and came along.
-    lines = verdict.gates[1].data["kernels"]
+    compiled = verdict.report(CompileReport)
+    assert compiled
     kept = list((folder / "cache").glob("*/*.o"))
-    assert len(kept) == len(lines) > 1 and all(path.stat().st_size > 1000 for path in kept)
+    assert len(kept) == len(compiled.kernels) > 1 and all(
+        path.stat().st_size > 1000 for path in kept
+    )
     assert any(line.startswith("compile sm_90a") for line in told)
     assert "numerics 128x128" in told
     (folder / "script.json").write_text('{"128x128": "error"}')
@@ -118,13 +124,14 @@ def test_a_trial_on_a_gpu_elsewhere(
 def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -> None:
     made = execution.executor()
     programs = made.load(TEXT)
-    job = compile_gate.job(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
-    first: list[Any] = made.map([job], lambda *_: None)
+    job = CompileJob.of(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
+    first = made.map([job], lambda *_: None)
     begun = time.monotonic()
-    assert made.map([job], lambda *_: None) == first and "registers" in first[0]
+    assert made.map([job], lambda *_: None) == first
+    assert isinstance(first[0], BuiltObject) and first[0].registers
     assert time.monotonic() - begun < 0.5  # compiling takes seconds
-    broken = {**job, "program": {**job["program"], "outputs": {}}}
-    (error,) = made.map([broken], lambda *_: None)
+    broken = replace(job.program, outputs={})
+    (error,) = made.map([job.model_copy(update={"program": broken})], lambda *_: None)
     assert isinstance(error, compile_gate.CompileError)
 
 
@@ -132,7 +139,7 @@ def test_a_busy_gpu_holds_up_no_compile_job(address: str, spec: Spec, tmp_path: 
     made = execution.executor()
     assert isinstance(made, cluster.Cluster)
     programs = made.load(TEXT)
-    job = compile_gate.job(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
+    job = CompileJob.of(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
     made.map([job], lambda *_: None)
     # As a gate leaves it: the worker with the GPU has the objects, too, and works. The others have
     # more to do, by the scheduler's reckoning.

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.execution.compile_worker import compile_program
-from coda_agent.agent.judge.compile_gate import compile_all, job, lacking
+from coda_agent.agent.judge.compile_gate import compile_all, lacking
+from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
 from coda_agent.primitives.program import Program
@@ -94,11 +94,11 @@ BF16 = {"HGMMA.F32.BF16": 16, "UTMALDG": 2, "UTMASTG": 8}
     ],
 )
 def test_what_is_lacking(program: Program, found: dict[str, int], expected: str) -> None:
-    assert lacking(job(program, HOPPER, "sm_90a", None, "bfloat16"), found) == expected
+    assert lacking(CompileJob.of(program, HOPPER, "sm_90a", None, "bfloat16"), found) == expected
 
 
 def test_a_type_without_a_known_instruction_needs_some_product() -> None:
-    work = job(plain, HOPPER, "sm_90a", None, "float32")
+    work = CompileJob.of(plain, HOPPER, "sm_90a", None, "float32")
     assert lacking(work, {"UTMALDG": 2, "UTMASTG": 8}).startswith("tensor-core instructions are no")
     assert lacking(work, {"HGMMA.F32.TF32": 8, "UTMALDG": 2, "UTMASTG": 8}) == ""
 
@@ -113,25 +113,26 @@ def test_a_type_without_a_known_instruction_needs_some_product() -> None:
 def test_a_real_object_shows_its_own_type_and_no_other(kernel: str, lie: str) -> None:
     found = load_kernel(GENERATED / kernel)
     program = found.programs[found.spec.variant()]
-    work = job(program, HOPPER, "sm_90a", found.spec, "bfloat16")
+    work = CompileJob.of(program, HOPPER, "sm_90a", found.spec, "bfloat16")
     use_cache()
-    seen = compile_program(work)["instructions"]
+    seen = work.run().instructions or {}
     assert lacking(work, seen) == ""
-    assert "tensor-core instructions are" in lacking({**work, "dtype": lie}, seen)
+    assert "tensor-core instructions are" in lacking(work.model_copy(update={"dtype": lie}), seen)
 
 
 def test_a_missing_instruction_refuses_the_default_tile_and_drops_another() -> None:
     other = TileConfig(128, 192, 2, 1, True)
-    jobs = [job(plain, c, "sm_90a", None, "bfloat16") for c in (HOPPER, other)]
+    jobs = [CompileJob.of(plain, c, "sm_90a", None, "bfloat16") for c in (HOPPER, other)]
 
     class Pool:
         def map(self, jobs: list[Any], progress: Any) -> list[Any]:
-            report = {"registers": 168, "local_stores": 0, "object": "x.o"}
-            return [{**report, "instructions": {"FFMA": 9, "UTMALDG": 2, "UTMASTG": 8}}] * len(jobs)
+            found = {"FFMA": 9, "UTMALDG": 2, "UTMASTG": 8}
+            built = BuiltObject(object="x.o", registers=168, local_stores=0, instructions=found)
+            return [built] * len(jobs)
 
     pool: Any = Pool()
     findings, reports = compile_all(pool, jobs, lambda *_: None)
     assert [f.where for f in findings] == [{"program": "plain", "arch": "sm_90a"}]
     assert "expected HGMMA.F32.BF16" in findings[0].message
-    assert all("expected HGMMA.F32.BF16" in line["error"] for line in reports)
-    assert all(line["instructions"]["UTMALDG"] == 2 and "object" not in line for line in reports)
+    assert all("expected HGMMA.F32.BF16" in (line.error or "") for line in reports)
+    assert all(line.instructions and line.instructions["UTMALDG"] == 2 for line in reports)

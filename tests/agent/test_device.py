@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from coda_agent.agent.execution import device, faulted_tiles, sanitize
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
 from coda_agent.agent.execution.device_worker import Watch, named
-from coda_agent.agent.judge.job import Job
+from coda_agent.agent.judge.job import read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
@@ -82,11 +83,12 @@ def grade(
     kind: str = "numerics",
     types: tuple[str, ...] = ("bfloat16",),
     said: list[str] | None = None,
-) -> dict[str, Any]:
-    programs: dict[str, Program] = {"gemm_swiglu": gemm_swiglu}
-    tiles = {("gemm_swiglu", element): TILES for element in types}
+) -> Any:
+    """The outcome."""
+    tiles = {("gemm_swiglu", element): tuple(TILES) for element in types}
+    given = {"spec": spec, "programs": {"gemm_swiglu": gemm_swiglu}, "tiles": tiles}
     notes = said if said is not None else []
-    return gpu.grade(Job(kind, spec, programs, tiles), lambda *told: notes.append(told[2]))
+    return gpu.grade(read_job({"kind": kind, **given}), lambda *told: notes.append(told[2]))
 
 
 def launched(folder: Path, element: str = "bfloat16") -> list[str]:
@@ -94,8 +96,8 @@ def launched(folder: Path, element: str = "bfloat16") -> list[str]:
     return [line.split()[2] for line in lines if line.startswith(f"gemm_swiglu {element} ")]
 
 
-def admitted(record: dict[str, Any]) -> list[str]:
-    return [f"{c['tile_m']}x{c['tile_n']}" for *_, kept in record["admitted"] for c in kept]
+def admitted(outcome: Any) -> list[str]:
+    return [f"{c.tile_m}x{c.tile_n}" for kept in outcome.admitted.values() for c in kept]
 
 
 @pytest.mark.parametrize(
@@ -112,13 +114,13 @@ def test_a_tile_that_faults_is_refused_and_the_gate_goes_on_without_it(
     write(folder, **{NAMES[2]: fault})
     notes: list[str] = []
     record = grade(gpu, spec, types=("bfloat16", "float16"), said=notes)
-    assert record["findings"] == []
+    assert not record.findings
     assert admitted(record) == [*NAMES[:2], *NAMES[3:]] * 2
-    (first, second) = record["refused_tiles"]
-    assert first["fault"] == said and first["tile"] == TILES[2].label
-    assert first["where"]["sizes"] == {"m": 8, "n": 16, "k": 32}
-    assert (first["dtype"], second["dtype"]) == ("bfloat16", "float16")
-    assert record["worst"].keys() == {"gemm_swiglu bfloat16", "gemm_swiglu float16"}
+    (first, second) = record.report.refused_tiles
+    assert first.fault == said and first.tile == TILES[2].label
+    assert first.where["sizes"] == {"m": 8, "n": 16, "k": 32}
+    assert (first.dtype, second.dtype) == ("bfloat16", "float16")
+    assert record.report.worst.keys() == {"gemm_swiglu bfloat16", "gemm_swiglu float16"}
     assert any("looking after Fake GPU" in note for note in notes)
     # The type that was through is not run again for the fault of the next one.
     assert launched(folder) == [*NAMES[:3], *NAMES[:2], *NAMES[3:]]
@@ -137,9 +139,9 @@ def test_what_faulted_once_is_not_launched_again_until_a_digest_changes(
     finally:
         another.close()
     assert launched(folder) == [NAMES[0], *NAMES[2:]]
-    (refused,) = record["refused_tiles"]
-    assert refused["tile"] == TILES[1].label and "faults.jsonl" in refused["fault"]
-    assert record["cells"] == ["performance"]
+    (refused,) = record.report.refused_tiles
+    assert refused.tile == TILES[1].label and "faults.jsonl" in refused.fault
+    assert [cell.dtype for cell in record.report.cells] == ["performance"]
 
     def known(gpu: str, program: Program, element: str) -> list[TileConfig]:
         return list(faulted_tiles.FaultMemory(gpu, program, element).known(TILES))
@@ -161,8 +163,8 @@ def test_a_fault_of_the_default_tile_refuses_the_program_at_once(
 ) -> None:
     write(folder, **{NAMES[0]: "illegal address"})
     record = grade(gpu, spec, types=("bfloat16", "float16"))
-    (finding,) = record["findings"]
-    assert finding["where"]["tile"] == TILES[0].label and "illegal address" in finding["message"]
+    (finding,) = record.findings
+    assert finding.where["tile"] == TILES[0].label and "illegal address" in finding.message
     assert launched(folder) == NAMES[:1] and launched(folder, "float16") == []
 
 
@@ -172,16 +174,16 @@ def test_many_tiles_that_fault_refuse_the_program(
     monkeypatch.setattr(device, "MAX_FAULTS", 2)
     write(folder, **dict.fromkeys(NAMES[1:], "illegal address"))
     record = grade(gpu, spec)
-    assert [f["where"]["tile"] for f in record["findings"]] == [c.label for c in TILES[1:3]]
+    assert [f.where["tile"] for f in record.findings] == [c.label for c in TILES[1:3]]
 
 
 def test_a_rasterisation_order_that_faults_is_its_tile(
     spec: Spec,
 ) -> None:
     about = {"program": "gemm_swiglu", "dtype": "float16"}
-    launch = {**about, "config": {**TILES[2].to_dict(), "swizzle": 2}}
-    left = {("gemm_swiglu", element): TILES for element in ("bfloat16", "float16")}
-    found = device._culprit(spec, launch, left)
+    launch = {**about, "config": replace(TILES[2], swizzle=2), "m": 8, "n": 16, "k": 32}
+    left = {("gemm_swiglu", element): tuple(TILES) for element in ("bfloat16", "float16")}
+    found = device._culprit(spec, faulted_tiles.Launch(**launch), left)
     assert found == (("gemm_swiglu", "float16"), TILES[2])
 
 

@@ -179,7 +179,7 @@ def test_ways_to_end(candidate: Fault) -> None:
 
 
 def test_no_descriptor_leads_to_the_judge(candidate: Fault) -> None:
-    forged = '{"nonce": "", "answer": {"ok": {}}}\\n'
+    forged = '{"nonce": "", "answer": {"kind": "ok", "result": {}}}\\n'
     body = f"for fd in b.range(3, 300):\n    try: os.write(fd, b'{forged}')\n    except b.OSError: pass\n"
     said = candidate(f"{body}raise b.ValueError('done')")
     assert "no JSON" in said  # its only descriptor is that of its own answer, now spoilt

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coda_agent.agent.execution.local import Local
-from coda_agent.agent.judge import GateResult, _Trial
+from coda_agent.agent.judge import GateResult, _Walk
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.imported import check_imported
 from coda_agent.generated.kernel import Kernel
@@ -91,17 +91,17 @@ def test_another_type_than_declared_is_found(spec: Spec) -> None:
 
 
 def test_a_verdict_ends_with_the_call(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = _Trial(spec, "", Local(), None, lambda *_: None)
-    trial.programs = {"gemm_rmsnorm": gemm_rmsnorm}
+    walk = _Walk(spec, "", Local(), None, lambda *_: None)
+    walk.programs = {"gemm_rmsnorm": gemm_rmsnorm}
     right = GateResult(name="numerics", passed=True)
-    trial._numerics(right)
+    walk._numerics(right)
     assert right.findings == []
     honest = Kernel.__call__
     monkeypatch.setattr(
         Kernel, "__call__", lambda self, *args, **given: 2 * honest(self, *args, **given)
     )
     wrong = GateResult(name="numerics", passed=True)
-    trial._numerics(wrong)
+    walk._numerics(wrong)
     assert [f.where["dtype"] for f in wrong.findings] == TYPES
     assert "gives a wrong O" in wrong.findings[0].message
 

@@ -15,10 +15,16 @@ from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
     GateResult,
     Verdict,
-    _Trial,
+    _Walk,
     compile_gate,
     judge_candidate,
     tune_candidate,
+)
+from coda_agent.agent.judge.records import (
+    CompileReport,
+    NumericsReport,
+    PerformanceReport,
+    TunedShape,
 )
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, load_spec
@@ -48,7 +54,7 @@ RIGHT = candidate("d = acc * r", "gate, up = pairs(d)", 'return {"D": d, "O": sw
 def test_only_a_candidate_that_passed_every_gate_has_a_level(
     spec: Spec, missed: str | None
 ) -> None:
-    trial = _Trial(
+    walk = _Walk(
         spec,
         RIGHT,
         SimpleNamespace(environment=lambda device: {"device": device}),  # type: ignore
@@ -56,10 +62,10 @@ def test_only_a_candidate_that_passed_every_gate_has_a_level(
         lambda *_: None,
     )
     for name in ("static", "compile", "numerics", "performance"):
-        trial.results.append(GateResult(name=name, passed=name != missed))
+        walk.results.append(GateResult(name=name, passed=name != missed))
         if name == missed:
             break
-    verdict = trial._verdict()
+    verdict = walk._verdict()
     assert verdict.passed is (missed is None)
     assert verdict.level == (None if missed else "accepted")
 
@@ -81,18 +87,17 @@ def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> 
     assert [g.name for g in verdict.gates] == ["static", "compile", "numerics", "performance"]
     assert verdict.gates[3].skipped == "needs a Hopper GPU"
     assert len(verdict.not_shown) == 2
-    kernels = verdict.gates[1].data["kernels"]
-    assert {k["arch"] for k in kernels} == {"sm_90a", "sm_100a", "sm_120a"}
-    for kernel in kernels:
-        assert (
-            kernel["registers"] > 0
-            and kernel["shared_bytes"] > 0
-            and kernel["mma_instructions"] > 0
-        )
-    assert verdict.gates[2].data["ran"] == "interpreter"
-    assert 0 < verdict.gates[2].data["worst"]["gemm_rmsnorm_swiglu bfloat16"]["ratio"] < 1
+    compiled, numerics = verdict.report(CompileReport), verdict.report(NumericsReport)
+    assert compiled and numerics
+    assert {k.arch for k in compiled.kernels} == {"sm_90a", "sm_100a", "sm_120a"}
+    for kernel in compiled.kernels:
+        assert kernel.registers and kernel.shared_bytes and kernel.mma_instructions
+    assert numerics.ran == "interpreter"
+    assert 0 < numerics.worst["gemm_rmsnorm_swiglu bfloat16"].ratio < 1
+    assert Verdict.model_validate_json(verdict.model_dump_json()) == verdict
     partly = judge(spec, RIGHT)
-    assert {k["arch"] for k in partly.gates[1].data["kernels"]} == {"sm_90a"}
+    compiled = partly.report(CompileReport)
+    assert compiled and {k.arch for k in compiled.kernels} == {"sm_90a"}
     assert "compiles for sm_100a and sm_120a" in partly.not_shown[-1]
     kinds = [k for k, _ in events]
     assert kinds.count("gate.started") == kinds.count("gate.finished") == 4
@@ -118,7 +123,7 @@ def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> No
     from coda_agent.primitives.tiles import TileConfig
 
     programs = {k: Program.from_dict(v) for k, v in load_programs(candidate(*SLIPS[slip])).items()}
-    tiles = {("gemm_rmsnorm_swiglu", "bfloat16"): [TileConfig(128, 128)]}
+    tiles = {("gemm_rmsnorm_swiglu", "bfloat16"): (TileConfig(128, 128),)}
     report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
     assert report.findings, slip
     assert {"output", "row", "column", "got", "expected"} <= report.findings[0].where.keys()
@@ -196,21 +201,23 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     verdict = judge_candidate(spec, RIGHT, executor(), types=["bfloat16"])
     assert verdict.passed and verdict.level == "accepted"
     assert verdict.environment["device"] == "cuda"
-    data = verdict.gates[2].data
-    assert data["ran"] == "compiled kernel"
-    (refused,) = data["refused_tiles"]
-    assert refused["tile"] == SM90_CONFIGS[3].label and "illegal address" in refused["fault"]
-    assert verdict.gates[3].data["cells"] == ["performance"]
+    numerics, performance = verdict.report(NumericsReport), verdict.report(PerformanceReport)
+    assert numerics and numerics.ran == "compiled kernel"
+    (refused,) = numerics.refused_tiles
+    assert refused.tile == SM90_CONFIGS[3].label and "illegal address" in refused.fault
+    assert performance and [cell.dtype for cell in performance.cells] == ["performance"]
     kinds = [n for n in (scripted / "journal").read_text().split("\n") if n and " " not in n]
     assert kinds[0] == "prepare" and kinds.count("prepare") == 1
     # The imported function is called before it is tuned, and as it will be dispatched.
     assert [kind for kind in kinds if kind != "probe"][-3:] == ["call", "performance", "call"]
-    best = {"bfloat16": [{"config": SM90_CONFIGS[0].to_dict()}]}
+    line = TunedShape(m=8, n=16, k=32, config=SM90_CONFIGS[0], median_us=1.0)
+    best = {"bfloat16": (line,)}
     assert verdict.tuned == {"Fake GPU": best}
     alone = judge_candidate(spec, RIGHT, executor(), types=["bfloat16"], tiles=SM90_CONFIGS[:1])
-    compiled = alone.gates[1].data["kernels"]
-    assert {k["tile"] for k in compiled if k["arch"] == "sm_90a"} == {SM90_CONFIGS[0].label}
-    assert alone.level == "accepted" and alone.gates[2].data["refused_tiles"] == []
+    compiled = alone.report(CompileReport)
+    assert compiled
+    assert {k.tile for k in compiled.kernels if k.arch == "sm_90a"} == {SM90_CONFIGS[0].label}
+    assert alone.level == "accepted" and not alone.gates[2].refused_tiles
     only = spec.model_copy(update={"types": {next(iter(spec.types)): ("bfloat16",)}})
     assert tune_candidate(only, RIGHT, executor()) == {"Fake GPU": best}
 

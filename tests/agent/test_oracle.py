@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from coda_agent.agent.judge import numerics
 from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.numerics import (
-    NumericsReport,
     check_numerics,
     run_interpreter,
     run_kernel,
 )
 from coda_agent.agent.judge.oracle import Case, make_case, make_cases
+from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
 from coda_agent.primitives.errors import LaunchError
@@ -62,11 +62,13 @@ def programs_of(name: str) -> dict[str, Program]:
     return {k: v for k, v in namespace.items() if isinstance(v, Program)}
 
 
-def check(name: str, run: Any = None, seed: int | None = 5, **options: Any) -> NumericsReport:
+def check(
+    name: str, run: Any = None, seed: int | None = 5, **options: Any
+) -> Outcome[NumericsReport]:
     """The gate on an accepted kernel's default type in one tile, outputs from `run`."""
     spec, programs = spec_of(name), programs_of(name)
     element = next(iter(spec.types.values()), ("bfloat16",))[0]
-    tiles = {(p, element): [CONFIG] for p in programs}
+    tiles = {(p, element): (CONFIG,) for p in programs}
     return check_numerics(
         spec, programs, tiles, device="cpu", progress=lambda *_: None, run=run, seed=seed, **options
     )
@@ -87,9 +89,10 @@ def spoilt(spoil: Callable[[Results, Mapping[str, Any]], None]) -> Any:
 def test_accepted_kernels_pass(name: str) -> None:
     report = check(name, seed=None)
     assert not report.findings
-    for worst in report.worst.values():
-        assert 0 < worst["ratio"] < 1 and 0 < worst["element"] <= 1
-        assert worst["seed"] >= 0 and worst["output"] in spec_of(name).outputs
+    assert report.report is not None
+    for worst in report.report.worst.values():
+        assert 0 < worst.ratio < 1 and 0 < worst.element <= 1
+        assert worst.seed >= 0 and worst.output in spec_of(name).outputs
 
 
 RESIDUAL = "gemm_residual_partial_rmsnorm"
@@ -315,13 +318,13 @@ def test_fp32_with_one_rounding_is_always_allowed_and_bf16_in_between_never(
 def test_an_element_near_0_among_large_ones_may_err_as_the_sum_does() -> None:
     """With one disturbed run it was refused: the sum's disturbance happened to be next to none."""
     kernel = load_kernel(Path(__file__).parents[2] / "generated" / "gemm_symlog")
-    tiles = {("gemm_symlog", "float16"): [CONFIG]}
+    tiles = {("gemm_symlog", "float16"): (CONFIG,)}
     report = check_numerics(
         kernel.spec, kernel.programs, tiles, device="cpu", progress=lambda *_: None,
         seed=691570001449072930,
     )  # fmt: skip
-    assert report.findings == []
-    assert 0.9 < report.worst["gemm_symlog float16"]["element"] <= 1
+    assert not report.findings
+    assert report.report and 0.9 < report.report.worst["gemm_symlog float16"].element <= 1
 
 
 def measured(case: Case, o: str, out: torch.Tensor) -> Any:
@@ -336,7 +339,7 @@ def test_a_reformulated_program_passes() -> None:
         half = (acc + C) * 0.5
         return {"D": half + half, "O": C * gamma + gamma * acc, "s": 4.0 * half * half}
 
-    tiles = {(RESIDUAL, "float16"): [CONFIG]}
+    tiles = {(RESIDUAL, "float16"): (CONFIG,)}
     programs = {RESIDUAL: gemm_residual_partial_rmsnorm}
     report = check_numerics(
         spec_of(RESIDUAL), programs, tiles, device="cpu", progress=lambda *_: None

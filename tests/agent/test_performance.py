@@ -14,6 +14,17 @@ import torch
 
 from coda_agent.agent.judge import performance, tuner
 from coda_agent.agent.judge.machine import CONTENDED
+from coda_agent.agent.judge.records import (
+    Clock,
+    Failure,
+    Figures,
+    Key,
+    PerformanceReport,
+    Timed,
+    Tuned,
+    TunedShape,
+    Untimed,
+)
 from coda_agent.agent.judge.timing import Samples
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CompileError, MachineError
@@ -44,8 +55,9 @@ class Cell:
     def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
         return [(c, 100.0 + i) for i, c in enumerate(configs) if self.right(c)]
 
-    def entry(self, search: Sequence[tuple[TileConfig, float]], time_us: float) -> dict[str, Any]:
-        return {"config": search[0][0].label, "median_us": time_us, "sizes": self.sizes}
+    def line(self, search: Sequence[tuple[TileConfig, float]], time_us: float) -> TunedShape:
+        m, n, k = (self.sizes[dim] for dim in self.spec.gemm_dims)
+        return TunedShape(m=m, n=n, k=k, config=search[0][0], median_us=time_us)
 
 
 class Bench:
@@ -78,14 +90,14 @@ class Bench:
         self, cell: Any, configs: Sequence[TileConfig], stream: bool
     ) -> tuple[dict[str, Samples], dict[str, Samples], int]:
         times = {c.label: self.ours[c] for c in configs} | self.times
-        clock = {"method": "events, host, kernels", "launches": self.launches}
+        clock = Clock(regime="warm", method="events, host, kernels", launches=tuple(self.launches))
         samples = {
             n: Samples(() if n in self.faults else (t,) * 50, clock, self.faults.get(n, ""))
             for n, t in times.items()
         }
         sound = [self.ours[c] for c in configs if c.label not in self.faults]
         streams = {} if not stream or not sound else {
-            n: Samples((t * self.slower.get(n, 1),) * 3, {}, self.stalled.get(n, ""))
+            n: Samples((t * self.slower.get(n, 1),) * 3, None, self.stalled.get(n, ""))
             for n, t in {"ours": min(sound), **self.times}.items()
         }  # fmt: skip
         return samples, streams, self.wrong
@@ -98,44 +110,55 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def judged(
     name: str = "gemm_rmsnorm_swiglu", tiles: Sequence[TileConfig] = (FIRST, SECOND)
-) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+) -> tuple[list[str], PerformanceReport, Tuned]:
     kernel = load_kernel(GENERATED / name)
-    admitted = {(p, "bfloat16"): tiles for p in kernel.programs}
-    findings, data, tuned = performance.check_performance(
+    admitted = {(p, "bfloat16"): tuple(tiles) for p in kernel.programs}
+    outcome = performance.check_performance(
         kernel.spec, kernel.programs, admitted, progress=lambda *_: None
     )
-    return [f.message for f in findings], data, tuned
+    assert outcome.report is not None
+    return [f.message for f in outcome.findings], outcome.report, outcome.tuned
+
+
+def timed(report: PerformanceReport) -> list[Timed]:
+    """The cells, which all hold times."""
+    assert report.timed == [*report.cells]
+    return report.timed
 
 
 def test_a_fast_kernel_passes_with_its_figures(bench: Bench) -> None:
     found, data, tuned = judged()
     assert found == [] and bench.asked == ["idle"]
-    cell = data["cells"][0]
-    assert cell["tile"] == SECOND.label
-    assert cell["of_gemm"]["ratio"] == round(108 / 105, 4)
-    assert cell["over_compile"]["ratio"] == round(150 / 105, 4)
-    assert cell["finalists_us"] == {FIRST.label: 110.0, SECOND.label: 105.0}
-    assert cell["times"]["ours"]["clock"]["launches"] == cell["launches"] == [1]
-    assert tuned["bfloat16"][0] == {
-        "config": SECOND.label, "median_us": 105.0, "sizes": cell["sizes"]
-    }  # fmt: skip
-    assert data["variants"] == []
+    cell = timed(data)[0]
+    assert cell.tile == SECOND.label and cell.config == SECOND
+    assert cell.of_gemm.ratio == round(108 / 105, 4)
+    assert cell.over_compile.ratio == round(150 / 105, 4)
+    assert cell.finalists_us == {FIRST.label: 110.0, SECOND.label: 105.0}
+    clock = cell.times["ours"].clock
+    assert clock and clock.launches == cell.launches == (1,)
+    line = tuned["bfloat16"][0]
+    assert (line.config, line.median_us) == (SECOND, 105.0)
+    assert {line.m, line.n, line.k} == {*cell.sizes.values()}
+    assert data.variants == ()
+    assert PerformanceReport.model_validate_json(data.model_dump_json()) == data
 
 
 def test_the_steady_regime_is_recorded_and_decides_nothing(bench: Bench) -> None:
     bench.slower = {"ours": 2.0}
     found, data, _ = judged("gemm_bias_act")
     assert found == []
-    for cell in data["cells"]:
-        assert cell["of_gemm"]["ratio"] == round(108 / 105, 4)
-        assert cell["steady"]["of_gemm"]["ratio"] == round(108 / 210, 4)
-        assert cell["steady"]["over_compile"]["ratio"] == round(150 / 210, 4)
-        assert cell["steady"]["times"]["ours"]["times_us"] == [210.0] * 3
-    assert not any("steady" in v for v in data["variants"])  # one figure a shape is enough
+    for cell in timed(data):
+        assert cell.of_gemm.ratio == round(108 / 105, 4)
+        assert isinstance(cell.steady, Figures)
+        assert cell.steady.of_gemm.ratio == round(108 / 210, 4)
+        assert cell.steady.over_compile.ratio == round(150 / 210, 4)
+        assert cell.steady.times["ours"].times_us == (210.0,) * 3
+    # One figure a shape is enough.
+    assert all(isinstance(v, Timed) and v.steady is None for v in data.variants)
     bench.stalled = {"compile": "the device waited for the host"}
     found, data, _ = judged()
     assert found == []
-    assert data["cells"][0]["steady"] == {"error": "the device waited for the host"}
+    assert timed(data)[0].steady == Failure(error="the device waited for the host")
 
 
 def test_a_time_below_the_measured_floor_is_no_win(bench: Bench) -> None:
@@ -143,12 +166,12 @@ def test_a_time_below_the_measured_floor_is_no_win(bench: Bench) -> None:
     m, n, k = (kernel.spec.bench_shapes[0][d] for d in kernel.spec.gemm_dims)
     bench.ceiling = Ceiling(2 * m * n * k / 106e-6, 1e15)  # the product alone takes 106 us
     found, data, _ = judged()
-    assert data["cells"][0]["floor_us"] == 106.0
+    assert timed(data)[0].floor_us == 106.0
     assert found[0] == "105.0 us is below the roofline floor of 106.0 us"
     bench.ceiling = Ceiling(2 * m * n * k / 104e-6, 1e15)
     found, data, _ = judged()  # the larger shapes only, in the same time
     below = [message for message in found if "below the roofline" in message]
-    assert data["cells"][0]["floor_us"] == 104.0 and len(below) == len(data["cells"]) - 1
+    assert timed(data)[0].floor_us == 104.0 and len(below) == len(data.cells) - 1
 
 
 def test_other_launches_than_declared_are_refused(bench: Bench) -> None:
@@ -184,15 +207,16 @@ def test_clocks_that_disagree_about_the_kernel_leave_a_finding_and_no_figure(ben
     bench.faults = dict.fromkeys((FIRST.label, SECOND.label), "the clocks disagree: so much")
     found, data, tuned = judged()
     assert set(found) == {"the clocks disagree: so much"} and tuned == {}
-    for cell in data["cells"]:
-        assert not {"times", "of_gemm", "tflops", "tile"} & cell.keys()
-        assert cell["clocks"][FIRST.label]["method"] == "events, host, kernels"
+    assert data.cells and not data.timed
+    for cell in data.cells:
+        assert isinstance(cell, Untimed) and cell.clocks
+        assert cell.clocks[FIRST.label].method == "events, host, kernels"
 
 
 def test_a_finalist_about_which_clocks_disagree_is_not_ours(bench: Bench) -> None:
     bench.faults = {SECOND.label: "the clocks disagree: so much"}
     found, data, _ = judged()
-    assert found == [] and data["cells"][0]["tile"] == FIRST.label
+    assert found == [] and timed(data)[0].tile == FIRST.label
     bench.faults[FIRST.label] = "the clocks disagree: and here"
     assert "the clocks disagree" in judged()[0][0]
 
@@ -213,7 +237,7 @@ def test_slow_or_wrong_kernels_are_refused(bench: Bench) -> None:
     assert "3 timed outputs were wrong" in found
     assert "slower than torch.compile: 0.952 of its speed" in found
     targets = [f for f in found if "target" in f]
-    assert len(targets) == 1 < len(data["cells"])  # at the largest shape only
+    assert len(targets) == 1 < len(data.cells)  # at the largest shape only
     assert targets[0].startswith("0.571 of the bare GEMM's speed")
 
 
@@ -222,22 +246,26 @@ def test_every_variant_is_timed_once_in_the_best_tile_that_suits_it(bench: Bench
     kernel = load_kernel(GENERATED / "gemm_bias_act")
     names = [kernel.spec.variant(b) for b in kernel.spec.bindings()]
     assert found == [] and len(names) == 6
-    assert [v["program"] for v in data["variants"]] == names[1:]
-    assert all(v["tile"] == SECOND.label and "floor_us" in v for v in data["variants"])
+    assert [v.program for v in data.variants] == names[1:]
+    assert all(isinstance(v, Timed) and v.tile == SECOND.label for v in data.variants)
     largest = max(kernel.spec.bench_shapes, key=lambda s: math.prod(s.values()))
-    assert all(v["sizes"] == dict(largest) for v in data["variants"])
-    assert {c["dtype"] for c in data["cells"]} == {"bfloat16"}
+    assert all(v.sizes == dict(largest) for v in data.variants)
+    assert {c.dtype for c in data.cells} == {"bfloat16"}
 
-    admitted = {(p, "bfloat16"): [FIRST] for p in kernel.programs}
-    admitted[names[0], "bfloat16"] = [FIRST, SECOND]
-    admitted[names[2], "bfloat16"] = []
-    findings, data, _ = performance.check_performance(
+    admitted: dict[Key, tuple[TileConfig, ...]] = {
+        (p, "bfloat16"): (FIRST,) for p in kernel.programs
+    }
+    admitted[names[0], "bfloat16"] = (FIRST, SECOND)
+    admitted[names[2], "bfloat16"] = ()
+    outcome = performance.check_performance(
         kernel.spec, kernel.programs, admitted, progress=lambda *_: None
     )
-    tiles = [v.get("tile") for v in data["variants"]]
+    assert outcome.report is not None
+    tiles = [v.tile if isinstance(v, Timed) else None for v in outcome.report.variants]
     assert tiles == [FIRST.label, None, FIRST.label, FIRST.label, FIRST.label]
-    assert [f.message for f in findings] == ["no tile computes the right result at this shape"]
-    assert findings[0].where["program"] == names[2]
+    (finding,) = outcome.findings
+    assert finding.message == "no tile computes the right result at this shape"
+    assert finding.where["program"] == names[2]
 
 
 def test_tuning_walks_types_and_shapes_and_says_where_nothing_is_right(bench: Bench) -> None:
@@ -247,16 +275,17 @@ def test_tuning_walks_types_and_shapes_and_says_where_nothing_is_right(bench: Be
     tuned = tuner.tune(
         kernel.spec,
         kernel.programs,
-        {(name, "float16"): [FIRST], (name, "bfloat16"): [SECOND]},
+        {(name, "float16"): (FIRST,), (name, "bfloat16"): (SECOND,)},
         progress=lambda done, total, _: said.append((done, total)),
     )
-    assert [e["config"] for e in tuned["bfloat16"]] == [SECOND.label] * len(shapes)
-    assert [e["sizes"] for e in tuned["float16"]] == [dict(s) for s in shapes]
+    assert [line.config for line in tuned["bfloat16"]] == [SECOND] * len(shapes)
+    found = [(line.m, line.n, line.k) for line in tuned["float16"]]
+    assert found == [tuple(s[dim] for dim in kernel.spec.gemm_dims) for s in shapes]
     assert said == [(i, 2 * len(shapes)) for i in range(2 * len(shapes) + 1)]
     assert bench.asked == ["idle"]
     with pytest.raises(CompileError, match="no tile computes the right result at"):
         tuner.tune(
-            kernel.spec, kernel.programs, {(name, "float16"): [SPLIT]}, progress=lambda *_: None
+            kernel.spec, kernel.programs, {(name, "float16"): (SPLIT,)}, progress=lambda *_: None
         )
 
 
@@ -264,13 +293,13 @@ def test_a_search_leaves_out_whom_the_clocks_disagree_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samples = {
-        FIRST.label: Samples((3.0,)), SECOND.label: Samples((), {}, "the clocks disagree"),
+        FIRST.label: Samples((3.0,)), SECOND.label: Samples((), None, "the clocks disagree"),
     }  # fmt: skip
     monkeypatch.setattr(tuner, "interleave", lambda runs, rounds: samples)
     cell: Any = SimpleNamespace(run=lambda config: config)
     ranked = tuner.Cell._ranked
     assert ranked(cell, [FIRST, SECOND], 9) == [(FIRST, 3.0)]
-    samples[FIRST.label] = Samples((), {}, "the clocks disagree")
+    samples[FIRST.label] = Samples((), None, "the clocks disagree")
     with pytest.raises(MachineError, match="the clocks disagree"):
         ranked(cell, [FIRST, SECOND], 9)
 

@@ -33,10 +33,9 @@ def test_map_keeps_order_and_returns_errors_in_place() -> None:
     seen: list[int] = []
     texts = (GOOD, "1 / 0", "import os", "open('/tmp/x', 'w')", GOOD)
     with CompilePool(2) as pool:
-        jobs = [{"kind": "load", "text": text} for text in texts]
-        first, *errors, last = pool.map(jobs, lambda done, _: seen.append(done))
+        first, *errors, last = pool.each(pool.load, texts, lambda done, _: seen.append(done))
     assert not isinstance(first, CompileError) and not isinstance(last, CompileError)
-    assert first["k"]["name"] == last["k"]["name"] == "k"
+    assert first["k"].name == last["k"].name == "k"
     assert [type(error) for error in errors] == [CompileError] * 3
     assert "ZeroDivisionError" in str(errors[0])
     assert "import of 'os' is not allowed" in str(errors[1])  # past the static gate, too
@@ -46,10 +45,16 @@ def test_map_keeps_order_and_returns_errors_in_place() -> None:
 
 def test_a_child_is_warm_tells_progress_and_takes_large_jobs(child: Child) -> None:
     told: list[dict[str, int]] = []
-    assert child.call({"kind": "progress"}, timeout_s=5, progress=told.append) == {"ok": None}
+    assert child.call({"kind": "progress"}, timeout_s=5, progress=told.append) == {
+        "kind": "ok",
+        "result": None,
+    }
     assert told == [{"done": 0}, {"done": 1}, {"done": 2}]
     large = "y" * 3_000_000  # more than a pipe holds, both ways
-    assert child.call({"kind": "echo", "value": large}, timeout_s=5) == {"ok": large}
+    assert child.call({"kind": "echo", "value": large}, timeout_s=5) == {
+        "kind": "ok",
+        "result": large,
+    }
     start = time.perf_counter()
     child.call({"kind": "echo"}, timeout_s=5)
     assert time.perf_counter() - start < 0.2  # starting it takes longer
@@ -59,7 +64,7 @@ def test_start_returns_at_once_and_the_start_is_not_time_of_the_job(child: Child
     start = time.perf_counter()
     child.start()
     assert time.perf_counter() - start < 0.2
-    assert child.call({"kind": "echo", "value": 1}, timeout_s=0.2) == {"ok": 1}
+    assert child.call({"kind": "echo", "value": 1}, timeout_s=0.2) == {"kind": "ok", "result": 1}
 
 
 def test_close_from_another_thread_ends_a_call(child: Child) -> None:
@@ -69,4 +74,4 @@ def test_close_from_another_thread_ends_a_call(child: Child) -> None:
     with pytest.raises(ChildError, match="died"):
         child.call({"kind": "hang"}, timeout_s=30)
     timer.join()
-    assert child.call({"kind": "echo", "value": 2}, timeout_s=5) == {"ok": 2}
+    assert child.call({"kind": "echo", "value": 2}, timeout_s=5) == {"kind": "ok", "result": 2}

@@ -55,7 +55,9 @@ class Clock:
     def steady(self, contenders: Mapping[str, Callable[[int], Any]]) -> dict[str, Samples]:
         slower = dict.fromkeys(contenders, 1.0) | {"ours": 1.25}
         return {
-            name: Samples((slower[name] * self.times_us[name],) * 3, {}, self.stalled.get(name, ""))
+            name: Samples(
+                (slower[name] * self.times_us[name],) * 3, None, self.stalled.get(name, "")
+            )
             for name in contenders
         }
 
@@ -254,9 +256,9 @@ def cell(kernel: str, size: int, times: Mapping[str, float], **more: Any) -> dic
     return {
         "kernel": kernel, "size": size, "sizes": {"M": size, "N": 3 * size, "K": size},
         "machine": MACHINE, "rounds": 20, "tiles": {"ours": "128x192 pp 2x1"}, "notes": {},
-        "absent": {}, "times": {n: s.to_dict() for n, s in samples.items()},
-        "of_gemm": {n: speedup(s, samples["gemm"]) for n, s in samples.items()},
-        "over": {n: speedup(samples["ours"], s) for n, s in samples.items()}, **more,
+        "absent": {}, "times": {n: s.timing().model_dump() for n, s in samples.items()},
+        "of_gemm": {n: speedup(s, samples["gemm"]).model_dump() for n, s in samples.items()},
+        "over": {n: speedup(samples["ours"], s).model_dump() for n, s in samples.items()}, **more,
     }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def memory() -> None:
 FAULTS = {f.__name__: f for f in (hang, stray, memory)}
 
 
-def timing(job: dict[str, Any], tell: Any) -> float:
+def timing() -> float:
     """The median time of a plain product, in microseconds, after a second of warming up."""
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(4000):
@@ -66,5 +66,5 @@ if __name__ == "__main__":
         return plain(*given, run=run)
 
     launcher.set(launch)
-    device_worker.JOBS["timing"] = timing
+    device_worker.COMMANDS["timing"] = timing
     device_worker.main()

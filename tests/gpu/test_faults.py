@@ -6,17 +6,17 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from coda_agent.agent.execution import faulted_tiles, hopper, sanitize
 from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.execution.device import Device
-from coda_agent.agent.judge.job import Job
+from coda_agent.agent.judge.job import NumericsJob
+from coda_agent.agent.judge.records import NumericsReport
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import MachineError
-from coda_agent.primitives.tiles import SM90_CONFIGS
+from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
 from coda_agent.specs import Spec, load_spec
 
 pytestmark = pytest.mark.gpu
@@ -56,17 +56,22 @@ def timing(gpu: Device) -> float:
     return gpu._tried({"kind": "timing", "tiles": []}, lambda *_: None)
 
 
-def grade(gpu: Device) -> tuple[dict[str, Any], float | None]:
-    """The record of the numerics, and the seconds from a fault to the next tile."""
+def grade(
+    gpu: Device,
+) -> tuple[NumericsReport, tuple[TileConfig, ...], float | None]:
+    """The numerics gate of a right kernel: its report, what it admits, and the seconds from a fault to the next tile."""
     told: list[tuple[float, str]] = []
     spec, programs = loaded()
 
     def say(done: int, total: int, note: str) -> None:
         told.append((time.monotonic(), note))
 
-    record = gpu.grade(Job("numerics", spec, programs, {KEY: TILES}), say)
+    job = NumericsJob(spec=spec, programs=programs, tiles={KEY: tuple(TILES)})
+    outcome = gpu.grade(job, say)
+    assert outcome.report and not outcome.findings
     lost = [i for i, (_, note) in enumerate(told) if "looking after" in note]
-    return record, told[lost[0] + 1][0] - told[lost[0]][0] if lost else None
+    seconds = told[lost[0] + 1][0] - told[lost[0]][0] if lost else None
+    return outcome.report, outcome.admitted[KEY], seconds
 
 
 @pytest.mark.parametrize(("fault", "said"), [("hang", "hangs: "), ("stray", "illegal address: ")])
@@ -75,17 +80,15 @@ def test_the_tile_is_refused_and_the_next_job_runs_as_before(
 ) -> None:
     before = timing(gpu)
     script.write_text(json.dumps({TILES[1].label: fault}))
-    record, seconds = grade(gpu)
-    assert record["findings"] == []
-    (refused,) = record["refused_tiles"]
-    assert refused["tile"] == TILES[1].label and refused["fault"].startswith(said)
-    ((*key, kept),) = record["admitted"]
-    assert (*key,) == KEY and kept == [TILES[0].to_dict(), TILES[2].to_dict()]
+    report, kept, seconds = grade(gpu)
+    (refused,) = report.refused_tiles
+    assert refused.tile == TILES[1].label and refused.fault.startswith(said)
+    assert kept == (TILES[0], TILES[2])
     assert seconds is not None and seconds < 30
     assert timing(gpu) == pytest.approx(before, rel=0.05)
     # Remembered: its tile is not launched again, so nothing is lost.
-    record, seconds = grade(gpu)
-    assert seconds is None and [t["tile"] for t in record["refused_tiles"]] == [TILES[1].label]
+    report, _, seconds = grade(gpu)
+    assert seconds is None and [t.tile for t in report.refused_tiles] == [TILES[1].label]
 
 
 def test_short_memory_is_one_line_and_the_next_job_runs_as_before(
@@ -100,8 +103,8 @@ def test_short_memory_is_one_line_and_the_next_job_runs_as_before(
     after = timing(gpu)
     assert time.monotonic() - start < 30
     assert after == pytest.approx(before, rel=0.05)
-    record, _ = grade(gpu)
-    assert record["refused_tiles"] == []
+    report, *_ = grade(gpu)
+    assert not report.refused_tiles
 
 
 def test_the_gpu_has_the_name_torch_gives_it() -> None:

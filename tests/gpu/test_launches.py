@@ -9,7 +9,7 @@ import torch
 from coda_agent import generated
 from coda_agent.agent.execution.pool import warm_pool
 from coda_agent.agent.judge.clocks import Gpu
-from coda_agent.agent.judge.compile_gate import job
+from coda_agent.agent.judge.job import CompileJob
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives import ColIndex, Program, RowGather, Tile, epilogue, gather
 from coda_agent.primitives.function import ProgramFunction, untuned
@@ -59,7 +59,7 @@ def _compiled() -> None:
         for _, program in variants(kernel):
             for config in {tile(kernel, block) for block in (None, BLOCK)}:
                 key = program.digest, config
-                jobs[key] = job(program, config, "sm_90a", kernel.spec, element)
+                jobs[key] = CompileJob.of(program, config, "sm_90a", kernel.spec, element)
     warm_pool().map(list(jobs.values()), lambda *_: None)
 
 

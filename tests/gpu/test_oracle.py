@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.agent.judge.numerics import NumericsReport, check_numerics, run_kernel
+from coda_agent.agent.judge.numerics import check_numerics, run_kernel
 from coda_agent.agent.judge.oracle import make_cases
+from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.launch import launcher
 from coda_agent.primitives.program import Program
@@ -31,9 +32,9 @@ def accepted(name: str) -> tuple[Spec, Program]:
     return load_spec(GENERATED / name / "spec.md"), namespace[name]
 
 
-def check(name: str, run: Any = None) -> NumericsReport:
+def check(name: str, run: Any = None) -> Outcome[NumericsReport]:
     spec, program = accepted(name)
-    tiles = {(name, "bfloat16"): CONFIGS}
+    tiles = {(name, "bfloat16"): (*CONFIGS,)}
     return check_numerics(
         spec, {name: program}, tiles, device="cuda", progress=lambda *_: None, run=run
     )
@@ -42,9 +43,9 @@ def check(name: str, run: Any = None) -> NumericsReport:
 @pytest.mark.parametrize("name", NAMES)
 def test_accepted_kernels_pass_every_case(name: str) -> None:
     report = check(name)
-    assert not report.findings and not report.refused_tiles
-    worst = report.worst[f"{name} bfloat16"]
-    assert 0 < worst["ratio"] < 1 and 0 < worst["element"] <= 1
+    assert not report.findings and report.report and not report.report.refused_tiles
+    worst = report.report.worst[f"{name} bfloat16"]
+    assert 0 < worst.ratio < 1 and 0 < worst.element <= 1
 
 
 @pytest.mark.parametrize("name", NAMES)

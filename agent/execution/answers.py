@@ -1,0 +1,63 @@
+"""What a worker answers, whichever it is: one tagged union, as data on its pipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from coda_agent.agent.judge.records import Record
+from coda_agent.primitives import errors
+
+
+class Ok(Record):
+    """The job's result, JSON data."""
+
+    kind: Literal["ok"] = "ok"
+    result: Any = None
+
+
+class Refused(Record):
+    """The job raised an error of the tree in `primitives.errors`: its class, message and hint."""
+
+    kind: Literal["refused"] = "refused"
+    error: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: errors.CodaError) -> Refused:
+        """An error that was raised, as data."""
+        return cls(error=type(error).__name__, message=error.message, hint=error.hint)
+
+    def raised(self) -> errors.CodaError:
+        """The error again."""
+        return getattr(errors, self.error)(self.message, hint=self.hint)
+
+
+class Fault(Record):
+    """The GPU, or its memory, failed: how, and what was said of it."""
+
+    kind: Literal["fault"] = "fault"
+    fault: str
+    detail: str
+
+
+class Bug(Record):
+    """Anything else was raised."""
+
+    kind: Literal["bug"] = "bug"
+    trace: str
+
+
+Answer = Ok | Refused | Fault | Bug
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])
+
+
+def read_answer(data: Any) -> Answer:
+    """The answer that `data` is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return _ANSWER.validate_python(data)
