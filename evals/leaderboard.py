@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
+import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +15,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
 from markupsafe import Markup
+from rich.console import Console
 
+from coda_agent.agent import runs
+from coda_agent.agent.workspace import Run
 from coda_agent.evals import metrics, pages, svg
-from coda_agent.evals.record_files import Problem, record_path
+from coda_agent.evals.record_files import Problem, file_name
 from coda_agent.evals.records import TrialRecord
 from coda_agent.evals.staleness import Stale
+from coda_agent.primitives.errors import CodaError
 
 _GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")
-_LOG = re.compile(r"logs/runs/([\w-]+)/events\.jsonl")
-_PUBLISHED = re.compile(r"[0-9a-f]{16}\.py|\d{8}T\d{6}Z-[\w-]+\.jsonl")
-"""Files beside the page, by which those of earlier pages are known."""
 _BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds"}
 
 
@@ -272,42 +272,49 @@ def write_markdown(path: Path, found: Sequence[Board], problems: Sequence[Proble
 
 
 def write_page(
-    path: Path, found: Sequence[Board], problems: Sequence[Problem], *, root: Path, records: Path
+    path: Path, found: Sequence[Board], problems: Sequence[Problem], *, root: Path
 ) -> Path:
-    """The page, and beside it, in programs/ and logs/, the program and the run's log of each cell.
+    """The page, and beside it one with program, verdict and run of each trial that is shown.
 
-    Logs are copied from the workspace at `root`, which git does not keep; one that was published
-    before stays while a cell links it. `records` is the folder that was read.
+    Runs are those of the workspace at `root`, told as `coda-agent run show` tells them.
     """
-    linked = set[str]()
-    folder, logs = path.parent / "programs", path.parent / "logs"
-    for made in (folder, logs):
-        made.mkdir(parents=True, exist_ok=True)
+    shown = {_anchor(c.shown): c.shown for board in found for c in board.cells.values()}
+    trials = {name: _kept(trial, root) for name, trial in shown.items()}
+    beside = path.with_name(f"{path.stem}-trials.html")
 
     def links(cell: Cell) -> dict[str, str]:
-        """Program, verdict and log of the trial that is shown; without what is not kept."""
-        trial, hrefs = cell.shown, dict[str, str]()
-        if trial.program is not None and trial.verdict:
-            name = f"{trial.verdict.digests['candidate'].removeprefix('sha256:')[:16]}.py"
-            (folder / name).write_text(trial.program, "utf-8", "replace")
-            hrefs["program"] = f"programs/{name}"
-        if place := record_path(records, trial):
-            hrefs["verdict"] = Path(os.path.relpath(place, path.parent)).as_posix()
-        if run := _LOG.fullmatch(trial.run.log):  # a forged record names what it likes
-            log = logs / f"{run[1]}.jsonl"
-            if (root / trial.run.log).is_file():
-                shutil.copyfile(root / trial.run.log, log)
-            if log.is_file():
-                hrefs["log"] = f"logs/{log.name}"
-        linked.update(hrefs.values())
-        return hrefs
+        name = _anchor(cell.shown)
+        return {what: f"{beside.name}#{name}.{what}" for what in trials[name]}
 
-    written = pages.write(path, "leaderboard.html", boards=found, problems=_named(problems),
-                          links=links, about=_ABOUT)  # fmt: skip
-    for made in (*folder.iterdir(), *logs.iterdir()):
-        if _PUBLISHED.fullmatch(made.name) and f"{made.parent.name}/{made.name}" not in linked:
-            made.unlink()
-    return written
+    pages.write(beside, "trials.html", trials=trials, board=path.name)
+    return pages.write(path, "leaderboard.html", boards=found, problems=_named(problems),
+                       links=links, about=_ABOUT)  # fmt: skip
+
+
+def _anchor(trial: TrialRecord) -> str:
+    return file_name(trial.key).removesuffix(".json")
+
+
+def _kept(trial: TrialRecord, root: Path) -> dict[str, str]:
+    """What there is to read of a trial, without what is not kept."""
+    kept: dict[str, str] = {}
+    if trial.program is not None and trial.verdict:
+        kept["program"] = trial.program
+    record = trial.model_dump(mode="json", exclude={"program"})
+    kept["verdict"] = yaml.safe_dump(record, default_flow_style=None, sort_keys=False, width=120)
+    if log := trial.run.file(root):
+        kept["log"] = _told(Run(trial.run.id, log.parent))
+    return kept
+
+
+def _told(run: Run) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    try:
+        with console.capture() as told:
+            console.print(runs.timeline(run))
+    except CodaError as damage:
+        return str(damage)
+    return "\n".join(line.rstrip() for line in told.get().splitlines())
 
 
 _ABOUT = (

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from coda_agent.evals import archive
 from coda_agent.evals.records import SCHEMA, TrialKey, TrialRecord, suite_digest
 
 TRIALS = Path("evals", "results", "trials")
@@ -21,6 +22,10 @@ TRIALS = Path("evals", "results", "trials")
 
 _CHECKSUM = '"checksum": "{}"'
 _Kind = Literal["truncated", "corrupted", "duplicated", "foreign"]
+
+
+PUBLISHED = "trials"
+"""The archive of the records that a workspace has published, with the logs of their runs."""
 
 
 class Problem(NamedTuple):
@@ -48,6 +53,27 @@ class _Unusable(Exception):
         super().__init__(message)
         self.kind: _Kind = kind
         self.message = message
+
+
+def trials_folder(root: Path) -> Path:
+    """The folder of a workspace's records. Where there is none, those that were published are
+    unpacked into it, and the logs of their runs beside the workspace's own."""
+    folder = root / TRIALS
+    if not folder.is_dir():
+        for path in archive.found(PUBLISHED, root / archive.FOLDER):
+            archive.unpack(path, root)
+    return folder
+
+
+def publish(root: Path) -> Path:
+    """Packs a workspace's records and the logs of their runs into one archive; its path."""
+    folder = root / TRIALS
+    logs = [log for record in read_records(folder).records if (log := record.run.file(root))]
+    files = {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in (*folder.rglob("*.json"), *logs)
+    }
+    return archive.pack(PUBLISHED, files, root / archive.FOLDER)
 
 
 def file_name(key: TrialKey) -> str:

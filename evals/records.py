@@ -6,6 +6,8 @@
 """
 
 import json
+import re
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -94,6 +96,12 @@ class RunRef(_Model):
     id: str
     log: str
     """Its events.jsonl, relative to the workspace."""
+
+    def file(self, root: Path) -> Path | None:
+        """The log in the workspace at `root`; None where it is not there, or where a record, which
+        anybody may write, names something else than a run's log."""
+        found = re.fullmatch(r"logs/runs/[\w-]+/events\.jsonl", self.log)
+        return root / self.log if found and (root / self.log).is_file() else None
 
 
 class Audit(_Model):

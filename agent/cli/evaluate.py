@@ -13,7 +13,7 @@ from coda_agent.agent.cli.targets import EXECUTOR, DeviceOption, Json, sharing
 from coda_agent.agent.pipeline import Device
 from coda_agent.agent.workspace import find
 from coda_agent.evals import comparison, definitions, metrics, records, trials
-from coda_agent.evals.record_files import TRIALS, read_records
+from coda_agent.evals.record_files import read_records, trials_folder
 from coda_agent.evals.workers import workers
 from coda_agent.primitives.errors import CodaError
 
@@ -103,7 +103,7 @@ class _Session:
         self.workspace = find()
         self.suite = definitions.load(suite, self.workspace.root / "evals" / "suites")
         self.device: records.Device = self.suite.device(device)
-        self.folder = (out or self.workspace.root / TRIALS) / self.suite.name
+        self.folder = (out or trials_folder(self.workspace.root)) / self.suite.name
         self.authors = list(dict.fromkeys(names))
         self.options, self.silent = options, silent
 

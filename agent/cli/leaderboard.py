@@ -1,5 +1,5 @@
-"""`coda-agent eval leaderboard`, `regrade` and `audit`: what the trial records say, renewing them,
-and what a person found out about one."""
+"""`coda-agent eval leaderboard`, `regrade`, `scaling` and `audit`: what the trial records say,
+renewing them, summing them up, and what a person found out about one."""
 
 import gc
 from collections import Counter
@@ -21,28 +21,30 @@ RecordsOption = Annotated[
 @reported
 def leaderboard(
     records: RecordsOption = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page here, programs beside.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the pages here.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables here.")] = None,
+    publish: Annotated[
+        bool, typer.Option("--publish", help="Pack the workspace's records into evals/archive/.")
+    ] = False,
     as_json: Json = False,
 ) -> Reply:
     """Rank authors from their trial records."""
-    from coda_agent.evals import definitions, staleness
+    from coda_agent.evals import definitions, record_files, staleness
     from coda_agent.evals import leaderboard as pages
-    from coda_agent.evals.record_files import read_records
 
     gc.disable()  # hundreds of thousands of objects and no garbage: it is a third of the time
     workspace, folder = _places(records)
-    found = read_records(folder)
+    found = record_files.read_records(folder)
     stale = staleness.of_trials(workspace, definitions.beside(folder))
     boards = pages.boards(found.records, stale)
     written: list[Path] = []
     if html:
         page = html if html.suffix == ".html" else html / "index.html"
-        written.append(
-            pages.write_page(page, boards, found.problems, root=workspace.root, records=folder)
-        )
+        written.append(pages.write_page(page, boards, found.problems, root=workspace.root))
     if markdown:
         written.append(pages.write_markdown(markdown, boards, found.problems))
+    if publish:
+        written.append(record_files.publish(workspace.root))
     parts = [f"{board.title}: {board.first}\n\n{columns(board.ranking)}\n\n{columns(board.matrix)}"
              for board in boards]  # fmt: skip
     parts += [f"not counted: {problem}" for problem in found.problems]
@@ -67,6 +69,19 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     counts = Counter(one.outcome for one in found)
     end = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return Reply({"records": [one._asdict() for one in found]}, end or "nothing is stale")
+
+
+@reported
+def scaling(as_json: Json = False) -> Reply:
+    """Sum up trials that were run on one GPU of a host and on all: evals/results/scaling/."""
+    from coda_agent.evals import scaling as runs
+
+    workspace = find()
+    written = runs.write_summary(workspace.root)
+    found = [run.model_dump() for run in runs.read_summary(workspace.root)]
+    rows = [(f"{r['gpus']} of {r['host_gpus']} GPUs", f"{r['trials']} trials",
+             f"{r['seconds']:.1f} s") for r in found]  # fmt: skip
+    return Reply({"runs": found, "written": written}, columns(rows))
 
 
 @reported
@@ -99,10 +114,10 @@ def audit(
 
 
 def _places(records: Path | None) -> tuple[Workspace, Path]:
-    from coda_agent.evals.record_files import TRIALS
+    from coda_agent.evals.record_files import trials_folder
 
     workspace = find()
-    folder = records or workspace.root / TRIALS
+    folder = records or trials_folder(workspace.root)
     if not folder.is_dir():
         raise CodaError(f"no folder {folder}", hint="coda-agent eval run writes records")
     return workspace, folder

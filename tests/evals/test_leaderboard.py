@@ -218,6 +218,7 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        self.path = path
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = path.read_text("utf-8")
         self.feed(self.text)
@@ -239,7 +240,7 @@ def check_alone(path: Path) -> None:
             attributes,
         )
         if href := attributes.get("href"):
-            assert ":" not in href and (path.parent / href).is_file(), href
+            assert ":" not in href and (path.parent / href.partition("#")[0]).is_file(), href
 
 
 def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
@@ -261,20 +262,20 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     check_alone(path)
     page = Page(path)
     hrefs = [a["href"] for t, a in page.tags if t == "a"]
-    programs = {(path.parent / str(h)).read_text() for h in hrefs if str(h).startswith("programs/")}
-    assert programs == {records[0].program, records[1].program}
-    verdicts = {(path.parent / str(h)).resolve() for h in hrefs if str(h).endswith(".json")}
-    assert verdicts == {folder / file_name(r.key) for r in records}
-    name = f"logs/{records[0].run.id}.jsonl"
-    assert [str(h) for h in hrefs if str(h).endswith(".jsonl")] == [name] * 2  # both have this run
-    assert (path.parent / name).read_text() == "{}\n"
-    old = ["programs/0123456789abcdef.py", "logs/20261121T211454Z-generate-gemm_rope-6292.jsonl"]
-    for each in (*old, "programs/mine.py", "logs/notes.md"):
-        (path.parent / each).write_text("")
+    beside = Page(path.with_name("index-trials.html"))
+    check_alone(beside.path)
+    anchors = {a["id"] for _, a in beside.tags if "id" in a}
+    names = [file_name(record.key).removesuffix(".json") for record in records]
+    parts = ("program", "verdict", "log")  # both have this run
+    assert sorted(map(str, hrefs)) == sorted(
+        f"index-trials.html#{name}.{part}" for name in names for part in parts
+    )
+    assert {str(href).partition("#")[2] for href in hrefs} < anchors
+    assert "# &lt;script&gt;alert" in beside.text and "# b|c 1" in beside.text
+    assert "outcome: accepted" in beside.text and "is not an event" in beside.text  # the log
+    log.unlink()
     run("leaderboard", "--html", "docs/board")
-    assert not any((path.parent / each).exists() for each in old)
-    assert (path.parent / name).exists() and (path.parent / "logs" / "notes.md").exists()
-    assert len(list((path.parent / "programs").iterdir())) == 3
+    assert path.read_text("utf-8").count('<span class="dim">no log </span>') == 2
     assert page.text.count("&lt;script&gt;alert") >= 5  # table, curves, matrix, audit, problem
     markdown = (where.root / "docs" / "board.md").read_text("utf-8")
     assert "<" not in markdown and "b\\|c" in markdown
@@ -330,13 +331,34 @@ def test_what_a_person_found_out_is_in_the_cell_and_counts(where: workspace.Work
     assert "--evidence is empty" in run("audit", name, "clean", "--evidence", " ", code=2)
 
 
+def test_published_records_are_there_again_where_there_are_none(
+    where: workspace.Workspace,
+) -> None:
+    record = trial("gemm_rope", "a")
+    folder = store(where, [record, trial("gemm_rope", "b", speed=0.0)])
+    log = where.root / record.run.log
+    log.parent.mkdir(parents=True)
+    log.write_text("{}\n")
+    before = run("leaderboard", "--json", "--publish")
+    (packed,) = (where.root / "evals" / "archive").iterdir()
+    assert before["written"] == [str(packed)]
+    files = {path: path.read_bytes() for path in (*folder.iterdir(), log)}
+    shutil.rmtree(where.root / "evals" / "results")
+    log.unlink()
+    assert run("leaderboard", "--json")["boards"] == before["boards"]
+    assert {path: path.read_bytes() for path in files} == files
+    (folder / file_name(record.key)).unlink()
+    (board,) = run("leaderboard", "--json")["boards"]
+    assert [row["author"] for row in board["ranking"]] == ["b"]  # what was deleted stays so
+
+
 def test_no_file_is_published_that_is_not_a_runs_log(where: workspace.Workspace) -> None:
-    (where.root / "secret").write_text("secret")
+    (where.root / "secret").write_text("a secret\n")
     logs = ("secret", "logs/runs/../../secret", "logs/runs/a/../b/events.jsonl")
     runs = (RunRef(id="../../../secret", log=log) for log in logs)
     store(where, [trial("gemm_rope", f"by {r.log}").model_copy(update={"run": r}) for r in runs])
     run("leaderboard", "--html", "docs/board")
-    assert list((where.root / "docs" / "board" / "logs").iterdir()) == []
+    assert "a secret" not in (where.root / "docs" / "board" / "index-trials.html").read_text()
 
 
 def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:

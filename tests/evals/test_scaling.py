@@ -1,16 +1,17 @@
-"""What docs/evaluation.md says of one, two and four GPUs, against the records of those runs."""
+"""What the documentation says of one, two and four GPUs, against the summary of those runs, and the
+summary against their records."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+import shutil
 from pathlib import Path
-from statistics import median
 
 import pytest
 
-from coda_agent.evals.record_files import read_records
-from coda_agent.evals.records import TrialRecord
+from coda_agent.evals import archive
+from coda_agent.evals.scaling import ScalingRun, read_summary, write_summary
+from coda_agent.primitives.errors import CodaError
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "evaluation.md").read_text()
@@ -20,44 +21,34 @@ WANTED = {2: 1.8, 4: 3.4}  # times as fast
 hosts = pytest.mark.parametrize("gpus", COUNT)
 
 
-def trials(host: int, gpus: int) -> list[TrialRecord]:
-    folder = f"{gpus}-gpu" if gpus == 1 else f"{gpus}-gpus"
-    found = read_records(ROOT / "evals" / "results" / "scaling" / f"host-of-{host}" / folder)
-    assert found.problems == []
-    return found.records
+def runs(host: int) -> tuple[ScalingRun, ScalingRun]:
+    """A host's run on one GPU, and on all."""
+    found = {run.gpus: run for run in read_summary(ROOT) if run.host_gpus == host}
+    assert sorted(found) == [1, host]
+    return found[1], found[host]
 
 
-def seconds(found: list[TrialRecord]) -> float:
-    """From the first trial's start to the last one's end."""
-    return (max(r.finished for r in found) - min(r.started for r in found)).total_seconds()
-
-
-def medians(found: list[TrialRecord]) -> dict[tuple[str, str], float]:
-    """Share of the bare GEMM's speed, by spec and type."""
-    shares = defaultdict[tuple[str, str], list[float]](list)
-    for record in found:
-        assert record.verdict is not None
-        for cell in record.verdict.cells:
-            shares[record.spec.name, cell.dtype].append(cell.of_gemm.ratio)
-    return {key: median(found) for key, found in shares.items()}
+def furthest(one: ScalingRun, other: ScalingRun) -> float:
+    """How far the speeds of a spec and type lie apart at most, as a share."""
+    assert one.shares.keys() == other.shares.keys() and len(one.shares) == 6
+    return max(abs(other.shares[key] / one.shares[key] - 1) for key in one.shares)
 
 
 @hosts
 def test_the_same_trials_were_run_on_one_gpu_and_on_all(gpus: int) -> None:
-    one, all_ = trials(gpus, 1), trials(gpus, gpus)
-    keys = [{(r.spec.digest, r.trial, r.suite.digest) for r in found} for found in (one, all_)]
-    assert keys[0] == keys[1]
-    assert len(one) == len(all_) == len(keys[0]) == COUNT[gpus]
-    assert len({r.verdict and r.verdict.digests["judge"] for r in one + all_}) == 1
+    one, all_ = runs(gpus)
+    assert one.digest == all_.digest and one.judge == all_.judge
+    assert one.machine == all_.machine == "NVIDIA H200"
+    assert one.trials == all_.trials == COUNT[gpus]
 
 
 @hosts
-def test_the_table_says_what_the_records_do(gpus: int) -> None:
+def test_the_table_says_what_the_summary_does(gpus: int) -> None:
     count = COUNT[gpus]
     rows = re.findall(
         rf"^\| {gpus} \| (\d) \| {count} \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) \|$", TEXT, re.M
     )
-    one, all_ = seconds(trials(gpus, 1)), seconds(trials(gpus, gpus))
+    one, all_ = (run.seconds for run in runs(gpus))
     assert rows == [
         ("1", f"{one:.1f}", f"{one / count:.2f}", ""),
         (f"{gpus}", f"{all_:.1f}", f"{all_ / count:.2f}", f"{one / all_:.2f}"),
@@ -66,17 +57,27 @@ def test_the_table_says_what_the_records_do(gpus: int) -> None:
 
 
 def test_the_readme_says_how_far_two_hosts_differ() -> None:
-    two, four = (medians(trials(host, 1) + trials(host, host)) for host in COUNT)
-    assert two.keys() == four.keys()
-    furthest = max(abs(four[key] / two[key] - 1) for key in two)
+    both = [runs(host) for host in COUNT]
+    apart = max(furthest(two, four) for two, four in zip(*both, strict=True))
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"share of cuBLAS's speed differed by up to {100 * furthest:.1f} %" in text
+    assert f"share of cuBLAS's speed differed by up to {100 * apart:.1f} %" in text
 
 
-@hosts
-def test_figures_of_all_gpus_are_those_of_one(gpus: int) -> None:
-    one, all_ = medians(trials(gpus, 1)), medians(trials(gpus, gpus))
-    assert one.keys() == all_.keys() and len(one) == 6
-    furthest = max(abs(all_[key] / one[key] - 1) for key in one)
-    assert furthest <= 0.02
-    assert f"within {100 * furthest:.1f} % on the host with {gpus}" in TEXT
+def test_figures_of_all_gpus_are_those_of_one() -> None:
+    apart = max(furthest(*runs(gpus)) for gpus in COUNT)
+    assert apart <= 0.02
+    assert f"agrees within {100 * apart:.1f} %" in TEXT
+
+
+def test_the_summary_is_that_of_the_records(tmp_path: Path) -> None:
+    published = archive.found("scaling", ROOT / archive.FOLDER)
+    if not published:
+        pytest.skip("the archive of the scaling records was not fetched")
+    shutil.copytree(ROOT / archive.FOLDER, tmp_path / archive.FOLDER)
+    summary, packed = write_summary(tmp_path)
+    assert summary.read_bytes() == (ROOT / "evals" / "results" / "scaling.json").read_bytes()
+    assert packed.name == published[0].name  # and equal content, which is what the name says
+    broken = next((tmp_path / "evals" / "results" / "scaling").rglob("gemm_*.json"))
+    broken.write_text("{")
+    with pytest.raises(CodaError, match=r"not a run to sum up: .* truncated"):
+        write_summary(tmp_path)
