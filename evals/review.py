@@ -267,6 +267,25 @@ def ordered(reviews: Sequence[Review]) -> list[Review]:
     return sorted(reviews, key=lambda r: (r.rank, -r.age_s, r.name))
 
 
+def index(reviews: Sequence[Review]) -> Rows:
+    """A line a kernel."""
+
+    def speed(review: Review) -> str:
+        return "  ".join(
+            f"{label(c['sizes'])} {c['of_gemm']['ratio']:.3f}/{c['over_compile']['ratio']:.3f}"
+            for c in review.slowest
+        )
+
+    return pages.tabulate(reviews, {
+        "kernel": lambda r: r.name,
+        "level": lambda r: r.current.level,
+        "age": lambda r: r.age,
+        "of GEMM / over compile, slowest dtype": lambda r: speed(r) or "–",
+        "since the version before": lambda r: r.since,
+        "needs a look": lambda r: "; ".join(flag.text for flag in r.flags) or "no",
+    })  # fmt: skip
+
+
 def write_pages(folder: Path, reviews: Sequence[Review]) -> list[Path]:
     """index.html and a page for each kernel; the index first."""
     shared = {"FINE": FINE, "SLOW": SLOW}

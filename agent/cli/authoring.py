@@ -15,8 +15,6 @@ from coda_agent.agent.authors.claude import model_named
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.cli.report import REFUSED, Progress, Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import (
-    CONTENDED,
-    SANDBOX,
     DeviceOption,
     Json,
     NoCommit,
@@ -30,7 +28,6 @@ from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.suggest import near_matches
-from coda_agent.specs import load_spec
 
 MaxUsd = Annotated[float | None, typer.Option(help="Most to spend on the model; 5 by default.")]
 Limits = Annotated[
@@ -48,7 +45,7 @@ Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold bac
 
 
 @reported
-@sharing(SANDBOX, CONTENDED)
+@sharing("sandbox", "contended")
 def generate(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
@@ -82,7 +79,7 @@ def generate(
 
 
 @reported
-@sharing(SANDBOX, CONTENDED)
+@sharing("sandbox", "contended")
 def resume(
     run: RunName,
     max_usd: MaxUsd = None,
@@ -90,7 +87,6 @@ def resume(
     as_json: Json = False,
 ) -> Reply:
     """Go on with a run of claude where it stopped, by its own limits unless others are given."""
-
     workspace = find()
     found = past.find(workspace, run)
     first = read_events(found.folder / "events.jsonl")[0].data
@@ -114,6 +110,7 @@ def prompt(
     as_json: Json = False,
 ) -> Reply:
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
+    from coda_agent.specs import load_spec
 
     workspace = here()
     loaded = load_spec(resolve_spec(spec, workspace))
@@ -129,10 +126,8 @@ def prompt(
 
 def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
     """The tokens of a request: counted by the API where a key is set, else estimated."""
-    from coda_agent.agent.prompt import estimated_tokens
-
     if not (key := take_secrets()):
-        return estimated_tokens(sent), "estimated: no key is set to count them"
+        return prompting.estimated_tokens(sent), "estimated: no key is set to count them"
     import anthropic
 
     from coda_agent.agent.authors.claude.client import Client
@@ -140,12 +135,12 @@ def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
     try:
         counted = Client(key).sdk.messages.count_tokens(model=model, **sent)
     except anthropic.APIError as error:
-        return estimated_tokens(sent), f"estimated: {error.message}"
+        return prompting.estimated_tokens(sent), f"estimated: {error.message}"
     return counted.input_tokens, "counted"
 
 
 @reported
-@sharing(SANDBOX, CONTENDED)
+@sharing("sandbox", "contended")
 def tool(
     name: Annotated[str | None, typer.Argument(help="A tool; none lists them.")] = None,
     given: Annotated[
@@ -219,7 +214,7 @@ def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 @reported
-@sharing(SANDBOX)
+@sharing("sandbox")
 def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     from coda_agent.agent.mcp import Desk, serve
@@ -234,7 +229,6 @@ def price_of(price_in: float | None, price_out: float | None) -> Price | None:
     Raises:
         CodaError: only one of them is given, or one is no price.
     """
-
     if (price_in is None) != (price_out is None):
         raise CodaError("--price-in and --price-out go together")
     return None if price_in is None or price_out is None else Price.of(price_in, price_out)

@@ -9,7 +9,7 @@ import typer
 from coda_agent.agent import authors
 from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut, price_of
 from coda_agent.agent.cli.report import Reply, columns, reported
-from coda_agent.agent.cli.targets import EXECUTOR, DeviceOption, Json, sharing
+from coda_agent.agent.cli.targets import DeviceOption, Json, sharing
 from coda_agent.agent.pipeline import Device
 from coda_agent.agent.workspace import find
 from coda_agent.evals import comparison, definitions, metrics, records, trials
@@ -32,7 +32,7 @@ Out = Annotated[Path | None, typer.Option(help="Folder of the records; evals/res
 
 
 @reported
-@sharing(EXECUTOR)
+@sharing("executor")
 def run(
     suite: SuiteName,
     author: Annotated[list[str], typer.Option(help=f"{_SPELLINGS}; repeatable.")],
@@ -62,7 +62,7 @@ def run(
 
 
 @reported
-@sharing(EXECUTOR)
+@sharing("executor")
 def ablate(
     suite: SuiteName,
     author: Annotated[str, typer.Option(help=f"{_AIDED}.")],

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from coda_agent.agent.cli.report import REFUSED, Reply, reported
-from coda_agent.agent.cli.targets import CONTENDED, DeviceOption, Json, require_gpu, sharing
+from coda_agent.agent.cli.targets import DeviceOption, Json, require_gpu, sharing
 from coda_agent.agent.workspace import find
 from coda_agent.evals import definitions
 from coda_agent.evals.judge import report, selection
@@ -88,7 +88,7 @@ def latency(
 
 
 @reported
-@sharing(CONTENDED)
+@sharing("contended")
 def timing(
     trials: Annotated[int, typer.Option(min=1, help="Comparisons of a contender.")] = 200,
     as_json: Json = False,

@@ -8,13 +8,13 @@ import typer
 from coda_agent.agent import pipeline
 from coda_agent.agent.cli import report, targets
 from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
-from coda_agent.agent.cli.targets import CONTENDED, SANDBOX, DeviceOption, Json, NoCommit, sharing
+from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, sharing
 from coda_agent.agent.workspace import Kernel, Workspace, find
 from coda_agent.primitives.errors import CodaError
 
 
 @reported
-@sharing(SANDBOX)
+@sharing("sandbox")
 def check(
     target: Annotated[str, typer.Argument(metavar="FILE|KERNEL")],
     spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
@@ -39,7 +39,7 @@ def check(
 
 
 @reported
-@sharing(SANDBOX, CONTENDED)
+@sharing("sandbox", "contended")
 def verify(
     kernels: targets.Kernels = None,
     every: targets.All = False,

@@ -10,13 +10,13 @@ import typer
 from coda_agent.agent import pipeline
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.report import Progress, Reply, outcomes, reported
-from coda_agent.agent.cli.targets import CONTENDED, SANDBOX, Json, sharing
+from coda_agent.agent.cli.targets import Json, sharing
 from coda_agent.agent.workspace import Workspace, find
 from coda_agent.primitives.errors import CodaError
 
 
 @reported
-@sharing(SANDBOX, CONTENDED)
+@sharing("sandbox", "contended")
 def tune(
     kernel: Annotated[str, typer.Argument(help="An accepted kernel.")],
     shape: Annotated[list[str], typer.Option(help="M,N,K, such as 16384,4096,4096; repeatable.")],
@@ -41,7 +41,7 @@ def tune(
 
 
 @reported
-@sharing(SANDBOX, CONTENDED)
+@sharing("sandbox", "contended")
 def bench(
     kernels: targets.Kernels = None,
     every: targets.All = False,

@@ -11,8 +11,6 @@ from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.cli.report import REFUSED, Progress, Reply, columns, reported
 from coda_agent.agent.cli.targets import (
-    CONTENDED,
-    SANDBOX,
     DeviceOption,
     Json,
     RunName,
@@ -24,7 +22,7 @@ from coda_agent.agent.workspace import find
 
 
 @reported
-@sharing(SANDBOX, CONTENDED)
+@sharing("sandbox", "contended")
 def replay(
     run: RunName,
     device: DeviceOption = "auto",

@@ -5,7 +5,6 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,101 +28,53 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help='Name, part of one, 
 Kernels = Annotated[list[str] | None, typer.Argument(metavar="[KERNEL]...")]
 
 
-@dataclass(frozen=True)
-class Shared:
-    """An option that holds for all that a command calls, and that it does not take itself.
-
-    Attributes:
-        name: Of the parameter.
-        annotation: With its `typer.Option`.
-        default: Where it is not given.
-        apply: Told the value before the command begins.
-    """
-
-    name: str
-    annotation: Any
-    default: Any
-    apply: Callable[[Any], None]
-
-
-def sharing(*options: Shared) -> Callable[[Callable[..., Reply]], Callable[..., Reply]]:
-    """Adds options to a command, before its --json."""
-
-    def decorate(command: Callable[..., Reply]) -> Callable[..., Reply]:
-        @functools.wraps(command)
-        def run(**given: Any) -> Reply:
-            for option in options:
-                option.apply(given.pop(option.name, option.default))
-            return command(**given)
-
-        signature = inspect.signature(command)
-        added = [
-            inspect.Parameter(o.name, _KEYWORD, default=o.default, annotation=o.annotation)
-            for o in options
-        ]
-        own = list(signature.parameters.values())
-        last = len(own) - (own[-1].name == "as_json")
-        parameters = [*own[:last], *added, *own[last:]]
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
-
-
-_KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-def _exports(variable: str) -> Callable[[str | bool | None], None]:
-    """What the judge and its children read from the environment."""
-
-    def apply(value: str | bool | None) -> None:
-        if value:
-            os.environ[variable] = "1" if value is True else str(value)
-
-    return apply
-
-
-def require_sandbox(tier: str | None) -> None:
-    """Demand a sandbox for the rest of the command; said now where none is as strong.
-
-    Raises:
-        MachineError: no such sandbox works here.
-    """
-    if tier is not None:
-        os.environ[sandbox.VARIABLE] = tier
-    if sandbox.VARIABLE in os.environ:
-        sandbox.choose()
-
-
-SANDBOX = Shared(
-    "sandbox",
-    Annotated[
+_SHARED = {
+    "sandbox": Annotated[
         Literal["bubblewrap", "landlock", "process"] | None,
         typer.Option(help="The weakest sandbox to compile in; else $CODA_AGENT_SANDBOX."),
     ],
-    None,
-    require_sandbox,
-)
-CONTENDED = Shared(
-    "contended",
-    Annotated[
-        bool, typer.Option("--contended", help="Time on a GPU that others use, too."),
+    "contended": Annotated[
+        bool, typer.Option("--contended", help="Time on a GPU that others use, too.")
     ],
-    False,
-    _exports("CODA_AGENT_CONTENDED"),
-)  # fmt: skip
-EXECUTOR = Shared(
-    "executor",
-    Annotated[
+    "executor": Annotated[
         str | None,
         typer.Option(
             metavar="dask://HOST:PORT",
             help="Compile, check and time on a Dask cluster; else $CODA_AGENT_EXECUTOR, else here.",
         ),
     ],
-    None,
-    _exports("CODA_AGENT_EXECUTOR"),
-)
+}
+"""Options that hold for all that a command calls: the judge and its children read them in the
+environment, as CODA_AGENT_<NAME>."""
+
+
+def sharing(*names: str) -> Callable[[Callable[..., Reply]], Callable[..., Reply]]:
+    """Gives a command options of `_SHARED`, before its --json; it does not take them itself.
+
+    One that has `sandbox` begins only where a sandbox as strong works, and raises `MachineError`.
+    """
+
+    def decorate(command: Callable[..., Reply]) -> Callable[..., Reply]:
+        @functools.wraps(command)
+        def run(**given: Any) -> Reply:
+            for name in names:
+                if value := given.pop(name):
+                    os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
+            if "sandbox" in names and sandbox.VARIABLE in os.environ:
+                sandbox.choose()
+            return command(**given)
+
+        signature = inspect.signature(command)
+        own = list(signature.parameters.values())
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        last = len(own) - (own[-1].name == "as_json")
+        own[last:last] = (
+            inspect.Parameter(n, kind, default=None, annotation=_SHARED[n]) for n in names
+        )
+        run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def require_gpu(device: str) -> None:

@@ -1,0 +1,79 @@
+"""The review of a kernel of a workspace: out of its files, its git history and its run's log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.events import read_events, summary
+from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
+from coda_agent.evals.review import Review, Version
+from coda_agent.primitives.errors import CodaError
+from coda_agent.specs import Spec, load_spec
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+
+
+def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool) -> Review:
+    """The review of a kernel; for pictures with its programs, traced in a worker.
+
+    Damage is part of the review and raises nothing.
+    """
+    found = Review(kernel.name, Version("", "", "", {}), list(_history(workspace, kernel)))
+    try:
+        evidence = kernel.evidence
+        found.current = Version("", "", "", evidence)
+        found.cost = _cost(workspace.root / "logs" / "runs" / str(evidence.get("run")))
+        text = kernel.program.read_text("utf-8")
+        found.current = Version("", "", text, evidence)
+        spec = found.spec = load_spec(kernel.spec)
+        found.digests = digests(spec, text)
+        found.newer_spec = workspace.differing_spec(spec.name, spec.text) is not None
+        if pictures:
+            found.programs = _traced(spec, text)
+    except (CodaError, OSError, UnicodeDecodeError) as error:
+        found.faults = [" ".join(str(error).split())]
+    return found
+
+
+def _traced(spec: Spec, text: str) -> dict[str, Program]:
+    from coda_agent.agent.execution import executor
+    from coda_agent.agent.judge.static import check_source
+
+    findings = check_source(text, [spec.variant(b) for b in spec.bindings()])
+    if findings:
+        raise CodaError(f"the program is not in the language: {findings[0].message}")
+    return executor().load(text)
+
+
+def _history(workspace: Workspace, kernel: Kernel) -> Iterator[Version]:
+    """The committed versions of a kernel, newest first."""
+    folder = kernel.folder.relative_to(workspace.top).as_posix()
+    paths = [f"{folder}/{file}" for file in ("kernel.py", "evidence.json")]
+    try:
+        said = workspace.git("log", "--format=%H %cI", "--", *paths)
+    except GitError:  # nothing is committed yet
+        return
+    for line in said.splitlines():
+        commit, _, date = line.partition(" ")
+        # A commit that took the kernel away, or holds damage, is no version of it.
+        with contextlib.suppress(GitError, ValueError):
+            program, evidence = (
+                run_git(workspace.top, "cat-file", "--filters", f"{commit}:{p}") for p in paths
+            )
+            yield Version(commit, date, program.decode(), json.loads(evidence))
+
+
+def _cost(run: Path) -> str:
+    """What the run behind a kernel took."""
+    if not (events := read_events(run / "events.jsonl")):
+        return ""
+    about = summary(events)
+    first, last = (datetime.fromisoformat(events[i].time) for i in (0, -1))
+    return f"{about.steps} steps, ${about.usd:.2f}, {(last - first).total_seconds():.0f} s"
