@@ -1,7 +1,6 @@
 """Commands that time accepted kernels on a GPU: for tiles, for figures, for the suite's pages."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +10,16 @@ from coda_agent.agent import pipeline
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.report import Progress, Reply, outcomes, reported
 from coda_agent.agent.cli.targets import Json, sharing
-from coda_agent.agent.workspace import Workspace, find
+from coda_agent.agent.execution.environment import environment
+from coda_agent.agent.judge import timing
+from coda_agent.agent.judge.machine import require_idle
+from coda_agent.agent.workspace import find
+from coda_agent.evals import chain_error, contest, contest_page
+from coda_agent.evals.benchmarks import write_table
+from coda_agent.evals.workloads import load_benchmark
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.tiles import TileConfig
 
 
 @reported
@@ -23,8 +30,6 @@ def tune(
     as_json: Json = False,
 ) -> Reply:
     """Find a kernel's best tiles for shapes of your own on this GPU, and commit them."""
-    from coda_agent.primitives.tiles import TileConfig
-
     shapes = [_shape(text) for text in shape]
     targets.require_gpu("cuda")
     with Progress(silent=as_json) as observer:
@@ -58,103 +63,59 @@ def bench(
     as_json: Json = False,
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
-    workspace = find()
+    root = find().root
     if numerics:
-        return _numerics(workspace, table=table)
+        if not table:
+            contest.require_hopper()
+            use_cache()
+            chain_error.measure(root, machine=_machine(), device="cuda")
+        return _written(chain_error.write_page(root))
     if suite is not None:
-        return _suite(
-            workspace, suite, kernels=kernels or [], sizes=sizes, contenders=contenders,
-            rounds=rounds, table=table, say=lambda line: typer.echo(line, err=as_json),
-        )  # fmt: skip
+        chosen = load_benchmark(suite)
+        multiples = _numbers("--sizes", sizes or "", "multiples of 128, such as 2048,4096", of=128)
+        if not table:
+            use_cache()
+            require_idle()
+            names = [name.strip() for name in (contenders or "").split(",") if name.strip()]
+            contest.run_contest(
+                root, chosen, clock=timing, machine=_machine(), kernels=kernels or [],
+                sizes=multiples, names=names, rounds=rounds,
+                say=lambda line: typer.echo(line, err=as_json),
+            )  # fmt: skip
+        return _written(contest_page.write_page(root, chosen))
     if table:
-        from coda_agent.evals.benchmarks import write_table
-
-        path = write_table(workspace.root)
+        path = write_table(root)
         return Reply({"table": path}, f"wrote {path}")
     targets.require_gpu("cuda")
     judged = (targets.judged("bench", n, silent=as_json) for n in targets.named(kernels, every))
     return outcomes(list(judged))
 
 
-def _numbers(text: str | None) -> list[int]:
-    """`2048,4096` as a list; nothing as an empty one.
+def _numbers(option: str, text: str, expected: str, *, of: int = 1) -> list[int]:
+    """`2048,4096` as a list, each a positive multiple of `of`; nothing as an empty one.
 
     Raises:
-        CodaError: something else than positive whole numbers.
+        CodaError: something else.
     """
     try:
-        found = [int(part) for part in (text or "").split(",") if part.strip()]
+        found = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         found = [0]
-    if any(n <= 0 or n % 128 for n in found):
-        raise CodaError(f"--sizes is {text!r}, expected multiples of 128, such as 2048,4096")
+    if any(n <= 0 or n % of for n in found):
+        raise CodaError(f"{option} is {text!r}, expected {expected}")
     return found
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    """`4096,8192,4096` as (M, N, K).
-
-    Raises:
-        CodaError: something else than three positive whole numbers.
-    """
-    try:
-        m, n, k = map(int, text.replace("x", ",").split(","))
-    except ValueError:
-        m = n = k = 0
-    if min(m, n, k) <= 0:
-        raise CodaError(f"--shape is {text!r}, expected M,N,K, such as 16384,4096,4096")
-    return m, n, k
-
-
-def _suite(
-    workspace: Workspace,
-    name: str,
-    *,
-    kernels: list[str],
-    sizes: str | None,
-    contenders: str | None,
-    rounds: int,
-    table: bool,
-    say: Callable[[str], None],
-) -> Reply:
-    """Measure what the suite's record lacks, unless only the `table` is wanted; write its pages."""
-    from coda_agent.evals.contest import run_contest
-    from coda_agent.evals.contest_page import write_page
-    from coda_agent.evals.workloads import load_benchmark
-
-    chosen, multiples = load_benchmark(name), _numbers(sizes)
-    if not table:
-        from coda_agent.agent.judge import timing
-        from coda_agent.agent.judge.machine import require_idle
-        from coda_agent.primitives.target import use_cache
-
-        use_cache()
-        names = [n.strip() for n in (contenders or "").split(",") if n.strip()]
-        require_idle()
-        run_contest(
-            workspace.root, chosen, clock=timing, machine=_machine(), kernels=kernels,
-            sizes=multiples, names=names, rounds=rounds, say=say,
-        )  # fmt: skip
-    return _written(write_page(workspace.root, chosen))
-
-
-def _numerics(workspace: Workspace, *, table: bool) -> Reply:
-    """Measure the error of GEMM - RMSNorm - GEMM, unless only the `table` is wanted; write it."""
-    from coda_agent.evals import chain_error
-
-    if not table:
-        from coda_agent.evals.contest import require_hopper
-        from coda_agent.primitives.target import use_cache
-
-        require_hopper()
-        use_cache()
-        chain_error.measure(workspace.root, machine=_machine(), device="cuda")
-    return _written(chain_error.write_page(workspace.root))
+    """`4096,8192,4096`, or with x, as (M, N, K)."""
+    expected = "M,N,K, such as 16384,4096,4096"
+    found = _numbers("--shape", text.replace("x", ","), expected)
+    if len(found) != 3:
+        raise CodaError(f"--shape is {text!r}, expected {expected}")
+    return found[0], found[1], found[2]
 
 
 def _machine() -> dict[str, Any]:
-    from coda_agent.agent.execution.environment import environment
-
     found = environment("cuda")
     gpu = {key: found["gpu"].get(key) for key in ("name", "driver_version")}
     return {"gpu": gpu, "cuda": found["cuda"], "packages": found["packages"]}
