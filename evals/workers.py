@@ -31,10 +31,10 @@ def workers(count: int) -> Executor:
 
 
 def _begin_worker(secrets: dict[str, str], count: int) -> None:
-    from coda_agent.agent.execution import pool
+    from coda_agent.agent.execution.pool import SIDE_BY_SIDE
 
     os.environ.update(secrets)  # until the first run takes them out again
-    pool.beside = count
+    os.environ[SIDE_BY_SIDE] = str(count)
     # Threads of several processes that wait for one another, spinning, took minutes for seconds.
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
 

@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 
 from coda_agent.agent import sandbox
-from coda_agent.agent.execution import pool
+from coda_agent.agent.execution.pool import SIDE_BY_SIDE
 
 # Before torch is imported: workers side by side that each take all cores wait for one another. A
 # replay of 4 s took 49 beside another worker on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # They share the cores with their compile workers too, each of which imports for 5 s.
-pool.beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault(SIDE_BY_SIDE, os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 @pytest.fixture(scope="session", params=sandbox.TIERS)

@@ -28,6 +28,9 @@ LIMITS = Limits(
 )  # fmt: skip
 T = TypeVar("T")
 R = TypeVar("R")
+SIDE_BY_SIDE = "CODA_AGENT_SIDE_BY_SIDE"
+"""Environment variable: how many processes of one command have a pool each and share the cores; 1
+by default."""
 MODULE = "coda_agent.agent.execution.compile_worker"
 
 
@@ -47,7 +50,7 @@ class CompilePool:
             logging.getLogger("coda_agent").warning(
                 "candidates are compiled without a sandbox: %s", self.sandbox.missing
             )
-        cores = len(os.sched_getaffinity(0)) // beside
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get(SIDE_BY_SIDE, 1))
         self.size = size or max(1, min(cores, 14))
         # Last in, first out: one job after the other starts one worker only.
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
@@ -152,8 +155,6 @@ class CompilePool:
             worker.close()
 
 
-beside = 1
-"""Processes of one command that have a pool each; they share the cores."""
 _warm: dict[str, CompilePool] = {}
 
 
