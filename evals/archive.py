@@ -11,7 +11,7 @@ import hashlib
 import io
 import lzma
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from coda_agent.primitives.errors import CodaError
@@ -71,6 +71,20 @@ def unpack(path: Path, folder: Path) -> list[Path]:
         target.write_bytes(content)
         written.append(target)
     return written
+
+
+def publish(name: str, files: Iterable[Path], root: Path) -> Path:
+    """Packs files of the workspace at `root`, by their paths in it; the archive."""
+    content = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
+    return pack(name, content, root / FOLDER)
+
+
+def restored(name: str, folder: Path, root: Path) -> Path:
+    """A folder of the workspace at `root`; what was published is unpacked where it is not there."""
+    if not (root / folder).is_dir():
+        for path in found(name, root / FOLDER):
+            unpack(path, root)
+    return root / folder
 
 
 def _tar(files: Mapping[str, bytes]) -> bytes:

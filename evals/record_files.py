@@ -56,24 +56,15 @@ class _Unusable(Exception):
 
 
 def trials_folder(root: Path) -> Path:
-    """The folder of a workspace's records. Where there is none, those that were published are
-    unpacked into it, and the logs of their runs beside the workspace's own."""
-    folder = root / TRIALS
-    if not folder.is_dir():
-        for path in archive.found(PUBLISHED, root / archive.FOLDER):
-            archive.unpack(path, root)
-    return folder
+    """The folder of a workspace's records; published ones are unpacked where there is none."""
+    return archive.restored(PUBLISHED, TRIALS, root)
 
 
 def publish(root: Path) -> Path:
     """Packs a workspace's records and the logs of their runs into one archive; its path."""
     folder = root / TRIALS
     logs = [log for record in read_records(folder).records if (log := record.run.file(root))]
-    files = {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in (*folder.rglob("*.json"), *logs)
-    }
-    return archive.pack(PUBLISHED, files, root / archive.FOLDER)
+    return archive.publish(PUBLISHED, [*folder.rglob("*.json"), *logs], root)
 
 
 def file_name(key: TrialKey) -> str:

@@ -61,19 +61,14 @@ def write_summary(root: Path) -> list[Path]:
     Raises:
         CodaError: there are no records, or some are damaged.
     """
-    folder, archives = root / RESULTS / "scaling", root / archive.FOLDER
-    if not folder.is_dir():
-        for path in archive.found("scaling", archives):
-            archive.unpack(path, root)
-    files = sorted(folder.rglob("*.json"))
-    if not files:
+    folder = archive.restored("scaling", RESULTS / "scaling", root)
+    if not (files := sorted(folder.rglob("*.json"))):
         raise CodaError(f"no records in {folder}", hint="eval run --out writes them")
-    found = [_summed_up(path) for path in sorted({file.parent for file in files})]
-    summary = root / RESULTS / "scaling.json"
+    found = [_summed_up(run) for run in sorted({file.parent for file in files})]
     cells = {f"{run.gpus} of {run.host_gpus}": run.model_dump() for run in found}
+    summary = root / RESULTS / "scaling.json"
     write_record(summary, {"command": COMMAND}, cells)
-    contents = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
-    return [summary, archive.pack("scaling", contents, archives)]
+    return [summary, archive.publish("scaling", files, root)]
 
 
 def read_summary(root: Path) -> list[ScalingRun]:
