@@ -102,7 +102,7 @@ def _launch(
     outputs: Mapping[str, torch.Tensor],
     config: TileConfig,
     *,
-    run: bool,
+    run: bool = True,
 ) -> Any:
     lowered = lower(program, config.tile_n)
     values = _by_kernel_name(program, lowered.names, operands, outputs)

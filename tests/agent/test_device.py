@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -20,6 +21,7 @@ from coda_agent.agent.judge.job import read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
+from coda_agent.primitives.launch import launcher
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
 from coda_agent.specs import Spec, load_spec
 
@@ -358,7 +360,10 @@ def watched(every: bool) -> tuple[Watch, list[Any], Callable[[TileConfig], Any]]
         events.append(("launch" if run else "compile", given[-1].label))
         return "plan"
 
-    watch = Watch(launch, lambda: events.append("wait"))
+    # With the real one's parameters: a call that it would refuse fails here.
+    watch = Watch(
+        create_autospec(launcher.get(), side_effect=launch), lambda: events.append("wait")
+    )
     watch.begin(lambda told: events.append(told["launch"] and told["launch"]["n"]), every=every)
     a, b = Operand(8, 32), Operand(16, 32)
     return watch, events, lambda config: watch(gemm_swiglu, a, b, {}, {}, config)
