@@ -117,16 +117,12 @@ def summary(found: Tried) -> Rows:
         timed = not value.timed or any(record.cells for record in counted[author])
         return f"{score.value:.2f}" if score and timed else "–"
 
-    def solved(author: str) -> str:
-        score = metrics.score(groups[author], metrics.solved)
-        return f"{score.value:.2f} ({score.low:.2f}–{score.high:.2f})" if score else "–"
-
     return tabulate(found, {
         "author": str,
         "specs": lambda author: str(len(groups[author])),
         "trials": lambda author: str(len(counted[author])),
         "faults": lambda author: str(len(found[author]) - len(counted[author])),
-        "solved@1": solved,
+        "solved@1": lambda author: str(metrics.score(groups[author], metrics.solved) or "–"),
         "roofline": lambda author: mean(author, metrics.roofline),
         "attempts": lambda author: mean(author, metrics.attempts),
         "USD": lambda author: mean(author, metrics.dollars),

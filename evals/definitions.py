@@ -45,7 +45,7 @@ class Shapes(_Model):
     bench: tuple[dict[str, PositiveInt], ...] = ()
 
 
-class Limits(_Model):
+class TrialLimits(_Model):
     """What one trial may spend, as `coda_agent.agent.budget.Budget`; None is that one's default."""
 
     usd: PositiveFloat | None = None
@@ -83,7 +83,7 @@ class Suite(_Model):
     gpu: str = ""
     trials: PositiveInt = 1
     judge: str = Field(default="current", pattern=r"^(current|any|sha256:[0-9a-f]{64})$")
-    budget: Limits = Limits()
+    budget: TrialLimits = TrialLimits()
     benchmark: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -2,16 +2,16 @@
 
 - One board a suite, as it was when it was run, and a device: no figure mixes two of either.
 - Scores, intervals and ranks are those of metrics.py, made from the judge's verdicts alone.
-- A cell is one author at one spec. Of several solved trials the one of median speed is shown.
+- An entry is one author at one spec. Of several solved trials the one of median speed is shown.
 """
 
 from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ _BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds
 
 
 @dataclass(frozen=True)
-class Cell:
+class Entry:
     """One author's trials at one spec; for each, what is stale of it."""
 
     trials: Sequence[TrialRecord]
@@ -108,23 +108,19 @@ class Board:
             for score in metrics.on_boards(cost=False)
         }
 
-    @cached_property
-    def scores(self) -> dict[str, dict[str, metrics.Interval | None]]:
-        """By a score's key, then by author; None of one without a trial that counts."""
-        return {
-            key: {author: metrics.interval(found) for author, found in authors.items()}
-            for key, authors in self.resampled.items()
-        }
+    def score(self, metric: metrics.Metric, author: str) -> metrics.Interval | None:
+        """Of an author; None without a trial that counts."""
+        return metrics.interval(self.resampled[metric.key][author])
 
     @cached_property
     def ranks(self) -> dict[str, tuple[int, int]]:
         """By solved@1 and by roofline score; best first."""
-        keys = metrics.solved.key, metrics.roofline.key
-        solved, speed = (metrics.ranks(self.resampled[key]) for key in keys)
+        both = metrics.solved, metrics.roofline
+        solved, speed = (metrics.ranks(self.resampled[metric.key]) for metric in both)
 
         def order(author: str) -> tuple[float, ...]:
-            means = (score.value if (score := self.scores[k][author]) else 0.0 for k in keys)
-            ahead, faster = means
+            found = (self.score(metric, author) for metric in both)
+            ahead, faster = (score.value if score else 0.0 for score in found)
             return solved[author], speed[author], -faster, -ahead
 
         return {a: (solved[a], speed[a]) for a in sorted(self.trials, key=order)}
@@ -157,36 +153,23 @@ class Board:
         return sorted({t.spec.name for trials in self.trials.values() for t in trials})
 
     @cached_property
-    def cells(self) -> dict[tuple[str, str], Cell]:
+    def entries(self) -> dict[tuple[str, str], Entry]:
         """By spec and author."""
         found: dict[tuple[str, str], list[TrialRecord]] = {}
         for author, trials in self.trials.items():
             for trial in sorted(trials, key=lambda t: t.trial):
                 found.setdefault((trial.spec.name, author), []).append(trial)
-        return {key: Cell(trials, [*map(self.stale, trials)]) for key, trials in found.items()}
+        return {key: Entry(trials, [*map(self.stale, trials)]) for key, trials in found.items()}
+
+    @cached_property
+    def timed(self) -> bool:
+        return any(trial.cells for trials in self.trials.values() for trial in trials)
 
     @cached_property
     def ranking(self) -> pages.Rows:
         """Authors, best first."""
-        stale = Counter(author for (_, author), cell in self.cells.items()
-                        for mark in cell.marks if mark)  # fmt: skip
-        timed = any(trial.cells for trials in self.trials.values() for trial in trials)
-
-        def score(metric: metrics.Metric) -> Callable[[str], str]:
-            def says(author: str) -> str:
-                found = self.scores[metric.key][author]
-                if not found or (metric.timed and not timed):
-                    return "–"
-                return _interval(found) if metric.interval else f"{found.value:.2f}"
-
-            return says
-
-        def cost(metric: metrics.Metric) -> Callable[[str], str]:
-            def says(author: str) -> str:
-                found = metrics.per_solution(self.trials[author], metric)
-                return "–" if found is None else f"{found:.2f}" if found < 100 else f"{found:,.0f}"
-
-            return says
+        stale = Counter(author for (_, author), entry in self.entries.items()
+                        for mark in entry.marks if mark)  # fmt: skip
 
         def passing(author: str) -> str:
             k = min(map(len, self.groups[author].values()), default=0)
@@ -196,21 +179,31 @@ class Board:
         return pages.tabulate(self.ranks, {
             "author": str,
             "rank": lambda author: str(self.ranks[author][0]),
-            "by speed": lambda author: str(self.ranks[author][1]) if timed else "–",
-            **{metric.head: score(metric) for metric in metrics.on_boards(cost=False)},
+            "by speed": lambda author: str(self.ranks[author][1]) if self.timed else "–",
+            **{m.head: partial(self._scored, m) for m in metrics.on_boards(cost=False)},
             "pass@k": passing,
-            **{metric.head: cost(metric) for metric in metrics.on_boards(cost=True)},
+            **{m.head: partial(self._spent, m) for m in metrics.on_boards(cost=True)},
             "trials": lambda author: str(len(self.trials[author])),
             "stale": lambda author: str(stale[author]),
         })  # fmt: skip
+
+    def _scored(self, metric: metrics.Metric, author: str) -> str:
+        found = self.score(metric, author)
+        if not found or (metric.timed and not self.timed):
+            return "–"
+        return str(found) if metric.interval else f"{found.value:.2f}"
+
+    def _spent(self, metric: metrics.Metric, author: str) -> str:
+        found = metrics.per_solution(self.trials[author], metric)
+        return "–" if found is None else f"{found:.2f}" if found < 100 else f"{found:,.0f}"
 
     @cached_property
     def matrix(self) -> pages.Rows:
         """Specs by authors."""
         rows: pages.Rows = [("spec", *self.authors)]
         for spec in self.specs:
-            found = (self.cells.get((spec, author)) for author in self.authors)
-            rows.append([spec, *(cell.text if cell else "–" for cell in found)])
+            found = (self.entries.get((spec, author)) for author in self.authors)
+            rows.append([spec, *(entry.text if entry else "–" for entry in found)])
         return rows
 
     def record(self) -> dict[str, Any]:
@@ -221,10 +214,10 @@ class Board:
 
     @cached_property
     def audits(self) -> pages.Rows:
-        """What was found in trials, the gravest first; what is clean, once a cell."""
+        """What was found in trials, the gravest first; what is clean, once an entry."""
         found: dict[tuple[str, ...], str] = {}
-        for (spec, author), cell in self.cells.items():
-            for t in cell.trials:
+        for (spec, author), entry in self.entries.items():
+            for t in entry.trials:
                 a = t.audit
                 if a.finding != "unaudited":
                     which = "" if a.finding == "clean" else str(t.trial)
@@ -278,12 +271,12 @@ def write_page(
 
     Runs are those of the workspace at `root`, told as `coda-agent run show` tells them.
     """
-    shown = {_anchor(c.shown): c.shown for board in found for c in board.cells.values()}
+    shown = {_anchor(e.shown): e.shown for board in found for e in board.entries.values()}
     trials = {name: _kept(trial, root) for name, trial in shown.items()}
     beside = path.with_name(f"{path.stem}-trials.html")
 
-    def links(cell: Cell) -> dict[str, str]:
-        name = _anchor(cell.shown)
+    def links(entry: Entry) -> dict[str, str]:
+        name = _anchor(entry.shown)
         return {what: f"{beside.name}#{name}.{what}" for what in trials[name]}
 
     pages.write(beside, "trials.html", trials=trials, board=path.name)
@@ -324,10 +317,6 @@ _ABOUT = (
     "failures included. A cell holds solved of counted trials, then the speed of the solved trial "
     "of median speed beside the bare GEMM and beside torch.compile, as geometric means."
 )
-
-
-def _interval(found: metrics.Interval) -> str:
-    return f"{found.value:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
 def _named(problems: Sequence[Problem]) -> pages.Rows:

@@ -44,6 +44,9 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}–{self.high:.2f})"
+
 
 class Difference(NamedTuple):
     """How much more one has than another, on the specs both tried."""

@@ -150,7 +150,7 @@ def test_a_cell_shows_the_median_and_the_gravest_finding() -> None:
     found = board([*records, trial("gemm_swiglu", "b")])
     assert [row[0] for row in found.matrix] == ["spec", "gemm_rope", "gemm_swiglu"]
     assert found.matrix[2][1 + found.authors.index("a")] == "–"
-    cell = found.cells["gemm_rope", "a"]
+    cell = found.entries["gemm_rope", "a"]
     assert (cell.solved, cell.counted) == (3, 4)  # the exploit counts and solves nothing
     assert cell.shown.trial == 5 and cell.speed == "1.000× GEMM, 2.000× compile"
     assert cell.audit == "exploit 2026-11-20"
