@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives import ColIndex, ColVector, Program, RowVector, Scalar
-from coda_agent.primitives.resources import Tile, dims
+from coda_agent.primitives.kinds import Resource
+from coda_agent.primitives.resources import Tile
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +38,10 @@ def draw(
     """
     import torch
 
-    sizes = {"M": m, "N": n, "2*N": 2 * n}
     how = {"B": {"scale": k**-0.5}, **unusual}
-    kinds: dict[str, type] = {x: kind for p in programs for x, kind in p.operands.items()}
+    kinds: dict[str, type[Resource]] = {x: kind for p in programs for x, kind in p.operands.items()}
     kinds |= {p.accumulated: Tile for p in programs if p.accumulated}
-    shapes = {x: tuple(sizes[d] for d in dims(kind)) for x, kind in kinds.items()}
+    shapes = {x: kind.extents(m, n) for x, kind in kinds.items()}
     drawn: dict[str, Any] = {}
     for x, shape in {"A": (m, k), "B": (n, k), **shapes}.items():
         kind = kinds.get(x, Tile)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.primitives.reductions import finalise
-from coda_agent.primitives.resources import ColSum, RowLogSumExp, RowMean
+from coda_agent.primitives.reductions import ColSum, RowLogSumExp, RowMean
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +41,7 @@ def rstd(partials: torch.Tensor, *, n: int, block: int, eps: float = 1e-6) -> to
         from coda_agent.primitives.fold import fold
 
         return fold(partials, "rstd", block / n, eps)
-    return (finalise(partials, RowMean, n, block) + eps).rsqrt()
+    return (RowMean.finalise(partials, n, block) + eps).rsqrt()
 
 
 def cross_entropy_loss(
@@ -83,7 +82,7 @@ def cross_entropy_loss(
         )
     blocks = lse_partials.shape[-1]
     kept = target != ignore_index
-    loss = finalise(lse_partials, RowLogSumExp, blocks, 1) - target_logit
+    loss = RowLogSumExp.finalise(lse_partials, blocks, 1) - target_logit
     loss = loss.where(kept, 0.0)
     if reduction == "none":
         return loss
@@ -107,7 +106,7 @@ def column_sum(partials: torch.Tensor) -> torch.Tensor:
         raise LaunchError(
             f"column_sum: partials have shape {tuple(partials.shape)}, expected (N, blocks)"
         )
-    return finalise(partials, ColSum, partials.shape[1], 1)
+    return ColSum.finalise(partials, partials.shape[1], 1)
 
 
 def rmsnorm_backward_statistic(partials: torch.Tensor, *, block: int, d: int) -> torch.Tensor:
@@ -133,7 +132,7 @@ def rmsnorm_backward_statistic(partials: torch.Tensor, *, block: int, d: int) ->
         raise LaunchError(
             f"rmsnorm_backward_statistic: block = {block} and d = {d}, expected both positive"
         )
-    return finalise(partials, RowMean, d, block)
+    return RowMean.finalise(partials, d, block)
 
 
 def _check(name: str, partials: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import coda_agent.primitives as vocabulary
-from coda_agent.primitives.resources import OPERAND_SHAPES, OUTPUT_KINDS, Reduction
+from coda_agent.primitives.kinds import Operand, Output
+from coda_agent.primitives.reductions import Reduction
 
 KINDS = (
     "program",
@@ -77,7 +78,6 @@ def _kind(name: str, item: Any) -> str:
     if inspect.isclass(item):
         if issubclass(item, Reduction):
             return "reduction"
-        if item in OUTPUT_KINDS and item in OPERAND_SHAPES:
-            return "load, store"
-        return "store" if item in OUTPUT_KINDS else "load"
+        ways = {"load": Operand, "store": Output}
+        return ", ".join(way for way, kind in ways.items() if issubclass(item, kind))
     return _FUNCTIONS.get(name, "elementwise")

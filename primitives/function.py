@@ -12,22 +12,10 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.reductions import finalise
-from coda_agent.primitives.resources import (
-    AddTile,
-    ColIndex,
-    ColVector,
-    HalfTile,
-    HeadTable,
-    RowGather,
-    RowVector,
-    Scalar,
-    Tile,
-    WideTile,
-    steps,
-)
+from coda_agent.primitives.resources import HalfTile, steps
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
 if TYPE_CHECKING:
@@ -86,7 +74,7 @@ class ProgramFunction:
         if m == 0:
             return self.fake(a, b, operands, block_size=block_size)
         config = config or self._configuration(m, n, k, a, block_size)
-        flat = {o: _flat(operands[o], kind, m) for o, kind in self._operands.items()}
+        flat = {o: kind.flat(operands[o], m) for o, kind in self._operands.items()}
         run = self._run if supported(a.device) else self._interpret
         results = run(a.reshape(m, k), b, flat, config, raw=block_size is not None)
         if o := self.program.accumulated:
@@ -114,8 +102,7 @@ class ProgramFunction:
         results = allocate(self.program, m, n, self._dtypes(a.dtype), tile, a.device)
         for o, kind in self.program.reductions.items():
             if block_size is None:
-                identity = 0.0 if kind.combine == "add" else -math.inf
-                results[o] = results[o].new_full((n if kind.over_rows else m,), identity)
+                results[o] = results[o].new_full(kind.extents(m, n), kind.identity())
             elif kind.over_rows:
                 results[o] = results[o].mT
         held = {o: operands[o] for o in results if o == self.program.accumulated}
@@ -130,9 +117,9 @@ class ProgramFunction:
         with torch.cuda.device(a.device):
             outputs = allocate(self.program, m, n, self._dtypes(a.dtype), config, a.device)
             for o, kind in self._operands.items():
-                if kind is not Scalar:
+                if kind.dims:
                     operands[o] = tma_ready(operands[o])
-                if kind is AddTile:
+                if o in outputs:
                     outputs[o] = operands[o]
             # The tensor core reads FP8 operands along K only.
             a, b = (tma_ready(t, either_major=t.element_size() > 1) for t in (a, b))
@@ -166,9 +153,9 @@ class ProgramFunction:
         return {o: t if o in kept else t.reshape(*lead, *t.shape[1:]) for o, t in results.items()}
 
     @cached_property
-    def _operands(self) -> dict[str, type]:
+    def _operands(self) -> dict[str, type[Resource]]:
         """Kinds of the operands, and of what is added to."""
-        added = {o: kind for o, kind in self.program.outputs.items() if kind is AddTile}
+        added = {o: kind for o, kind in self.program.outputs.items() if kind.accumulates}
         return {**self.program.operands, **added}
 
     @cached_property
@@ -202,7 +189,7 @@ class ProgramFunction:
     def _dtypes(self, element: torch.dtype) -> dict[str, torch.dtype]:
         import torch
 
-        names = {o: "float32" for o, k in self.program.outputs.items() if k is RowGather}
+        names = {o: "float32" for o, k in self.program.outputs.items() if k.element_bytes == 4}
         names |= {o: name for o, name in self.dtypes.items() if name is not None}
         return {
             o: getattr(torch, names[o]) if o in names else element for o in self.program.outputs
@@ -244,37 +231,21 @@ class ProgramFunction:
         return math.prod(lead), n, k, lead
 
     def _check_operand(
-        self, o: str, kind: type, value: Any, a: torch.Tensor, lead: tuple[int, ...], n: int
+        self,
+        o: str,
+        kind: type[Resource],
+        value: Any,
+        a: torch.Tensor,
+        lead: tuple[int, ...],
+        n: int,
     ) -> None:
-        import torch
-
         if value is None:
             raise self._error(f"operand {o!r} is missing")
-        shape = tuple(value.shape) if hasattr(value, "shape") else value
-        if kind is Scalar:
-            if isinstance(value, (int, float)):
-                return
-            if value.numel() != 1 or value.dtype != torch.float32:
-                raise self._error(
-                    f"operand {o!r} is {shape} {value.dtype}, expected a number or one float32"
-                )
-        elif kind is HeadTable:
-            s, w = shape if len(shape) == 2 else (0, 0)
-            if s == 0 or w == 0 or n % w or w % 32 or (s < math.prod(lead) and s % 128):
-                raise self._error(
-                    f"operand {o!r} has shape {shape}, expected (S, W) with W a multiple of 32 "
-                    f"that divides {n}, and S at least {math.prod(lead)} or a multiple of 128"
-                )
-        else:
-            columns = {Tile: (n,), AddTile: (n,), WideTile: (2 * n,)}.get(kind, ())
-            expected = (n,) if kind is RowVector else (*lead, *columns)
-            if shape != expected:
-                raise self._error(f"operand {o!r} has shape {shape}, expected {expected}")
-        if kind is ColIndex and value.dtype not in (torch.int32, torch.int64):
-            raise self._error(f"operand {o!r} is {value.dtype}, expected int32 or int64 indices")
-        if kind is AddTile and value.dtype != (wanted := self._dtypes(a.dtype)[o]):
+        if fault := kind.fault(value, lead, n):
+            raise self._error(f"operand {o!r} {fault}")
+        if o in self.program.outputs and value.dtype != (wanted := self._dtypes(a.dtype)[o]):
             raise self._error(f"operand {o!r} is {value.dtype}, expected {wanted}")
-        if value.device != a.device:
+        if getattr(value, "device", a.device) != a.device:
             raise self._error(f"operand {o!r} is on {value.device}, A on {a.device}")
 
     def _error(self, message: str, *, hint: str = "") -> LaunchError:
@@ -292,13 +263,6 @@ def reduction_block(program: Program, config: TileConfig) -> int | None:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _flat(value: Any, kind: type, m: int) -> Any:
-    """An operand with one dimension of rows."""
-    if kind in (Scalar, RowVector, HeadTable):
-        return value
-    return value.reshape(m) if kind in (ColVector, ColIndex) else value.reshape(m, value.shape[-1])
 
 
 def finalised(
@@ -319,7 +283,7 @@ def finalised(
         folded, block = (m, config.tile_m) if kind.over_rows else (n, config.tile_n)
         if half:
             folded, block = folded // 2, block // 2
-        results[o] = found if raw else finalise(found, kind, folded, block)
+        results[o] = found if raw else kind.finalise(found, folded, block)
     return results
 
 

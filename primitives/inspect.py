@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.operation import Degree
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
-from coda_agent.primitives.resources import AddTile, HeadTable, Reduction, RowGather
+from coda_agent.primitives.tiles import TileConfig
 
 
 @dataclass(frozen=True)
@@ -122,42 +123,21 @@ def inspect_program(
         Shape.HALF_ROW: n // 2,
         Shape.TILE: m * n,
         Shape.HALF: m * n // 2,
-        Shape.WIDE: 2 * m * n,
-        Shape.INDEX: m,
-        Shape.GATHERED: m,
     }
-    size: Mapping[Shape, int] = {
-        Shape.TILE: element_bytes,
-        Shape.HALF: element_bytes,
-        Shape.WIDE: element_bytes,
-        Shape.COL: vector_bytes,
-        Shape.ROW: vector_bytes,
-        Shape.SCALAR: 0,
-        Shape.INDEX: 8,
-    }
-    nodes = program.graph.nodes
-    flops = sum(operation(x.op).flops * elements[x.shape] for x in nodes if x.args)
+    nodes, roots = program.graph.nodes, program.graph.outputs
+    flops = sum(f * elements[x.shape] for x in nodes if x.args and (f := operation(x.op).flops))
+    flops += sum(elements[nodes[roots[o]].shape] for o in program.reductions)
     moved = (m * k + n * k) * gemm_bytes
-    # A table's rows and columns are not known here, and few beside M·N.
-    tables = {o for o, kind in program.operands.items() if kind is HeadTable}
-    moved += sum(
-        elements[x.shape] * size[x.shape]
-        for x in nodes
-        if x.op == "operand" and x.name not in tables
-    )
-    written = 0
+    for kind in program.operands.values():
+        width = vector_bytes if kind.vector else element_bytes
+        width = width if kind.element_bytes is None else kind.element_bytes
+        moved += math.prod(kind.extents(m, n)) * width
+    written, tile = 0, TileConfig(block, block)
     for o, kind in program.outputs.items():
-        root = nodes[program.graph.outputs[o]]
-        if issubclass(kind, Reduction):
-            flops += elements[root.shape]
-            kept, folded = (n, m) if kind.over_rows else (m, n)
-            written += kept * -(-folded // block) * 4
-        elif kind is RowGather:
-            written += m * 4
-        else:
-            size_bytes = elements[root.shape] * (widths or {}).get(o, element_bytes)
-            written += size_bytes
-            moved += size_bytes * (kind is AddTile)  # what is added to is read as well
+        width = kind.element_bytes or (widths or {}).get(o, element_bytes)
+        size_bytes = math.prod(kind.buffer(m, n, tile)) * width
+        written += size_bytes
+        moved += size_bytes * kind.accumulates  # what is added to is read as well
     degree = degrees(program.graph)
     linear = all(degree[i] is Degree.LINEAR for i in program.graph.outputs.values())
     sums = all(kind.combine == "add" for kind in program.reductions.values())

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
-from coda_agent.primitives.reductions import finalise, partials
-from coda_agent.primitives.resources import (
-    AddTile,
-    ColIndex,
-    ColVector,
-    HeadTable,
-    Reduction,
-    Scalar,
-)
+from coda_agent.primitives.reductions import Reduction
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +62,7 @@ def interpret(
 
     compute = compute or torch.float32
     acc = a.to(compute) @ b.to(compute).mT
-    lifted = {name: _lift(operands[name], program.operands[name], acc) for name in program.operands}
+    lifted = {name: kind.lifted(operands[name], acc) for name, kind in program.operands.items()}
     values = evaluate(program.graph, acc, lifted)
     results = {}
     for name, kind in program.outputs.items():
@@ -80,13 +72,13 @@ def interpret(
             extent, folded = (row_block, len(value)) if kind.over_rows else (block, value.shape[1])
             if value.shape[1] != acc.shape[1]:
                 extent //= 2
-            found = partials(value, kind, extent)
-            results[name] = found if raw else finalise(found, kind, folded, extent)
+            found = kind.partials(value, extent)
+            results[name] = found if raw else kind.finalise(found, folded, extent)
         else:
             stored = value.expand(acc.shape[0], *value.shape[1:]).contiguous()
             exact = compute is torch.float64
             results[name] = stored if exact else _rounded(stored, dtypes[name])
-            if kind is AddTile:
+            if kind.accumulates:
                 held = operands[name].to(compute) + results[name].to(compute)
                 results[name] = held if exact else held.to(dtypes[name])
     return results
@@ -98,18 +90,3 @@ def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     largest = torch.finfo(dtype).max
     return (value.clamp(-largest, largest) if dtype.itemsize == 1 else value).to(dtype)
-
-
-def _lift(value: Any, kind: type, like: torch.Tensor) -> torch.Tensor:
-    """An operand in the accumulator's dtype, shaped to broadcast against it."""
-    import torch
-
-    if kind is ColIndex:
-        return value.long()
-    lifted = torch.as_tensor(value, dtype=like.dtype, device=like.device)
-    if kind is Scalar:
-        return lifted.reshape(())
-    if kind is HeadTable:
-        (m, n), (s, w) = like.shape, lifted.shape
-        return lifted.repeat(-(-m // s), n // w)[:m]
-    return lifted[:, None] if kind is ColVector else lifted

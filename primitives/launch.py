@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import lower
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import (
-    ColVector,
-    HalfTile,
-    Reduction,
-    RowGather,
-    RowVector,
-    Scalar,
-    WideTile,
-)
+from coda_agent.primitives.resources import HalfTile
 from coda_agent.primitives.tiles import TileConfig
 
 if TYPE_CHECKING:
@@ -32,16 +24,6 @@ if TYPE_CHECKING:
 # FP8 products are summed by the tensor core alone, as cuBLAS's use_fast_accum does: quack's default
 # on SM90, sums promoted to registers, spills and is 3 to 20 times slower (measured on an H200).
 _FP8 = (("fp8_slow_accum", False),)
-
-
-def output_shape(kind: type, m: int, n: int, config: TileConfig) -> tuple[int, ...]:
-    """Shape of an output's buffer as the kernel writes it: (M, N), (M, N/2), (M, 2N), (M,), (M,
-    ⌈N / tile_n⌉), or (⌈M / tile_m⌉, N) for a reduction over rows."""
-    if issubclass(kind, Reduction):
-        return (-(-m // config.tile_m), n) if kind.over_rows else (m, -(-n // config.tile_n))
-    if kind is RowGather:
-        return (m,)
-    return m, n // 2 if kind is HalfTile else 2 * n if kind is WideTile else n
 
 
 def allocate(
@@ -56,11 +38,14 @@ def allocate(
     what an `AddTile` is added to, the caller puts in."""
     import torch
 
-    buffers = {}
-    for o, kind in program.outputs.items():
-        dtype = torch.float32 if issubclass(kind, Reduction) else dtypes[o]
-        buffers[o] = torch.empty(output_shape(kind, m, n, config), dtype=dtype, device=device)
-    return buffers
+    return {
+        o: torch.empty(
+            kind.buffer(m, n, config),
+            dtype=torch.float32 if o in program.reductions else dtypes[o],
+            device=device,
+        )
+        for o, kind in program.outputs.items()
+    }
 
 
 def launch(
@@ -81,7 +66,7 @@ def launch(
         b: (N, K).
         operands: By name: tiles (M, N) or (M, 2N), vectors (M,) or (N,), numbers or one-element
             float32 tensors. An index outside [0, N) selects 0.
-        outputs: Raw buffers of `output_shape`.
+        outputs: Raw buffers, as of `allocate`.
         config: The tile configuration.
         run: False compiles (tensors may be on the meta device) and launches nothing.
 
@@ -148,10 +133,8 @@ def _by_kernel_name(
     """Tensors and numbers as the kernel takes them: "c" and "D" are the GEMM's own."""
     values: dict[str, Any] = {}
     for o, kind in program.operands.items():
-        value: Any = operands[o]
-        if kind is Scalar and not hasattr(value, "data_ptr"):
-            value = float(value)
-        values[names[o]] = value[None] if kind in (ColVector, RowVector) else value
+        value: Any = operands[o] if hasattr(operands[o], "data_ptr") else float(operands[o])
+        values[names[o]] = value[None] if kind.vector else value
     for o, kind in program.outputs.items():
         values[names[o]] = outputs[o]
         if kind is HalfTile and outputs[o].element_size() == 1 and "D" in names.values():

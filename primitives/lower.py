@@ -26,18 +26,8 @@ from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.operation import MOVES, Edge
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
-from coda_agent.primitives.resources import (
-    ColIndex,
-    ColVector,
-    HalfTile,
-    HeadTable,
-    Reduction,
-    RowGather,
-    RowVector,
-    Scalar,
-    Tile,
-    WideTile,
-)
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import HeadTable, RowGather, Tile, WideTile
 
 
 @dataclass(frozen=True)
@@ -56,41 +46,24 @@ class Lowered:
 
 def _bind(program: Program, block: int) -> Any:
     """quack's module for `program`."""
-    from quack.epilogue.ops import ColVecLoad, RowVecLoad, TileLoad
-    from quack.epilogue.ops import Scalar as ScalarLoad
+    from coda_agent.primitives.stores import Mod
 
-    from coda_agent.primitives.head_table import HeadTableLoad
-    from coda_agent.primitives.stores import HalfStore, Mod, PairStore, RowSelect
-
-    names = kernel_names(program)
-    loads = {
-        ColVector: ColVecLoad,
-        RowVector: RowVecLoad,
-        Scalar: ScalarLoad,
-        Tile: TileLoad,
-        HeadTable: HeadTableLoad,
-    }
+    replay = Replay(program, kernel_names(program), block)
+    names, indices = replay.names, replay.indices
     ops = {
-        names[o]: loads[kind](names[o])
+        names[o]: kind.load(names[o])
         for o, kind in program.operands.items()
-        if names[o] != "c" and kind is not ColIndex
+        if names[o] != "c" and o not in indices
     }
-    extra = {o: k for o, k in program.outputs.items() if k in (Tile, HalfTile) and names[o] != "D"}
-    replay = Replay(program, names, block)
-    indices = {o: ColVecLoad(names[o]) for o, k in program.operands.items() if k is ColIndex}
-    sinks = {names[o]: replay.sink(o) for o in program.reductions}
-    sinks |= {
-        names[o]: RowSelect(names[o], indices[replay.index_of(o)])
-        for o, kind in program.outputs.items()
-        if kind is RowGather
+    # quack visits sinks in this order: stores of pairs, reductions, gathers.
+    gathered = [o for o, kind in program.outputs.items() if kind is RowGather]
+    tiles = [o for o in program.outputs if o not in (*program.reductions, *gathered)]
+    found = {
+        names[o]: program.outputs[o].store(replay, o)
+        for o in (*tiles, *program.reductions, *gathered)
+        if names[o] != "D"
     }
-    full = [o for o, kind in extra.items() if program.paired and kind is Tile]
-    sinks = {names[o]: PairStore(names[o]) for o in full} | sinks
-    stores = tuple(
-        HalfStore(names[o]) if kind is HalfTile else names[o]
-        for o, kind in extra.items()
-        if o not in full
-    )
+    sinks = {name: op for name, op in found.items() if getattr(op, "fn_port", "") == "sink"}
 
     def fn(acc, **values):
         return replay(acc, values)
@@ -102,7 +75,7 @@ def _bind(program: Program, block: int) -> Any:
     mode = "acc_pair" if program.paired else "packed_cd_b16x2" if program.wide else None
     return Mod(
         fn,
-        outputs=stores,
+        outputs=tuple(op for name, op in found.items() if name not in sinks),
         ops=ops,
         outs=sinks,
         mode=mode,
@@ -160,7 +133,8 @@ def forget() -> None:
 
 # The modules that decide what a graph compiles to.
 _LOWERING = (
-    "graph operation ops pairwise gather ptx resources lower masked_sum stores wide head_table"
+    "graph operation ops pairwise gather ptx kinds resources reductions lower masked_sum stores "
+    "wide head_table"
 )
 
 
@@ -179,6 +153,11 @@ class Replay:
         self.program = program
         self.names = names
         self.block = block
+        self.indices = {
+            o: kind.load(names[o])
+            for o, kind in program.operands.items()
+            if kind.varies is Shape.INDEX
+        }
         roots = program.graph.outputs
         tables = {o for o, kind in program.operands.items() if kind is HeadTable}
         zero = {
@@ -231,28 +210,13 @@ class Replay:
             value = _apply("mul", value, weight)
         if half:
             # Both lanes of a pair reach the reduction: the second contributes its identity.
-            identity = {"add": 0.0, "logsumexp": -math.inf}
-            return value, value if kind.combine == "max" else _lifted(identity[kind.combine], value)
+            return value, value if kind.combine == "max" else _lifted(kind.identity(), value)
         return value
 
     def index_of(self, o: str) -> str:
         """The operand that indexes gathered output `o`."""
         nodes = self.program.graph.nodes
         return nodes[nodes[self.program.graph.outputs[o]].args[1]].name
-
-    def sink(self, o: str) -> Any:
-        """quack's reduction op for output `o`."""
-        from quack.epilogue.ops import ColVecReduce, OnlineLSEReduce, RowVecReduce
-
-        name, kind = self.names[o], self.program.reductions[o]
-        if o in self.masked:
-            from coda_agent.primitives.masked_sum import MaskedColSum, MaskedRowSum
-
-            return (MaskedColSum if kind.over_rows else MaskedRowSum)(name)
-        if kind.combine == "logsumexp":
-            return OnlineLSEReduce(name)
-        op = RowVecReduce if kind.over_rows else ColVecReduce
-        return op(name, combine=kind.combine, scaled=o in self.scaled)
 
 
 def _lifted(x: Any, like: Any) -> Any:

@@ -11,27 +11,15 @@ from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
+from coda_agent.primitives.kinds import Operand, Output
 from coda_agent.primitives.ptx import operation
-from coda_agent.primitives.resources import (
-    OPERAND_SHAPES,
-    OUTPUT_KINDS,
-    AddTile,
-    HalfTile,
-    Reduction,
-    RowGather,
-    Tile,
-    WideTile,
-)
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS, AddTile, WideTile
 
-_STORED = {
-    Tile: (Shape.TILE,),
-    AddTile: (Shape.TILE,),
-    HalfTile: (Shape.HALF,),
-    WideTile: (Shape.WIDE,),
-    RowGather: (Shape.GATHERED,),
-}
 # Compiling takes 28 s at 195 operations and 126 s at 771; the largest accepted program has 19.
 MAX_NODES = 512
+_OPERANDS = {kind.__name__: kind for kind in OPERAND_KINDS}
+_OUTPUTS = {kind.__name__: kind for kind in OUTPUT_KINDS}
 
 
 @dataclass(frozen=True)
@@ -48,8 +36,8 @@ class Program:
 
     name: str
     doc: str
-    operands: Mapping[str, type]
-    outputs: Mapping[str, type]
+    operands: Mapping[str, type[Operand]]
+    outputs: Mapping[str, type[Output]]
     graph: Graph
 
     @cached_property
@@ -65,7 +53,7 @@ class Program:
     @cached_property
     def accumulated(self) -> str | None:
         """The output that is added to what its buffer holds, if any."""
-        return next((o for o, kind in self.outputs.items() if kind is AddTile), None)
+        return next((o for o, kind in self.outputs.items() if kind.accumulates), None)
 
     @cached_property
     def reductions(self) -> dict[str, type[Reduction]]:
@@ -113,9 +101,8 @@ class Program:
 
 
 def _rebuilt(data: Mapping[str, Any]) -> Program:
-    kinds = {k.__name__: k for k in (*OPERAND_SHAPES, *OUTPUT_KINDS)}
-    operands = {o: kinds[k] for o, k in data["operands"].items()}
-    outputs = {o: kinds[k] for o, (k, _) in data["outputs"].items()}
+    operands = {o: _OPERANDS[k] for o, k in data["operands"].items()}
+    outputs = {o: _OUTPUTS[k] for o, (k, _) in data["outputs"].items()}
     for name in (data["name"], *operands, *outputs):
         if not name.isidentifier():
             raise ProgramError(f"{name!r} is no name")
@@ -135,14 +122,19 @@ def _rebuilt(data: Mapping[str, Any]) -> Program:
 
 
 def _node(
-    graph: Graph, op: str, args: list[Value], name: str, value: float, operands: Mapping[str, type]
+    graph: Graph,
+    op: str,
+    args: list[Value],
+    name: str,
+    value: float,
+    operands: Mapping[str, type[Operand]],
 ) -> Value:
     """Record one node of a serialised program, as the language itself would."""
     match op, args:
         case "acc", []:
             return graph.add(Node("acc", (), Shape.TILE))
         case "operand", []:
-            return graph.add(Node("operand", (), OPERAND_SHAPES[operands[name]], name))
+            return graph.add(Node("operand", (), operands[name].varies, name))
         case "const", []:
             return graph.const(value)
     known = operation(op)
@@ -155,11 +147,11 @@ def _sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def epilogue(**outputs: type) -> Callable[[Callable[..., Any]], Program]:
+def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., Any]], Program]:
     """Declare an epilogue program.
 
     The decorated function takes the fp32 accumulator first, then operands annotated with a kind of
-    `OPERAND_SHAPES`, and returns a dict with exactly the outputs declared here as a kind of
+    `OPERAND_KINDS`, and returns a dict with exactly the outputs declared here as a kind of
     `OUTPUT_KINDS` (both in resources.py).
 
     Raises:
@@ -172,14 +164,14 @@ def epilogue(**outputs: type) -> Callable[[Callable[..., Any]], Program]:
         if kind not in OUTPUT_KINDS:
             raise ProgramError(
                 f"output {name!r} is declared as {_label(kind)}, "
-                f"expected one of {_names(OUTPUT_KINDS)}"
+                f"expected one of {', '.join(_OUTPUTS)}"
             )
 
     def decorate(fn: Callable[..., Any]) -> Program:
         operands = _operands(fn)
         graph = Graph()
         values = {
-            name: graph.add(Node("operand", (), OPERAND_SHAPES[kind], name))
+            name: graph.add(Node("operand", (), kind.varies, name))
             for name, kind in operands.items()
         }
         clash = set(outputs) & set(operands)
@@ -195,8 +187,8 @@ def epilogue(**outputs: type) -> Callable[[Callable[..., Any]], Program]:
 def _finished(
     name: str,
     doc: str,
-    operands: Mapping[str, type],
-    outputs: Mapping[str, type],
+    operands: Mapping[str, type[Operand]],
+    outputs: Mapping[str, type[Output]],
     graph: Graph,
     result: Any,
 ) -> Program:
@@ -215,28 +207,29 @@ def _finished(
     return program
 
 
-def _operands(fn: Callable[..., Any]) -> dict[str, type]:
+def _operands(fn: Callable[..., Any]) -> dict[str, type[Operand]]:
     parameters = list(inspect.signature(fn).parameters.values())
     if not parameters or parameters[0].name != "acc":
         raise ProgramError(f"{fn.__name__}: the first parameter must be acc, the accumulator")
-    known = {k.__name__: k for k in OPERAND_SHAPES}
     operands = {}
     for p in parameters[1:]:
         kind: Any = p.annotation
         if isinstance(kind, str):  # `from __future__ import annotations`; a text is never evaluated
-            kind = known.get(kind)
+            kind = _OPERANDS.get(kind)
         elif kind is p.empty:
             kind = None
-        if kind not in OPERAND_SHAPES:
+        if kind not in OPERAND_KINDS:
             raise ProgramError(
                 f"{fn.__name__}: operand {p.name!r} is annotated {_label(kind)}, expected one of "
-                f"{_names(OPERAND_SHAPES)}"
+                f"{', '.join(_OPERANDS)}"
             )
         operands[p.name] = kind
     return operands
 
 
-def _bind_outputs(name: str, graph: Graph, outputs: Mapping[str, type], result: Any) -> None:
+def _bind_outputs(
+    name: str, graph: Graph, outputs: Mapping[str, type[Output]], result: Any
+) -> None:
     if not isinstance(result, dict):
         raise ProgramError(f"{name} returned {type(result).__name__}, expected a dict of outputs")
     missing = [o for o in outputs if o not in result]
@@ -254,13 +247,10 @@ def _bind_outputs(name: str, graph: Graph, outputs: Mapping[str, type], result: 
             raise ProgramError(
                 f"{name}: output {output!r} is {type(value).__name__}, expected a value"
             )
-        expected = _STORED.get(kind, (Shape.TILE, Shape.HALF))
-        if issubclass(kind, Reduction) and kind.over_rows:
-            expected = (Shape.TILE,)
-        if value.shape not in expected:
+        if value.shape not in kind.values:
             raise ProgramError(
                 f"{name}: output {output!r} is declared {kind.__name__} but its value is "
-                f"{value.shape.value}, expected {' or '.join(s.value for s in expected)}"
+                f"{value.shape.value}, expected {' or '.join(s.value for s in kind.values)}"
             )
         graph.outputs[output] = value.index
 
@@ -283,7 +273,3 @@ def _check_stores(program: Program) -> None:
 
 def _label(kind: Any) -> str:
     return getattr(kind, "__name__", "nothing" if kind is None else repr(kind))
-
-
-def _names(kinds: Any) -> str:
-    return ", ".join(k.__name__ for k in kinds)

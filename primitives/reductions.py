@@ -1,47 +1,187 @@
-"""Reductions over tiles in torch: the partials a kernel writes, and their finalisers."""
+"""Reductions over tiles: their kinds, the partials that a kernel writes, and their finalisers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from coda_agent.primitives.resources import Reduction
+from coda_agent.primitives.graph import Shape
+from coda_agent.primitives.kinds import Output
 
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.primitives.tiles import TileConfig
 
-def partials(value: torch.Tensor, kind: type[Reduction], block: int) -> torch.Tensor:
-    """Reduce `value` (M, N) over blocks of columns, or of rows.
 
-    Returns:
-        (M, ⌈N / block⌉), or (N, ⌈M / block⌉) for a reduction over rows. The partial of a mean is
-        the block's sum over `block`, in a ragged last block too.
+class Reduction(Output):
+    """A reduction of a tile's rows or columns: float32 partials a tile, then a finaliser.
+
+    Partials are folded in fp32 before any rounding. Final values are one small launch more.
+
+    Attributes:
+        combine: "add", "max" or "logsumexp".
+        mean: Whether a sum is weighted by one over the block.
+        over_rows: Whether it folds the rows of each column, with partials (N, ⌈M / block⌉) and
+            final values (N,); otherwise the columns of each row, (M, ⌈N / block⌉) and (M,).
     """
-    import torch
 
-    value = value.mT if kind.over_rows else value
-    kept, folded = value.shape
-    blocks = -(-folded // block)
-    identity = 0.0 if kind.combine == "add" else float("-inf")
-    padded = torch.nn.functional.pad(value, (0, blocks * block - folded), value=identity)
-    tiles = padded.reshape(kept, blocks, block)
-    if kind.combine == "logsumexp":
-        return tiles.logsumexp(-1)
-    if kind.combine == "max":
-        # As the GPU: NaN is passed over.
-        return torch.where(tiles.isnan(), identity, tiles).amax(-1)
-    return tiles.sum(-1) / block if kind.mean else tiles.sum(-1)
+    dims = ("M",)
+    values = (Shape.TILE, Shape.HALF)
+    stored = ("float32",)
+    element_bytes = 4
+    combine: ClassVar[str] = "add"
+    mean: ClassVar[bool] = False
+    over_rows: ClassVar[bool] = False
+
+    @classmethod
+    def identity(cls) -> float:
+        """What it gives of nothing."""
+        return 0.0 if cls.combine == "add" else -math.inf
+
+    @classmethod
+    def block(cls, config: TileConfig) -> int:
+        """Rows or columns that a partial folds in a kernel of full width."""
+        return config.tile_m if cls.over_rows else config.tile_n
+
+    @classmethod
+    def buffer(cls, m: int, n: int, config: TileConfig) -> tuple[int, ...]:
+        """(M, ⌈N / block⌉), or over rows (⌈M / block⌉, N), column by column."""
+        if cls.over_rows:
+            return -(-m // config.tile_m), n
+        return m, -(-n // config.tile_n)
+
+    @classmethod
+    def partials(cls, value: torch.Tensor, block: int) -> torch.Tensor:
+        """Reduce `value` (M, N) over blocks of columns, or of rows.
+
+        Returns:
+            (M, ⌈N / block⌉), or (N, ⌈M / block⌉) for a reduction over rows. The partial of a mean
+            is the block's sum over `block`, in a ragged last block too.
+        """
+        import torch
+
+        value = value.mT if cls.over_rows else value
+        kept, folded = value.shape
+        blocks, identity = -(-folded // block), cls.identity()
+        padded = torch.nn.functional.pad(value, (0, blocks * block - folded), value=identity)
+        tiles = padded.reshape(kept, blocks, block)
+        if cls.combine == "logsumexp":
+            return tiles.logsumexp(-1)
+        if cls.combine == "max":
+            # As the GPU: NaN is passed over.
+            return torch.where(tiles.isnan(), identity, tiles).amax(-1)
+        return tiles.sum(-1) / block if cls.mean else tiles.sum(-1)
+
+    @classmethod
+    def finalise(cls, raw: torch.Tensor, folded: int, block: int) -> torch.Tensor:
+        """Fold `partials` of blocks of `block` out of `folded` elements, over the last
+        dimension."""
+        weight = block / folded if cls.mean else 1.0
+        if raw.is_cuda and raw.dtype.itemsize == 4:
+            from coda_agent.primitives.fold import fold
+
+            return fold(raw, cls.combine, weight)
+        if cls.combine == "logsumexp":
+            return raw.logsumexp(-1)
+        if cls.combine == "max":
+            return raw.amax(-1)
+        return raw.sum(-1) * weight
+
+    @classmethod
+    def store(cls, lowering: Any, o: str) -> Any:
+        from quack.epilogue.ops import ColVecReduce, OnlineLSEReduce, RowVecReduce
+
+        name = lowering.names[o]
+        if o in lowering.masked:
+            from coda_agent.primitives.masked_sum import MaskedColSum, MaskedRowSum
+
+            return (MaskedColSum if cls.over_rows else MaskedRowSum)(name)
+        if cls.combine == "logsumexp":
+            return OnlineLSEReduce(name)
+        op = RowVecReduce if cls.over_rows else ColVecReduce
+        return op(name, combine=cls.combine, scaled=o in lowering.scaled)
 
 
-def finalise(raw: torch.Tensor, kind: type[Reduction], folded: int, block: int) -> torch.Tensor:
-    """Fold `partials` of blocks of `block` out of `folded` elements, over the last dimension."""
-    weight = block / folded if kind.mean else 1.0
-    if raw.is_cuda and raw.dtype.itemsize == 4:
-        from coda_agent.primitives.fold import fold
+class _OverRows(Reduction):
+    dims = ("N",)
+    values = (Shape.TILE,)
+    over_rows = True
 
-        return fold(raw, kind.combine, weight)
-    if kind.combine == "logsumexp":
-        return raw.logsumexp(-1)
-    if kind.combine == "max":
-        return raw.amax(-1)
-    return raw.sum(-1) * weight
+
+class RowSum(Reduction):
+    """Sum of each row.
+
+    Returning a product folds it as fused multiply-adds.
+
+        @epilogue(D=Tile, s=RowSum)
+        def squares(acc):
+            return {"D": acc, "s": acc * acc}
+    """
+
+
+class RowMean(Reduction):
+    """Mean of each row (paper, section 3.2).
+
+    A raw partial is the block's sum over the block width, in a ragged last block too.
+
+        @epilogue(D=Tile, s=RowMean)
+        def statistics(acc):
+            return {"D": acc, "s": acc * acc}
+    """
+
+    mean = True
+
+
+class RowMax(Reduction):
+    """Maximum of each row, for quantisation scales and softmax statistics.
+
+    NaN elements are passed over, as the GPU's max instruction does.
+
+        @epilogue(D=Tile, m=RowMax)
+        def amax(acc):
+            return {"D": acc, "m": absolute(acc)}
+    """
+
+    combine = "max"
+
+
+class RowLogSumExp(Reduction):
+    """log Σ exp of each row, kept stable by a running maximum (paper, section 3.1).
+
+    A raw partial is the log-sum-exp of its block. Two MUFU.EX2 an element at most. Use it for
+    cross-entropy: the loss of a row is this minus the target's logit.
+
+        @epilogue(Z=Tile, lse=RowLogSumExp)
+        def logits(acc):
+            return {"Z": acc, "lse": acc}
+    """
+
+    combine = "logsumexp"
+
+
+class ColSum(_OverRows):
+    """Sum of each column, over the rows: gradients of norm weights and biases.
+
+    The block is the tile's height; M, not N, is what it divides.
+
+        @epilogue(D=Tile, g=ColSum)
+        def weight_gradient(acc, x: Tile):
+            return {"D": acc, "g": acc * x}
+    """
+
+
+class ColMax(_OverRows):
+    """Maximum of each column, over the rows, for per-channel quantisation scales.
+
+    NaN elements are passed over, as the GPU's max instruction does.
+
+        @epilogue(D=Tile, m=ColMax)
+        def channel_amax(acc):
+            return {"D": acc, "m": absolute(acc)}
+    """
+
+    combine = "max"
+
+
+REDUCTIONS = (RowSum, RowMean, RowMax, RowLogSumExp, ColSum, ColMax)

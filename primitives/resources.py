@@ -1,15 +1,26 @@
-"""What a program declares: the operands it reads and the outputs it writes.
-
-These classes are markers. Operand kinds are values to a type checker, so that programs check;
-nothing makes instances.
-"""
+"""What a program declares: the operands it reads and the outputs it writes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.graph import Shape, Value
+from coda_agent.primitives.graph import Shape
+from coda_agent.primitives.kinds import FLOATS, HALVES, Operand, Output
+from coda_agent.primitives.reductions import (
+    REDUCTIONS,
+    ColMax,
+    ColSum,
+    RowLogSumExp,
+    RowMax,
+    RowMean,
+    RowSum,
+)
+
+if TYPE_CHECKING:
+    import torch
+
 
 __all__ = [
     "AddTile",
@@ -31,7 +42,7 @@ __all__ = [
 ]
 
 
-class Tile(Value):
+class Tile(Operand, Output):
     """A full (M, N) operand or output, 16-bit or float32 whatever A and B are.
 
     As an operand it is read once through TMA (M·N·size bytes); as an output, which may be e4m3 too,
@@ -43,8 +54,23 @@ class Tile(Value):
             return {"O": acc + C}
     """
 
+    dims = ("M", "N")
+    varies = Shape.TILE
+    dtypes = FLOATS
+    loader = "TileLoad"
+    values = (Shape.TILE,)
+    stored = (*FLOATS, "float8_e4m3fn")
+    instruction = "UTMASTG"
 
-class HalfTile:
+    @classmethod
+    def store(cls, lowering: Any, o: str) -> Any:
+        from coda_agent.primitives.stores import PairStore
+
+        name = lowering.names[o]
+        return PairStore(name) if lowering.program.paired else name
+
+
+class HalfTile(Output):
     """An output of half width, (M, N/2): one value for each adjacent column pair, 16-bit or e4m3.
 
     Costs M·N bytes at 16 bit. Use it for gates; the value comes from `pairs`.
@@ -55,8 +81,19 @@ class HalfTile:
             return {"O": silu(gate) * up}
     """
 
+    dims = ("M", "N/2")
+    values = (Shape.HALF,)
+    stored = (*HALVES, "float8_e4m3fn")
+    instruction = "UTMASTG"
 
-class HeadTable(Value):
+    @classmethod
+    def store(cls, lowering: Any, o: str) -> Any:
+        from coda_agent.primitives.stores import HalfStore
+
+        return HalfStore(lowering.names[o])
+
+
+class HeadTable(Operand):
     """An (S, W) table repeated over the (M, N) output: its element (m % S, n % W); arrives as fp32.
 
     W is a multiple of 32 that divides N; S is at least M, or a multiple of 128. Read through TMA:
@@ -72,8 +109,42 @@ class HeadTable(Value):
             return {"O": interleave(u, v)}
     """
 
+    dims = ("S", "W")
+    varies = Shape.TILE
+    dtypes = FLOATS
+    element_bytes = 0  # its rows and columns are not known here, and few beside M·N
+    transposes = False
 
-class WideTile(Value):
+    @classmethod
+    def extents(cls, m: int, n: int) -> tuple[int, ...]:
+        """Of one possible table."""
+        return m, 128
+
+    @classmethod
+    def fault(cls, value: Any, lead: tuple[int, ...], n: int) -> str:
+        got = tuple(value.shape) if hasattr(value, "shape") else value
+        (s, w), m = got if isinstance(got, tuple) and len(got) == 2 else (0, 0), math.prod(lead)
+        if s and w and not n % w and not w % 32 and (s >= m or not s % 128):
+            return ""
+        return (
+            f"has shape {got}, expected (S, W) with W a multiple of 32 that divides {n}, and S at "
+            f"least {m} or a multiple of 128"
+        )
+
+    @classmethod
+    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+        table = super().lifted(value, acc)
+        (m, n), (s, w) = acc.shape, table.shape
+        return table.repeat(-(-m // s), n // w)[:m]
+
+    @classmethod
+    def load(cls, name: str) -> Any:
+        from coda_agent.primitives.head_table import HeadTableLoad
+
+        return HeadTableLoad(name)
+
+
+class WideTile(Operand, Output):
     """A double-width (M, 2N) operand or output, 16-bit: two numbers for each element of the GEMM.
 
     `pairs` takes the operand apart into two (M, N) values, `interleave` makes the output. A program
@@ -87,8 +158,15 @@ class WideTile(Value):
             return {"dZ": interleave(acc * up, acc * gate)}
     """
 
+    dims = ("M", "2*N")
+    varies = Shape.WIDE
+    dtypes = HALVES
+    values = (Shape.WIDE,)
+    stored = HALVES
+    instruction = "UTMASTG"
 
-class AddTile:
+
+class AddTile(Output):
     """A full (M, N) output added to what its buffer holds: the value is what is added.
 
     Stored by TMA's reduce-add, which neither loads the old value nor spends registers on it; the
@@ -100,8 +178,14 @@ class AddTile:
             return {"dX": acc * r}
     """
 
+    dims = ("M", "N")
+    values = (Shape.TILE,)
+    stored = FLOATS
+    accumulates = True
+    instruction = "UTMAREDG"
 
-class ColVector(Value):
+
+class ColVector(Operand):
     """An operand of length M, one number a row, 16-bit or float32; arrives as fp32.
 
     Costs 4·M bytes for each column of tiles. Use it for per-row scales such as RMSNorm's 1/rms.
@@ -111,8 +195,18 @@ class ColVector(Value):
             return {"O": acc * r}
     """
 
+    dims = ("M",)
+    varies = Shape.COL
+    dtypes = FLOATS
+    vector = True
+    loader = "ColVecLoad"
 
-class RowVector(Value):
+    @classmethod
+    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+        return super().lifted(value, acc)[:, None]
+
+
+class RowVector(Operand):
     """An operand of length N, one number a column, 16-bit or float32; arrives as fp32.
 
     Costs 4·N bytes for each row of tiles. Use it for biases and norm weights.
@@ -122,8 +216,14 @@ class RowVector(Value):
             return {"O": acc + b}
     """
 
+    dims = ("N",)
+    varies = Shape.ROW
+    dtypes = FLOATS
+    vector = True
+    loader = "RowVecLoad"
 
-class Scalar(Value):
+
+class Scalar(Operand):
     """A number given at call time, or a one-element float32 CUDA tensor, read by the kernel.
 
     Changing it recompiles nothing. Use it for alpha and beta, and for the scales of FP8 operands.
@@ -133,8 +233,26 @@ class Scalar(Value):
             return {"O": alpha * acc + beta * C}
     """
 
+    dims = ()
+    varies = Shape.SCALAR
+    dtypes = ()
+    element_bytes = 0
+    loader = "Scalar"
 
-class ColIndex(Value):
+    @classmethod
+    def fault(cls, value: Any, lead: tuple[int, ...], n: int) -> str:
+        if isinstance(value, (int, float)):
+            return ""
+        got = f"{tuple(value.shape)} {value.dtype}"
+        good = value.numel() == 1 and str(value.dtype) == "torch.float32"
+        return "" if good else f"is {got}, expected a number or one float32"
+
+    @classmethod
+    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+        return super().lifted(value, acc).reshape(())
+
+
+class ColIndex(Operand):
     """An operand of length M, int32 or int64: a column for each row, for `gather` alone.
 
     Costs 4·M or 8·M bytes for each column of tiles. Use it for the targets of a cross-entropy.
@@ -144,8 +262,25 @@ class ColIndex(Value):
             return {"Z": acc, "target": gather(acc, y)}
     """
 
+    dims = ("M",)
+    varies = Shape.INDEX
+    dtypes = ("int32", "int64")
+    element_bytes = 8
+    loader = "ColVecLoad"
 
-class RowGather:
+    @classmethod
+    def fault(cls, value: Any, lead: tuple[int, ...], n: int) -> str:
+        if found := super().fault(value, lead, n):
+            return found
+        good = str(value.dtype).removeprefix("torch.") in cls.dtypes
+        return "" if good else f"is {value.dtype}, expected {' or '.join(cls.dtypes)} indices"
+
+    @classmethod
+    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+        return value.long()
+
+
+class RowGather(Output):
     """An output of one element of each row, (M,), float32 or 16-bit: what `gather` took in fp32.
 
     Rows whose index lies outside [0, N) give 0. Costs 4·M bytes.
@@ -155,144 +290,22 @@ class RowGather:
             return {"Z": acc, "target": gather(acc, y)}
     """
 
+    dims = ("M",)
+    values = (Shape.GATHERED,)
+    stored = FLOATS
+    element_bytes = 4
 
-class Reduction:
-    """A reduction of a tile's rows or columns: float32 partials a tile, then a finaliser.
+    @classmethod
+    def store(cls, lowering: Any, o: str) -> Any:
+        from coda_agent.primitives.stores import RowSelect
 
-    Partials are folded in fp32 before any rounding. Final values are one small launch more.
-
-    Attributes:
-        combine: "add", "max" or "logsumexp".
-        mean: Whether a sum is weighted by one over the block.
-        over_rows: Whether it folds the rows of each column, with partials (N, ⌈M / block⌉) and
-            final values (N,); otherwise the columns of each row, (M, ⌈N / block⌉) and (M,).
-    """
-
-    combine: ClassVar[str] = "add"
-    mean: ClassVar[bool] = False
-    over_rows: ClassVar[bool] = False
+        return RowSelect(lowering.names[o], lowering.indices[lowering.index_of(o)])
 
 
-class RowSum(Reduction):
-    """Sum of each row.
-
-    Returning a product folds it as fused multiply-adds.
-
-        @epilogue(D=Tile, s=RowSum)
-        def squares(acc):
-            return {"D": acc, "s": acc * acc}
-    """
-
-
-class RowMean(Reduction):
-    """Mean of each row (paper, section 3.2).
-
-    A raw partial is the block's sum over the block width, in a ragged last block too.
-
-        @epilogue(D=Tile, s=RowMean)
-        def statistics(acc):
-            return {"D": acc, "s": acc * acc}
-    """
-
-    mean = True
-
-
-class RowMax(Reduction):
-    """Maximum of each row, for quantisation scales and softmax statistics.
-
-    NaN elements are passed over, as the GPU's max instruction does.
-
-        @epilogue(D=Tile, m=RowMax)
-        def amax(acc):
-            return {"D": acc, "m": absolute(acc)}
-    """
-
-    combine = "max"
-
-
-class RowLogSumExp(Reduction):
-    """log Σ exp of each row, kept stable by a running maximum (paper, section 3.1).
-
-    A raw partial is the log-sum-exp of its block. Two MUFU.EX2 an element at most. Use it for
-    cross-entropy: the loss of a row is this minus the target's logit.
-
-        @epilogue(Z=Tile, lse=RowLogSumExp)
-        def logits(acc):
-            return {"Z": acc, "lse": acc}
-    """
-
-    combine = "logsumexp"
-
-
-class ColSum(Reduction):
-    """Sum of each column, over the rows: gradients of norm weights and biases.
-
-    The block is the tile's height; M, not N, is what it divides.
-
-        @epilogue(D=Tile, g=ColSum)
-        def weight_gradient(acc, x: Tile):
-            return {"D": acc, "g": acc * x}
-    """
-
-    over_rows = True
-
-
-class ColMax(Reduction):
-    """Maximum of each column, over the rows, for per-channel quantisation scales.
-
-    NaN elements are passed over, as the GPU's max instruction does.
-
-        @epilogue(D=Tile, m=ColMax)
-        def channel_amax(acc):
-            return {"D": acc, "m": absolute(acc)}
-    """
-
-    combine = "max"
-    over_rows = True
-
-
-GEMM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
-"""Element types of A and B, which are equal."""
-
-OPERAND_SHAPES: dict[type, Shape] = {
-    Tile: Shape.TILE,
-    HeadTable: Shape.TILE,
-    WideTile: Shape.WIDE,
-    ColVector: Shape.COL,
-    RowVector: Shape.ROW,
-    Scalar: Shape.SCALAR,
-    ColIndex: Shape.INDEX,
-}
-REDUCTIONS = (RowSum, RowMean, RowMax, RowLogSumExp, ColSum, ColMax)
-OUTPUT_KINDS: tuple[type, ...] = (Tile, HalfTile, WideTile, AddTile, RowGather, *REDUCTIONS)
-
-
-_DIMS: dict[type, tuple[str, ...]] = {
-    Scalar: (),
-    RowVector: ("N",),
-    Tile: ("M", "N"),
-    AddTile: ("M", "N"),
-    HalfTile: ("M", "N/2"),
-    WideTile: ("M", "2*N"),
-}
-
-
-_HALVES = ("bfloat16", "float16")
-_FLOATS = (*_HALVES, "float32")
-OPERAND_DTYPES: dict[type, tuple[str, ...]] = {
-    **dict.fromkeys((Tile, HeadTable, ColVector, RowVector), _FLOATS),
-    WideTile: _HALVES,
-    ColIndex: ("int32", "int64"),
-}
-"""Element types of operands; a scalar is a number, whatever a spec calls it."""
-OUTPUT_DTYPES: dict[type, tuple[str, ...]] = {
-    Tile: (*_FLOATS, "float8_e4m3fn"),
-    HalfTile: (*_HALVES, "float8_e4m3fn"),
-    WideTile: _HALVES,
-    AddTile: _FLOATS,
-    RowGather: _FLOATS,
-    **dict.fromkeys(REDUCTIONS, ("float32",)),
-}
+OPERAND_KINDS: tuple[type[Operand], ...] = (
+    Tile, HeadTable, WideTile, ColVector, RowVector, Scalar, ColIndex,
+)  # fmt: skip
+OUTPUT_KINDS: tuple[type[Output], ...] = (Tile, HalfTile, WideTile, AddTile, RowGather, *REDUCTIONS)
 
 
 def steps(element: int, outputs: Iterable[int], *, half: bool) -> tuple[int, int]:
@@ -304,9 +317,3 @@ def steps(element: int, outputs: Iterable[int], *, half: bool) -> tuple[int, int
         half: Whether an output has half width.
     """
     return (32 if half else 16) // min(*outputs, 2), 16 // element
-
-
-def dims(kind: type) -> tuple[str, ...]:
-    """The shape of a resource in terms of M and N, a reduction's final value."""
-    over_rows = issubclass(kind, Reduction) and kind.over_rows
-    return _DIMS.get(kind, ("N",) if over_rows else ("M",))

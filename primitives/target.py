@@ -23,14 +23,6 @@ from typing import Any
 
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import (
-    ColIndex,
-    ColVector,
-    HeadTable,
-    RowVector,
-    Scalar,
-    WideTile,
-)
 from coda_agent.primitives.tiles import TileConfig
 
 ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
@@ -109,15 +101,8 @@ def compile_blind(
     def meta(*shape: int, name: str) -> Any:
         return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
 
-    shapes = {
-        ColVector: (_M,),
-        ColIndex: (_M,),
-        RowVector: (_N,),
-        WideTile: (_M, 2 * _N),
-        HeadTable: (_M, 128),
-    }
     operands = {
-        o: 1.0 if kind is Scalar else meta(*shapes.get(kind, (_M, _N)), name=operand_dtypes[o])
+        o: meta(*kind.extents(_M, _N), name=operand_dtypes[o]) if kind.dims else 1.0
         for o, kind in program.operands.items()
     }
     dtypes = {o: getattr(torch, name) for o, name in output_dtypes.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.resources import AddTile, HeadTable, Tile, WideTile
+from coda_agent.primitives.resources import AddTile, Tile, WideTile
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
@@ -118,7 +118,7 @@ def offered(
     stores = program.outputs.values()
     if not any(kind in (Tile, AddTile, WideTile) for kind in stores):
         split = ()  # quack folds the parts into the GEMM's own store
-    special = program.paired or HeadTable in program.operands.values()
-    plain = all(kind is Tile for kind in stores) and not special
+    plain = not program.paired and all(kind.transposes for kind in program.operands.values())
+    plain &= all(kind is Tile for kind in stores)
     narrow = tuple(TileConfig(128, n, 1, 1, True, swap_ab=True) for n in (32, 64, 128) if plain)
     return base + split + narrow

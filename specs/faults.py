@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from coda_agent.primitives.resources import GEMM_DTYPES
+from coda_agent.primitives.kinds import GEMM_DTYPES
 from coda_agent.specs.format import DTYPES, Output, Spec, evaluate, parts
 
 

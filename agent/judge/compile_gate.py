@@ -10,6 +10,7 @@ from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.records import CompiledKernel, Finding, Progress
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import OUTPUT_KINDS
 from coda_agent.primitives.target import is_mma
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
@@ -38,7 +39,7 @@ _MMA = {
     ("sm_120a", "float16"): "HMMA.F32",
     ("sm_120a", "float8_e4m3fn"): "QMMA.SF.F32.E4M3.E4M3.E8",
 }
-_STORES = {"Tile": "UTMASTG", "HalfTile": "UTMASTG", "WideTile": "UTMASTG", "AddTile": "UTMAREDG"}
+_STORES = {kind.__name__: kind.instruction for kind in OUTPUT_KINDS if kind.instruction}
 
 
 def lacking(job: CompileJob, found: Mapping[str, int]) -> str:
@@ -88,8 +89,6 @@ def jobs_for(
 
 def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
     """Do the programs take and return what the spec declares?"""
-    from coda_agent.primitives.resources import OPERAND_DTYPES, OUTPUT_DTYPES, dims
-
     findings = []
     m, n, _ = spec.gemm_dims
     names = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
@@ -129,7 +128,7 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
             if name not in spec.inputs and name not in spec.outputs:
                 continue
             declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
-            expected = tuple(names[d] for d in dims(kind))
+            expected = tuple(names.get(d, f"{d} of its own") for d in kind.dims)
             if declared != expected:
                 findings.append(
                     Finding(
@@ -138,7 +137,8 @@ def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
                         f"the spec declares ({', '.join(declared)})"
                     )
                 )
-            known = (OPERAND_DTYPES if name in program.operands else OUTPUT_DTYPES).get(kind, ())
+            read = program.operands.get(name)
+            known = read.dtypes if read else program.outputs[name].stored
             used = {spec.dtype_of(name, types) for types in spec.type_choices()}
             if known and (others := sorted(used.difference(known))):
                 findings.append(

@@ -32,7 +32,7 @@ from coda_agent.agent.judge.records import (
 )
 from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import Reduction
+from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 __all__ = [

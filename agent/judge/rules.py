@@ -54,7 +54,7 @@ RULES = {
     "language": Rule(
         _in(
             "primitives",
-            "__init__ activations auxiliary derivatives gather graph interpret operation ops "
+            "__init__ activations auxiliary derivatives gather graph interpret kinds operation ops "
             "pairwise program ptx ptx_run reductions resources rotary",
         )
         + _in("specs", "__init__ faults format reference")

@@ -18,7 +18,7 @@ import unicodedata
 
 from coda_agent import primitives
 from coda_agent.agent.judge.records import Finding
-from coda_agent.primitives.resources import OPERAND_SHAPES, OUTPUT_KINDS
+from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
 from coda_agent.primitives.suggest import did_you_mean
 
 # The largest known programs have 1,700 characters, 43 tokens a statement, 4 open brackets and 110
@@ -96,7 +96,7 @@ class _Gate:
     def __init__(self, text: str) -> None:
         self.text, self.findings = text, list[Finding]()
         self.vocabulary, self.imported = sorted({*primitives.__all__} - {"Program"}), set[str]()
-        self.operands = [k.__name__ for k in OPERAND_SHAPES]
+        self.operands = [k.__name__ for k in OPERAND_KINDS]
         self.outputs = [k.__name__ for k in OUTPUT_KINDS]
 
     def check(self, tree: ast.Module, expected: list[str]) -> list[Finding]:

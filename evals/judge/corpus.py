@@ -17,14 +17,13 @@ import yaml
 
 from coda_agent.evals.judge.edits import rewritten
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import (
     ColIndex,
     HeadTable,
-    Reduction,
     RowGather,
     Scalar,
     Tile,
-    dims,
 )
 from coda_agent.specs import Spec, load_spec
 
@@ -133,12 +132,12 @@ def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
     for x, value in drawn.items():
         kind = kinds.get(x, Tile)
         dtype = str(getattr(value, "dtype", "torch.float32")).removeprefix("torch.")
-        inputs[names[x]] = {"shape": [*dims(kind)], "dtype": dtype, "draw": _draw(value, kind)}
+        inputs[names[x]] = {"shape": [*kind.dims], "dtype": dtype, "draw": _draw(value, kind)}
     inputs["A"] |= {"shape": ["M", "K"], "draw": "normal"}
     inputs["B"] |= {"shape": ["N", "K"], "draw": {"normal": {"std": "K**-0.5"}}}
     for o, kind in program.outputs.items():
         single = issubclass(kind, Reduction) or kind is RowGather
-        outputs[o] = {"shape": [*dims(kind)], "dtype": "float32" if single else "bfloat16"}
+        outputs[o] = {"shape": [*kind.dims], "dtype": "float32" if single else "bfloat16"}
     front = {"name": program.name, "summary": program.name, "inputs": inputs, "outputs": outputs}
     if place:
         front["in_place"] = {"output": place, "input": names[place]}

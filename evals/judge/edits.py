@@ -12,12 +12,11 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value, record
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import (
-    OPERAND_SHAPES,
     ColMax,
     ColSum,
     ColVector,
-    Reduction,
     RowMax,
     RowMean,
     RowSum,
@@ -74,7 +73,7 @@ class Edit(NamedTuple):
 def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str, type]) -> Value:
     match node.op:
         case "operand":
-            return graph.add(dataclasses.replace(node, shape=OPERAND_SHAPES[kinds[node.name]]))
+            return graph.add(dataclasses.replace(node, shape=kinds[node.name].varies))
         case "acc" | "const" | "gather":
             return graph.add(dataclasses.replace(node, args=tuple(a.index for a in arguments)))
         case "even" | "odd":

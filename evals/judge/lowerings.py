@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from coda_agent.evals.judge.edits import other_axis
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.reductions import finalise
+from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import (
     AddTile,
     ColIndex,
     ColVector,
     HalfTile,
-    Reduction,
     RowMean,
     RowVector,
     Tile,
@@ -216,7 +215,7 @@ def _lost_partial(call: Launch) -> dict[str, Any]:
     if program.graph.nodes[program.graph.outputs[call.site]].shape is Shape.HALF:
         extent, folded = extent // 2, folded // 2
     kept = raw[:, : max(raw.shape[1] - 1, 1)]
-    return {**call.outputs(), call.site: finalise(kept, kind, folded, extent)}
+    return {**call.outputs(), call.site: kind.finalise(kept, folded, extent)}
 
 
 def _padded_divisor(call: Launch) -> dict[str, Any]:

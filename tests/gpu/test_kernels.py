@@ -32,7 +32,6 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.reductions import partials as row_partials
 from coda_agent.primitives.tiles import TileConfig
 
 pytestmark = pytest.mark.gpu
@@ -199,9 +198,9 @@ def test_partials_of_integers_equal_the_interpreters(program: Program) -> None:
     half = program is exact_pairs
     value, width = (acc[:, 0::2] * acc[:, 1::2], 64) if half else (acc, 128)
     summed = value if half else value * value
-    assert torch.equal(got["total"], row_partials(summed, RowSum, width))
-    assert torch.equal(got["mean"], row_partials(summed, RowMean, width))
-    assert torch.equal(got["top"], row_partials(value if half else value.abs(), RowMax, width))
+    assert torch.equal(got["total"], RowSum.partials(summed, width))
+    assert torch.equal(got["mean"], RowMean.partials(summed, width))
+    assert torch.equal(got["top"], RowMax.partials(value if half else value.abs(), width))
     stored = "O" if half else "D"
     assert torch.equal(got[stored], value.bfloat16())
 
@@ -282,8 +281,8 @@ def test_column_partials_of_integers_are_exact() -> None:
     for config in (DEFAULT, WIDE, COOPERATIVE):
         got = bound(program)(a, b, operands, block_size=config.tile_m, config=config)
         product = acc * operands["C"].float()
-        assert torch.equal(got["g"], row_partials(product, ColSum, config.tile_m)), config.label
-        assert torch.equal(got["top"], row_partials(acc, ColMax, config.tile_m)), config.label
+        assert torch.equal(got["g"], ColSum.partials(product, config.tile_m)), config.label
+        assert torch.equal(got["top"], ColMax.partials(acc, config.tile_m)), config.label
         final = bound(program)(a, b, operands, config=config)
         assert torch.equal(final["g"], product.sum(0)), config.label
         assert torch.equal(final["top"], acc.amax(0)), config.label

@@ -24,7 +24,6 @@ from coda_agent.primitives import (
     gather,
 )
 from coda_agent.primitives.function import ProgramFunction, untuned
-from coda_agent.primitives.reductions import partials
 from coda_agent.specs import draw_inputs
 
 pytestmark = pytest.mark.gpu
@@ -176,8 +175,8 @@ def test_partials_of_each_block_come_from_one_launch(operands: dict[str, Any], b
     d = 0.5 * product * r[:, None] + c.float()
     by_rows = run(operands, block_size=block)["s"]
     by_columns = bound(columns)(a, b, {}, block_size=block)["g"]
-    torch.testing.assert_close(by_rows, partials(d, RowSum, block), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(by_columns, partials(product, ColSum, block), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(by_rows, RowSum.partials(d, block), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(by_columns, ColSum.partials(product, block), rtol=1e-5, atol=1e-4)
     for call in (
         lambda: run(operands, block_size=block),
         lambda: bound(columns)(a, b, {}, block_size=block),

@@ -55,8 +55,6 @@ from coda_agent.primitives import (
     tanh,
 )
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.reductions import finalise
-from coda_agent.primitives.reductions import partials as row_partials
 
 M, N, K = 5, 40, 8
 Unary = Callable[[Any], Any]
@@ -257,9 +255,9 @@ def test_raw_partials_and_final_values(
 
 def test_partials_of_a_ragged_row_by_hand() -> None:
     value = torch.tensor([[1.0, 2.0, 3.0, 4.0, -5.0], [-1.0, -2.0, -3.0, -4.0, -5.0]])
-    assert row_partials(value, RowSum, 2).tolist() == [[3.0, 7.0, -5.0], [-3.0, -7.0, -5.0]]
-    assert row_partials(value, RowMean, 2).tolist() == [[1.5, 3.5, -2.5], [-1.5, -3.5, -2.5]]
-    assert row_partials(value, RowMax, 2).tolist() == [[2.0, 4.0, -5.0], [-1.0, -3.0, -5.0]]
+    assert RowSum.partials(value, 2).tolist() == [[3.0, 7.0, -5.0], [-3.0, -7.0, -5.0]]
+    assert RowMean.partials(value, 2).tolist() == [[1.5, 3.5, -2.5], [-1.5, -3.5, -2.5]]
+    assert RowMax.partials(value, 2).tolist() == [[2.0, 4.0, -5.0], [-1.0, -3.0, -5.0]]
 
 
 @pytest.mark.parametrize(
@@ -268,8 +266,8 @@ def test_partials_of_a_ragged_row_by_hand() -> None:
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 def test_finalise_is_exact(kind: Any, expected: list[float], width: int) -> None:
     value = torch.tensor([[1.0, 2.0, 3.0, 4.0, -5.0], [-1.0, -2.0, -3.0, -4.0, -5.0]])
-    partials = row_partials(value.double(), kind, width)
-    got = finalise(partials, kind, 5, width)
+    partials = kind.partials(value.double(), width)
+    got = kind.finalise(partials, 5, width)
     torch.testing.assert_close(got, torch.tensor(expected).double(), rtol=1e-15, atol=0.0)
 
 
@@ -395,12 +393,12 @@ def test_log_sum_exp(program: Program, scale: float, columns: int, block: int, b
 def test_log_sum_exp_stays_finite_at_both_extremes() -> None:
     value = torch.tensor([[1e4, -1e4, 1e4, -1e4, -1e4], [-1e4, -1e4, -1e4, -1e4, -1e4]])
     for width in (1, 2, 5, 8):
-        raw = row_partials(value, RowLogSumExp, width)
+        raw = RowLogSumExp.partials(value, width)
         assert raw.isfinite().all()
-        got = finalise(raw, RowLogSumExp, 5, width)
+        got = RowLogSumExp.finalise(raw, 5, width)
         want = torch.tensor([1e4 + math.log(2.0), -1e4 + math.log(5.0)])
         torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-3)
-    assert row_partials(value, RowLogSumExp, 2)[1, 2].item() == -1e4  # one element, no padding
+    assert RowLogSumExp.partials(value, 2)[1, 2].item() == -1e4  # one element, no padding
 
 
 @epilogue(D=Tile, g=ColSum, top=ColMax)
@@ -442,11 +440,11 @@ def test_reductions_over_rows(height: int, block: int, blocks: int) -> None:
 
 def test_partials_over_ragged_rows_by_hand() -> None:
     value = torch.tensor([[1.0, -1.0], [2.0, -2.0], [-5.0, -3.0]])
-    assert row_partials(value, ColSum, 2).tolist() == [[3.0, -5.0], [-3.0, -3.0]]
-    assert row_partials(value, ColMax, 2).tolist() == [[2.0, -5.0], [-1.0, -3.0]]
-    assert finalise(row_partials(value, ColMax, 2), ColMax, 3, 2).tolist() == [2.0, -1.0]
+    assert ColSum.partials(value, 2).tolist() == [[3.0, -5.0], [-3.0, -3.0]]
+    assert ColMax.partials(value, 2).tolist() == [[2.0, -5.0], [-1.0, -3.0]]
+    assert ColMax.finalise(ColMax.partials(value, 2), 3, 2).tolist() == [2.0, -1.0]
     nan = torch.tensor([[math.nan], [1.0]])
-    assert row_partials(nan, ColMax, 2).tolist() == [[1.0]]  # as RowMax: NaN is passed over
+    assert ColMax.partials(nan, 2).tolist() == [[1.0]]  # as RowMax: NaN is passed over
 
 
 def test_reductions_over_rows_and_over_columns_together() -> None:

@@ -587,7 +587,7 @@ def test_sums_over_rows_are_masked_by_what_lies_past_the_last_row() -> None:
     replay = Replay(program, kernel_names(program), 0)
     assert replay.masked == {"by_r", "across_b"}
     assert replay.scaled == {"by_b", "across_r"}
-    kinds = {o: type(replay.sink(o)).__name__ for o in program.reductions}
+    kinds = {o: type(k.store(replay, o)).__name__ for o, k in program.reductions.items()}
     assert kinds == {
         "by_r": "MaskedColSum",
         "by_b": "RowVecReduce",
@@ -604,7 +604,7 @@ def test_log_sum_exp_is_a_reduction_of_its_own() -> None:
 
     replay = Replay(program, kernel_names(program), 0)
     assert replay.masked == replay.scaled == set()
-    assert type(replay.sink("lse")).__name__ == "OnlineLSEReduce"
+    assert type(RowLogSumExp.store(replay, "lse")).__name__ == "OnlineLSEReduce"
 
 
 def test_the_index_of_a_gather() -> None:
@@ -623,7 +623,7 @@ def test_sums_are_masked_where_needed_and_maxima_left_to_quack() -> None:
 
     replay = Replay(program, kernel_names(program), 128)
     assert replay.masked == {"shifted", "mean"}
-    kinds = {o: type(replay.sink(o)).__name__ for o in program.reductions}
+    kinds = {o: type(k.store(replay, o)).__name__ for o, k in program.reductions.items()}
     assert kinds == {
         "plain": "ColVecReduce",
         "shifted": "MaskedRowSum",

@@ -1,0 +1,120 @@
+"""What every kind of operand and output has: its dims and types, and how each reading treats it.
+
+The kinds themselves are in `resources.py` and `reductions.py`. They are markers: an operand kind is
+a value to a type checker, so that programs check, and nothing makes instances. All methods are of
+the class, and what is said here is what a kind does unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from coda_agent.primitives.graph import Shape, Value
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.tiles import TileConfig
+
+GEMM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+"""Element types of A and B, which are equal."""
+HALVES = ("bfloat16", "float16")
+FLOATS = (*HALVES, "float32")
+
+
+class Resource:
+    """A tensor beside A and B.
+
+    Attributes:
+        dims: Its shape in terms of M and N; of a reduction that of its final value.
+        element_bytes: Of an element; None where that is a matter of the call.
+    """
+
+    dims: ClassVar[tuple[str, ...]]
+    element_bytes: ClassVar[int | None] = None
+
+    @classmethod
+    def extents(cls, m: int, n: int) -> tuple[int, ...]:
+        """Its shape at one size."""
+        sizes = {"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n}
+        return tuple(sizes[d] for d in cls.dims)
+
+    @classmethod
+    def fault(cls, value: Any, lead: tuple[int, ...], n: int) -> str:
+        """What is wrong with a caller's tensor, M being `lead` in it; empty if nothing is."""
+        got = tuple(value.shape) if hasattr(value, "shape") else value
+        expected = cls.extents(0, n)
+        if cls.dims[0] == "M":
+            expected = (*lead, *expected[1:])
+        return "" if got == expected else f"has shape {got}, expected {expected}"
+
+    @classmethod
+    def flat(cls, value: Any, m: int) -> Any:
+        """A caller's tensor with one dimension of rows."""
+        if cls.dims[:1] != ("M",):
+            return value
+        return value.reshape(m, *value.shape[value.ndim - len(cls.dims) + 1 :])
+
+
+class Operand(Resource, Value):
+    """What a program reads.
+
+    Attributes:
+        varies: Shape of its value in the graph.
+        dtypes: Element types it may have; none of a number, whatever a spec calls it.
+        vector: Whether it is one, which quack takes with a batch dimension.
+        transposes: Whether a kernel that computes the transposed product can load it.
+        loader: The class of quack's operations that loads it.
+    """
+
+    varies: ClassVar[Shape]
+    dtypes: ClassVar[tuple[str, ...]]
+    vector: ClassVar[bool] = False
+    transposes: ClassVar[bool] = True
+    loader: ClassVar[str]
+
+    @classmethod
+    def lifted(cls, value: Any, acc: torch.Tensor) -> torch.Tensor:
+        """The operand in the type of the accumulator, in a shape that broadcasts against it."""
+        import torch
+
+        return torch.as_tensor(value, dtype=acc.dtype, device=acc.device)
+
+    @classmethod
+    def load(cls, name: str) -> Any:
+        """quack's operation that loads it, where it is not the GEMM's own C."""
+        from quack.epilogue import ops
+
+        return getattr(ops, cls.loader)(name)
+
+
+class Output(Resource):
+    """What a program writes.
+
+    Attributes:
+        values: Shapes in the graph of the values it stores.
+        stored: Element types it may have.
+        accumulates: Whether it is added to what its buffer holds.
+        instruction: The SASS instruction that stores it, if one of TMA's does.
+    """
+
+    values: ClassVar[tuple[Shape, ...]]
+    stored: ClassVar[tuple[str, ...]]
+    accumulates: ClassVar[bool] = False
+    instruction: ClassVar[str] = ""
+
+    @classmethod
+    def buffer(cls, m: int, n: int, config: TileConfig) -> tuple[int, ...]:
+        """Shape of its buffer as the kernel writes it."""
+        return cls.extents(m, n)
+
+    @classmethod
+    def store(cls, lowering: Any, o: str) -> Any:
+        """What stores output `o`, where it is not the GEMM's own D: a sink or a store of quack's,
+        or a name, for its plain store.
+
+        Args:
+            lowering: The `lower.Replay` of the program.
+            o: The output's name in the program.
+        """
+        return lowering.names[o]
