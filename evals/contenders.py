@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from coda_agent.evals.workloads import Benchmark, Call, Outputs, Rotation, Workload
+from coda_agent.agent.judge.numerics import run_interpreter
+from coda_agent.agent.judge.performance import bare_gemm
+from coda_agent.agent.judge.tuner import Launched
+from coda_agent.evals.workloads import Benchmark, Outputs, Rotation, Workload
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-
-if TYPE_CHECKING:
-    import torch
 
 Tiles = Callable[[Workload, Benchmark], Sequence[TileConfig]]
 
@@ -82,37 +82,20 @@ def ours(workload: Workload, config: TileConfig, *, raw: bool = False) -> Rotati
     run only when its outputs are looked at."""
     import torch
 
-    from coda_agent.primitives.function import finalised
-    from coda_agent.primitives.interpret import interpret
-    from coda_agent.primitives.launch import allocate, launch
-
-    spec, (m, n, _) = workload.kernel.spec, workload.mnk
+    spec, inputs = workload.kernel.spec, workload.inputs
     program = workload.kernel.programs[spec.variant()]
-    a, _ = workload.operands(workload.inputs[0])
     types = dict.fromkeys(spec.types, workload.dtype)
     dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
-    buffers = allocate(program, m, n, dtypes, config, a.device)
-    place = spec.in_place if program.accumulated else None
-    if place:  # Once: rounds then add to one another, which changes values and not the work.
-        buffers[place.output].copy_(workload.inputs[0][place.input])
+    if not workload.operands(inputs[0])[0].is_cuda:
+        return lambda i: run_interpreter(spec, program, inputs[i % 2], config, dtypes)
+    run = Launched(spec, program, inputs, dtypes, config)
+    run.restore(0)  # Once: rounds then add to one another, which changes values and not the work.
 
-    def outputs() -> Outputs:
-        return finalised(program, buffers, m, n, config)
+    def partials(i: int) -> Outputs:
+        run.launch(i)
+        return {o: lambda o=o: run.folded()[o] for o in run.outputs}
 
-    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
-        start = {place.output: x[place.input]} if place else {}
-
-        def run() -> Outputs:
-            if not a.is_cuda:
-                block, rows = config.tile_n, config.tile_m
-                given = {**x, **start}
-                return interpret(program, a, b, given, dtypes=dtypes, block=block, row_block=rows)
-            launch(program, a, b, x, buffers, config)
-            return {o: lambda o=o: outputs()[o] for o in buffers} if raw else outputs()
-
-        return run
-
-    return workload.rotating(build)
+    return partials if raw else run
 
 
 @contender("ours, raw partials", tiles=_of_the_block)
@@ -124,7 +107,5 @@ def ours_block(workload: Workload, config: TileConfig) -> Rotation:
 @contender("cuBLAS GEMM")
 def gemm(workload: Workload) -> Rotation:
     """The bare cuBLAS product."""
-    import torch
-
-    out = workload.product()
-    return workload.rotating(lambda x, a, b: lambda: {"product": torch.mm(a, b.t(), out=out)})
+    product = bare_gemm(*workload.operands(workload.inputs[0]))
+    return workload.rotating(lambda x, a, b: lambda: {"product": product(a, b)})

@@ -309,7 +309,7 @@ def _timed(
     return samples, {names[name]: s for name, s in streams.items()}, int(wrong)
 
 
-def bare_gemm(a: torch.Tensor, b: torch.Tensor) -> Callable[[Any, Any], Any]:
+def bare_gemm(a: torch.Tensor, b: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
     """cuBLAS's product of operands like `a` (M, K) and `b` (N, K), into one buffer where cuBLAS's
     binding takes one; FP8 operands give bfloat16, with unit scales and fast accumulation."""
     import torch

@@ -134,9 +134,9 @@ class Cell:
         a, b = (self.case.inputs[g] for g in self.spec.gemm)
         return a.shape[0], b.shape[0], a.shape[1]
 
-    def run(self, config: TileConfig) -> Run:
+    def run(self, config: TileConfig) -> Launched:
         """The program in one configuration, with its own output buffers."""
-        return Run(self, config)
+        return Launched(self.spec, self.program, self.inputs, self.dtypes, config)
 
     def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
         """Right configurations with their median time in microseconds, fastest first; those that
@@ -181,22 +181,41 @@ class Cell:
         return TunedShape(m=m, n=n, k=k, config=best, blocks=blocks, median_us=time_us)
 
 
-class Run:
-    """A cell's program in one configuration: call it with the round's number."""
+class Launched:
+    """A program in one configuration, with outputs of its own, over sets of inputs in turn: call it
+    with the round's number."""
 
-    def __init__(self, cell: Cell, config: TileConfig) -> None:
-        self.cell, self.config = cell, config
-        m, n, _ = cell.mnk
-        self.outputs = allocate(cell.program, m, n, cell.dtypes, config, "cuda")
+    def __init__(
+        self,
+        spec: Spec,
+        program: Program,
+        inputs: Sequence[Mapping[str, Any]],
+        dtypes: Mapping[str, Any],
+        config: TileConfig,
+    ) -> None:
+        self.spec, self.program, self.inputs, self.config = spec, program, inputs, config
+        a, b = (inputs[0][g] for g in spec.gemm)
+        self.m, self.n = a.shape[0], b.shape[0]
+        self.outputs = allocate(program, self.m, self.n, dtypes, config, a.device)
 
     def restore(self, i: int) -> None:
         """Put back what an in-place output starts from."""
-        cell = self.cell
-        for o, start in held(cell.spec, cell.program, cell.inputs[i % 2]).items():
+        for o, start in held(self.spec, self.program, self._set(i)).items():
             self.outputs[o].copy_(start)
 
+    def launch(self, i: int) -> None:
+        """Runs the kernel, and leaves reductions as partials."""
+        inputs = self._set(i)
+        a, b = (inputs[g] for g in self.spec.gemm)
+        launch(self.program, a, b, inputs, self.outputs, self.config)
+
+    def folded(self) -> dict[str, torch.Tensor]:
+        """The outputs of the last launch, their reductions final."""
+        return finalised(self.program, self.outputs, self.m, self.n, self.config)
+
     def __call__(self, i: int) -> dict[str, torch.Tensor]:
-        cell, inputs = self.cell, self.cell.inputs[i % 2]
-        a, b = (inputs[g] for g in cell.spec.gemm)
-        launch(cell.program, a, b, inputs, self.outputs, self.config)
-        return finalised(cell.program, self.outputs, a.shape[0], b.shape[0], self.config)
+        self.launch(i)
+        return self.folded()
+
+    def _set(self, i: int) -> Mapping[str, Any]:
+        return self.inputs[i % len(self.inputs)]
