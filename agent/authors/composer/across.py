@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from coda_agent.agent.authors.composer.aten import REDUCTIONS
-from coda_agent.agent.authors.composer.expression import Expr
+from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, apply, make
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.primitives.errors import ProgramError
 
@@ -23,53 +22,50 @@ class Across:
     meaning: Mapping[str, Callable[..., Any]]
 
     def __init__(self, layout: Layout, apply: Callable[..., Any]) -> None:
-        self.layout, self.builder, self.apply = layout, layout.builder, apply
+        self.layout, self.apply = layout, apply
         self.meaning = {
-            op: lambda *args, op=op, **kwargs: self.reduce(op, *args, **kwargs)
-            for op in REDUCTIONS["M"]
+            **{r.aten: partial(self.reduce, r.aten) for r in REDUCTIONS.values()},
+            "max": self.largest,
+            "gather": self.gather,
         }
-        self.meaning |= {"linalg_vector_norm": self.norm, "norm": self.norm, "gather": self.gather}
 
     def reduce(
         self, op: str, x: Elements, dims: Any = None, keepdim: bool = False, dtype: Any = None
-    ) -> Any:
+    ) -> Elements:
         """`x` reduced over `dims`: all columns of each row, all rows of each column, or a pair."""
         codes = x.codes
-        rank = codes.ndim
-        listed = [dims] if isinstance(dims, int) else dims
-        over = sorted(d % rank for d in listed) if listed else list(range(rank))
-        kept = [d for d in range(rank) if d not in over]
-        shape = tuple(
-            1 if d in over else s for d, s in enumerate(codes.shape) if keepdim or d not in over
-        )
-        extent = math.prod(codes.shape[d] for d in over)
-        moved = Elements(codes.permute(*kept, *over).reshape(*(codes.shape[d] for d in kept), -1))
-        if extent == self.layout.extents["W"] and op != "logsumexp":
-            each = "amax" if op == "max" else op
-            paired = self.reduce(each, Elements(moved.codes.unflatten(-1, (-1, 2))), -1)
-            out = Elements(self.reduce(each, paired, -1).codes.reshape(shape))
-        elif extent == 2 and op != "logsumexp":
-            first, second = (Elements(moved.codes[..., i]) for i in (0, 1))
-            joined = self.apply("maximum" if "max" in op else "add", (first, second), {})
-            joined = self.apply("mul", (joined, 0.5), {}) if op == "mean" else joined
-            out = Elements(joined.codes.reshape(shape))
-        else:
-            left, value = self._whole(moved.codes.reshape(-1, extent))
-            if op not in REDUCTIONS[left]:
-                raise ProgramError(
-                    "only a sum or a maximum over all rows of each column is available"
-                )
-            made = self.builder.make(REDUCTIONS[left][op], value, dims=frozenset({left}))
-            out = self.layout.write(made, shape, Frame((left,)))
-        if op == "max" and dims is not None:
-            return [out, Unusable("the position of a maximum is not available")]
-        return out
+        listed = [dims] if isinstance(dims, int) else dims or range(codes.ndim)
+        over = sorted(d % codes.ndim for d in listed)
+        shape = tuple(codes.sum(over, keepdim).shape)
+        codes = codes.movedim(over, [*range(-len(over), 0)]).flatten(-len(over))
+        extent = codes.shape[-1]
+        if extent == self.layout.extents["2*N"] and op != "logsumexp":
+            paired = self.reduce(op, Elements(codes.unflatten(-1, (-1, 2))), -1)
+            return Elements(self.reduce(op, paired, -1).codes.reshape(shape))
+        if extent == 2 and op != "logsumexp":
+            pair = (Elements(codes[..., i]) for i in (0, 1))
+            joined = self.apply(_JOINED.get(op, Expr.__add__), pair, {})
+            return Elements(joined.codes.reshape(shape))
+        left, value = self._whole(codes.reshape(-1, extent))
+        for name, reduction in REDUCTIONS.items():
+            if (reduction.aten, reduction.left) == (op, left):
+                made = make(name, value, dims=frozenset({left}), value=extent)
+                return self.layout.write(made, shape, Frame((left,)))
+        raise ProgramError("only a sum or a maximum over all rows of each column is available")
+
+    def largest(self, x: Elements, *over: Any) -> Any:
+        """The maximum; over a dim, PyTorch returns its position too."""
+        found = self.reduce("amax", x, *over)
+        if not over:
+            return found
+        return [found, Unusable("the position of a maximum is not available")]
 
     def _whole(self, codes: Any) -> tuple[str, Expr]:
         """Which dim the rows of a matrix are, and the full tile, or half of one, that it holds."""
         shape = tuple(codes.shape)
         frame = self.layout.frame(shape)
-        if 1 in shape or frame is None or (frame.dims, frame.flipped) not in _WHOLE:
+        left = _LEFT.get((frame.dims, frame.flipped)) if frame else None
+        if 1 in shape or frame is None or left is None:
             raise ProgramError(
                 "only a reduction over all columns of each row, or all rows of each column, is"
                 " available"
@@ -77,19 +73,7 @@ class Across:
         value = self.layout.read(Elements(codes), shape, frame)
         if len(value.dims) != 2:
             raise ProgramError("reduces a value that is the same in every row or column")
-        return _WHOLE[frame.dims, frame.flipped], value
-
-    def norm(
-        self, x: Elements, order: Any = 2, dims: Any = None, keepdim: bool = False, **_: Any
-    ) -> Any:
-        """A norm, as far as a reduction computes it."""
-        if order in (1, math.inf):
-            sizes = self.apply("abs", (x,), {})
-            return self.reduce("sum" if order == 1 else "amax", sizes, dims, keepdim)
-        if order != 2:
-            raise ProgramError(f"takes a norm of order {order}; expected 1, 2 or inf")
-        squares = self.apply("square", (x,), {})
-        return self.apply("sqrt", (self.reduce("sum", squares, dims, keepdim),), {})
+        return left, value
 
     def is_index(self, value: Any) -> bool:
         """Whether `value` holds an integer input of the spec and nothing else."""
@@ -109,7 +93,7 @@ class Across:
             raise ProgramError("only one element of each full-width row can be taken")
         flat = columns.flatten()
         which = self.layout.read(Elements(flat), tuple(flat.shape), Frame(("M",)))
-        made = self.builder.make("gather", value, which, dims=frozenset({"M"}))
+        made = make("gather", value, which, dims=frozenset({"M"}))
         return self.layout.write(made, tuple(index.codes.shape), Frame(("M",)))
 
     def select(self, x: Elements, indices: Any) -> Elements:
@@ -128,8 +112,14 @@ class Across:
         raise ProgramError("only one element of each row can be taken, x[arange(M), index]")
 
 
-_WHOLE: dict[tuple[tuple[str, ...], bool], str] = {
+# A reduction of two values, if it is no sum.
+_JOINED: dict[str, Callable[..., Expr]] = {
+    "amax": partial(apply, "maximum"),
+    "mean": lambda x, y: (x + y) * 0.5,
+}
+# What a reduction of each row of such a matrix leaves.
+_LEFT: dict[tuple[tuple[str, ...], bool], str] = {
     (("M", "N"), False): "M",
-    (("M", "H"), False): "M",
+    (("M", "N/2"), False): "M",
     (("M", "N"), True): "N",
 }

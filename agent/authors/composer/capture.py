@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
+# What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
+_DECOMPOSED = (
+    *("addmm", "addcmul", "addcdiv", "rsub", "linalg_vector_norm", "norm"),
+    *("hardtanh", "hardsigmoid", "hardswish", "mish"),
+    *("fill", "new_full", "zeros_like", "new_zeros", "ones_like", "new_ones"),
+    *("empty_like", "new_empty", "slice_backward", "select_backward"),
+)
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -76,6 +83,7 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
     """
     import torch
     import torch.fx.traceback as notes
+    from torch._decomp import get_decompositions
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -96,6 +104,7 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
     # It logs a traceback for what is raised anyway, and reported below in one line.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
+    simpler: Any = get_decompositions([getattr(torch.ops.aten, name) for name in _DECOMPOSED])
     fake = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
     logger.setLevel(logging.CRITICAL)
     try:
@@ -105,7 +114,7 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
                 for name, shape in shapes.items()
             ]
             pure = torch.func.functionalize(traced, remove="mutations")
-            module = make_fx(pure, _allow_non_fake_inputs=True)(*tensors)
+            module = make_fx(pure, simpler, _allow_non_fake_inputs=True)(*tensors)
     except Exception as error:  # The reference is foreign code: anything may come out of it.
         frame = error.__traceback__
         while frame is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from coda_agent import primitives
-from coda_agent.agent.authors.composer.expression import Expr, negative, uses, walk
+from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, negative, uses, walk
 from coda_agent.primitives.errors import ProgramError
 
 if TYPE_CHECKING:
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
 _GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu", "sigmoid": "glu"}
-_REDUCED = {
-    "row_sum": "row sum",
-    "row_mean": "row mean",
-    "row_max": "row maximum",
-    "row_logsumexp": "row log-sum-exp",
-    "col_sum": "column sum",
-    "col_max": "column maximum",
-}
 _TEMPORARIES = ("x", "y", "z", "u", "v", "w", *(f"t{i}" for i in range(100)))
 _SUM, _PRODUCT, _SIGN, _ATOM = range(4)
 _LONG = 64
@@ -43,6 +35,15 @@ def emit(spec: Spec, programs: list[Rewritten]) -> str:
     head = textwrap.fill(f"{spec.name}: {_plain(spec.summary)}", 96, break_on_hyphens=False)
     doc = f'"""{head}\n\nComposed from the PyTorch reference of the spec.\n"""'
     return "\n\n\n".join([f"{doc}\n\n{line}", *(f.text for f in functions)]) + "\n"
+
+
+def _listed(opening: str, items: list[str], closing: str) -> str:
+    """Items in one line, or where it would be too long, one a line."""
+    line = f"{opening}{', '.join(items)}{closing}"
+    if len(line) <= 100:
+        return line
+    indent = " " * (len(opening) - len(opening.lstrip()))
+    return "\n".join([opening, *(f"{indent}    {item}," for item in items), indent + closing])
 
 
 def _plain(text: str) -> str:
@@ -74,16 +75,11 @@ class _Function:
         for name, value in self.stored.items():
             self._name_shared(value)
             items.append(f'"{name}": {self._render(value)[0]}')
-        returned = f"    return {{{', '.join(items)}}}"
-        if len(returned) > 100:
-            returned = "    return {\n" + "".join(f"        {item},\n" for item in items) + "    }"
+        returned = _listed("    return {", items, "}")
         outputs = ", ".join(f"{n}={k}" for n, k in self.program.outputs.items())
-        operands = ", ".join(["acc", *(f"{n}: {k}" for n, k in self.program.operands.items())])
+        operands = ["acc", *(f"{n}: {k}" for n, k in self.program.operands.items())]
         body = "".join(f"    {s}\n" for s in self.statements)
-        signature = f"def {self.program.name}({operands}):"
-        if len(signature) > 100:
-            listed = "".join(f"    {part},\n" for part in operands.split(", "))
-            signature = f"def {self.program.name}(\n{listed}):"
+        signature = _listed(f"def {self.program.name}(", operands, "):")
         return f"@epilogue({outputs})\n{signature}\n{self._doc()}{body}{returned}"
 
     def _doc(self) -> str:
@@ -106,7 +102,7 @@ class _Function:
                 self._assign(expr)
 
     def _assign(self, expr: Expr) -> str:
-        output = next((n for n, e in self.stored.items() if e is expr), "")
+        output = next((n for n, e in self.stored.items() if e == expr), "")
         wanted = [output.lower()] if output and not self.values[output].reduction else []
         name = next(n for n in (*wanted, *_TEMPORARIES) if n not in self.taken)
         text = f"{name} = {self._render(expr, root=True)[0]}"
@@ -165,7 +161,7 @@ class _Function:
                 return self._joined("add", expr.args), _SUM
             case "mul" if expr in self.sugar:
                 gate = self.sugar[expr]
-                other = next(a for a in expr.args if a is not gate)
+                other = next(a for a in expr.args if a != gate)
                 return self._call(_GATES[gate.op], (gate.args[0], other)), _ATOM
             case "mul":
                 return self._joined("mul", expr.args), _PRODUCT
@@ -241,7 +237,7 @@ class _Mathematics(_Function):
             fresh = {self.halves[e] for e in walk([value]) if e in self.halves} - shown
             formula = self._render(value)[0].replace(" * ", " · ")
             if kind:
-                formula = f"{_REDUCED[kind]} of {formula}"
+                formula = f"{REDUCTIONS[kind].words} of {formula}"
             sign = "+=" if self.program.outputs[name] == "AddTile" else "="
             lines.append("; ".join([f"{name} {sign} {formula}", *self._pairs_of(value, fresh)]))
             shown |= fresh
@@ -254,7 +250,7 @@ class _Mathematics(_Function):
         wholes = dict.fromkeys(e.args[0] for e in walk([value]) if self.halves.get(e) in fresh)
         parts: list[str] = []
         for whole in wholes:
-            names = {e.op: n for e, n in self.halves.items() if e.args[0] is whole}
+            names = {e.op: n for e, n in self.halves.items() if e.args[0] == whole}
             listed = ", ".join(names[s] for s in ("even", "odd") if s in names)
             both = "even and odd" if len(names) == 2 else next(iter(names))
             parts.append(
@@ -268,7 +264,7 @@ class _Mathematics(_Function):
     def _spelled(self, expr: Expr) -> tuple[str, int]:
         if expr.op == "acc":
             return f"{self.gemm[0]} {self.gemm[1]}ᵀ", _SUM
-        if expr.op == "mul" and len(expr.args) == 2 and expr.args[0] is expr.args[1]:
+        if expr.op == "mul" and len(expr.args) == 2 and expr.args[0] == expr.args[1]:
             return f"{self._within(expr.args[0], _ATOM)}²", _SIGN
         if expr.op.startswith("d_"):
             return f"{expr.op[2:]}′({self._render(expr.args[0])[0]})", _ATOM

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.authors.composer.builder import Builder
-from coda_agent.agent.authors.composer.expression import Expr
+from coda_agent.agent.authors.composer.expression import Expr, const, make
 from coda_agent.primitives.errors import ProgramError
 
 if TYPE_CHECKING:
@@ -24,11 +23,10 @@ if TYPE_CHECKING:
 
 _SHIFT = 40
 _FRAMES = (
-    *(("M",), ("N",), ("H",), ("K",)),
-    *(("M", "N"), ("M", "H"), ("M", "W"), ("M", "K"), ("N", "K")),
+    *(("M",), ("N",), ("N/2",), ("K",)),
+    *(("M", "N"), ("M", "N/2"), ("M", "2*N"), ("M", "K"), ("N", "K")),
 )
-# Half as wide: H is N/2, and W, of wide tiles, 2N.
-_HALF = {"N": "H", "W": "N"}
+_HALF = {"N": "N/2", "2*N": "N"}
 _DOUBLE = {half: whole for whole, half in _HALF.items()}
 
 
@@ -58,12 +56,10 @@ class Layout:
     """Expressions as elements of tensors, at the extents of one trace.
 
     Args:
-        builder: Makes the expressions that reading finds.
-        extents: Of M, N, H = N/2, W = 2N and K.
+        extents: Of M, N, N/2, 2*N and K.
     """
 
-    def __init__(self, builder: Builder, extents: Mapping[str, int]) -> None:
-        self.builder = builder
+    def __init__(self, extents: Mapping[str, int]) -> None:
         self.extents = extents
         self._numbers: dict[Expr, int] = {}
         self._exprs: list[Expr] = []
@@ -94,7 +90,7 @@ class Layout:
         distinct, which = torch.unique(values.double(), return_inverse=True)
         if len(distinct) > 4:
             raise ProgramError("a table of constants must be an input of the spec")
-        codes = [self._number(self.builder.const(float(v))) << _SHIFT for v in distinct]
+        codes = [self._number(const(float(v))) << _SHIFT for v in distinct]
         return Elements(torch.tensor(codes, dtype=torch.int64)[which].reshape(values.shape))
 
     def read(self, elements: Elements, shape: tuple[int, ...], frame: Frame) -> Expr:
@@ -133,7 +129,7 @@ class Layout:
                 whole = self._grid(expr, (*dims[:-1], double))
                 for side, half in (("even", whole[..., 0::2]), ("odd", whole[..., 1::2])):
                     if torch.equal(codes, half):
-                        return self.builder.make(side, expr, dims=expr.dims - {double} | {columns})
+                        return make(side, expr, dims=expr.dims - {double} | {columns})
         if not dims or dims[-1] not in _HALF:
             return None
         half = _HALF[dims[-1]]
@@ -143,7 +139,7 @@ class Layout:
             return None
         if "const" in (even.op, odd.op):
             return None
-        return self.builder.make("interleave", even, odd, dims=frozenset({"M", dims[-1]}))
+        return make("interleave", even, odd, dims=frozenset({"M", dims[-1]}))
 
     def _grid(self, expr: Expr, dims: tuple[str, ...]) -> torch.Tensor:
         """Codes of `expr` over `dims`, which include its own."""

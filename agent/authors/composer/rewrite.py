@@ -9,25 +9,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.authors.composer.across import Across
-from coda_agent.agent.authors.composer.aten import (
-    ACROSS,
-    FACTORIES,
-    GEMMS,
-    SCATTERS,
-    VIEWS,
-    WHOLE_ROW,
-    elementwise,
-)
-from coda_agent.agent.authors.composer.builder import AGAIN, Builder
+from coda_agent.agent.authors.composer.aten import ACROSS, VIEWS, WHOLE_ROW, meaning
+from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.capture import Captured
-from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, walk
+from coda_agent.agent.authors.composer.expression import AGAIN, REDUCTIONS, Expr, const, leaf, walk
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.resources import (
+    ColIndex,
+    ColVector,
+    HalfTile,
+    RowVector,
+    Scalar,
+    Tile,
+    WideTile,
+    dims,
+)
 
 if TYPE_CHECKING:
     from torch import fx
@@ -63,11 +65,9 @@ class _Rewriter:
     def __init__(self, captured: Captured) -> None:
         self.captured, self.spec = captured, captured.spec
         m, n, k = (captured.sizes[d] for d in self.spec.gemm_dims)
-        self.builder = Builder(n)
-        self.layout = Layout(self.builder, {"M": m, "N": n, "H": n // 2, "W": 2 * n, "K": k})
-        self.meaning = elementwise(self.builder)
+        self.layout = Layout({"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n, "K": k})
         self.across = Across(self.layout, self._apply)
-        self.acc = self.builder.leaf("acc", "acc", 0, frozenset({"M", "N"}))
+        self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
         self.leaves: dict[str, Expr] = {}
 
@@ -98,7 +98,7 @@ class _Rewriter:
         values, outputs = self._outputs(returned)
         used = {e.name for e in walk(list(values.values())) if e.op in ("operand", "index")}
         operands = {name: kind for name, kind in self.kinds.items() if name in used}
-        if not any(e is self.acc for e in walk(list(values.values()))):
+        if not any(e == self.acc for e in walk(list(values.values()))):
             raise ProgramError(
                 f"{self.spec.path}: no output needs a GEMM, expected {' @ '.join(self.spec.gemm)}.T"
             )
@@ -111,33 +111,31 @@ class _Rewriter:
     def _input(self, position: int, name: str) -> Elements | Unusable:
         symbolic = self.spec.symbolic_shape(name, self.captured.binding)
         shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
-        m, n, _ = self.spec.gemm_dims
-        known = {
-            (): ((), "Scalar"),
-            (m,): (("M",), "ColVector"),
-            (n,): (("N",), "RowVector"),
-            (m, n): (("M", "N"), "Tile"),
-            (m, f"2*{n}"): (("M", "W"), "WideTile"),
-        }
-        a, b = self.spec.gemm
         integer = self.spec.inputs[name].dtype.startswith("int")
-        if name in (a, b):
-            dims, kind = ("M" if name == a else "N", "K"), ""
-        elif symbolic == (m,) and integer:
-            dims, kind = ("M",), "ColIndex"
-        elif symbolic in known and not integer:
-            dims, kind = known[symbolic]
+        kinds = (ColIndex,) if integer else (Scalar, ColVector, RowVector, Tile, WideTile)
+        known = {self._declared(kind): kind for kind in kinds}
+        kind = None
+        if name in self.spec.gemm:
+            frame = Frame(("M" if name == self.spec.gemm[0] else "N", "K"))
+        elif symbolic in known:
+            kind = known[symbolic]
+            frame = Frame(dims(kind))
+            self.kinds[name] = kind.__name__
         else:
-            got = f"{self.spec.inputs[name].dtype} [{', '.join(map(str, symbolic))}]"
+            (m, n, _), dtype = self.spec.gemm_dims, self.spec.inputs[name].dtype
             return Unusable(
-                f"input {name!r} is {got}; an epilogue takes floating [], [{m}], [{n}], [{m}, {n}],"
-                f" [{m}, 2*{n}] and integer [{m}]"
+                f"input {name!r} is {dtype} [{', '.join(map(str, symbolic))}]; an epilogue takes"
+                f" floating [], [{m}], [{n}], [{m}, {n}], [{m}, 2*{n}] and integer [{m}]"
             )
-        if kind:
-            self.kinds[name] = kind
-        leaf = "index" if kind == "ColIndex" else "operand"
-        self.leaves[name] = expr = self.builder.leaf(leaf, name, position, frozenset(dims))
-        return self.layout.write(expr, shape, Frame(dims))
+        op = "index" if kind is ColIndex else "operand"
+        self.leaves[name] = expr = leaf(op, name, position, frozenset(frame.dims))
+        return self.layout.write(expr, shape, frame)
+
+    def _declared(self, kind: type) -> tuple[int | str, ...]:
+        """The shape of a resource in the spec's words."""
+        m, n, _ = self.spec.gemm_dims
+        words = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
+        return tuple(words[d] for d in dims(kind))
 
     def _node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
@@ -152,7 +150,10 @@ class _Rewriter:
         if op == "copy_":
             raise ProgramError("writes to an input in place")
         if not any(isinstance(value, Elements) for value in flat):
-            return target(*args, **kwargs)
+            found = target(*args, **kwargs)
+            if op.startswith("empty"):  # Whatever memory held must not enter.
+                return Elements(self._lift(math.nan).codes.expand(found.shape))
+            return found
         if op in ("_to_copy", "to", "convert_element_type"):
             dtype = kwargs.get("dtype") or (args[1:] or (torch.float32,))[0]
             whole = isinstance(dtype, torch.dtype) and not dtype.is_floating_point
@@ -161,14 +162,11 @@ class _Rewriter:
             return args[0]
         if op in ("_local_scalar_dense", "contiguous"):
             return args[0]
-        if op in FACTORIES:
-            like = args[op.startswith("new_")]
-            shape = like.codes.shape if isinstance(like, Elements) else like
-            fill = args[-1] if FACTORIES[op] is None else FACTORIES[op]
-            fill = fill if isinstance(fill, Elements) else self.layout.constants(torch.tensor(fill))
-            return Elements(fill.codes.expand(shape))
-        if op in GEMMS:
-            return self._gemm(op, args, kwargs)
+        if op in ("full", "full_like"):
+            shape = args[0].codes.shape if isinstance(args[0], Elements) else args[0]
+            return Elements(self._lift(args[1]).codes.expand(shape))
+        if op in ("mm", "bmm"):
+            return self._gemm(*args)
         if op in self.across.meaning:
             return self.across.meaning[op](*args, **kwargs)
         if op == "remainder" and self.across.is_index(args[0]):
@@ -179,17 +177,16 @@ class _Rewriter:
         if op == "where" and isinstance(args[0], torch.Tensor):
             x, y = (self._lift(a).codes for a in args[1:])
             return Elements(torch.where(args[0], x, y))
-        if op in SCATTERS:
-            zeros = self.layout.constants(torch.zeros(args[1]))
-            return self._view(getattr(torch, SCATTERS[op]), (zeros, args[0], *args[2:]), kwargs)
         if op in VIEWS:
-            return self._view(target, args, kwargs)
-        if op not in self.meaning:
+            return self._view(op, target, args, kwargs)
+        function = meaning(op)
+        if function is None:
             missing = "has no counterpart among the primitives"
             raise ProgramError(WHOLE_ROW if op in ACROSS else missing)
         if kwargs.pop("rounding_mode", None):
             raise ProgramError("rounds its quotient; an epilogue cannot")
-        return self._apply(op, args, kwargs)
+        result = self._apply(function, args, kwargs)
+        return [result, None] if op == "log_sigmoid_forward" else result
 
     def _lift(self, value: Any) -> Elements:
         import torch
@@ -198,30 +195,34 @@ class _Rewriter:
             return value
         return self.layout.constants(torch.as_tensor(value))
 
-    def _view(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _view(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
         from torch.utils._pytree import tree_map
 
-        if _name_of(target) in ("copy", "slice_scatter", "select_scatter", "cat", "stack"):
-            lift = lambda v: self._lift(v).codes if _tensor(v) else v
-        else:
-            lift = lambda v: v.codes if isinstance(v, Elements) else v
-        kept = {k: v for k, v in kwargs.items() if k not in ("dtype", "layout", "pin_memory")}
-        if _name_of(target) == "copy":
-            return Elements(lift(args[1]).expand(lift(args[0]).shape))
-        out = target(*tree_map(lift, args), **tree_map(lift, kept))
-        wrap = lambda v: Elements(v) if isinstance(v, torch.Tensor) else v
-        return tree_map(wrap, out) if not isinstance(out, torch.Tensor) else Elements(out)
+        def codes(value: Any) -> Any:
+            """Of what is moved; constants that index are not."""
+            constant = isinstance(value, torch.Tensor) and op != "index"
+            return self._lift(value).codes if constant or isinstance(value, Elements) else value
 
-    def _apply(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op == "copy":
+            return Elements(codes(args[1]).expand(codes(args[0]).shape))
+        kept = {k: v for k, v in kwargs.items() if k not in ("dtype", "layout", "pin_memory")}
+        out = target(*tree_map(codes, args), **tree_map(codes, kept))
+        return tree_map(lambda v: Elements(v) if isinstance(v, torch.Tensor) else v, out)
+
+    def _apply(
+        self, function: Callable[..., Expr], args: Iterable[Any], kwargs: Mapping[str, Any]
+    ) -> Elements:
+        """An elementwise function of tensors and numbers."""
         import torch
 
+        args = list(args)
         tensors = [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
         frame = self.layout.frame(shape)
         if frame is None:
             raise ProgramError(f"works on a shape {shape} that is neither (M, N) nor part of it")
-        seen, wide = shape, frame.dims == ("M", "W")
+        seen, wide = shape, frame.dims == ("M", "2*N")
         if wide:
             seen, frame = tuple(self.layout.extents[d] for d in "MN"), Frame(("M", "N"))
 
@@ -230,39 +231,30 @@ class _Rewriter:
 
             def expr(value: Any) -> Any:
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    return self.builder.const(value)
+                    return const(value)
                 if not _tensor(value):
                     return value
                 codes = self._lift(value).codes.broadcast_to(shape)
                 codes = codes.reshape(*seen, 2)[..., side] if wide else codes
                 return self.layout.read(Elements(codes), seen, frame)
 
-            result = self.meaning[op](*map(expr, args), **{k: expr(v) for k, v in kwargs.items()})
+            result = function(*map(expr, args), **{k: expr(v) for k, v in kwargs.items()})
             return self.layout.write(result, seen, frame).codes
 
         codes = torch.stack([computed(0), computed(1)], -1) if wide else computed(0)
-        written = Elements(codes.reshape(shape))
-        return [written, None] if op == "log_sigmoid_forward" else written
+        return Elements(codes.reshape(shape))
 
-    def _gemm(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Elements:
-        x, y = args[-2:]
+    def _gemm(self, x: Any, y: Any) -> Elements:
         if not (isinstance(x, Elements) and isinstance(y, Elements)):
             raise ProgramError(self._layout_of_gemm())
-        left, right = (
-            self._side(x, (x.codes.shape[-2], x.codes.shape[-1])),
-            self._side(Elements(y.codes.mT), (y.codes.shape[-1], y.codes.shape[-2])),
-        )
-        if {left[0], right[0]} != {"M", "N"} or x.codes.numel() != math.prod(x.codes.shape[-2:]):
+        *_, m, k = x.codes.shape
+        left, scale = self._side(x, (m, k))
+        right, other = self._side(Elements(y.codes.mT), (y.codes.shape[-1], k))
+        if {left, right} != {"M", "N"} or x.codes.numel() != m * k:
             raise ProgramError(self._layout_of_gemm())
-        flipped = left[0] == "N"
-        value = self.builder.mul(self.builder.mul(self.acc, left[1]), right[1])
         shape = (*x.codes.shape[:-1], y.codes.shape[-1])
-        product = self.layout.write(value, shape, Frame(("M", "N"), flipped))
-        if op == "addmm":
-            beta, alpha = kwargs.get("beta", 1.0), kwargs.get("alpha", 1.0)
-            addend = self._apply("mul", (args[0], beta), {})
-            return self._apply("add", (addend, self._apply("mul", (product, alpha), {})), {})
-        return product
+        frame = Frame(("M", "N"), flipped=left == "N")
+        return self.layout.write(self.acc * scale * other, shape, frame)
 
     def _layout_of_gemm(self) -> str:
         a, b = self.spec.gemm
@@ -271,7 +263,7 @@ class _Rewriter:
     def _side(self, elements: Any, shape: tuple[int, int]) -> tuple[str, Expr]:
         """Which rows an operand of the GEMM has, and the scale that commutes past it."""
         frame = self.layout.frame(shape)
-        if any(e is self.acc for e in walk(self.layout.sources(elements))):
+        if any(e == self.acc for e in walk(self.layout.sources(elements))):
             raise ProgramError("is a second GEMM; a kernel has one")
         if frame is None or frame.flipped or frame.dims not in (("M", "K"), ("N", "K")):
             raise ProgramError(self._layout_of_gemm())
@@ -281,17 +273,16 @@ class _Rewriter:
         return rows, self._scale(value, name, rows)
 
     def _scale(self, expr: Expr, name: str, rows: str) -> Expr:
-        b = self.builder
         if expr.op == "operand" and expr.name == name:
-            return b.const(1.0)
+            return const(1.0)
         if expr.op in ("mul", "div", "neg"):
             inside = [a for a in expr.args if "K" in a.dims]
-            if len(inside) == 1 and (expr.op != "div" or inside[0] is expr.args[0]):
+            if len(inside) == 1 and (expr.op != "div" or inside[0] == expr.args[0]):
                 scale = self._scale(inside[0], name, rows)
                 if expr.op == "neg":
-                    return b.neg(scale)
-                other = expr.args[1] if inside[0] is expr.args[0] else expr.args[0]
-                return b.mul(scale, other) if expr.op == "mul" else b.div(scale, other)
+                    return -scale
+                other = expr.args[1] if inside[0] == expr.args[0] else expr.args[0]
+                return scale * other if expr.op == "mul" else scale / other
         if expr.op == "operand":
             raise ProgramError(self._layout_of_gemm())
         raise ProgramError(
@@ -300,55 +291,24 @@ class _Rewriter:
         )
 
     def _outputs(self, returned: Any) -> tuple[dict[str, Expr], dict[str, str]]:
-        m, n, _ = self.spec.gemm_dims
-        kinds = {
-            (m, n): ("Tile", ("M", "N")),
-            (m, f"{n}/2"): ("HalfTile", ("M", "H")),
-            (m, f"2*{n}"): ("WideTile", ("M", "W")),
-            (m,): ("", ("M",)),
-            (n,): ("", ("N",)),
-        }
-        alone = {**REDUCTIONS, "gather": "RowGather"}
         updated = self.spec.updated(self.captured.binding)
         values: dict[str, Expr] = {}
         outputs: dict[str, str] = {}
         for name in self.spec.outputs:
             where = f"{self.spec.path}: output {name!r}"
-            symbolic = self.spec.symbolic_shape(name, self.captured.binding)
-            shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
             value = returned.get(name) if isinstance(returned, dict) else None
-            if not isinstance(value, Elements):
-                reason = value.reason if isinstance(value, Unusable) else "depends on no input"
-                raise ProgramError(f"{where}: {reason}")
-            if symbolic not in kinds or value.codes.shape != shape:
-                extents = value.codes.shape if symbolic in kinds else symbolic
-                got = f"[{', '.join(map(str, extents))}]"
-                raise ProgramError(
-                    f"{where} is {got}; a kernel writes [{m}, {n}], [{m}, {n}/2], [{m}, 2*{n}] and"
-                    " reductions"
-                )
-            kind, dims = kinds[symbolic]
             try:
-                expr = self.layout.read(value, shape, Frame(dims))
+                values[name], outputs[name] = self._output(name, value)
             except ProgramError as error:
-                raise ProgramError(f"{where} {error.message}") from None
-            if any(e.op == "centred" for e in walk([expr])):
-                raise ProgramError(f"{where} {AGAIN}")
-            if bool(kind) == (expr.op in alone):
-                raise ProgramError(
-                    f"{where} is computed by {expr.op!r}; a kernel writes full or half tiles, and"
-                    f" [{m}] or [{n}] only as a reduction itself, [{m}] also as a gather"
-                )
+                raise ProgramError(f"{where}{error.message}") from None
             if name in updated:
-                if kind != "Tile":
+                if outputs[name] != "Tile":
+                    m, n, _ = self.spec.gemm_dims
                     raise ProgramError(f"{where}: a kernel updates only [{m}, {n}] in place")
                 # Stored as what is added to the old value, which cancels.
-                kind, old = "AddTile", self.leaves[updated[name]]
-                expr = self.builder.sub(expr, old)
-            values[name] = expr
-            outputs[name] = kind or alone[expr.op]
-        canonical = self.builder.canonical(list(values.values()))
-        values = dict(zip(values, canonical, strict=True))
+                outputs[name] = "AddTile"
+                values[name] -= self.leaves[updated[name]]
+        values = dict(zip(values, canonical(list(values.values())), strict=True))
         for name, old in updated.items():
             for output, value in values.items():
                 if self.leaves[old] in walk([value]):
@@ -357,6 +317,41 @@ class _Rewriter:
                         f" overwrites; a kernel only adds to it, {name} = {old} + ..."
                     )
         return values, outputs
+
+    def _output(self, name: str, value: Any) -> tuple[Expr, str]:
+        """What an output holds, and its kind.
+
+        Raises:
+            ProgramError: A kernel cannot write it; the message continues the output's name.
+        """
+        if not isinstance(value, Elements):
+            reason = value.reason if isinstance(value, Unusable) else "depends on no input"
+            raise ProgramError(f": {reason}")
+        m, n, _ = self.spec.gemm_dims
+        stored = (Tile, HalfTile, WideTile)
+        kinds = {self._declared(kind): kind for kind in (*stored, ColVector, RowVector)}
+        symbolic = self.spec.symbolic_shape(name, self.captured.binding)
+        shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
+        if symbolic not in kinds or value.codes.shape != shape:
+            extents = value.codes.shape if symbolic in kinds else symbolic
+            raise ProgramError(
+                f" is [{', '.join(map(str, extents))}]; a kernel writes [{m}, {n}], [{m}, {n}/2],"
+                f" [{m}, 2*{n}] and reductions"
+            )
+        kind = kinds[symbolic]
+        try:
+            expr = self.layout.read(value, shape, Frame(dims(kind)))
+        except ProgramError as error:
+            raise ProgramError(f" {error.message}") from None
+        if any(e.op == "centred" for e in walk([expr])):
+            raise ProgramError(f" {AGAIN}")
+        alone = {op: r.kind for op, r in REDUCTIONS.items()} | {"gather": "RowGather"}
+        if (kind in stored) == (expr.op in alone):
+            raise ProgramError(
+                f" is computed by {expr.op!r}; a kernel writes full or half tiles, and [{m}] or"
+                f" [{n}] only as a reduction itself, [{m}] also as a gather"
+            )
+        return expr, alone.get(expr.op, kind.__name__)
 
 
 def _tensor(value: Any) -> bool:
