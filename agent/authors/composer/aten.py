@@ -9,13 +9,12 @@ from coda_agent.agent.authors.composer.expression import Expr, apply, lift
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.operation import OPS
 
+# What only moves elements.
 VIEWS = frozenset(
     """
-    alias cat chunk clone constant_pad_nd copy detach diagonal expand expand_as flatten flip
-    getitem index lift_fresh lift_fresh_copy narrow numpy_T permute repeat reshape
-    _reshape_alias roll select select_scatter slice slice_scatter split split_with_sizes
-    squeeze stack swapaxes t transpose unbind unflatten unfold _unsafe_view unsqueeze view
-    view_as
+    alias cat clone constant_pad_nd copy detach diagonal expand flip getitem index lift_fresh
+    lift_fresh_copy permute repeat _reshape_alias roll select select_scatter slice slice_scatter
+    split split_with_sizes squeeze stack t transpose unbind unfold _unsafe_view unsqueeze view
     """.split()  # noqa: SIM905
 )
 ACROSS = frozenset(
@@ -83,7 +82,6 @@ _ELEMENTWISE: dict[str, Callable[..., Expr]] = {
     "truediv": lambda x, y: x / y,
     "pow": lambda x, y: x**y,
     "neg": lambda x: -x,
-    "square": lambda x: x * x,
     "reciprocal": lambda x: 1.0 / x,
     "rsqrt": lambda x: 1.0 / apply("sqrt", x),
     "lerp": lambda x, y, w: x + w * (y - x),

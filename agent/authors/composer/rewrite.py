@@ -154,13 +154,13 @@ class _Rewriter:
             if op.startswith("empty"):  # Whatever memory held must not enter.
                 return Elements(self._lift(math.nan).codes.expand(found.shape))
             return found
-        if op in ("_to_copy", "to", "convert_element_type"):
+        if op in ("_to_copy", "convert_element_type"):
             dtype = kwargs.get("dtype") or (args[1:] or (torch.float32,))[0]
             whole = isinstance(dtype, torch.dtype) and not dtype.is_floating_point
             if whole and not self.across.is_index(args[0]):
                 raise ProgramError(f"casts to {dtype}; an epilogue computes in float32")
             return args[0]
-        if op in ("_local_scalar_dense", "contiguous"):
+        if op == "_local_scalar_dense":
             return args[0]
         if op in ("full", "full_like"):
             shape = args[0].codes.shape if isinstance(args[0], Elements) else args[0]
