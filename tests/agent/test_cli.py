@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
@@ -127,6 +129,21 @@ def test_help_is_fast() -> None:
         [sys.executable, "-c", f"import coda_agent.agent.cli; {heavy}"], capture_output=True
     )
     assert done.stdout == b"set()\n"
+
+
+def test_a_list_of_commands_says_what_each_says_itself() -> None:
+    """The list reads docstrings out of the sources, and imports no command."""
+
+    def every(group: Any) -> Iterator[Any]:
+        for command in group.commands.values():
+            yield from every(command) if hasattr(command, "commands") else (command,)
+
+    found = list(every(typer.main.get_command(app)))
+    assert len(found) > 30
+    for command in found:
+        assert command.loaded.name == command.name
+        said = command.loaded.get_short_help_str(200)
+        assert said and (command.hidden or command.get_short_help_str(200) == said)
 
 
 def test_generate_show_list_verify(where: workspace.Workspace) -> None:
