@@ -28,7 +28,6 @@ from coda_agent.primitives.resources import (
     Scalar,
     Tile,
     WideTile,
-    dims,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class _Rewriter:
             frame = Frame(("M" if name == self.spec.gemm[0] else "N", "K"))
         elif symbolic in known:
             kind = known[symbolic]
-            frame = Frame(dims(kind))
+            frame = Frame(kind.dims)
             self.kinds[name] = kind.__name__
         else:
             (m, n, _), dtype = self.spec.gemm_dims, self.spec.inputs[name].dtype
@@ -135,7 +134,7 @@ class _Rewriter:
         """The shape of a resource in the spec's words."""
         m, n, _ = self.spec.gemm_dims
         words = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
-        return tuple(words[d] for d in dims(kind))
+        return tuple(words[d] for d in kind.dims)
 
     def _node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
@@ -340,7 +339,7 @@ class _Rewriter:
             )
         kind = kinds[symbolic]
         try:
-            expr = self.layout.read(value, shape, Frame(dims(kind)))
+            expr = self.layout.read(value, shape, Frame(kind.dims))
         except ProgramError as error:
             raise ProgramError(f" {error.message}") from None
         if any(e.op == "centred" for e in walk([expr])):
