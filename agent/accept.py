@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.events import plain, utc_now
+from coda_agent.agent.plain import plain, utc_now
 from coda_agent.agent.publish import FILES, exclusive, held, publish
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import WorkspaceError

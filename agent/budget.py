@@ -8,7 +8,6 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.events import Event
 from coda_agent.primitives.errors import CodaError
 
 PRICES = Path(__file__).with_name("prices.toml")
@@ -156,17 +155,6 @@ def tokens(usage: Mapping[str, Any]) -> int:
     )
     entries = usage.get("iterations") or [usage]
     return sum(entry.get(key) or 0 for entry in entries for key in keys)
-
-
-def gpu_seconds(event: Event) -> float:
-    """Seconds in which a step of a run held a GPU: gates that ran there, or a profile.
-
-    Compiling is none of it. Budget and record both are this sum over a run's events.
-    """
-    if event.type == "judged":
-        return event.data["gpu_s"]
-    profiled = event.type == "tool.finished" and event.data["name"] == "profile"
-    return event.data["seconds"] if profiled and event.data["gpu"] else 0.0
 
 
 def context(usage: Mapping[str, Any]) -> int:

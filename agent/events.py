@@ -1,242 +1,260 @@
-"""The event log of a run: append-only JSON lines, on disk before the next step begins.
+"""The events of a run: one class for each kind, whose fields are what the log's line holds.
 
-- One writer at a time, held by flock: two would give two events one number.
-- A line counts once its newline is on disk. A torn last line is what a kill leaves; readers skip it
-  and the next writer cuts it off. A bad line anywhere else is damage, and an error.
-- The state of a run is a fold over its events (`summary`); nothing else is stored. A `Recorder`
-  writes events and hands each to the folds that follow it, so what is remembered in a process and
-  what is rebuilt from the file are the same.
-- Secrets are taken out of the environment once (`take_secrets`) and out of whatever is written.
+`type` is the name on disk, and a line of a type that no class has is `Unknown`: older logs have
+such lines, and nothing reads them. What a gate does while it works is told to observers and is no
+event; the verdict is one, `Judged`.
 """
 
-import fcntl
-import json
-import math
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from functools import cache
+from typing import Any, Literal, Self, get_args
 
-from coda_agent.primitives.errors import WorkspaceError
+from pydantic import BaseModel, Field
 
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Observer
-
-_SECRET_NAMES = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
-_secrets: dict[str, str] = {}
+from coda_agent.agent.device import Device
+from coda_agent.agent.judgement import Judgement, Machine
 
 
-def take_secrets() -> dict[str, str]:
-    """The keys this process was started with, by name; no child process inherits them after."""
-    for name in _SECRET_NAMES:
-        if value := os.environ.pop(name, ""):
-            _secrets[name] = value
-    return _secrets
+class Event(BaseModel, frozen=True, populate_by_name=True):
+    """One line of the log; its place and its time are set by the log."""
 
-
-def has_secrets() -> bool:
-    """Whether there is a key, taken already or not."""
-    return bool(_secrets) or any(os.environ.get(name) for name in _SECRET_NAMES)
-
-
-def redacted(text: str) -> str:
-    """`text` without the secrets of `take_secrets`."""
-    for name, value in _secrets.items():
-        text = text.replace(value, f"<{name}>")
-    return text
-
-
-def plain(value: object) -> Any:
-    """`value` as JSON can hold it: records become dicts, non-finite floats and the rest strings."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Mapping):
-        items = cast(Mapping[object, object], value).items()
-        return {str(key): plain(item) for key, item in items}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in cast(Iterable[object], value)]
-    dump = getattr(value, "model_dump", None)
-    return plain(dump()) if callable(dump) else str(value)
-
-
-def utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-@dataclass(frozen=True)
-class Event:
-    """One line of the log."""
-
-    seq: int
-    time: str
+    seq: int = -1
+    time: str = ""
+    """UTC, in milliseconds, as ISO 8601."""
     type: str
-    data: dict[str, Any]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The fields that were given, as the line holds them."""
+        return self.model_dump(by_alias=True, exclude={"seq", "time", "type"}, exclude_unset=True)
+
+    def line(self) -> dict[str, Any]:
+        """The event as its line holds it."""
+        return {"seq": self.seq, "time": self.time, "type": self.type, "data": self.data}
 
 
-def _parse(path: Path) -> tuple[list[Event], int]:
-    """The events of `path`, and the length in bytes of its complete lines."""
-    raw = path.read_bytes() if path.exists() else b""
-    whole = raw.rfind(b"\n") + 1
-    events: list[Event] = []
-    for number, line in enumerate(raw[:whole].splitlines(), start=1):
-        try:
-            events.append(Event(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise WorkspaceError(f"{path}:{number} is not an event: {error}") from error
-    return events, whole
+class Unknown(Event, frozen=True):
+    """A line of a kind that this version does not have."""
+
+    fields: dict[str, Any] = {}
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.fields
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events of a log, without a torn last line; a log that is not there has none.
+class RunStarted(Event, frozen=True):
+    """The first event: whose run it is, and of what."""
 
-    Raises:
-        WorkspaceError: a line before the last is not an event.
-    """
-    return _parse(path)[0]
-
-
-class EventLog:
-    """The one writer of a log file; a context manager.
-
-    Raises:
-        WorkspaceError: another writer holds the file, or it is damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            events, whole = _parse(path)
-        except BlockingIOError as error:
-            self._file.close()
-            raise WorkspaceError(f"{path} is being written by another process") from error
-        except WorkspaceError:
-            self._file.close()
-            raise
-        self._file.truncate(whole)
-        self._next = events[-1].seq + 1 if events else 0
-
-    def append(self, type: str, data: Mapping[str, object] | None = None) -> Event:
-        """Writes one event; it is on disk when this returns."""
-        event = Event(self._next, utc_now(), type, plain(data or {}))
-        line = json.dumps(vars(event), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        if (clean := redacted(line)) != line:
-            line, event = clean, Event(**json.loads(clean))
-        self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._next += 1
-        return event
-
-    def close(self) -> None:
-        """Gives the file up to other writers."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Fold(Protocol):
-    """A state that events build."""
-
-    def apply(self, event: Event) -> None:
-        """Takes the next event."""
-        ...
-
-
-class Recorder:
-    """Writes a run's events, and hands each to the folds and to the observer.
-
-    Callable as an observer. Progress is for eyes only: no fold needs it, and each would cost a
-    sync to disk.
-    """
-
-    def __init__(self, log: EventLog, observer: "Observer" = lambda *_: None) -> None:
-        self._log, self.observer = log, observer
-        self._folds: list[Fold] = []
-
-    def follow(self, fold: Fold) -> None:
-        """Brings `fold` up to date and keeps it so."""
-        for event in read_events(self._log.path):
-            fold.apply(event)
-        self._folds.append(fold)
-
-    def __call__(self, type: str, data: dict[str, Any]) -> None:
-        if type != "gate.progress":
-            event = self._log.append(type, data)
-            for fold in self._folds:
-                fold.apply(event)
-        self.observer(type, data)
-
-
-@dataclass(frozen=True)
-class GateState:
-    """How far one gate came; `passed` is None while it runs."""
-
-    passed: bool | None = None
-    seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What a run's events say about it.
-
-    `outcome` is running, passed, refused, failed, or stopped: an author ended without a verdict,
-    and `reason` says why.
-    """
-
+    type: Literal["run.started"] = "run.started"
+    run: str = ""
     kind: str | None = None
+    """`generate` is an author's; `verify`, `tune`, `check` and others end with their command."""
     spec: str | None = None
     author: str | None = None
-    gates: dict[str, GateState] = field(default_factory=dict[str, GateState])
-    level: str | None = None
+    device: Device = "auto"
+    commit: bool = True
+    withheld: tuple[str, ...] = ()
+    options: dict[str, Any] | None = None
+    """The author's, where its run can be resumed."""
+    replays: str | None = None
+    """The run that this one repeats."""
+
+
+class RunResumed(Event, frozen=True):
+    """Another process goes on with the run."""
+
+    type: Literal["run.resumed"] = "run.resumed"
+    run: str = ""
+    options: dict[str, Any] | None = None
+
+
+class SpecAdmitted(Event, frozen=True):
+    """The spec may be used."""
+
+    type: Literal["spec.admitted"] = "spec.admitted"
+    path: str
+    digest: str
+
+
+class AuthorStarted(Event, frozen=True):
+    """The author goes to work."""
+
+    type: Literal["author.started"] = "author.started"
+    author: str = ""
+
+
+class AuthorFinished(Event, frozen=True):
+    """An author that writes in one go has written."""
+
+    type: Literal["author.finished"] = "author.finished"
+    author: str = ""
+
+
+class CandidateSaved(Event, frozen=True):
+    """There is another text, which is on disk, too."""
+
+    type: Literal["candidate.saved"] = "candidate.saved"
+    path: str = "kernel.py"
+    digest: str = ""
+    """The first twelve digits of the text's SHA-256."""
+    text: str = ""
+
+
+class TipsGiven(Event, frozen=True):
+    """Tips an author was shown, or that were held back from it."""
+
+    type: Literal["tips"] = "tips"
+    arms: dict[str, str]
+    """`shown` or `held`, by tip."""
+
+
+class ToolStarted(Event, frozen=True):
+    """A call of a tool."""
+
+    type: Literal["tool.started"] = "tool.started"
+    id: str = ""
+    name: str
+    input: Any = None
+
+
+class ToolFinished(Event, frozen=True):
+    """What a call of a tool came to (`registry.Result`)."""
+
+    type: Literal["tool.finished"] = "tool.finished"
+    id: str = ""
+    name: str
+    seconds: float = 0.0
+    ok: bool = True
+    text: str = ""
+    facts: dict[str, Any] = Field(default={}, alias="data")
+    artifacts: list[str] = []
+    gpu: bool = False
+
+
+class Judged(Event, frozen=True):
+    """A verdict; the whole of it is the run's artifact `verdict-NUMBER.json`."""
+
+    type: Literal["judged"] = "judged"
+    number: int
+    """Of the candidates that were judged in this run, from 1."""
+    check: str
+    """What was asked for: a level of `check`, `benchmark`, `submit`, or the kind of the run."""
+    judgement: Judgement
+    machine: Machine
+    gpu_s: float
+    seconds: dict[str, float] = {}
+    """Of each gate."""
+
+
+class Stored(Event, frozen=True):
+    """What became of a candidate that passed: a commit, nothing new, or no commit was wanted."""
+
+    type: Literal["committed", "unchanged", "passed"]
     commit: str | None = None
-    outcome: str = "running"
+    level: str | None = None
+    """The kernel's level afterwards."""
+
+    @classmethod
+    def of(cls, commit: str | None, level: str | None) -> Self:
+        """After acceptance, which may find everything there already."""
+        return cls(type="committed" if commit else "unchanged", commit=commit, level=level)
+
+
+class GaveUp(Event, frozen=True):
+    """The author ends the run without a kernel."""
+
+    type: Literal["gave.up"] = "gave.up"
+    reason: str
+
+
+class Prompted(Event, frozen=True):
+    """What every call of a model starts with: its parameters, and the first messages."""
+
+    type: Literal["prompt"] = "prompt"
+    request: dict[str, Any]
+    messages: list[dict[str, Any]]
+    characters: int
+
+
+class Requested(Event, frozen=True):
+    """A call of a model begins, and `worst_usd` is set aside for it."""
+
+    type: Literal["request"] = "request"
+    digest: str = ""
+    worst_usd: float
+
+
+class Responded(Event, frozen=True):
+    """A whole answer of a model, and what it cost."""
+
+    type: Literal["response"] = "response"
+    id: str = ""
+    model: str = ""
+    content: list[dict[str, Any]] = []
+    stop_reason: str = ""
+    stop_details: dict[str, Any] | None = None
+    usage: dict[str, Any]
+    usd: float
+    seconds: float = 0.0
+
+
+class RequestFailed(Event, frozen=True):
+    """An attempt at a call that brought no answer; it may have cost something all the same."""
+
+    type: Literal["request.failed"] = "request.failed"
+    error: str = ""
+    wait_s: float | None = None
+    """Until the next attempt; None where there is none."""
+    usage: dict[str, Any] = {}
+    usd: float
+
+
+class LimitReached(Event, frozen=True):
+    """A budget has no room for more than one further call."""
+
+    type: Literal["limit"] = "limit"
+    reason: str
+
+
+class Turned(Event, frozen=True):
+    """It is the model's turn: the results of its calls are complete, and `note` follows them."""
+
+    type: Literal["turn"] = "turn"
+    note: str
+
+
+class RunFinished(Event, frozen=True):
+    """The run ended in order; it can be resumed where it was not over."""
+
+    type: Literal["run.finished"] = "run.finished"
     reason: str | None = None
-    error: str | None = None
-    usd: float = 0.0
-    steps: int = 0
+    best: dict[str, Any] | None = None
+    """The attempt that showed most; its text is the run's `best.py`."""
 
 
-def summary(events: Iterable[Event]) -> RunState:
-    """Folds the events of a run into its state; unknown types change nothing."""
-    state = RunState()
-    for event in events:
-        data = event.data
-        if event.type == "run.started":
-            state = replace(state, **{key: data.get(key) for key in ("kind", "spec", "author")})
-        elif event.type in ("gate.started", "gate.finished"):
-            gate = GateState(data.get("passed"), data.get("seconds"))
-            state = replace(state, gates=state.gates | {str(data["gate"]): gate})
-        elif event.type == "verdict":
-            outcome = "passed" if data.get("passed") else "refused"
-            state = replace(state, level=data.get("level"), outcome=outcome)
-        elif event.type == "committed":
-            state = replace(state, commit=data.get("commit"))
-        elif event.type == "run.failed":
-            state = replace(state, outcome="failed", error=data.get("message"))
-        elif event.type == "run.resumed" and state.outcome in ("stopped", "failed"):
-            state = replace(state, outcome="running", reason=None, error=None)
-        elif event.type == "run.finished":
-            outcome = "stopped" if state.outcome == "running" else state.outcome
-            state = replace(state, outcome=outcome, reason=data.get("reason"))
-        elif event.type in ("response", "request.failed"):
-            step = int(event.type == "response")
-            usd = state.usd + data.get("usd", 0.0)
-            state = replace(state, usd=usd, steps=state.steps + step)
-    return state
+class RunFailed(Event, frozen=True):
+    """The run ended by an exception."""
+
+    type: Literal["run.failed"] = "run.failed"
+    error: str = ""
+    message: str = ""
+
+
+@cache
+def _classes() -> dict[str, type[Event]]:
+    """The class of each type."""
+    kinds = [kind for kind in Event.__subclasses__() if kind is not Unknown]
+    return {name: kind for kind in kinds for name in get_args(kind.model_fields["type"].annotation)}
+
+
+def event_of(line: dict[str, Any]) -> Event:
+    """The event of a line: `seq`, `time`, `type` and the fields as `data`.
+
+    Raises:
+        ValueError: it is none, or lacks what its kind has.
+    """
+    place = {"seq": int(line["seq"]), "time": str(line["time"]), "type": str(line["type"])}
+    data: dict[str, Any] = line["data"]
+    if kind := _classes().get(place["type"]):
+        return kind.model_validate(data | place)
+    return Unknown(**place, fields=data)

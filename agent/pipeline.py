@@ -11,11 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import accept as acceptance
+from coda_agent.agent import events as e
 from coda_agent.agent import publish
-from coda_agent.agent.events import EventLog, Recorder, plain, read_events, take_secrets
+from coda_agent.agent.device import Device
+from coda_agent.agent.keys import KEYS
+from coda_agent.agent.log import EventLog, Recorder, read_events
+from coda_agent.agent.plain import plain
+from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
 
@@ -24,8 +29,6 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge import Observer, Verdict
     from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import Spec
-
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,27 @@ def _admit(spec_path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _logged(run: Run, observer: "Observer", type: str, about: dict[str, Any]) -> Iterator[Recorder]:
-    """The recorder of a run, its first event written; a failure is its last event."""
-    take_secrets()
+def _logged(run: Run, observer: "Observer", begin: e.Event) -> Iterator[Recorder]:
+    """The recorder of a run, the event it begins with written; a failure is its last event."""
+    KEYS.take()
     with EventLog(run.folder / "events.jsonl") as log:
         tell = Recorder(log, observer)
-        tell(type, {"run": run.id, **about})
+        tell(begin)
         try:
             yield tell
         except BaseException as error:
             message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            log.append("run.failed", {"error": error.__class__.__name__, "message": message})
+            log.append(e.RunFailed(error=error.__class__.__name__, message=message))
             raise
 
 
 @contextlib.contextmanager
-def _short(run: Run, observer: "Observer", **about: object) -> Iterator[Recorder]:
+def _short(run: Run, observer: "Observer", kind: str, spec: str) -> Iterator[Recorder]:
     """The recorder of a run that ends with the command."""
-    with _logged(run, observer, "run.started", about) as tell:
+    begin = e.RunStarted(run=run.id, kind=kind, spec=spec)
+    with _logged(run, observer, begin) as tell:
         yield tell
-        tell("run.finished", {})
+        tell(e.RunFinished())
 
 
 @contextlib.contextmanager
@@ -116,10 +120,12 @@ def opened(
     _admit(spec_path, spec.text)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
-    about = {"kind": "generate", "spec": spec.name, "author": author, "device": device}
-    about |= {"commit": commit, **({"withheld": withheld} if withheld else {}), **(settings or {})}
-    with _logged(run, observer, "run.started", about) as tell:
-        tell("spec.admitted", {"path": spec_path.name, "digest": spec.digest})
+    begin = e.RunStarted(
+        run=run.id, kind="generate", spec=spec.name, author=author, device=device, commit=commit,
+        **({"withheld": tuple(withheld)} if withheld else {}), **(settings or {}),
+    )  # fmt: skip
+    with _logged(run, observer, begin) as tell:
+        tell(e.SpecAdmitted(path=spec_path.name, digest=spec.digest))
         yield Workbench(workspace, run, spec, tell, gpu_limit_s, withheld)
 
 
@@ -139,34 +145,30 @@ def reopened(
         WorkspaceError: it is no run of an author, its spec is not the one that was admitted,
             another process works on it, or nothing that it may still accept could be committed.
     """
-    from coda_agent.agent.workbench import State, Workbench
+    from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import load_spec
 
     events = read_events(run.folder / "events.jsonl")
-    if not events or events[0].data.get("kind") != "generate":
+    state = RunState.of(events)
+    if state.kind != "generate":
         raise WorkspaceError(f"{run.id} is not the run of an author")
     spec = load_spec(run.folder / "spec.md")
-    admitted = [e.data["digest"] for e in events if e.type == "spec.admitted"]
+    admitted = [event.digest for event in events if isinstance(event, e.SpecAdmitted)]
     if not admitted:
         _admit(spec.path, spec.text)  # the process was killed before it wrote that down
     elif spec.digest not in admitted:
         raise WorkspaceError(f"{spec.path} was not admitted", hint="start another run")
-    state = State()
-    for event in events:
-        state.apply(event)
-    if state.commit and not state.over:
+    if state.commits and not state.over:
         publish.check_place(workspace, spec.name)
-    withheld = events[0].data.get("withheld", ())
-    with _logged(run, observer, "run.resumed", settings or {}) as tell:
+    with _logged(run, observer, e.RunResumed(run=run.id, **(settings or {}))) as tell:
         if not admitted:
-            tell("spec.admitted", {"path": spec.path.name, "digest": spec.digest})
-        yield Workbench(workspace, run, spec, tell, gpu_limit_s, withheld)
+            tell(e.SpecAdmitted(path=spec.path.name, digest=spec.digest))
+        yield Workbench(workspace, run, spec, tell, gpu_limit_s, state.withheld)
 
 
 def _judge(
     spec: "Spec",
     text: str,
-    run: Run,
     tell: Recorder,
     device: Device,
     gates: tuple[str, ...] | None = None,
@@ -175,12 +177,11 @@ def _judge(
     from coda_agent.agent.judge import judge_candidate
     from coda_agent.agent.judge.records import GATES
 
-    (run.folder / "kernel.py").write_text(text, "utf-8", errors="replace")
-    tell("candidate.saved", {"path": "kernel.py", "text": text})
-    gates = gates or GATES
-    verdict = judge_candidate(spec, text, executor(), device=device, gates=gates, observer=tell)
-    (run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
-    tell("verdict", {"passed": verdict.passed, "level": verdict.level})
+    tell.candidate(text)
+    verdict = judge_candidate(
+        spec, text, executor(), device=device, gates=gates or GATES, observer=tell.observer
+    )
+    tell.verdict(verdict, str(tell.state.kind))
     return verdict
 
 
@@ -229,7 +230,7 @@ def resume(
 
 
 def _worked(bench: "Workbench", author: "Author") -> Outcome:
-    bench.tell("author.started", {"author": author.name})
+    bench.tell(e.AuthorStarted(author=author.name))
     author.drive(bench)
     return outcome(bench)
 
@@ -238,10 +239,10 @@ def outcome(bench: "Workbench") -> Outcome:
     """How the run of a workbench stands."""
     state, name = bench.state, bench.spec.name
     passed = state.over == "accepted"
-    folder = bench.workspace.generated / name if passed and state.commit else None
+    folder = bench.workspace.generated / name if passed and state.commits else None
     return Outcome(
-        name, passed, state.level, None, state.sha, folder, bench.run.folder, bench.verdict,
-        None if passed else bench.reason, _remark(bench.workspace, state.sha),
+        name, passed, state.level, None, state.commit, folder, bench.run.folder, bench.verdict,
+        None if passed else bench.reason, _remark(bench.workspace, state.commit),
     )  # fmt: skip
 
 
@@ -278,14 +279,14 @@ def verify(
             hint="put it back from git, or generate again from the new spec",
         )
     run = workspace.new_run("verify", kernel)
-    with _short(run, observer, kind="verify", spec=kernel, author=None) as tell:
-        verdict = _judge(spec, text, run, tell, device)
+    with _short(run, observer, "verify", kernel) as tell:
+        verdict = _judge(spec, text, tell, device)
         sha: str | None = None
         level = verdict.level
         if commit:
             sha = acceptance.raise_or_revoke(workspace, kernel, verdict, run_id=run.id, text=text)
             level = workspace.kernel(kernel).level
-            tell("committed" if sha else "unchanged", {"commit": sha, "level": level})
+            tell(e.Stored.of(sha, level))
     return Outcome(
         kernel, verdict.passed, level, before, sha, stored.folder, run.folder, verdict,
         remark=_remark(workspace, sha),
@@ -324,11 +325,11 @@ def tune(
         spec.check_sizes(size)
     wanted = spec.model_copy(update={"bench_shapes": sizes})
     run = workspace.new_run("tune", kernel)
-    with _short(run, observer, kind="tune", spec=kernel, author=None) as tell:
+    with _short(run, observer, "tune", kernel) as tell:
         text = stored.program.read_text("utf-8")
-        measured = plain(tune_candidate(wanted, text, executor(), observer=tell))
+        measured = plain(tune_candidate(wanted, text, executor(), observer=tell.observer))
         sha = acceptance.store_tuned(workspace, kernel, measured)
-        tell("committed" if sha else "unchanged", {"commit": sha, "level": stored.level})
+        tell(e.Stored.of(sha, stored.level))
     return measured, sha
 
 
@@ -343,7 +344,7 @@ def judge_only(
     gates: tuple[str, ...] | None = None,
 ) -> Outcome:
     """Judges a text, before all gates unless some are named, and stores nothing but the run."""
-    with _short(run, observer, kind=kind, spec=spec.name, author=None) as tell:
-        verdict = _judge(spec, text, run, tell, device, gates)
+    with _short(run, observer, kind, spec.name) as tell:
+        verdict = _judge(spec, text, tell, device, gates)
     level = verdict.level if verdict.passed else None
     return Outcome(spec.name, verdict.passed, level, None, None, None, run.folder, verdict)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import tips as tips_module
+from coda_agent.agent.workbench import feedback, programs_to_define, shown
 
 if TYPE_CHECKING:
     from coda_agent.agent.tips import Tip
@@ -22,14 +23,6 @@ DEMOS = 4
 """Demonstrations shown in full; the others are a tool call away."""
 CHARACTERS_PER_TOKEN = 3.0
 """For estimates only; code and mathematics take more tokens a character than prose."""
-
-WITHHELD: dict[str, tuple[str, ...]] = {
-    "tips": ("search_tips",),
-    "demos": ("list_demos", "read_demo"),
-    "profile": ("profile",),
-    "diagnosis": (),
-}
-"""What an ablation may withhold from an author, with the tools that go with it."""
 
 _TASK = """\
 You write GPU kernels of one kind: a matrix product whose epilogue does more than store the result.
@@ -59,7 +52,6 @@ def system(withheld: Sequence[str] = ()) -> str:
 def instructions(withheld: Sequence[str] = ()) -> str:
     """Task, language, feedback and tools, without the vocabulary."""
     from coda_agent.agent.judge import static
-    from coda_agent.agent.workbench import feedback, shown
 
     guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in shown(withheld).values())
     grammar = inspect.cleandoc(feedback.__doc__ or "")
@@ -83,19 +75,6 @@ def opening(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -
     if lines := [f"- {tip.line()}" for tip in tips]:
         parts.append("# Tips from earlier runs\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
-
-
-def programs_to_define(spec: "Spec") -> str:
-    """The programs a candidate must have: names, operands, what is added in place, outputs."""
-    lines = ["Programs to define:"]
-    for binding in spec.bindings():
-        updated = spec.updated(binding)
-        hidden = (*spec.gemm, *updated.values())
-        operands = ", ".join(name for name in spec.inputs if name not in hidden)
-        added = "".join(f"; {o} is an AddTile: what is added to {x}" for o, x in updated.items())
-        said = f"operands after acc: {operands or 'none'}{added}"
-        lines.append(f"- {spec.variant(binding)}: {said}")
-    return "\n".join([*lines, f"Outputs of each, in this order: {', '.join(spec.outputs)}"])
 
 
 def demos_for(spec: "Spec") -> list["Demo"]:
@@ -122,8 +101,6 @@ def request(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -
 
     An hour, not five minutes: a compilation, or a wait for a GPU, may outlast the shorter one.
     """
-    from coda_agent.agent.workbench import shown
-
     hour = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     tools: list[dict[str, Any]] = [
         {"name": tool.name, "description": tool.description, "input_schema": tool.schema()}

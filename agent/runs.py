@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.events import Event, RunState, read_events, summary
+from coda_agent.agent import events as e
+from coda_agent.agent.log import read_events
+from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
 from coda_agent.primitives.suggest import near_matches
@@ -36,9 +38,15 @@ def everything(workspace: Workspace) -> list[Run]:
     return [Run(path.parent.name, path.parent) for path in sorted(logs)]
 
 
+def history(folder: Path) -> tuple[list[e.Event], RunState]:
+    """The events of a run's folder, and what they say; a folder without a log has none."""
+    events = read_events(folder / "events.jsonl")
+    return events, RunState.of(events)
+
+
 def state(run: Run) -> RunState:
     """How a run stands."""
-    return summary(read_events(run.folder / "events.jsonl"))
+    return history(run.folder)[1]
 
 
 def timeline(run: Run) -> "RenderableType":
@@ -47,50 +55,51 @@ def timeline(run: Run) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    events = read_events(run.folder / "events.jsonl")
-    about = summary(events)
+    events, about = history(run.folder)
     table = Table(show_edge=False, pad_edge=False, expand=True)
     for column in ("time", "step", "what", "result", "USD"):
         right = column in ("step", "USD")
         table.add_column(column, justify="right" if right else "left", vertical="top")
     step = 0
     for event in events:
-        step += event.type == "response"
+        step += isinstance(event, e.Responded)
         if row := _row(event):
-            usd = event.data.get("usd")
+            usd = getattr(event, "usd", 0.0)
             cells = [event.time[11:19], str(step or ""), *row, f"{usd:.4f}" if usd else ""]
             table.add_row(*(Text(cell) for cell in cells))
     head = f"{run.id}\n{about.kind} of {about.spec} by {about.author}: {about.outcome}"
     head += f" ({about.reason or about.error})" * bool(about.reason or about.error)
     head += f", {about.level}" * bool(about.level) + f", commit {about.commit}" * bool(about.commit)
-    head += f"; {about.steps} steps, ${about.usd:.2f}" * bool(about.steps)
+    head += f"; {about.steps} steps, ${about.spent.usd:.2f}" * bool(about.steps)
     return Group(Text(head), Text(), table)
 
 
-def _row(event: Event) -> tuple[str, str] | None:
+def _row(event: e.Event) -> tuple[str, str] | None:
     """An event as (what, result); None for those that add nothing to a reader."""
-    data = event.data
-    match event.type:
-        case "response":
-            said = (block.get("text") or block.get("thinking") for block in data["content"])
+    match event:
+        case e.Responded(stop_reason=why):
+            said = (block.get("text") or block.get("thinking") for block in event.content)
             words = " ".join(" ".join(text for text in said if text).split())
-            return "model", f"{words[:400]}\n[{data['stop_reason']}]" if words else data[
-                "stop_reason"
-            ]
-        case "tool.finished":
-            mark = "" if data["ok"] else "error: "
-            return data["name"], mark + "\n".join(data["text"].splitlines()[:6])
-        case "request.failed":
-            wait = data["wait_s"]
-            return "call failed", data["error"] + (f"; again in {wait:.1f} s" if wait else "")
-        case "candidate.saved":
-            return "candidate", data.get("digest", "")
-        case "limit" | "run.finished" | "gave.up" if data.get("reason"):
-            return event.type, data["reason"]
-        case "run.failed":
-            return event.type, f"{data['error']}: {data['message']}"
-        case "verdict" | "committed" | "unchanged" | "run.started":
-            keys = ("author", "passed", "level", "commit")
+            return "model", f"{words[:400]}\n[{why}]" if words else why
+        case e.ToolFinished():
+            mark = "" if event.ok else "error: "
+            return event.name, mark + "\n".join(event.text.splitlines()[:6])
+        case e.RequestFailed(wait_s=wait):
+            return "call failed", event.error + (f"; again in {wait:.1f} s" if wait else "")
+        case e.CandidateSaved():
+            return "candidate", event.digest
+        case e.LimitReached(reason=reason) | e.GaveUp(reason=reason):
+            return event.type, reason
+        case e.RunFinished(reason=str(reason)):
+            return event.type, reason
+        case e.RunFailed():
+            return event.type, f"{event.error}: {event.message}"
+        case e.Judged(judgement=judged):
+            passed = "passed" if judged.passed else "refused"
+            return event.type, f"{event.check}: {passed}" + f", {judged.level}" * bool(judged.level)
+        case e.Stored() | e.RunStarted():
+            keys = ("author", "level", "commit")
+            data = event.data
             return event.type, ", ".join(f"{key} {data[key]}" for key in keys if data.get(key))
         case _:
             return None

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coda_agent.agent import authors
-from coda_agent.agent.prompt import WITHHELD
 from coda_agent.agent.tips import Tips
+from coda_agent.agent.workbench import WITHHELD
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import metrics
 from coda_agent.evals.metrics import METRICS, Difference, Groups, Interval

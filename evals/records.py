@@ -23,7 +23,7 @@ from pydantic import (
 
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import LEVELS, Level, rank
-from coda_agent.agent.judgement import FIGURES, Cell, Digest, Figure, Judgement, Machine
+from coda_agent.agent.judgement import DIGESTS, FIGURES, Cell, Digest, Figure, Judgement, Machine
 
 Part = Literal["tips", "demos", "profile", "diagnosis"]
 """What an ablation takes from an author."""
@@ -172,6 +172,9 @@ class TrialRecord(_Model):
             raise ValueError(f"the outcome is {self.outcome}, the verdict's level {judged.level}")
         if self.outcome == "refused" and judged is None:
             raise ValueError("the outcome is refused, and there is no verdict")
+        if judged and set(judged.digests) != set(DIGESTS):
+            found = ", ".join(judged.digests)
+            raise ValueError(f"digests of {found}, expected {', '.join(DIGESTS)}")
         if judged and judged.digests["spec"] != self.spec.digest:
             raise ValueError("the verdict is about another spec")
         program = self.program

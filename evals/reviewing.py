@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.events import read_events, summary
 from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.runs import history
 from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
 from coda_agent.evals.review import Review, Version
 from coda_agent.primitives.errors import CodaError
@@ -72,8 +72,8 @@ def _history(workspace: Workspace, kernel: Kernel) -> Iterator[Version]:
 
 def _cost(run: Path) -> str:
     """What the run behind a kernel took."""
-    if not (events := read_events(run / "events.jsonl")):
+    events, about = history(run)
+    if not events:
         return ""
-    about = summary(events)
     first, last = (datetime.fromisoformat(events[i].time) for i in (0, -1))
-    return f"{about.steps} steps, ${about.usd:.2f}, {(last - first).total_seconds():.0f} s"
+    return f"{about.steps} steps, ${about.spent.usd:.2f}, {(last - first).total_seconds():.0f} s"

@@ -1,15 +1,15 @@
 """The record of a trial, made from its run's events and from nothing else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.budget import gpu_seconds, tokens
 from coda_agent.agent.events import Event
+from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import Level, rank
-from coda_agent.agent.judgement import Judgement, Machine
+from coda_agent.agent.judgement import Machine
+from coda_agent.agent.state import Attempt, RunState
 from coda_agent.evals.records import (
     Outcome,
     RunRef,
@@ -23,92 +23,6 @@ from coda_agent.evals.records import (
 
 if TYPE_CHECKING:
     from coda_agent.specs import Spec
-
-
-@dataclass
-class _Tally:
-    """What a run's events say about a trial; a fold."""
-
-    spent: Spent = field(default_factory=Spent)
-    steps: list[Step] = field(default_factory=list[Step])
-    attempts: int = 0
-    texts: dict[str, str] = field(default_factory=dict[str, str])
-    judged: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The full trial, the last where there were several."""
-    machine: Machine | None = None
-    writing: bool = False
-    failed: dict[str, Any] = field(default_factory=dict[str, Any])
-    ended: dict[str, Any] = field(default_factory=dict[str, Any])
-    gave_up: bool = False
-    time: datetime | None = None
-
-    def apply(self, event: Event) -> None:
-        data, now = event.data, datetime.fromisoformat(event.time)
-        since = self.time if self.time and event.type != "run.resumed" else now
-        wall_s = max(0.0, (now - since).total_seconds())
-        self._spend(wall_s=wall_s, gpu_s=gpu_seconds(event))
-        self.time = now
-        match event.type:
-            case "author.started":
-                self.writing = True
-            case "author.finished" | "tool.started":
-                self.writing = False
-            case "response" | "request.failed":
-                self._spend(usd=data["usd"], tokens=tokens(data["usage"]))
-            case "candidate.saved":
-                from coda_agent.agent.judge.provenance import sha
-
-                self.texts[sha(data["text"])] = data["text"]
-            case "judged":
-                self._judge(data)
-            case "gave.up":
-                self.gave_up = True
-            case "run.failed":
-                self.failed = data
-            case "run.finished":
-                self.ended = data
-            case _:
-                pass
-
-    def _spend(self, **more: float) -> None:
-        spent = self.spent.model_dump()
-        self.spent = Spent(**{k: v + more.get(k, 0) for k, v in spent.items()})
-
-    def _judge(self, data: dict[str, Any]) -> None:
-        self.attempts += 1
-        self.machine = Machine(**data["machine"])
-        submitted = data["check"] == "submit"
-        if submitted:
-            self.judged = data
-        verdict = Judgement(**data["judgement"])
-        step = Step.of(verdict, self.spent, attempt=self.attempts, submitted=submitted)
-        if step and (not self.steps or _shown(step) > _shown(self.steps[-1])):
-            self.steps.append(step)
-
-    def outcome(self) -> tuple[Outcome, str]:
-        """How the trial ended, and why."""
-        verdict = Judgement(**self.judged["judgement"]) if self.judged else None
-        if verdict and verdict.passed and verdict.level:
-            return verdict.level, ""
-        reason = str(self.ended.get("reason") or "")
-        if self.failed:
-            kind, said = self.failed["error"], f"{self.failed['error']}: {self.failed['message']}"
-            if self.writing and kind == "ProgramError":
-                return "gave_up", self.failed["message"]
-            return ("error" if self.writing or kind == "Stopped" else "harness_fault"), said
-        if self.gave_up:
-            return "gave_up", reason
-        if not self.ended:
-            return "harness_fault", "the run did not end"
-        if reason.startswith("budget: "):
-            return "budget", reason.removeprefix("budget: ")
-        if verdict:
-            return "refused", verdict.finding
-        return "gave_up", reason
-
-
-def _shown(step: Step) -> tuple[Any, ...]:
-    return step.submitted, rank(step.level), step.roofline or 0.0
 
 
 def record_of(
@@ -126,11 +40,10 @@ def record_of(
         goal: The level that counts as solved.
         log: The events' file, relative to the workspace; its folder has the run's name.
     """
-    tally = _Tally()
-    for event in events:
-        tally.apply(event)
-    outcome, reason = tally.outcome()
-    verdict = Judgement(**tally.judged["judgement"]) if tally.judged else None
+    state = RunState.of(events)
+    submitted = [attempt for attempt in state.attempts if attempt.check == "submit"]
+    final = submitted[-1] if submitted else None
+    outcome, reason = _outcome(state, final)
     return TrialRecord(
         suite=SuiteRef(name=key.suite, digest=key.suite_digest),
         spec=SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
@@ -142,11 +55,51 @@ def record_of(
         finished=datetime.fromisoformat(events[-1].time),
         outcome=outcome,
         reason=" ".join(reason.split())[:400],
-        verdict=verdict,
-        program=tally.texts.get(verdict.digests["candidate"]) if verdict else None,
-        attempts=tally.judged.get("number", tally.attempts),
-        spent=tally.spent,
-        steps=tuple(tally.steps),
-        machine=tally.machine or Machine(device=key.device),
+        verdict=final and final.judgement,
+        program=final and _text(final),
+        attempts=final.number if final else len(state.attempts),
+        spent=Spent(**vars(state.spent)),
+        steps=_steps(state.attempts),
+        machine=state.attempts[-1].machine if state.attempts else Machine(device=key.device),
         run=RunRef(id=log.parent.name, log=log.as_posix()),
     )
+
+
+def _outcome(state: RunState, final: Attempt | None) -> tuple[Outcome, str]:
+    """How a trial ended, and why; `final` is its last full trial of a candidate."""
+    verdict, reason = final and final.judgement, state.reason or ""
+    if verdict and verdict.passed and verdict.level:
+        return verdict.level, ""
+    if failure := state.failure:
+        if state.writing and failure.error == "ProgramError":
+            return "gave_up", failure.message
+        theirs = state.writing or failure.error == "Stopped"
+        return ("error" if theirs else "harness_fault"), f"{failure.error}: {failure.message}"
+    if state.gave_up:
+        return "gave_up", reason
+    if not state.finished:
+        return "harness_fault", "the run did not end"
+    if reason.startswith("budget: "):
+        return "budget", reason.removeprefix("budget: ")
+    return ("refused", verdict.finding) if verdict else ("gave_up", reason)
+
+
+def _text(attempt: Attempt) -> str | None:
+    """The program that was judged, where the log has it."""
+    return attempt.text if sha(attempt.text) == attempt.judgement.digests["candidate"] else None
+
+
+def _steps(attempts: Sequence[Attempt]) -> tuple[Step, ...]:
+    """The verdicts that were better than all before them."""
+    steps: list[Step] = []
+    for count, attempt in enumerate(attempts, 1):
+        spent = Spent(**vars(attempt.spent))
+        submitted = attempt.check == "submit"
+        step = Step.of(attempt.judgement, spent, attempt=count, submitted=submitted)
+        if step and (not steps or _shown(step) > _shown(steps[-1])):
+            steps.append(step)
+    return tuple(steps)
+
+
+def _shown(step: Step) -> tuple[Any, ...]:
+    return step.submitted, rank(step.level), step.roofline or 0.0

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent.budget import Budget
-from coda_agent.agent.events import read_events
 from coda_agent.agent.judge.records import Level, Observer
+from coda_agent.agent.log import read_events
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import staleness
 from coda_agent.evals.definitions import Suite

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from coda_agent.agent.events import take_secrets
+from coda_agent.agent.keys import KEYS
 
 
 class _Here(Executor):
@@ -26,7 +26,7 @@ def workers(count: int) -> Executor:
         return _Here()
     return ProcessPoolExecutor(
         # Forked, a worker would share this process's threads' locks, and a GPU it may hold.
-        count, get_context("spawn"), _begin_worker, (dict(take_secrets()), count)
+        count, get_context("spawn"), _begin_worker, (KEYS.take(), count)
     )  # fmt: skip
 
 

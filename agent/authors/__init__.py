@@ -79,8 +79,10 @@ class Writer(Author):
 
     def drive(self, bench: "Workbench") -> None:
         """Has its text judged, once."""
+        from coda_agent.agent.events import AuthorFinished
+
         text = self.write(bench.spec, bench.tell.observer)
-        bench.tell("author.finished", {"author": self.name})
+        bench.tell(AuthorFinished(author=self.name))
         bench.save(text)
         bench.finish(None if bench.accept().passed else "refused")
 

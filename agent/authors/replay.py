@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.authors import Author, Kind, Options
 from coda_agent.primitives.errors import CodaError
@@ -20,7 +20,7 @@ class _Recorded(Kind):
     deterministic = True
 
     def make(self, which: str, options: Options, workspace: "Workspace") -> Author:
-        from coda_agent.agent.events import read_events
+        from coda_agent.agent.log import read_events
 
         log = _trajectories(workspace) / which / "events.jsonl"
         if not which or not log.is_file():
@@ -30,11 +30,11 @@ class _Recorded(Kind):
     def tried(
         self, which: str, options: Options, workspace: "Workspace", specs: Collection[str]
     ) -> dict[str, list[str]]:
-        from coda_agent.agent.events import read_events, summary
+        from coda_agent.agent.runs import history
 
         found: dict[str, list[str]] = {}
         for log in sorted(_trajectories(workspace).glob(f"{which or '*'}/events.jsonl")):
-            if (spec := summary(read_events(log)).spec) in specs:
+            if (spec := history(log.parent)[1].spec) in specs:
                 found[self.full_name(log.parent.name)] = [str(spec)]
         if not found:
             raise CodaError(f"no run in {_trajectories(workspace)} is of a spec of the suite")
@@ -57,50 +57,59 @@ class Replay(Author):
     """
 
     def __init__(self, events: "list[Event]") -> None:
-        from coda_agent.agent.events import summary
+        from coda_agent.agent.state import RunState
 
-        self.events, self.name = events, f"replay:{summary(events).author}"
+        self.events, self.recorded = events, RunState.of(events)
+        self.name = f"replay:{self.recorded.author}"
         self.differences: list[str] = []
         self.skipped: list[str] = []
 
     def settings(self) -> dict[str, Any]:
-        return {"replays": self.events[0].data.get("run")}
+        return {"replays": self.recorded.run}
 
     def drive(self, bench: "Workbench") -> None:
         """Repeats the calls; tips are not written a second time, and this run says nothing of
         their worth."""
         for name, given, then in self._calls():
             result = bench.call(name, given)
-            now = {"ok": result.ok, "passed": result.data.get("passed")}
-            if result.data.get("lacks") and then["ok"]:
+            now = _Came(result.ok, result.data.get("passed"))
+            if result.data.get("lacks") and then.ok:
                 self.skipped.append(f"{name}: {result.text}")
             elif then != now:
-                self.differences.append(
-                    f"{name}: was {_word(then)}, is {_word(now)}: {result.text}"
-                )
+                self.differences.append(f"{name}: was {then}, is {now}: {result.text}")
         bench.finish("the recording ends here" if not bench.state.over else None, final=False)
 
-    def _calls(self) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    def _calls(self) -> "Iterator[tuple[str, Any, _Came]]":
         """Name, input and what came of it, of each call that ended; a text written in one go counts
         as two calls."""
-        begun: dict[str, Any] | None = None
-        texts = [e.data.get("text") for e in self.events if e.type == "candidate.saved"]
-        verdicts = [e.data["passed"] for e in self.events if e.type == "verdict"]
-        if texts and not any(e.type == "tool.started" for e in self.events):
-            yield "write_candidate", {"text": texts[-1]}, {"ok": True, "passed": None}
-            if verdicts:
-                yield "submit", {}, {"ok": True, "passed": verdicts[-1]}
+        from coda_agent.agent import events as e
+
+        begun: e.ToolStarted | None = None
+        if not any(isinstance(event, e.ToolStarted) for event in self.events):
+            if self.recorded.candidate:
+                yield "write_candidate", {"text": self.recorded.candidate}, _Came(True, None)
+            if self.recorded.attempts:
+                yield "submit", {}, _Came(True, self.recorded.attempts[-1].passed)
         for event in self.events:
-            if event.type == "tool.started":
-                begun = event.data
-            elif event.type == "tool.finished" and begun and begun["id"] == event.data["id"]:
-                then = {"ok": event.data["ok"], "passed": event.data["data"].get("passed")}
-                if begun["name"] != "log_tip":
-                    yield begun["name"], begun["input"], then
-                begun = None
+            match event:
+                case e.ToolStarted():
+                    begun = event
+                case e.ToolFinished() if begun and begun.id == event.id:
+                    if begun.name != "log_tip":
+                        then = _Came(event.ok, event.facts.get("passed"))
+                        yield begun.name, begun.input, then
+                    begun = None
+                case _:
+                    pass
 
 
-def _word(outcome: dict[str, Any]) -> str:
-    if not outcome["ok"]:
-        return "an error"
-    return {True: "a pass", False: "a refusal", None: "done"}[outcome["passed"]]
+class _Came(NamedTuple):
+    """What came of a call; `passed` is None where nothing was judged."""
+
+    ok: bool
+    passed: bool | None
+
+    def __str__(self) -> str:
+        if not self.ok:
+            return "an error"
+        return {True: "a pass", False: "a refusal", None: "done"}[self.passed]

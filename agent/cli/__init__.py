@@ -72,6 +72,6 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    from coda_agent.agent.events import take_secrets
+    from coda_agent.agent.keys import KEYS
 
-    take_secrets()
+    KEYS.take()

@@ -23,7 +23,7 @@ from coda_agent.agent.cli.targets import (
     require_gpu,
     sharing,
 )
-from coda_agent.agent.events import read_events, take_secrets
+from coda_agent.agent.keys import KEYS
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -89,13 +89,13 @@ def resume(
     """Go on with a run of claude where it stopped, by its own limits unless others are given."""
     workspace = find()
     found = past.find(workspace, run)
-    first = read_events(found.folder / "events.jsonl")[0].data
-    if "options" not in first:
+    first = past.state(found)
+    if not first.options:
         hint = "coda-agent tool works at any run; replay judges a recorded one again"
         raise CodaError(f"{found.id} is not a run of claude", hint=hint)
-    options = authors.Options.of(first["options"])
+    options = authors.Options.of(first.options)
     budget = options.budget.changed(max_usd, limit or [])
-    who = _made(first["author"], replace(options, budget=budget), workspace, silent=as_json)
+    who = _made(str(first.author), replace(options, budget=budget), workspace, silent=as_json)
     with Progress(silent=as_json) as observer:
         outcome = pipeline.resume(
             workspace, found, who, observer, gpu_limit_s=60 * budget.gpu_minutes
@@ -126,7 +126,7 @@ def prompt(
 
 def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
     """The tokens of a request: counted by the API where a key is set, else estimated."""
-    if not (key := take_secrets()):
+    if not (key := KEYS.take()):
         return prompting.estimated_tokens(sent), "estimated: no key is set to count them"
     import anthropic
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 import typer
 
-from coda_agent.agent.events import plain
+from coda_agent.agent.plain import plain
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from coda_agent.agent.cli.targets import (
     RunName,
     sharing,
 )
-from coda_agent.agent.events import read_events
+from coda_agent.agent.state import RunState
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import find
 
@@ -33,7 +33,7 @@ def replay(
     workspace = find()
     found = past.find(workspace, run)
     recorded = found.folder / "spec.md"
-    who = Replay(read_events(found.folder / "events.jsonl"))
+    who = Replay(past.history(found.folder)[0])
     path = recorded if recorded.is_file() else workspace.resolve_spec(str(past.state(found).spec))
     with Progress(silent=as_json) as observer:
         outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
@@ -49,10 +49,14 @@ def runs(as_json: Json = False) -> Reply:
     """List the runs: who, what, how it ended, what it cost."""
     found = [(run, past.state(run)) for run in past.everything(find())]
     rows = [
-        (run.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "", f"${s.usd:.2f}")
+        (run.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "", _usd(s))
         for run, s in found
     ]
-    return Reply([{"run": r.id, **vars(s)} for r, s in found], columns(rows) or "no runs yet")
+    return Reply([{"run": r.id, **s.record()} for r, s in found], columns(rows) or "no runs yet")
+
+
+def _usd(state: RunState) -> str:
+    return f"${state.spent.usd:.2f}"
 
 
 @reported
@@ -66,7 +70,7 @@ def show(
 
     found = past.find(find(), run)
     if as_json:
-        return Reply([vars(event) for event in read_events(found.folder / "events.jsonl")])
+        return Reply([event.line() for event in past.history(found.folder)[0]])
     if html:
         console = Console(record=True, file=io.StringIO(), width=140)
         console.print(past.timeline(found))

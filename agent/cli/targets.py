@@ -12,7 +12,7 @@ import typer
 
 from coda_agent.agent import pipeline, sandbox
 from coda_agent.agent.cli.report import Progress, Reply
-from coda_agent.agent.pipeline import Device
+from coda_agent.agent.device import Device
 from coda_agent.agent.workspace import Run, Workspace, find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches

@@ -13,10 +13,10 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.events import utc_now
 from coda_agent.agent.judge.provenance import PACKAGES, version
 from coda_agent.agent.judge.records import Record
 from coda_agent.agent.judge.rules import meanings
+from coda_agent.agent.plain import utc_now
 from coda_agent.primitives.target import cache_directory
 from coda_agent.primitives.tiles import TileConfig
 

@@ -1,22 +1,22 @@
 """The workbench: all that an author of a kernel can do, and the only thing it talks to.
 
 - `TOOLS` is the registry; `Workbench.call` runs one tool, each call an event before and after.
-- The state is a fold over the run's events (`state.py`): a run can be left and taken up again by
-  another process, another author, or a person at the command line.
+- The state is a fold over the run's events (`agent/state.py`): a run can be left and taken up again
+  by another process, another author, or a person at the command line.
 - A tool refuses with a sentence; whatever else it raises is a fault of ours and ends the run.
 """
 
-import hashlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from coda_agent.agent import prompt
-from coda_agent.agent.events import Recorder, redacted
+from coda_agent.agent import events as e
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.static import MAX_CHARACTERS
+from coda_agent.agent.keys import KEYS
+from coda_agent.agent.log import Recorder, short_digest
 from coda_agent.agent.workbench.registry import (
     Input,
     Nothing,
@@ -27,7 +27,6 @@ from coda_agent.agent.workbench.registry import (
     registry,
     tool,
 )
-from coda_agent.agent.workbench.state import State
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.suggest import near_matches
@@ -36,11 +35,19 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge import Verdict
     from coda_agent.specs import Spec
 
-__all__ = ["NEXT", "TOOLS", "Input", "Result", "State", "Tool", "ToolError", "Workbench", "shown"]
+__all__ = ["NEXT", "TOOLS", "Input", "Result", "Tool", "ToolError", "Workbench", "shown"]
 
 NEXT = "read_spec with the spec's name opens a new one"
 CHECKED = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
 """The gates of each level of `check`; all others run them all."""
+
+WITHHELD: dict[str, tuple[str, ...]] = {
+    "tips": ("search_tips",),
+    "demos": ("list_demos", "read_demo"),
+    "profile": ("profile",),
+    "diagnosis": (),
+}
+"""What an ablation may withhold from an author, with the tools that go with it."""
 
 
 class Name(Input):
@@ -92,7 +99,7 @@ class Workbench:
         spec: What is to be computed.
         tell: The run's recorder.
         gpu_limit_s: Seconds of GPU work after which only `submit` may still use the GPU.
-        withheld: The parts of `prompt.WITHHELD` that an ablation takes away.
+        withheld: The parts of `WITHHELD` that an ablation takes away.
     """
 
     def __init__(
@@ -106,16 +113,15 @@ class Workbench:
     ) -> None:
         self.workspace, self.run, self.spec, self.tell = workspace, run, spec, tell
         self.gpu_limit_s = gpu_limit_s
-        self.state = State()
+        self.state = tell.state
         self.verdict: Verdict | None = None
         self.reason: str | None = None
         self.withheld, self.tools = withheld, shown(withheld)
-        tell.follow(self.state)
 
     def call(self, name: str, given: object, id: str = "") -> Result:
         """Runs one tool; a call that cannot be done is a result that says so."""
         known = self.tools.get(name)
-        self.tell("tool.started", {"id": id, "name": name, "input": given})
+        self.tell(e.ToolStarted(id=id, name=name, input=given))
         start = time.monotonic()
         try:
             if known is None:
@@ -131,8 +137,9 @@ class Workbench:
     def answer(self, id: str, name: str, result: Result, seconds: float = 0.0) -> Result:
         """Records the result of a call, its text bounded."""
         result = self._kept_short(name, result)
-        about = {"id": id, "name": name, "seconds": round(seconds, 3), **result.model_dump()}
-        self.tell("tool.finished", about)
+        self.tell(
+            e.ToolFinished(id=id, name=name, seconds=round(seconds, 3), **result.model_dump())
+        )
         return result
 
     def refuse(self, id: str, name: str, why: str) -> None:
@@ -141,21 +148,16 @@ class Workbench:
 
     def save(self, text: str) -> str:
         """Makes `text` the candidate; its digest."""
-        digest = _digest(text)
-        path = self.run.folder / "kernel.py"
-        path.write_text(text, "utf-8", errors="replace")
-        self.tell("candidate.saved", {"path": path.name, "digest": digest, "text": text})
-        return digest
+        return self.tell.candidate(text)
 
     def judge(self, check: str) -> "Verdict":
-        """One attempt: the candidate before the gates of a check; the whole verdict is a file.
+        """One attempt: the candidate before the gates of a check.
 
         Raises:
             CodaError: there is no candidate, or the machine or the budget lacks what it needs.
         """
         from coda_agent.agent.execution import executor
         from coda_agent.agent.judge import judge_candidate
-        from coda_agent.agent.judgement import Judgement, Machine, gpu_seconds
 
         if not self.state.candidate:
             raise ToolError("there is no candidate yet", hint="write_candidate comes first")
@@ -163,35 +165,12 @@ class Workbench:
         device = device or self.state.device
         if device == "cuda" and check != "submit":
             self._need_gpu()
-        gates = CHECKED.get(check, GATES)
-        verdict = judge_candidate(
-            self.spec,
-            self.state.candidate,
-            executor(),
-            device=device,
-            gates=gates,
-            observer=self.tell,
-        )
-        self.verdict = verdict
-        number = len(self.state.attempts) + 1
-        whole = verdict.model_dump_json(indent=1)
-        self.artifact(f"verdict-{number}.json", whole)
-        found = [f for gate in verdict.gates for f in gate.findings]
-        about = {"number": number, "check": check, "candidate": _digest(self.state.candidate)}
-        about |= {"passed": verdict.passed, "level": verdict.level}
-        short, machine = Judgement.of(verdict), Machine.of(verdict)
-        self.tell(
-            "judged",
-            {
-                "number": number,
-                "check": check,
-                "judgement": short.model_dump(mode="json"),
-                "machine": machine.model_dump(mode="json"),
-                "gpu_s": gpu_seconds(verdict),
-            },
-        )
-        self.tell("attempt", {**about, "finding": found[0].message if found else ""})
-        return verdict
+        self.verdict = judge_candidate(
+            self.spec, self.state.candidate, executor(),
+            device=device, gates=CHECKED.get(check, GATES), observer=self.tell.observer,
+        )  # fmt: skip
+        self.tell.verdict(self.verdict, check)
+        return self.verdict
 
     def accept(self) -> "Verdict":
         """The full trial of the candidate, and its acceptance when it passes.
@@ -202,23 +181,21 @@ class Workbench:
         from coda_agent.agent import accept as acceptance
         from coda_agent.agent import publish
 
-        if self.state.commit:  # checked when the run began, which may be hours ago
+        if self.state.commits:  # checked when the run began, which may be hours ago
             self.workspace.check_spec(self.spec.name, self.spec.text)
             publish.check_place(self.workspace, self.spec.name, self.state.candidate)
         verdict = self.judge("submit")
-        (self.run.folder / "verdict.json").write_text(verdict.model_dump_json(indent=1), "utf-8")
-        self.tell("verdict", {"passed": verdict.passed, "level": verdict.level})
-        if verdict.passed and self.state.commit:
-            name, author = self.spec.name, self.state.author
+        if verdict.passed and self.state.commits:
+            name, author = self.spec.name, str(self.state.author)
             self.workspace.check_spec(name, self.spec.text)  # the trial took minutes
             sha = acceptance.accept(
                 self.workspace, self.spec, self.state.candidate, verdict,
                 author=author, run_id=self.run.id,
             )  # fmt: skip
             level = self.workspace.kernel(name).level
-            self.tell("committed" if sha else "unchanged", {"commit": sha, "level": level})
+            self.tell(e.Stored.of(sha, level))
         elif verdict.passed:
-            self.tell("passed", {"commit": None, "level": verdict.level})
+            self.tell(e.Stored(type="passed", level=verdict.level))
         return verdict
 
     def finish(self, reason: str | None = None, *, final: bool = True) -> None:
@@ -234,25 +211,16 @@ class Workbench:
             Tips.of(self.workspace).record_outcomes(self.run.id, arms, success=success)
         best = self.state.best
         self.reason = reason or self.state.over
-        about: dict[str, Any] = {"reason": self.reason}
         if best:
-            (self.run.folder / "best.py").write_text(self.state.best_text, "utf-8")
-            about["best"] = vars(best)
-        self.tell("run.finished", about)
-
-    def artifact(self, name: str, text: str) -> str:
-        """Writes a file of the run; its path relative to the run's folder."""
-        path = self.run.folder / "artifacts" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(redacted(text), "utf-8", errors="replace")
-        return str(path.relative_to(self.run.folder))
+            (self.run.folder / "best.py").write_text(best.text, "utf-8")
+        self.tell(e.RunFinished(reason=self.reason, best=best and best.record()))
 
     def _kept_short(self, name: str, result: Result) -> Result:
         """`result` with its text bounded; the whole text becomes an artifact."""
         short = bounded(result.text)
         if short == result.text:
             return result
-        path = self.artifact(f"{name}-{_digest(result.text)}.txt", result.text)
+        path = self.tell.artifact(f"{name}-{short_digest(result.text)}.txt", result.text)
         more = {"text": f"{short}\n(all of it: {path})", "artifacts": [*result.artifacts, path]}
         return result.model_copy(update=more)
 
@@ -262,7 +230,7 @@ class Workbench:
         if self.state.device == "cpu" or usable_gpu("auto") is None:
             hint = "check at level interpret is the most this machine can show before submit"
             raise MachineError("this needs a Hopper GPU, and there is none", hint=hint)
-        if self.state.gpu_s > self.gpu_limit_s:
+        if self.state.spent.gpu_s > self.gpu_limit_s:
             raise ToolError(f"the GPU budget of {self.gpu_limit_s:.0f} s is used up")
 
     def _judged(self, check: str) -> Result:
@@ -275,10 +243,10 @@ class Workbench:
         if "diagnosis" in self.withheld:
             text = text.partition("\n")[0]
         if check == "submit" and verdict.passed:
-            text += f"\naccepted as {self.state.level}" + f", commit {self.state.sha}" * bool(
-                self.state.sha
+            text += f"\naccepted as {self.state.level}" + f", commit {self.state.commit}" * bool(
+                self.state.commit
             )
-            remark = publish.remark(self.workspace) if self.state.sha else ""
+            remark = publish.remark(self.workspace) if self.state.commit else ""
             text += f"\n{remark}" * bool(remark)
         return Result(
             text=text,
@@ -293,7 +261,7 @@ class Workbench:
     def read_spec(self, given: Nothing) -> Result:
         """The spec: what to compute, with shapes, types, tolerance, target and the reference."""
         names = [self.spec.variant(binding) for binding in self.spec.bindings()]
-        text = f"{self.spec.text}\n---\n{prompt.programs_to_define(self.spec)}"
+        text = f"{self.spec.text}\n---\n{programs_to_define(self.spec)}"
         return Result(text=text, data={"programs": names})
 
     @tool()
@@ -336,7 +304,7 @@ class Workbench:
         found = Tips.of(self.workspace).search(given.query)
         if not found:
             return Result(text="no tip matches these words")
-        self.tell("tips", {"arms": {tip.id: "shown" for tip in found}})
+        self.tell(e.TipsGiven(arms={tip.id: "shown" for tip in found}))
         return Result(text="\n".join(tip.line() for tip in found))
 
     @tool()
@@ -355,7 +323,7 @@ class Workbench:
         return self._saved(self.state.candidate.replace(given.old, given.new))
 
     def _saved(self, text: str) -> Result:
-        if len(text) > MAX_CHARACTERS or redacted(text) != text:
+        if len(text) > MAX_CHARACTERS or KEYS.redacted(text) != text:
             raise ToolError(f"a candidate has at most {MAX_CHARACTERS} characters and no secrets")
         digest = self.save(text)
         return Result(text=f"candidate {digest}, {len(text.splitlines())} lines")
@@ -413,12 +381,12 @@ class Workbench:
             message = "a tip needs an attempt that failed and one that passed"
             raise ToolError(f"{message}; there are: {said or 'none'}")
         tip = Tip(
-            text=given.text, tags=given.tags, author=self.state.author, run=self.run.id,
-            failing=f"{failing.check} {failing.candidate}: {failing.finding}",
+            text=given.text, tags=given.tags, author=str(self.state.author), run=self.run.id,
+            failing=f"{failing.check} {failing.candidate}: {failing.judgement.finding}",
             passing=f"{passing.check} {passing.candidate}",
         )  # fmt: skip
         programs = [kernel.program.read_text("utf-8") for kernel in self.workspace.kernels()]
-        programs += [self.state.candidate, self.state.best_text]
+        programs += [self.state.candidate, best.text if (best := self.state.best) else ""]
         kept = Tips.of(self.workspace).add(tip, programs)
         return Result(text=f"tip {tip.id} kept" if kept else f"tip {tip.id} was known already")
 
@@ -430,12 +398,21 @@ class Workbench:
     @tool(last=True)
     def give_up(self, given: Reason) -> Result:
         """Ends the run without a kernel, and says what stands in the way."""
-        self.tell("gave.up", {"reason": given.reason})
+        self.tell(e.GaveUp(reason=given.reason))
         return Result(text="the run is over; the candidate is kept")
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+def programs_to_define(spec: "Spec") -> str:
+    """The programs a candidate must have: names, operands, what is added in place, outputs."""
+    lines = ["Programs to define:"]
+    for binding in spec.bindings():
+        updated = spec.updated(binding)
+        hidden = (*spec.gemm, *updated.values())
+        operands = ", ".join(name for name in spec.inputs if name not in hidden)
+        added = "".join(f"; {o} is an AddTile: what is added to {x}" for o, x in updated.items())
+        said = f"operands after acc: {operands or 'none'}{added}"
+        lines.append(f"- {spec.variant(binding)}: {said}")
+    return "\n".join([*lines, f"Outputs of each, in this order: {', '.join(spec.outputs)}"])
 
 
 def _pick(known: dict[str, Any], name: str, what: str) -> Any:
@@ -449,5 +426,5 @@ TOOLS = registry(Workbench)
 
 def shown(withheld: Sequence[str] = ()) -> dict[str, Tool]:
     """The tools without those that go with what is withheld."""
-    hidden = {name for part in withheld for name in prompt.WITHHELD[part]}
+    hidden = {name for part in withheld for name in WITHHELD[part]}
     return {name: tool for name, tool in TOOLS.items() if name not in hidden}

@@ -11,6 +11,7 @@ from coda_agent.agent import authors, doctor, judge, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.keys import KEYS
 from coda_agent.evals.record_files import TRIALS, read_records
 
 ROOT = Path(__file__).parents[2]
@@ -95,9 +96,7 @@ def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> 
 
 
 def test_the_first_choice_is_what_can_work_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    from coda_agent.agent import events
-
-    monkeypatch.setattr(events, "_secrets", {})
+    monkeypatch.setattr(KEYS, "_held", {})
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     assert authors.default() == "composer"
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-canary")

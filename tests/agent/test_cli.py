@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
 from coda_agent.agent.cli import app, report
-from coda_agent.agent.events import read_events, summary
 from coda_agent.agent.judge import provenance, static  # noqa: F401  # before a fake replaces it
 from coda_agent.agent.judge.records import (
     Finding,
@@ -28,6 +27,8 @@ from coda_agent.agent.judge.records import (
     Timing,
     Verdict,
 )
+from coda_agent.agent.log import read_events
+from coda_agent.agent.state import RunState
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -152,7 +153,7 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
     assert "performance: skipped: no GPU" in said and "gemm_swiglu: proved, commit" in said
     again = run("generate", "gemm_swiglu", "--json")
     assert (again["passed"], again["commit"], again["level"]) == (True, None, "proved")
-    state = summary(read_events(Path(again["run"]) / "events.jsonl"))
+    state = RunState.of(read_events(Path(again["run"]) / "events.jsonl"))
     assert (state.outcome, state.author) == ("passed", "composer")
     assert (Path(again["run"]) / "kernel.py").read_text() == PROGRAM
 
@@ -211,7 +212,7 @@ def test_errors(where: workspace.Workspace, text: str, code: int, message: str) 
     assert last.startswith(f"error: {' '.join(message.split())}")
     assert ("Traceback" in said.stderr) == (text == "bug")
     log = next((where.root / "logs" / "runs").glob("*/events.jsonl"))
-    assert summary(read_events(log)).outcome == "failed"
+    assert RunState.of(read_events(log)).outcome == "failed"
 
 
 @pytest.mark.parametrize(

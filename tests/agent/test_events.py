@@ -2,22 +2,35 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.agent.events import EventLog, RunState, read_events, summary
+from coda_agent.agent.events import (
+    CandidateSaved,
+    Event,
+    Judged,
+    RunFailed,
+    RunStarted,
+    Stored,
+    Unknown,
+    event_of,
+)
+from coda_agent.agent.judgement import Judgement, Machine
+from coda_agent.agent.log import EventLog, read_events
+from coda_agent.agent.state import RunState
 from coda_agent.primitives.errors import WorkspaceError
 
 
 def test_every_torn_tail_is_skipped_and_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
-        log.append("a", {"text": "zwei\nZeilen ✓", "bad": float("nan"), "path": tmp_path})
-        log.append("b")
+        fields = {"text": "zwei\nZeilen ✓", "bad": float("nan"), "path": tmp_path}
+        log.append(Unknown(type="a", fields=fields))
+        log.append(Unknown(type="b"))
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
     for cut in range(first, len(whole)):
         path.write_bytes(whole[:cut])
         assert [event.type for event in read_events(path)] == ["a"]
         with EventLog(path) as log:
-            assert log.append("c").seq == 1
+            assert log.append(Unknown(type="c")).seq == 1
         assert [(event.seq, event.type) for event in read_events(path)] == [(0, "a"), (1, "c")]
     assert read_events(path)[0].data == {
         "text": "zwei\nZeilen ✓",
@@ -29,7 +42,7 @@ def test_every_torn_tail_is_skipped_and_cut_off(tmp_path: Path) -> None:
 def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
-        log.append("a")
+        log.append(Unknown(type="a"))
     path.write_bytes(b'{"torn\n' + path.read_bytes())
     with pytest.raises(WorkspaceError, match=r"events.jsonl:1 is not an event"):
         read_events(path)
@@ -40,32 +53,59 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
-        log.append("a")
+        log.append(Unknown(type="a"))
         with pytest.raises(WorkspaceError, match="written by another"):
             EventLog(path)
-        log.append("b")
+        log.append(Unknown(type="b"))
     with EventLog(path) as log:
-        assert log.append("c").seq == 2
+        assert log.append(Unknown(type="c")).seq == 2
 
 
 def test_no_log_has_no_events(tmp_path: Path) -> None:
-    assert summary(read_events(tmp_path / "none.jsonl")) == RunState()
+    assert RunState.of(read_events(tmp_path / "none.jsonl")) == RunState()
 
 
-def test_summary(tmp_path: Path) -> None:
+def test_every_kind_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    """And what a line of its kind lacks is named."""
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
-        log.append("run.started", {"kind": "generate", "spec": "s", "author": "composer"})
-        log.append("gate.started", {"gate": "static"})
-        assert summary(read_events(path)).gates["static"].passed is None
-        log.append("gate.finished", {"gate": "static", "passed": True, "seconds": 0.5})
-        log.append("verdict", {"passed": True, "level": "proved"})
-        log.append("committed", {"commit": "abc"})
-        log.append("unheard.of", {"x": 1})
-    state = summary(read_events(path))
+        written = log.append(CandidateSaved(digest="abc", text="x"))
+        assert read_events(path) == [written]
+    path.write_text(path.read_text().replace('"text":"x"', '"text":1'))
+    with pytest.raises(WorkspaceError, match=r"events.jsonl:1 is not an event: .*text.*string"):
+        read_events(path)
+    kinds = [kind for kind in Event.__subclasses__() if kind is not Unknown]
+    assert len({kind.model_fields["type"].default for kind in kinds}) == len(kinds) > 15
+    line = {
+        "seq": 0,
+        "time": "2026-01-01T00:00:00.000Z",
+        "type": "gave.up",
+        "data": {"reason": "r"},
+    }
+    assert event_of(line).line() == line
+
+
+def test_the_state_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    gates = {"static": "passed", "performance": "skipped"}
+    judgement = Judgement.model_validate(
+        {"passed": True, "level": "proved", "gates": gates, "digests": {}}
+    )
+    with EventLog(path) as log:
+        log.append(RunStarted(kind="generate", spec="s", author="composer"))
+        log.append(
+            Judged(
+                number=1, check="submit", judgement=judgement, machine=Machine(device="cpu"),
+                gpu_s=0.0, seconds={"static": 0.5},
+            )
+        )  # fmt: skip
+        log.append(Stored(type="committed", commit="abc", level="proved"))
+        log.append(Unknown(type="unheard.of", fields={"x": 1}))
+    state = RunState.of(read_events(path))
     assert (state.kind, state.spec, state.author) == ("generate", "s", "composer")
-    assert (state.gates["static"].passed, state.gates["static"].seconds) == (True, 0.5)
+    assert state.gates["static"] == {"passed": True, "seconds": 0.5}
+    assert state.gates["performance"]["passed"] is None
     assert (state.outcome, state.level, state.commit) == ("passed", "proved", "abc")
     with EventLog(path) as log:
-        log.append("run.failed", {"message": "interrupted"})
-    assert summary(read_events(path)).outcome == "failed"
+        log.append(RunFailed(message="interrupted"))
+    assert RunState.of(read_events(path)).outcome == "failed"

@@ -15,10 +15,12 @@ from mcp_types import Implementation
 
 from coda_agent import specs
 from coda_agent.agent import judge, workspace
-from coda_agent.agent.events import Event, read_events, summary
+from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.log import read_events
 from coda_agent.agent.mcp import Desk, server
+from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
 
 ROOT = Path(__file__).parents[2]
@@ -117,8 +119,8 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
     assert "Traceback" not in stderr.read_text()
     log, other = sorted(logs(where).values(), key=len, reverse=True)
     assert (ends(log), ends(other)) == (["accepted"], ["the client left"])
-    assert (summary(log).outcome, summary(log).author) == ("passed", "mcp:tester")
-    assert summary(log).commit == where.git("rev-parse", "HEAD")
+    assert (RunState.of(log).outcome, RunState.of(log).author) == ("passed", "mcp:tester")
+    assert RunState.of(log).commit == where.git("rev-parse", "HEAD")
     numbers = [number for number, _ in told]
     assert len(numbers) > 4 and any("compile" in str(message) for _, message in told)
     assert "sk-ant-canary" not in str(log)

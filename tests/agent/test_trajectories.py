@@ -12,8 +12,10 @@ import pytest
 
 from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.authors.replay import Replay
-from coda_agent.agent.events import Event, read_events
+from coda_agent.agent.events import Event, ToolStarted
 from coda_agent.agent.judge import compile_gate
+from coda_agent.agent.log import read_events
+from coda_agent.agent.state import RunState
 
 TRAJECTORIES = Path(__file__).parents[2] / "logs" / "trajectories"
 RUNS = sorted(path.parent for path in TRAJECTORIES.glob("*/events.jsonl"))
@@ -38,8 +40,8 @@ def replayed(where: workspace.Workspace, spec: Path, events: list[Event]) -> tup
 
 def attempts(events: list[Event]) -> list[tuple[Any, ...]]:
     """Check, digest and verdict of each time the candidate was judged."""
-    found = [event.data for event in events if event.type == "attempt"]
-    return [(a["check"], a["candidate"], a["passed"]) for a in found if a["check"] not in ON_A_GPU]
+    found = RunState.of(events).attempts
+    return [(a.check, a.candidate, a.passed) for a in found if a.check not in ON_A_GPU]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
@@ -61,8 +63,8 @@ def test_a_trajectory_with_another_program_does_not(where: workspace.Workspace) 
     run = next(run for run in RUNS if run.name.startswith("gemm_rope-"))
     events = read_events(run / "events.jsonl")
     for event in events:
-        if event.type == "tool.started" and event.data["name"] == "write_candidate":
-            given = event.data["input"]
+        if isinstance(event, ToolStarted) and event.name == "write_candidate":
+            given = event.input
             given["text"] = given["text"].replace("rotate(x, y,", "rotate(y, x,")
     who, _ = replayed(where, run / "spec.md", events)
     assert [said.split(" is ")[0] for said in who.differences] == [

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.events import read_events
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import TOOLS, Workbench
 from coda_agent.agent.workbench.profile import METRICS, parse_counters
@@ -103,9 +103,9 @@ def test_attempts_are_numbered_and_the_best_is_known(bench: Workbench) -> None:
     assert [(a.number, a.check, a.passed) for a in bench.state.attempts] == [
         (1, "static", False), (2, "interpret", True), (3, "static", True),
     ]  # fmt: skip
-    assert bench.state.best and bench.state.best.number == 2 and bench.state.best_text == RIGHT
+    assert bench.state.best and bench.state.best.number == 2 and bench.state.best.text == RIGHT
     whole = json.loads((bench.run.folder / "artifacts" / "verdict-1.json").read_text())
-    assert whole["gates"][0]["findings"][0]["message"] == bench.state.attempts[0].finding
+    assert whole["gates"][0]["findings"][0]["message"] == bench.state.attempts[0].judgement.finding
 
 
 def test_a_gpu_is_needed_where_it_is(bench: Workbench) -> None:

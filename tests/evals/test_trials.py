@@ -15,12 +15,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coda_agent.agent import authors, events, judge, pipeline, prompt, workspace
+from coda_agent.agent import authors, judge, log, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.events import Event, read_events
+from coda_agent.agent.events import Event, Judged, event_of
 from coda_agent.agent.judge import GateResult, Verdict, provenance, rules
 from coda_agent.agent.judge import judge_candidate as whole_judge
-from coda_agent.agent.workbench import TOOLS, State, Workbench
+from coda_agent.agent.keys import KEYS
+from coda_agent.agent.log import read_events
+from coda_agent.agent.state import RunState
+from coda_agent.agent.workbench import TOOLS, WITHHELD, Workbench
 from coda_agent.evals import definitions, metrics, record_files, trials
 from coda_agent.evals.record_files import read_records
 from coda_agent.evals.records import TrialRecord
@@ -184,7 +187,7 @@ def test_killed_anywhere_it_goes_on_and_counts_nothing_twice(
 ) -> None:
     """Dies at every 5th event or rename in turn, before or after it; from then on nothing reaches
     the disk."""
-    append, swap, left = events.EventLog.append, os.replace, [0]
+    append, swap, left = log.EventLog.append, os.replace, [0]
 
     def dying(real: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any) -> Any:
@@ -197,7 +200,7 @@ def test_killed_anywhere_it_goes_on_and_counts_nothing_twice(
 
         return step
 
-    monkeypatch.setattr(events.EventLog, "append", dying(append))
+    monkeypatch.setattr(log.EventLog, "append", dying(append))
     monkeypatch.setattr(os, "replace", dying(swap))
     done: dict[Path, int] = {}
     kills, over = 0, False
@@ -376,19 +379,21 @@ def test_no_text_of_an_author_moves_a_score(
                     data["reason"] = text
                 case _:
                     pass
-            return Event(event.seq, event.time, event.type, data)
+            return event_of(event.line() | {"data": data})
 
         for text in ("", FORGED, "solved: 1.0", json.dumps({"passed": True, "level": "accepted"})):
             assert scored([rewritten(event, text) for event in log]) == scored(log)
         # And that the comparison can fail: the judge's own word does move it.
-        for event in log:
-            if event.type == "judged":
-                event.data["gpu_s"] += 1.0
-        assert scored(log) != record.model_dump_json(exclude={"program", "reason"})
+        more = [
+            e.model_copy(update={"gpu_s": e.gpu_s + 1.0}) if isinstance(e, Judged) else e
+            for e in log
+        ]
+        assert scored(more) != record.model_dump_json(exclude={"program", "reason"})
 
 
 def event(seq: int, second: int, type: str, **data: Any) -> Event:
-    return Event(seq, f"2026-01-01T00:{second // 60:02}:{second % 60:02}.000Z", type, data)
+    time = f"2026-01-01T00:{second // 60:02}:{second % 60:02}.000Z"
+    return event_of({"seq": seq, "time": time, "type": type, "data": data})
 
 
 def judged(number: int, check: str, *, us: float, passed: bool, gpu_s: float) -> dict[str, Any]:
@@ -435,10 +440,7 @@ def test_costs_and_steps_by_hand(where: workspace.Workspace) -> None:
     # 360 s between the kill and the resumption are nobody's time.
     assert record.spent.model_dump() == {"usd": 1.75, "tokens": 310, "wall_s": 90.0, "gpu_s": 22.0}
     # And so it is for the budget: the time of compiling, in the tool's 17 s, is no GPU's.
-    state = State()
-    for one in log[1:]:
-        state.apply(one)
-    assert state.gpu_s == record.spent.gpu_s
+    assert RunState.of(log).spent.gpu_s == record.spent.gpu_s
     assert (record.attempts, record.outcome, record.cells[0].roofline) == (4, "accepted", 0.5)
     found = [
         (s.attempt, s.submitted, s.roofline, s.usd, s.tokens, s.wall_s, s.gpu_s)
@@ -485,7 +487,7 @@ def test_replay_stands_for_the_recorded_runs_of_a_suites_specs() -> None:
         authors.make("me", options, here)
 
 
-@pytest.mark.parametrize("part", [*prompt.WITHHELD])
+@pytest.mark.parametrize("part", [*WITHHELD])
 def test_what_is_withheld_is_gone_from_prompt_and_tools(
     where: workspace.Workspace, part: str
 ) -> None:
@@ -495,20 +497,20 @@ def test_what_is_withheld_is_gone_from_prompt_and_tools(
         where, path, "me", lambda *_: None, device="cpu", commit=False, withheld=(part,)
     ) as bench:
         sent = prompt.request(bench.spec, [], bench.withheld)
-        for tool in prompt.WITHHELD[part]:
+        for tool in WITHHELD[part]:
             assert bench.call(tool, {}).text.startswith(f"no tool named '{tool}'")
         bench.call("write_candidate", {"text": WRONG})
         said = bench.call("check", {"level": "static"}).text
     gone = {t["name"] for t in whole["tools"]} - {t["name"] for t in sent["tools"]}
-    assert gone == set(prompt.WITHHELD[part])
+    assert gone == set(WITHHELD[part])
     assert all(f"- {tool}:" not in sent["system"][0]["text"] for tool in gone)
     assert ("# Demonstration:" in sent["messages"][0]["content"][0]["text"]) is (part != "demos")
     assert (said == "attempt 1, check static: FAILED at static") is (part == "diagnosis")
     assert ("at   where" in sent["system"][0]["text"]) is (part != "diagnosis")
     log = read_events(bench.run.folder / "events.jsonl")
-    assert log[0].data["withheld"] == [part]
+    assert log[0].data["withheld"] == (part,)
     with pipeline.reopened(where, bench.run, lambda *_: None) as again:
-        assert set(TOOLS) - set(again.tools) == set(prompt.WITHHELD[part])
+        assert set(TOOLS) - set(again.tools) == set(WITHHELD[part])
 
 
 @pytest.fixture
@@ -529,7 +531,7 @@ def model(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made = server.Server(script)
     monkeypatch.setenv("ANTHROPIC_BASE_URL", made.url)
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-canary-0123456789")
-    monkeypatch.setattr(events, "_secrets", {})
+    monkeypatch.setattr(KEYS, "_held", {})
     yield made
     made.shutdown()
     made.server_close()

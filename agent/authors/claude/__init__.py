@@ -29,10 +29,10 @@ class _Claude(Kind):
     aided = True
 
     def need(self) -> Need:
-        from coda_agent.agent.events import has_secrets
+        from coda_agent.agent.keys import KEYS
 
         hint = "not needed by the composer"
-        return Need("ANTHROPIC_API_KEY", has_secrets(), hint, "where a key is set")
+        return Need("ANTHROPIC_API_KEY", KEYS.present(), hint, "where a key is set")
 
     def full_name(self, which: str) -> str:
         return f"claude:{model_named(which)}"

@@ -1,4 +1,4 @@
-"""The conversation as a fold over a run's events.
+"""The conversation with a model, as a run's events tell it.
 
 Live and after a kill it is built by the same code from the same events, so that a resumed run sends
 what the interrupted one would have sent, byte for byte. The list of messages only ever grows at its
@@ -7,11 +7,10 @@ end: what was sent once is a prefix of what is sent next, which is what the prom
 
 import hashlib
 import json
-from datetime import datetime
 from typing import Any
 
-from coda_agent.agent.budget import context, tokens
-from coda_agent.agent.events import Event
+from coda_agent.agent import events as e
+from coda_agent.agent.budget import context
 
 CUT = (
     "not run: your turn was cut off ({why}), so this call may be incomplete. "
@@ -23,7 +22,7 @@ INTERRUPTED = (
 
 
 class Conversation:
-    """What was said, what is still owed an answer, and what was spent.
+    """What was said, and what is still owed an answer; what was spent is in the run's state.
 
     Attributes:
         request: The parameters of every call but for `messages`; None before the first.
@@ -46,47 +45,33 @@ class Conversation:
         self.stop_reason = ""
         self.limit: str | None = None
         self.told = self.ended = False
-        self.steps = self.tokens = self.context = self.new_characters = 0
+        self.context = self.new_characters = 0
         self.idle = self.failures = self.overflows = 0
-        self.usd = self.reserved_usd = self.wall_s = 0.0
-        self._time: float | None = None
         self._digest = hashlib.sha256()
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: e.Event) -> None:
         """Takes the next event."""
-        self._clock(event)
-        data = event.data
-        match event.type:
-            case "prompt":
-                self.request, self.new_characters = data["request"], data["characters"]
+        match event:
+            case e.Prompted():
+                self.request, self.new_characters = event.request, event.characters
                 self._digest.update(json.dumps(self.request).encode())
-                for message in data["messages"]:
+                for message in event.messages:
                     self._say(message["role"], message["content"])
-            case "request":
-                self.reserved_usd = data["worst_usd"]
-            case "response":
-                self._response(data)
-            case "request.failed":
-                self.usd += data["usd"]
-                self.tokens += data["tokens"]
-            case "tool.started" if data["id"] in self.calls:
-                self.started.add(data["id"])
-            case "tool.finished" if data["id"] in self.calls:
-                self._answer(data["id"], data["text"], ok=data["ok"])
-                good = data["ok"] and data["data"].get("passed", True)
+            case e.Responded():
+                self._response(event)
+            case e.ToolStarted(id=id) if id in self.calls:
+                self.started.add(id)
+            case e.ToolFinished(id=id) if id in self.calls:
+                self._answer(id, event.text, ok=event.ok)
+                good = event.ok and event.facts.get("passed", True)
                 self.failures = 0 if good else self.failures + 1
-            case "limit":
-                self.limit = data["reason"]
-            case "turn":
-                self._turn(data["note"])
-            case "run.finished":
-                self.reserved_usd = 0.0
-            case "run.resumed":
-                # A run is resumed with a budget that may be larger. What a killed process asked
-                # for is billed, and nobody saw the bill: the worst is assumed.
+            case e.LimitReached():
+                self.limit = event.reason
+            case e.Turned():
+                self._turn(event.note)
+            case e.RunResumed():  # with a budget that may be larger
                 self.limit, self.told, self.ended = None, False, False
                 self.idle = self.failures = self.overflows = 0
-                self.usd, self.reserved_usd = self.usd + self.reserved_usd, 0.0
             case _:
                 pass
 
@@ -105,25 +90,16 @@ class Conversation:
         self.messages.append(message)
         self._digest.update(json.dumps(message).encode())
 
-    def _clock(self, event: Event) -> None:
-        now = datetime.fromisoformat(event.time).timestamp()
-        if self._time is not None and event.type != "run.resumed":
-            self.wall_s += max(0.0, now - self._time)
-        self._time = now
-
-    def _response(self, data: dict[str, Any]) -> None:
-        content, why = data["content"], data["stop_reason"]
-        self.steps, self.stop_reason = self.steps + 1, why
-        self.usd, self.tokens = self.usd + data["usd"], self.tokens + tokens(data["usage"])
-        self.reserved_usd = 0.0
-        self.ended = self.told
+    def _response(self, event: e.Responded) -> None:
+        content, why = event.content, event.stop_reason
+        self.stop_reason, self.ended = why, self.told
         self.calls = {block["id"]: block for block in content if block["type"] == "tool_use"}
         self.results, self.started = {}, set()
         # A pause is answered by sending it back, unless calls in it are owed a result.
         self.open = bool(self.calls) or why not in ("pause_turn", "refusal")
         self.idle = 0 if why == "tool_use" else self.idle + 1
         if content:
-            self.context, self.new_characters = context(data["usage"]), 0
+            self.context, self.new_characters = context(event.usage), 0
             self._say("assistant", content)
         if why == "model_context_window_exceeded":
             self.overflows += 1

@@ -1,8 +1,9 @@
 """The Claude author: a model of the Messages API at the workbench, until a kernel is accepted, the
 author gives up, or a budget is used up.
 
-- The run's events are the only state: `Conversation` and the workbench's state are folds over
-  them, and the loop below only looks at these two. So a run continues after a kill where it stood.
+- The run's events are the only state: `RunState` says what was done and spent, `Conversation` what
+  was said, and the loop below only looks at these two. So a run continues after a kill where it
+  stood.
 - Nothing is spent before the worst it can cost is known to fit (`budget.py`). When it no longer
   does, the model is told once and has one last turn, in which only `last` tools run.
 - A turn that was cut off is answered, never acted on.
@@ -16,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent import events as e
 from coda_agent.agent import prompt
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude import model_named
 from coda_agent.agent.authors.claude.client import Client, Stopped
 from coda_agent.agent.authors.claude.conversation import INTERRUPTED, Conversation
 from coda_agent.agent.budget import Prices, tokens
-from coda_agent.agent.events import take_secrets
+from coda_agent.agent.keys import KEYS
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.tips import arms as assign
 from coda_agent.primitives.errors import CodaError
@@ -71,7 +73,7 @@ class Claude(Author):
     ) -> None:
         options = options or Options()
         self.options = options = replace(options, model=model_named(options.model))
-        key = take_secrets()
+        key = KEYS.take()
         if not key:
             raise CodaError(NO_KEY, hint=NO_KEY_HINT)
         self.prices = Prices(options.model, options.price)
@@ -117,11 +119,11 @@ class Claude(Author):
         elif talk.overflows > 1:
             return "the context window is full, and summarising it did not help"
         elif not talk.limit and (limit := self._limit(bench, talk)):
-            if not talk.steps:
+            if not bench.state.steps:
                 return f"budget: {limit}"  # nothing is spent on a turn that cannot be followed up
-            bench.tell("limit", {"reason": limit})
+            bench.tell(e.LimitReached(reason=limit))
         elif talk.open or (talk.limit and not talk.told):
-            bench.tell("turn", {"note": self._note(talk)})
+            bench.tell(e.Turned(note=self._note(talk)))
         else:
             return self._ask(bench, talk)
         return None
@@ -161,15 +163,16 @@ class Claude(Author):
     def _limit(self, bench: "Workbench", talk: Conversation) -> str | None:
         """The budget that leaves room for one more call and no second."""
         budget, (tokens, usd) = self.options.budget, self._next(talk)
-        if talk.usd + 2 * usd > budget.usd:
-            return f"${budget.usd:.2f}; ${talk.usd:.2f} spent, the next call may cost ${usd:.2f}"
-        if talk.tokens + 2 * tokens > budget.tokens:
-            return f"{budget.tokens} tokens; {talk.tokens} used"
-        if talk.steps + 1 >= budget.steps:
+        spent = bench.state.spent
+        if spent.usd + 2 * usd > budget.usd:
+            return f"${budget.usd:.2f}; ${spent.usd:.2f} spent, the next call may cost ${usd:.2f}"
+        if spent.tokens + 2 * tokens > budget.tokens:
+            return f"{budget.tokens} tokens; {spent.tokens} used"
+        if bench.state.steps + 1 >= budget.steps:
             return f"{budget.steps} steps"
-        if talk.wall_s >= 60 * budget.minutes:
+        if spent.wall_s >= 60 * budget.minutes:
             return f"{budget.minutes:g} minutes"
-        if bench.state.gpu_s > 60 * budget.gpu_minutes:
+        if spent.gpu_s > 60 * budget.gpu_minutes:
             return f"{budget.gpu_minutes:g} minutes of GPU work"
         if talk.failures >= budget.failures:
             return f"{talk.failures} results in a row that brought nothing"
@@ -182,13 +185,14 @@ class Claude(Author):
         budget, (worst, most_usd) = self.options.budget, self._worst(talk)
 
         def over() -> bool:
-            return talk.usd + most_usd > budget.usd or talk.tokens + tokens(worst) > budget.tokens
+            after = bench.state.spent.plus(usd=most_usd, tokens=tokens(worst))
+            return after.usd > budget.usd or after.tokens > budget.tokens
 
-        if over() or talk.steps >= budget.steps:
+        if over() or bench.state.steps >= budget.steps:
             return f"budget: {talk.limit}"
         assert talk.request is not None
         request = {**talk.request, "messages": talk.messages}
-        bench.tell("request", {"digest": talk.digest, "worst_usd": round(most_usd, 4)})
+        bench.tell(e.Requested(digest=talk.digest, worst_usd=round(most_usd, 4)))
         start = time.monotonic()
 
         def bill(usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -199,15 +203,17 @@ class Claude(Author):
             return {"usage": worst, "usd": most_usd}
 
         def failed(error: str, wait_s: float | None, usage: dict[str, Any] | None) -> None:
-            about = {"error": error, "wait_s": wait_s, **bill(usage)}
-            bench.tell("request.failed", {**about, "tokens": tokens(about["usage"])})
+            bench.tell(e.RequestFailed(error=error, wait_s=wait_s, **bill(usage)))
             if wait_s is not None and over():
                 raise Stopped(f"no money for another attempt: {error}")
 
-        message = self.client.respond(request, 60 * budget.minutes - talk.wall_s, failed)
+        message = self.client.respond(
+            request, 60 * budget.minutes - bench.state.spent.wall_s, failed
+        )
         details, refused = message["stop_details"] or {}, message["stop_reason"] == "refusal"
-        about = message | bill(message["usage"]) | ({"content": []} if refused else {})
-        bench.tell("response", {**about, "seconds": round(time.monotonic() - start, 3)})
+        about: dict[str, Any] = message | bill(message["usage"])
+        about |= {"content": []} if refused else {}
+        bench.tell(e.Responded(**about, seconds=round(time.monotonic() - start, 3)))
         if refused:
             said = details.get("explanation") or details.get("category") or "no reason given"
             raise Stopped(f"the model refused: {said}")
@@ -233,7 +239,7 @@ class Claude(Author):
         store = Tips.of(bench.workspace)
         tips = prompt.tips_for(bench.spec, store)
         arms = assign(tips, bench.run.id, options.holdout)
-        bench.tell("tips", {"arms": arms})
+        bench.tell(e.TipsGiven(arms=arms))
         given = [tip for tip in tips if arms[tip.id] == "shown"]
         sent = prompt.request(bench.spec, given, bench.withheld)
         request: dict[str, Any] = {
@@ -250,8 +256,8 @@ class Claude(Author):
         if can("context_management"):
             request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
         characters = len(json.dumps(sent, ensure_ascii=False))
-        about = {"request": request, "messages": sent["messages"], "characters": characters}
-        bench.tell("prompt", about)
+        messages = sent["messages"]
+        bench.tell(e.Prompted(request=request, messages=messages, characters=characters))
 
     def _model(self, bench: "Workbench") -> dict[str, Any]:
         """What the API says about the model.
@@ -265,7 +271,7 @@ class Claude(Author):
         name, models = self.options.model, self.client.sdk.models
 
         def failed(**about: Any) -> None:
-            bench.tell("request.failed", {**about, "tokens": 0, "usd": 0.0})
+            bench.tell(e.RequestFailed(**about, usd=0.0))
 
         try:
             info = self.client.model(name, 60 * self.options.budget.minutes, failed)

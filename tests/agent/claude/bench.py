@@ -7,9 +7,11 @@ from typing import Any
 from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.loop import Claude
-from coda_agent.agent.events import Event, read_events
+from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.log import read_events
+from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
 
 KEY = "sk-ant-canary-0123456789"
@@ -60,6 +62,10 @@ def run_of(where: Workspace) -> Run:
 
 def log_of(where: Workspace) -> list[Event]:
     return read_events(run_of(where).folder / "events.jsonl")
+
+
+def spent_usd(where: Workspace) -> float:
+    return RunState.of(log_of(where)).spent.usd
 
 
 def types(where: Workspace, *wanted: str) -> list[str]:

@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench
 import server
 
-from coda_agent.agent import events, judge
+from coda_agent.agent import judge
+from coda_agent.agent.keys import KEYS
 from coda_agent.agent.workspace import Workspace
 
 
@@ -31,7 +32,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., server.Serv
         started.append(made)
         monkeypatch.setenv("ANTHROPIC_BASE_URL", made.url)
         monkeypatch.setenv("ANTHROPIC_API_KEY", bench.KEY)
-        monkeypatch.setattr(events, "_secrets", {})
+        monkeypatch.setattr(KEYS, "_held", {})
         return made
 
     yield start

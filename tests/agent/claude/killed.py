@@ -21,9 +21,10 @@ from typing import Any
 
 import bench
 
-from coda_agent.agent import events, judge
+from coda_agent.agent import judge, log
 from coda_agent.agent.authors import Options
 from coda_agent.agent.budget import Budget
+from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import GitError, Workspace
 
 LONGEST_S = 0.2
@@ -32,12 +33,12 @@ LONGEST_S = 0.2
 
 def kill_while_writing(count: int, share: float) -> None:
     """From now on, the event number `count` of this process is its last: a part of its line."""
-    plain, left = events.EventLog.append, [count]
+    plain, left = log.EventLog.append, [count]
 
-    def append(self: Any, type: str, data: Any = None) -> Any:
+    def append(self: Any, event: Any) -> Any:
         left[0] -= 1
         if left[0]:
-            return plain(self, type, data)
+            return plain(self, event)
         file, real = self._file, os.fsync
 
         def torn(handle: int) -> None:
@@ -48,9 +49,9 @@ def kill_while_writing(count: int, share: float) -> None:
 
         before = os.fstat(file.fileno()).st_size
         os.fsync = torn
-        return plain(self, type, data)
+        return plain(self, event)
 
-    events.EventLog.append = append
+    log.EventLog.append = append
 
 
 def child(where: Workspace, draw: random.Random | None) -> None:
@@ -60,7 +61,7 @@ def child(where: Workspace, draw: random.Random | None) -> None:
     os.environ.setdefault("ANTHROPIC_API_KEY", bench.KEY)
     who = bench.author(Options(budget=Budget(steps=10_000, usd=1e6, tokens=10**12)))
     logs = list((where.root / "logs" / "runs").glob("*/events.jsonl"))
-    if not logs or not events.read_events(logs[0]):
+    if not logs or not log.read_events(logs[0]):
         shutil.rmtree(where.root / "logs" / "runs", ignore_errors=True)
         bench.generate(where, who)
     else:
@@ -91,13 +92,13 @@ def spawn(where: Workspace, draw: random.Random | None) -> int:
 
 def ended(where: Workspace) -> bool:
     logs = list((where.root / "logs" / "runs").glob("*/events.jsonl"))
-    found = events.read_events(logs[0]) if logs else []
+    found = log.read_events(logs[0]) if logs else []
     return bool(found) and found[-1].type == "run.finished"
 
 
 def check(where: Workspace) -> dict[str, Any]:
     """What a finished run left: its commits, its program, and whether the log is whole."""
-    log = bench.log_of(where)
+    events = bench.log_of(where)
     try:
         commits = where.git("log", "--format=%s").splitlines()
     except GitError:
@@ -111,8 +112,8 @@ def check(where: Workspace) -> dict[str, Any]:
         "digests": evidence["digests"],
         "level": evidence["level"],
         "status": where.git("status", "--porcelain", "--untracked-files=no"),
-        "contiguous": [event.seq for event in log] == list(range(len(log))),
-        "outcome": events.summary(log).outcome,
+        "contiguous": [event.seq for event in events] == list(range(len(events))),
+        "outcome": RunState.of(events).outcome,
         "folders": sorted(path.name for path in where.generated.iterdir()),
     }
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench import author, generate, log_of, resume, types
+from bench import author, generate, log_of, resume, spent_usd, types
 from broken import BROKEN, PAIR
 from server import Reply, call, error, text
 from test_loop import WHOLE, Clock, accepted, results
@@ -14,7 +14,6 @@ from test_loop import WHOLE, Clock, accepted, results
 from coda_agent.agent.authors.claude import Options, client
 from coda_agent.agent.authors.claude.client import Stopped, retry_after
 from coda_agent.agent.budget import Budget
-from coda_agent.agent.events import summary
 from coda_agent.primitives.errors import CodaError
 
 RICH = Budget(usd=1e6, tokens=10**12, steps=1000)
@@ -134,7 +133,7 @@ def test_an_answer_whose_bill_makes_no_sense_costs_what_was_reserved(
         assert all(entry["output_tokens"] == 20_000 for entry in entries)
         usd = sum(entry["input_tokens"] * 8e-6 + 20_000 * 20e-6 for entry in entries)
         assert math.isclose(usd, about["usd"])
-    assert summary(log).usd == pytest.approx(sum(reserved), abs=1e-3)
+    assert spent_usd(where) == pytest.approx(sum(reserved), abs=1e-3)
 
 
 def test_a_server_that_never_says_what_it_costs_ends_by_the_budget(where: Any, serve: Any) -> None:
@@ -142,7 +141,7 @@ def test_a_server_that_never_says_what_it_costs_ends_by_the_budget(where: Any, s
     server = serve(lambda _, n: Reply([call("list_demos", {}, f"d{n}")], usage=reply.usage))
     outcome = generate(where, author(Options(budget=Budget(usd=3.0))))
     assert str(outcome.reason).startswith("budget: $3.00") and len(server.bodies) < 8
-    assert 2.0 < summary(log_of(where)).usd <= 3.0
+    assert 2.0 < spent_usd(where) <= 3.0
 
 
 def test_a_pause_for_ever_is_idle(where: Any, serve: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import KEY, RIGHT, WRONG, author, generate, log_of, resume, run_of, types
+from bench import KEY, RIGHT, WRONG, author, generate, log_of, resume, run_of, spent_usd, types
 from server import MODEL, Reply, call, error, text
 
 from coda_agent.agent import pipeline, workspace
@@ -22,7 +22,10 @@ from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.client import Stopped
 from coda_agent.agent.authors.claude.conversation import Conversation
 from coda_agent.agent.budget import Budget, Prices
-from coda_agent.agent.events import read_events, summary
+from coda_agent.agent.events import Requested, RunResumed
+from coda_agent.agent.keys import KEYS
+from coda_agent.agent.log import read_events
+from coda_agent.agent.state import RunState
 from coda_agent.primitives.errors import CodaError
 
 WRITE_WRONG = Reply([text("First."), call("write_candidate", {"text": WRONG}, "w1")])
@@ -71,7 +74,7 @@ def accepted(where: workspace.Workspace, outcome: pipeline.Outcome) -> None:
     assert commits(where) == 1
     assert where.kernel("gemm_swiglu").program.read_text() == RIGHT
     assert where.kernel("gemm_swiglu").evidence["author"] == "claude"
-    state = summary(log_of(where))
+    state = RunState.of(log_of(where))
     assert (state.outcome, state.commit, state.reason) == ("passed", outcome.commit, "accepted")
     assert [event.seq for event in log_of(where)] == list(range(len(log_of(where))))
 
@@ -135,7 +138,7 @@ def test_cost_is_the_usage_blocks_to_the_cent(where: workspace.Workspace, serve:
     generate(where, author())
     billed = [event.data["usd"] for event in log_of(where) if event.type == "response"]
     assert [round(Decimal(b), 8) for b in billed] == [round(e, 8) for e in expected]
-    assert abs(Decimal(summary(log_of(where)).usd) - sum(expected)) < Decimal("0.0000001")
+    assert abs(Decimal(spent_usd(where)) - sum(expected)) < Decimal("0.0000001")
 
 
 def test_429_without_retry_after_backs_off(where: Any, serve: Any, clock: Clock) -> None:
@@ -346,7 +349,7 @@ def test_dollars_are_reserved_before_they_are_spent(where: Any, serve: Any) -> N
     server = serve(lambda body, number: replies[number])
     outcome = generate(where, author(Options(budget=Budget(usd=3.0))))
     assert not outcome.passed and str(outcome.reason).startswith("budget: $3.00")
-    assert 2.0 < summary(log_of(where)).usd <= 3.0
+    assert 2.0 < spent_usd(where) <= 3.0
     last = server.requests()[-1]["messages"][-1]["content"][-1]["text"]
     assert "This is your last turn" in last
     assert types(where, "limit") == ["limit"]
@@ -366,7 +369,7 @@ def test_attempts_that_fail_are_paid_from_the_same_budget(
     with pytest.raises(Stopped, match="no money for another attempt"):
         generate(where, who)
     assert 3 <= len(server.bodies) < 9
-    assert 1.0 < summary(log_of(where)).usd <= 2.0
+    assert 1.0 < spent_usd(where) <= 2.0
 
 
 def test_a_call_that_nobody_saw_answered_is_taken_to_have_cost_the_worst(
@@ -375,15 +378,13 @@ def test_a_call_that_nobody_saw_answered_is_taken_to_have_cost_the_worst(
     serve(WHOLE)
     generate(where, author())
     log = log_of(where)
-    asked = [i for i, event in enumerate(log) if event.type == "request"][2]
-    talk = Conversation()
-    for event in log[: asked + 1]:
-        talk.apply(event)
-    before = talk.usd
-    talk.apply(replace(log[0], type="run.resumed"))
-    assert math.isclose(talk.usd - before, log[asked].data["worst_usd"]) and talk.usd > before > 0
-    talk.apply(replace(log[0], type="run.resumed"))
-    assert math.isclose(talk.usd - before, log[asked].data["worst_usd"])
+    asked = [event for event in log if isinstance(event, Requested)][2]
+    state = RunState.of(log[: log.index(asked) + 1])
+    before = state.spent.usd
+    state.apply(RunResumed(time=asked.time))
+    assert math.isclose(state.spent.usd - before, asked.worst_usd) and state.spent.usd > before > 0
+    state.apply(RunResumed(time=asked.time))
+    assert math.isclose(state.spent.usd - before, asked.worst_usd)
 
 
 def test_the_worst_case_covers_a_fallback_and_a_summary(serve: Any) -> None:
@@ -540,10 +541,8 @@ def test_a_run_of_five_hundred_steps_is_quick_and_flat(where: Any, serve: Any) -
 
 
 def test_without_a_key_there_are_ways_on(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coda_agent.agent import events
-
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
-    monkeypatch.setattr(events, "_secrets", {})
+    monkeypatch.setattr(KEYS, "_held", {})
     with pytest.raises(CodaError) as caught:
         author()
     said = str(caught.value)
@@ -581,13 +580,14 @@ def test_the_fold_is_the_state(where: Any, serve: Any) -> None:
     """What the log says and what the server was sent are one conversation."""
     server = serve(WHOLE)
     generate(where, author())
-    talk = Conversation()
+    talk, state = Conversation(), RunState()
     for event in read_events(run_of(where).folder / "events.jsonl"):
         talk.apply(event)
+        state.apply(event)
     assert (
         talk.messages[: len(server.requests()[-1]["messages"])] == server.requests()[-1]["messages"]
     )
-    assert talk.steps == 5 and not talk.owed
+    assert state.steps == 5 and not talk.owed
 
 
 def test_the_command_line_counts_generates_and_resumes(
@@ -596,7 +596,6 @@ def test_the_command_line_counts_generates_and_resumes(
     """With a key claude is the default; its model, limits and cost are said."""
     from typer.testing import CliRunner
 
-    from coda_agent.agent import events
     from coda_agent.agent.cli import app
 
     def run(*args: str) -> Any:
@@ -616,7 +615,7 @@ def test_the_command_line_counts_generates_and_resumes(
     assert ("claude" in listed and "accepted" in listed) or "proved" in listed
 
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
-    monkeypatch.setattr(events, "_secrets", {})
+    monkeypatch.setattr(KEYS, "_held", {})
     refused = run("generate", "gemm_swiglu", "--author", "claude")
     assert refused.exit_code == 2 and len(refused.stderr.strip().splitlines()) == 1
     assert "ANTHROPIC_API_KEY" in refused.stderr and "composer" in refused.stderr

@@ -1,0 +1,35 @@
+"""The keys a command was started with, and how they are kept out of everything else."""
+
+import os
+
+
+class Keys:
+    """Keys taken out of the environment, so that no child process inherits them.
+
+    Of a process there is one (`KEYS`), as there is one environment.
+    """
+
+    names = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+
+    def __init__(self) -> None:
+        self._held: dict[str, str] = {}
+
+    def take(self) -> dict[str, str]:
+        """The keys by name; those that the environment holds by now are taken out of it."""
+        for name in self.names:
+            if value := os.environ.pop(name, ""):
+                self._held[name] = value
+        return dict(self._held)
+
+    def present(self) -> bool:
+        """Whether there is a key, taken already or not."""
+        return bool(self._held) or any(os.environ.get(name) for name in self.names)
+
+    def redacted(self, text: str) -> str:
+        """`text` without the keys that were taken."""
+        for name, value in self._held.items():
+            text = text.replace(value, f"<{name}>")
+        return text
+
+
+KEYS = Keys()

@@ -1,0 +1,172 @@
+"""The log of a run: append-only JSON lines, on disk before the next step begins.
+
+- One writer at a time, held by flock: two would give two events one number.
+- A line counts once its newline is on disk. A torn last line is what a kill leaves; readers skip it
+  and the next writer cuts it off. A bad line anywhere else is damage, and an error.
+- The state of a run is a fold over its events (`state.py`); nothing else is stored. A `Recorder`
+  writes events and hands each to the folds that follow it, so what is remembered in a process and
+  what is rebuilt from the file are the same.
+- Keys are taken out of whatever is written.
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from pydantic import ValidationError
+
+from coda_agent.agent.events import CandidateSaved, Event, Judged, event_of
+from coda_agent.agent.judge.provenance import sha
+from coda_agent.agent.judgement import Judgement, Machine, gpu_seconds
+from coda_agent.agent.keys import KEYS
+from coda_agent.agent.plain import plain, utc_now
+from coda_agent.agent.state import RunState
+from coda_agent.primitives.errors import WorkspaceError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.judge import Observer, Verdict
+
+
+def _parse(path: Path) -> tuple[list[Event], int]:
+    """The events of `path`, and the length in bytes of its complete lines."""
+    raw = path.read_bytes() if path.exists() else b""
+    whole = raw.rfind(b"\n") + 1
+    events: list[Event] = []
+    for number, line in enumerate(raw[:whole].splitlines(), start=1):
+        try:
+            events.append(event_of(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            said = error.errors()[0] if isinstance(error, ValidationError) else error
+            raise WorkspaceError(f"{path}:{number} is not an event: {said}") from error
+    return events, whole
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a log, without a torn last line; a log that is not there has none.
+
+    Raises:
+        WorkspaceError: a line before the last is not an event.
+    """
+    return _parse(path)[0]
+
+
+class EventLog:
+    """The one writer of a log file; a context manager.
+
+    Raises:
+        WorkspaceError: another writer holds the file, or it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            events, whole = _parse(path)
+        except BlockingIOError as error:
+            self._file.close()
+            raise WorkspaceError(f"{path} is being written by another process") from error
+        except WorkspaceError:
+            self._file.close()
+            raise
+        self._file.truncate(whole)
+        self._next = events[-1].seq + 1 if events else 0
+
+    def append(self, event: Event) -> Event:
+        """Writes one event; it is on disk when this returns, and has its place and its time."""
+        event = event.model_copy(update={"seq": self._next, "time": utc_now()})
+        line = json.dumps(
+            plain(event.line()), ensure_ascii=False, separators=(",", ":"), allow_nan=False
+        )
+        if (clean := KEYS.redacted(line)) != line:
+            line, event = clean, event_of(json.loads(clean))
+        self._file.write(line.encode("utf-8", "backslashreplace") + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._next += 1
+        return event
+
+    def close(self) -> None:
+        """Gives the file up to other writers."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Fold(Protocol):
+    """A state that events build."""
+
+    def apply(self, event: Event) -> None:
+        """Takes the next event."""
+        ...
+
+
+class Recorder:
+    """Writes a run's events, and hands each to the folds and to the observer.
+
+    Attributes:
+        folder: The run's.
+        observer: Told of every event, and of what gates and authors do meanwhile.
+        state: What the events so far say.
+    """
+
+    def __init__(self, log: EventLog, observer: "Observer" = lambda *_: None) -> None:
+        self._log, self.observer, self.folder = log, observer, log.path.parent
+        self._folds: list[Fold] = []
+        self.state = RunState()
+        self.follow(self.state)
+
+    def follow(self, fold: Fold) -> None:
+        """Brings `fold` up to date and keeps it so."""
+        for event in read_events(self._log.path):
+            fold.apply(event)
+        self._folds.append(fold)
+
+    def __call__(self, event: Event) -> None:
+        event = self._log.append(event)
+        for fold in self._folds:
+            fold.apply(event)
+        self.observer(event.type, event.data)
+
+    def artifact(self, name: str, text: str) -> str:
+        """Writes a file of the run; its path relative to the run's folder."""
+        path = self.folder / "artifacts" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(KEYS.redacted(text), "utf-8", errors="replace")
+        return str(path.relative_to(self.folder))
+
+    def candidate(self, text: str) -> str:
+        """Makes `text` the candidate, on disk before it is judged; its digest."""
+        (self.folder / "kernel.py").write_text(text, "utf-8", errors="replace")
+        saved = CandidateSaved(path="kernel.py", digest=short_digest(text), text=text)
+        self(saved)
+        return saved.digest
+
+    def verdict(self, verdict: "Verdict", check: str) -> None:
+        """Records a verdict: its whole as an artifact, and what scores are made of as an event."""
+        number = len(self.state.attempts) + 1
+        self.artifact(f"verdict-{number}.json", verdict.model_dump_json(indent=1))
+        judged = Judged(
+            number=number, check=check, judgement=Judgement.of(verdict),
+            machine=Machine.of(verdict), gpu_s=gpu_seconds(verdict),
+            seconds={gate.name: gate.seconds for gate in verdict.gates},
+        )  # fmt: skip
+        self(judged)
+
+
+def short_digest(text: str) -> str:
+    """The first twelve digits of a text's SHA-256, by which authors and tips name it."""
+    return sha(text).removeprefix("sha256:")[:12]

@@ -1,0 +1,26 @@
+"""Values as JSON holds them, and the time as logs and records write it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, cast
+
+
+def plain(value: object) -> Any:
+    """`value` as JSON can hold it: records become dicts, non-finite floats and the rest strings."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        items = cast(Mapping[object, object], value).items()
+        return {str(key): plain(item) for key, item in items}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in cast(Iterable[object], value)]
+    dump = getattr(value, "model_dump", None)
+    return plain(dump()) if callable(dump) else str(value)
+
+
+def utc_now() -> str:
+    """The present time as events and records hold it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,201 @@
+"""What a run's events say about it: the one fold. Whoever asks how a run stands, what it spent or
+what was judged reads this.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, NamedTuple, Self
+
+from coda_agent.agent import events as e
+from coda_agent.agent.budget import tokens
+from coda_agent.agent.device import Device
+from coda_agent.agent.judgement import Judgement, Machine
+
+CHECKS = ("static", "compile", "interpret", "gpu", "benchmark", "submit")
+"""What an attempt of an author may be, from the least shown to the most."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What was used up.
+
+    `usd` holds what a killed process had set aside for a call: it is billed, and nobody saw the
+    bill. GPU seconds are those of gates that ran on a GPU and of profiles, without compiling.
+    """
+
+    usd: float = 0.0
+    tokens: int = 0
+    wall_s: float = 0.0
+    gpu_s: float = 0.0
+
+    def plus(self, **more: float) -> Self:
+        """With more used up."""
+        return replace(self, **{key: getattr(self, key) + value for key, value in more.items()})
+
+
+class Attempt(NamedTuple):
+    """One candidate before the judge, and what had been spent by then."""
+
+    number: int
+    check: str
+    text: str
+    judgement: Judgement
+    machine: Machine
+    spent: Spent
+
+    @property
+    def passed(self) -> bool:
+        return self.judgement.passed
+
+    @property
+    def candidate(self) -> str:
+        """The first twelve digits of the candidate's digest."""
+        return self.judgement.digests["candidate"].removeprefix("sha256:")[:12]
+
+    def record(self) -> dict[str, Any]:
+        """In short, as plain data."""
+        judged = self.judgement
+        about = {"number": self.number, "check": self.check, "candidate": self.candidate}
+        about |= {"passed": judged.passed, "level": judged.level, "finding": judged.finding}
+        return about
+
+
+@dataclass
+class RunState:
+    """The fold.
+
+    Attributes:
+        options: The author's, where its run can be resumed.
+        commits: Whether what passes is committed.
+        candidate: The last text that was saved.
+        tips: Arm (shown, held) by tip.
+        over: Why an author has nothing more to do: accepted, or it gave up.
+        outcome: running, passed, refused, failed (by an exception), or stopped: an author ended
+            without a verdict, and `reason` says why.
+        commit: What was committed.
+        level: Of the kernel, after the last full trial.
+        failure: The exception that ended the run.
+        writing: Whether the author is at work and has not finished a text, nor called a tool.
+        reserved_usd: Set aside for the call that is under way.
+    """
+
+    run: str | None = None
+    kind: str | None = None
+    spec: str | None = None
+    author: str | None = None
+    device: Device = "auto"
+    commits: bool = True
+    withheld: tuple[str, ...] = ()
+    options: dict[str, Any] | None = None
+    candidate: str = ""
+    attempts: list[Attempt] = field(default_factory=list[Attempt])
+    tips: dict[str, str] = field(default_factory=dict[str, str])
+    over: str | None = None
+    gave_up: bool = False
+    outcome: str = "running"
+    level: str | None = None
+    commit: str | None = None
+    reason: str | None = None
+    failure: e.RunFailed | None = None
+    finished: bool = False
+    writing: bool = False
+    gates: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """By name: `passed`, None where it was skipped, and `seconds`; of the last verdict."""
+    spent: Spent = Spent()
+    reserved_usd: float = 0.0
+    steps: int = 0
+    """Answers of a model."""
+    time: datetime | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[e.Event]) -> Self:
+        """The state after these events."""
+        state = cls()
+        for event in events:
+            state.apply(event)
+        return state
+
+    @property
+    def error(self) -> str | None:
+        """What the exception said."""
+        return self.failure and self.failure.message
+
+    @property
+    def best(self) -> Attempt | None:
+        """The attempt that passed the most, the latest of equals."""
+        passed = [attempt for attempt in self.attempts if attempt.passed]
+        return max(reversed(passed), key=lambda a: CHECKS.index(a.check), default=None)
+
+    def record(self) -> dict[str, Any]:
+        """How the run stands, as plain data."""
+        keys = ("kind", "spec", "author", "gates", "level", "commit", "outcome", "reason", "error")
+        about = {key: getattr(self, key) for key in keys}
+        return about | {"usd": self.spent.usd, "steps": self.steps}
+
+    def _spend(self, **more: float) -> None:
+        self.spent = self.spent.plus(**more)
+
+    def apply(self, event: e.Event) -> None:
+        """Takes the next event; of unknown ones, the time."""
+        now = datetime.fromisoformat(event.time)
+        if self.time and not isinstance(event, e.RunResumed):
+            self._spend(wall_s=max(0.0, (now - self.time).total_seconds()))
+        self.time = now
+        match event:
+            case e.RunStarted():
+                self.run, self.kind = event.run, event.kind
+                self.spec, self.author = event.spec, event.author
+                self.device, self.commits = event.device, event.commit
+                self.withheld, self.options = event.withheld, event.options
+            case e.RunResumed():
+                self._spend(usd=self.reserved_usd)
+                self.reserved_usd = 0.0
+                if self.outcome in ("stopped", "failed"):
+                    self.outcome, self.reason, self.failure = "running", None, None
+            case e.AuthorStarted():
+                self.writing = True
+            case e.AuthorFinished() | e.ToolStarted():
+                self.writing = False
+            case e.CandidateSaved():
+                self.candidate = event.text
+            case e.TipsGiven():
+                self.tips |= event.arms
+            case e.ToolFinished(name="profile", gpu=True):
+                self._spend(gpu_s=event.seconds)
+            case e.Judged():
+                self._judged(event)
+            case e.Stored():
+                self.commit = event.commit
+                if self.kind == "generate":
+                    self.over, self.level = "accepted", event.level
+            case e.GaveUp():
+                self.gave_up, self.over = True, f"gave up: {event.reason}"
+            case e.Requested():
+                self.reserved_usd = event.worst_usd
+            case e.Responded():
+                self._spend(usd=event.usd, tokens=tokens(event.usage))
+                self.steps, self.reserved_usd = self.steps + 1, 0.0
+            case e.RequestFailed():
+                self._spend(usd=event.usd, tokens=tokens(event.usage))
+            case e.RunFinished():
+                self.finished, self.reason, self.reserved_usd = True, event.reason, 0.0
+                self.outcome = "stopped" if self.outcome == "running" else self.outcome
+            case e.RunFailed():
+                self.outcome, self.failure = "failed", event
+            case _:
+                pass
+
+    def _judged(self, event: e.Judged) -> None:
+        self._spend(gpu_s=event.gpu_s)
+        judged = event.judgement
+        about = (event.number, event.check, self.candidate, judged, event.machine, self.spent)
+        self.attempts.append(Attempt(*about))
+        passed = {"passed": True, "failed": False}
+        self.gates = {
+            name: {"passed": passed.get(said), "seconds": event.seconds.get(name)}
+            for name, said in judged.gates.items()
+        }
+        if event.check == "submit" or self.kind != "generate":
+            self.outcome = "passed" if judged.passed else "refused"
+            self.level = judged.level
