@@ -880,6 +880,7 @@ SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
         O,
         [
             MM + SWAP + "return {'O': x}",
+            MM + SWAP.replace("empty_like(D)", "empty(D.shape)") + "return {'O': x}",
             MM + "x = D.view(D.shape[0], -1, 2);"
             "return {'O': torch.stack((-x[..., 1], x[..., 0]), -1).reshape(D.shape)}",
             MM + "x = D.unflatten(1, (-1, 2)).flip(-1).clone();"
@@ -1254,6 +1255,7 @@ REFUSED = [
     ("W", "V", MM + "return {'V': torch.softmax(W, -1) * D.repeat_interleave(2, -1)}",
      "_softmax: needs a whole row"),
     ("half", H, MM + GU + "return {'H': g * half}", r"mul: input 'half' is float32 \[M, N/2\]"),
+    ("", O, MM + "return {'O': D + torch.empty(D.shape)}", "cannot hold the constant nan"),
     ("", O, MM + "return {'O': F.dropout(D, 0.5)}", "bernoulli: draws random numbers"),
     ("", O, MM + "return {'O': D.round()}", "round: has no counterpart among the primitives"),
     ("", O, MM + "return {'O': D.int().float()}", r"_to_copy: casts to torch.int32"),
