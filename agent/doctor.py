@@ -6,8 +6,12 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.agent.judge.machine import Gpu
 
 _PACKAGES = (
     ("torch", "torch", "the reference and the interpreter: `proved`"),
@@ -33,21 +37,12 @@ class Item:
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as nvidia-smi names it; `arch` as compilers spell it: sm_90."""
-
-    name: str
-    arch: str
-    driver: str
-
-
-def gpus() -> list[Gpu]:
+def gpus() -> "list[Gpu]":
     """The GPUs of this machine, without importing torch; none where nvidia-smi does not answer."""
-    from coda_agent.agent.judge.machine import smi
+    from coda_agent.agent.judge.machine import Gpu, smi
 
-    rows = smi("gpu=name,compute_cap,driver_version")
-    return [Gpu(r[0], f"sm_{r[1].replace('.', '')}", r[2]) for r in rows if len(r) == 3]
+    rows = smi("gpu=uuid,name,compute_cap,driver_version")
+    return [Gpu(*row) for row in rows if len(row) == 4]
 
 
 def package_version(distribution: str, module: str) -> str | None:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from coda_agent.agent.execution.answers import Refused
 from coda_agent.agent.execution.local import Local
-from coda_agent.agent.execution.pool import warm_pool
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
@@ -222,7 +221,7 @@ def _compile(data: dict[str, Any], judge: str) -> tuple[BuiltObject | Refused, s
     """What a compile job gave, and the object it left in the cache, by name."""
     _require(judge)
     try:
-        built = BuiltObject.model_validate(warm_pool().run(data))
+        built = BuiltObject.model_validate(_here().pool().run(data))
     except CompileError as error:
         return Refused.of(error), "", b""
     path = Path(built.object)

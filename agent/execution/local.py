@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
-from coda_agent.agent.execution.pool import warm_pool
+from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import Finding, Outcome, Progress, ReportT
+from coda_agent.agent.judge.runners import one_thread
+from coda_agent.agent.sandbox import choose
 from coda_agent.primitives.errors import CompileError
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ class Local:
 
     def __init__(self) -> None:
         self._found: list[Gpu] | None = None
+        self._pools: dict[str, CompilePool] = {}
         self._devices: dict[Gpu, Device] = {}
         self._used: Gpu | None = None
         self._ahead: threading.Thread | None = None
@@ -48,12 +52,23 @@ class Local:
         return sorted(self._found, key=lambda gpu: gpu not in self._devices)
 
     def _device(self, gpu: Gpu) -> Device:
-        import atexit
-
         if gpu not in self._devices:
             self._devices[gpu] = made = Device(gpu)
             atexit.register(made.close)
         return self._devices[gpu]
+
+    def pool(self) -> CompilePool:
+        """Workers that stay warm until this process ends, since their imports take seconds; in the
+        sandbox that is demanded now.
+
+        Raises:
+            MachineError: a stronger sandbox is demanded than works here.
+        """
+        sandbox = choose()
+        if sandbox.tier not in self._pools:
+            self._pools[sandbox.tier] = made = CompilePool(sandbox=sandbox)
+            atexit.register(made.close)
+        return self._pools[sandbox.tier]
 
     def start(self, ahead: PrepareJob | None) -> None:
         if self._ahead and self._ahead.is_alive():
@@ -66,16 +81,17 @@ class Local:
                 self._ahead.start()
 
     def load(self, text: str) -> dict[str, Program]:
-        return warm_pool().load(text)
+        return self.pool().load(text)
 
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
     ) -> list[BuiltObject | CompileError]:
-        return warm_pool().map(jobs, progress)
+        return self.pool().map(jobs, progress)
 
     def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
         if job.device == "cpu":
-            return job.run(progress)
+            with one_thread():
+                return job.run(progress)
         if self._ahead:
             self._ahead.join()
         with exclusive(self._gpus(), progress) as gpu:

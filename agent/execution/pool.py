@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
@@ -153,19 +152,3 @@ class CompilePool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
-
-
-_warm: dict[str, CompilePool] = {}
-
-
-def warm_pool() -> CompilePool:
-    """This process's pool, whose workers stay warm until it ends: their imports take seconds.
-
-    Raises:
-        MachineError: a stronger sandbox is demanded than works here.
-    """
-    sandbox = choose()
-    if sandbox.tier not in _warm:
-        _warm[sandbox.tier] = pool = CompilePool(sandbox=sandbox)
-        atexit.register(pool.close)
-    return _warm[sandbox.tier]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from coda_agent.agent.judge.records import (
     GateResult,
     Key,
     Level,
+    NumericsReport,
     Observer,
     Outcome,
     Progress,
@@ -97,6 +99,9 @@ def tune_candidate(
     return _Walk(spec, text, executor, usable(executor, "cuda"), observer).tune()
 
 
+_Early = tuple[list[Finding], Outcome[NumericsReport] | None]
+
+
 class _Walk:
     """One candidate on its way through the gates."""
 
@@ -118,6 +123,7 @@ class _Walk:
         self.programs: dict[str, Program] = {}
         self.admitted: dict[Key, tuple[TileConfig, ...]] = {}
         self.tuned: dict[str, Tuned] | None = None
+        self.begun: Future[_Early] | None = None
         self.whole = False
 
     def run(self, gates: tuple[str, ...]) -> Verdict:
@@ -201,6 +207,8 @@ class _Walk:
         result.findings += check_instructions(self.programs)
         if result.findings:
             return
+        # Compiling is done by other processes.
+        self.begun = ThreadPoolExecutor(1).submit(self._without_kernels)
         m, n, k = self.spec.gemm_dims
         jobs = compile_gate.jobs_for(
             self.spec,
@@ -221,19 +229,30 @@ class _Walk:
                 key = job.program.name, job.element
                 self.admitted[key] = (*self.admitted.get(key, ()), job.config)
 
-    def _numerics(self, result: GateResult) -> None:
+    def _without_kernels(self) -> _Early:
+        """What of the numerics gate needs nothing compiled: meaning, and all of it without a GPU.
+
+        Meaning comes first: it says more of a wrong program than what it rounds to.
+        """
         from coda_agent.agent.judge.meaning import check_meaning
 
-        # Here and first: it needs no GPU, and says more of a wrong program than what it rounds to.
-        result.findings = check_meaning(self.spec, self.programs)
+        findings = check_meaning(self.spec, self.programs)
+        if findings or self.gpu is not None:
+            return findings, None
+        keys = [(name, element) for name in self._variants() for element in self.types]
+        tiles = dict.fromkeys(keys, _INTERPRETED)
+        job = NumericsJob(spec=self.spec, programs=self.programs, tiles=tiles, device="cpu")
+        return [], self.executor.grade(job, lambda *_: None)
+
+    def _numerics(self, result: GateResult) -> None:
+        result.findings, outcome = self.begun.result() if self.begun else self._without_kernels()
         if result.findings:
             return
-        tiles, device = self.admitted, "cuda"
-        if self.gpu is None:
-            keys = [(name, element) for name in self._variants() for element in self.types]
-            tiles, device = dict.fromkeys(keys, _INTERPRETED), "cpu"
-        job = NumericsJob(spec=self.spec, programs=self.programs, tiles=tiles, device=device)
-        self.admitted = dict(self._graded(job, result).admitted)
+        if outcome is None:
+            job = NumericsJob(spec=self.spec, programs=self.programs, tiles=self.admitted)
+            outcome = self.executor.grade(job, self._progress(result.name))
+        result.findings, result.data = [*outcome.findings], outcome.report
+        self.admitted = dict(outcome.admitted)
         self._call(result)
 
     def _performance(self, result: GateResult) -> None:

@@ -14,7 +14,7 @@ _FLUSH_BYTES = 256 << 20
 _FLUSHES = 2
 _PRODUCT = 4096
 SPIN = "spin_kernel"
-"""What `Gpu.spin` launches: marks calls in a trace."""
+"""What `DeviceClock.spin` launches: marks calls in a trace."""
 # What Kineto lists beside kernels, copies and fills, as if the device ran it.
 _WAITS = {"Context Sync", "Device Sync", "Stream Sync", "Event Sync", "Stream Wait Event"}
 
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     end_us: float
 
 
-class Gpu:
+class DeviceClock:
     """The current CUDA device, as far as timing needs it."""
 
     def __init__(self) -> None:

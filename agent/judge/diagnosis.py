@@ -20,6 +20,8 @@ from coda_agent.primitives.errors import CodaError
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.specs import Spec
+
     Reference = Callable[[Mapping[str, Any]], torch.Tensor]
 
 FAULTS = {
@@ -39,6 +41,8 @@ FAULTS = {
     "wrong_statistics": "another statistic, axis, divisor or extent",
     "wrong_function": "none of these: another activation, term or order of operations",
 }
+HINT = "compare the program with the spec's mathematics, output by output"
+"""What to try, whatever the fault."""
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float8_e4m3fn": 2.0**-3}
 _ROWS = 128  # rows the reference is run on: the worst ones
 _CLAIM, _CLAIM_FACTOR = 0.85, 0.97  # least share that a fault, and a factor, must explain
@@ -91,10 +95,29 @@ def diagnose(
         reference: Inputs to this output in float64.
         again: The output of a second run on the same inputs.
     """
-    return _Case(out, truth, inputs, gemm, tile, reference).diagnosis(again)
+    return _WrongOutput(out, truth, inputs, gemm, tile, reference).diagnosis(again)
 
 
-class _Case:
+def diagnosed(
+    spec: Spec, binding: Mapping[str, str], inputs: Mapping[str, Any], o: str, out: torch.Tensor,
+    truth: torch.Tensor, *, tile: tuple[int, int] = (128, 128), again: torch.Tensor | None = None,
+) -> Diagnosis:  # fmt: skip
+    """`diagnose` of output `o` of a spec, by its reference."""
+    from coda_agent.specs import run_reference
+
+    def reference(changed: Mapping[str, Any]) -> torch.Tensor:
+        return run_reference(spec, {**changed}, binding=binding, exact=True)[o]
+
+    a, b = spec.gemm
+    return diagnose(
+        out, truth, inputs=inputs, gemm=(a, b), tile=tile, reference=reference,
+        again=out if again is None else again,
+    )  # fmt: skip
+
+
+class _WrongOutput:
+    """The hypotheses about one output, and what speaks for each."""
+
     def __init__(
         self, out: torch.Tensor, truth: torch.Tensor, inputs: Mapping[str, Any],
         gemm: tuple[str, str], tile: tuple[int, int], reference: Reference,

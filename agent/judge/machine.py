@@ -32,6 +32,12 @@ class Gpu:
     uuid: str
     name: str
     capability: str
+    driver: str = ""
+
+    @property
+    def arch(self) -> str:
+        """As compilers spell it: sm_90."""
+        return f"sm_{self.capability.replace('.', '')}"
 
 
 def demanded(gpu: Gpu | None) -> Gpu:

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import SAFETY, largest_change
-from coda_agent.agent.judge.diagnosis import diagnose
-from coda_agent.agent.judge.numerics import interpreted
+from coda_agent.agent.judge.diagnosis import HINT, Diagnosis, diagnosed
 from coda_agent.agent.judge.oracle import base_shape, disturbed
 from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.runners import interpreted, one_thread
 from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
@@ -62,18 +62,12 @@ def check_meaning(
         programs: By variant name.
         seed: What all draws follow from; a secret one by default.
     """
-    import torch
-
     seed = secrets.randbits(62) if seed is None else seed
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small: more threads wait for one another
-    try:
+    with one_thread():
         found = [
             meaning_fault(spec, programs[spec.variant(binding)], binding, seed)
             for binding in spec.bindings()
         ]
-    finally:
-        torch.set_num_threads(threads)
     return [finding for finding in found if finding is not None]
 
 
@@ -98,13 +92,24 @@ def meaning_fault(
             chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
             wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
             if wrong.any():
-                where = {"program": program.name, "output": o, "seed": seed}
-                where |= {"case": label} if label else {}
                 # What is allowed, and what the reference itself has no number for, is no fault.
-                return _finding(
-                    spec, binding, inputs, o, out.where(wrong, expected), expected, where
-                )
+                out = out.where(wrong, expected)
+                seen = diagnosed(spec, binding, inputs, o, out, expected)
+                where = {**seen.where, "program": program.name, "output": o, "seed": seed}
+                where |= {"case": label} if label else {}
+                return Finding(message=_said(o, label, seen), where=where, hint=HINT)
     return None
+
+
+def _said(o: str, label: str, seen: Diagnosis) -> str:
+    got, expected = seen.where["got"], seen.where["expected"]
+    off = abs(got - expected) / max(abs(expected), _LEAST)
+    much = f", off by {off:.2g} of it" if math.isfinite(off) else ""
+    case = f" ({label})" if label else ""
+    return (
+        f"{o} is another function of the inputs{case}: before any rounding it is {got:.9g} "
+        f"where {expected:.9g} is due{much}; {seen.text}"
+    )
 
 
 def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
@@ -172,11 +177,12 @@ def _changes(spec: Spec, x: str, types: Mapping[str, str]) -> Iterator[tuple[str
 
     if not _scalable(spec, x):
         assert domain is not None
-        (lo, hi), unit = domain, torch.rand
-        yield (
-            "anywhere in its domain",
-            lambda v, g: lo + (hi - lo) * unit(v.shape, generator=g, dtype=v.dtype),
-        )
+        lo, hi = domain
+
+        def anywhere(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return lo + (hi - lo) * torch.rand(v.shape, generator=generator, dtype=v.dtype)
+
+        yield "anywhere in its domain", anywhere
         yield f"{lo:g}", lambda v, _: torch.full_like(v, lo)
         yield f"{hi:g}", lambda v, _: torch.full_like(v, hi)
         return
@@ -249,30 +255,3 @@ def _of_constants(
         other = replayed(spec, dataclasses.replace(program, graph=changed), inputs)[o]
         moved = moved + (other - out).abs().nan_to_num(0.0, 0.0, 0.0)
     return moved
-
-
-def _finding(
-    spec: Spec, binding: Mapping[str, str], inputs: Inputs, o: str,
-    out: torch.Tensor, truth: torch.Tensor, where: dict[str, Any],
-) -> Finding:  # fmt: skip
-    from coda_agent.specs import run_reference
-
-    seen = diagnose(
-        out,
-        truth,
-        inputs=inputs,
-        gemm=(spec.gemm[0], spec.gemm[1]),
-        tile=(128, 128),
-        reference=lambda x: run_reference(spec, {**x}, binding=binding, exact=True)[o],
-        again=out,
-    )
-    case = f" ({where['case']})" if "case" in where else ""
-    got, expected = seen.where["got"], seen.where["expected"]
-    off = abs(got - expected) / max(abs(expected), _LEAST)
-    much = f", off by {off:.2g} of it" if math.isfinite(off) else ""
-    return Finding(
-        message=f"{o} is another function of the inputs{case}: before any rounding it is {got:.9g} "
-        f"where {expected:.9g} is due{much}; {seen.text}",
-        where={**seen.where, **where},
-        hint="compare the program with the spec's mathematics, output by output",
-    )

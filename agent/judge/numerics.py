@@ -12,14 +12,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from coda_agent.agent.judge.compare import Errors, distances, same, within
-from coda_agent.agent.judge.diagnosis import diagnose
-from coda_agent.agent.judge.oracle import Case, make_case, make_cases
+from coda_agent.agent.judge.diagnosis import HINT, diagnosed
+from coda_agent.agent.judge.oracle import Case, make_cases
 from coda_agent.agent.judge.records import (
     Finding,
     Key,
@@ -30,94 +30,17 @@ from coda_agent.agent.judge.records import (
     Tiles,
     WorstError,
 )
+from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
-__all__ = [
-    "check_numerics", "held", "interpreted", "make_case", "run_interpreter", "run_kernel",
-]  # fmt: skip
-
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.agent.judge.runners import Runner
     from coda_agent.specs import Spec
-
-    Runner = Callable[
-        [Spec, Program, Mapping[str, Any], TileConfig, Mapping[str, Any]], dict[str, torch.Tensor]
-    ]
-
-
-_GUARD_BYTES = 4096
-_GUARD = 0xA5
-
-
-def held(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an output that is added to in place holds before a run: output to input tensor."""
-    place = spec.in_place
-    return {place.output: inputs[place.input]} if place and program.accumulated else {}
-
-
-def run_kernel(
-    spec: Spec,
-    program: Program,
-    inputs: Mapping[str, Any],
-    config: TileConfig,
-    dtypes: Mapping[str, Any],
-) -> dict[str, torch.Tensor]:
-    """Launch the compiled kernel into NaN-poisoned outputs, but for what it adds to, and fold
-    reductions to final values.
-
-    Raises:
-        LaunchError: it wrote outside an output.
-    """
-    import torch
-
-    from coda_agent.primitives.function import finalised
-    from coda_agent.primitives.launch import allocate, launch
-
-    a, b = (inputs[name] for name in spec.gemm)
-    outputs, bands = {}, []
-    for o, like in allocate(program, a.shape[0], b.shape[0], dtypes, config, "meta").items():
-        size = like.numel() * like.element_size()
-        after = _GUARD_BYTES + size
-        room = torch.full((after + _GUARD_BYTES,), _GUARD, dtype=torch.uint8, device=a.device)
-        outputs[o] = room[_GUARD_BYTES:after].view(like.dtype).view(like.shape)
-        bands += [(o, "before", room[:_GUARD_BYTES]), (o, "after", room[after:])]
-    start = held(spec, program, inputs)
-    for o, tensor in outputs.items():
-        tensor.copy_(start[o]) if o in start else tensor.fill_(float("nan"))
-    launch(program, a, b, inputs, outputs, config)
-    spilt = torch.stack([(band != _GUARD).any() for _, _, band in bands]).tolist()
-    for (o, side, _), wrong in zip(bands, spilt, strict=True):
-        if wrong:
-            raise LaunchError(f"{program.name} writes to memory {side} its output {o}")
-    return finalised(program, outputs, a.shape[0], b.shape[0], config)
-
-
-def run_interpreter(
-    spec: Spec,
-    program: Program,
-    inputs: Mapping[str, Any],
-    config: TileConfig,
-    dtypes: Mapping[str, Any],
-    *,
-    raw: bool = False,
-) -> dict[str, torch.Tensor]:
-    """The interpreter's outputs, or raw partials, in blocks of the configuration's tile."""
-    blocks = {"block": config.tile_n, "row_block": config.tile_m}
-    return interpreted(spec, program, inputs, dtypes=dtypes, raw=raw, **blocks)
-
-
-def interpreted(
-    spec: Spec, program: Program, inputs: Mapping[str, Any], **options: Any
-) -> dict[str, torch.Tensor]:
-    """`primitives.interpret.interpret` on a spec's inputs."""
-    from coda_agent.primitives.interpret import interpret
-
-    a, b = (inputs[name] for name in spec.gemm)
-    return interpret(program, a, b, {**inputs, **held(spec, program, inputs)}, **options)
 
 
 def check_numerics(
@@ -327,8 +250,6 @@ class TileCheck:
         error: Errors,
         stale: torch.Tensor | None,
     ) -> Finding:
-        from coda_agent.specs import run_reference
-
         limit, label = case.bounds[o], f" ({case.label})" if case.label else ""
         said = (
             f"{o} is wrong{label}: error {error.norm:.2e} of its norm, {error.tile:.2e} in the "
@@ -341,25 +262,14 @@ class TileCheck:
         if stale is not None and same(stale, out):
             said += "it is what the tensors' former contents gave"
         else:
-            tile = (self.config.tile_m, self.config.tile_n)
-            seen = diagnose(
-                out,
-                case.truth[o],
-                inputs=case.inputs,
-                gemm=(self.spec.gemm[0], self.spec.gemm[1]),
-                tile=(tile[1], tile[0]) if self.config.swap_ab else tile,
-                reference=lambda inputs: run_reference(
-                    self.spec, {**inputs}, binding=self.binding, exact=True
-                )[o],
-                again=again,
-            )
+            m, n = self.config.tile_m, self.config.tile_n
+            seen = diagnosed(
+                self.spec, self.binding, case.inputs, o, out, case.truth[o],
+                tile=(n, m) if self.config.swap_ab else (m, n), again=again,
+            )  # fmt: skip
             said += seen.text
             where |= seen.where
-        return Finding(
-            message=said,
-            where=where,
-            hint="compare the program with the spec's mathematics, output by output",
-        )
+        return Finding(message=said, where=where, hint=HINT)
 
 
 def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:

@@ -34,7 +34,7 @@ from coda_agent.agent.judge.records import (
     Untimed,
 )
 from coda_agent.agent.judge.timing import Samples, interleave, speedup, steady
-from coda_agent.agent.judge.tuner import LAST, Cell, searched
+from coda_agent.agent.judge.tuner import LAST, Problem, searched
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, launches, roofline
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
@@ -71,22 +71,22 @@ def check_performance(
     variants: list[Timed | Untimed] = []
     tuned: Tuned = {}
     largest = max((_volume(s) for s in spec.bench_shapes), default=0)
-    for cell, search in searched(spec, programs, admitted, progress=progress):
+    for problem, search in searched(spec, programs, admitted, progress=progress):
         # Three of the search's last round, and the best of those it dropped before.
         finalists = [config for config, _ in (*search[:3], *search[LAST : LAST + 1])]
         searched_us = {c.label: round(t, 2) for c, t in search}
-        record = _measured(cell, finalists).model_copy(update={"search_us": searched_us})
+        record = _measured(problem, finalists).model_copy(update={"search_us": searched_us})
         cells.append(record)
-        is_largest = _volume(cell.sizes) == largest
+        is_largest = _volume(problem.sizes) == largest
         findings += _judge(record, target=spec.target if is_largest else None)
         if isinstance(record, Untimed):
             continue
         time_us, best = record.times["ours"].median_us, record.config
         ordered = [(best, time_us), *(found for found in search if found[0] != best)]
-        line = cell.line(ordered, time_us)
-        tuned[cell.gemm_type] = (*tuned.get(cell.gemm_type, ()), line)
+        line = problem.line(ordered, time_us)
+        tuned[problem.gemm_type] = (*tuned.get(problem.gemm_type, ()), line)
         for binding in spec.bindings()[1:] if is_largest and not variants else ():
-            variant = _variant(cell, programs, binding, admitted, [c for c, _ in ordered])
+            variant = _variant(problem, programs, binding, admitted, [c for c, _ in ordered])
             variants.append(variant)
             findings += _judge(variant, target=None)
     report = PerformanceReport(
@@ -96,23 +96,25 @@ def check_performance(
 
 
 def _variant(
-    cell: Cell,
+    problem: Problem,
     programs: Mapping[str, Program],
     binding: Mapping[str, str],
     admitted: Tiles,
     configs: Sequence[TileConfig],
 ) -> Timed | Untimed:
     """Another program of the spec, measured in the first of `configs` that suits it."""
-    name = cell.spec.variant(binding)
-    other = Cell(cell.spec, programs[name], binding, cell.sizes, cell.element)
-    known = admitted.get((name, cell.element), ())
+    name = problem.spec.variant(binding)
+    other = Problem(problem.spec, programs[name], binding, problem.sizes, problem.element)
+    known = admitted.get((name, problem.element), ())
     # Other rasterisation orders of an admitted configuration are the same code.
     right = (c for c in configs if replace(c, swizzle=8) in known and other.is_right(c))
     measured = _measured(other, [*islice(right, 1)], stream=False)
     return measured.model_copy(update={"program": name})
 
 
-def _measured(cell: Cell, configs: Sequence[TileConfig], *, stream: bool = True) -> Timed | Untimed:
+def _measured(
+    problem: Problem, configs: Sequence[TileConfig], *, stream: bool = True
+) -> Timed | Untimed:
     """Measure the finalists of a search beside the baselines; the fastest of them is ours, and is
     timed in the steady regime too, unless `stream` is off.
 
@@ -122,11 +124,11 @@ def _measured(cell: Cell, configs: Sequence[TileConfig], *, stream: bool = True)
     Raises:
         MachineError: the clocks disagree about a baseline: that is no fault of the kernel.
     """
-    about = {"dtype": cell.element, "sizes": cell.sizes}
+    about = {"dtype": problem.element, "sizes": problem.sizes}
     if not configs:
         return Untimed(**about, error="no tile computes the right result at this shape")
     before = gpu_state()
-    samples, streams, mismatches = _timed(cell, configs, stream)
+    samples, streams, mismatches = _timed(problem, configs, stream)
     about["gpu"] = {"before": before, "after": gpu_state()}
     sound = [c for c in configs if not samples[c.label].fault]
     if not sound:
@@ -139,9 +141,11 @@ def _measured(cell: Cell, configs: Sequence[TileConfig], *, stream: bool = True)
         steadily = Failure(error=fault)
     elif streams:
         steadily = _figures(**streams)
-    facts = inspected(cell.spec, cell.program, cell.sizes, cell.element, block=best.tile_n)
-    parts = best.parts(cell.sizes[cell.spec.gemm_dims[2]])
-    ceiling = measured_ceiling(cell.gemm_type)
+    facts = inspected(
+        problem.spec, problem.program, problem.sizes, problem.element, block=best.tile_n
+    )
+    parts = best.parts(problem.sizes[problem.spec.gemm_dims[2]])
+    ceiling = measured_ceiling(problem.gemm_type)
     return Timed(
         **about,
         **dict(_figures(ours, samples["gemm"], samples["compile"])),
@@ -150,7 +154,7 @@ def _measured(cell: Cell, configs: Sequence[TileConfig], *, stream: bool = True)
         tile=best.label,
         finalists_us={c.label: round(samples[c.label].median_us, 2) for c in sound},
         mismatches=mismatches,
-        launches=(launches(cell.program, parts=parts),),
+        launches=(launches(problem.program, parts=parts),),
         ceiling=Rates(
             tflops=round(ceiling.flops_s / 1e12, 1), gbytes_s=round(ceiling.bytes_s / 1e9, 1)
         ),
@@ -192,10 +196,6 @@ def inspected(
     )
 
 
-_prepared: set[tuple[str, str, tuple[int, ...]]] = set()
-"""What was, in this process: digest of a spec, element type and sizes."""
-
-
 def prepare(spec: Spec, elements: Sequence[str]) -> None:
     """Compile what the default binding's program is timed against, which takes seconds a shape; it
     stays compiled while the process lives."""
@@ -205,12 +205,8 @@ def prepare(spec: Spec, elements: Sequence[str]) -> None:
     call = _baseline(spec, binding)
     with _recompiling():
         for element, sizes in product(elements, spec.bench_shapes):
-            key = spec.digest, element, tuple(sizes[dim] for dim in sorted(sizes))
-            if key in _prepared:
-                continue
             types = dict.fromkeys(spec.types, element)
             call(**draw_inputs(spec, sizes, types, seed=0, device="cuda", binding=binding))
-            _prepared.add(key)
 
 
 def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., Any]:
@@ -256,13 +252,13 @@ def measured_ceiling(dtype: str) -> Ceiling:
 
 
 def _timed(
-    cell: Cell, configs: Sequence[TileConfig], stream: bool
+    problem: Problem, configs: Sequence[TileConfig], stream: bool
 ) -> tuple[dict[str, Samples], dict[str, Samples], int]:
     """The configurations and the baselines in the warm regime; where `stream` is set the fastest
     one, as `ours`, and the baselines in the steady one; how many outputs were wrong."""
     import torch
 
-    runs = {c.label: cell.run(c) for c in configs}
+    runs = {c.label: problem.run(c) for c in configs}
     expected: dict[tuple[str, int], Any] = {}
     for label, run in runs.items():
         for i in range(2):
@@ -287,13 +283,13 @@ def _timed(
             wrong.add_((t.view(torch.uint8) != known.view(torch.uint8)).any())
             t.fill_(float("nan"))
 
-    baseline = _baseline(cell.spec, cell.binding)
-    a, b = ([inputs[g] for inputs in cell.inputs] for g in cell.spec.gemm)
+    baseline = _baseline(problem.spec, problem.binding)
+    a, b = ([inputs[g] for inputs in problem.inputs] for g in problem.spec.gemm)
     gemm = bare_gemm(a[0], b[0])
     contenders = {
         **{label: timed(label) for label in runs},
         "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
-        "compile": lambda i: baseline(**cell.inputs[i % 2]),
+        "compile": lambda i: baseline(**problem.inputs[i % 2]),
     }
     with _recompiling():
         samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)
@@ -303,7 +299,7 @@ def _timed(
         best = _fastest(sound, samples).label
         names = {best: "ours", "gemm": "gemm", "compile": "compile"}
         # What adds to its buffer has another output after every call of a stream.
-        after = None if cell.program.accumulated else verify
+        after = None if problem.program.accumulated else verify
         chosen = {name: contenders[name] for name in names}
         streams = steady(chosen, before=restore, after=after)
     return samples, {names[name]: s for name, s in streams.items()}, int(wrong)

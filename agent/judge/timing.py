@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from coda_agent.agent.judge.clocks import SPIN, Gpu, Span, busy_us
+from coda_agent.agent.judge.clocks import SPIN, DeviceClock, Span, busy_us
 from coda_agent.agent.judge.machine import gpu_state, require_idle
 from coda_agent.agent.judge.records import Clock, Progress, Ratio
 from coda_agent.agent.judge.samples import MISS, Samples, different, interval, speedup
@@ -60,9 +60,9 @@ _LEAD_US = 2000.0  # the host begins so much ahead of the device
 
 
 @lru_cache(maxsize=1)
-def _gpu() -> Gpu:
+def _gpu() -> DeviceClock:
     """One a process: a clock that was there once must stay."""
-    return Gpu()
+    return DeviceClock()
 
 
 class _Reading(NamedTuple):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.machine import require_idle
-from coda_agent.agent.judge.numerics import held, make_case
+from coda_agent.agent.judge.oracle import make_case
 from coda_agent.agent.judge.records import Progress, Tiles, Tuned, TunedShape
+from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import interleave
 from coda_agent.primitives.errors import CompileError, MachineError
@@ -49,13 +50,13 @@ def tune(
         MachineError: as `searched`.
     """
     tuned: Tuned = {}
-    for cell, search in searched(spec, programs, admitted, progress=progress):
+    for problem, search in searched(spec, programs, admitted, progress=progress):
         if not search:
             raise CompileError(
-                f"{cell.program.name}: no tile computes the right result at {cell.sizes}"
+                f"{problem.program.name}: no tile computes the right result at {problem.sizes}"
             )
-        line = cell.line(search, search[0][1])
-        tuned[cell.gemm_type] = (*tuned.get(cell.gemm_type, ()), line)
+        line = problem.line(search, search[0][1])
+        tuned[problem.gemm_type] = (*tuned.get(problem.gemm_type, ()), line)
     return tuned
 
 
@@ -65,8 +66,8 @@ def searched(
     admitted: Tiles,
     *,
     progress: Progress,
-) -> Iterator[tuple[Cell, list[tuple[TileConfig, float]]]]:
-    """Each element type at each bench shape of the default program, and what `Cell.search` found.
+) -> Iterator[tuple[Problem, list[tuple[TileConfig, float]]]]:
+    """The default program in each element type at each bench shape, and what its search found.
 
     Raises:
         MachineError: the GPU is in use, or its clocks disagree about every configuration.
@@ -79,8 +80,8 @@ def searched(
     walk = product(elements, spec.bench_shapes)
     for done, (element, sizes) in enumerate(walk):
         progress(done, total, f"{element} {'x'.join(map(str, sizes.values()))}")
-        cell = Cell(spec, programs[name], binding, sizes, element)
-        yield cell, cell.search(admitted[name, element])
+        problem = Problem(spec, programs[name], binding, sizes, element)
+        yield problem, problem.search(admitted[name, element])
     progress(total, total, "")
 
 
@@ -103,7 +104,7 @@ def ranked(
     return sorted(timed, key=lambda found: found[1])
 
 
-class Cell:
+class Problem:
     """One element type at one shape: a checked case, and a second set of inputs to alternate."""
 
     def __init__(

@@ -141,7 +141,7 @@ def _launch(job: dict[str, Any]) -> None:
     """Body of the profiled process: three launches of the kernel at its default tile."""
     import torch
 
-    from coda_agent.agent.judge.numerics import run_kernel
+    from coda_agent.agent.judge.runners import run_kernel
     from coda_agent.primitives.program import Program
     from coda_agent.primitives.target import use_cache
     from coda_agent.primitives.tiles import DEFAULT_CONFIGS

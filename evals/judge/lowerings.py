@@ -23,7 +23,7 @@ from coda_agent.primitives.resources import (
 )
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.numerics import Runner
+    from coda_agent.agent.judge.runners import Runner
     from coda_agent.primitives.tiles import TileConfig
     from coda_agent.specs import Spec
 
@@ -54,7 +54,7 @@ class Launch:
 
     def interpreted(self, inputs: Mapping[str, Any], *, raw: bool = False) -> dict[str, Any]:
         """The interpreter's outputs, or raw partials."""
-        from coda_agent.agent.judge.numerics import run_interpreter
+        from coda_agent.agent.judge.runners import run_interpreter
 
         return run_interpreter(self.spec, self.program, inputs, self.config, self.dtypes, raw=raw)
 

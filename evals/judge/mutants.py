@@ -21,7 +21,7 @@ from coda_agent.evals.judge.lowerings import LOWERINGS, Launch, sites
 from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.numerics import Runner
+    from coda_agent.agent.judge.runners import Runner
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from coda_agent.evals.pages import today, write_record
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.numerics import Runner
     from coda_agent.agent.judge.records import Finding
+    from coda_agent.agent.judge.runners import Runner
     from coda_agent.specs import Spec
 
 Say = Callable[[int, int, str], None]
@@ -40,7 +40,7 @@ class Judge:
     """
 
     def __init__(self, root: Path, device: str, say: Say = lambda *_: None) -> None:
-        from coda_agent.agent.judge.numerics import run_interpreter, run_kernel
+        from coda_agent.agent.judge.runners import run_interpreter, run_kernel
         from coda_agent.primitives.target import use_cache
 
         if device == "cuda":
@@ -75,7 +75,7 @@ class Judge:
     def compile(self, subjects: Iterable[Subject]) -> None:
         """Compile programs for this device in the pool, all cores at once; here they would be
         compiled one by one."""
-        from coda_agent.agent.execution.pool import warm_pool
+        from coda_agent.agent.execution import executor
         from coda_agent.agent.judge.job import CompileJob
 
         if self.device == "cuda":
@@ -85,7 +85,7 @@ class Judge:
                 CompileJob.of(s.program, config, "sm_90a", s.spec, _element(s.spec))
                 for s in different
             ]
-            warm_pool().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
+            executor().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
 
 
 def _element(spec: Spec) -> str:

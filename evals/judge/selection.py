@@ -67,7 +67,6 @@ def verdict_s(workspace: Workspace, device: str, name: str) -> dict[str, float]:
         CodaError: the kernel is refused.
     """
     from coda_agent.agent.execution import executor
-    from coda_agent.agent.execution.pool import warm_pool
     from coda_agent.agent.judge import GATES, judge_candidate
     from coda_agent.primitives.target import cache_directory
     from coda_agent.primitives.tiles import SM90_CONFIGS
@@ -76,7 +75,6 @@ def verdict_s(workspace: Workspace, device: str, name: str) -> dict[str, float]:
     kernel = workspace.kernel(name)
     spec, text = load_spec(kernel.spec), kernel.program.read_text("utf-8")
     element = next(iter(spec.types.values()), ("bfloat16",))[0]
-    warm_pool()
     for file in cache_directory().rglob("*"):
         if file.is_file():
             file.unlink()

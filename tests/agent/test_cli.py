@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
 from coda_agent.agent.cli import app, report
 from coda_agent.agent.judge import provenance, static  # noqa: F401  # before a fake replaces it
+from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
     Finding,
     GateResult,
@@ -101,7 +102,7 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspac
     monkeypatch.setattr(judge, "judge_candidate", judge_candidate)
     made = {"composer": One("composer", PROGRAM), "bad": One("bad", "wrong\n")}
     monkeypatch.setattr(authors, "kinds", lambda: made)
-    monkeypatch.setattr(doctor, "gpus", list[doctor.Gpu])
+    monkeypatch.setattr(doctor, "gpus", list[Gpu])
     for who in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{who}_NAME", "U")
         monkeypatch.setenv(f"GIT_{who}_EMAIL", "u@example.com")
@@ -345,7 +346,7 @@ def test_bench_prints_the_timings(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("generate", "gemm_swiglu")
-    monkeypatch.setattr(doctor, "gpus", lambda: [doctor.Gpu("H200", "sm_90", "1")])
+    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu("GPU-1", "H200", "9.0", "1")])
     said = run("bench", "gemm_swiglu")
     row = next(line for line in said.splitlines() if line.startswith("bfloat16"))
     ratios = ["0.970", "(0.960–0.980)", "1.500", "(1.400–1.600)"]

@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 
 from coda_agent.agent.judge import numerics
 from coda_agent.agent.judge.compare import measure, within
-from coda_agent.agent.judge.numerics import (
-    check_numerics,
-    run_interpreter,
-    run_kernel,
-)
+from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.oracle import Case, make_case, make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
+from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
 from coda_agent.primitives.errors import LaunchError

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coda_agent import generated
-from coda_agent.agent.execution.pool import warm_pool
-from coda_agent.agent.judge.clocks import Gpu
+from coda_agent.agent.execution import executor
+from coda_agent.agent.judge.clocks import DeviceClock
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives import ColIndex, Program, RowGather, Tile, epilogue, gather
@@ -60,15 +60,15 @@ def _compiled() -> None:
             for config in {tile(kernel, block) for block in (None, BLOCK)}:
                 key = program.digest, config
                 jobs[key] = CompileJob.of(program, config, "sm_90a", kernel.spec, element)
-    warm_pool().map(list(jobs.values()), lambda *_: None)
+    executor().map(list(jobs.values()), lambda *_: None)
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu()
+def gpu() -> DeviceClock:
+    return DeviceClock()
 
 
-def ran(gpu: Gpu, call: Callable[[], Any]) -> list[str]:
+def ran(gpu: DeviceClock, call: Callable[[], Any]) -> list[str]:
     """Names of the kernels, fills and copies of a call, in order, once it is compiled."""
     call()
     torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def ran(gpu: Gpu, call: Callable[[], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", dir(generated))
-def test_a_public_function_runs_what_it_declares(gpu: Gpu, name: str) -> None:
+def test_a_public_function_runs_what_it_declares(gpu: DeviceClock, name: str) -> None:
     kernel = getattr(generated, name)
     k = kernel.spec.check_shapes[1][kernel.spec.gemm_dims[2]]
     for binding, program in variants(kernel):
@@ -93,7 +93,7 @@ def test_a_public_function_runs_what_it_declares(gpu: Gpu, name: str) -> None:
             assert len(folds) == (0 if raw else len(program.reductions)), where
 
 
-def test_parts_of_k_meet_at_flags_that_a_fill_clears(gpu: Gpu) -> None:
+def test_parts_of_k_meet_at_flags_that_a_fill_clears(gpu: DeviceClock) -> None:
     run = ProgramFunction(gathering, {}, untuned)
     for k, parts in ((504, 1), (512, 2)):
         a, b = (torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (77, 272))
@@ -103,7 +103,7 @@ def test_parts_of_k_meet_at_flags_that_a_fill_clears(gpu: Gpu) -> None:
         assert len(found) == launches(gathering, parts=parts) == parts, found
 
 
-def test_a_number_beside_scalars_in_memory_is_filled_in(gpu: Gpu) -> None:
+def test_a_number_beside_scalars_in_memory_is_filled_in(gpu: DeviceClock) -> None:
     kernel = generated.gemm_bias_act
     inputs = given(kernel, kernel.spec.bindings()[0])
     inputs["alpha"] = one = torch.ones((), device="cuda")
@@ -112,7 +112,7 @@ def test_a_number_beside_scalars_in_memory_is_filled_in(gpu: Gpu) -> None:
         assert len(found := ran(gpu, lambda: kernel(**inputs))) == 1 + fills, found
 
 
-def test_an_operand_that_cannot_be_loaded_as_it_is_is_copied(gpu: Gpu) -> None:
+def test_an_operand_that_cannot_be_loaded_as_it_is_is_copied(gpu: DeviceClock) -> None:
     kernel = generated.gemm_rmsnorm
     inputs = given(kernel, {})
     inputs["A"] = torch.stack([inputs["A"]] * 2, -1)[..., 0]

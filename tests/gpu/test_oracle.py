@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.agent.judge.numerics import check_numerics, run_kernel
+from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
+from coda_agent.agent.judge.runners import run_kernel
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.launch import launcher
 from coda_agent.primitives.program import Program

@@ -18,7 +18,7 @@ from coda_agent.agent.judge import performance, timing
 from coda_agent.agent.judge.machine import CONTENDED, gpu_state, require_idle
 from coda_agent.agent.judge.records import Figures, Timed
 from coda_agent.agent.judge.timing import a_a, interleave, steady
-from coda_agent.agent.judge.tuner import Cell
+from coda_agent.agent.judge.tuner import Problem
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import Tile, epilogue
 from coda_agent.primitives.errors import MachineError
@@ -150,9 +150,9 @@ def test_a_kernel_is_measured_with_the_launches_it_declares(
     kernel = load_kernel(GENERATED / name)
     spec = kernel.spec
     sizes = dict(zip(spec.gemm_dims, (2048, 4096, 4096), strict=True))
-    cell = Cell(spec, kernel.programs[spec.variant()], spec.bindings()[0], sizes, "bfloat16")
-    assert cell.is_right(config)
-    record = performance._measured(cell, [config])
+    problem = Problem(spec, kernel.programs[spec.variant()], spec.bindings()[0], sizes, "bfloat16")
+    assert problem.is_right(config)
+    record = performance._measured(problem, [config])
     assert isinstance(record, Timed), record
     ours = record.times["ours"]
     assert ours.clock and ours.clock.launches == (launches,), ours.clock
@@ -172,8 +172,8 @@ def test_a_baseline_that_was_prepared_is_not_compiled_again() -> None:
     compiled = torch._dynamo.utils.counters["stats"]
     performance.prepare(spec, ["bfloat16"])
     before = compiled["unique_graphs"]
-    cell = Cell(spec, kernel.programs[spec.variant()], spec.bindings()[0], sizes, "bfloat16")
-    record = performance._measured(cell, [DEFAULT_CONFIGS["sm_90a"]])
+    problem = Problem(spec, kernel.programs[spec.variant()], spec.bindings()[0], sizes, "bfloat16")
+    record = performance._measured(problem, [DEFAULT_CONFIGS["sm_90a"]])
     assert isinstance(record, Timed), record
     assert compiled["unique_graphs"] == before > 0
 

@@ -1,0 +1,105 @@
+"""What gives a program's outputs on a spec's inputs: the compiled kernel, or the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import LaunchError
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import TileConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+    Runner = Callable[
+        [Spec, Program, Mapping[str, Any], TileConfig, Mapping[str, Any]], dict[str, torch.Tensor]
+    ]
+
+
+_GUARD_BYTES = 4096
+_GUARD = 0xA5
+
+
+def held(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an output that is added to in place holds before a run: output to input tensor."""
+    place = spec.in_place
+    return {place.output: inputs[place.input]} if place and program.accumulated else {}
+
+
+def run_kernel(
+    spec: Spec,
+    program: Program,
+    inputs: Mapping[str, Any],
+    config: TileConfig,
+    dtypes: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    """Launch the compiled kernel into NaN-poisoned outputs, but for what it adds to, and fold
+    reductions to final values.
+
+    Raises:
+        LaunchError: it wrote outside an output.
+    """
+    import torch
+
+    from coda_agent.primitives.function import finalised
+    from coda_agent.primitives.launch import allocate, launch
+
+    a, b = (inputs[name] for name in spec.gemm)
+    outputs, bands = {}, []
+    for o, like in allocate(program, a.shape[0], b.shape[0], dtypes, config, "meta").items():
+        size = like.numel() * like.element_size()
+        after = _GUARD_BYTES + size
+        room = torch.full((after + _GUARD_BYTES,), _GUARD, dtype=torch.uint8, device=a.device)
+        outputs[o] = room[_GUARD_BYTES:after].view(like.dtype).view(like.shape)
+        bands += [(o, "before", room[:_GUARD_BYTES]), (o, "after", room[after:])]
+    start = held(spec, program, inputs)
+    for o, tensor in outputs.items():
+        tensor.copy_(start[o]) if o in start else tensor.fill_(float("nan"))
+    launch(program, a, b, inputs, outputs, config)
+    spilt = torch.stack([(band != _GUARD).any() for _, _, band in bands]).tolist()
+    for (o, side, _), wrong in zip(bands, spilt, strict=True):
+        if wrong:
+            raise LaunchError(f"{program.name} writes to memory {side} its output {o}")
+    return finalised(program, outputs, a.shape[0], b.shape[0], config)
+
+
+def run_interpreter(
+    spec: Spec,
+    program: Program,
+    inputs: Mapping[str, Any],
+    config: TileConfig,
+    dtypes: Mapping[str, Any],
+    *,
+    raw: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The interpreter's outputs, or raw partials, in blocks of the configuration's tile."""
+    blocks = {"block": config.tile_n, "row_block": config.tile_m}
+    return interpreted(spec, program, inputs, dtypes=dtypes, raw=raw, **blocks)
+
+
+def interpreted(
+    spec: Spec, program: Program, inputs: Mapping[str, Any], **options: Any
+) -> dict[str, torch.Tensor]:
+    """`primitives.interpret.interpret` on a spec's inputs."""
+    from coda_agent.primitives.interpret import interpret
+
+    a, b = (inputs[name] for name in spec.gemm)
+    return interpret(program, a, b, {**inputs, **held(spec, program, inputs)}, **options)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch works in one thread: for small tensors more wait for one another, and where other
+    processes compile they took 24 s of processor time for 2.6 s of work."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
