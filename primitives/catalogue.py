@@ -64,12 +64,9 @@ def _entry(name: str, item: Any) -> Entry:
 
 
 def _parameters(item: Any) -> str:
-    parts = []
-    for p in inspect.signature(item).parameters.values():
-        stars = {p.VAR_KEYWORD: "**", p.VAR_POSITIONAL: "*"}.get(p.kind, "")
-        default = "" if p.default is p.empty else f"={p.default!r}"
-        parts.append(f"{stars}{p.name}{default}")
-    return f"({', '.join(parts)})"
+    signature = inspect.signature(item)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
 def _kind(name: str, item: Any) -> str:

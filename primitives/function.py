@@ -256,8 +256,7 @@ def reduction_block(program: Program, config: TileConfig) -> int | None:
     """The block of raw partials a configuration gives in one launch; None where rows and columns
     are both reduced over, by different extents, or where partials of K are summed first."""
     kinds = program.reductions.values()
-    extents = {config.tile_m if kind.over_rows else config.tile_n for kind in kinds}
-    extents = extents or {config.tile_n}
+    extents = {kind.block(config) for kind in kinds} or {config.tile_n}
     return extents.pop() if len(extents) == 1 and config.split_k == 1 else None
 
 
@@ -280,7 +279,7 @@ def finalised(
     for o, kind in program.reductions.items():
         found = outputs[o].mT if kind.over_rows else outputs[o]
         half = program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF
-        folded, block = (m, config.tile_m) if kind.over_rows else (n, config.tile_n)
+        folded, block = m if kind.over_rows else n, kind.block(config)
         if half:
             folded, block = folded // 2, block // 2
         results[o] = found if raw else kind.finalise(found, folded, block)

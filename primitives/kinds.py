@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.primitives.graph import Shape, Value
+from coda_agent.primitives.operation import Edge
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,8 @@ class Operand(Resource, Value):
         varies: Shape of its value in the graph.
         dtypes: Element types it may have; none of a number, whatever a spec calls it.
         vector: Whether it is one, which quack takes with a batch dimension.
+        edges: What is known of it past the last column, and past the last row. What TMA loads reads
+            0 there, a vector whatever shared memory held.
         transposes: Whether a kernel that computes the transposed product can load it.
         loader: The class of quack's operations that loads it.
     """
@@ -70,6 +73,7 @@ class Operand(Resource, Value):
     varies: ClassVar[Shape]
     dtypes: ClassVar[tuple[str, ...]]
     vector: ClassVar[bool] = False
+    edges: ClassVar[tuple[Edge, Edge]] = (Edge(True, True), Edge(True, True))
     transposes: ClassVar[bool] = True
     loader: ClassVar[str]
 

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import CompileError
-from coda_agent.primitives.lower import lower
+from coda_agent.primitives.lower import kernel_names, lower
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
 from coda_agent.primitives.tiles import TileConfig
@@ -89,11 +89,10 @@ def _launch(
     *,
     run: bool = True,
 ) -> Any:
-    lowered = lower(program, config.tile_n)
-    values = _by_kernel_name(program, lowered.names, operands, outputs)
+    values = _by_kernel_name(program, operands, outputs)
     d, c = values.pop("D", None), values.pop("c", None)
     try:
-        return lowered.module.gemm(
+        return lower(program, config.tile_n).gemm(
             a,
             b.mT if config.swap_ab else b,
             d,
@@ -125,13 +124,10 @@ sets one that calls the one before; `run=False` compiles ahead of what it does."
 
 
 def _by_kernel_name(
-    program: Program,
-    names: Mapping[str, str],
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
+    program: Program, operands: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Tensors and numbers as the kernel takes them: "c" and "D" are the GEMM's own."""
-    values: dict[str, Any] = {}
+    names, values = kernel_names(program), dict[str, Any]()
     for o, kind in program.operands.items():
         value: Any = operands[o] if hasattr(operands[o], "data_ptr") else float(operands[o])
         values[names[o]] = value[None] if kind.vector else value

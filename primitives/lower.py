@@ -16,39 +16,25 @@ import hashlib
 import inspect
 import math
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.graph import Graph, Shape
+from coda_agent.primitives.kinds import Operand
 from coda_agent.primitives.operation import MOVES, Edge
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
-from coda_agent.primitives.resources import HeadTable, RowGather, Tile, WideTile
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A program bound to quack: the module to launch and where each tensor goes.
-
-    Attributes:
-        module: quack's EpiMod.
-        names: Program name of each operand and output to its kernel-side name; "c" and "D" are the
-            GEMM's own.
-    """
-
-    module: Any
-    names: Mapping[str, str]
+from coda_agent.primitives.resources import RowGather, Tile, WideTile
 
 
 def _bind(program: Program, block: int) -> Any:
     """quack's module for `program`."""
     from coda_agent.primitives.stores import Mod
 
-    replay = Replay(program, kernel_names(program), block)
+    replay = Replay(program, block)
     names, indices = replay.names, replay.indices
     ops = {
         names[o]: kind.load(names[o])
@@ -88,15 +74,16 @@ def _bind(program: Program, block: int) -> Any:
 _BOUND: dict[tuple[str, int], Any] = {}
 
 
-def lower(program: Program, tile_n: int) -> Lowered:
-    """Bind `program` to quack for reduction blocks of `tile_n` columns."""
+def lower(program: Program, tile_n: int) -> Any:
+    """quack's module for `program`, with reduction blocks of `tile_n` columns; it knows tensors by
+    their `kernel_names`."""
     # Only a mean bakes the block into the kernel: all else shares one module, and its compiled
     # objects, over tiles. Kernel-side names are positional, so programs of one digest share it too.
     block = tile_n if any(k.mean for k in program.reductions.values()) else 0
     key = program.digest, block
     if key not in _BOUND:
         _BOUND[key] = _bind(program, block)
-    return Lowered(_BOUND[key], kernel_names(program))
+    return _BOUND[key]
 
 
 def kernel_names(program: Program) -> dict[str, str]:
@@ -133,8 +120,8 @@ def forget() -> None:
 
 # The modules that decide what a graph compiles to.
 _LOWERING = (
-    "graph operation ops pairwise gather ptx kinds resources reductions lower masked_sum stores "
-    "wide head_table"
+    "graph operation fast_math ops pairwise gather ptx kinds resources reductions lower masked_sum "
+    "stores wide head_table"
 )
 
 
@@ -149,20 +136,19 @@ def lowering_digest() -> str:
 class Replay:
     """The epilogue function quack traces: replays the graph on its values."""
 
-    def __init__(self, program: Program, names: Mapping[str, str], block: int) -> None:
+    def __init__(self, program: Program, block: int) -> None:
         self.program = program
-        self.names = names
+        self.names = kernel_names(program)
         self.block = block
         self.indices = {
-            o: kind.load(names[o])
+            o: kind.load(self.names[o])
             for o, kind in program.operands.items()
             if kind.varies is Shape.INDEX
         }
         roots = program.graph.outputs
-        tables = {o for o, kind in program.operands.items() if kind is HeadTable}
-        zero = {
-            r: zero_preserving(program.graph, past_rows=r, tables=tables) for r in (False, True)
-        }
+        zero = [
+            zero_preserving(program.graph, program.operands, past_rows=r) for r in (False, True)
+        ]
         self.masked = {
             o
             for o, k in program.reductions.items()
@@ -249,19 +235,17 @@ def _apply(name: str, *args: Any) -> Any:
 
 
 def zero_preserving(
-    graph: Graph, *, past_rows: bool = False, tables: Collection[str] = ()
+    graph: Graph, operands: Mapping[str, type[Operand]], *, past_rows: bool = False
 ) -> list[bool]:
-    """For each node: is it exactly 0 in columns past N (or rows past M), where the accumulator and
-    tiles read 0, row (or column) vectors garbage, and the operands `tables` what they hold?"""
-    garbage = (Shape.COL,) if past_rows else (Shape.ROW, Shape.HALF_ROW)
+    """For each node: is it exactly 0 in columns past N, or in rows past M, where the accumulator
+    reads 0?"""
     edges: list[Edge] = []
     for n in graph.nodes:
         match n.op:
             case "acc":
                 edge = Edge(True, True)
             case "operand":
-                known = n.name not in tables
-                edge = Edge(known and n.shape is Shape.TILE, known and n.shape not in garbage)
+                edge = operands[n.name].edges[past_rows]
             case "const":
                 edge = Edge(n.value == 0.0, math.isfinite(n.value))
             case op:

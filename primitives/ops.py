@@ -13,6 +13,16 @@ from typing import Any
 
 from coda_agent.primitives.derivatives import chained, minus, plus, times
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.fast_math import (
+    absolute_value,
+    binary,
+    fast,
+    fused,
+    nearest,
+    quack_function,
+    reciprocal,
+    step_function,
+)
 from coda_agent.primitives.graph import Operand, Value, record
 from coda_agent.primitives.operation import OPS, Degree, Edge, Op, additive, kept
 
@@ -70,75 +80,6 @@ def _constant(fn: Callable[..., Any], values: tuple[float, ...]) -> float:
     import torch
 
     return float(fn(*(torch.tensor(float(v), dtype=torch.float64) for v in values)))
-
-
-def _quack(name: str) -> Callable[..., Any]:
-    """A function of quack's activation vocabulary, imported when a kernel is traced."""
-
-    def call(*args: Any) -> Any:
-        from quack import activation
-
-        return getattr(activation, name)(*args)
-
-    return call
-
-
-def _math(name: str) -> Callable[..., Any]:
-    """A function of cute.math in its fast form (MUFU instructions)."""
-
-    def call(x: Any) -> Any:
-        from cutlass import cute
-
-        return getattr(cute.math, name)(x, fastmath=True)
-
-    return call
-
-
-def _arith(name: str) -> Callable[..., Any]:
-    """A binary arith operation on Float32; the NaN-propagating forms are one FMNMX.NAN on SM90."""
-
-    def call(x: Any, y: Any) -> Any:
-        from cutlass import Float32
-        from cutlass._mlir.dialects import arith
-
-        return Float32(getattr(arith, name)(Float32(x).ir_value(), Float32(y).ir_value()))
-
-    return call
-
-
-def _reciprocal(x: Any) -> Any:
-    from cutlass import Float32
-    from cutlass._mlir_helpers import math
-
-    return math.rcp(Float32(x), approx=True, ftz=True)
-
-
-def _abs(x: Any) -> Any:
-    from cutlass import cute
-
-    return cute.math.abs(x)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _step(x: Any) -> Any:
-    from cutlass import Float32
-    from cutlass._mlir.dialects import arith
-
-    zero, one = Float32(0.0).ir_value(), Float32(1.0).ir_value()
-    above = arith.cmpf(arith.CmpFPredicate.OGT, Float32(x).ir_value(), zero)
-    return Float32(arith.select(above, one, zero))
-
-
-def _fma(x: Any, y: Any, z: Any) -> Any:
-    from cutlass import Float32, cute
-
-    x, y, z = Float32(x), Float32(y), Float32(z)
-    return cute.math.fma(x, y, z)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _rint(x: Any) -> Any:
-    # Adding 1.5·2²³ leaves no bit for the fraction, on the FMA pipe; FRND shares MUFU's. As an fma,
-    # because quack reports that SM100's loop vectoriser crashes on values added twice.
-    return _fma(x, 1.0, 12582912.0) - 12582912.0
 
 
 def _bounded(*values: Edge) -> Edge:
@@ -239,7 +180,7 @@ def mul(x: Any, y: Any) -> Any:
 
 
 @elementwise(
-    lambda x, y: x * _reciprocal(y),
+    lambda x, y: x * reciprocal(y),
     flops=2,
     derivative=lambda z, x, y, dx, dy: minus(dx, times(z, dy)) / y,
     degree=_quotient_degree,
@@ -263,7 +204,7 @@ def neg(x: Any) -> Any:
 
 
 @elementwise(
-    _arith("maximumf"),
+    binary("maximumf"),
     commutative=True,
     derivative=_extremum_slope(1),
     edge=kept,
@@ -277,7 +218,7 @@ def maximum(x: Any, y: Any) -> Any:
 
 
 @elementwise(
-    _arith("minimumf"),
+    binary("minimumf"),
     commutative=True,
     derivative=_extremum_slope(-1),
     edge=kept,
@@ -299,20 +240,22 @@ def _tensors(x: Any, y: Any) -> tuple[Any, Any]:
     )
 
 
-@elementwise(_abs, derivative=chained(lambda z, x: step(x) - step(-x)), edge=kept, aten=("abs",))
+@elementwise(
+    absolute_value, derivative=chained(lambda z, x: step(x) - step(-x)), edge=kept, aten=("abs",)
+)
 def absolute(x: Any) -> Any:
     """|x|."""
     return x.abs()
 
 
-@elementwise(_step, derivative=lambda z, x, dx: 0.0, edge=lambda x: Edge(x.zero, True))
+@elementwise(step_function, derivative=lambda z, x, dx: 0.0, edge=lambda x: Edge(x.zero, True))
 def step(x: Any) -> Any:
     """1 where x > 0, else 0, for NaN too: the derivative of `relu`."""
     return (x > 0).to(x.dtype)
 
 
 @elementwise(
-    _fma,
+    fused,
     flops=2,
     derivative=lambda z, x, y, w, dx, dy, dw: plus(plus(times(dx, y), times(x, dy)), dw),
     edge=lambda x, y, z: kept(_product_edge(x, y), z),
@@ -327,14 +270,14 @@ def fma(x: Any, y: Any, z: Any) -> Any:
     return (x * y + z).to(like.dtype)
 
 
-@elementwise(_rint, flops=2, derivative=lambda z, x, dx: 0.0, edge=kept)
+@elementwise(nearest, flops=2, derivative=lambda z, x, dx: 0.0, edge=kept)
 def rint(x: Any) -> Any:
     """The nearest integer, ties to even, for |x| < 2²²; two additions on the GPU."""
     return x.round()
 
 
 @elementwise(
-    _math("exp"), flops=2, derivative=chained(lambda z, x: z), error="result", aten=("exp",)
+    fast("exp"), flops=2, derivative=chained(lambda z, x: z), error="result", aten=("exp",)
 )
 def exp(x: Any) -> Any:
     """eˣ (MUFU.EX2 of the scaled argument)."""
@@ -342,7 +285,7 @@ def exp(x: Any) -> Any:
 
 
 @elementwise(
-    _math("log"), flops=2, derivative=lambda z, x, dx: dx / x, error="result", aten=("log",)
+    fast("log"), flops=2, derivative=lambda z, x, dx: dx / x, error="result", aten=("log",)
 )
 def log(x: Any) -> Any:
     """Natural logarithm."""
@@ -350,7 +293,7 @@ def log(x: Any) -> Any:
 
 
 @elementwise(
-    _math("sqrt"),
+    fast("sqrt"),
     derivative=lambda z, x, dx: times(dx, 0.5) / z,
     edge=lambda x: Edge(x.zero, x.zero),  # of what is negative it is NaN
     error="result",
@@ -361,7 +304,7 @@ def sqrt(x: Any) -> Any:
     return x.sqrt()
 
 
-@elementwise(_math("rsqrt"), derivative=chained(lambda z, x: z * z * z * -0.5), error="result")
+@elementwise(fast("rsqrt"), derivative=chained(lambda z, x: z * z * z * -0.5), error="result")
 def rsqrt(x: Any) -> Any:
     """1 / √x."""
     return x.rsqrt()
@@ -369,21 +312,21 @@ def rsqrt(x: Any) -> Any:
 
 # Sine and cosine have no ATen name: the angle of a reference may leave |x| <= π.
 @elementwise(
-    _math("sin"), flops=2, derivative=chained(lambda z, x: cos(x)), edge=kept, error="range"
+    fast("sin"), flops=2, derivative=chained(lambda z, x: cos(x)), edge=kept, error="range"
 )
 def sin(x: Any) -> Any:
     """Sine of x in radians (MUFU.SIN): good for |x| <= π, losing digits with |x| beyond."""
     return x.sin()
 
 
-@elementwise(_math("cos"), flops=2, derivative=chained(_cos_slope), edge=_bounded, error="range")
+@elementwise(fast("cos"), flops=2, derivative=chained(_cos_slope), edge=_bounded, error="range")
 def cos(x: Any) -> Any:
     """Cosine of x in radians (MUFU.COS): good for |x| <= π, losing digits with |x| beyond."""
     return x.cos()
 
 
 @elementwise(
-    _math("erf"),
+    fast("erf"),
     flops=10,
     derivative=chained(lambda z, x: exp(-(x * x)) * (2 / math.sqrt(math.pi))),
     edge=kept,
@@ -396,7 +339,7 @@ def erf(x: Any) -> Any:
 
 
 @elementwise(
-    _quack("tanh"),
+    quack_function("tanh"),
     packed=True,
     derivative=chained(_tanh_slope),
     edge=kept,
@@ -409,7 +352,7 @@ def tanh(x: Any) -> Any:
 
 
 @elementwise(
-    _quack("sigmoid"),
+    quack_function("sigmoid"),
     flops=4,
     packed=True,
     derivative=chained(lambda z, x: z - z * z),
@@ -423,7 +366,7 @@ def sigmoid(x: Any) -> Any:
 
 
 @elementwise(
-    _quack("softplus"),
+    quack_function("softplus"),
     flops=5,
     packed=True,
     derivative=chained(lambda z, x: sigmoid(x)),
@@ -438,7 +381,7 @@ def softplus(x: Any) -> Any:
 
 
 @elementwise(
-    _quack("gelu_tanh_approx"),
+    quack_function("gelu_tanh_approx"),
     flops=8,
     packed=True,
     derivative=chained(_gelu_tanh_slope),
@@ -454,7 +397,7 @@ def gelu_tanh(x: Any) -> Any:
 
 
 @elementwise(
-    _quack("gelu_erf"),
+    quack_function("gelu_erf"),
     flops=14,
     packed=True,
     derivative=chained(_gelu_erf_slope),

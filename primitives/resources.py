@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import FLOATS, HALVES, Operand, Output
+from coda_agent.primitives.operation import Edge
 from coda_agent.primitives.reductions import (
     REDUCTIONS,
     ColMax,
@@ -40,6 +41,8 @@ __all__ = [
     "Tile",
     "WideTile",
 ]
+
+_FINITE, _GARBAGE = Edge(False, True), Edge(False, False)
 
 
 class Tile(Operand, Output):
@@ -113,6 +116,7 @@ class HeadTable(Operand):
     varies = Shape.TILE
     dtypes = FLOATS
     element_bytes = 0  # its rows and columns are not known here, and few beside M·N
+    edges = _GARBAGE, _GARBAGE
     transposes = False
 
     @classmethod
@@ -161,6 +165,7 @@ class WideTile(Operand, Output):
     dims = ("M", "2*N")
     varies = Shape.WIDE
     dtypes = HALVES
+    edges = _FINITE, _FINITE
     values = (Shape.WIDE,)
     stored = HALVES
     instruction = "UTMASTG"
@@ -199,6 +204,7 @@ class ColVector(Operand):
     varies = Shape.COL
     dtypes = FLOATS
     vector = True
+    edges = _FINITE, _GARBAGE
     loader = "ColVecLoad"
 
     @classmethod
@@ -220,6 +226,7 @@ class RowVector(Operand):
     varies = Shape.ROW
     dtypes = FLOATS
     vector = True
+    edges = _GARBAGE, _FINITE
     loader = "RowVecLoad"
 
 
@@ -237,6 +244,7 @@ class Scalar(Operand):
     varies = Shape.SCALAR
     dtypes = ()
     element_bytes = 0
+    edges = _FINITE, _FINITE
     loader = "Scalar"
 
     @classmethod

@@ -40,13 +40,13 @@ def wide_access(kernel: Any) -> Any:
             self, tiled_mma: Any, layout: Any, dtype: Any, *args: Any
         ) -> tuple[Any, ...]:
             *copy, part = super().epilog_smem_load_and_partition(tiled_mma, layout, dtype, *args)
-            return *copy, self._ordered(part, args[-1]) if self._fits(dtype, layout) else part
+            return *copy, _ordered(self, part, args[-1]) if _fits(self, dtype, layout) else part
 
         def epilog_smem_store_and_partition(
             self, tiled_mma: Any, layout: Any, dtype: Any, *args: Any
         ) -> tuple[Any, ...]:
             *copy, part = super().epilog_smem_store_and_partition(tiled_mma, layout, dtype, *args)
-            return *copy, self._ordered(part, args[-1]) if self._fits(dtype, layout) else part
+            return *copy, _ordered(self, part, args[-1]) if _fits(self, dtype, layout) else part
 
         def epi_visit_subtile(self, params: Any, loaded: Any, d: Any, c: Any) -> tuple[Any, ...]:
             fragments = [(c, self.c_dtype, self.c_layout)]
@@ -55,39 +55,42 @@ def wide_access(kernel: Any) -> Any:
                     names = op._dtype_gemm_attr(), op._layout_gemm_attr()
                     fragments.append((loaded[op.name], *(getattr(self, name) for name in names)))
             for fragment, *kind in fragments:
-                if self._fits(*kind):
-                    self._change_places(fragment)
+                if _fits(self, *kind):
+                    _change_places(self, fragment)
             stored = super().epi_visit_subtile(params, loaded, d, c)
-            if self._fits(self.d_dtype, self.d_layout):
-                self._change_places(d)
+            if _fits(self, self.d_dtype, self.d_layout):
+                _change_places(self, d)
             return stored
 
-        def _fits(self, dtype: Any, layout: Any) -> bool:
-            # Beside another warp group in the sub-tile's columns a thread has too few groups.
-            whole = self.epi_tile[1] in (16, 32) and self.atom_layout_mnk[1] == 1
-            return whole and dtype.width == 32 and layout.is_n_major_c()
-
-        def _ordered(self, part: Any, thread: Any) -> Any:
-            """A thread's part of a swizzled sub-tile, as a layout of plain addresses."""
-            half = self.epi_tile[1] // 2
-            moved, negative = order(thread, self.epi_tile[1])
-
-            def strides(of: Any) -> Any:
-                if isinstance(of, tuple):
-                    return tuple(strides(stride) for stride in of)
-                return cute.assume(of - 2 * of * negative[of], of) if of in negative else of
-
-            layout = cute.make_layout(part.layout.shape, stride=strides(part.layout.stride))
-            start = swizzle_ptr(part.iterator + cute.assume(half * moved, half))
-            return cute.make_tensor(start, layout)
-
-        def _change_places(self, fragment: Any) -> None:
-            moved, _ = order(cute.arch.thread_idx()[0], self.epi_tile[1])
-            words: Any = cute.recast_tensor(fragment, Int32)
-            half = cute.size(words) // 2
-            for i in range(half):
-                x, y = words[i], words[half + i]
-                words[i] = Int32(select_(moved != 0, y, x))
-                words[half + i] = Int32(select_(moved != 0, x, y))
-
     return WideAccess
+
+
+def _fits(kernel: Any, dtype: Any, layout: Any) -> bool:
+    # Beside another warp group in the sub-tile's columns a thread has too few groups.
+    whole = kernel.epi_tile[1] in (16, 32) and kernel.atom_layout_mnk[1] == 1
+    return whole and dtype.width == 32 and layout.is_n_major_c()
+
+
+def _ordered(kernel: Any, part: Any, thread: Any) -> Any:
+    """A thread's part of a swizzled sub-tile, as a layout of plain addresses."""
+    half = kernel.epi_tile[1] // 2
+    moved, negative = order(thread, kernel.epi_tile[1])
+
+    def strides(of: Any) -> Any:
+        if isinstance(of, tuple):
+            return tuple(strides(stride) for stride in of)
+        return cute.assume(of - 2 * of * negative[of], of) if of in negative else of
+
+    layout = cute.make_layout(part.layout.shape, stride=strides(part.layout.stride))
+    start = swizzle_ptr(part.iterator + cute.assume(half * moved, half))
+    return cute.make_tensor(start, layout)
+
+
+def _change_places(kernel: Any, fragment: Any) -> None:
+    moved, _ = order(cute.arch.thread_idx()[0], kernel.epi_tile[1])
+    words: Any = cute.recast_tensor(fragment, Int32)
+    half = cute.size(words) // 2
+    for i in range(half):
+        x, y = words[i], words[half + i]
+        words[i] = Int32(select_(moved != 0, y, x))
+        words[half + i] = Int32(select_(moved != 0, x, y))

@@ -63,7 +63,7 @@ RULES = {
     "lowering": Rule(
         _in(
             "primitives",
-            "fold function head_table launch lower masked_sum stores target tiles wide",
+            "fast_math fold function head_table launch lower masked_sum stores target tiles wide",
         )
     ),
     "static": Rule(_in("agent/judge", "static"), ("walk", "language")),

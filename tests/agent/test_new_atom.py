@@ -14,7 +14,7 @@ from coda_agent.primitives import Program, RowSum, Tile, derivative, epilogue
 from coda_agent.primitives.derivatives import chained
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.lower import Replay, kernel_names
+from coda_agent.primitives.lower import Replay
 from coda_agent.primitives.operation import OPS, kept
 from coda_agent.primitives.ops import elementwise
 from coda_agent.primitives.target import compile_blind
@@ -116,7 +116,7 @@ def test_the_judge_knows_how_it_errs() -> None:
 
 
 def test_it_is_lowered(program: Program) -> None:
-    assert not Replay(program, kernel_names(program), 0).masked  # 0 past the last column
+    assert not Replay(program, 0).masked  # 0 past the last column
     types = {o: "float32" if o == "s" else "bfloat16" for o in ("O", "s", "C")}
     config = DEFAULT_CONFIGS["sm_90a"]
     assert compile_blind(program, config, "sm_90a", "bfloat16", types, types)["registers"] > 0

@@ -59,6 +59,7 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.graph import Graph, Node, Shape, record
+from coda_agent.primitives.kinds import Operand
 from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.lower import (
     Replay,
@@ -444,9 +445,9 @@ def test_what_rides_as_c_and_d() -> None:
 
 
 def test_only_a_mean_binds_the_block() -> None:
-    assert lower(masked, 128).module is lower(masked, 192).module
-    assert lower(statistics, 128).module is lower(statistics, 128).module
-    assert lower(statistics, 128).module is not lower(statistics, 192).module
+    assert lower(masked, 128) is lower(masked, 192)
+    assert lower(statistics, 128) is lower(statistics, 128)
+    assert lower(statistics, 128) is not lower(statistics, 192)
 
 
 def test_lowering_digest() -> None:
@@ -497,18 +498,19 @@ def test_what_is_zero_past_the_last_column(value: Any, zero: bool) -> None:
         everything = acc + C + r + b + a
         return {"O": value(acc, C, r, b, a), "used": everything}
 
-    graph = epilogue(O=Tile, used=Tile)(program).graph
-    assert zero_preserving(graph)[graph.outputs["O"]] is zero
+    traced = epilogue(O=Tile, used=Tile)(program)
+    claimed = zero_preserving(traced.graph, traced.operands)
+    assert claimed[traced.graph.outputs["O"]] is zero
 
 
-def claims(name: str, shape: Shape) -> tuple[bool, bool]:
-    """Whether atom `name` of operands of `shape` is said to be 0 past the edge, and acc times it."""
+def claims(name: str, kind: type[Operand]) -> tuple[bool, bool]:
+    """Whether atom `name` of operands of `kind` is said to be 0 past the edge, and acc times it."""
     graph = Graph()
     acc = graph.add(Node("acc", (), Shape.TILE))
-    x = graph.add(Node("operand", (), shape, "x"))
+    x = graph.add(Node("operand", (), kind.varies, "x"))
     atom = record(name, *[x] * OPS[name].arity)
     product = acc * atom
-    zero = zero_preserving(graph)
+    zero = zero_preserving(graph, {"x": kind})
     return zero[atom.index], zero[product.index]
 
 
@@ -520,10 +522,10 @@ def test_what_is_claimed_of_an_atom_is_what_it_gives(name: str) -> None:
     def value(x: float) -> torch.Tensor:
         return OPS[name].torch(*[torch.tensor(x)] * OPS[name].arity)
 
-    of_zero, times_zero = claims(name, Shape.TILE)
+    of_zero, times_zero = claims(name, Tile)
     assert of_zero is bool(value(0.0) == 0)
     assert value(0.0).isfinite() or not times_zero
-    of_number, times_number = claims(name, Shape.SCALAR)
+    of_number, times_number = claims(name, Scalar)
     assert not of_number
     assert times_number is (name not in NOT_FINITE)
     if times_number:
@@ -559,22 +561,23 @@ def test_what_is_zero_past_the_last_row(value: Any, zero: bool) -> None:
         everything = acc + C + r + b + a
         return {"O": value(acc, C, r, b, a), "used": everything}
 
-    graph = epilogue(O=Tile, used=Tile)(program).graph
-    assert zero_preserving(graph, past_rows=True)[graph.outputs["O"]] is zero
+    traced = epilogue(O=Tile, used=Tile)(program)
+    claimed = zero_preserving(traced.graph, traced.operands, past_rows=True)
+    assert claimed[traced.graph.outputs["O"]] is zero
 
 
 def test_a_table_is_read_past_the_edge_too() -> None:
-    replay = Replay(tabled, kernel_names(tabled), 0)
+    replay = Replay(tabled, 0)
     assert replay.masked == {"s"}
     graph = tabled.graph
     for past_rows in (False, True):
-        assert zero_preserving(graph, past_rows=past_rows)[graph.outputs["s"]]
-        claimed = zero_preserving(graph, past_rows=past_rows, tables={"cs"})
-        assert not claimed[graph.outputs["s"]]
+        for kinds, zero in ((tabled.operands, False), ({**tabled.operands, "cs": Tile}, True)):
+            claimed = zero_preserving(graph, kinds, past_rows=past_rows)
+            assert claimed[graph.outputs["s"]] is zero
 
 
 def test_sums_of_wide_values_are_fused_and_not_masked() -> None:
-    replay = Replay(widened, kernel_names(widened), 0)
+    replay = Replay(widened, 0)
     assert (replay.masked, replay.scaled) == (set(), {"s"})
 
 
@@ -584,7 +587,7 @@ def test_sums_over_rows_are_masked_by_what_lies_past_the_last_row() -> None:
         u, v = acc * r, acc * b
         return {"D": acc, "by_r": u, "by_b": v, "across_r": u, "across_b": v, "top": u}
 
-    replay = Replay(program, kernel_names(program), 0)
+    replay = Replay(program, 0)
     assert replay.masked == {"by_r", "across_b"}
     assert replay.scaled == {"by_b", "across_r"}
     kinds = {o: type(k.store(replay, o)).__name__ for o, k in program.reductions.items()}
@@ -602,7 +605,7 @@ def test_log_sum_exp_is_a_reduction_of_its_own() -> None:
     def program(acc):
         return {"Z": acc, "lse": acc + 1.0}
 
-    replay = Replay(program, kernel_names(program), 0)
+    replay = Replay(program, 0)
     assert replay.masked == replay.scaled == set()
     assert type(RowLogSumExp.store(replay, "lse")).__name__ == "OnlineLSEReduce"
 
@@ -612,7 +615,7 @@ def test_the_index_of_a_gather() -> None:
     def program(acc, first: ColIndex, second: ColIndex):
         return {"Z": acc, "t": gather(acc, second), "u": gather(acc * 2.0, first)}
 
-    replay = Replay(program, kernel_names(program), 0)
+    replay = Replay(program, 0)
     assert (replay.index_of("t"), replay.index_of("u")) == ("second", "first")
 
 
@@ -621,7 +624,7 @@ def test_sums_are_masked_where_needed_and_maxima_left_to_quack() -> None:
     def program(acc):
         return {"D": acc, "plain": acc, "shifted": acc + 1.0, "mean": exp(acc), "top": exp(acc)}
 
-    replay = Replay(program, kernel_names(program), 128)
+    replay = Replay(program, 128)
     assert replay.masked == {"shifted", "mean"}
     kinds = {o: type(k.store(replay, o)).__name__ for o, k in program.reductions.items()}
     assert kinds == {
@@ -633,9 +636,9 @@ def test_sums_are_masked_where_needed_and_maxima_left_to_quack() -> None:
 
 
 def test_fused_sums() -> None:
-    assert Replay(statistics, kernel_names(statistics), 128).scaled == {"s"}
-    assert Replay(masked, kernel_names(masked), 128).scaled == set()
-    assert Replay(rotated, kernel_names(rotated), 128).scaled == set()  # element mode only
+    assert Replay(statistics, 128).scaled == {"s"}
+    assert Replay(masked, 128).scaled == set()
+    assert Replay(rotated, 128).scaled == set()  # element mode only
 
 
 SPLIT = {

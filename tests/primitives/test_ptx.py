@@ -98,8 +98,9 @@ def test_a_demonstration_costs_its_instructions_and_nothing_is_known_to_be_zero(
     facts = inspect_program(own_instruction, 128, 128, 64)
     flops = 3 + OPS["sqrt"].flops  # multiply, absolute, root, copysign
     assert facts.epilogue_flops == flops * 128 * 128
-    graph = asinh().graph
-    assert zero_preserving(graph)[graph.outputs["s"]] is False
+    program = asinh()
+    graph = program.graph
+    assert zero_preserving(graph, program.operands)[graph.outputs["s"]] is False
 
 
 @pytest.mark.parametrize("code", [
