@@ -10,14 +10,12 @@ import re
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.evals import archive
 from coda_agent.evals.pages import write_record
 from coda_agent.evals.record_files import read_records
-from coda_agent.evals.records import TrialRecord
 from coda_agent.primitives.errors import CodaError
 
 RESULTS = Path("evals", "results")
@@ -28,33 +26,7 @@ COMMAND = (
 """What makes the records of a run; the suite is in the archive, beside them."""
 
 
-class ScalingRun(BaseModel):
-    """One run of trials on some GPUs of a host.
-
-    Attributes:
-        host_gpus: How many the host has.
-        gpus: How many were used.
-        machine: The GPU's name.
-        judge: The digest of the judge's sources.
-        trials: How many there were.
-        digest: Of the trials: suites, specs and numbers. Runs that have it in common did the same.
-        seconds: From the first trial's start to the last one's end.
-        shares: The median of the trials' shares of the bare GEMM's speed, by spec and type.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    host_gpus: int
-    gpus: int
-    machine: str
-    judge: str
-    trials: int
-    digest: str
-    seconds: float
-    shares: dict[str, float]
-
-
-def write_summary(root: Path) -> list[Path]:
+def summarise(root: Path) -> list[Path]:
     """Sum up the runs of a workspace, unpacked where they were published, and pack their records;
     the summary, evals/results/scaling.json, and the archive.
 
@@ -64,39 +36,34 @@ def write_summary(root: Path) -> list[Path]:
     folder = archive.restored("scaling", RESULTS / "scaling", root)
     if not (files := sorted(folder.rglob("*.json"))):
         raise CodaError(f"no records in {folder}", hint="eval run --out writes them")
-    found = [_summed_up(run) for run in sorted({file.parent for file in files})]
-    cells = {f"{run.gpus} of {run.host_gpus}": run.model_dump() for run in found}
+    runs = [_summed_up(run) for run in sorted({file.parent for file in files})]
     summary = root / RESULTS / "scaling.json"
+    cells = {f"{run['gpus']} of {run['host_gpus']}": run for run in runs}
     write_record(summary, {"command": COMMAND}, cells)
     return [summary, archive.publish("scaling", files, root)]
 
 
-def read_summary(root: Path) -> list[ScalingRun]:
-    """The runs that the summary of a workspace tells of."""
-    text = (root / RESULTS / "scaling.json").read_text("utf-8")
-    return [ScalingRun(**cell) for cell in json.loads(text)["cells"].values()]
-
-
-def _summed_up(folder: Path) -> ScalingRun:
+def _summed_up(folder: Path) -> dict[str, Any]:
+    """A run's line of the summary. `digest` is of the trials, so runs that have it in common did
+    the same; `seconds` go from the first start to the last end; `shares` are medians of the trials'
+    shares of the bare GEMM's speed, by spec and type."""
     place = re.fullmatch(r"host-of-(\d+)/(\d+)-gpus?", "/".join(folder.parts[-2:]))
     records, problems = read_records(folder)
     if place is None or problems or not records:
         why = problems[0] if problems else f"{folder} is no host-of-<GPUs>/<GPUs used>-gpus"
         raise CodaError(f"not a run to sum up: {why}")
-    trials = sorted((r.suite.digest, r.spec.digest, r.trial) for r in records)
-    judges = {r.verdict.digests["judge"] for r in records if r.verdict}
-    started, finished = min(r.started for r in records), max(r.finished for r in records)
-    return ScalingRun(
-        host_gpus=int(place[1]), gpus=int(place[2]), trials=len(records),
-        machine=", ".join(sorted({r.machine.gpu or "" for r in records})),
-        judge=", ".join(sorted(judges)), digest=sha(json.dumps(trials)),
-        seconds=round((finished - started).total_seconds(), 3), shares=_shares(records),
-    )  # fmt: skip
-
-
-def _shares(records: list[TrialRecord]) -> dict[str, float]:
-    found = defaultdict[str, list[float]](list)
+    judges, shares = set[str](), defaultdict[str, list[float]](list)
     for record in records:
-        for cell in record.verdict.cells if record.verdict else ():
-            found[f"{record.spec.name} {cell.dtype}"].append(cell.of_gemm.ratio)
-    return {key: round(median(ratios), 5) for key, ratios in sorted(found.items())}
+        if judged := record.verdict:
+            judges.add(judged.digests["judge"])
+            for cell in judged.cells:
+                shares[f"{record.spec.name} {cell.dtype}"].append(cell.of_gemm.ratio)
+    trials = sorted((r.suite.digest, r.spec.digest, r.trial) for r in records)
+    seconds = max(r.finished for r in records) - min(r.started for r in records)
+    return {
+        "host_gpus": int(place[1]), "gpus": int(place[2]),
+        "machine": ", ".join(sorted({r.machine.gpu or "" for r in records})),
+        "judge": ", ".join(sorted(judges)), "trials": len(records),
+        "digest": sha(json.dumps(trials)), "seconds": round(seconds.total_seconds(), 3),
+        "shares": {key: round(median(ratios), 5) for key, ratios in sorted(shares.items())},
+    }  # fmt: skip

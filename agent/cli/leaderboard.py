@@ -2,6 +2,7 @@
 renewing them, summing them up, and what a person found out about one."""
 
 import gc
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
@@ -74,14 +75,13 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
 @reported
 def scaling(as_json: Json = False) -> Reply:
     """Sum up trials that were run on one GPU of a host and on all: evals/results/scaling/."""
-    from coda_agent.evals import scaling as runs
+    from coda_agent.evals import scaling as evaluations
 
-    workspace = find()
-    written = runs.write_summary(workspace.root)
-    found = [run.model_dump() for run in runs.read_summary(workspace.root)]
-    rows = [(f"{r['gpus']} of {r['host_gpus']} GPUs", f"{r['trials']} trials",
-             f"{r['seconds']:.1f} s") for r in found]  # fmt: skip
-    return Reply({"runs": found, "written": written}, columns(rows))
+    summary, packed = evaluations.summarise(find().root)
+    found = json.loads(summary.read_text("utf-8"))
+    rows = [(f"{key} GPUs", f"{run['trials']} trials", f"{run['seconds']:.1f} s")
+            for key, run in found["cells"].items()]  # fmt: skip
+    return Reply({**found, "written": [summary, packed]}, columns(rows))
 
 
 @reported

@@ -3,17 +3,20 @@ summary against their records."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from coda_agent.evals import archive
-from coda_agent.evals.scaling import ScalingRun, read_summary, write_summary
+from coda_agent.evals.scaling import summarise
 from coda_agent.primitives.errors import CodaError
 
 ROOT = Path(__file__).parents[2]
+SUMMARY = ROOT / "evals" / "results" / "scaling.json"
 TEXT = (ROOT / "docs" / "evaluation.md").read_text()
 # Of a host's two runs, on one of its GPUs and on all.
 COUNT = {2: 36, 4: 72}
@@ -21,14 +24,15 @@ WANTED = {2: 1.8, 4: 3.4}  # times as fast
 hosts = pytest.mark.parametrize("gpus", COUNT)
 
 
-def runs(host: int) -> tuple[ScalingRun, ScalingRun]:
+def runs(host: int) -> tuple[SimpleNamespace, SimpleNamespace]:
     """A host's run on one GPU, and on all."""
-    found = {run.gpus: run for run in read_summary(ROOT) if run.host_gpus == host}
+    cells = json.loads(SUMMARY.read_text())["cells"].values()
+    found = {cell["gpus"]: SimpleNamespace(**cell) for cell in cells if cell["host_gpus"] == host}
     assert sorted(found) == [1, host]
     return found[1], found[host]
 
 
-def furthest(one: ScalingRun, other: ScalingRun) -> float:
+def furthest(one: SimpleNamespace, other: SimpleNamespace) -> float:
     """How far the speeds of a spec and type lie apart at most, as a share."""
     assert one.shares.keys() == other.shares.keys() and len(one.shares) == 6
     return max(abs(other.shares[key] / one.shares[key] - 1) for key in one.shares)
@@ -74,10 +78,10 @@ def test_the_summary_is_that_of_the_records(tmp_path: Path) -> None:
     if not published:
         pytest.skip("the archive of the scaling records was not fetched")
     shutil.copytree(ROOT / archive.FOLDER, tmp_path / archive.FOLDER)
-    summary, packed = write_summary(tmp_path)
-    assert summary.read_bytes() == (ROOT / "evals" / "results" / "scaling.json").read_bytes()
+    summary, packed = summarise(tmp_path)
+    assert summary.read_bytes() == SUMMARY.read_bytes()
     assert packed.name == published[0].name  # and equal content, which is what the name says
     broken = next((tmp_path / "evals" / "results" / "scaling").rglob("gemm_*.json"))
     broken.write_text("{")
     with pytest.raises(CodaError, match=r"not a run to sum up: .* truncated"):
-        write_summary(tmp_path)
+        summarise(tmp_path)
