@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from coda_agent.evals import archive
 from coda_agent.evals.records import SCHEMA, TrialKey, TrialRecord, suite_digest
+from coda_agent.primitives.errors import CodaError
 
 TRIALS = Path("evals", "results", "trials")
 """Where records are, in a workspace: a folder for each suite."""
@@ -74,14 +75,6 @@ def file_name(key: TrialKey) -> str:
     return f"{key.spec}-{author}-{key.trial}-{end}.json"
 
 
-def record_path(folder: Path, record: TrialRecord) -> Path | None:
-    """The file of a record under a folder of suites or in a suite's own; None where there is none
-    of its name."""
-    name = file_name(record.key)
-    places = (folder / record.suite.name / name, folder / name)
-    return next((place for place in places if place.is_file()), None)
-
-
 def write_record(folder: Path, record: TrialRecord) -> Path:
     """Writes one record into a suite's folder, whole or not at all; its path.
 
@@ -92,6 +85,21 @@ def write_record(folder: Path, record: TrialRecord) -> Path:
     path = folder / file_name(record.key)
     write_whole(path, text.replace(_CHECKSUM.format(""), _CHECKSUM.format(digest), 1))
     return path
+
+
+def replace_record(folder: Path, record: TrialRecord, **changes: Any) -> Path:
+    """Writes a record with changes in the place of the one it was, anywhere under a folder.
+
+    Raises:
+        CodaError: there is no file of its name.
+        ValidationError: the changes contradict the rest.
+    """
+    name = file_name(record.key)
+    if (place := min(folder.rglob(name), default=None)) is None:
+        hint = "`coda-agent eval leaderboard` names what is not counted"
+        raise CodaError(f"no record {name} in {folder}", hint=hint)
+    fields = {**record.model_dump(), **changes}
+    return write_record(place.parent, TrialRecord.model_validate(fields))
 
 
 def write_definition(folder: Path, definition: dict[str, Any]) -> Path:

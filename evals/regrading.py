@@ -5,13 +5,13 @@ What was timed needs a GPU to be renewed; without one, such a record stays as it
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.agent.judgement import Judgement, Machine
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import definitions, staleness
 from coda_agent.evals.definitions import Suite
-from coda_agent.evals.record_files import file_name, read_records, record_path, write_record
+from coda_agent.evals.record_files import file_name, read_records, replace_record
 from coda_agent.evals.records import SpecRef, Step, TrialRecord
 from coda_agent.primitives.errors import CodaError
 
@@ -35,35 +35,34 @@ def regrade(workspace: Workspace, folder: Path) -> Iterator[Regraded]:
         if not (why := stale(record)):
             continue
         try:
-            new, outcome = _judged_again(workspace, suites[record.suite.digest], record, gpu)
+            changes, outcome = _judged_again(workspace, suites[record.suite.digest], record, gpu)
+            if changes:
+                replace_record(folder, record, **changes)
         except CodaError as error:
-            new, outcome, why = None, "cannot be judged", [" ".join(str(error).split())]
-        if new is not None:
-            place = record_path(folder, record)
-            write_record(place.parent if place else folder / record.suite.name, new)
+            outcome, why = "cannot be judged", [" ".join(str(error).split())]
         yield Regraded(outcome, file_name(record.key), ", ".join(why))
 
 
 def _judged_again(
     workspace: Workspace, suite: Suite, record: TrialRecord, gpu: bool
-) -> tuple[TrialRecord | None, str]:
-    """The record by today's judge, or None where it stays; and what came of it."""
+) -> tuple[dict[str, Any], str]:
+    """What of the record is another by today's judge, nothing where it stays; and what came of
+    it."""
     from coda_agent.agent.execution import executor
     from coda_agent.agent.judge import judge_candidate
 
     if record.program is None:
-        return None, "without a program"
+        return {}, "without a program"
     spec = suite.spec(workspace, record.spec.name)
     device = "cuda" if record.machine.device == "cuda" and gpu else "cpu"
     verdict = judge_candidate(spec, record.program, executor(), device=device)
     if device != record.machine.device:
-        return None, f"kept ({verdict.level or 'refused'} here; no GPU to time it)"
+        return {}, f"kept ({verdict.level or 'refused'} here; no GPU to time it)"
     judged = Judgement.of(verdict)
     step = Step.of(judged, record.spent, attempt=max(record.attempts, 1), submitted=True)
-    renewed = record.model_copy(update={
+    outcome = judged.level if judged.passed and judged.level else "refused"
+    return {
         "spec": SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
-        "verdict": judged, "outcome": judged.level if judged.passed else "refused",
-        "reason": judged.finding, "steps": (step,) if step else (), "machine": Machine.of(verdict),
-    })  # fmt: skip
-    # Through the validator: what is written must be readable.
-    return TrialRecord.model_validate(renewed.model_dump()), renewed.outcome
+        "verdict": judged, "outcome": outcome, "reason": judged.finding,
+        "steps": (step,) if step else (), "machine": Machine.of(verdict),
+    }, outcome  # fmt: skip

@@ -98,18 +98,17 @@ def audit(
     """Write down what you found out about a trial; it is in its cell from then on."""
     from coda_agent.evals import pages
     from coda_agent.evals import record_files as kept
-    from coda_agent.evals.records import Audit, TrialRecord
+    from coda_agent.evals.records import Audit
 
     _, folder = _places(records)
     known = {kept.file_name(found.key): found for found in kept.read_records(folder).records}
     name = Path(record).name
-    if name not in known or not (place := kept.record_path(folder, known[name])):
+    if name not in known:
         raise CodaError(f"no record {name} in {folder}", hint="the leaderboard's cells link them")
     if not evidence.strip():
         raise CodaError("--evidence is empty, expected what shows it")
     note = Audit(finding=finding, evidence=evidence, date=pages.today())
-    fields = {**known[name].model_dump(), "audit": note.model_dump()}
-    path = kept.write_record(place.parent, TrialRecord.model_validate(fields))
+    path = kept.replace_record(folder, known[name], audit=note)
     return Reply({"record": path, "audit": note.model_dump()}, f"{finding}: {path}")
 
 
