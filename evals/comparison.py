@@ -10,37 +10,33 @@ from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import metrics
 from coda_agent.evals.metrics import METRICS, Difference, Groups, Interval
 from coda_agent.evals.pages import Rows, tabulate
-from coda_agent.evals.records import TrialRecord
+from coda_agent.evals.records import Device, TrialRecord
 from coda_agent.primitives.errors import CodaError, MachineError
 
 Tried = Mapping[str, Sequence[TrialRecord]]
 """Trials by author."""
 
 
-def parts(without: Iterable[str]) -> tuple[str, ...]:
-    """What an ablation withholds, sorted, each once.
+def withheld(
+    workspace: Workspace, author: str, without: Iterable[str], device: Device
+) -> tuple[str, ...]:
+    """What an ablation withholds from an author, sorted, each once.
 
     Raises:
-        CodaError: nothing of that name can be withheld.
+        CodaError: nothing of that name can be withheld, or it would change nothing that the author
+            sees.
     """
-    found = tuple(sorted(set(without)))
-    if unknown := [part for part in found if part not in WITHHELD]:
+    parts = tuple(sorted(set(without)))
+    if unknown := [part for part in parts if part not in WITHHELD]:
         raise CodaError(f"--without is {unknown[0]!r}, expected one of {', '.join(WITHHELD)}")
-    return found
-
-
-def check_ablation(workspace: Workspace, author: str, withheld: Sequence[str], device: str) -> None:
-    """
-    Raises:
-        CodaError: withholding the parts would change nothing that the author sees.
-    """
     if not authors.kind_of(author)[0].aided:
         message = f"{author} reads no tips, demos, profile or diagnosis"
         raise CodaError(f"{message}: an ablation would compare it with itself")
-    if "profile" in withheld and device == "cpu":
+    if "profile" in parts and device == "cpu":
         raise MachineError("without a GPU there is no profile to withhold")
-    if "tips" in withheld and not Tips.of(workspace).all():
+    if "tips" in parts and not Tips.of(workspace).all():
         raise CodaError("this workspace has no tips to withhold")
+    return parts
 
 
 class Compared(NamedTuple):

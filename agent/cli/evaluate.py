@@ -79,9 +79,8 @@ def ablate(
 ) -> Reply:
     """Try an author with a part of its help and without, and say what the part is worth."""
     options = authors.Options(effort=effort, price=price_of(price_in, price_out))
-    parts = comparison.parts(without)
     session = _Session(suite, [author], device, out, options, silent=as_json)
-    comparison.check_ablation(session.workspace, author, parts, session.device)
+    parts = comparison.withheld(session.workspace, author, without, session.device)
     arms = [session.tried(count, jobs, only or [], without=w) for w in ((), parts)]
     full, deprived = (metrics.by_spec(r for rs in arm.values() for r in rs) for arm in arms)
     if not (found := comparison.compare(full, deprived)):
