@@ -47,7 +47,7 @@ class Outcome:
     before: str | None
     commit: str | None
     folder: Path | None
-    run: Path
+    run: Path | None
     verdict: "Verdict | None"
     reason: str | None = None
     remark: str = ""
@@ -172,15 +172,15 @@ def _judge(
     tell: Recorder,
     device: Device,
     gates: tuple[str, ...] | None = None,
+    **more: Any,
 ) -> "Verdict":
     from coda_agent.agent.execution import executor
     from coda_agent.agent.judge import judge_candidate
     from coda_agent.agent.judge.records import GATES
 
     tell.candidate(text)
-    verdict = judge_candidate(
-        spec, text, executor(), device=device, gates=gates or GATES, observer=tell.observer
-    )
+    about = {"device": device, "gates": gates or GATES, "observer": tell.observer, **more}
+    verdict = judge_candidate(spec, text, executor(), **about)
     tell.verdict(verdict, str(tell.state.kind))
     return verdict
 
@@ -257,30 +257,42 @@ def verify(
     *,
     device: Device = "auto",
     commit: bool = True,
+    fresh: bool = False,
 ) -> Outcome:
-    """Judges an accepted kernel again on this machine, and raises or revokes its level.
+    """Gives again what no longer stands of an accepted kernel's evidence, or could not be shown
+    before, and raises or revokes its level; with `fresh`, every gate.
+
+    Where nothing is due there is no run, and the outcome says so.
 
     Raises:
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
+    from coda_agent.agent.execution import usable_gpu
+    from coda_agent.agent.judge.provenance import digests
+    from coda_agent.agent.judge.records import GATES
     from coda_agent.specs import load_spec
 
     stored = workspace.kernel(kernel)
     text = stored.program.read_text("utf-8")
     if commit:
         publish.check_place(workspace, kernel, text)
-    before = str(stored.evidence.get("level"))
+    evidence = stored.evidence
     spec = load_spec(stored.spec)
-    frozen = stored.evidence.get("digests", {}).get("spec", spec.digest)
-    if spec.digest != frozen:
+    if spec.digest != evidence.digests.get("spec"):
         # A wider tolerance there would make right whatever kernel.py computes.
         raise WorkspaceError(
             f"{stored.spec} is not the spec that {kernel} was accepted with",
             hint="put it back from git, or generate again from the new spec",
         )
+    gpu = usable_gpu(device) is not None
+    gates = GATES if fresh else evidence.due(digests(spec, text), gpu=gpu)
+    if not gates:
+        return Outcome(
+            kernel, True, evidence.level, evidence.level, None, stored.folder, None, None
+        )
     run = workspace.new_run("verify", kernel)
     with _short(run, observer, "verify", kernel) as tell:
-        verdict = _judge(spec, text, tell, device)
+        verdict = _judge(spec, text, tell, device, gates, known=stored.tuned, whole=True)
         sha: str | None = None
         level = verdict.level
         if commit:
@@ -288,7 +300,7 @@ def verify(
             level = workspace.kernel(kernel).level
             tell(e.Stored.of(sha, level))
     return Outcome(
-        kernel, verdict.passed, level, before, sha, stored.folder, run.folder, verdict,
+        kernel, verdict.passed, level, evidence.level, sha, stored.folder, run.folder, verdict,
         remark=_remark(workspace, sha),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@
   repository may lie above the workspace.
 """
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -16,15 +17,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
+if TYPE_CHECKING:
+    from coda_agent.agent.evidence import Evidence
+
 ROOMS = ("specs", "generated", "logs")
 INIT_HINT = "`coda-agent init` makes one"
 
-_IGNORED = ("logs/runs/", "generated/.*/")
+_IGNORED = ("logs/runs/", "logs/raw/", "generated/.*/")
 _README = """\
 # Kernels
 
@@ -110,13 +114,22 @@ class Kernel:
         return self.folder / "spec.md"
 
     @cached_property
-    def evidence(self) -> dict[str, Any]:
+    def evidence(self) -> "Evidence":
+        """What it stands on.
+
+        Raises:
+            WorkspaceError: the file is missing, damaged or of an earlier form.
+        """
+        from coda_agent.agent.evidence import Evidence
+
         path = self.folder / "evidence.json"
         try:
-            return dict(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            hint = f"git checkout -- {path} restores what was accepted"
-            raise WorkspaceError(f"{path} is not readable evidence: {error}", hint=hint) from error
+            return Evidence.model_validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            what = str(error).splitlines()[0]
+            hint = f"git checkout -- {path} restores what was accepted; what an earlier "
+            hint += "coda-agent accepted, generate makes again"
+            raise WorkspaceError(f"{path} is not readable evidence: {what}", hint=hint) from error
 
     @property
     def tuned(self) -> dict[str, Any]:
@@ -127,10 +140,9 @@ class Kernel:
     @property
     def level(self) -> str:
         """proved, verified, accepted or revoked; damaged where the evidence cannot be read."""
-        try:
-            return str(self.evidence.get("level", "damaged"))
-        except WorkspaceError:
-            return "damaged"
+        with contextlib.suppress(WorkspaceError):
+            return self.evidence.level
+        return "damaged"
 
 
 @dataclass(frozen=True)

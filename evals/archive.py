@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import lzma
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from coda_agent.agent.evidence import Evidence, digest, raw_path
+from coda_agent.agent.workspace import Kernel, Workspace
 from coda_agent.primitives.errors import CodaError
 
 FOLDER = Path("evals", "archive")
 """Where archives are, in a workspace."""
+KERNELS = "kernels"
+"""The archive of what evidence rests on: <kernel>/<gate>.json."""
 
 
 def pack(name: str, files: Mapping[str, bytes], folder: Path) -> Path:
@@ -85,6 +91,56 @@ def restored(name: str, folder: Path, root: Path) -> Path:
         for path in found(name, root / FOLDER):
             unpack(path, root)
     return root / folder
+
+
+def pack_kernels(workspace: Workspace) -> Path:
+    """Packs the raw records of every kernel's evidence, out of logs/raw/ and the archive before.
+
+    Raises:
+        CodaError: one is neither here nor there.
+    """
+    files: dict[str, bytes] = {}
+    for kernel in workspace.kernels():
+        for gate, record in _records(workspace, kernel):
+            if record is None:
+                hint = f"coda-agent verify --fresh {kernel.name} measures it again"
+                raise CodaError(f"{kernel.name}: no raw record of {gate} is left", hint=hint)
+            files[f"{kernel.name}/{gate}.json"] = record
+    return pack(KERNELS, files, workspace.root / FOLDER)
+
+
+def raw(workspace: Workspace, kernel: Kernel) -> dict[str, dict[str, Any]]:
+    """What each gate saw, whole: the raw records of a kernel's evidence that are here, by gate."""
+    return {gate: json.loads(r) for gate, r in _records(workspace, kernel) if r is not None}
+
+
+def problems(workspace: Workspace) -> list[str]:
+    """What is wrong with the archives of a workspace, and what is missing in them, a line each."""
+    said: list[str] = []
+    for path in sorted((workspace.root / FOLDER).glob("*.tar.xz")):
+        try:
+            read(path)
+        except CodaError as error:
+            said.append(str(error))
+    if not said:
+        for kernel in workspace.kernels():
+            gates = [gate for gate, record in _records(workspace, kernel) if record is None]
+            said += [f"{kernel.name}: no raw record of {', '.join(gates)}"] * bool(gates)
+    return said
+
+
+def _records(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[str, bytes | None]]:
+    """Each gate of a kernel's evidence that has a raw record, and that, where it is here."""
+    packed: dict[str, bytes] = {}
+    for path in found(KERNELS, workspace.root / FOLDER):
+        packed |= read(path)
+    for gate, about in Evidence.model_validate(kernel.evidence).gates.items():
+        if about.raw is not None:
+            path = raw_path(workspace.root, about.raw)
+            record = (
+                path.read_bytes() if path.is_file() else packed.get(f"{kernel.name}/{gate}.json")
+            )
+            yield gate, record if record is not None and digest(record) == about.raw else None
 
 
 def _tar(files: Mapping[str, bytes]) -> bytes:

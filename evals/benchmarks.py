@@ -19,12 +19,15 @@ def write_table(root: Path) -> Path:
     rows = [(kernel, *row) for kernel, row in zip(kernels, pages.speed(cells), strict=True)]
     return pages.write(
         root / "docs" / "benchmarks.md", "benchmarks.md", rows=rows,
-        streamed=any("times" in c.get("steady", {}) for c in cells),
-        rounds=sorted({len(c["times"]["ours"]["times_us"]) for c in cells}),
-        machines=dict.fromkeys(pages.machine(v.evidence["environment"]) for v in timed),
+        streamed=any("of_gemm" in c.get("steady", {}) for c in cells),
+        rounds=sorted({c["times"]["ours"]["rounds"] for c in cells}),
+        machines=dict.fromkeys(
+            pages.machine(v.evidence["machines"][v.evidence["gates"]["performance"]["machine"]])
+            for v in timed
+        ),
         refused=dict.fromkeys(
             "{program} ({dtype}), tile {tile}: {fault}".format(**tile)
-            for v in found for tile in v.gate("numerics").get("refused_tiles", [])
+            for v in found for tile in v.evidence["refused_tiles"]
         ),
         untimed=[v.evidence for v in found if v not in timed],
     )  # fmt: skip

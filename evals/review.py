@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.evals import pages, staleness, svg
+from coda_agent.evals import pages, svg
 from coda_agent.evals.pages import TIMED, Rows, label
 from coda_agent.specs import Spec
 
@@ -50,13 +50,12 @@ class Version:
     def digests(self) -> Mapping[str, str]:
         return self.evidence.get("digests", {})
 
-    def gate(self, name: str) -> Mapping[str, Any]:
-        """What a gate recorded; nothing where it did not run."""
-        return next((g["data"] for g in self.evidence.get("gates", []) if g["name"] == name), {})
-
     def cells(self) -> list[dict[str, Any]]:
         """The benchmark's cells that hold times."""
-        return [c for c in self.gate("performance").get("cells", []) if "times" in c]
+        cells = self.evidence.get("cells", [])
+        if isinstance(gates := self.evidence.get("gates"), list):  # as before schema 2
+            cells = next((g["data"]["cells"] for g in gates if g["name"] == "performance"), [])
+        return [cell for cell in cells if "times" in cell]
 
 
 class Flag(NamedTuple):
@@ -75,6 +74,8 @@ class Review:
         history: Its committed versions, newest first.
         spec: Its frozen spec; None where that cannot be read.
         digests: What today's judge, toolchain, spec and program have.
+        stale: What each gate's word no longer stands by (`Evidence.stale`).
+        raw: What gates saw, whole, where that is here.
         newer_spec: Whether specs/ holds another text than the frozen one.
         cost: What the author's run took; "" where its log is not kept.
         faults: Why files could not be read.
@@ -87,6 +88,8 @@ class Review:
     history: Sequence[Version]
     spec: Spec | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    stale: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    raw: Mapping[str, Any] = field(default_factory=dict)
     newer_spec: bool = False
     cost: str = ""
     faults: Sequence[str] = ()
@@ -103,9 +106,13 @@ class Review:
         return self.flags[0].rank if self.flags else FINE
 
     @property
-    def stale(self) -> list[str]:
-        """The digests that are not what they were when the kernel was judged."""
-        return staleness.moved(self.current.digests, self.digests, self.digests)
+    def moved(self) -> list[str]:
+        """Spec, candidate, toolchain and rules that are not what the kernel was judged by."""
+        return list(dict.fromkeys(chain.from_iterable(self.stale.values())))
+
+    def saw(self, gate: str) -> Mapping[str, Any]:
+        """A gate's whole report; nothing where its raw record is not here."""
+        return self.raw.get(gate, {}).get("gate", {}).get("data") or {}
 
     @property
     def age_s(self) -> float:
@@ -183,7 +190,7 @@ class Review:
             ("since the version before", self.since),
             ("author", f"{evidence.get('author')}, run {evidence.get('run')}"),
             ("cost", self.cost or "unknown: the run's log is not kept here"),
-            ("machine", pages.machine(evidence.get("environment", {}))),
+            ("machine", "; ".join(map(pages.machine, evidence.get("machines", {}).values()))),
         ]
         if self.spec:
             bound = f"{self.spec.tolerance.multiple:g} × PyTorch's own error against float64"
@@ -192,7 +199,7 @@ class Review:
 
     def tables(self) -> dict[str, Rows]:
         """Title to rows, the first of them the head; what was not recorded is left out."""
-        numerics = self.current.gate("numerics")
+        evidence = self.current.evidence
         then = self.current.digests
         keys = ("program", "dtype", "arch", "tile", "registers", "local_stores", "shared_bytes")
         found: dict[str, Rows] = {
@@ -201,11 +208,17 @@ class Review:
                 ("program, dtype", "ratio", "margin", "output", "shape", "tile"),
                 *((name, f"{w['ratio']:.2f}", f"{1 - w['ratio']:.0%}", w.get("output", ""),
                    label(w.get("sizes", {})), w.get("config", ""))
-                  for name, w in numerics.get("worst", {}).items())],
+                  for name, w in evidence.get("worst", {}).items())],
             "Refused tiles": [
                 ("tile", "program", "dtype", "reason"),
                 *((t["tile"], t["program"], t["dtype"], t["fault"])
-                  for t in numerics.get("refused_tiles", []))],
+                  for t in evidence.get("refused_tiles", []))],
+            "Gates": [
+                ("gate", "passed", "s", "on", "machine", "rules", "another by now"),
+                *((name, gate["passed"], gate["seconds"], gate["date"], gate["machine"],
+                   ", ".join(f"{rule} {version}" for rule, version in gate["rules"].items()),
+                   ", ".join(self.stale.get(name, ())) or "no")
+                  for name, gate in evidence.get("gates", {}).items())],
             "Digests": [
                 ("of", "when judged", "now"),
                 *((k, then.get(k, "–"), "as now" if then.get(k) == v else v)
@@ -216,7 +229,7 @@ class Review:
             "Compiled tiles": [
                 tuple(key.replace("_", " ") for key in keys),
                 *(tuple(k.get(key, k.get("error", "")) for key in keys)
-                  for k in self.current.gate("compile").get("kernels", []))],
+                  for k in self.saw("compile").get("kernels", []))],
         }  # fmt: skip
         return {title: rows for title, rows in found.items() if len(rows) > 1}
 
@@ -226,7 +239,7 @@ class Review:
         return {
             "kernel": self.name, "level": self.current.level, "date": evidence.get("date"),
             "author": evidence.get("author"), "run": evidence.get("run"), "cost": self.cost,
-            "look": [flag.text for flag in self.flags], "stale": self.stale,
+            "look": [flag.text for flag in self.flags], "stale": self.moved,
             "since": self.changes(),
             "tables": {title: pages.named(rows) for title, rows in self.tables().items()},
             "speed": [{k: c[k] for k in ("dtype", "sizes", *_RATIOS)}
@@ -237,29 +250,28 @@ class Review:
         now = self.current
         yield from (Flag(BROKEN, fault) for fault in self.faults)
         if now.level == "revoked":
-            failed = [g["name"] for g in now.evidence["gates"] if not g["passed"]]
+            failed = [name for name, g in now.evidence["gates"].items() if not g["passed"]]
             yield Flag(BROKEN, f"revoked: failed {', '.join(failed)}")
-        stale = self.stale if now.evidence else []
-        if "candidate" in stale:
+        if "candidate" in self.moved:
             yield Flag(EDITED, "the program was edited after it was judged")
-        if "spec" in stale:
+        if "spec" in self.moved:
             yield Flag(EDITED, "its frozen spec was edited after it was judged")
         if now.level in ("proved", "verified"):
             missing = "no GPU ran it" if now.level == "proved" else "never timed"
             yield Flag(UNSHOWN, f"{now.level} only: {missing}")
-        for cell in now.gate("performance").get("cells", []):
+        for cell in now.evidence.get("cells", []):
             where = f"at {label(cell['sizes'])} {cell['dtype']}"
             if "times" not in cell:
                 yield Flag(SLOW, f"{cell['error']} {where}")
             elif (low := cell["over_compile"]["low"]) < 1:
                 yield Flag(SLOW, f"perhaps slower than torch.compile {where}: from {low:.3f}")
-        for name, worst in now.gate("numerics").get("worst", {}).items():
+        for name, worst in now.evidence.get("worst", {}).items():
             if worst["ratio"] >= TIGHT_RATIO:
                 yield Flag(TIGHT, f"{name}: error is {worst['ratio']:.2f} of its bound")
         if self.newer_spec:
             yield Flag(STALE, "stale: specs/ holds another text")
-        if moved := [key for key in ("judge", "toolchain") if key in stale]:
-            yield Flag(STALE, f"stale: another {', '.join(moved)}")
+        if others := [key for key in self.moved if key not in ("candidate", "spec")]:
+            yield Flag(STALE, f"stale: {', '.join(self.stale)} (another {', '.join(others)})")
 
 
 def ordered(reviews: Sequence[Review]) -> list[Review]:
@@ -299,8 +311,8 @@ def write_pages(folder: Path, reviews: Sequence[Review]) -> list[Path]:
         flows = {name: svg.dataflow(program, dtypes) for name, program in r.programs.items()}
         strips = {
             title: svg.strips(title, {name: c["times"][key] for key, name in TIMED.items()})
-            for c in r.current.cells()
-            if (title := f"{c['dtype']}, {label(c['sizes'])}")
+            for c in r.saw("performance").get("cells", [])
+            if "times" in c and (title := f"{c['dtype']}, {label(c['sizes'])}")
         }
         path = folder / f"{r.name}.html"
         written.append(pages.write(path, "review.html", r=r, flows=flows, strips=strips, **shared))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.runs import history
 from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
+from coda_agent.evals.archive import raw
 from coda_agent.evals.review import Review, Version
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import Spec, load_spec
@@ -20,20 +21,24 @@ if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
 
 
-def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool) -> Review:
-    """The review of a kernel; for pictures with its programs, traced in a worker.
+def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool, whole: bool) -> Review:
+    """The review of a kernel: the whole of it with the raw records that are here, for pictures with
+    its programs, traced in a worker.
 
     Damage is part of the review and raises nothing.
     """
     found = Review(kernel.name, Version("", "", "", {}), list(_history(workspace, kernel)))
     try:
         evidence = kernel.evidence
-        found.current = Version("", "", "", evidence)
-        found.cost = _cost(workspace.root / "logs" / "runs" / str(evidence.get("run")))
+        held = evidence.model_dump(mode="json")
+        found.current = Version("", "", "", held)
+        found.cost = _cost(workspace.root / "logs" / "runs" / evidence.run)
+        found.raw = raw(workspace, kernel) if whole else {}
         text = kernel.program.read_text("utf-8")
-        found.current = Version("", "", text, evidence)
+        found.current = Version("", "", text, held)
         spec = found.spec = load_spec(kernel.spec)
         found.digests = digests(spec, text)
+        found.stale = evidence.stale(found.digests)
         found.newer_spec = workspace.differing_spec(spec.name, spec.text) is not None
         if pictures:
             found.programs = _traced(spec, text)

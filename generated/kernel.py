@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,14 +219,9 @@ def load_kernel(folder: Path) -> Kernel:
         space: dict[str, Any] = {"__name__": f"coda_agent.generated.{folder.name}"}
         exec(compile(texts[0].decode(), str(path), "exec", dont_inherit=True), space)
         programs = {v: space[v] for v in map(spec.variant, spec.bindings())}
-        refused = refused_tiles(gate["data"] for gate in evidence.get("gates", ()))
+        refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
         _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name)
     return _LOADED[name][1]
-
-
-def refused_tiles(gates: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """Labels of the tiles that the gates, by what they recorded, found wrong."""
-    return frozenset(t["tile"] for data in gates for t in data.get("refused_tiles", ()))
 
 
 def _check_digests(folder: Path, digests: Mapping[str, str], program: bytes, spec: Spec) -> None:

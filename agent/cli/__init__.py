@@ -37,6 +37,7 @@ class _Root(TyperGroup):
                   *lazily("evaluate", "run", "ablate"), *lazily("leaderboard", *trials)),
             *lazily("review", "review"),
             group("score-judge", scoring, *lazily("judging", *scores), no_args_is_help=False),
+            Lazy("archive", "app"),
             Lazy("rules", "app", hidden=True),
         ]  # fmt: skip
         super().__init__(**settings)

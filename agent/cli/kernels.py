@@ -43,11 +43,12 @@ def check(
 def verify(
     kernels: targets.Kernels = None,
     every: targets.All = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Every gate, stale or not.")] = False,
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
     as_json: Json = False,
 ) -> Reply:
-    """Judge accepted kernels again; raise or revoke their levels."""
+    """Judge again what is stale of accepted kernels; raise or revoke their levels."""
     from coda_agent.agent.execution import usable_gpu
 
     targets.require_gpu(device)
@@ -61,8 +62,9 @@ def verify(
         try:
             with Progress(silent=as_json or every) as observer:
                 outcome = pipeline.verify(
-                    workspace, name, observer, device=device, commit=not no_commit
-                )
+                    workspace, name, observer,
+                    device=device, commit=not no_commit, fresh=fresh,
+                )  # fmt: skip
         except CodaError as error:
             if len(names) == 1:
                 raise
@@ -108,13 +110,14 @@ def show(kernel: Annotated[str, typer.Argument()], as_json: Json = False) -> Rep
     found = find().kernel(kernel)
     evidence = found.evidence
     program = found.program.read_text("utf-8")
-    document = {"name": kernel, "folder": found.folder, "program": program, "evidence": evidence}
-    rows = [(key, evidence.get(key)) for key in ("level", "author", "date", "run")]
-    rows += [(f"{key} digest", value) for key, value in evidence.get("digests", {}).items()]
-    for gate in evidence.get("gates", []):
-        passed = "passed" if gate.get("passed") else "failed"
-        rows.append((gate["name"], f"skipped: {gate['skipped']}" if gate["skipped"] else passed))
-    rows += [("not shown", sentence) for sentence in evidence.get("not_shown", [])]
+    document = {"name": kernel, "folder": found.folder, "program": program,
+                "evidence": evidence.model_dump(mode="json")}  # fmt: skip
+    rows = [(key, getattr(evidence, key)) for key in ("level", "author", "date", "run")]
+    rows += [(f"{key} digest", value) for key, value in evidence.digests.items()]
+    for name, gate in evidence.gates.items():
+        passed = "passed" if gate.passed else "failed"
+        rows.append((name, f"{passed} on {gate.date[:10]}, {gate.machine}"))
+    rows += [("not shown", sentence) for sentence in evidence.not_shown]
     return Reply(document, f"{found.folder}\n{columns(rows)}\n\n{program.rstrip()}")
 
 

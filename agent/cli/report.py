@@ -147,6 +147,8 @@ def sentence(outcome: "Outcome") -> str:
         said += f", {verdict.level} here"
     if outcome.commit:
         said += f", commit {outcome.commit[:12]}"
+    elif before and outcome.run is None:
+        said += ", nothing is stale"
     elif outcome.folder or before:
         said += ", unchanged"
     return said if before else f"{said} ({outcome.folder or outcome.run})"

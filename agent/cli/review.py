@@ -28,7 +28,8 @@ def review(
     folder = out or workspace.root / "build" / "review"
     if html:  # a place that cannot be written to is said before programs are traced
         folder.mkdir(parents=True, exist_ok=True)
-    reviews = ordered([reviewed(workspace, k, pictures=html) for k in chosen])
+    whole = html or kernel is not None
+    reviews = ordered([reviewed(workspace, k, pictures=html, whole=whole) for k in chosen])
     if html:
         pages = write_pages(folder, reviews)
         return Reply({"pages": pages}, f"wrote {pages[0]} and {len(pages) - 1} kernels beside it")

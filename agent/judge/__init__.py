@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +59,8 @@ def judge_candidate(
     observer: Observer = lambda *_: None,
     types: list[str] | None = None,
     tiles: Collection[TileConfig] | None = None,
+    known: Mapping[str, Any] | None = None,
+    whole: bool | None = None,
 ) -> Verdict:
     """Judge a candidate's text against a spec.
 
@@ -68,11 +70,13 @@ def judge_candidate(
         executor: What carries out the gates' jobs.
         device: "auto" uses a Hopper GPU where there is one; "cuda" demands it; "cpu" interprets.
         gates: Which gates to run, of `GATES` and `SANITIZERS` and in that order; "static" always
-            runs, and the other gates a gate needs have to be asked for. Asked for all of `GATES`,
-            as before a kernel is stored, it has to compile for newer architectures, too.
+            runs, and the other gates a gate needs have to be asked for.
         observer: Told of each gate's start, progress and end.
         types: Element types to check; all the spec declares by default.
         tiles: Configurations to try on a GPU; by default all that suit.
+        known: The kernel's tuned.json. A configuration in it stays unless one is surely faster.
+        whole: Whether the kernel is to be stored, and so has to compile for newer architectures,
+            too; by default where all of `GATES` are asked for.
 
     Returns:
         The verdict; passed when no gate that ran found a fault.
@@ -81,7 +85,8 @@ def judge_candidate(
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
     gpu = usable(executor, device)
-    return _Walk(spec, text, executor, gpu, observer, types, tiles).run(gates)
+    walk = _Walk(spec, text, executor, gpu, observer, types, tiles, known)
+    return walk.run(gates, set(GATES) <= set(gates) if whole is None else whole)
 
 
 def tune_candidate(
@@ -114,9 +119,10 @@ class _Walk:
         observer: Observer,
         types: list[str] | None = None,
         tiles: Collection[TileConfig] | None = None,
+        known: Mapping[str, Any] | None = None,
     ) -> None:
         self.spec, self.text, self.gpu, self.observer = spec, text, gpu, observer
-        self.executor = executor
+        self.executor, self.known = executor, known or {}
         first = next(iter(spec.types.values()), ["bfloat16"])
         self.types, self.tiles = types or list(first), tiles
         self.results: list[GateResult] = []
@@ -126,8 +132,8 @@ class _Walk:
         self.begun: Future[_Early] | None = None
         self.whole = False
 
-    def run(self, gates: tuple[str, ...]) -> Verdict:
-        self.whole = set(GATES) <= set(gates)
+    def run(self, gates: tuple[str, ...], whole: bool) -> Verdict:
+        self.whole = whole
         self._walk(gates)
         return self._verdict()
 
@@ -259,7 +265,10 @@ class _Walk:
         if self.gpu is None:
             result.skipped = NO_GPU
             return
-        job = PerformanceJob(spec=self.spec, programs=self.programs, tiles=self.admitted)
+        job = PerformanceJob(
+            spec=self.spec, programs=self.programs, tiles=self.admitted,
+            known=self.known.get(self.gpu.name, {}),
+        )  # fmt: skip
         self.tuned = {self.gpu.name: self._graded(job, result).tuned}
         self._call(result)
 

@@ -149,15 +149,21 @@ class PrepareJob(Job[PerformanceReport]):
 
 
 class PerformanceJob(Job[PerformanceReport]):
-    """The performance gate."""
+    """The performance gate.
+
+    Attributes:
+        known: What tuned.json holds of this GPU.
+    """
 
     kind: Literal["performance"] = "performance"
+    known: Tuned = Field(default={})
     answer = Outcome[PerformanceReport]
 
     def run(self, progress: Progress) -> Outcome[PerformanceReport]:
         from coda_agent.agent.judge.performance import check_performance
 
-        return check_performance(self.spec, self.programs, self.tiles, progress=progress)
+        given = self.spec, self.programs, self.tiles, self.known
+        return check_performance(*given, progress=progress)
 
 
 class TuneJob(Job[PerformanceReport]):

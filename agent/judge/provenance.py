@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -28,15 +29,20 @@ def version(package: str) -> str | None:
 
 def digests(spec: Spec, text: str) -> dict[str, str]:
     """SHA-256 of spec, candidate, toolchain and of the judge's sources."""
-    # What compiles a kernel. torch and triton bring their own releases on a machine with a GPU, and
-    # the reference is checked by itself.
-    toolchain = {p: version(p) for p in ("nvidia-cutlass-dsl", "quack-kernels")}
     return {
         "spec": spec.digest,
         "candidate": sha(text),
         "judge": judge_digest(),
-        "toolchain": sha(json.dumps(toolchain, sort_keys=True)),
+        "toolchain": toolchain({package: version(package) for package in PACKAGES}),
     }
+
+
+def toolchain(versions: Mapping[str, str | None]) -> str:
+    """Digest of what compiles a kernel, out of a machine's packages."""
+    # torch and triton bring their own releases on a machine with a GPU, and the reference is
+    # checked by itself.
+    found = {package: versions.get(package) for package in _MODULES}
+    return sha(json.dumps(found, sort_keys=True))
 
 
 def sha(text: str) -> str:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
 from coda_agent.agent.cli import app, report
-from coda_agent.agent.judge import provenance, static  # noqa: F401  # before a fake replaces it
+from coda_agent.agent.judge import provenance, rules, static  # noqa: F401  # before a fake replaces it
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
     Finding,
@@ -51,7 +51,8 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
     observer("gate.progress", {"gate": "static", "done": 1, "total": 2, "note": "[bold]"})
     finding = Finding(message="import os", where={"line": 3}, hint="use primitives")
     found = [] if passed else [finding]
-    result = GateResult(name="static", passed=passed, seconds=0.1, findings=found)
+    about = {"seconds": 0.1, "rules": rules.versions("static"), "findings": found}
+    result = GateResult(name="static", passed=passed, **about)
     observer("gate.finished", {"gate": "static", **result.model_dump(exclude={"name"})})
     late = GateResult(name="performance", passed=True, skipped="no GPU")
     if doctor.gpus():
@@ -75,7 +76,7 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
             "spec": spec.digest,
             "candidate": f"sha256:{len(text):064x}",
             "judge": f"sha256:{1:064x}",
-            "toolchain": f"sha256:{2:064x}",
+            "toolchain": provenance.toolchain({}),
         },
         not_shown=["Nothing ran on a GPU."],
     )

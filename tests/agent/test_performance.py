@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ class Problem:
         self.spec, self.program, self.binding = spec, program, binding
         self.sizes, self.element, self.gemm_type = dict(sizes), element, element
         self.right: Callable[[TileConfig], bool] = lambda config: config != SPLIT
+        self.mnk = tuple(self.sizes[dim] for dim in spec.gemm_dims)
 
     def is_right(self, config: TileConfig) -> bool:
         return self.right(config)
@@ -87,7 +89,7 @@ class Bench:
         monkeypatch.setattr(tuner, "require_idle", lambda: self.asked.append("idle"))
 
     def timed(
-        self, cell: Any, configs: Sequence[TileConfig], stream: bool
+        self, cell: Any, configs: Sequence[TileConfig], stored: TileConfig | None, stream: bool
     ) -> tuple[dict[str, Samples], dict[str, Samples], int]:
         times = {c.label: self.ours[c] for c in configs} | self.times
         clock = Clock(regime="warm", method="events, host, kernels", launches=tuple(self.launches))
@@ -109,12 +111,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def judged(
-    name: str = "gemm_rmsnorm_swiglu", tiles: Sequence[TileConfig] = (FIRST, SECOND)
+    name: str = "gemm_rmsnorm_swiglu",
+    tiles: Sequence[TileConfig] = (FIRST, SECOND),
+    known: Tuned | None = None,
 ) -> tuple[list[str], PerformanceReport, Tuned]:
     kernel = load_kernel(GENERATED / name)
     admitted = {(p, "bfloat16"): tuple(tiles) for p in kernel.programs}
     outcome = performance.check_performance(
-        kernel.spec, kernel.programs, admitted, progress=lambda *_: None
+        kernel.spec, kernel.programs, admitted, known, progress=lambda *_: None
     )
     assert outcome.report is not None
     return [f.message for f in outcome.findings], outcome.report, outcome.tuned
@@ -141,6 +145,33 @@ def test_a_fast_kernel_passes_with_its_figures(bench: Bench) -> None:
     assert {line.m, line.n, line.k} == {*cell.sizes.values()}
     assert data.variants == ()
     assert PerformanceReport.model_validate_json(data.model_dump_json()) == data
+
+
+def test_what_is_stored_stays_unless_another_is_surely_faster(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, data, _ = judged()
+    shapes = [tuple(c.sizes[dim] for dim in "MNK") for c in timed(data)]
+    stored = tuple(TunedShape(m=m, n=n, k=k, config=FIRST, median_us=99.0) for m, n, k in shapes)
+    _, data, tuned = judged(known={"bfloat16": stored})
+    assert {c.config for c in timed(data)} == {SECOND}  # 105 us to 110 us in every round
+    assert {line.config for line in tuned["bfloat16"]} == {SECOND}
+
+    real = bench.timed
+
+    def noisy(*given: Any) -> Any:
+        samples, *rest = real(*given)
+        uneven = tuple(t * f for t in samples[SECOND.label].times_us[:25] for f in (0.9, 1.1))
+        return {**samples, SECOND.label: replace(samples[SECOND.label], times_us=uneven)}, *rest
+
+    monkeypatch.setattr(performance, "_timed", noisy)
+    _, data, tuned = judged()
+    assert {c.config for c in timed(data)} == {SECOND}
+    _, data, tuned = judged(known={"bfloat16": stored})
+    assert {c.config for c in timed(data)} == {FIRST}
+    assert {line.config for line in tuned["bfloat16"]} == {FIRST}
+    _, data, _ = judged(tiles=(SECOND,), known={"bfloat16": stored})  # it is refused by now
+    assert {c.config for c in timed(data)} == {SECOND}
 
 
 def test_the_steady_regime_is_recorded_and_decides_nothing(bench: Bench) -> None:

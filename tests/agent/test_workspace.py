@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from coda_agent.agent import workspace
+from coda_agent.agent.evidence import Evidence
 from coda_agent.primitives.errors import WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
@@ -80,16 +81,21 @@ def test_names(tmp_path: Path) -> None:
 
 def test_kernels(tmp_path: Path) -> None:
     made, _ = workspace.init(tmp_path)
-    for name, text in (("gemm_a", '{"level": "proved"}'), ("gemm_b", "{torn")):
+    about = {"level": "proved", "author": "composer", "run": "r", "date": "2026-11-22T00:00:00Z"}
+    whole = Evidence(kernel="gemm_a", **about, digests={}, machines={}, gates={}).text()
+    for name, text in (("gemm_a", whole), ("gemm_b", "{torn"), ("gemm_c", '{"schema": 1}')):
         (made.generated / name).mkdir()
         (made.generated / name / "evidence.json").write_text(text)
     (made.generated / "not_a_kernel").mkdir()
     assert [(k.name, k.level) for k in made.kernels()] == [
         ("gemm_a", "proved"),
         ("gemm_b", "damaged"),
+        ("gemm_c", "damaged"),
     ]
-    with pytest.raises(WorkspaceError, match="not readable evidence"):
-        _ = made.kernel("gemm_b").evidence
+    for name in ("gemm_b", "gemm_c"):
+        with pytest.raises(WorkspaceError, match="not readable evidence") as caught:
+            _ = made.kernel(name).evidence
+        assert "\n" not in str(caught.value) and "generate" in caught.value.hint
     with pytest.raises(WorkspaceError) as caught:
         made.kernel("gem_a")
     assert "gemm_a" in caught.value.hint

@@ -11,53 +11,42 @@ from coda_agent.evals.benchmarks import write_table
 
 
 def times(median: float) -> dict:
-    return {"median_us": median, "interval_us": [median, median], "times_us": [median] * 50}
+    return {"median_us": median, "interval_us": [median, median], "rounds": 50}
 
 
 EVIDENCE = {
     "kernel": "gemm_x",
     "level": "accepted",
-    "environment": {
-        "gpu": {"name": "NVIDIA H200", "driver_version": "580.1"},
-        "cuda": "13.0",
-        "packages": {"torch": "2.11.0"},
+    "machines": {
+        "NVIDIA H200": {
+            "gpu": {"name": "NVIDIA H200", "driver_version": "580.1"},
+            "cuda": "13.0",
+            "packages": {"torch": "2.11.0"},
+        },
+        "CPU": {"device": "cpu"},
     },
-    "gates": [
+    "gates": {"numerics": {"machine": "CPU"}, "performance": {"machine": "NVIDIA H200"}},
+    "refused_tiles": [
         {
-            "name": "numerics",
-            "data": {
-                "refused_tiles": [
-                    {
-                        "program": "gemm_x",
-                        "dtype": "bfloat16",
-                        "tile": "192x192 coop 2x1",
-                        "fault": "O is wrong",
-                    }
-                ]
-            },
-        },
+            "gate": "numerics",
+            "program": "gemm_x",
+            "dtype": "bfloat16",
+            "tile": "192x192 coop 2x1",
+            "fault": "O is wrong",
+        }
+    ],
+    "cells": [
         {
-            "name": "performance",
-            "data": {
-                "cells": [
-                    {
-                        "dtype": "bfloat16",
-                        "sizes": {"M": 4096, "N": 4096, "K": 4096},
-                        "times": {
-                            "ours": times(180.0),
-                            "gemm": times(171.0),
-                            "compile": times(207.0),
-                        },
-                        "of_gemm": {"ratio": 0.95, "low": 0.94, "high": 0.96},
-                        "over_compile": {"ratio": 1.15, "low": 1.14, "high": 1.16},
-                        "tflops": 763.4,
-                        "floor_us": 150.0,
-                        "tile": "128x192 pp 2x1",
-                    },
-                    {"dtype": "float16", "sizes": {"M": 1}, "error": "no tile"},
-                ]
-            },
+            "dtype": "bfloat16",
+            "sizes": {"M": 4096, "N": 4096, "K": 4096},
+            "times": {"ours": times(180.0), "gemm": times(171.0), "compile": times(207.0)},
+            "of_gemm": {"ratio": 0.95, "low": 0.94, "high": 0.96},
+            "over_compile": {"ratio": 1.15, "low": 1.14, "high": 1.16},
+            "tflops": 763.4,
+            "floor_us": 150.0,
+            "tile": "128x192 pp 2x1",
         },
+        {"dtype": "float16", "sizes": {"M": 1}, "error": "no tile"},
     ],
 }
 
@@ -66,7 +55,14 @@ def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
     folder = tmp_path / "generated" / "gemm_x"
     folder.mkdir(parents=True)
     (folder / "evidence.json").write_text(json.dumps(EVIDENCE))
-    proved = {**EVIDENCE, "kernel": "gemm_y", "level": "proved", "gates": []}
+    proved = {
+        **EVIDENCE,
+        "kernel": "gemm_y",
+        "level": "proved",
+        "gates": {},
+        "cells": [],
+        "refused_tiles": [],
+    }
     (tmp_path / "generated" / "gemm_y").mkdir()
     (tmp_path / "generated" / "gemm_y" / "evidence.json").write_text(json.dumps(proved))
     page = write_table(tmp_path).read_text()
@@ -80,7 +76,7 @@ def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
     assert "- gemm_y: proved, not benchmarked" in page
     assert "| float16" not in page
     fewer = json.loads(json.dumps(EVIDENCE))
-    fewer["gates"][-1]["data"]["cells"][0]["times"]["ours"]["times_us"] = [180.0] * 38
+    fewer["cells"][0]["times"]["ours"]["rounds"] = 38
     (folder / "evidence.json").write_text(json.dumps({**fewer, "kernel": "gemm_x"}))
     (tmp_path / "generated" / "gemm_y" / "evidence.json").write_text(json.dumps(EVIDENCE))
     assert "median of 38 to 50 rounds." in " ".join(write_table(tmp_path).read_text().split())
@@ -88,7 +84,7 @@ def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
 
 def test_the_steady_regime_is_shown_where_it_was_measured(tmp_path: Path) -> None:
     evidence = json.loads(json.dumps(EVIDENCE))
-    timed = evidence["gates"][-1]["data"]["cells"]
+    timed = evidence["cells"]
     timed.insert(1, {**timed[0], "dtype": "float16", "steady": {"error": "the device waited"}})
     file = tmp_path / "generated" / "gemm_x" / "evidence.json"
     file.parent.mkdir(parents=True)
@@ -96,7 +92,6 @@ def test_the_steady_regime_is_shown_where_it_was_measured(tmp_path: Path) -> Non
     text = write_table(tmp_path).read_text()
     assert ", steady |" not in text and "no evidence here has it yet" in text
     timed[0]["steady"] = {
-        "times": {"ours": times(190.0), "gemm": times(171.0), "compile": times(228.0)},
         "of_gemm": {"ratio": 0.9, "low": 0.88, "high": 0.91},
         "over_compile": {"ratio": 1.2, "low": 1.19, "high": 1.22},
     }

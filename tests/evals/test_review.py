@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import doctor, pipeline, workspace
 from coda_agent.agent.cli import app
+from coda_agent.agent.evidence import RAW, digest, raw_path
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.evals import svg
@@ -53,8 +54,24 @@ def change(found: workspace.Workspace, kernel: str, edit: Any) -> dict[str, Any]
     return evidence
 
 
-def gate(evidence: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(g["data"] for g in evidence["gates"] if g["name"] == name)
+def with_raw(found: workspace.Workspace, kernel: str) -> list[str]:
+    """Gives a kernel's evidence raw records: the tiles that they say were compiled."""
+    evidence = json.loads((found.generated / kernel / "evidence.json").read_text("utf-8"))
+    tiles = [f"tile {i}" for i in range(25)]
+    for cell in evidence["cells"]:
+        for timing in cell["times"].values():
+            timing["times_us"] = [timing["median_us"] * (1 + i / 99) for i in range(9)]
+    reports = {
+        "compile": {"kernels": [{"program": kernel, "arch": "sm_90a", "tile": t} for t in tiles]},
+        "performance": {"cells": evidence["cells"]},
+    }
+    for name, report in reports.items():
+        record = json.dumps({"gate": {"data": report}}).encode()
+        path = raw_path(found.root, digest(record))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(record)
+        change(found, kernel, lambda e, n=name, r=record: e["gates"][n].update(raw=digest(r)))
+    return tiles
 
 
 def review(*args: str) -> Any:
@@ -65,7 +82,7 @@ def review(*args: str) -> Any:
 
 def test_what_needs_a_look_is_on_top(where: workspace.Workspace) -> None:
     def slow(evidence: dict[str, Any]) -> None:
-        gate(evidence, "performance")["cells"][0]["over_compile"].update(ratio=0.98, low=0.97)
+        evidence["cells"][0]["over_compile"].update(ratio=0.98, low=0.97)
 
     change(where, "gemm_swiglu", slow)
     program = where.generated / "gemm_rope" / "kernel.py"
@@ -85,17 +102,35 @@ def test_what_needs_a_look_is_on_top(where: workspace.Workspace) -> None:
 
 
 def test_evidence_of_this_very_judge_is_not_stale(where: workspace.Workspace) -> None:
-    from coda_agent.agent.judge.provenance import digests
+    from coda_agent.agent.judge import rules
+    from coda_agent.agent.judge.provenance import PACKAGES, digests, version
     from coda_agent.specs import load_spec
 
     kernel = where.kernel("gemm_swiglu")
     spec = load_spec(kernel.spec)
     now = digests(spec, kernel.program.read_text("utf-8"))
-    change(where, "gemm_swiglu", lambda e: e.update(digests=now))
+
+    def today(evidence: dict[str, Any]) -> None:
+        evidence["digests"] = now
+        for name, gate in evidence["gates"].items():
+            gate["rules"] = rules.versions(name)
+            evidence["machines"][gate["machine"]]["packages"] = {p: version(p) for p in PACKAGES}
+
+    change(where, "gemm_swiglu", today)
     assert review("gemm_swiglu", "--json")["stale"] == []
     assert review("gemm_swiglu", "--json")["look"] == []
     (where.specs / "gemm_swiglu.md").write_text(spec.text + "\nMore.\n", "utf-8")
     assert review("gemm_swiglu", "--json")["look"] == ["stale: specs/ holds another text"]
+
+    def older(evidence: dict[str, Any]) -> None:
+        evidence["gates"]["numerics"]["rules"]["numerics"] = "0"
+        evidence["digests"]["judge"] = "sha256:another"  # other sources that mean the same
+
+    change(where, "gemm_swiglu", older)
+    found = review("gemm_swiglu", "--json")
+    assert found["look"][1:] == ["stale: numerics (another numerics)"]
+    assert found["stale"] == ["numerics"]
+    assert [g["another by now"] for g in found["tables"]["Gates"]] == ["no", "no", "numerics", "no"]
 
 
 def test_changes_since_the_last_version(where: workspace.Workspace) -> None:
@@ -107,7 +142,7 @@ def test_changes_since_the_last_version(where: workspace.Workspace) -> None:
     def faster(evidence: dict[str, Any]) -> None:
         evidence["digests"]["candidate"] = sha(text)
         evidence["level"] = "verified"
-        for cell in gate(evidence, "performance")["cells"]:
+        for cell in evidence["cells"]:
             cell["of_gemm"]["ratio"] *= 1.1 if cell["dtype"] == "float16" else 0.9
 
     change(where, "gemm_swiglu", faster)
@@ -168,6 +203,7 @@ def test_pages_hold_what_was_recorded_and_escape_it(where: workspace.Workspace) 
     spec.write_text(re.sub("summary: .*", f"summary: {evil}", spec.read_text("utf-8")), "utf-8")
     program = where.generated / "gemm_rope" / "kernel.py"
     program.write_text(program.read_text("utf-8") + f"# {evil}\n", "utf-8")
+    tiles = with_raw(where, "gemm_rmsnorm_swiglu")
     review("--html", "--out", "pages")
     pages = {p.stem: p.read_text("utf-8") for p in Path("pages").iterdir()}
     assert sorted(pages) == [*NAMES[:2], NAMES[2], "index"]
@@ -175,17 +211,22 @@ def test_pages_hold_what_was_recorded_and_escape_it(where: workspace.Workspace) 
     assert pages["gemm_rope"].count("&lt;script&gt;alert(1)") >= 4  # author, summary, text, diff
     page = pages["gemm_rmsnorm_swiglu"]
     evidence = json.loads((where.generated / "gemm_rmsnorm_swiglu" / "evidence.json").read_text())
-    for cell in gate(evidence, "performance")["cells"]:
+    for cell in evidence["cells"]:
         for times in cell["times"].values():
             assert f"{times['median_us']:.1f}" in page
-    for tile in gate(evidence, "numerics")["refused_tiles"]:
+    for tile in evidence["refused_tiles"]:
         assert tile["tile"] in page and tile["fault"] in page
-    for worst in gate(evidence, "numerics")["worst"].values():
+    for worst in evidence["worst"].values():
         assert f"{worst['ratio']:.2f}" in page and f"{1 - worst['ratio']:.0%}" in page
-    kernels = gate(evidence, "compile")["kernels"]
-    assert page.count(">sm_90a<") == sum(k["arch"] == "sm_90a" for k in kernels)
+    for gate in evidence["gates"].values():
+        assert gate["date"] in page and gate["machine"] in page
+    assert page.count(">sm_90a<") == len(tiles) and all(tile in page for tile in tiles)
     assert "Σ_k A[m, k] · B[n, k]" in page and "coda-agent verify gemm_rmsnorm_swiglu" in page
     assert evidence["digests"]["spec"] in page and page.count("<svg") == 5
+    shutil.rmtree(where.root / RAW)
+    review("--html", "--out", "pages")
+    page = Path("pages/gemm_rmsnorm_swiglu.html").read_text("utf-8")
+    assert page.count("<svg") == 1 and ">sm_90a<" not in page  # the rest is told by evidence
 
 
 class Prose(HTMLParser):
