@@ -37,7 +37,8 @@ class _Root(TyperGroup):
                   *lazily("evaluate", "run", "ablate"), *lazily("leaderboard", *trials)),
             *lazily("review", "review"),
             group("score-judge", scoring, *lazily("judging", *scores), no_args_is_help=False),
-            Lazy("archive", "app"),
+            group("archive", "Keep what evidence was made from: every round, every tile.",
+                  *lazily("archive", "pack", "show", "check", "unpack")),
             Lazy("rules", "app", hidden=True),
         ]  # fmt: skip
         super().__init__(**settings)

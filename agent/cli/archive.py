@@ -10,15 +10,7 @@ from coda_agent.agent.cli.report import REFUSED, Reply, reported
 from coda_agent.agent.cli.targets import Json
 from coda_agent.agent.workspace import find
 
-app = typer.Typer(no_args_is_help=True)
 
-
-@app.callback()
-def _root() -> None:
-    """Keep what evidence was made from: every round, every tile."""
-
-
-@app.command()
 @reported
 def pack(as_json: Json = False) -> Reply:
     """Pack the raw records of all kernels into evals/archive/."""
@@ -28,7 +20,6 @@ def pack(as_json: Json = False) -> Reply:
     return Reply({"archive": path}, f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB")
 
 
-@app.command()
 @reported
 def show(kernel: str, as_json: Json = False) -> Reply:
     """Print what each gate saw of a kernel, whole."""
@@ -39,7 +30,6 @@ def show(kernel: str, as_json: Json = False) -> Reply:
     return Reply(records, json.dumps(records, indent=1) if records else "no raw record is here")
 
 
-@app.command()
 @reported
 def check(as_json: Json = False) -> Reply:
     """Say whether every archive holds what its name and the evidence say."""
@@ -49,7 +39,6 @@ def check(as_json: Json = False) -> Reply:
     return Reply({"problems": found}, "\n".join(found) or "complete", REFUSED if found else 0)
 
 
-@app.command()
 @reported
 def unpack(
     file: Annotated[Path, typer.Argument(metavar="ARCHIVE", dir_okay=False, exists=True)],
