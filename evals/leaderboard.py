@@ -61,7 +61,7 @@ class Entry:
     @cached_property
     def speed(self) -> str:
         """Beside both baselines; empty where nothing was timed."""
-        gemm, compiled = (metrics.speed(self.shown, over) for over in ("gemm", "compile"))
+        gemm, compiled = self.shown.mean("of_gemm"), self.shown.mean("over_compile")
         return f"{gemm:.3f}× GEMM, {compiled:.3f}× compile" if gemm and compiled else ""
 
     @cached_property

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 
+from coda_agent.agent.judgement import Figure
 from coda_agent.evals.records import TrialRecord
 
 Groups = Mapping[str, Sequence[TrialRecord]]
@@ -27,7 +28,6 @@ Groups = Mapping[str, Sequence[TrialRecord]]
 Value = Callable[[TrialRecord], float | None]
 Statistic = Callable[[numpy.ndarray], numpy.ndarray]
 """Of rows of a spec's trials, (R, trials), to (R,)."""
-Baseline = Literal["compile", "gemm"]
 Resource = Literal["usd", "tokens", "wall_s", "gpu_s"]
 
 RESAMPLES = 400
@@ -159,24 +159,21 @@ def roofline(record: TrialRecord) -> float:
     return record.mean("roofline") or 0.0
 
 
-def speed(record: TrialRecord, over: Baseline) -> float | None:
-    """Times as fast as torch.compile or a bare GEMM, geometric mean over the cells; None where
-    nothing that counts was timed."""
-    return record.mean("over_compile" if over == "compile" else "of_gemm")
+def fast(p: float, figure: Figure) -> Value:
+    """fast_p: 1 where it is solved and more than `p` times as fast as what `figure` is beside, in
+    the geometric mean over the cells."""
+    return lambda record: float((record.mean(figure) or 0.0) > p)
 
 
-def fast(p: float, over: Baseline) -> Value:
-    """fast_p: 1 where it is solved and more than `p` times as fast as the baseline."""
-    return lambda record: float((speed(record, over) or 0.0) > p)
-
-
-_BASELINES: dict[Baseline, str] = {"compile": "faster than compile", "gemm": "than GEMM"}
-for _over, _head in _BASELINES.items():
-    for _p in (1.0, 1.1, 1.2):
-        metric(
-            f"fast_{_p} {_over}", "score", column=_head if _p == 1 else None, timed=True,
-            compared=False,
-        )(fast(_p, _over))  # fmt: skip
+_BESIDE: dict[Figure, tuple[str, str]] = {
+    "over_compile": ("compile", "faster than compile"), "of_gemm": ("gemm", "than GEMM"),
+}  # fmt: skip
+for _figure, (_name, _head) in _BESIDE.items():
+    for _p, _column in ((1.0, _head), (1.1, None), (1.2, None)):
+        _register = metric(
+            f"fast_{_p} {_name}", "score", column=_column, timed=True, compared=False
+        )
+        _register(fast(_p, _figure))
 
 
 @metric("share of the ceiling", "share", column=None)

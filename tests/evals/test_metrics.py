@@ -75,10 +75,10 @@ def test_scores_by_hand() -> None:
 
     # Specs weigh the same: a has 1, b 1/4, c 0.
     assert value(metrics.solved) == pytest.approx((1 + 0.25 + 0) / 3)
-    assert value(metrics.fast(1.0, "compile")) == pytest.approx((1 + 0.25) / 3)
-    assert value(metrics.fast(1.1, "compile")) == pytest.approx((0.5 + 0.25) / 3)
-    assert value(metrics.fast(1.2, "compile")) == pytest.approx(0.5 / 3)
-    assert value(metrics.fast(1.0, "gemm")) == pytest.approx(0.5 / 3)
+    assert value(metrics.fast(1.0, "over_compile")) == pytest.approx((1 + 0.25) / 3)
+    assert value(metrics.fast(1.1, "over_compile")) == pytest.approx((0.5 + 0.25) / 3)
+    assert value(metrics.fast(1.2, "over_compile")) == pytest.approx(0.5 / 3)
+    assert value(metrics.fast(1.0, "of_gemm")) == pytest.approx(0.5 / 3)
     assert value(metrics.roofline) == pytest.approx((0.7 + 0.5 / 4) / 3)
     known = metrics.score(groups, metrics.ceiling)
     assert known
@@ -100,8 +100,8 @@ def test_speed_is_the_geometric_mean_over_the_cells() -> None:
     slow = trial(speed=0.5).cells[0]
     verdict = record.verdict.model_copy(update={"cells": (*record.cells, slow)})
     both = record.model_copy(update={"verdict": verdict})
-    assert metrics.speed(both, "compile") == pytest.approx(1.0)
-    assert metrics.fast(1.0, "compile")(both) == 0  # more than, not at least
+    assert both.mean("over_compile") == pytest.approx(1.0)
+    assert metrics.fast(1.0, "over_compile")(both) == 0  # more than, not at least
 
 
 def test_what_was_refused_or_exploited_scores_nothing_however_fast() -> None:
@@ -111,7 +111,7 @@ def test_what_was_refused_or_exploited_scores_nothing_however_fast() -> None:
     audit = Audit(finding="exploit", evidence="line 3", date="2026-01-02")
     cheat = trial(speed=9.0, roofline=0.9, steps=(STEP,)).model_copy(update={"audit": audit})
     for record in (refused, cheat):
-        scores = (metrics.solved, metrics.roofline, metrics.fast(1.0, "compile"))
+        scores = (metrics.solved, metrics.roofline, metrics.fast(1.0, "over_compile"))
         assert [of(record) for of in scores] == [0, 0, 0]
         assert metrics.curve({"a": [record]}, "usd", "solved") == [(0.0, 0.0)]
     fault = trial(speed=9.0).model_copy(
