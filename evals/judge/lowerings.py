@@ -64,6 +64,10 @@ class Launch:
         a, b = (self.inputs[name] for name in self.spec.gemm)
         return a, b
 
+    def width(self, out: Any) -> int:
+        """Columns of an output in a tile."""
+        return max(self.config.tile_n * out.shape[1] // len(self.gemm[1]), 2)
+
 
 Broken = Callable[[Launch], dict[str, Any]]
 
@@ -125,43 +129,41 @@ def _corners(x: Any) -> Any:
     return x.shape, float(x.flatten()[0]), float(x.flatten()[-1])
 
 
-def _stale(call: Launch) -> dict[str, Any]:
+def _store(change: Callable[[Any, Launch], Any]) -> Broken:
+    """An output is stored as another tensor: from what it is, which may be changed in place."""
+
+    def broken(call: Launch) -> dict[str, Any]:
+        outputs = call.outputs()
+        return {**outputs, call.site: change(outputs[call.site].clone(), call)}
+
+    return broken
+
+
+def _stale(out: Any, call: Launch) -> Any:
     """The last row of tiles keeps what the call before left there."""
-    outputs = call.outputs()
-    out, at = outputs[call.site].clone(), _last(len(outputs[call.site]), call.config.tile_m)
-    out[at] = call.kept[out.shape][at] if out.shape in call.kept else 0
-    call.kept[out.shape] = outputs[call.site]
-    return {**outputs, call.site: out}
+    at, before = _last(len(out), call.config.tile_m), call.kept.get(out.shape)
+    call.kept[out.shape] = out.clone()
+    out[at] = 0 if before is None else before[at]
+    return out
 
 
 def _last(extent: int, tile: int) -> slice:
     return slice((extent - 1) // tile * tile, None)
 
 
-def _store(change: Callable[[Any, int, int], Any]) -> Broken:
-    """An output is changed: from (output, rows, columns of a tile of it)."""
-
-    def broken(call: Launch) -> dict[str, Any]:
-        outputs = call.outputs()
-        out = outputs[call.site].clone()
-        width = call.config.tile_n * out.shape[1] // len(call.gemm[1])
-        return {**outputs, call.site: change(out, call.config.tile_m, max(width, 2))}
-
-    return broken
-
-
 def _fill(value: float, *, rows: bool = False, columns: bool = False) -> Broken:
     """The last tiles hold a value."""
 
-    def change(out: Any, height: int, width: int) -> Any:
-        at = _last(len(out), height) if rows else slice(None)
-        out[at, _last(out.shape[1], width) if columns else slice(None)] = value
+    def change(out: Any, call: Launch) -> Any:
+        at = _last(len(out), call.config.tile_m) if rows else slice(None)
+        out[at, _last(out.shape[1], call.width(out)) if columns else slice(None)] = value
         return out
 
     return _store(change)
 
 
-def _neighbour(out: Any, height: int, width: int) -> Any:
+def _neighbour(out: Any, call: Launch) -> Any:
+    height, width = call.config.tile_m, call.width(out)
     if out.shape[1] >= 2 * width:
         out[:height, : 2 * width] = _rolled(out[:height, : 2 * width], width)
     return out
@@ -178,7 +180,8 @@ def _rolled(out: Any, by: int) -> Any:
 def _roll(by: int) -> Broken:
     """Columns are shifted inside each tile."""
 
-    def change(out: Any, _: int, width: int) -> Any:
+    def change(out: Any, call: Launch) -> Any:
+        width = call.width(out)
         for left in range(0, out.shape[1], width):
             out[:, left : left + width] = _rolled(out[:, left : left + width], by)
         return out
@@ -186,42 +189,40 @@ def _roll(by: int) -> Broken:
     return _store(change)
 
 
-def _swap_pairs(out: Any, *_: int) -> Any:
+def _swap_pairs(out: Any, _: Launch) -> Any:
     import torch
 
     return torch.stack((out[:, 1::2], out[:, 0::2]), dim=-1).flatten(1)
 
 
-def _noise(out: Any, height: int, _: int) -> Any:
+def _noise(out: Any, call: Launch) -> Any:
     import torch
 
+    height = call.config.tile_m
     top = random.randrange(len(out)) // height * height
     part = out[top : top + height].float()
     out[top : top + height] = (part + part.abs().mean() * torch.randn_like(part)).to(out.dtype)
     return out
 
 
-def _no_nan(out: Any, *_: int) -> Any:
+def _no_nan(out: Any, _: Launch) -> Any:
     return out.float().nan_to_num(nan=0.0).to(out.dtype)
 
 
-def _lost_partial(call: Launch) -> dict[str, Any]:
+def _lost_partial(_: Any, call: Launch) -> Any:
     """The last block of a reduction never enters."""
     program, kind = call.program, call.program.outputs[call.site]
     assert issubclass(kind, Reduction)
     raw = call.interpreted(call.inputs, raw=True)[call.site]
-    extent = call.config.tile_m if kind.over_rows else call.config.tile_n
-    folded = len(call.gemm[not kind.over_rows])
+    extent, folded = kind.block(call.config), len(call.gemm[not kind.over_rows])
     if program.graph.nodes[program.graph.outputs[call.site]].shape is Shape.HALF:
         extent, folded = extent // 2, folded // 2
-    kept = raw[:, : max(raw.shape[1] - 1, 1)]
-    return {**call.outputs(), call.site: kind.finalise(kept, folded, extent)}
+    return kind.finalise(raw[:, : max(raw.shape[1] - 1, 1)], folded, extent)
 
 
-def _padded_divisor(call: Launch) -> dict[str, Any]:
-    outputs, n = call.outputs(), len(call.gemm[1])
-    padded = -(-n // call.config.tile_n) * call.config.tile_n
-    return {**outputs, call.site: outputs[call.site] * (n / padded)}
+def _padded_divisor(out: Any, call: Launch) -> Any:
+    n, tile = len(call.gemm[1]), call.config.tile_n
+    return out * (n / (-(-n // tile) * tile))
 
 
 def _other_axis(call: Launch) -> dict[str, Any]:
@@ -274,7 +275,7 @@ LOWERINGS: dict[str, Lowering] = {
     "miss the last rows": Lowering(("unwritten",), _fill(float("nan"), rows=True), _TILES),
     "miss the last columns": Lowering(("unwritten",), _fill(float("nan"), columns=True), _TILES),
     "leave a tile zero": Lowering(("unwritten",), _fill(0.0, rows=True, columns=True), _TILES),
-    "leave rows stale": Lowering(("unwritten", "race"), _stale, _TILES),
+    "leave rows stale": Lowering(("unwritten", "race"), _store(_stale), _TILES),
     "swap neighbouring tiles": Lowering(("shifted_tile",), _store(_neighbour), _TILES),
     "shift a pair at tile edges": Lowering(("shifted_pair",), _roll(2), _TILES),
     "shift a column": Lowering(("shifted_pair",), _roll(1), _TILES),
@@ -282,12 +283,10 @@ LOWERINGS: dict[str, Lowering] = {
     "a tile at random": Lowering(("race",), _store(_noise), _TILES),
     "swallow NaN": Lowering((), _store(_no_nan), _TILES),
     "statistic of rounded values": Lowering(
-        _ROUNDED[1:],
-        lambda call: {**call.outputs(), call.site: _rounded(call)[call.site]},
-        (Reduction,),
+        _ROUNDED[1:], _store(lambda _, call: _rounded(call)[call.site]), (Reduction,)
     ),
-    "lose a partial": Lowering(_STATISTIC, _lost_partial, (Reduction,)),
-    "divide by the padded width": Lowering(_STATISTIC, _padded_divisor, (RowMean,)),
+    "lose a partial": Lowering(_STATISTIC, _store(_lost_partial), (Reduction,)),
+    "divide by the padded width": Lowering(_STATISTIC, _store(_padded_divisor), (RowMean,)),
     "read along the other axis": Lowering(("wrong_broadcast",), _other_axis, operands=_VECTORS),
     "read the next element": Lowering(("shifted_pair",), _read(_next_element), operands=_VECTORS),
     "gather the next column": Lowering(
