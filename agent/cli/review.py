@@ -8,8 +8,8 @@ import typer
 from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import Json
 from coda_agent.agent.workspace import find
+from coda_agent.evals.kernel_history import reviewed
 from coda_agent.evals.review import Review, index, ordered, write_pages
-from coda_agent.evals.reviewing import reviewed
 from coda_agent.primitives.errors import WorkspaceError
 
 
