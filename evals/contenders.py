@@ -14,7 +14,8 @@ from typing import Any
 from coda_agent.agent.judge.numerics import run_interpreter
 from coda_agent.agent.judge.performance import bare_gemm
 from coda_agent.agent.judge.tuner import Launched
-from coda_agent.evals.workloads import Benchmark, Outputs, Rotation, Workload
+from coda_agent.evals.definitions import Benchmark
+from coda_agent.evals.workloads import Outputs, Rotation, Workload
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 

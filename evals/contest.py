@@ -23,8 +23,9 @@ from coda_agent.agent.judge.tuner import SEARCH_ROUNDS, ranked
 from coda_agent.evals import contenders as own
 from coda_agent.evals import libraries
 from coda_agent.evals.contenders import Absent, Contender
+from coda_agent.evals.definitions import Benchmark, Suite
 from coda_agent.evals.pages import gpu_record, today, write_record
-from coda_agent.evals.workloads import Benchmark, Outputs, Rotation, Workload, make_workload
+from coda_agent.evals.workloads import Outputs, Rotation, Workload, make_workload
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import TileConfig
 
@@ -71,7 +72,7 @@ def require_hopper() -> None:
 
 def run_contest(
     root: Path,
-    benchmark: Benchmark,
+    suite: Suite,
     *,
     clock: Clock,
     machine: Mapping[str, Any],
@@ -95,17 +96,17 @@ def run_contest(
         say: Takes one line a cell.
 
     Raises:
-        CodaError: unknown kernel or contender.
+        CodaError: unknown kernel or contender, or a suite without a benchmark.
         MachineError: no Hopper GPU.
     """
     from coda_agent.generated.kernel import load_kernel
 
-    known = contenders()
+    benchmark, known = suite.measured(), contenders()
     _check_known("kernel", kernels, benchmark.kernels)
     _check_known("contender", names, known)
     if device == "cuda":
         require_hopper()
-    path = gpu_record(root, benchmark.name, machine, device)
+    path = gpu_record(root, suite.name, machine, device)
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
     needed = [one.package for one in known.values() if one.package]
     packages = {**machine["packages"], **{name: package_version(name, m) for name, m in needed}}
@@ -124,7 +125,7 @@ def run_contest(
             if answered == wanted:
                 say(f"{key}: in the record")
                 continue
-            extents = benchmark.shape(kernel, size)
+            extents = benchmark.shape(kernel.spec, size)
             workload = make_workload(kernel, extents, benchmark.dtype, device)
             before = clock.gpu_state()
             chosen = [one for name, one in known.items() if name in wanted]
@@ -135,7 +136,7 @@ def run_contest(
                 "gpu": {"before": before, "after": clock.gpu_state()},
                 "seconds": round(time.monotonic() - started, 1),
             }  # fmt: skip
-            write_record(path, {"suite": benchmark.name, "date": today()}, cells)
+            write_record(path, {"suite": suite.name, "date": today()}, cells)
             ratios = cells[key]["of_gemm"]
             said = ", ".join(f"{n} {ratios[n]['ratio']:.3f}" for n in ratios if n != "gemm")
             say(f"{key}: of the GEMM's speed: {said} ({cells[key]['seconds']} s)")

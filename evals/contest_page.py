@@ -11,7 +11,7 @@ from typing import Any
 
 from coda_agent.evals import pages, svg
 from coda_agent.evals.contest import LIMIT, contenders
-from coda_agent.evals.workloads import Benchmark
+from coda_agent.evals.definitions import Suite
 from coda_agent.primitives.errors import CodaError
 
 Cell = dict[str, Any]
@@ -22,16 +22,17 @@ FEW_ROWS = 512
 _DRAWN = ("ours", "quack", "compile", "compile_max")
 
 
-def write_page(root: Path, benchmark: Benchmark) -> list[Path]:
+def write_page(root: Path, suite: Suite) -> list[Path]:
     """Write both files from the latest record in evals/results/; the record, the page, the chart.
 
     Raises:
         CodaError: no record.
     """
-    files = list((root / "evals" / "results").glob(f"{benchmark.name}-*.json"))
+    benchmark = suite.measured()
+    files = list((root / "evals" / "results").glob(f"{suite.name}-*.json"))
     if not files:
-        hint = f"`coda-agent bench --suite {benchmark.name}` on a Hopper GPU makes one"
-        raise CodaError(f"there is no record of suite {benchmark.name}", hint=hint)
+        hint = f"`coda-agent bench --suite {suite.name}` on a Hopper GPU makes one"
+        raise CodaError(f"there is no record of suite {suite.name}", hint=hint)
     records = [(json.loads(file.read_text("utf-8")), file) for file in files]
     record, file = max(records, key=lambda pair: pair[0]["date"])
     order = [*benchmark.kernels]
@@ -44,12 +45,12 @@ def write_page(root: Path, benchmark: Benchmark) -> list[Path]:
     streamed = any(_steady(c)["of_gemm"] for c in cells)
     notes = _notes(cells, shown)
     page = pages.write(
-        root / "docs" / f"{benchmark.name}-suite.md", "contest.md",
-        suite=benchmark, record=file.relative_to(root).as_posix(), limit=LIMIT,
+        root / "docs" / f"{suite.name}-suite.md", "contest.md",
+        suite=suite, benchmark=benchmark, record=file.relative_to(root).as_posix(), limit=LIMIT,
         rounds=max(c["rounds"] for c in cells),
         tables={size: _table(here, shown, notes, streamed) for size, here in by_size.items()},
         streamed=streamed, notes=notes, over_compile=_over_compile(by_size, streamed),
-        independent=_independent(root, benchmark), few_rows=FEW_ROWS,
+        independent=_independent(root, suite), few_rows=FEW_ROWS,
         machines=dict.fromkeys(pages.machine(c["machine"]) for c in cells),
         missing=[k for k in benchmark.kernels if k not in {c["kernel"] for c in cells}],
     )  # fmt: skip
@@ -139,10 +140,10 @@ def _mean(cells: Sequence[Cell], figure: str, name: str) -> str:
     return f"{geometric_mean(ratios):.3f}{of}" if ratios else "–"
 
 
-def _independent(root: Path, benchmark: Benchmark) -> dict[str, Any]:
+def _independent(root: Path, suite: Suite) -> dict[str, Any]:
     """What another clock measured, from evals/results/independent-<suite>.json; nothing where there
     is no such file."""
-    file = root / "evals" / "results" / f"independent-{benchmark.name}.json"
+    file = root / "evals" / "results" / f"independent-{suite.name}.json"
     if not file.is_file():
         return {}
     found = json.loads(file.read_text("utf-8"))

@@ -10,11 +10,12 @@ import re
 import tomllib
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PositiveFloat,
@@ -25,6 +26,8 @@ from pydantic import (
 
 from coda_agent.evals.records import Device, Level, suite_digest
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs.format import evaluate
 
 if TYPE_CHECKING:
     from coda_agent.agent.workspace import Workspace
@@ -36,6 +39,11 @@ _UNDECISIVE = {"title", "groups", "trials", "judge", "benchmark"}
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _tile(values: Any) -> Any:
+    """A configuration out of (tile_m, tile_n, cluster_m, cluster_n, ping-pong)."""
+    return TileConfig(*values) if isinstance(values, list) and len(values) == 5 else values
 
 
 class Shapes(_Model):
@@ -56,6 +64,33 @@ class TrialLimits(_Model):
     failures: PositiveInt | None = None
 
 
+class Extents(_Model):
+    """The dims of a kernel that are not S itself: expressions over S."""
+
+    dims: dict[str, int | str] = {}
+
+
+class Benchmark(_Model):
+    """What `coda-agent bench --suite` measures.
+
+    Attributes:
+        sizes: Values of S.
+        reduction_block: Columns, or rows, of the partials of kernels that return them raw.
+        tiles: Configurations that contenders with a choice of them are searched over.
+    """
+
+    dtype: str
+    sizes: tuple[PositiveInt, ...]
+    reduction_block: PositiveInt
+    kernels: dict[str, Extents]
+    tiles: tuple[Annotated[TileConfig, BeforeValidator(_tile)], ...]
+
+    def shape(self, spec: "Spec", size: int) -> dict[str, int]:
+        """The extents of a kernel's dims at S = `size`."""
+        dims = self.kernels[spec.name].dims
+        return {d: int(evaluate(dims.get(d, "S"), {"S": size})) for d in spec.dims}
+
+
 class Suite(_Model):
     """A suite.
 
@@ -71,7 +106,6 @@ class Suite(_Model):
         judge: "current": a trial is done once today's judge and spec have decided it; "any": once
             any did; a digest: only that judge may run it.
         budget: Of one trial.
-        benchmark: What `coda-agent bench --suite` measures.
     """
 
     name: str
@@ -84,7 +118,7 @@ class Suite(_Model):
     trials: PositiveInt = 1
     judge: str = Field(default="current", pattern=r"^(current|any|sha256:[0-9a-f]{64})$")
     budget: TrialLimits = TrialLimits()
-    benchmark: dict[str, Any] | None = None
+    benchmark: Benchmark | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -130,6 +164,16 @@ class Suite(_Model):
             message = f"suite {self.name} is for a GPU named {self.gpu or 'Hopper'}, here is {here}"
             raise MachineError(message, hint="--device cpu shows what can be shown without: proved")
         return "cuda"
+
+    def measured(self) -> Benchmark:
+        """
+        Raises:
+            CodaError: there is nothing to measure in it.
+        """
+        if self.benchmark is None:
+            hint = "bench --suite paper has"
+            raise CodaError(f"suite {self.name} has no [benchmark] table", hint=hint)
+        return self.benchmark
 
     def spec_names(self, workspace: "Workspace") -> list[str]:
         """Its specs, in order.

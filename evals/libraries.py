@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.evals.contenders import Absent, contender
-from coda_agent.evals.workloads import EPS, HEAD, Benchmark, Call, Outputs, Rotation, Workload
+from coda_agent.evals.definitions import Benchmark
+from coda_agent.evals.workloads import EPS, HEAD, Call, Outputs, Rotation, Workload
 
 if TYPE_CHECKING:
     import torch

@@ -1,15 +1,10 @@
-"""What is timed: a suite's benchmark, and each of its kernels at one size with inputs and truth."""
+"""What is timed: a kernel at one size, with inputs and truth."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from coda_agent.evals import definitions
-from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.tiles import TileConfig
-from coda_agent.specs.format import evaluate
 
 if TYPE_CHECKING:
     import torch
@@ -23,42 +18,6 @@ Rotation = Callable[[int], Outputs]
 """A call that takes the round's number and rotates over the workload's two sets of inputs."""
 
 HEAD, EPS = 128, 1e-6
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """The `[benchmark]` of a suite.
-
-    Attributes:
-        kernels: Kernel name to `dims` (expressions over S; S itself where none is given).
-        reduction_block: Columns, or rows, of the partials of kernels that return them raw.
-        tiles: Configurations that contenders with a choice of them are searched over.
-    """
-
-    name: str
-    title: str
-    dtype: str
-    sizes: list[int]
-    reduction_block: int
-    kernels: dict[str, dict[str, Any]]
-    tiles: list[TileConfig]
-
-    def shape(self, kernel: Kernel, size: int) -> dict[str, int]:
-        dims = self.kernels[kernel.spec.name].get("dims", {})
-        return {d: int(evaluate(dims.get(d, "S"), {"S": size})) for d in kernel.spec.dims}
-
-
-def load_benchmark(name: str) -> Benchmark:
-    """What a suite measures.
-
-    Raises:
-        CodaError: there is no such suite, or nothing to measure in it.
-    """
-    suite = definitions.load(name)
-    if suite.benchmark is None:
-        raise CodaError(f"suite {name} has no [benchmark] table", hint="bench --suite paper has")
-    data = {**suite.benchmark, "tiles": [TileConfig(*t) for t in suite.benchmark["tiles"]]}
-    return Benchmark(name=suite.name, title=suite.title, **data)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.workspace import find
-from coda_agent.evals import chain_error, contest, contest_page
+from coda_agent.evals import chain_error, contest, contest_page, definitions
 from coda_agent.evals.benchmarks import write_table
-from coda_agent.evals.workloads import load_benchmark
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.target import use_cache
 from coda_agent.primitives.tiles import TileConfig
@@ -71,7 +70,8 @@ def bench(
             chain_error.measure(root, machine=_machine(), device="cuda")
         return _written(chain_error.write_page(root))
     if suite is not None:
-        chosen = load_benchmark(suite)
+        chosen = definitions.load(suite)
+        chosen.measured()  # refused before anything is measured or read
         multiples = _numbers("--sizes", sizes or "", "multiples of 128, such as 2048,4096", of=128)
         if not table:
             use_cache()

@@ -9,7 +9,6 @@ import shutil
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +18,18 @@ import torch
 import torch.nn.functional as F
 
 from coda_agent.agent.judge.timing import Samples, speedup
-from coda_agent.evals import contenders, libraries
+from coda_agent.evals import contenders, definitions, libraries
 from coda_agent.evals.contenders import contender
 from coda_agent.evals.contest import run_contest
 from coda_agent.evals.contest_page import write_page
-from coda_agent.evals.workloads import EPS, Rotation, Workload, load_benchmark, make_workload
+from coda_agent.evals.workloads import EPS, Rotation, Workload, make_workload
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
 
 ROOT = Path(__file__).parents[2]
-PAPER = load_benchmark("paper")
-SMALL = replace(PAPER, sizes=[128, 256])
+PAPER = definitions.load("paper")
+MEASURED = PAPER.measured()
+SMALL = PAPER.model_copy(update={"benchmark": MEASURED.model_copy(update={"sizes": (128, 256)})})
 MACHINE = {"gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}, "packages": {"torch": "2.11"}}
 
 
@@ -232,7 +232,7 @@ def plain_torch(*, halves: bool) -> libraries.Library:
 
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize(
-    "name", [k for k in PAPER.kernels if (ROOT / "generated" / k).is_dir() and k[-3:] != "bwd"]
+    "name", [k for k in MEASURED.kernels if (ROOT / "generated" / k).is_dir() and k[-3:] != "bwd"]
 )
 def test_a_composition_computes_what_the_kernel_does(name: str, halves: bool) -> None:
     kernel = load_kernel(ROOT / "generated" / name)
@@ -246,7 +246,7 @@ def test_a_composition_computes_what_the_kernel_does(name: str, halves: bool) ->
 def test_a_fixed_block_measures_partials_and_checks_their_sum() -> None:
     kernel = load_kernel(ROOT / "generated" / "gemm_residual_partial_rmsnorm")
     workload = make_workload(kernel, {"M": 64, "N": 400, "K": 128}, "bfloat16", "cpu")
-    outputs = contenders.ours(workload, PAPER.tiles[0], raw=True)(0)
+    outputs = contenders.ours(workload, MEASURED.tiles[0], raw=True)(0)
     assert workload.error(outputs) < 4e-3
     assert workload.error({**outputs, "s": outputs["s"] * 1.1}) == pytest.approx(0.1, rel=0.01)
 
@@ -355,7 +355,7 @@ def test_what_the_independent_clock_saw_is_shown_as_measured(tmp_path: Path) -> 
     rows = [[c.strip() for c in line.strip("| ").split(" | ")] for line in text.splitlines()]
     heads = {row[0]: i for i, row in enumerate(rows) if row[1:2] == ["S"]}
     beside = [r for r in rows[heads["kernel"] + 2 :] if len(r) == 5]
-    assert [r[0] for r in beside] == [*PAPER.kernels, "**geometric mean**"] * 2
+    assert [r[0] for r in beside] == [*MEASURED.kernels, "**geometric mean**"] * 2
     for row in beside[:10] + beside[11:21]:
         known = next(
             r for r in measured["beside_paper"] if [r["kernel"], str(r["size"])] == row[:2]
@@ -411,7 +411,7 @@ def test_the_readme_gives_the_means_of_the_records() -> None:
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CodaError, match=r"no suite 'nope', expected one of .*paper"):
-        load_benchmark("nope")
+        definitions.load("nope")
     with pytest.raises(CodaError, match="no record of suite paper"):
         write_page(tmp_path, PAPER)
     clock = Clock({})

@@ -8,6 +8,7 @@ from coda_agent.agent import workspace
 from coda_agent.evals import definitions
 from coda_agent.evals.record_files import write_definition
 from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
+from coda_agent.specs import load_spec
 
 GOOD = 'title = "T"\nspecs = ["gemm_rope", "gemm_swiglu"]\ngoal = "proved"\n'
 
@@ -82,6 +83,25 @@ def test_the_digest_is_of_what_decides_a_trial(tmp_path: Path) -> None:
         assert definitions.load(written(tmp_path, other)).digest != digest
 
 
+MEASURED = """[benchmark]
+dtype = "bfloat16"
+sizes = [128]
+reduction_block = 128
+kernels = { gemm_rope = { dims = { N = "3 * S" } } }
+tiles = [[128, 128, 1, 1, true]]
+"""
+
+
+def test_a_benchmark_has_extents_and_tiles(tmp_path: Path) -> None:
+    suite = definitions.load(written(tmp_path, GOOD + MEASURED))
+    spec = load_spec(definitions.FOLDER.parents[1] / "specs" / "gemm_rope.md")
+    assert suite.measured().shape(spec, 256) == {"M": 256, "N": 768, "K": 256}
+    assert [tile.label for tile in suite.measured().tiles] == ["128x128 pp 1x1"]
+    assert suite.digest == definitions.load(written(tmp_path, GOOD)).digest
+    with pytest.raises(CodaError, match=r"suite mine has no \[benchmark\] table"):
+        definitions.load(written(tmp_path, GOOD)).measured()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -100,6 +120,8 @@ def test_the_digest_is_of_what_decides_a_trial(tmp_path: Path) -> None:
         (GOOD + "trials = 0\n", "trials: Input should be greater than 0"),
         (GOOD + 'judge = "latest"\n', "judge: String should match"),
         (GOOD + "specs = 3\n", "Cannot overwrite a value"),
+        (GOOD + MEASURED.replace("128]", "-1]"), r"benchmark.sizes.0: Input should be greater"),
+        (GOOD + MEASURED.replace("1, true]]", "1]]"), r"benchmark.tiles.0: Input should be"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_name_and_fault(
