@@ -22,7 +22,7 @@ from coda_agent.agent.log import EventLog, Recorder, read_events
 from coda_agent.agent.plain import plain
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
-from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.errors import SpecError, WorkspaceError
 
 if TYPE_CHECKING:
     from coda_agent.agent.authors import Author
@@ -316,12 +316,13 @@ def tune(
 
     Raises:
         MachineError: there is no Hopper GPU.
-        SpecError: the spec does not allow a shape.
+        SpecError: the spec, or a kernel of its types, does not allow a shape.
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
     from coda_agent.agent.execution import executor, usable_gpu
     from coda_agent.agent.judge import tune_candidate
     from coda_agent.specs import load_spec
+    from coda_agent.specs.faults import size_faults
 
     stored = workspace.kernel(kernel)
     publish.check_place(workspace, kernel)
@@ -335,6 +336,8 @@ def tune(
     sizes = tuple(dict(zip(spec.gemm_dims, shape, strict=True)) for shape in missing)
     for size in sizes:
         spec.check_sizes(size)
+        for fault in size_faults(spec, size):
+            raise SpecError(f"{spec.name}: {fault}")
     wanted = spec.model_copy(update={"bench_shapes": sizes})
     run = workspace.new_run("tune", kernel)
     with _short(run, observer, "tune", kernel) as tell:

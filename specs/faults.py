@@ -8,7 +8,7 @@ import itertools
 import keyword
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from coda_agent.primitives.kinds import GEMM_DTYPES
 from coda_agent.specs.format import DTYPES, Output, Spec, evaluate, parts
@@ -49,7 +49,8 @@ def faults(spec: Spec) -> Iterator[str]:
     yield from _kernel_faults(spec)
     for sizes in (*spec.check_shapes, *spec.bench_shapes):
         spec.check_sizes(sizes)
-        yield from _size_faults(spec, sizes)
+        for fault in size_faults(spec, sizes):
+            yield f"{fault}; declare that dim as such a multiple_of"
         for name, tensor in spec.inputs.items():
             kind, args = tensor.draw.kind, [evaluate(arg, sizes) for arg in tensor.draw.args]
             if kind == "normal" and args[0] <= 0:
@@ -119,13 +120,13 @@ def _output_faults(spec: Spec, o: str, dtype: str, binding: dict[str, str]) -> I
         yield f"{o}: reductions are stored in float32, not {dtype}; declare and return float32"
 
 
-def _size_faults(spec: Spec, sizes: dict[str, int]) -> Iterator[str]:
+def size_faults(spec: Spec, sizes: Mapping[str, int]) -> Iterator[str]:
     """Sizes that the spec allows and a kernel of it refuses."""
     for dim, step in zip(spec.gemm_dims[1:], spec.steps(), strict=True):
         if sizes[dim] % step:
             yield (
                 f"{dim}={sizes[dim]}: a kernel of these types takes multiples of {step}, since TMA "
-                f"moves rows in units of 16 bytes; declare {dim}: {{multiple_of: {step}}}"
+                "moves rows in units of 16 bytes"
             )
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from coda_agent import specs
-from coda_agent.agent import pipeline, publish
+from coda_agent.agent import execution, pipeline, publish
 from coda_agent.agent import workspace as workspaces
 from coda_agent.agent.accept import accept, raise_or_revoke, store_tuned
 from coda_agent.agent.cli.report import told
 from coda_agent.agent.judge import provenance, rules
+from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
     Finding,
     GateResult,
@@ -27,7 +28,7 @@ from coda_agent.agent.judge.records import (
 )
 from coda_agent.agent.publish import FILES, check_place, remark
 from coda_agent.agent.workspace import GitError, Workspace
-from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.errors import SpecError, WorkspaceError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 SPEC: Any = SimpleNamespace(name="gemm_x", summary="D = A B", text="# spec\nå\n")
@@ -459,6 +460,18 @@ def test_nothing_is_judged_for_a_place_that_is_not_fit(
     )
     with pipeline.opened(where, spec, "a", lambda *_: None, commit=False):
         pass  # nothing is to be committed
+
+
+def test_tuning_refuses_a_shape_that_the_function_refuses(
+    where: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = workspaces.packaged_specs()["gemm_rmsnorm"].read_text("utf-8")
+    text = text.replace("{multiple_of: 16}", "{multiple_of: 4}")
+    spec: Any = SimpleNamespace(name="gemm_rmsnorm", summary="D", text=text)
+    accept(where, spec, "x = 1\n", verdict(), author="composer", run_id="r")
+    monkeypatch.setattr(execution, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
+    with pytest.raises(SpecError, match="N=20: a kernel of these types takes multiples of 8"):
+        pipeline.tune(where, "gemm_rmsnorm", [(64, 20, 64)], lambda *_: None)
 
 
 def test_a_remark_is_said_on_a_line_of_its_own() -> None:
