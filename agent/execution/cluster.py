@@ -18,14 +18,20 @@ import logging
 import platform
 import queue
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from coda_agent.agent.execution.answers import Refused
 from coda_agent.agent.execution.local import Local
-from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, read_job
+from coda_agent.agent.judge.job import (
+    BuiltObject,
+    CompileJob,
+    Job,
+    PrepareJob,
+    read_job,
+)
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT
@@ -33,9 +39,7 @@ from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.target import cache_directory
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.records import Finding
     from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 CONNECT_S = 10
 _SAME = "install the same coda-agent, and the same packages, on every machine"
@@ -128,6 +132,8 @@ class Cluster:
         return [_compile_error(f) if isinstance(f, Refused) else f for f in found]
 
     def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
+        if job.kind == "sanitize":
+            return self._local.grade(job, progress)
         resource, objects = ("CPU", []) if job.device == "cpu" else ("GPU", self._built)
         topic, told = f"{job.kind}-{uuid.uuid4().hex}", queue.SimpleQueue[tuple[Any, ...]]()
         self._client.subscribe_topic(topic, lambda event: told.put(event[1]))
@@ -143,16 +149,6 @@ class Cluster:
             return job.answer.model_validate(outcome)
         finally:
             self._client.unsubscribe_topic(topic)
-
-    def sanitize(
-        self,
-        tool: str,
-        spec: Spec,
-        programs: Mapping[str, Program],
-        element: str,
-        progress: Progress,
-    ) -> list[Finding]:
-        return self._local.sanitize(tool, spec, programs, element, progress)
 
     def close(self) -> None:
         """Leave the cluster, which forgets this client's jobs."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
 from coda_agent.agent.execution.pool import CompilePool
-from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
+from coda_agent.agent.execution.sanitize import sanitize
+from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, SanitizeJob
 from coda_agent.agent.judge.machine import Gpu, demanded
-from coda_agent.agent.judge.records import Finding, Outcome, Progress, ReportT
+from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.sandbox import choose
 from coda_agent.primitives.errors import CompileError
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 HOPPER = "9.0"
 
@@ -92,6 +92,8 @@ class Local:
         if job.device == "cpu":
             with one_thread():
                 return job.run(progress)
+        if isinstance(job, SanitizeJob):
+            return sanitize(demanded(self.gpu()), job, progress)
         if self._ahead:
             self._ahead.join()
         with exclusive(self._gpus(), progress) as gpu:
@@ -102,18 +104,6 @@ class Local:
         from coda_agent.agent.execution.environment import environment
 
         return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
-
-    def sanitize(
-        self,
-        tool: str,
-        spec: Spec,
-        programs: Mapping[str, Program],
-        element: str,
-        progress: Progress,
-    ) -> list[Finding]:
-        from coda_agent.agent.execution.sanitize import sanitize
-
-        return sanitize(demanded(self.gpu()), tool, spec, programs, element, progress)
 
 
 def _prepare(device: Device, job: PrepareJob) -> None:

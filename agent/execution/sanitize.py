@@ -11,22 +11,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent.execution.answers import Ok, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.execution.device import environment, exclusive
-from coda_agent.agent.judge.job import NumericsJob
+from coda_agent.agent.judge.job import NumericsJob, SanitizeJob
 from coda_agent.agent.judge.machine import DEVICE_CHILD, Gpu
-from coda_agent.agent.judge.records import SANITIZERS, Finding, Progress
+from coda_agent.agent.judge.records import SANITIZERS, Finding, Outcome, Progress
 from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 LIMIT_S = 1800.0
 MAX_FINDINGS = 8
@@ -59,23 +53,17 @@ def _sanitizer() -> str:
 
 
 def sanitize(
-    gpu: Gpu,
-    tool: str,
-    spec: Spec,
-    programs: Mapping[str, Program],
-    element: str,
-    progress: Progress,
-    module: str = DEVICE_CHILD,
-) -> list[Finding]:
-    """What one tool says about every program, in one element type.
+    gpu: Gpu, job: SanitizeJob, progress: Progress, module: str = DEVICE_CHILD
+) -> Outcome[Any]:
+    """What a tool says about the programs of a job, at the spec's smallest check shape.
 
     Raises:
         MachineError: compute-sanitizer is missing, or left no complete report.
     """
-    smallest = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
-    spec = spec.model_copy(update={"check_shapes": (smallest,)})
-    tiles = {(name, element): (DEFAULT_CONFIGS["sm_90a"],) for name in programs}
-    job, wrong = NumericsJob(spec=spec, programs={**programs}, tiles=tiles), list[Finding]()
+    smallest = min(job.spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
+    spec = job.spec.model_copy(update={"check_shapes": (smallest,)})
+    work = NumericsJob(spec=spec, programs=job.programs, tiles=job.tiles)
+    tool, wrong = job.tool, tuple[Finding, ...]()
     # Without PyTorch's cache every tensor is an allocation of its own, whose end is watched.
     variables = {**environment(gpu), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with tempfile.TemporaryDirectory() as folder, exclusive([gpu], progress):
@@ -85,9 +73,9 @@ def sanitize(
         progress(0, 0, f"{tool}, at {'x'.join(map(str, smallest.values()))}")
         how = "it did not end"
         try:
-            answer = read_answer(child.call(job.model_dump(mode="json"), timeout_s=LIMIT_S))
+            answer = read_answer(child.call(work.model_dump(mode="json"), timeout_s=LIMIT_S))
             if isinstance(answer, Ok):
-                wrong = [*job.answer.model_validate(answer.result).findings]
+                wrong = work.answer.model_validate(answer.result).findings
             child.call({"kind": "end"}, timeout_s=LIMIT_S)  # the report is written at the end
         except ChildError as error:
             how = error.detail
@@ -97,7 +85,7 @@ def sanitize(
     found = parse(tool, report)
     if not found and not _SUMMARY.search(report):
         raise MachineError(f"compute-sanitizer --tool {tool} left no report: {how}")
-    return [*found, *wrong]
+    return Outcome(findings=(*found, *wrong))
 
 
 def parse(tool: str, report: str) -> list[Finding]:

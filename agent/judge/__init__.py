@@ -16,6 +16,7 @@ from coda_agent.agent.judge.job import (
     NumericsJob,
     PerformanceJob,
     PrepareJob,
+    SanitizeJob,
     TuneJob,
 )
 from coda_agent.agent.judge.records import (
@@ -30,6 +31,7 @@ from coda_agent.agent.judge.records import (
     Observer,
     Outcome,
     Progress,
+    Tool,
     Tuned,
     Verdict,
 )
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "GateResult", "Level", "Observer", "Verdict", "judge_candidate"]
 
 NO_GPU = "needs a Hopper GPU"
+_DEFAULT = DEFAULT_CONFIGS["sm_90a"]
 # What the interpreter reduces in: a block that divides the common shapes, and one that leaves a
 # ragged block.
 _INTERPRETED = (TileConfig(128, 128, 2, 1, True), TileConfig(128, 192, 2, 1, True))
@@ -285,11 +288,10 @@ class _Walk:
 
     def _call(self, result: GateResult) -> None:
         """Call the function that a user would import, after all else that the gate found right."""
-        default = DEFAULT_CONFIGS["sm_90a"]
-        if result.findings or (self.tiles is not None and default not in self.tiles):
+        if result.findings or (self.tiles is not None and _DEFAULT not in self.tiles):
             return
         # Where no tile was measured, the default one is dispatched.
-        tiles = {key: (*dict.fromkeys([*kept, default]),) for key, kept in self.admitted.items()}
+        tiles = {key: (*dict.fromkeys([*kept, _DEFAULT]),) for key, kept in self.admitted.items()}
         refused = {tile.tile for r in (*self.results, result) for tile in r.refused_tiles}
         job = CallJob(
             spec=self.spec, programs=self.programs, tiles=tiles,
@@ -298,13 +300,13 @@ class _Walk:
         )  # fmt: skip
         self._graded(job, result)
 
-    def _sanitized(self, result: GateResult, tool: str) -> None:
+    def _sanitized(self, result: GateResult, tool: Tool) -> None:
         if self.gpu is None:
             result.skipped = NO_GPU
             return
-        result.findings = self.executor.sanitize(
-            tool, self.spec, self.programs, self.types[0], self._progress(tool)
-        )
+        tiles = {(name, self.types[0]): (_DEFAULT,) for name in self._variants()}
+        job = SanitizeJob(spec=self.spec, programs=self.programs, tiles=tiles, tool=tool)
+        self._graded(job, result)
 
     def _verdict(self) -> Verdict:
         from coda_agent.agent.judge import compile_gate

@@ -2,8 +2,7 @@
 
 - Two bounds are multiples of the error PyTorch's own path makes: in norm, and in the worst tile.
 - The third is of every element: what one rounding at the store allows, and what the arithmetic
-  before it may add, which `oracle.py` finds by disturbing the reference. One wrong element among
-  millions exceeds it.
+  before it may add, which `disturbance.py` finds. One wrong element among millions exceeds it.
 """
 
 from __future__ import annotations

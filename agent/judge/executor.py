@@ -6,17 +6,16 @@ with the command that was started; so do keys and logs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
 from coda_agent.agent.judge.machine import Gpu, demanded
-from coda_agent.agent.judge.records import Finding, Outcome, Progress, ReportT
+from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
 
 
 class Executor(Protocol):
@@ -46,26 +45,15 @@ class Executor(Protocol):
         ...
 
     def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
-        """What a gate's job found, on a GPU or, where the job says so, on a CPU."""
+        """What a gate's job found, on a GPU or, where the job says so, on a CPU.
+
+        Raises:
+            MachineError: there is no usable GPU, or a tool is missing or left no complete report.
+        """
         ...
 
     def environment(self, device: str) -> dict[str, Any]:
         """The machine that the last gate ran on, as evidence names it."""
-        ...
-
-    def sanitize(
-        self,
-        tool: str,
-        spec: Spec,
-        programs: Mapping[str, Program],
-        element: str,
-        progress: Progress,
-    ) -> list[Finding]:
-        """What one tool of compute-sanitizer says about every program, in one element type.
-
-        Raises:
-            MachineError: the tool is missing, or left no complete report.
-        """
         ...
 
 

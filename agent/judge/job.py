@@ -17,6 +17,7 @@ from coda_agent.agent.judge.records import (
     ReportT,
     Resources,
     Tiles,
+    Tool,
     Tuned,
 )
 from coda_agent.primitives.program import Program
@@ -196,6 +197,16 @@ class CallJob(Job[NumericsReport]):
         stored = {"tuned": self.model_dump()["tuned"], "refused": self.refused}
         found = check_imported(self.spec, self.programs, types, device=self.device, **stored)
         return Outcome(findings=tuple(found))
+
+
+class SanitizeJob(Job[NumericsReport]):
+    """A tool of compute-sanitizer on the programs' numerics, in the default tile.
+
+    Not for a device child: `agent/execution/sanitize.py` runs a child of its own under the tool.
+    """
+
+    kind: Literal["sanitize"] = "sanitize"
+    tool: Tool
 
 
 GateJob = NumericsJob | PrepareJob | PerformanceJob | TuneJob | CallJob

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import SAFETY, largest_change
 from coda_agent.agent.judge.diagnosis import HINT, Diagnosis, diagnosed
-from coda_agent.agent.judge.oracle import base_shape, disturbed
+from coda_agent.agent.judge.disturbance import disturbed
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import interpreted, one_thread
+from coda_agent.agent.judge.structures import base_shape
 from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 _RELATIVE = 1e-9
 # An element below this is 0 in every type.
 _LEAST = 1e-290
-# The units of `oracle.disturbed` are float32's; float64's are this much smaller, with 3 bits to
-# spare for sums in another order.
+# `disturbed` moves results by errors of float32. Those of float64 are this much smaller, with
+# 3 bits to spare for sums in another order.
 _FINER = 2.0**-26
 _INPUT = 2.0**-50
 _PROBES = 4

@@ -1,21 +1,17 @@
 """The cases a program is judged on: inputs, their truth, and what an output may err.
 
-- A spec's own draws at its check shapes, and structures: small integers, whose results have no
-  rounding to hide behind; operands in which a misplaced or forgotten element stands alone; extreme
-  scales; NaN and Inf; layouts a caller may pass.
+- The inputs are the spec's own draws at its check shapes, and what `structures.py` makes of them.
 - Bounds come from the reference alone, never from the candidate: the error of PyTorch's own path,
-  and what disturbing the reference's arithmetic does to each element.
+  and what disturbing the reference's arithmetic does to each element (`disturbance.py`).
 - Every draw follows from one seed.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import (
@@ -27,65 +23,21 @@ from coda_agent.agent.judge.compare import (
     store_rounding,
     unit_of,
 )
+from coda_agent.agent.judge.disturbance import approximations_shaken, disturbed
+from coda_agent.agent.judge.structures import Structure, structures
 from coda_agent.primitives.errors import SpecError
-from coda_agent.primitives.operation import OPS
 
 if TYPE_CHECKING:
     import torch
 
     from coda_agent.specs import Spec
 
-    Inputs = dict[str, Any]
-    Change = Callable[[Inputs, Spec, torch.Generator, float], Inputs]
 
-# Disturbances of the reference's arithmetic, relative to a result: one fp32 operation, one product
-# of a GEMM in 16 or in 8 bits (whose tensor cores keep about 14 bits of a sum), and one of a GPU's
-# approximations. `allowance` multiplies them by 16.
-_OPERATION, _PRODUCT, _PRODUCT_8, _APPROXIMATION = 2.0**-24, 2.0**-25, 2.0**-16, 2.0**-22
-# MUFU.TANH, and what may be composed of it, errs by up to 2^-11 of its range, not of its result.
-_RANGE = 2.0**-15
-# What the error of torch's functions scales with that are no operation of the vocabulary.
-_COMPOSED = {"softmax": "range", "silu": "argument", "mish": "argument"} | dict.fromkeys(
-    (
-        "exp2", "expm1", "log2", "log1p", "logsumexp", "reciprocal", "pow", "__pow__", "__rpow__",
-        "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
-    ),
-    "result",
-)  # fmt: skip
 # What folding partials may err of a result that has no other rounding.
 _FOLD = 2.0**-20
-_POOL = 1 << 16
-# With one, in 11 of 3000 draws of log(1 + |z|) with z up to 500 an element near 0, whose neighbours
-# are not, was hardly disturbed, and then refused; with four in none.
+# Disturbed runs of the reference. One run may happen to move an element hardly at all, and then a
+# right result is refused there: 11 of 3000 draws of log(1 + |z|) were. With four runs none was.
 _PROBES = 4
-
-
-@dataclass(frozen=True)
-class Structure:
-    """How a case departs from the spec's own draws.
-
-    Attributes:
-        label: What the case shows.
-        change: Changed inputs, from (all inputs, spec, generator, factor).
-        sizes: Dims.
-        factors: Magnitudes to try in this order, until all outputs are in the range of their type.
-        everywhere: Whether every tile is checked, or the default one alone.
-        exact: Whether outputs without rounding must match bit for bit, vectors to 2⁻²⁰.
-        planted: Whether results are NaN or infinite somewhere.
-        layout: "" contiguous; "padded" with a stride and an offset; "transposed": padded, and B
-            with N as its unit stride.
-        alias: Two inputs that are one tensor.
-    """
-
-    label: str
-    change: Change
-    sizes: Mapping[str, int]
-    factors: tuple[float, ...] = (1.0,)
-    everywhere: bool = False
-    exact: bool = False
-    planted: bool = False
-    layout: str = ""
-    alias: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -265,7 +217,10 @@ def _stored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _representable(
-    spec: Spec, inputs: Inputs, binding: Mapping[str, str], truth: Mapping[str, torch.Tensor]
+    spec: Spec,
+    inputs: Mapping[str, Any],
+    binding: Mapping[str, str],
+    truth: Mapping[str, torch.Tensor],
 ) -> list[str]:
     """Outputs that fp32 arithmetic gives without rounding: the truth is a float32 everywhere,
     PyTorch in float32 finds exactly it, and no function that a GPU approximates enters."""
@@ -274,242 +229,9 @@ def _representable(
     from coda_agent.specs import run_reference
 
     single = run_reference(spec, inputs, binding=binding, exact=True, wide=torch.float32)
-    shaken = run_reference(spec, inputs, binding=binding, exact=True, touch=_approximate)
+    shaken = run_reference(spec, inputs, binding=binding, exact=True, touch=approximations_shaken)
     return [
         o
         for o, t in truth.items()
         if bool(((t.float() == t) & (single[o] == t) & (shaken[o] == t)).all())
     ]
-
-
-@lru_cache(maxsize=1)
-def errors() -> dict[str, str]:
-    """`Op.error` by the name of a function of torch."""
-    return _COMPOSED | {x: op.error for op in OPS.values() for x in (op.name, *op.aten)}
-
-
-def _approximate(function: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Disturbs what a GPU approximates, and nothing else."""
-    approximated = errors().get(getattr(function, "__name__", ""))
-    return result * 1.001 + 0.001 if approximated else result
-
-
-def disturbed(
-    spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, *, finer: float = 1.0,
-    sign: float = 1.0,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The exact reference with every operation's result off by its error in fp32, at random, or by
-    `finer` times as much; what an approximation errs of its range, with this sign.
-
-    The GEMM's part is put on the elements of A, where it reaches the sum as ‖a‖ ‖b‖ / √K each.
-    """
-    import torch
-
-    from coda_agent.specs import run_reference
-
-    chance = random.Random(seed)
-    a = inputs[spec.gemm[0]]
-    pool = torch.empty(_POOL, dtype=torch.float64, device=a.device)
-    pool.uniform_(-1.0, 1.0, generator=torch.Generator(a.device).manual_seed(seed))
-    pool += pool.sign() / 2  # never near 0
-
-    def noise(like: torch.Tensor) -> torch.Tensor:
-        count = like.numel()
-        long = pool if count <= _POOL else pool.repeat(-(-count // _POOL) + 1)
-        start = chance.randrange(min(_POOL, len(long) - count + 1))
-        return long[start : start + count].view(like.shape)
-
-    def touch(function: Any, args: tuple[Any, ...], result: Any) -> Any:
-        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
-            return result
-        storages = [x.untyped_storage().data_ptr() for x in args[:1] if isinstance(x, torch.Tensor)]
-        if result.untyped_storage().data_ptr() in storages:
-            return result  # a view
-        error = errors().get(getattr(function, "__name__", ""))
-        unit = _APPROXIMATION if error == "result" else _OPERATION
-        off = result * (finer * unit * noise(result))
-        if error in ("range", "argument"):
-            # The same for all: an approximation errs alike for like arguments.
-            weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
-            off += weight if error == "range" else weight * args[0].abs()
-        return result + off
-
-    product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
-    wide = a.double()
-    noisy = wide + wide * (finer * product * math.sqrt(a.shape[1]) * noise(wide))
-    return run_reference(
-        spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=touch
-    )
-
-
-def _size(sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.values())
-
-
-def base_shape(spec: Spec) -> Mapping[str, int]:
-    """The smallest check shape with more than a row and a few columns, or else the largest."""
-    m, n, _ = spec.gemm_dims
-    shapes = sorted(spec.check_shapes, key=_size)
-    return next((s for s in shapes if s[m] > 1 and s[n] > 16), shapes[-1])
-
-
-def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Structure]:
-    """What is checked beside the spec's own draws, for one element type.
-
-    Shapes are the spec's own, but for the number of rows where M stands alone.
-    """
-    m, n, _ = spec.gemm_dims
-    base = base_shape(spec)
-    free = len(spec.dims) == 3
-    step = spec.dims[m].multiple_of
-    ragged = {**base, m: -(-129 // step) * step} if free else base
-    shapes = sorted(spec.check_shapes, key=_size, reverse=True)
-    even = next((s for s in shapes if s[n].bit_count() == 1 and s[m] > 1), base)
-    wide = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, element)) != "float8_e4m3fn"
-    fine, large, small = (8.0, 1e4, 1e-4) if wide else (2.0, 32.0, 2.0**-5)
-    found = [
-        Structure("integers", _integers, ragged, (fine,), everywhere=True, exact=True),
-        Structure("coarse integers", _integers, even, (1.0,), everywhere=True, exact=True),
-        Structure("NaN in A", _plant, base, (math.nan,), everywhere=True, planted=True),
-        Structure("one huge value", _plant, base, (large, 64.0, 16.0)),
-        Structure(f"A times {large:g} or less", _scaled, base, (large, large / 32, 4.0)),
-        Structure(f"A times {small:g}", _scaled, base, (small,)),
-    ]
-    if wide:
-        found.append(Structure("Inf in A", _plant, base, (math.inf,), True, planted=True))
-    if element != next(iter(spec.types.values()), (element,))[0]:
-        return found
-    # What does not depend on the element type.
-    found += [
-        Structure("one-hot rows of A", _one_hot, base),
-        Structure("B a permutation", _permutation, base),
-        Structure("equal rows of A", _equal_rows, base),
-        Structure("alternating signs", _alternating, base),
-        Structure("rows of zeros", _zero_rows, base),
-    ]
-    if any(_plain(spec, name) for name in spec.inputs if name not in spec.gemm):
-        found.append(Structure("NaN in the operands", _plant_operands, base, planted=True))
-    # A transposed operand is compiled for on a GPU, so only once.
-    layout = "transposed" if wide and binding == spec.bindings()[0] else "padded"
-    found.append(Structure(f"{layout} operands", _as_drawn, base, layout=layout))
-    a, b = spec.gemm
-    alike = [(base, pair) for pair in _twins(spec, binding)]
-    if free and base[n] % step == 0:
-        alike.append(({**base, m: base[n]}, (a, b)))
-    for sizes, (one, other) in alike:
-        change = partial(_copied, one=one, other=other)
-        label = f"{one} and {other} are one tensor"
-        found.append(Structure(label, change, sizes, alias=(one, other)))
-    return found
-
-
-def _plain(spec: Spec, name: str) -> bool:
-    """Whether an input is a tensor of floating numbers."""
-    shapes = spec.inputs[name].shape.cases.values()
-    return () not in shapes and not spec.inputs[name].dtype.startswith("int")
-
-
-def _twins(spec: Spec, binding: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Inputs of one shape and type that are only read, two and two."""
-    seen: dict[Any, str] = {}
-    for name, tensor in spec.inputs.items():
-        shape = spec.symbolic_shape(name, binding)
-        if not shape or name in spec.updated(binding).values():
-            continue
-        if (face := (shape, tensor.dtype, tensor.draw.kind == "integers")) in seen:
-            yield seen.pop(face), name
-        else:
-            seen[face] = name
-
-
-def _as_drawn(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    return {}
-
-
-def _copied(inputs: Inputs, *_: Any, one: str, other: str) -> Inputs:
-    return {other: inputs[one].clone()}
-
-
-def _integers(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    """Every input on a grid of a power of two: `factor` steps to the largest one below its root
-    mean square for A and B, 2 for the rest."""
-    import torch
-
-    changed: Inputs = {}
-    for name, value in inputs.items():
-        wide = torch.as_tensor(value).double()
-        if wide.any() and spec.inputs[name].draw.kind != "integers":
-            top = 2.0 ** math.floor(math.log2(float(wide.square().mean().sqrt())))
-            unit = top / (factor if name in spec.gemm else 2.0)
-            grid = (wide / unit).round() * unit
-            changed[name] = grid.to(value.dtype) if wide.ndim else float(grid)
-    return changed
-
-
-def _pick(extent: int, generator: torch.Generator, count: int = 1) -> torch.Tensor:
-    import torch
-
-    return torch.randperm(extent, generator=generator, device=generator.device)[:count]
-
-
-def _with(x: torch.Tensor, rows: torch.Tensor, columns: Any, value: float) -> torch.Tensor:
-    changed = x.double()  # a copy, since no input is; 8-bit floats have no indexed assignment
-    changed[rows, columns] = value
-    return changed.to(x.dtype)
-
-
-def _plant(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    a = inputs[name := spec.gemm[0]]
-    rows, columns = (_pick(extent, generator) for extent in a.shape)
-    return {name: _with(a, rows, columns, factor)}
-
-
-def _plant_operands(
-    inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float
-) -> Inputs:
-    """A NaN in every floating tensor beside A and B."""
-    changed: Inputs = {}
-    for name, value in inputs.items():
-        if name not in spec.gemm and _plain(spec, name):
-            flat = value.reshape(1, -1)
-            at = _pick(flat.shape[1], generator)
-            changed[name] = _with(flat, at * 0, at, math.nan).reshape(value.shape)
-    return changed
-
-
-def _one_hot(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    return {name: _selecting(inputs[name], generator) for name in spec.gemm[:1]}
-
-
-def _permutation(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    return {name: _selecting(inputs[name], generator) for name in spec.gemm[1:]}
-
-
-def _selecting(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Rows with a single 1, each column's turn before any comes twice."""
-    import torch
-
-    rows, k = x.shape
-    columns = torch.cat([_pick(k, generator, k) for _ in range(-(-rows // k))])[:rows]
-    return _with(torch.zeros_like(x), torch.arange(rows, device=x.device), columns, 1.0)
-
-
-def _equal_rows(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    a = inputs[name := spec.gemm[0]]
-    return {name: a[:1].expand(a.shape).contiguous()}
-
-
-def _alternating(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    a, b = (inputs[name].float().abs() for name in spec.gemm)
-    a[:, 1::2] *= -1
-    return {name: x.to(inputs[name].dtype) for name, x in zip(spec.gemm, (a, b), strict=True)}
-
-
-def _zero_rows(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    a = inputs[name := spec.gemm[0]]
-    return {name: _with(a, _pick(a.shape[0], generator, a.shape[0] // 2), slice(None), 0.0)}
-
-
-def _scaled(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    a = inputs[name := spec.gemm[0]]
-    return {name: (a.float() * factor).to(a.dtype)}

@@ -21,7 +21,8 @@ from pydantic import (
 from coda_agent.primitives.tiles import TileConfig
 
 GATES = ("static", "compile", "numerics", "performance")
-SANITIZERS = ("memcheck", "racecheck", "initcheck")
+Tool = Literal["memcheck", "racecheck", "initcheck"]
+SANITIZERS: tuple[Tool, ...] = ("memcheck", "racecheck", "initcheck")
 """Gates beside the usual ones: tools of compute-sanitizer."""
 Level = Literal["proved", "verified", "accepted"]
 LEVELS: tuple[Level, ...] = ("proved", "verified", "accepted")

@@ -69,7 +69,9 @@ RULES = {
     "static": Rule(_in("agent/judge", "static"), ("walk", "language")),
     "compile": Rule(_in("agent/judge", "compile_gate instructions"), _COMPILED),
     "numerics": Rule(
-        _in("agent/judge", "compare imported meaning numerics oracle runners")
+        _in(
+            "agent/judge", "compare disturbance imported meaning numerics oracle runners structures"
+        )
         + _in("generated", "__init__ kernel ops"),
         _COMPILED,
     ),

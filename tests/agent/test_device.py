@@ -17,7 +17,7 @@ import pytest
 from coda_agent.agent.execution import device, faulted_tiles, sanitize
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
 from coda_agent.agent.execution.device_worker import Watch, named
-from coda_agent.agent.judge.job import read_job
+from coda_agent.agent.judge.job import SanitizeJob, read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
@@ -447,12 +447,12 @@ def test_the_sanitizer_wraps_the_child_and_an_absent_one_is_said(
     folder: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> list[str]:
-        say = lambda *_: None
-        programs: dict[str, Program] = {"gemm_swiglu": gemm_swiglu}
-        found = sanitize.sanitize(
-            GPU, "memcheck", spec, programs, "bfloat16", say, "scripted_device"
+        tiles = {("gemm_swiglu", "bfloat16"): (TILES[0],)}
+        job = SanitizeJob(
+            spec=spec, programs={"gemm_swiglu": gemm_swiglu}, tiles=tiles, tool="memcheck"
         )
-        return [f.message for f in found]
+        found = sanitize.sanitize(GPU, job, lambda *_: None, "scripted_device")
+        return [f.message for f in found.findings]
 
     with pytest.raises(CodaError, match="no sanitizer tool 'leakcheck'"):
         sanitize.tools("memcheck,leakcheck")

@@ -8,7 +8,7 @@ import torch
 
 import coda_agent.primitives as vocabulary
 from coda_agent.agent.authors.composer import Composer
-from coda_agent.agent.judge import oracle
+from coda_agent.agent.judge import disturbance
 from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import Program, RowSum, Tile, derivative, epilogue
 from coda_agent.primitives.derivatives import chained
@@ -68,10 +68,10 @@ def atan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(vocabulary, "atan", atan, raising=False)
     monkeypatch.setattr(vocabulary, "__all__", [*vocabulary.__all__, "atan"])
-    oracle.errors.cache_clear()
+    disturbance.errors.cache_clear()
     yield atan
     del OPS["atan"]
-    oracle.errors.cache_clear()
+    disturbance.errors.cache_clear()
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_it_is_composed_from_its_aten_name() -> None:
 
 
 def test_the_judge_knows_how_it_errs() -> None:
-    assert oracle.errors()["atan"] == "range"
+    assert disturbance.errors()["atan"] == "range"
 
 
 def test_it_is_lowered(program: Program) -> None:

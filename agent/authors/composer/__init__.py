@@ -92,7 +92,7 @@ def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None
         ProgramError: An output differs; names it.
     """
     from coda_agent.agent.judge.meaning import replayed
-    from coda_agent.agent.judge.oracle import base_shape
+    from coda_agent.agent.judge.structures import base_shape
     from coda_agent.specs import draw_inputs, run_reference
 
     sizes = base_shape(spec)

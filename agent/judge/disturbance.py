@@ -1,0 +1,111 @@
+"""What the errors of a GPU's arithmetic do to a reference: each operation of it is disturbed.
+
+The reference runs in float64, and each result is moved by what the same operation may err on a GPU.
+How far an output then moves says how much a right kernel may differ there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.operation import OPS
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+# What one operation may err, as a share of its result. `compare.allowance` takes 16 times as much.
+_OPERATION = 2.0**-24  # in float32
+_APPROXIMATION = 2.0**-22  # by an approximation of the special-function unit
+_PRODUCT = 2.0**-25  # one product of a GEMM whose operands have 16 bits
+_PRODUCT_8 = 2.0**-16  # of 8 bits: their tensor cores keep about 14 bits of a sum
+# MUFU.TANH errs by up to 2^-11 of its range, not of its result; so does what is composed of it.
+_RANGE = 2.0**-15
+# What the error of torch's functions scales with that are no operation of the vocabulary.
+_COMPOSED = {"softmax": "range", "silu": "argument", "mish": "argument"} | dict.fromkeys(
+    (
+        "exp2", "expm1", "log2", "log1p", "logsumexp", "reciprocal", "pow", "__pow__", "__rpow__",
+        "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
+    ),
+    "result",
+)  # fmt: skip
+# Random numbers that noise is cut out of: drawing as many as a tensor has elements takes longer.
+_POOL = 1 << 16
+
+
+@lru_cache(maxsize=1)
+def errors() -> dict[str, str]:
+    """`Op.error` by the name of a function of torch."""
+    return _COMPOSED | {x: op.error for op in OPS.values() for x in (op.name, *op.aten)}
+
+
+def approximations_shaken(function: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """`run_reference`'s `touch` that moves what a GPU approximates, visibly, and nothing else."""
+    approximated = errors().get(getattr(function, "__name__", ""))
+    return result * 1.001 + 0.001 if approximated else result
+
+
+def disturbed(
+    spec: Spec,
+    inputs: Mapping[str, Any],
+    binding: Mapping[str, str],
+    seed: int,
+    *,
+    finer: float = 1.0,
+    sign: float = 1.0,
+) -> dict[str, torch.Tensor]:
+    """The exact reference with the result of each operation off by what float32 may err.
+
+    The GEMM's error is put on the elements of A, from where it reaches the sum as ‖a‖ ‖b‖ / √K
+    each.
+
+    Args:
+        spec: The spec.
+        inputs: Its inputs.
+        binding: The static parameters.
+        seed: What the noise follows from.
+        finer: A factor on all errors; float64's own are 2⁻²⁹ of float32's.
+        sign: Of what an approximation errs of its range.
+    """
+    import torch
+
+    from coda_agent.specs import run_reference
+
+    chance = random.Random(seed)
+    a = inputs[spec.gemm[0]]
+    pool = torch.empty(_POOL, dtype=torch.float64, device=a.device)
+    pool.uniform_(-1.0, 1.0, generator=torch.Generator(a.device).manual_seed(seed))
+    pool += pool.sign() / 2  # never near 0
+
+    def noise(like: torch.Tensor) -> torch.Tensor:
+        count = like.numel()
+        long = pool if count <= _POOL else pool.repeat(-(-count // _POOL) + 1)
+        start = chance.randrange(min(_POOL, len(long) - count + 1))
+        return long[start : start + count].view(like.shape)
+
+    def touch(function: Any, args: tuple[Any, ...], result: Any) -> Any:
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return result
+        storages = [x.untyped_storage().data_ptr() for x in args[:1] if isinstance(x, torch.Tensor)]
+        if result.untyped_storage().data_ptr() in storages:
+            return result  # a view
+        error = errors().get(getattr(function, "__name__", ""))
+        unit = _APPROXIMATION if error == "result" else _OPERATION
+        off = result * (finer * unit * noise(result))
+        if error in ("range", "argument"):
+            # The same for all: an approximation errs alike for like arguments.
+            weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
+            off += weight if error == "range" else weight * args[0].abs()
+        return result + off
+
+    product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
+    wide = a.double()
+    noisy = wide + wide * (finer * product * math.sqrt(a.shape[1]) * noise(wide))
+    return run_reference(
+        spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=touch
+    )

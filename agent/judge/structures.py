@@ -1,0 +1,223 @@
+"""Inputs beside the spec's own draws, on which a wrong program cannot hide.
+
+Small integers have results without rounding. In a one-hot row, a misplaced or forgotten element
+stands alone. Extreme scales, NaN and infinities show what a program does beyond the usual values,
+and strides and aliases are layouts that a caller may pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+    Inputs = dict[str, Any]
+    Change = Callable[[Inputs, Spec, torch.Generator, float], Inputs]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a case departs from the spec's own draws.
+
+    Attributes:
+        label: What the case shows.
+        change: Changed inputs, from (all inputs, spec, generator, factor).
+        sizes: Dims.
+        factors: Magnitudes to try in this order, until all outputs are in the range of their type.
+        everywhere: Whether every tile is checked, or the default one alone.
+        exact: Whether outputs without rounding must match bit for bit, vectors to 2⁻²⁰.
+        planted: Whether results are NaN or infinite somewhere.
+        layout: "" contiguous; "padded" with a stride and an offset; "transposed": padded, and B
+            with N as its unit stride.
+        alias: Two inputs that are one tensor.
+    """
+
+    label: str
+    change: Change
+    sizes: Mapping[str, int]
+    factors: tuple[float, ...] = (1.0,)
+    everywhere: bool = False
+    exact: bool = False
+    planted: bool = False
+    layout: str = ""
+    alias: tuple[str, str] | None = None
+
+
+def _volume(sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes.values())
+
+
+def base_shape(spec: Spec) -> Mapping[str, int]:
+    """The smallest check shape with more than a row and a few columns, or else the largest."""
+    m, n, _ = spec.gemm_dims
+    shapes = sorted(spec.check_shapes, key=_volume)
+    return next((s for s in shapes if s[m] > 1 and s[n] > 16), shapes[-1])
+
+
+def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Structure]:
+    """What is checked beside the spec's own draws, for one element type.
+
+    Shapes are the spec's own, but for the number of rows where M stands alone.
+    """
+    m, n, _ = spec.gemm_dims
+    base = base_shape(spec)
+    free = len(spec.dims) == 3
+    step = spec.dims[m].multiple_of
+    ragged = {**base, m: -(-129 // step) * step} if free else base
+    shapes = sorted(spec.check_shapes, key=_volume, reverse=True)
+    even = next((s for s in shapes if s[n].bit_count() == 1 and s[m] > 1), base)
+    wide = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, element)) != "float8_e4m3fn"
+    fine, large, small = (8.0, 1e4, 1e-4) if wide else (2.0, 32.0, 2.0**-5)
+    found = [
+        Structure("integers", _integers, ragged, (fine,), everywhere=True, exact=True),
+        Structure("coarse integers", _integers, even, (1.0,), everywhere=True, exact=True),
+        Structure("NaN in A", _plant, base, (math.nan,), everywhere=True, planted=True),
+        Structure("one huge value", _plant, base, (large, 64.0, 16.0)),
+        Structure(f"A times {large:g} or less", _scaled, base, (large, large / 32, 4.0)),
+        Structure(f"A times {small:g}", _scaled, base, (small,)),
+    ]
+    if wide:
+        found.append(Structure("Inf in A", _plant, base, (math.inf,), True, planted=True))
+    if element != next(iter(spec.types.values()), (element,))[0]:
+        return found
+    # What does not depend on the element type.
+    found += [
+        Structure("one-hot rows of A", _one_hot, base),
+        Structure("B a permutation", _permutation, base),
+        Structure("equal rows of A", _equal_rows, base),
+        Structure("alternating signs", _alternating, base),
+        Structure("rows of zeros", _zero_rows, base),
+    ]
+    if any(_plain(spec, name) for name in spec.inputs if name not in spec.gemm):
+        found.append(Structure("NaN in the operands", _plant_operands, base, planted=True))
+    # A transposed operand is compiled for on a GPU, so only once.
+    layout = "transposed" if wide and binding == spec.bindings()[0] else "padded"
+    found.append(Structure(f"{layout} operands", _as_drawn, base, layout=layout))
+    a, b = spec.gemm
+    alike = [(base, pair) for pair in _twins(spec, binding)]
+    if free and base[n] % step == 0:
+        alike.append(({**base, m: base[n]}, (a, b)))
+    for sizes, (one, other) in alike:
+        change = partial(_copied, one=one, other=other)
+        label = f"{one} and {other} are one tensor"
+        found.append(Structure(label, change, sizes, alias=(one, other)))
+    return found
+
+
+def _plain(spec: Spec, name: str) -> bool:
+    """Whether an input is a tensor of floating numbers."""
+    shapes = spec.inputs[name].shape.cases.values()
+    return () not in shapes and not spec.inputs[name].dtype.startswith("int")
+
+
+def _twins(spec: Spec, binding: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Inputs of one shape and type that are only read, two and two."""
+    seen: dict[Any, str] = {}
+    for name, tensor in spec.inputs.items():
+        shape = spec.symbolic_shape(name, binding)
+        if not shape or name in spec.updated(binding).values():
+            continue
+        if (face := (shape, tensor.dtype, tensor.draw.kind == "integers")) in seen:
+            yield seen.pop(face), name
+        else:
+            seen[face] = name
+
+
+def _as_drawn(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    return {}
+
+
+def _copied(inputs: Inputs, *_: Any, one: str, other: str) -> Inputs:
+    return {other: inputs[one].clone()}
+
+
+def _integers(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    """Every input on a grid of a power of two: `factor` steps to the largest one below its root
+    mean square for A and B, 2 for the rest."""
+    import torch
+
+    changed: Inputs = {}
+    for name, value in inputs.items():
+        wide = torch.as_tensor(value).double()
+        if wide.any() and spec.inputs[name].draw.kind != "integers":
+            top = 2.0 ** math.floor(math.log2(float(wide.square().mean().sqrt())))
+            unit = top / (factor if name in spec.gemm else 2.0)
+            grid = (wide / unit).round() * unit
+            changed[name] = grid.to(value.dtype) if wide.ndim else float(grid)
+    return changed
+
+
+def _pick(extent: int, generator: torch.Generator, count: int = 1) -> torch.Tensor:
+    import torch
+
+    return torch.randperm(extent, generator=generator, device=generator.device)[:count]
+
+
+def _with(x: torch.Tensor, rows: torch.Tensor, columns: Any, value: float) -> torch.Tensor:
+    changed = x.double()  # a copy, since no input is; 8-bit floats have no indexed assignment
+    changed[rows, columns] = value
+    return changed.to(x.dtype)
+
+
+def _plant(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    a = inputs[name := spec.gemm[0]]
+    rows, columns = (_pick(extent, generator) for extent in a.shape)
+    return {name: _with(a, rows, columns, factor)}
+
+
+def _plant_operands(
+    inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float
+) -> Inputs:
+    """A NaN in every floating tensor beside A and B."""
+    changed: Inputs = {}
+    for name, value in inputs.items():
+        if name not in spec.gemm and _plain(spec, name):
+            flat = value.reshape(1, -1)
+            at = _pick(flat.shape[1], generator)
+            changed[name] = _with(flat, at * 0, at, math.nan).reshape(value.shape)
+    return changed
+
+
+def _one_hot(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    return {name: _selecting(inputs[name], generator) for name in spec.gemm[:1]}
+
+
+def _permutation(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    return {name: _selecting(inputs[name], generator) for name in spec.gemm[1:]}
+
+
+def _selecting(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Rows with a single 1, each column's turn before any comes twice."""
+    import torch
+
+    rows, k = x.shape
+    columns = torch.cat([_pick(k, generator, k) for _ in range(-(-rows // k))])[:rows]
+    return _with(torch.zeros_like(x), torch.arange(rows, device=x.device), columns, 1.0)
+
+
+def _equal_rows(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    a = inputs[name := spec.gemm[0]]
+    return {name: a[:1].expand(a.shape).contiguous()}
+
+
+def _alternating(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    a, b = (inputs[name].float().abs() for name in spec.gemm)
+    a[:, 1::2] *= -1
+    return {name: x.to(inputs[name].dtype) for name, x in zip(spec.gemm, (a, b), strict=True)}
+
+
+def _zero_rows(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    a = inputs[name := spec.gemm[0]]
+    return {name: _with(a, _pick(a.shape[0], generator, a.shape[0] // 2), slice(None), 0.0)}
+
+
+def _scaled(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
+    a = inputs[name := spec.gemm[0]]
+    return {name: (a.float() * factor).to(a.dtype)}
