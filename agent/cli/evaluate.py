@@ -1,10 +1,15 @@
 """`coda-agent eval run` and `ablate`: authors on a suite."""
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated
 
 import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from coda_agent.agent import authors
 from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut, price_of
@@ -28,6 +33,7 @@ Trials = Annotated[
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Trials at a time, each in a process of its own.")]
 Only = Annotated[list[str] | None, typer.Option(help="Some of the suite's specs.")]
+_Told = Callable[[trials.Task, records.TrialRecord | None], None]
 Out = Annotated[Path | None, typer.Option(help="Folder of the records; evals/results/trials.")]
 
 
@@ -117,8 +123,8 @@ class _Session:
         )  # fmt: skip
         for problem in read_records(self.folder).problems:
             typer.echo(f"not counted: {problem}", err=True)
-        with _Watch(plan, silent=self.silent) as watch, workers(jobs) as pool:
-            made = trials.run(plan, self.folder, pool, width=jobs, told=watch)
+        with _watched(plan, silent=self.silent) as told, workers(jobs) as pool:
+            made = trials.run(plan, self.folder, pool, width=jobs, told=told)
         found: dict[str, list[records.TrialRecord]] = {}
         for record in sorted(made, key=lambda r: (self._place(r.author), r.author)):
             found.setdefault(record.author, []).append(record)
@@ -130,51 +136,36 @@ class _Session:
         return next(i for i, n in enumerate(self.authors) if n in (author, kind))
 
 
-class _Watch:
-    """The live table on a terminal; elsewhere a line a trial."""
+@contextlib.contextmanager
+def _watched(plan: trials.Plan, *, silent: bool) -> Iterator[_Told]:
+    """Shows trials as they begin and end: in a live table on a terminal, elsewhere a line each."""
+    states: dict[tuple[str, str], list[str]] = {}
+    for record in plan.done:
+        states.setdefault((record.author, record.spec.name), []).append(record.outcome)
+    left = len(plan.tasks)
+    live = not silent and sys.stdout.isatty() and left > 0
 
-    def __init__(self, plan: trials.Plan, *, silent: bool) -> None:
-        self.states: dict[tuple[str, str], list[str]] = {}
-        for r in plan.done:
-            self.states.setdefault((r.author, r.spec.name), []).append(r.outcome)
-        self.left, self.silent = len(plan.tasks), silent
-        self.live: Any = None
-        if not silent and sys.stdout.isatty() and plan.tasks:
-            from rich.live import Live
-
-            self.live = Live(self._render(), refresh_per_second=2)
-
-    def __call__(self, task: trials.Task, record: records.TrialRecord | None) -> None:
-        """A trial began, or is done."""
-        states = self.states.setdefault((task.author, task.spec), [])
+    def told(task: trials.Task, record: records.TrialRecord | None) -> None:
+        nonlocal left
+        of_spec = states.setdefault((task.author, task.spec), [])
         if record is None:
-            states.append("…")
-        else:
-            states[states.index("…")] = record.outcome
-            self.left -= 1
-        if self.live:
-            self.live.update(self._render())
-        elif record and not self.silent:
+            of_spec.append("…")
+            return
+        of_spec[of_spec.index("…")] = record.outcome
+        left -= 1
+        if not live and not silent:
             said = f": {record.reason}" if record.reason else ""
             typer.echo(
                 f"{task.author} {task.spec} {task.trial}: {record.outcome}{said} "
-                f"({record.spent.wall_s:.0f} s, ${record.spent.usd:.2f}; {self.left} left)"
+                f"({record.spent.wall_s:.0f} s, ${record.spent.usd:.2f}; {left} left)"
             )
 
-    def _render(self) -> Any:
-        from rich.table import Table
-        from rich.text import Text
+    def table() -> Table:
+        found = Table("author", "spec", "trials", show_edge=False, caption=f"{left} left")
+        for (author, spec), outcomes in sorted(states.items()):
+            found.add_row(Text(author), Text(spec), Text(" ".join(outcomes)))
+        return found
 
-        table = Table("author", "spec", "trials", show_edge=False, caption=f"{self.left} left")
-        for (author, spec), states in sorted(self.states.items()):
-            table.add_row(Text(author), Text(spec), Text(" ".join(states)))
-        return table
-
-    def __enter__(self) -> Self:
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.live:
-            self.live.stop()
+    shown = Live(get_renderable=table, refresh_per_second=2) if live else contextlib.nullcontext()
+    with shown:
+        yield told
