@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from coda_agent.agent.judge import tuner
 from coda_agent.agent.judge.timing import Samples, speedup
 from coda_agent.evals import contenders, definitions, libraries
 from coda_agent.evals.contenders import contender
@@ -25,6 +26,7 @@ from coda_agent.evals.contest_page import write_page
 from coda_agent.evals.workloads import EPS, Rotation, Workload, make_workload
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.interpret import interpret
 
 ROOT = Path(__file__).parents[2]
 PAPER = definitions.load("paper")
@@ -249,6 +251,27 @@ def test_a_fixed_block_measures_partials_and_checks_their_sum() -> None:
     outputs = contenders.ours(workload, MEASURED.tiles[0], raw=True)(0)
     assert workload.error(outputs) < 4e-3
     assert workload.error({**outputs, "s": outputs["s"] * 1.1}) == pytest.approx(0.1, rel=0.01)
+
+
+def test_what_is_launched_in_turn_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU, with raw partials of the interpreter in place of a launch."""
+
+    def launch(program: Any, a: Any, b: Any, inputs: Any, outputs: Any, config: Any) -> None:
+        dtypes = {name: out.dtype for name, out in outputs.items()}
+        block = {"block": config.tile_n, "row_block": config.tile_m}
+        for name, out in interpret(program, a, b, inputs, dtypes=dtypes, raw=True, **block).items():
+            outputs[name].copy_(out)
+
+    monkeypatch.setattr(tuner, "launch", launch)
+    kernel = load_kernel(ROOT / "generated" / "gemm_residual_partial_rmsnorm")
+    workload = make_workload(kernel, {"M": 64, "N": 384, "K": 128}, "bfloat16", "cpu")
+    program = kernel.programs[kernel.spec.variant()]
+    dtypes = {"D": torch.bfloat16, "O": torch.bfloat16, "s": torch.float32}
+    run = tuner.Launched(kernel.spec, program, workload.inputs, dtypes, MEASURED.tiles[0])
+    assert run.outputs["s"].shape == (64, 3)  # a partial for each block
+    run.restore(0)
+    assert workload.error(run(0)) < 4e-3
+    assert workload.error(run(1)) > 0.1  # the other set
 
 
 def cell(kernel: str, size: int, times: Mapping[str, float], **more: Any) -> dict[str, Any]:
