@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import wraps
 from typing import Any, Literal, NamedTuple
+
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Value, record
 
 
 class Degree(IntEnum):
@@ -88,3 +93,39 @@ OPS: dict[str, Op] = {}
 
 MOVES: dict[str, Op] = {}
 """Operations that move elements and compute nothing; `cute` takes their lanes as they come."""
+
+
+def elementwise(
+    cute: Callable[..., Any], **facts: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an atom: the decorated function is its meaning in torch, `cute` its lowering, and
+    `facts` are further fields of `Op`."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        name, signature = fn.__name__, inspect.signature(fn)
+
+        @wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                values = signature.bind(*args, **kwargs).args
+            except TypeError as error:
+                raise ProgramError(f"{name}{signature}: {error}".replace(": Any", "")) from None
+            if any(isinstance(v, Value) for v in values):
+                return record(name, *values)
+            return _constant(fn, values) if all(_is_number(v) for v in values) else fn(*values)
+
+        OPS[name] = Op(name, fn, cute, len(signature.parameters), call, **facts)
+        return call
+
+    return decorate
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _constant(fn: Callable[..., Any], values: tuple[float, ...]) -> float:
+    """An operation of numbers alone, in float64."""
+    import torch
+
+    return float(fn(*(torch.tensor(float(v), dtype=torch.float64) for v in values)))

@@ -5,14 +5,11 @@ An atom is defined here and nowhere else: its decorator says what every reading 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from coda_agent.primitives.derivatives import chained, minus, plus, times
-from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.fast_math import (
     absolute_value,
     binary,
@@ -23,8 +20,8 @@ from coda_agent.primitives.fast_math import (
     reciprocal,
     step_function,
 )
-from coda_agent.primitives.graph import Operand, Value, record
-from coda_agent.primitives.operation import OPS, Degree, Edge, Op, additive, kept
+from coda_agent.primitives.graph import Operand, Value
+from coda_agent.primitives.operation import Degree, Edge, additive, elementwise, kept
 
 __all__ = [
     "absolute",
@@ -44,42 +41,6 @@ __all__ = [
     "step",
     "tanh",
 ]
-
-
-def elementwise(
-    cute: Callable[..., Any], **facts: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an atom: the decorated function is its meaning in torch, `cute` its lowering, and
-    `facts` are further fields of `Op`."""
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        name, signature = fn.__name__, inspect.signature(fn)
-
-        @wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                values = signature.bind(*args, **kwargs).args
-            except TypeError as error:
-                raise ProgramError(f"{name}{signature}: {error}".replace(": Any", "")) from None
-            if any(isinstance(v, Value) for v in values):
-                return record(name, *values)
-            return _constant(fn, values) if all(_is_number(v) for v in values) else fn(*values)
-
-        OPS[name] = Op(name, fn, cute, len(signature.parameters), call, **facts)
-        return call
-
-    return decorate
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _constant(fn: Callable[..., Any], values: tuple[float, ...]) -> float:
-    """An operation of numbers alone, in float64."""
-    import torch
-
-    return float(fn(*(torch.tensor(float(v), dtype=torch.float64) for v in values)))
 
 
 def _bounded(*values: Edge) -> Edge:

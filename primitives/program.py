@@ -18,8 +18,6 @@ from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS, AddTile
 
 # Compiling takes 28 s at 195 operations and 126 s at 771; the largest accepted program has 19.
 MAX_NODES = 512
-_OPERANDS = {kind.__name__: kind for kind in OPERAND_KINDS}
-_OUTPUTS = {kind.__name__: kind for kind in OUTPUT_KINDS}
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,8 @@ class Program:
 
 
 def _rebuilt(data: Mapping[str, Any]) -> Program:
-    operands = {o: _OPERANDS[k] for o, k in data["operands"].items()}
-    outputs = {o: _OUTPUTS[k] for o, (k, _) in data["outputs"].items()}
+    operands = {o: OPERAND_KINDS[k] for o, k in data["operands"].items()}
+    outputs = {o: OUTPUT_KINDS[k] for o, (k, _) in data["outputs"].items()}
     for name in (data["name"], *operands, *outputs):
         if not name.isidentifier():
             raise ProgramError(f"{name!r} is no name")
@@ -161,10 +159,10 @@ def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., Any]], Program]
     if not outputs:
         raise ProgramError("@epilogue declares no output", hint="e.g. @epilogue(O=Tile)")
     for name, kind in outputs.items():
-        if kind not in OUTPUT_KINDS:
+        if kind not in OUTPUT_KINDS.values():
             raise ProgramError(
                 f"output {name!r} is declared as {_label(kind)}, "
-                f"expected one of {', '.join(_OUTPUTS)}"
+                f"expected one of {', '.join(OUTPUT_KINDS)}"
             )
 
     def decorate(fn: Callable[..., Any]) -> Program:
@@ -215,13 +213,13 @@ def _operands(fn: Callable[..., Any]) -> dict[str, type[Operand]]:
     for p in parameters[1:]:
         kind: Any = p.annotation
         if isinstance(kind, str):  # `from __future__ import annotations`; a text is never evaluated
-            kind = _OPERANDS.get(kind)
+            kind = OPERAND_KINDS.get(kind)
         elif kind is p.empty:
             kind = None
-        if kind not in OPERAND_KINDS:
+        if kind not in OPERAND_KINDS.values():
             raise ProgramError(
                 f"{fn.__name__}: operand {p.name!r} is annotated {_label(kind)}, expected one of "
-                f"{', '.join(_OPERANDS)}"
+                f"{', '.join(OPERAND_KINDS)}"
             )
         operands[p.name] = kind
     return operands

@@ -274,6 +274,7 @@ class ColIndex(Operand):
     varies = Shape.INDEX
     dtypes = ("int32", "int64")
     element_bytes = 8
+    edges = _GARBAGE, _GARBAGE
     loader = "ColVecLoad"
 
     @classmethod
@@ -310,10 +311,14 @@ class RowGather(Output):
         return RowSelect(lowering.names[o], lowering.indices[lowering.index_of(o)])
 
 
-OPERAND_KINDS: tuple[type[Operand], ...] = (
-    Tile, HeadTable, WideTile, ColVector, RowVector, Scalar, ColIndex,
-)  # fmt: skip
-OUTPUT_KINDS: tuple[type[Output], ...] = (Tile, HalfTile, WideTile, AddTile, RowGather, *REDUCTIONS)
+OPERAND_KINDS: dict[str, type[Operand]] = {
+    kind.__name__: kind
+    for kind in (Tile, HeadTable, WideTile, ColVector, RowVector, Scalar, ColIndex)
+}
+OUTPUT_KINDS: dict[str, type[Output]] = {
+    kind.__name__: kind for kind in (Tile, HalfTile, WideTile, AddTile, RowGather, *REDUCTIONS)
+}
+"""What a program may declare, by name."""
 
 
 def steps(element: int, outputs: Iterable[int], *, half: bool) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """What to build: the spec format, its PyTorch reference, and the specs themselves (`*.md` here)."""
 
 from coda_agent.specs.admission import admit
-from coda_agent.specs.format import Spec, load_spec
+from coda_agent.specs.format import Spec
+from coda_agent.specs.load import load_spec
 from coda_agent.specs.reference import draw_inputs, reference_callable, run_reference
 
 __all__ = ["Spec", "admit", "draw_inputs", "load_spec", "reference_callable", "run_reference"]

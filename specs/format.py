@@ -1,4 +1,4 @@
-"""The spec format: one Markdown file, read into a frozen `Spec`.
+"""The spec format: one Markdown file, which `load.py` reads into a frozen `Spec`.
 
 - Front matter (YAML between `---` lines) declares names, shapes, element types and draws.
 - The prose carries the mathematics, for people and for authors.
@@ -10,18 +10,15 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import itertools
 import math
 import operator
 import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.resources import steps
@@ -40,8 +37,6 @@ _OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
 }
 _DRAW_ARGUMENTS = {"normal": 1, "constant": 1, "uniform": 2, "integers": 2}
 _ENTRY = re.compile(r"(?:([1-9]\d*)\*)?([A-Za-z_]\w*)(?:/([1-9]\d*))?")
-_FRONT = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
-_BLOCK = re.compile(r"^```python reference[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
 def evaluate(expression: float | str, sizes: Mapping[str, int]) -> float:
@@ -193,7 +188,7 @@ class Tolerance(_Model):
     multiple: float = Field(gt=0)
 
 
-class _Header(_Model):
+class Header(_Model):
     """The front matter."""
 
     name: str
@@ -212,7 +207,7 @@ class _Header(_Model):
     target: float = Field(gt=0)
 
 
-class Spec(_Header):
+class Spec(Header):
     """A loaded spec; the accumulator is `A @ B.T` with `gemm` naming A (M, K) and B (N, K)."""
 
     path: Path
@@ -348,88 +343,3 @@ class Spec(_Header):
             known = ", ".join([*self.inputs, *self.outputs])
             raise SpecError(f"{self.name}: no tensor {name!r}; expected one of {known}")
         return tensor
-
-
-def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
-    """Read and check one spec; `text` replaces the file's content, `path` then only names it.
-
-    Raises:
-        SpecError: Unreadable, malformed or contradictory; names the file and the first fault.
-    """
-    from coda_agent.specs.faults import faults
-
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8") if text is None else text
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-        front, prose, source, line = _split(text)
-        header = _Header.model_validate(_read_yaml(front))
-        spec = Spec(
-            **{name: getattr(header, name) for name in _Header.model_fields},
-            path=path,
-            text=text,
-            prose=prose,
-            reference_source=source,
-            reference_line=line,
-            digest=f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
-        )
-        # The checker knows this module by two names, and takes its classes for two.
-        for fault in faults(spec):  # pyright: ignore[reportArgumentType]
-            raise ValueError(fault)
-    except FileNotFoundError:
-        raise SpecError(f"{path}: no such file; expected a spec in Markdown") from None
-    except ValidationError as error:
-        raise SpecError(f"{path}: {_first(error)}") from None
-    except (OSError, ValueError, SpecError) as error:
-        raise SpecError(f"{path}: {error}") from None
-    return spec
-
-
-def _split(text: str) -> tuple[str, str, str, int]:
-    """Front matter, prose, reference source and the line (from 1) that the source starts on."""
-    front = _FRONT.match(text)
-    if not front:
-        raise ValueError("no front matter; expected YAML between two `---` lines at the top")
-    blocks = list(_BLOCK.finditer(text, front.end()))
-    if len(blocks) != 1:
-        raise ValueError(f"expected one closed ```python reference block, found {len(blocks)}")
-    block = blocks[0]
-    prose = text[front.end() : block.start()] + text[block.end() :]
-    return front[1], prose.strip() + "\n", block[1], text.count("\n", 0, block.start(1)) + 1
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error: the default keeps the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        for key, count in Counter(str(key.value) for key, _ in node.value).items():
-            if count > 1:
-                fault = f"key {key!r} is given {count} times"
-                raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(front: str) -> dict[str, Any]:
-    try:
-        data = yaml.load(front, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        line = f"line {mark.line + 2}: " if mark else ""
-        raise ValueError(f"{line}front matter is not YAML: {reason}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"front matter is a {type(data).__name__}; expected keys and values")
-    return data
-
-
-def _first(error: ValidationError) -> str:
-    # A misspelt key is also a missing one; the misspelling is what the reader must see.
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
-    fault = faults[0]
-    where = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        known = f"; expected {', '.join(_Header.model_fields)}" if len(fault["loc"]) == 1 else ""
-        return f"unknown key {where!r}{known}"
-    if fault["type"] == "missing":
-        return f"missing key {where!r}"
-    return f"{where}: {fault['msg'].removeprefix('Value error, ')}"

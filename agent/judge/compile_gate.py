@@ -39,7 +39,7 @@ _MMA = {
     ("sm_120a", "float16"): "HMMA.F32",
     ("sm_120a", "float8_e4m3fn"): "QMMA.SF.F32.E4M3.E4M3.E8",
 }
-_STORES = {kind.__name__: kind.instruction for kind in OUTPUT_KINDS if kind.instruction}
+_STORES = {name: kind.instruction for name, kind in OUTPUT_KINDS.items() if kind.instruction}
 
 
 def lacking(job: CompileJob, found: Mapping[str, int]) -> str:

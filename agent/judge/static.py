@@ -96,8 +96,8 @@ class _Gate:
     def __init__(self, text: str) -> None:
         self.text, self.findings = text, list[Finding]()
         self.vocabulary, self.imported = sorted({*primitives.__all__} - {"Program"}), set[str]()
-        self.operands = [k.__name__ for k in OPERAND_KINDS]
-        self.outputs = [k.__name__ for k in OUTPUT_KINDS]
+        self.operands = [*OPERAND_KINDS]
+        self.outputs = [*OUTPUT_KINDS]
 
     def check(self, tree: ast.Module, expected: list[str]) -> list[Finding]:
         programs: list[str] = []

@@ -15,8 +15,7 @@ from coda_agent.primitives.derivatives import chained
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.lower import Replay
-from coda_agent.primitives.operation import OPS, kept
-from coda_agent.primitives.ops import elementwise
+from coda_agent.primitives.operation import OPS, elementwise, kept
 from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import load_spec

@@ -1,0 +1,102 @@
+"""From a spec's text to a checked `Spec`; errors name the file and the first fault."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs.faults import faults
+from coda_agent.specs.format import Header, Spec
+
+_FRONT = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```python reference[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
+    """Read and check one spec; `text` replaces the file's content, `path` then only names it.
+
+    Raises:
+        SpecError: Unreadable, malformed or contradictory; names the file and the first fault.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8") if text is None else text
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        front, prose, source, line = _split(text)
+        header = Header.model_validate(_read_yaml(front))
+        spec = Spec(
+            **{name: getattr(header, name) for name in Header.model_fields},
+            path=path,
+            text=text,
+            prose=prose,
+            reference_source=source,
+            reference_line=line,
+            digest=f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
+        )
+        for fault in faults(spec):
+            raise ValueError(fault)
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file; expected a spec in Markdown") from None
+    except ValidationError as error:
+        raise SpecError(f"{path}: {_first(error)}") from None
+    except (OSError, ValueError, SpecError) as error:
+        raise SpecError(f"{path}: {error}") from None
+    return spec
+
+
+def _split(text: str) -> tuple[str, str, str, int]:
+    """Front matter, prose, reference source and the line (from 1) that the source starts on."""
+    front = _FRONT.match(text)
+    if not front:
+        raise ValueError("no front matter; expected YAML between two `---` lines at the top")
+    blocks = list(_BLOCK.finditer(text, front.end()))
+    if len(blocks) != 1:
+        raise ValueError(f"expected one closed ```python reference block, found {len(blocks)}")
+    block = blocks[0]
+    prose = text[front.end() : block.start()] + text[block.end() :]
+    return front[1], prose.strip() + "\n", block[1], text.count("\n", 0, block.start(1)) + 1
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a repeated key is an error: the default keeps the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        for key, count in Counter(str(key.value) for key, _ in node.value).items():
+            if count > 1:
+                fault = f"key {key!r} is given {count} times"
+                raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(front: str) -> dict[str, Any]:
+    try:
+        data = yaml.load(front, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        line = f"line {mark.line + 2}: " if mark else ""
+        raise ValueError(f"{line}front matter is not YAML: {reason}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"front matter is a {type(data).__name__}; expected keys and values")
+    return data
+
+
+def _first(error: ValidationError) -> str:
+    # A misspelt key is also a missing one; the misspelling is what the reader must see.
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    fault = faults[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = f"; expected {', '.join(Header.model_fields)}" if len(fault["loc"]) == 1 else ""
+        return f"unknown key {where!r}{known}"
+    if fault["type"] == "missing":
+        return f"missing key {where!r}"
+    return f"{where}: {fault['msg'].removeprefix('Value error, ')}"
