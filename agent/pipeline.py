@@ -336,7 +336,7 @@ def tune(
     sizes = tuple(dict(zip(spec.gemm_dims, shape, strict=True)) for shape in missing)
     for size in sizes:
         spec.check_sizes(size)
-        for fault in size_faults(spec, size):
+        for fault, _ in size_faults(spec, size):
             raise SpecError(f"{spec.name}: {fault}")
     wanted = spec.model_copy(update={"bench_shapes": sizes})
     run = workspace.new_run("tune", kernel)

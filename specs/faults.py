@@ -49,8 +49,8 @@ def faults(spec: Spec) -> Iterator[str]:
     yield from _kernel_faults(spec)
     for sizes in (*spec.check_shapes, *spec.bench_shapes):
         spec.check_sizes(sizes)
-        for fault in size_faults(spec, sizes):
-            yield f"{fault}; declare that dim as such a multiple_of"
+        for fault, declaration in size_faults(spec, sizes):
+            yield f"{fault}; declare {declaration}"
         for name, tensor in spec.inputs.items():
             kind, args = tensor.draw.kind, [evaluate(arg, sizes) for arg in tensor.draw.args]
             if kind == "normal" and args[0] <= 0:
@@ -120,13 +120,14 @@ def _output_faults(spec: Spec, o: str, dtype: str, binding: dict[str, str]) -> I
         yield f"{o}: reductions are stored in float32, not {dtype}; declare and return float32"
 
 
-def size_faults(spec: Spec, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Sizes that the spec allows and a kernel of it refuses."""
+def size_faults(spec: Spec, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Sizes that the spec allows and a kernel of it refuses, and what would disallow them."""
     for dim, step in zip(spec.gemm_dims[1:], spec.steps(), strict=True):
         if sizes[dim] % step:
             yield (
                 f"{dim}={sizes[dim]}: a kernel of these types takes multiples of {step}, since TMA "
-                "moves rows in units of 16 bytes"
+                "moves rows in units of 16 bytes",
+                f"{dim}: {{multiple_of: {step}}}",
             )
 
 
