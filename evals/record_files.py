@@ -22,7 +22,6 @@ TRIALS = Path("evals", "results", "trials")
 """Where records are, in a workspace: a folder for each suite."""
 
 _CHECKSUM = '"checksum": "{}"'
-_Kind = Literal["truncated", "corrupted", "duplicated", "foreign"]
 
 
 PUBLISHED = "trials"
@@ -33,7 +32,7 @@ class Problem(NamedTuple):
     """A file that was not counted."""
 
     path: Path
-    kind: _Kind
+    kind: Literal["truncated", "corrupted", "duplicated", "foreign"]
     message: str
 
     def __str__(self) -> str:
@@ -48,12 +47,7 @@ class Results(NamedTuple):
 
 
 class _Unusable(Exception):
-    """Why a file counts for nothing."""
-
-    def __init__(self, kind: _Kind, message: str) -> None:
-        super().__init__(message)
-        self.kind: _Kind = kind
-        self.message = message
+    """Why a file counts for nothing: a problem's kind and message."""
 
 
 def trials_folder(root: Path) -> Path:
@@ -141,7 +135,7 @@ def read_records(folder: Path) -> Results:
             else:
                 found.append((path, _read_record(path, suites)))
         except _Unusable as fault:
-            problems.append(Problem(path, fault.kind, fault.message))
+            problems.append(Problem(path, *fault.args))
     # Of two files of one trial, that with the name that belongs to it is the program's own.
     found.sort(key=lambda pair: pair[0].name != file_name(pair[1].key))
     kept: dict[TrialKey, tuple[Path, TrialRecord]] = {}
