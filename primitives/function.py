@@ -227,26 +227,23 @@ class ProgramFunction:
             unknown = sorted(set(operands) - set(self._operands))
             raise self._error(f"no operand is named {unknown[0]!r}")
         for o, kind in self._operands.items():
-            self._check_operand(o, kind, operands.get(o), a, lead, n)
+            if fault := self._fault(o, kind, operands.get(o), a, lead, n):
+                raise self._error(f"operand {o!r} {fault}")
         return math.prod(lead), n, k, lead
 
-    def _check_operand(
-        self,
-        o: str,
-        kind: type[Resource],
-        value: Any,
-        a: torch.Tensor,
-        lead: tuple[int, ...],
-        n: int,
-    ) -> None:
+    def _fault(
+        self, o: str, kind: type[Resource], value: Any, a: torch.Tensor, lead: Any, n: int
+    ) -> str:
+        """What is wrong with an operand; empty if nothing is."""
         if value is None:
-            raise self._error(f"operand {o!r} is missing")
+            return "is missing"
         if fault := kind.fault(value, lead, n):
-            raise self._error(f"operand {o!r} {fault}")
+            return fault
         if o in self.program.outputs and value.dtype != (wanted := self._dtypes(a.dtype)[o]):
-            raise self._error(f"operand {o!r} is {value.dtype}, expected {wanted}")
+            return f"is {value.dtype}, expected {wanted}"
         if getattr(value, "device", a.device) != a.device:
-            raise self._error(f"operand {o!r} is on {value.device}, A on {a.device}")
+            return f"is on {value.device}, A on {a.device}"
+        return ""
 
     def _error(self, message: str, *, hint: str = "") -> LaunchError:
         return LaunchError(f"{self.program.name}: {message}", hint=hint)

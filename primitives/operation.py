@@ -120,6 +120,14 @@ def elementwise(
     return decorate
 
 
+def as_tensors(*values: Any) -> tuple[Any, ...]:
+    """Numbers among `values` as tensors, in the type and on the device of the first tensor."""
+    import torch
+
+    like = next(v for v in values if isinstance(v, torch.Tensor))
+    return tuple(torch.as_tensor(v, dtype=like.dtype, device=like.device) for v in values)
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 

@@ -21,7 +21,7 @@ from coda_agent.primitives.fast_math import (
     step_function,
 )
 from coda_agent.primitives.graph import Operand, Value
-from coda_agent.primitives.operation import Degree, Edge, additive, elementwise, kept
+from coda_agent.primitives.operation import Degree, Edge, additive, as_tensors, elementwise, kept
 
 __all__ = [
     "absolute",
@@ -175,7 +175,7 @@ def maximum(x: Any, y: Any) -> Any:
     """The larger of x and y; NaN if either is. One argument may be a number."""
     import torch
 
-    return torch.maximum(*_tensors(x, y))
+    return torch.maximum(*as_tensors(x, y))
 
 
 @elementwise(
@@ -189,16 +189,7 @@ def minimum(x: Any, y: Any) -> Any:
     """The smaller of x and y; NaN if either is. One argument may be a number."""
     import torch
 
-    return torch.minimum(*_tensors(x, y))
-
-
-def _tensors(x: Any, y: Any) -> tuple[Any, Any]:
-    import torch
-
-    like = x if isinstance(x, torch.Tensor) else y
-    return torch.as_tensor(x, dtype=like.dtype, device=like.device), torch.as_tensor(
-        y, dtype=like.dtype, device=like.device
-    )
+    return torch.minimum(*as_tensors(x, y))
 
 
 @elementwise(

@@ -7,7 +7,7 @@ from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Node, Operand, Shape, Value, join
-from coda_agent.primitives.operation import MOVES, Op, additive, kept
+from coda_agent.primitives.operation import MOVES, Op, additive, as_tensors, kept
 
 _HALVES = {Shape.TILE: Shape.HALF, Shape.ROW: Shape.HALF_ROW, Shape.WIDE: Shape.TILE}
 _DOUBLES = {Shape.HALF: Shape.TILE, Shape.TILE: Shape.WIDE}
@@ -71,9 +71,7 @@ def _interleaved(even: Any, odd: Any) -> Any:
     """`interleave` of tensors that broadcast to one another, or of one and a number."""
     import torch
 
-    like = even if isinstance(even, torch.Tensor) else odd
-    lanes = (torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in (even, odd))
-    return torch.stack(torch.broadcast_tensors(*lanes), dim=-1).flatten(-2)
+    return torch.stack(torch.broadcast_tensors(*as_tensors(even, odd)), dim=-1).flatten(-2)
 
 
 def _paired(even: Any, odd: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -116,7 +116,7 @@ def _rebuilt(data: Mapping[str, Any]) -> Program:
     if any(type(i) is not int or not 0 <= i < len(values) for _, i in data["outputs"].values()):
         raise ProgramError("an output of a serialised program refers to no value")
     result = {o: values[i] for o, (_, i) in data["outputs"].items()}
-    return _finished(data["name"], str(data["doc"]), operands, outputs, graph, result)
+    return _finished(Program(data["name"], str(data["doc"]), operands, outputs, graph), result)
 
 
 def _node(
@@ -177,30 +177,24 @@ def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., Any]], Program]
             raise ProgramError(f"{fn.__name__}: {sorted(clash)[0]!r} is an operand and an output")
         acc = graph.add(Node("acc", (), Shape.TILE))
         doc = inspect.cleandoc(fn.__doc__ or "")
-        return _finished(fn.__name__, doc, operands, dict(outputs), graph, fn(acc, **values))
+        traced = Program(fn.__name__, doc, operands, dict(outputs), graph)
+        return _finished(traced, fn(acc, **values))
 
     return decorate
 
 
-def _finished(
-    name: str,
-    doc: str,
-    operands: Mapping[str, type[Operand]],
-    outputs: Mapping[str, type[Output]],
-    graph: Graph,
-    result: Any,
-) -> Program:
+def _finished(traced: Program, result: Any) -> Program:
     """The program whose outputs are `result`, checked against all that is declared."""
-    _bind_outputs(name, graph, outputs, result)
-    pruned = graph.prune()
-    if len(pruned.nodes) > MAX_NODES:
-        raise ProgramError(f"{name} has {len(pruned.nodes)} operations, at most {MAX_NODES}")
-    unused = [n for n in operands if not any(x.name == n for x in pruned.nodes)]
+    _bind_outputs(traced, result)
+    program = replace(traced, graph=traced.graph.prune())
+    name, nodes = program.name, program.graph.nodes
+    if len(nodes) > MAX_NODES:
+        raise ProgramError(f"{name} has {len(nodes)} operations, at most {MAX_NODES}")
+    unused = [n for n in program.operands if not any(x.name == n for x in nodes)]
     if unused:
         raise ProgramError(f"{name}: operand {unused[0]!r} is never used")
-    if not any(n.op == "acc" for n in pruned.nodes):
+    if not any(n.op == "acc" for n in nodes):
         raise ProgramError(f"{name}: no output depends on the accumulator")
-    program = Program(name, doc, operands, outputs, pruned)
     _check_stores(program)
     return program
 
@@ -225,9 +219,8 @@ def _operands(fn: Callable[..., Any]) -> dict[str, type[Operand]]:
     return operands
 
 
-def _bind_outputs(
-    name: str, graph: Graph, outputs: Mapping[str, type[Output]], result: Any
-) -> None:
+def _bind_outputs(traced: Program, result: Any) -> None:
+    name, outputs = traced.name, traced.outputs
     if not isinstance(result, dict):
         raise ProgramError(f"{name} returned {type(result).__name__}, expected a dict of outputs")
     missing = [o for o in outputs if o not in result]
@@ -250,7 +243,7 @@ def _bind_outputs(
                 f"{name}: output {output!r} is declared {kind.__name__} but its value is "
                 f"{value.shape.value}, expected {' or '.join(s.value for s in kind.values)}"
             )
-        graph.outputs[output] = value.index
+        traced.graph.outputs[output] = value.index
 
 
 def _check_stores(program: Program) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Operand, Value, record
-from coda_agent.primitives.operation import MOVES, OPS, Op
+from coda_agent.primitives.operation import MOVES, OPS, Op, as_tensors
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
 
 MEANINGS = {
@@ -201,9 +201,8 @@ def _computed(
     def call(*args: Any) -> Any:
         import torch
 
-        like = next(a for a in args if isinstance(a, torch.Tensor))
-        args = tuple(torch.as_tensor(a, dtype=like.dtype, device=like.device) for a in args)
-        if like.dtype is torch.float32:
+        args = as_tensors(*args)
+        if args[0].dtype is torch.float32:
             return run(statements, registers, *args)
         return getattr(torch, meaning)(*args)
 
