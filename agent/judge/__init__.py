@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +25,7 @@ from coda_agent.agent.judge.records import (
     CompileReport,
     Finding,
     GateResult,
+    JsonObject,
     Key,
     Level,
     NumericsReport,
@@ -62,7 +63,7 @@ def judge_candidate(
     observer: Observer = lambda *_: None,
     types: list[str] | None = None,
     tiles: Collection[TileConfig] | None = None,
-    known: Mapping[str, Any] | None = None,
+    known: JsonObject | None = None,
     whole: bool | None = None,
 ) -> Verdict:
     """Judge a candidate's text against a spec.
@@ -122,7 +123,7 @@ class _Walk:
         observer: Observer,
         types: list[str] | None = None,
         tiles: Collection[TileConfig] | None = None,
-        known: Mapping[str, Any] | None = None,
+        known: JsonObject | None = None,
     ) -> None:
         self.spec, self.text, self.gpu, self.observer = spec, text, gpu, observer
         self.executor, self.known = executor, known or {}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
-    Reference = Callable[[Mapping[str, Any]], torch.Tensor]
+    Rows = torch.Tensor | slice
+    Reference = Callable[[Inputs], torch.Tensor]
 
 FAULTS = {
     "race": "differs between two runs",
@@ -66,7 +68,7 @@ class Diagnosis:
 
     fault: str
     text: str
-    where: dict[str, Any]
+    where: JsonObject
     confidence: float
 
 
@@ -76,11 +78,11 @@ class _Suspect(NamedTuple):
     fault: str
     text: str
     predicted: torch.Tensor
-    rows: Any = _ALL
+    rows: Rows = _ALL
 
 
 def diagnose(
-    out: torch.Tensor, truth: torch.Tensor, *, inputs: Mapping[str, Any], gemm: tuple[str, str],
+    out: torch.Tensor, truth: torch.Tensor, *, inputs: Inputs, gemm: tuple[str, str],
     tile: tuple[int, int], reference: Reference, again: torch.Tensor,
 ) -> Diagnosis:  # fmt: skip
     """The most likely fault of `out`.
@@ -99,13 +101,13 @@ def diagnose(
 
 
 def diagnosed(
-    spec: Spec, binding: Mapping[str, str], inputs: Mapping[str, Any], o: str, out: torch.Tensor,
+    spec: Spec, binding: Mapping[str, str], inputs: Inputs, o: str, out: torch.Tensor,
     truth: torch.Tensor, *, tile: tuple[int, int] = (128, 128), again: torch.Tensor | None = None,
 ) -> Diagnosis:  # fmt: skip
     """`diagnose` of output `o` of a spec, by its reference."""
     from coda_agent.specs import run_reference
 
-    def reference(changed: Mapping[str, Any]) -> torch.Tensor:
+    def reference(changed: Inputs) -> torch.Tensor:
         return run_reference(spec, {**changed}, binding=binding, exact=True)[o]
 
     a, b = spec.gemm
@@ -119,7 +121,7 @@ class _WrongOutput:
     """The hypotheses about one output, and what speaks for each."""
 
     def __init__(
-        self, out: torch.Tensor, truth: torch.Tensor, inputs: Mapping[str, Any],
+        self, out: torch.Tensor, truth: torch.Tensor, inputs: Inputs,
         gemm: tuple[str, str], tile: tuple[int, int], reference: Reference,
     ) -> None:  # fmt: skip
         import torch
@@ -271,7 +273,7 @@ class _WrongOutput:
             if predicted is not None:
                 yield _Suspect(fault, text, predicted, rows)
 
-    def _worst_rows(self) -> Any:
+    def _worst_rows(self) -> Rows:
         """The rows to run the reference on; all, where rows cannot be told apart."""
         m, n = (self.inputs[x].shape[0] for x in self.gemm)
         sizes = {v.shape[0] for x, v in self.inputs.items() if x not in self.gemm and _is_array(v)}
@@ -279,7 +281,7 @@ class _WrongOutput:
             return _ALL
         return (self.difference * self.wrong).square().sum(1).topk(_ROWS).indices.sort().values
 
-    def _predict(self, changed: dict[str, Any], rows: Any) -> torch.Tensor | None:
+    def _predict(self, changed: Inputs, rows: Rows) -> torch.Tensor | None:
         m = self.inputs[self.gemm[0]].shape[0]
         values = {
             x: v[rows] if x != self.gemm[1] and _is_array(v) and len(v) == m else v
@@ -292,7 +294,7 @@ class _WrongOutput:
         shape = self.truth[rows].shape
         return found.reshape(shape) if found.numel() == shape.numel() else None
 
-    def _changes(self, rows: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    def _changes(self, rows: Rows) -> Iterator[tuple[str, str, Inputs]]:
         """Faults, in words, and the inputs that they come to."""
         import torch
 
@@ -351,9 +353,7 @@ class _WrongOutput:
         for dtype in () if self.exact else (torch.bfloat16, torch.float16):
             yield fault, text, {a_name: acc.to(dtype).double(), b_name: eye}
 
-    def _factor_changes(
-        self, x: str, value: Any, rows: Any
-    ) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    def _factor_changes(self, x: str, value: Any, rows: Rows) -> Iterator[tuple[str, str, Inputs]]:
         """The factor on input `x` that fits best, by least squares along 2 · x."""
         doubled = self._predict({x: value * 2}, rows)
         if doubled is None:
@@ -372,7 +372,7 @@ class _WrongOutput:
 
         size = (self.out - self.truth).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         row, column = divmod(int(torch.where(mask, size, -1.0).argmax()), self.truth.shape[1])
-        where: dict[str, Any] = {"fault": fault, "column" if self.by_column else "row": row}
+        where: JsonObject = {"fault": fault, "column" if self.by_column else "row": row}
         where |= {} if self.flat else {"column": column}
         where["at_tile"] = [row // self.tile[0], column // self.tile[1]][: 1 if self.flat else 2]
         odd = mask.nonzero()[:, 1] % 2
@@ -396,5 +396,5 @@ def _swapped(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return getattr(x, "ndim", 0) > 0

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.records import Inputs
 from coda_agent.primitives.operation import OPS
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def errors() -> dict[str, str]:
     return _COMPOSED | {x: op.error for op in OPS.values() for x in (op.name, *op.aten)}
 
 
-def approximations_shaken(function: Any, args: tuple[Any, ...], result: Any) -> Any:
+def approximations_shaken(function: object, args: Sequence[Any], result: Any) -> Any:
     """`run_reference`'s `touch` that moves what a GPU approximates, visibly, and nothing else."""
     approximated = errors().get(getattr(function, "__name__", ""))
     return result * 1.001 + 0.001 if approximated else result
@@ -52,7 +53,7 @@ def approximations_shaken(function: Any, args: tuple[Any, ...], result: Any) -> 
 
 def disturbed(
     spec: Spec,
-    inputs: Mapping[str, Any],
+    inputs: Inputs,
     binding: Mapping[str, str],
     seed: int,
     *,
@@ -88,7 +89,7 @@ def disturbed(
         start = chance.randrange(min(_POOL, len(long) - count + 1))
         return long[start : start + count].view(like.shape)
 
-    def touch(function: Any, args: tuple[Any, ...], result: Any) -> Any:
+    def touch(function: object, args: Sequence[Any], result: Any) -> Any:
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
         storages = [x.untyped_storage().data_ptr() for x in args[:1] if isinstance(x, torch.Tensor)]

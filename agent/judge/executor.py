@@ -7,11 +7,11 @@ with the command that was started; so do keys and logs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
 from coda_agent.agent.judge.machine import Gpu, demanded
-from coda_agent.agent.judge.records import Outcome, Progress, ReportT
+from coda_agent.agent.judge.records import JsonObject, Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Executor(Protocol):
         """
         ...
 
-    def environment(self, device: str) -> dict[str, Any]:
+    def environment(self, device: str) -> JsonObject:
         """The machine that the last gate ran on, as evidence names it."""
         ...
 

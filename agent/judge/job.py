@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self
 
 from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter
 
 from coda_agent.agent.judge.records import (
+    JsonObject,
     NumericsReport,
     Outcome,
     PerformanceReport,
@@ -37,7 +37,7 @@ def _read_spec(value: Any) -> Spec:
     return load_spec(Path(value["path"]), text=value["text"]).model_copy(update=shapes)
 
 
-def _write_spec(spec: Spec) -> dict[str, Any]:
+def _write_spec(spec: Spec) -> JsonObject:
     shapes = {"check_shapes": spec.check_shapes, "bench_shapes": spec.bench_shapes}
     return {"path": str(spec.path), "text": spec.text, **shapes}
 
@@ -213,6 +213,6 @@ GateJob = NumericsJob | PrepareJob | PerformanceJob | TuneJob | CallJob
 _JOB: TypeAdapter[GateJob] = TypeAdapter(Annotated[GateJob, Field(discriminator="kind")])
 
 
-def read_job(data: Mapping[str, Any]) -> Job[Any]:
+def read_job(data: JsonObject) -> Job[Any]:
     """The gate job that `model_dump(mode="json")` wrote."""
     return _JOB.validate_python(data)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from coda_agent.agent.judge.records import GpuState
 from coda_agent.primitives.errors import MachineError
 
 DEVICE_CHILD = "coda_agent.agent.execution.device_worker"
@@ -62,7 +62,7 @@ def smi(query: str, *more: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
 
 
-def gpu_state(uuid: str | None = None) -> dict[str, Any]:
+def gpu_state(uuid: str | None = None) -> GpuState:
     """Clocks, temperature, power, throttling and processes of a GPU, by default of the one in use;
     `error` where nvidia-smi does not answer."""
     visible = os.environ.get("CODA_AGENT_GPU") or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
@@ -70,7 +70,7 @@ def gpu_state(uuid: str | None = None) -> dict[str, Any]:
     rows = smi(f"gpu={','.join(_FIELDS)}", "-i", device)
     if not rows:
         return {"error": f"nvidia-smi: no answer about GPU {device}"}
-    state: dict[str, Any] = dict(zip(_FIELDS, rows[0], strict=False))
+    state: GpuState = dict(zip(_FIELDS, rows[0], strict=False))
     processes = [row[0] for row in smi("compute-apps=pid", "-i", device)]
     torch = sys.modules.get("torch")
     has_context = bool(torch and torch.cuda.is_initialized())
@@ -104,13 +104,13 @@ def others(processes: Sequence[str], ours: Callable[[str], bool], *, has_context
     return max(0, len(foreign) - hidden)
 
 
-def contention(state: Mapping[str, Any]) -> str:
+def contention(state: Mapping[str, str | int]) -> str:
     """Who else uses the GPU of a `gpu_state`; nothing where nobody does."""
     if "error" in state:
         return f"unknown ({state['error']})"
     if state["other_processes"]:
         return f"{state['other_processes']} other processes are on it"
-    busy = state["utilization.gpu"]
+    busy = str(state["utilization.gpu"])
     # A part of a GPU has no utilisation, [N/A].
     known = busy.replace(".", "").isdigit()
     return f"it computes {busy} % of the time" if known and float(busy) > _BUSY else ""
@@ -122,7 +122,8 @@ def contention_allowed() -> bool:
 
 
 def require_idle(
-    state: Callable[[], Mapping[str, Any]] = gpu_state, wait: Callable[[float], None] = time.sleep
+    state: Callable[[], Mapping[str, str | int]] = gpu_state,
+    wait: Callable[[float], None] = time.sleep,
 ) -> None:
     """Nobody else uses the GPU, or the user allows it. Waits up to 5 s until what this process ran
     before has left nvidia-smi's average.

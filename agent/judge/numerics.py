@@ -15,13 +15,15 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from coda_agent.agent.judge.compare import Errors, distances, same, within
 from coda_agent.agent.judge.diagnosis import HINT, diagnosed
 from coda_agent.agent.judge.oracle import Case, make_cases
 from coda_agent.agent.judge.records import (
     Finding,
+    Inputs,
+    JsonObject,
     Key,
     NumericsReport,
     Outcome,
@@ -116,6 +118,10 @@ class _Kept:
             yield case
 
 
+Place = tuple[object, ...]
+"""Shape and layout of a case's tensors."""
+
+
 @dataclass
 class TileCheck:
     """One program in one type and configuration against the cases."""
@@ -127,9 +133,9 @@ class TileCheck:
     config: TileConfig
     run: Runner
     seed: int
-    places: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    places: dict[Place, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Input tensors by shape and layout, which cases share."""
-    before: dict[Any, dict[str, torch.Tensor]] = field(default_factory=dict)
+    before: dict[Place, dict[str, torch.Tensor]] = field(default_factory=dict)
     """What the last case in each place gave."""
     errors: list[tuple[Case, str, Errors]] = field(default_factory=list)
     """How far each output was off in each case."""
@@ -208,7 +214,7 @@ class TileCheck:
         self.errors += [(case, o, error) for o, error in found.items()]
         return None
 
-    def _placed(self, case: Case) -> tuple[Any, dict[str, Any]]:
+    def _placed(self, case: Case) -> tuple[Place, Inputs]:
         """The case's inputs in tensors that other cases of its shape and layout had before."""
         structure = case.structure
         layout = structure.layout if structure else ""
@@ -258,7 +264,7 @@ class TileCheck:
         )
         if o in case.exact:
             said = f"{o} is wrong{label}: it has an exact value, which must be met bit for bit; "
-        where: dict[str, Any] = {"output": o}
+        where: JsonObject = {"output": o}
         if stale is not None and same(stale, out):
             said += "it is what the tensors' former contents gave"
         else:

@@ -12,7 +12,7 @@ import random
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.compare import (
     BASELINE_LIMIT,
@@ -24,6 +24,7 @@ from coda_agent.agent.judge.compare import (
     unit_of,
 )
 from coda_agent.agent.judge.disturbance import approximations_shaken, disturbed
+from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.structures import Structure, structures
 from coda_agent.primitives.errors import SpecError
 
@@ -56,7 +57,7 @@ class Case:
         exact: Outputs that must match bit for bit.
     """
 
-    inputs: dict[str, Any]
+    inputs: Inputs
     truth: dict[str, torch.Tensor]
     bounds: dict[str, Errors]
     torch_errors: dict[str, Errors]
@@ -133,7 +134,7 @@ def make_case(
                 f"{spec.path}: the baseline's {o} is {error.norm:.2e} of its norm away from "
                 "the reference"
             )
-    held: dict[str, Any] = {o: inputs[i] for o, i in spec.updated(binding).items()}
+    held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items()}
     runs = [disturbed(spec, inputs, binding, seed + i) for i in range(probes)]
     allowed = {
         o: allowance(t, dtypes[o], [r[o] for r in runs], held.get(o))
@@ -218,7 +219,7 @@ def _stored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _representable(
     spec: Spec,
-    inputs: Mapping[str, Any],
+    inputs: Inputs,
     binding: Mapping[str, str],
     truth: Mapping[str, torch.Tensor],
 ) -> list[str]:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.machine import contention_allowed, gpu_state
 from coda_agent.agent.judge.records import (
@@ -239,7 +239,7 @@ def prepare(spec: Spec, elements: Sequence[str]) -> None:
             call(**draw_inputs(spec, sizes, types, seed=0, device="cuda", binding=binding))
 
 
-def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., Any]:
+def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
     """What a user would run, under torch.compile."""
     import torch
 
@@ -248,7 +248,7 @@ def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., Any]:
     return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
 
 
-def _recompiling() -> AbstractContextManager[Any]:
+def _recompiling() -> AbstractContextManager[None]:
     """By default a function is compiled eight times in a process, and after that runs as it is,
     without a word."""
     from torch._dynamo import config
@@ -289,13 +289,13 @@ def _timed(
     import torch
 
     runs = {c.label: problem.run(c) for c in configs}
-    expected: dict[tuple[str, int], Any] = {}
+    expected: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     for label, run in runs.items():
         for i in range(2):
             run.restore(i)
             expected[label, i] = {o: t.clone() for o, t in run(i).items()}
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    results: dict[str, Any] = {}
+    results: dict[str, dict[str, torch.Tensor]] = {}
 
     def timed(label: str) -> Callable[[int], None]:
         def call(i: int) -> None:
@@ -335,7 +335,9 @@ def _timed(
     return samples, {names[name]: s for name, s in streams.items()}, int(wrong)
 
 
-def bare_gemm(a: torch.Tensor, b: torch.Tensor) -> Callable[[Any, Any], torch.Tensor]:
+def bare_gemm(
+    a: torch.Tensor, b: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """cuBLAS's product of operands like `a` (M, K) and `b` (N, K), into one buffer where cuBLAS's
     binding takes one; FP8 operands give bfloat16, with unit scales and fast accumulation."""
     import torch

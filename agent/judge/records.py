@@ -27,7 +27,11 @@ SANITIZERS: tuple[Tool, ...] = ("memcheck", "racecheck", "initcheck")
 Level = Literal["proved", "verified", "accepted"]
 LEVELS: tuple[Level, ...] = ("proved", "verified", "accepted")
 """What a kernel can be shown to be, from the least to the most."""
-Observer = Callable[[str, dict[str, Any]], None]
+JsonObject = dict[str, Any]
+"""JSON data by name."""
+Inputs = Mapping[str, Any]
+"""What a spec's reference takes, by name: tensors, and numbers."""
+Observer = Callable[[str, JsonObject], None]
 Progress = Callable[[int, int, str], None]
 """Called as (done, total, note)."""
 Key = tuple[str, str]
@@ -44,7 +48,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     @model_serializer(mode="wrap")
-    def _without_none(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_none(self, written: SerializerFunctionWrapHandler) -> JsonObject:
         return {key: value for key, value in written(self).items() if value is not None}
 
 
@@ -52,7 +56,7 @@ def _read_tiles(value: Any) -> Any:
     return value if isinstance(value, Mapping) else {(p, e): found for p, e, found in value}
 
 
-def _write_tiles(tiles: Mapping[Key, tuple[TileConfig, ...]]) -> list[list[Any]]:
+def _write_tiles(tiles: Mapping[Key, tuple[TileConfig, ...]]) -> list[list[object]]:
     return [[*key, [c.to_dict() for c in configs]] for key, configs in tiles.items()]
 
 
@@ -73,7 +77,7 @@ class Finding(BaseModel):
     """One thing wrong with a candidate: what, where, and what to try."""
 
     message: str
-    where: dict[str, Any] = {}
+    where: JsonObject = {}
     hint: str = ""
 
 
@@ -85,7 +89,7 @@ class RefusedTile(Record):
     tile: str
     """The configuration's label."""
     fault: str
-    where: dict[str, Any] = {}
+    where: JsonObject = {}
 
     @classmethod
     def of(cls, finding: Finding) -> Self:
@@ -362,7 +366,7 @@ class Verdict(BaseModel):
     gates: list[GateResult]
     tuned: dict[str, Tuned] | None = None
     """GPU name to the best configurations, where the performance gate ran."""
-    environment: dict[str, Any] = {}
+    environment: JsonObject = {}
     digests: dict[str, str] = {}
     not_shown: list[str] = []
     """Sentences: what this machine could not show."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.records import Inputs
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
@@ -15,16 +16,15 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
-    Runner = Callable[
-        [Spec, Program, Mapping[str, Any], TileConfig, Mapping[str, Any]], dict[str, torch.Tensor]
-    ]
+    Dtypes = Mapping[str, torch.dtype]
+    Runner = Callable[[Spec, Program, Inputs, TileConfig, Dtypes], dict[str, torch.Tensor]]
 
 
 _GUARD_BYTES = 4096
 _GUARD = 0xA5
 
 
-def held(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def held(spec: Spec, program: Program, inputs: Inputs) -> dict[str, torch.Tensor]:
     """What an output that is added to in place holds before a run: output to input tensor."""
     place = spec.in_place
     return {place.output: inputs[place.input]} if place and program.accumulated else {}
@@ -33,9 +33,9 @@ def held(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> dict[str, A
 def run_kernel(
     spec: Spec,
     program: Program,
-    inputs: Mapping[str, Any],
+    inputs: Inputs,
     config: TileConfig,
-    dtypes: Mapping[str, Any],
+    dtypes: Dtypes,
 ) -> dict[str, torch.Tensor]:
     """Launch the compiled kernel into NaN-poisoned outputs, but for what it adds to, and fold
     reductions to final values.
@@ -70,9 +70,9 @@ def run_kernel(
 def run_interpreter(
     spec: Spec,
     program: Program,
-    inputs: Mapping[str, Any],
+    inputs: Inputs,
     config: TileConfig,
-    dtypes: Mapping[str, Any],
+    dtypes: Dtypes,
     *,
     raw: bool = False,
 ) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def run_interpreter(
 
 
 def interpreted(
-    spec: Spec, program: Program, inputs: Mapping[str, Any], **options: Any
+    spec: Spec, program: Program, inputs: Inputs, **options: Any
 ) -> dict[str, torch.Tensor]:
     """`primitives.interpret.interpret` on a spec's inputs."""
     from coda_agent.primitives.interpret import interpret

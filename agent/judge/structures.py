@@ -8,7 +8,7 @@ and strides and aliases are layouts that a caller may pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,7 @@ def _plain(spec: Spec, name: str) -> bool:
 
 def _twins(spec: Spec, binding: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Inputs of one shape and type that are only read, two and two."""
-    seen: dict[Any, str] = {}
+    seen: dict[Hashable, str] = {}
     for name, tensor in spec.inputs.items():
         shape = spec.symbolic_shape(name, binding)
         if not shape or name in spec.updated(binding).values():
@@ -134,7 +134,7 @@ def _as_drawn(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: fl
     return {}
 
 
-def _copied(inputs: Inputs, *_: Any, one: str, other: str) -> Inputs:
+def _copied(inputs: Inputs, *_: object, one: str, other: str) -> Inputs:
     return {other: inputs[one].clone()}
 
 
@@ -160,7 +160,9 @@ def _pick(extent: int, generator: torch.Generator, count: int = 1) -> torch.Tens
     return torch.randperm(extent, generator=generator, device=generator.device)[:count]
 
 
-def _with(x: torch.Tensor, rows: torch.Tensor, columns: Any, value: float) -> torch.Tensor:
+def _with(
+    x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor | slice, value: float
+) -> torch.Tensor:
     changed = x.double()  # a copy, since no input is; 8-bit floats have no indexed assignment
     changed[rows, columns] = value
     return changed.to(x.dtype)

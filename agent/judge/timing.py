@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.clocks import SPIN, DeviceClock, Span, busy_us
 from coda_agent.agent.judge.machine import gpu_state, require_idle
-from coda_agent.agent.judge.records import Clock, Progress, Ratio
+from coda_agent.agent.judge.records import Clock, JsonObject, Progress, Ratio
 from coda_agent.agent.judge.samples import MISS, Samples, different, interval, speedup
 
 __all__ = [
@@ -34,6 +34,10 @@ __all__ = [
     "require_idle", "speedup", "steady",
 ]  # fmt: skip
 
+Call = Callable[[int], object]
+"""A contender, called with the number of a round."""
+Device = Any
+"""A `DeviceClock`, or what stands for it in a test."""
 # Of 0.18 ms each on an H200. After eight, ratios of kernels to cuBLAS were within 0.02 of those in
 # a stream of calls without a pause; after none, up to 0.08 lower.
 _LEAST_PRODUCTS, _MOST_PRODUCTS = 8, 40
@@ -76,14 +80,14 @@ class _Reading(NamedTuple):
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[int], Any]],
+    contenders: Mapping[str, Call],
     rounds: int,
     *,
     warmup: int = 3,
     before: Callable[[str, int], None] | None = None,
     after: Callable[[str, int], None] | None = None,
     trace: bool | None = None,
-    gpu: Any = None,
+    gpu: Device = None,
 ) -> dict[str, Samples]:
     """Time every contender once a round.
 
@@ -112,8 +116,8 @@ def interleave(
 
 
 def _interleaved(
-    gpu: Any,
-    contenders: Mapping[str, Callable[[int], Any]],
+    gpu: Device,
+    contenders: Mapping[str, Call],
     rounds: int,
     warmup: int,
     before: Callable[[str, int], None],
@@ -194,7 +198,7 @@ def _tolerance(time_us: float) -> float:
     return max(TOLERANCE_US, TOLERANCE * time_us)
 
 
-def _window(gpu: Any, call: Callable[[], Any], products: int) -> _Reading:
+def _window(gpu: Device, call: Callable[[], object], products: int) -> _Reading:
     gpu.settle()
     opened = gpu.now_us()
     first = gpu.mark()
@@ -211,12 +215,12 @@ def _window(gpu: Any, call: Callable[[], Any], products: int) -> _Reading:
 
 
 def steady(
-    contenders: Mapping[str, Callable[[int], Any]],
+    contenders: Mapping[str, Call],
     *,
     rounds: int = 3,
     before: Callable[[str, int], None] | None = None,
     after: Callable[[str, int], None] | None = None,
-    gpu: Any = None,
+    gpu: Device = None,
 ) -> dict[str, Samples]:
     """Time every contender's calls back to back, up to 100 ms of them, in `rounds` random orders.
 
@@ -262,9 +266,7 @@ def steady(
     return found
 
 
-def _plans(
-    gpu: Any, contenders: Mapping[str, Callable[[int], Any]]
-) -> dict[str, tuple[int, float]]:
+def _plans(gpu: Device, contenders: Mapping[str, Call]) -> dict[str, tuple[int, float]]:
     """How many calls make each stream, and how many microseconds the host has to be ahead. All
     streams last equally long: a longer one would be at the clock of a hotter GPU."""
     seen: dict[str, _Reading] = {}
@@ -280,7 +282,7 @@ def _plans(
     return plans
 
 
-def _stream(gpu: Any, call: Callable[[int], Any], calls: int, lead_us: float) -> tuple[float, str]:
+def _stream(gpu: Device, call: Call, calls: int, lead_us: float) -> tuple[float, str]:
     """Microseconds a call in the second half of a stream, and why they do not count."""
     gpu.settle()
     opened = gpu.now_us()
@@ -315,8 +317,8 @@ class _Traced(NamedTuple):
 
 
 def _trace(
-    gpu: Any,
-    contenders: Mapping[str, Callable[[int], Any]],
+    gpu: Device,
+    contenders: Mapping[str, Call],
     products: int,
     before: Callable[[str, int], None],
     after: Callable[[str, int], None],
@@ -385,13 +387,13 @@ def _compared(traced: Sequence[_Traced], clock: Clock) -> tuple[Clock, str]:
 
 
 def a_a(
-    call: Callable[[int], Any],
+    call: Call,
     *,
     trials: int = 200,
     rounds: int = 50,
-    gpu: Any = None,
+    gpu: Device = None,
     progress: Progress = lambda *_: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Compare a contender with itself, and count how often it is called different.
 
     Raises:

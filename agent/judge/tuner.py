@@ -10,15 +10,15 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.judge.oracle import make_case
-from coda_agent.agent.judge.records import Progress, Tiles, Tuned, TunedShape
+from coda_agent.agent.judge.records import Inputs, Progress, Tiles, Tuned, TunedShape
 from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.agent.judge.timing import interleave
+from coda_agent.agent.judge.timing import Call, interleave
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.function import finalised, reduction_block
 from coda_agent.primitives.launch import allocate, launch
@@ -28,8 +28,11 @@ from coda_agent.primitives.tiles import SWIZZLES, TileConfig
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.agent.judge.runners import Dtypes
     from coda_agent.specs import Spec
 
+
+CallT = TypeVar("CallT", bound=Call)
 
 SEARCH_ROUNDS = 9
 LAST = 4  # configurations in the last round
@@ -86,9 +89,9 @@ def searched(
 
 
 def ranked(
-    runs: Mapping[TileConfig, Callable[[int], Any]],
+    runs: Mapping[TileConfig, CallT],
     rounds: int,
-    clock: Callable[[Mapping[str, Callable[[int], Any]], int], Mapping[str, Samples]],
+    clock: Callable[[Mapping[str, CallT], int], Mapping[str, Samples]],
 ) -> list[tuple[TileConfig, float]]:
     """Configurations with their median time in microseconds, fastest first; without those about
     which the clocks disagree. `clock` times them side by side, as `timing.interleave`.
@@ -128,7 +131,7 @@ class Problem:
         other = draw_inputs(
             spec, sizes, types, seed=secrets.randbits(62), device="cuda", binding=binding
         )
-        self.inputs: tuple[dict[str, Any], ...] = (self.case.inputs, other)
+        self.inputs: tuple[Inputs, ...] = (self.case.inputs, other)
 
     @property
     def mnk(self) -> tuple[int, int, int]:
@@ -190,8 +193,8 @@ class Launched:
         self,
         spec: Spec,
         program: Program,
-        inputs: Sequence[Mapping[str, Any]],
-        dtypes: Mapping[str, Any],
+        inputs: Sequence[Inputs],
+        dtypes: Dtypes,
         config: TileConfig,
     ) -> None:
         self.spec, self.program, self.inputs, self.config = spec, program, inputs, config
@@ -218,5 +221,5 @@ class Launched:
         self.launch(i)
         return self.folded()
 
-    def _set(self, i: int) -> Mapping[str, Any]:
+    def _set(self, i: int) -> Inputs:
         return self.inputs[i % len(self.inputs)]

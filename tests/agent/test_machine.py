@@ -44,7 +44,7 @@ def test_the_state_is_what_nvidia_smi_says_of_the_visible_gpu(smi: Path) -> None
     (smi / "apps").write_text(f"{os.getpid()}\n1\n")
     state = gpu_state()
     assert state["clocks.sm"] == "1980" and state["temperature.gpu"] == "41"
-    assert state["clocks_event_reasons.active"].endswith("4")
+    assert str(state["clocks_event_reasons.active"]).endswith("4")
     assert (state["compute_processes"], state["other_processes"]) == (2, 1)
     assert all(line.startswith("-i GPU-ab ") for line in (smi / "calls").read_text().splitlines())
     assert contention(state) == "1 other processes are on it"

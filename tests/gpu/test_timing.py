@@ -183,7 +183,7 @@ def test_the_state_of_the_gpu_is_numbers() -> None:
     assert "error" not in state
     for field in ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"):
         assert float(state[field]) > 0, state
-    assert int(state["clocks_event_reasons.active"], 16) >= 0
+    assert int(str(state["clocks_event_reasons.active"]), 16) >= 0
     assert state["other_processes"] == 0, state
 
 
