@@ -13,7 +13,7 @@ from coda_agent.agent import prompt as prompting
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.claude import model_named
 from coda_agent.agent.budget import Budget, Price
-from coda_agent.agent.cli.report import REFUSED, Progress, Reply, columns, outcomes, reported
+from coda_agent.agent.cli.report import REFUSED, Reply, columns, outcomes, progress, reported
 from coda_agent.agent.cli.targets import (
     DeviceOption,
     Json,
@@ -70,7 +70,7 @@ def generate(
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
     options = authors.Options(model or "", effort, fallback_model, price, budget, tip_holdout)
     who = _made(author or authors.default(), options, workspace, silent=as_json)
-    with Progress(silent=as_json) as observer:
+    with progress(silent=as_json) as observer:
         outcome = pipeline.generate(
             workspace, path, who, observer,
             device=device, commit=not no_commit, gpu_limit_s=60 * budget.gpu_minutes,
@@ -96,7 +96,7 @@ def resume(
     options = authors.Options.of(first.options)
     budget = options.budget.changed(max_usd, limit or [])
     who = _made(str(first.author), replace(options, budget=budget), workspace, silent=as_json)
-    with Progress(silent=as_json) as observer:
+    with progress(silent=as_json) as observer:
         outcome = pipeline.resume(
             workspace, found, who, observer, gpu_limit_s=60 * budget.gpu_minutes
         )
@@ -168,7 +168,7 @@ def tool(
     if (run is None) == (spec is None):
         raise CodaError("name a run with --run, or start one with --spec", hint="coda-agent runs")
     workspace = find()
-    with Progress(silent=True) as observer:
+    with progress(silent=True) as observer:
         if run is not None:
             context = pipeline.reopened(workspace, past.find(workspace, run), observer)
         else:

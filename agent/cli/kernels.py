@@ -7,7 +7,7 @@ import typer
 
 from coda_agent.agent import pipeline
 from coda_agent.agent.cli import report, targets
-from coda_agent.agent.cli.report import Progress, Reply, columns, outcomes, reported
+from coda_agent.agent.cli.report import Reply, columns, outcomes, progress, reported
 from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, sharing
 from coda_agent.agent.workspace import Kernel, Workspace, find
 from coda_agent.primitives.errors import CodaError
@@ -60,7 +60,7 @@ def verify(
     records: list[dict[str, Any]] = []
     for name in names:
         try:
-            with Progress(silent=as_json or every) as observer:
+            with progress(silent=as_json or every) as observer:
                 outcome = pipeline.verify(
                     workspace, name, observer,
                     device=device, commit=not no_commit, fresh=fresh,

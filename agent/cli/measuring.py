@@ -8,7 +8,7 @@ import typer
 
 from coda_agent.agent import pipeline
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.report import Progress, Reply, outcomes, reported
+from coda_agent.agent.cli.report import Reply, outcomes, progress, reported
 from coda_agent.agent.cli.targets import Json, sharing
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing
@@ -31,7 +31,7 @@ def tune(
     """Find a kernel's best tiles for shapes of your own on this GPU, and commit them."""
     shapes = [_shape(text) for text in shape]
     targets.require_gpu("cuda")
-    with Progress(silent=as_json) as observer:
+    with progress(silent=as_json) as observer:
         measured, sha = pipeline.tune(find(), kernel, shapes, observer)
     lines = [
         f"{dtype} {e['m']} x {e['n']} x {e['k']}: {TileConfig(**e['config']).label}, "

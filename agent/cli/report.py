@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
@@ -23,6 +23,7 @@ from coda_agent.primitives.errors import CodaError
 if TYPE_CHECKING:
     from rich.status import Status
 
+    from coda_agent.agent.judge.records import Observer
     from coda_agent.agent.pipeline import Outcome
 
 P = ParamSpec("P")
@@ -162,62 +163,57 @@ def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
     return Reply(records[0] if single else {"kernels": records}, text, code)
 
 
-class Progress:
-    """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere.
+@contextlib.contextmanager
+def progress(*, silent: bool) -> "Iterator[Observer]":
+    """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere. The spinner
+    is gone before anything else is printed, and with the context."""
+    if silent:
+        yield lambda *_: None
+        return
+    status: Status | None = None
 
-    A context manager, so that the spinner is gone before anything else is printed.
-    """
+    def spin(note: str) -> None:
+        nonlocal status
+        if sys.stdout.isatty():
+            from rich.console import Console
+            from rich.text import Text
 
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
-        self._status: Status | None = None
+            status = status or Console().status("")
+            status.update(Text(note))
+            status.start()
 
-    def __call__(self, type: str, data: Mapping[str, Any]) -> None:
-        """Takes one event; others than these say nothing."""
-        if self._silent:
-            return
+    def stop() -> None:
+        if status:
+            status.stop()
+
+    def observe(type: str, data: Mapping[str, Any]) -> None:
         gate = str(data.get("gate", ""))
         match type:
             case "gate.started":
-                self._spin(gate)
+                spin(gate)
             case "gate.progress":
                 count = f" {data.get('done')}/{data['total']}" if data.get("total") else ""
-                self._spin(f"{gate}{count} {data.get('note') or ''}")
+                spin(f"{gate}{count} {data.get('note') or ''}")
             case "gate.finished":
-                self._stop()
+                stop()
                 _finished(gate, data)
             case "author.started":
-                self._spin(f"{data.get('author')} writes")
+                spin(f"{data.get('author')} writes")
             case "author.finished":
-                self._stop()
+                stop()
             case "request":
-                self._spin("the model thinks")
+                spin("the model thinks")
             case "tool.finished":
-                self._stop()
+                stop()
                 first = (data["text"].splitlines() or [""])[0]
                 typer.echo(f"{data['name']}: {first[:120]}")
             case _:
                 pass
 
-    def _spin(self, note: str) -> None:
-        if not sys.stdout.isatty():
-            return
-        from rich.console import Console
-        from rich.text import Text
-
-        self._status = self._status or Console().status("")
-        self._status.update(Text(note))
-        self._status.start()
-
-    def _stop(self) -> None:
-        if self._status:
-            self._status.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
+    try:
+        yield observe
+    finally:
+        stop()
 
 
 def _finished(gate: str, data: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import typer
 from coda_agent.agent import pipeline
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
-from coda_agent.agent.cli.report import REFUSED, Progress, Reply, columns, reported
+from coda_agent.agent.cli.report import REFUSED, Reply, columns, progress, reported
 from coda_agent.agent.cli.targets import (
     DeviceOption,
     Json,
@@ -35,7 +35,7 @@ def replay(
     recorded = found.folder / "spec.md"
     who = Replay(past.history(found.folder)[0])
     path = recorded if recorded.is_file() else workspace.resolve_spec(str(past.state(found).spec))
-    with Progress(silent=as_json) as observer:
+    with progress(silent=as_json) as observer:
         outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
     document = {**outcome.record(), "differences": who.differences, "skipped": who.skipped}
     lines = [f"differs: {line}" for line in who.differences]

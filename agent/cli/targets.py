@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coda_agent.agent import pipeline, sandbox
-from coda_agent.agent.cli.report import Progress, Reply
+from coda_agent.agent.cli.report import Reply, progress
 from coda_agent.agent.device import Device
 from coda_agent.agent.workspace import Run, Workspace, find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
@@ -183,7 +183,7 @@ def judged(
     """What the judge says of a FILE or KERNEL, in a run of its own."""
     text, found = program(target, spec)
     run = new_run(kind, found.name)
-    with Progress(silent=silent) as observer:
+    with progress(silent=silent) as observer:
         return pipeline.judge_only(run, kind, found, text, observer, device=device, gates=gates)
 
 

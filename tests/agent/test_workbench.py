@@ -229,7 +229,7 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
     run("tool", "check", "level=static", "--run", started[-4:])
     run("tool", "log_tip", *tip, "--run", started)
     assert run("tool", "submit", "--run", started)["ok"]
-    assert where.kernel("gemm_swiglu").evidence["author"] == "someone"
+    assert where.kernel("gemm_swiglu").evidence.author == "someone"
     (listed,) = run("runs")
     assert (listed["outcome"], listed["reason"], listed["author"]) == (
         "passed",
