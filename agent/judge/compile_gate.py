@@ -3,7 +3,7 @@ shared memory?"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.job import CompileJob
@@ -87,67 +87,63 @@ def jobs_for(
     return jobs
 
 
-def check_signature(spec: Spec, programs: dict[str, Program]) -> list[Finding]:
+def check_signature(spec: Spec, programs: Mapping[str, Program]) -> list[Finding]:
     """Do the programs take and return what the spec declares?"""
-    findings = []
+    found = []
+    for binding in spec.bindings():
+        if program := programs.get(name := spec.variant(binding)):
+            found += _signature_faults(spec, binding, program)
+            found += _tensor_faults(spec, binding, program)
+        else:
+            found.append((f"program {name!r} is missing", ""))
+    return [Finding(message=message, hint=hint) for message, hint in found]
+
+
+def _signature_faults(
+    spec: Spec, binding: Mapping[str, str], program: Program
+) -> Iterator[tuple[str, str]]:
+    """Names that are not the spec's, each with a hint."""
+    updated = spec.updated(binding)
+    wanted = [i for i in spec.inputs if i not in (*spec.gemm, *updated.values())]
+    added = [program.accumulated] if program.accumulated else []
+    if added != list(updated):
+        yield (
+            f"{program.name} adds to {added} in place, the spec declares {list(updated)}",
+            "an AddTile output is exactly one that the spec updates in place",
+        )
+    if sorted(program.operands) != sorted(wanted):
+        yield (
+            f"{program.name} takes {list(program.operands)}, the spec has {wanted}",
+            "operands are the spec's inputs but for the two GEMM operands",
+        )
+    if list(program.outputs) != list(spec.outputs):
+        declared = list(spec.outputs)
+        yield (
+            f"{program.name} returns {list(program.outputs)}, the spec declares {declared}",
+            "same names, same order",
+        )
+
+
+def _tensor_faults(
+    spec: Spec, binding: Mapping[str, str], program: Program
+) -> Iterator[tuple[str, str]]:
+    """Tensors of another shape, or of a type that their kind is not made for."""
     m, n, _ = spec.gemm_dims
     names = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
-    for binding in spec.bindings():
-        program = programs.get(spec.variant(binding))
-        if program is None:
-            findings.append(Finding(message=f"program {spec.variant(binding)!r} is missing"))
+    for name, kind in {**program.operands, **program.outputs}.items():
+        if name not in spec.inputs and name not in spec.outputs:
             continue
-        updated = spec.updated(binding)
-        wanted = [i for i in spec.inputs if i not in (*spec.gemm, *updated.values())]
-        added = [program.accumulated] if program.accumulated else []
-        if added != list(updated):
-            findings.append(
-                Finding(
-                    message=f"{program.name} adds to {added} in place, the spec declares "
-                    f"{list(updated)}",
-                    hint="an AddTile output is exactly one that the spec updates in place",
-                )
-            )
-        if sorted(program.operands) != sorted(wanted):
-            findings.append(
-                Finding(
-                    message=f"{program.name} takes {list(program.operands)}, the spec has {wanted}",
-                    hint="operands are the spec's inputs but for the two GEMM operands",
-                )
-            )
-        if list(program.outputs) != list(spec.outputs):
-            findings.append(
-                Finding(
-                    message=f"{program.name} returns {list(program.outputs)}, the spec declares "
-                    f"{list(spec.outputs)}",
-                    hint="same names, same order",
-                )
-            )
-        tensors = {**program.operands, **program.outputs}
-        for name, kind in tensors.items():
-            if name not in spec.inputs and name not in spec.outputs:
-                continue
-            declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
-            expected = tuple(names.get(d, f"{d} of its own") for d in kind.dims)
-            if declared != expected:
-                findings.append(
-                    Finding(
-                        message=f"{program.name}: {name} is {kind.__name__}, "
-                        f"({', '.join(expected)}); "
-                        f"the spec declares ({', '.join(declared)})"
-                    )
-                )
-            read = program.operands.get(name)
-            known = read.dtypes if read else program.outputs[name].stored
-            used = {spec.dtype_of(name, types) for types in spec.type_choices()}
-            if known and (others := sorted(used.difference(known))):
-                findings.append(
-                    Finding(
-                        message=f"{program.name}: {name} is {kind.__name__}, of "
-                        f"{' or '.join(known)}; the spec declares {', '.join(others)}"
-                    )
-                )
-    return findings
+        declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
+        expected = tuple(names.get(d, f"{d} of its own") for d in kind.dims)
+        said = f"{program.name}: {name} is {kind.__name__}"
+        if declared != expected:
+            shown, wanted = ", ".join(expected), ", ".join(declared)
+            yield f"{said}, ({shown}); the spec declares ({wanted})", ""
+        read = program.operands.get(name)
+        known = read.dtypes if read else program.outputs[name].stored
+        used = {spec.dtype_of(name, types) for types in spec.type_choices()}
+        if known and (others := sorted(used.difference(known))):
+            yield f"{said}, of {' or '.join(known)}; the spec declares {', '.join(others)}", ""
 
 
 def compile_all(
