@@ -83,13 +83,6 @@ class AuthorStarted(Event, frozen=True):
     author: str = ""
 
 
-class AuthorFinished(Event, frozen=True):
-    """An author that writes in one go has written."""
-
-    type: Literal["author.finished"] = "author.finished"
-    author: str = ""
-
-
 class CandidateSaved(Event, frozen=True):
     """There is another text, which is on disk, too."""
 

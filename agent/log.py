@@ -3,17 +3,17 @@
 - One writer at a time, held by flock: two would give two events one number.
 - A line counts once its newline is on disk. A torn last line is what a kill leaves; readers skip it
   and the next writer cuts it off. A bad line anywhere else is damage, and an error.
-- The state of a run is a fold over its events (`state.py`); nothing else is stored. A `Recorder`
-  writes events and hands each to the folds that follow it, so what is remembered in a process and
-  what is rebuilt from the file are the same.
+- The state of a run is a fold over its events (`state.py`); nothing else is stored. An event is
+  handed to the folds once it is on disk, so what is remembered and what is rebuilt from
+  the file are the same.
 - Keys are taken out of whatever is written.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from pydantic import ValidationError
@@ -53,31 +53,51 @@ def read_events(path: Path) -> list[Event]:
     return _parse(path)[0]
 
 
-class EventLog:
-    """The one writer of a log file; a context manager.
+class Fold(Protocol):
+    """A state that events build."""
+
+    def apply(self, event: Event) -> None:
+        """Takes the next event."""
+        ...
+
+
+class RunLog:
+    """The one writer of a run's log; a context manager.
+
+    Attributes:
+        folder: The run's.
+        observer: Told of every event, and of what gates and authors do meanwhile.
+        state: What the events so far say.
 
     Raises:
         WorkspaceError: another writer holds the file, or it is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, observer: "Observer" = lambda *_: None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path, self.folder, self.observer = path, path.parent, observer
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(path.open("ab"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise WorkspaceError(f"{path} is being written by another process") from error
             events, whole = _parse(path)
-        except BlockingIOError as error:
-            self._file.close()
-            raise WorkspaceError(f"{path} is being written by another process") from error
-        except WorkspaceError:
-            self._file.close()
-            raise
-        self._file.truncate(whole)
+            self._file.truncate(whole)
+            self._open = stack.pop_all()
         self._next = events[-1].seq + 1 if events else 0
+        self.state = RunState.of(events)
+        self._folds: list[Fold] = [self.state]
+
+    def follow(self, fold: Fold) -> None:
+        """Brings `fold` up to date and keeps it so."""
+        for event in read_events(self.path):
+            fold.apply(event)
+        self._folds.append(fold)
 
     def append(self, event: Event) -> Event:
-        """Writes one event; it is on disk when this returns, and has its place and its time."""
+        """Writes one event, which gets its place and its time; it is on disk before any fold or
+        observer has it."""
         event = event.model_copy(update={"seq": self._next, "time": utc_now()})
         line = json.dumps(
             plain(event.line()), ensure_ascii=False, separators=(",", ":"), allow_nan=False
@@ -88,58 +108,16 @@ class EventLog:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._next += 1
+        for fold in self._folds:
+            fold.apply(event)
+        self.observer(event.type, event.data)
         return event
-
-    def close(self) -> None:
-        """Gives the file up to other writers."""
-        self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Fold(Protocol):
-    """A state that events build."""
-
-    def apply(self, event: Event) -> None:
-        """Takes the next event."""
-        ...
-
-
-class Recorder:
-    """Writes a run's events, and hands each to the folds and to the observer.
-
-    Attributes:
-        folder: The run's.
-        observer: Told of every event, and of what gates and authors do meanwhile.
-        state: What the events so far say.
-    """
-
-    def __init__(self, log: EventLog, observer: "Observer" = lambda *_: None) -> None:
-        self._log, self.observer, self.folder = log, observer, log.path.parent
-        self._folds: list[Fold] = []
-        self.state = RunState()
-        self.follow(self.state)
-
-    def follow(self, fold: Fold) -> None:
-        """Brings `fold` up to date and keeps it so."""
-        for event in read_events(self._log.path):
-            fold.apply(event)
-        self._folds.append(fold)
-
-    def __call__(self, event: Event) -> None:
-        event = self._log.append(event)
-        for fold in self._folds:
-            fold.apply(event)
-        self.observer(event.type, event.data)
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def artifact(self, name: str, text: str) -> str:
         """Writes a file of the run; its path relative to the run's folder."""
@@ -152,7 +130,7 @@ class Recorder:
         """Makes `text` the candidate, on disk before it is judged; its digest."""
         (self.folder / "kernel.py").write_text(text, "utf-8", errors="replace")
         saved = CandidateSaved(path="kernel.py", digest=short_digest(text), text=text)
-        self(saved)
+        self.append(saved)
         return saved.digest
 
     def verdict(self, verdict: "Verdict", check: str) -> None:
@@ -164,7 +142,7 @@ class Recorder:
             machine=Machine.of(verdict), gpu_s=gpu_seconds(verdict),
             seconds={gate.name: gate.seconds for gate in verdict.gates},
         )  # fmt: skip
-        self(judged)
+        self.append(judged)
 
 
 def short_digest(text: str) -> str:

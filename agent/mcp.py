@@ -51,7 +51,7 @@ class Desk:
             bench, stack = self._taken(path, name, client)
         except (CodaError, OSError) as error:
             return Result(ok=False, text=str(error)), ""
-        bench.tell.observer = observer
+        bench.log.observer = observer
         try:
             with stack:  # what is raised here fails the run
                 result = bench.call(name, given)

@@ -18,7 +18,7 @@ from coda_agent.agent import events as e
 from coda_agent.agent import publish
 from coda_agent.agent.device import Device
 from coda_agent.agent.keys import KEYS
-from coda_agent.agent.log import EventLog, Recorder, read_events
+from coda_agent.agent.log import RunLog, read_events
 from coda_agent.agent.plain import plain
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
@@ -68,14 +68,13 @@ def _admit(spec_path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _logged(run: Run, observer: "Observer", begin: e.Event) -> Iterator[Recorder]:
-    """The recorder of a run, the event it begins with written; a failure is its last event."""
+def _logged(run: Run, observer: "Observer", begin: e.Event) -> Iterator[RunLog]:
+    """The log of a run, the event it begins with written; a failure is its last event."""
     KEYS.take()
-    with EventLog(run.folder / "events.jsonl") as log:
-        tell = Recorder(log, observer)
-        tell(begin)
+    with RunLog(run.folder / "events.jsonl", observer) as log:
         try:
-            yield tell
+            log.append(begin)
+            yield log
         except BaseException as error:
             message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
             log.append(e.RunFailed(error=error.__class__.__name__, message=message))
@@ -83,12 +82,12 @@ def _logged(run: Run, observer: "Observer", begin: e.Event) -> Iterator[Recorder
 
 
 @contextlib.contextmanager
-def _short(run: Run, observer: "Observer", kind: str, spec: str) -> Iterator[Recorder]:
-    """The recorder of a run that ends with the command."""
+def _short(run: Run, observer: "Observer", kind: str, spec: str) -> Iterator[RunLog]:
+    """The log of a run that ends with the command."""
     begin = e.RunStarted(run=run.id, kind=kind, spec=spec)
-    with _logged(run, observer, begin) as tell:
-        yield tell
-        tell(e.RunFinished())
+    with _logged(run, observer, begin) as log:
+        yield log
+        log.append(e.RunFinished())
 
 
 @contextlib.contextmanager
@@ -124,9 +123,9 @@ def opened(
         run=run.id, kind="generate", spec=spec.name, author=author, device=device, commit=commit,
         **({"withheld": tuple(withheld)} if withheld else {}), **(settings or {}),
     )  # fmt: skip
-    with _logged(run, observer, begin) as tell:
-        tell(e.SpecAdmitted(path=spec_path.name, digest=spec.digest))
-        yield Workbench(workspace, run, spec, tell, gpu_limit_s, withheld)
+    with _logged(run, observer, begin) as log:
+        log.append(e.SpecAdmitted(path=spec_path.name, digest=spec.digest))
+        yield Workbench(workspace, run, spec, log, gpu_limit_s, withheld)
 
 
 @contextlib.contextmanager
@@ -160,16 +159,16 @@ def reopened(
         raise WorkspaceError(f"{spec.path} was not admitted", hint="start another run")
     if state.commits and not state.over:
         publish.check_place(workspace, spec.name)
-    with _logged(run, observer, e.RunResumed(run=run.id, **(settings or {}))) as tell:
+    with _logged(run, observer, e.RunResumed(run=run.id, **(settings or {}))) as log:
         if not admitted:
-            tell(e.SpecAdmitted(path=spec.path.name, digest=spec.digest))
-        yield Workbench(workspace, run, spec, tell, gpu_limit_s, state.withheld)
+            log.append(e.SpecAdmitted(path=spec.path.name, digest=spec.digest))
+        yield Workbench(workspace, run, spec, log, gpu_limit_s, state.withheld)
 
 
 def _judge(
     spec: "Spec",
     text: str,
-    tell: Recorder,
+    log: RunLog,
     device: Device,
     gates: tuple[str, ...] | None = None,
     **more: Any,
@@ -178,10 +177,10 @@ def _judge(
     from coda_agent.agent.judge import judge_candidate
     from coda_agent.agent.judge.records import GATES
 
-    tell.candidate(text)
-    about = {"device": device, "gates": gates or GATES, "observer": tell.observer, **more}
+    log.candidate(text)
+    about = {"device": device, "gates": gates or GATES, "observer": log.observer, **more}
     verdict = judge_candidate(spec, text, executor(), **about)
-    tell.verdict(verdict, str(tell.state.kind))
+    log.verdict(verdict, str(log.state.kind))
     return verdict
 
 
@@ -230,7 +229,7 @@ def resume(
 
 
 def _worked(bench: "Workbench", author: "Author") -> Outcome:
-    bench.tell(e.AuthorStarted(author=author.name))
+    bench.log.append(e.AuthorStarted(author=author.name))
     author.drive(bench)
     return outcome(bench)
 
@@ -291,14 +290,14 @@ def verify(
             kernel, True, evidence.level, evidence.level, None, stored.folder, None, None
         )
     run = workspace.new_run("verify", kernel)
-    with _short(run, observer, "verify", kernel) as tell:
-        verdict = _judge(spec, text, tell, device, gates, known=stored.tuned, whole=True)
+    with _short(run, observer, "verify", kernel) as log:
+        verdict = _judge(spec, text, log, device, gates, known=stored.tuned, whole=True)
         sha: str | None = None
         level = verdict.level
         if commit:
             sha = acceptance.raise_or_revoke(workspace, kernel, verdict, run_id=run.id, text=text)
             level = workspace.kernel(kernel).level
-            tell(e.Stored.of(sha, level))
+            log.append(e.Stored.of(sha, level))
     return Outcome(
         kernel, verdict.passed, level, evidence.level, sha, stored.folder, run.folder, verdict,
         remark=_remark(workspace, sha),
@@ -340,11 +339,11 @@ def tune(
             raise SpecError(f"{spec.name}: {fault}")
     wanted = spec.model_copy(update={"bench_shapes": sizes})
     run = workspace.new_run("tune", kernel)
-    with _short(run, observer, "tune", kernel) as tell:
+    with _short(run, observer, "tune", kernel) as log:
         text = stored.program.read_text("utf-8")
-        measured = plain(tune_candidate(wanted, text, executor(), observer=tell.observer))
+        measured = plain(tune_candidate(wanted, text, executor(), observer=log.observer))
         sha = acceptance.store_tuned(workspace, kernel, measured)
-        tell(e.Stored.of(sha, stored.level))
+        log.append(e.Stored.of(sha, stored.level))
     return measured, sha
 
 
@@ -359,7 +358,7 @@ def judge_only(
     gates: tuple[str, ...] | None = None,
 ) -> Outcome:
     """Judges a text, before all gates unless some are named, and stores nothing but the run."""
-    with _short(run, observer, kind, spec.name) as tell:
-        verdict = _judge(spec, text, tell, device, gates)
+    with _short(run, observer, kind, spec.name) as log:
+        verdict = _judge(spec, text, log, device, gates)
     level = verdict.level if verdict.passed else None
     return Outcome(spec.name, verdict.passed, level, None, None, None, run.folder, verdict)

@@ -76,7 +76,7 @@ class RunState:
         commit: What was committed.
         level: Of the kernel, after the last full trial.
         failure: The exception that ended the run.
-        writing: Whether the author is at work and has not finished a text, nor called a tool.
+        writing: Whether the author is at work and has neither saved a text nor called a tool.
         reserved_usd: Set aside for the call that is under way.
     """
 
@@ -155,10 +155,10 @@ class RunState:
                     self.outcome, self.reason, self.failure = "running", None, None
             case e.AuthorStarted():
                 self.writing = True
-            case e.AuthorFinished() | e.ToolStarted():
+            case e.ToolStarted():
                 self.writing = False
             case e.CandidateSaved():
-                self.candidate = event.text
+                self.writing, self.candidate = False, event.text
             case e.TipsGiven():
                 self.tips |= event.arms
             case e.ToolFinished(name="profile", gpu=True):

@@ -79,11 +79,7 @@ class Writer(Author):
 
     def drive(self, bench: "Workbench") -> None:
         """Has its text judged, once."""
-        from coda_agent.agent.events import AuthorFinished
-
-        text = self.write(bench.spec, bench.tell.observer)
-        bench.tell(AuthorFinished(author=self.name))
-        bench.save(text)
+        bench.save(self.write(bench.spec, bench.log.observer))
         bench.finish(None if bench.accept().passed else "refused")
 
 

@@ -199,7 +199,7 @@ def progress(*, silent: bool) -> "Iterator[Observer]":
                 _finished(gate, data)
             case "author.started":
                 spin(f"{data.get('author')} writes")
-            case "author.finished":
+            case "candidate.saved":
                 stop()
             case "request":
                 spin("the model thinks")

@@ -8,7 +8,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,10 +16,8 @@ from coda_agent.agent import events as e
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
-from coda_agent.agent.log import Recorder, short_digest
+from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.workbench.registry import (
-    Input,
-    Nothing,
     Result,
     Tool,
     ToolError,
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge import Verdict
     from coda_agent.specs import Spec
 
-__all__ = ["NEXT", "TOOLS", "Input", "Result", "Tool", "ToolError", "Workbench", "shown"]
+__all__ = ["NEXT", "TOOLS", "Result", "Tool", "ToolError", "Workbench", "shown"]
 
 NEXT = "read_spec with the spec's name opens a new one"
 CHECKED = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
@@ -50,44 +48,19 @@ WITHHELD: dict[str, tuple[str, ...]] = {
 """What an ablation may withhold from an author, with the tools that go with it."""
 
 
-class Name(Input):
-    name: str = Field(description="As the list spells it.")
+def _told(description: str) -> Any:
+    """What an author reads about an argument."""
+    return Field(description=description)
 
 
-class Search(Input):
-    query: str = Field(description="Words: primitives, symptoms, outputs.")
-
-
-class Candidate(Input):
-    text: str = Field(description="The complete text of kernel.py.")
-
-
-class Edit(Input):
-    old: str = Field(description="Text that occurs exactly once in the candidate.")
-    new: str = Field(description="What stands there instead.")
-
-
-class Check(Input):
-    level: Literal["static", "compile", "interpret", "gpu"] = Field(
-        description="static: the language (instant). compile: also traced and compiled. interpret: "
+Name = Annotated[str, _told("As the list spells it.")]
+Level = Annotated[
+    Literal["static", "compile", "interpret", "gpu"],
+    _told(
+        "static: the language (instant). compile: also traced and compiled. interpret: "
         "also its numbers, by the interpreter. gpu: the numbers of the compiled kernels."
-    )
-
-
-class Inspect(Input):
-    what: Literal["graph", "roofline", "ptx", "sass"]
-    program: str | None = Field(default=None, description="One program of several.")
-
-
-class NewTip(Input):
-    text: str = Field(description="One or two sentences: symptom, cause, what to do. No code.")
-    tags: list[str] = Field(description="Names of primitives or words of a spec where it applies.")
-    failing: int = Field(description="Number of an attempt that failed for lack of it.")
-    passing: int = Field(description="Number of the later attempt that passed with it.")
-
-
-class Reason(Input):
-    reason: str = Field(description="What stands in the way, in one sentence.")
+    ),
+]
 
 
 class Workbench:
@@ -97,7 +70,7 @@ class Workbench:
         workspace: Where an accepted kernel goes.
         run: The run's folder.
         spec: What is to be computed.
-        tell: The run's recorder.
+        log: The run's log.
         gpu_limit_s: Seconds of GPU work after which only `submit` may still use the GPU.
         withheld: The parts of `WITHHELD` that an ablation takes away.
     """
@@ -107,13 +80,13 @@ class Workbench:
         workspace: Workspace,
         run: Run,
         spec: "Spec",
-        tell: Recorder,
+        log: RunLog,
         gpu_limit_s: float,
         withheld: Sequence[str] = (),
     ) -> None:
-        self.workspace, self.run, self.spec, self.tell = workspace, run, spec, tell
+        self.workspace, self.run, self.spec, self.log = workspace, run, spec, log
         self.gpu_limit_s = gpu_limit_s
-        self.state = tell.state
+        self.state = log.state
         self.verdict: Verdict | None = None
         self.reason: str | None = None
         self.withheld, self.tools = withheld, shown(withheld)
@@ -121,14 +94,14 @@ class Workbench:
     def call(self, name: str, given: object, id: str = "") -> Result:
         """Runs one tool; a call that cannot be done is a result that says so."""
         known = self.tools.get(name)
-        self.tell(e.ToolStarted(id=id, name=name, input=given))
+        self.log.append(e.ToolStarted(id=id, name=name, input=given))
         start = time.monotonic()
         try:
             if known is None:
                 raise ToolError(f"no tool named {name!r}", hint=near_matches(name, self.tools))
             if self.state.over and name != "log_tip":  # what a run taught may follow its end
                 raise ToolError(f"this run is over: {self.state.over}", hint=NEXT)
-            result = known.method(self, known.parsed(given))
+            result = known.method(self, **known.parsed(given))
         except CodaError as error:
             lacks = {"lacks": "machine"} if isinstance(error, MachineError) else {}
             result = Result(ok=False, text=str(error), data=lacks)
@@ -137,7 +110,7 @@ class Workbench:
     def answer(self, id: str, name: str, result: Result, seconds: float = 0.0) -> Result:
         """Records the result of a call, its text bounded."""
         result = self._kept_short(name, result)
-        self.tell(
+        self.log.append(
             e.ToolFinished(id=id, name=name, seconds=round(seconds, 3), **result.model_dump())
         )
         return result
@@ -148,7 +121,7 @@ class Workbench:
 
     def save(self, text: str) -> str:
         """Makes `text` the candidate; its digest."""
-        return self.tell.candidate(text)
+        return self.log.candidate(text)
 
     def judge(self, check: str) -> "Verdict":
         """One attempt: the candidate before the gates of a check.
@@ -159,17 +132,16 @@ class Workbench:
         from coda_agent.agent.execution import executor
         from coda_agent.agent.judge import judge_candidate
 
-        if not self.state.candidate:
-            raise ToolError("there is no candidate yet", hint="write_candidate comes first")
+        text = self._candidate()
         device = {"interpret": "cpu", "gpu": "cuda", "benchmark": "cuda"}.get(check)
         device = device or self.state.device
         if device == "cuda" and check != "submit":
             self._need_gpu()
         self.verdict = judge_candidate(
-            self.spec, self.state.candidate, executor(),
-            device=device, gates=CHECKED.get(check, GATES), observer=self.tell.observer,
+            self.spec, text, executor(),
+            device=device, gates=CHECKED.get(check, GATES), observer=self.log.observer,
         )  # fmt: skip
-        self.tell.verdict(self.verdict, check)
+        self.log.verdict(self.verdict, check)
         return self.verdict
 
     def accept(self) -> "Verdict":
@@ -193,9 +165,9 @@ class Workbench:
                 author=author, run_id=self.run.id,
             )  # fmt: skip
             level = self.workspace.kernel(name).level
-            self.tell(e.Stored.of(sha, level))
+            self.log.append(e.Stored.of(sha, level))
         elif verdict.passed:
-            self.tell(e.Stored(type="passed", level=verdict.level))
+            self.log.append(e.Stored(type="passed", level=verdict.level))
         return verdict
 
     def finish(self, reason: str | None = None, *, final: bool = True) -> None:
@@ -213,16 +185,21 @@ class Workbench:
         self.reason = reason or self.state.over
         if best:
             (self.run.folder / "best.py").write_text(best.text, "utf-8")
-        self.tell(e.RunFinished(reason=self.reason, best=best and best.record()))
+        self.log.append(e.RunFinished(reason=self.reason, best=best and best.record()))
 
     def _kept_short(self, name: str, result: Result) -> Result:
         """`result` with its text bounded; the whole text becomes an artifact."""
         short = bounded(result.text)
         if short == result.text:
             return result
-        path = self.tell.artifact(f"{name}-{short_digest(result.text)}.txt", result.text)
+        path = self.log.artifact(f"{name}-{short_digest(result.text)}.txt", result.text)
         more = {"text": f"{short}\n(all of it: {path})", "artifacts": [*result.artifacts, path]}
         return result.model_copy(update=more)
+
+    def _candidate(self) -> str:
+        if not self.state.candidate:
+            raise ToolError("there is no candidate yet", hint="write_candidate comes first")
+        return self.state.candidate
 
     def _need_gpu(self) -> None:
         from coda_agent.agent.execution import usable_gpu
@@ -258,14 +235,14 @@ class Workbench:
     # The tools, in the order an author is shown them.
 
     @tool()
-    def read_spec(self, given: Nothing) -> Result:
+    def read_spec(self) -> Result:
         """The spec: what to compute, with shapes, types, tolerance, target and the reference."""
         names = [self.spec.variant(binding) for binding in self.spec.bindings()]
         text = f"{self.spec.text}\n---\n{programs_to_define(self.spec)}"
         return Result(text=text, data={"programs": names})
 
     @tool()
-    def list_primitives(self, given: Nothing) -> Result:
+    def list_primitives(self) -> Result:
         """Every name a program may use, with its kind and a summary."""
         from coda_agent.primitives.catalogue import entries
 
@@ -273,15 +250,15 @@ class Workbench:
         return Result(text="\n".join(rows), data={"names": [e.name for e in entries()]})
 
     @tool()
-    def read_primitive(self, given: Name) -> Result:
+    def read_primitive(self, name: Name) -> Result:
         """One primitive: shapes, types, cost, when to use it, an example."""
         from coda_agent.primitives.catalogue import entries
 
-        entry = _pick({e.name: e for e in entries()}, given.name, "primitive")
+        entry = _pick({e.name: e for e in entries()}, name, "primitive")
         return Result(text=f"{entry.signature}  [{entry.kind}]\n\n{entry.doc}")
 
     @tool()
-    def list_demos(self, given: Nothing) -> Result:
+    def list_demos(self) -> Result:
         """The demonstrations: small programs that show one primitive or pattern each."""
         from coda_agent.demos import demos
 
@@ -290,37 +267,45 @@ class Workbench:
         return Result(text=text, data={"names": [demo.name for demo in found]})
 
     @tool()
-    def read_demo(self, given: Name) -> Result:
+    def read_demo(self, name: Name) -> Result:
         """One demonstration: problem, program, why it is written so, reference."""
         from coda_agent.demos import demos
 
-        return Result(text=_pick({d.name: d for d in demos()}, given.name, "demo").text)
+        return Result(text=_pick({d.name: d for d in demos()}, name, "demo").text)
 
     @tool()
-    def search_tips(self, given: Search) -> Result:
+    def search_tips(
+        self, query: Annotated[str, _told("Words: primitives, symptoms, outputs.")]
+    ) -> Result:
         """Tips from earlier runs that match some words, the most useful first."""
         from coda_agent.agent.tips import Tips
 
-        found = Tips.of(self.workspace).search(given.query)
+        found = Tips.of(self.workspace).search(query)
         if not found:
             return Result(text="no tip matches these words")
-        self.tell(e.TipsGiven(arms={tip.id: "shown" for tip in found}))
+        self.log.append(e.TipsGiven(arms={tip.id: "shown" for tip in found}))
         return Result(text="\n".join(tip.line() for tip in found))
 
     @tool()
-    def write_candidate(self, given: Candidate) -> Result:
+    def write_candidate(
+        self, text: Annotated[str, _told("The complete text of kernel.py.")]
+    ) -> Result:
         """Sets the candidate's whole text. It is kept, whatever comes of it."""
-        return self._saved(given.text)
+        return self._saved(text)
 
     @tool()
-    def edit_candidate(self, given: Edit) -> Result:
+    def edit_candidate(
+        self,
+        old: Annotated[str, _told("Text that occurs exactly once in the candidate.")],
+        new: Annotated[str, _told("What stands there instead.")],
+    ) -> Result:
         """Replaces one passage of the candidate; `old` has to occur exactly once."""
-        count = self.state.candidate.count(given.old) if given.old else 0
+        count = self.state.candidate.count(old) if old else 0
         if count != 1:
             hint = "quote a longer passage" if count else "quote it exactly as it stands"
             now = bounded(self.state.candidate, 4000)
             raise ToolError(f"`old` occurs {count} times; the candidate is:\n{now}", hint=hint)
-        return self._saved(self.state.candidate.replace(given.old, given.new))
+        return self._saved(self.state.candidate.replace(old, new))
 
     def _saved(self, text: str) -> Result:
         if len(text) > MAX_CHARACTERS or KEYS.redacted(text) != text:
@@ -329,61 +314,70 @@ class Workbench:
         return Result(text=f"candidate {digest}, {len(text.splitlines())} lines")
 
     @tool()
-    def check(self, given: Check) -> Result:
+    def check(self, level: Level) -> Result:
         """Judges the candidate up to a level, and says what is wrong, where, and what to try."""
-        return self._judged(given.level)
+        return self._judged(level)
 
     @tool()
-    def benchmark(self, given: Nothing) -> Result:
+    def benchmark(self) -> Result:
         """Times the candidate on the GPU against a bare GEMM and torch.compile."""
         return self._judged("benchmark")
 
     @tool()
-    def profile(self, given: Nothing) -> Result:
+    def profile(self) -> Result:
         """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
         from coda_agent.agent.execution import hopper
         from coda_agent.agent.execution.device import exclusive
         from coda_agent.agent.workbench.profile import profile
 
         self._need_gpu()
-        if not self.state.candidate:
-            raise ToolError("there is no candidate yet", hint="write_candidate comes first")
+        text = self._candidate()
         accepted = {kernel.name: kernel for kernel in self.workspace.kernels()}
         incumbent = accepted.get(self.spec.name)
         old = incumbent.program.read_text("utf-8") if incumbent else None
         with exclusive([hopper()]):
-            return Result(text=profile(self.spec, self.state.candidate, old), gpu=True)
+            return Result(text=profile(self.spec, text, old), gpu=True)
 
     @tool()
-    def inspect(self, given: Inspect) -> Result:
+    def inspect(
+        self,
+        what: Literal["graph", "roofline", "ptx", "sass"],
+        program: Annotated[str | None, _told("One program of several.")] = None,
+    ) -> Result:
         """A program's graph, its roofline at the bench shapes, or its PTX or SASS for sm_90a."""
         from coda_agent.agent.explain import explain
         from coda_agent.agent.workbench.profile import roofline
 
-        text = self.state.candidate
-        if not text:
-            raise ToolError("there is no candidate yet", hint="write_candidate comes first")
-        if given.what == "roofline":
-            return Result(text=roofline(self.spec, text, given.program))
-        return Result(text=explain(self.spec, text, given.what, given.program))
+        text = self._candidate()
+        if what == "roofline":
+            return Result(text=roofline(self.spec, text, program))
+        return Result(text=explain(self.spec, text, what, program))
 
     @tool(last=True)
-    def log_tip(self, given: NewTip) -> Result:
+    def log_tip(
+        self,
+        text: Annotated[str, _told("One or two sentences: symptom, cause, what to do. No code.")],
+        tags: Annotated[
+            list[str], _told("Names of primitives or words of a spec where it applies.")
+        ],
+        failing: Annotated[int, _told("Number of an attempt that failed for lack of it.")],
+        passing: Annotated[int, _told("Number of the later attempt that passed with it.")],
+    ) -> Result:
         """Keeps what an attempt taught, for later runs. Names a failing and a passing attempt."""
         from coda_agent.agent.tips import Tip, Tips
 
         attempts = {attempt.number: attempt for attempt in self.state.attempts}
-        failing, passing = (attempts.get(n) for n in (given.failing, given.passing))
-        if not failing or failing.passed or not passing or not passing.passed:
+        before, after = attempts.get(failing), attempts.get(passing)
+        if not before or before.passed or not after or not after.passed:
             said = ", ".join(
                 f"{n} {'passed' if a.passed else 'failed'}" for n, a in attempts.items()
             )
             message = "a tip needs an attempt that failed and one that passed"
             raise ToolError(f"{message}; there are: {said or 'none'}")
         tip = Tip(
-            text=given.text, tags=given.tags, author=str(self.state.author), run=self.run.id,
-            failing=f"{failing.check} {failing.candidate}: {failing.judgement.finding}",
-            passing=f"{passing.check} {passing.candidate}",
+            text=text, tags=tags, author=str(self.state.author), run=self.run.id,
+            failing=f"{before.check} {before.candidate}: {before.judgement.finding}",
+            passing=f"{after.check} {after.candidate}",
         )  # fmt: skip
         programs = [kernel.program.read_text("utf-8") for kernel in self.workspace.kernels()]
         programs += [self.state.candidate, best.text if (best := self.state.best) else ""]
@@ -391,14 +385,16 @@ class Workbench:
         return Result(text=f"tip {tip.id} kept" if kept else f"tip {tip.id} was known already")
 
     @tool(last=True)
-    def submit(self, given: Nothing) -> Result:
+    def submit(self) -> Result:
         """The full trial: all gates this machine can run. A pass is committed and ends the run."""
         return self._judged("submit")
 
     @tool(last=True)
-    def give_up(self, given: Reason) -> Result:
+    def give_up(
+        self, reason: Annotated[str, _told("What stands in the way, in one sentence.")]
+    ) -> Result:
         """Ends the run without a kernel, and says what stands in the way."""
-        self.tell(e.GaveUp(reason=given.reason))
+        self.log.append(e.GaveUp(reason=reason))
         return Result(text="the run is over; the candidate is kept")
 
 

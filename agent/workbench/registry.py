@@ -1,4 +1,4 @@
-"""The registry of tools: each is a method of the Workbench, its input a pydantic model.
+"""The registry of tools: each is a method of the Workbench, and its parameters are the input.
 
 The Messages loop, the MCP server and the command line read the same list, so that a tool is
 described once, where it is written.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from coda_agent.primitives.errors import CodaError
 
@@ -17,16 +17,6 @@ LIMIT = 12_000
 """Characters of a result that an author sees; the rest is in an artifact."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class Input(BaseModel):
-    """Base of the inputs: a misspelt field is an error, not a default."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Nothing(Input):
-    """No input."""
 
 
 class Result(BaseModel):
@@ -52,17 +42,18 @@ class Tool:
 
     name: str
     description: str
-    input: type[Input]
+    input: type[BaseModel]
     method: Callable[..., Result]
     last: bool
 
-    def parsed(self, given: object) -> Input:
-        """
+    def parsed(self, given: object) -> dict[str, Any]:
+        """The arguments of the method.
+
         Raises:
             ToolError: `given` is no input of the tool; names every field that does not fit.
         """
         try:
-            return self.input.model_validate(given)
+            return dict(self.input.model_validate(given))
         except ValidationError as error:
             said = "; ".join(
                 f"{'.'.join(map(str, e['loc'])) or 'input'}: {e['msg']}" for e in error.errors()
@@ -80,7 +71,7 @@ class Tool:
 
 
 def tool(*, last: bool = False) -> Callable[[Method], Method]:
-    """Marks a method `(self, given: Input) -> Result` as a tool."""
+    """Marks a method as a tool; its parameters are the tool's input."""
 
     def mark(method: Method) -> Method:
         setattr(method, "_tool_last", last)  # noqa: B010  (no such attribute, to a type checker)
@@ -91,13 +82,20 @@ def tool(*, last: bool = False) -> Callable[[Method], Method]:
 
 def registry(workbench: type) -> dict[str, Tool]:
     """The tools of a class, in the order they are written."""
-    found: dict[str, Tool] = {}
-    for name, method in vars(workbench).items():
-        if hasattr(method, "_tool_last"):
-            doc = inspect.cleandoc(method.__doc__ or "")
-            given = inspect.signature(method).parameters["given"].annotation
-            found[name] = Tool(name, doc, given, method, method._tool_last)
-    return found
+    return {
+        name: Tool(name, inspect.cleandoc(method.__doc__ or ""), _input(method), method, last)
+        for name, method in vars(workbench).items()
+        if (last := getattr(method, "_tool_last", None)) is not None
+    }
+
+
+def _input(method: Callable[..., Result]) -> type[BaseModel]:
+    """A model of a method's parameters; a misspelt one is an error, not a default."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    fields: dict[str, Any] = {
+        p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
+    }
+    return create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def bounded(text: str, limit: int = LIMIT) -> str:

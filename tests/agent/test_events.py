@@ -13,14 +13,14 @@ from coda_agent.agent.events import (
     event_of,
 )
 from coda_agent.agent.judgement import Judgement, Machine
-from coda_agent.agent.log import EventLog, read_events
+from coda_agent.agent.log import RunLog, read_events
 from coda_agent.agent.state import RunState
 from coda_agent.primitives.errors import WorkspaceError
 
 
 def test_every_torn_tail_is_skipped_and_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
+    with RunLog(path) as log:
         fields = {"text": "zwei\nZeilen ✓", "bad": float("nan"), "path": tmp_path}
         log.append(Unknown(type="a", fields=fields))
         log.append(Unknown(type="b"))
@@ -29,7 +29,7 @@ def test_every_torn_tail_is_skipped_and_cut_off(tmp_path: Path) -> None:
     for cut in range(first, len(whole)):
         path.write_bytes(whole[:cut])
         assert [event.type for event in read_events(path)] == ["a"]
-        with EventLog(path) as log:
+        with RunLog(path) as log:
             assert log.append(Unknown(type="c")).seq == 1
         assert [(event.seq, event.type) for event in read_events(path)] == [(0, "a"), (1, "c")]
     assert read_events(path)[0].data == {
@@ -41,23 +41,23 @@ def test_every_torn_tail_is_skipped_and_cut_off(tmp_path: Path) -> None:
 
 def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
+    with RunLog(path) as log:
         log.append(Unknown(type="a"))
     path.write_bytes(b'{"torn\n' + path.read_bytes())
     with pytest.raises(WorkspaceError, match=r"events.jsonl:1 is not an event"):
         read_events(path)
     with pytest.raises(WorkspaceError):
-        EventLog(path)
+        RunLog(path)
 
 
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
+    with RunLog(path) as log:
         log.append(Unknown(type="a"))
         with pytest.raises(WorkspaceError, match="written by another"):
-            EventLog(path)
+            RunLog(path)
         log.append(Unknown(type="b"))
-    with EventLog(path) as log:
+    with RunLog(path) as log:
         assert log.append(Unknown(type="c")).seq == 2
 
 
@@ -68,7 +68,7 @@ def test_no_log_has_no_events(tmp_path: Path) -> None:
 def test_every_kind_comes_back_as_it_was_written(tmp_path: Path) -> None:
     """And what a line of its kind lacks is named."""
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
+    with RunLog(path) as log:
         written = log.append(CandidateSaved(digest="abc", text="x"))
         assert read_events(path) == [written]
     path.write_text(path.read_text().replace('"text":"x"', '"text":1'))
@@ -91,7 +91,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     judgement = Judgement.model_validate(
         {"passed": True, "level": "proved", "gates": gates, "digests": {}}
     )
-    with EventLog(path) as log:
+    with RunLog(path) as log:
         log.append(RunStarted(kind="generate", spec="s", author="composer"))
         log.append(
             Judged(
@@ -106,6 +106,6 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert state.gates["static"] == {"passed": True, "seconds": 0.5}
     assert state.gates["performance"]["passed"] is None
     assert (state.outcome, state.level, state.commit) == ("passed", "proved", "abc")
-    with EventLog(path) as log:
+    with RunLog(path) as log:
         log.append(RunFailed(message="interrupted"))
     assert RunState.of(read_events(path)).outcome == "failed"

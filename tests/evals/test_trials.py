@@ -187,7 +187,7 @@ def test_killed_anywhere_it_goes_on_and_counts_nothing_twice(
 ) -> None:
     """Dies at every 5th event or rename in turn, before or after it; from then on nothing reaches
     the disk."""
-    append, swap, left = log.EventLog.append, os.replace, [0]
+    append, swap, left = log.RunLog.append, os.replace, [0]
 
     def dying(real: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any) -> Any:
@@ -200,7 +200,7 @@ def test_killed_anywhere_it_goes_on_and_counts_nothing_twice(
 
         return step
 
-    monkeypatch.setattr(log.EventLog, "append", dying(append))
+    monkeypatch.setattr(log.RunLog, "append", dying(append))
     monkeypatch.setattr(os, "replace", dying(swap))
     done: dict[Path, int] = {}
     kills, over = 0, False

@@ -95,7 +95,7 @@ class Claude(Author):
                 be resumed.
         """
         talk = Conversation()
-        bench.tell.follow(talk)
+        bench.log.follow(talk)
         try:
             if talk.request is None:
                 self._open(bench)
@@ -121,9 +121,9 @@ class Claude(Author):
         elif not talk.limit and (limit := self._limit(bench, talk)):
             if not bench.state.steps:
                 return f"budget: {limit}"  # nothing is spent on a turn that cannot be followed up
-            bench.tell(e.LimitReached(reason=limit))
+            bench.log.append(e.LimitReached(reason=limit))
         elif talk.open or (talk.limit and not talk.told):
-            bench.tell(e.Turned(note=self._note(talk)))
+            bench.log.append(e.Turned(note=self._note(talk)))
         else:
             return self._ask(bench, talk)
         return None
@@ -192,7 +192,7 @@ class Claude(Author):
             return f"budget: {talk.limit}"
         assert talk.request is not None
         request = {**talk.request, "messages": talk.messages}
-        bench.tell(e.Requested(digest=talk.digest, worst_usd=round(most_usd, 4)))
+        bench.log.append(e.Requested(digest=talk.digest, worst_usd=round(most_usd, 4)))
         start = time.monotonic()
 
         def bill(usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Claude(Author):
             return {"usage": worst, "usd": most_usd}
 
         def failed(error: str, wait_s: float | None, usage: dict[str, Any] | None) -> None:
-            bench.tell(e.RequestFailed(error=error, wait_s=wait_s, **bill(usage)))
+            bench.log.append(e.RequestFailed(error=error, wait_s=wait_s, **bill(usage)))
             if wait_s is not None and over():
                 raise Stopped(f"no money for another attempt: {error}")
 
@@ -213,7 +213,7 @@ class Claude(Author):
         details, refused = message["stop_details"] or {}, message["stop_reason"] == "refusal"
         about: dict[str, Any] = message | bill(message["usage"])
         about |= {"content": []} if refused else {}
-        bench.tell(e.Responded(**about, seconds=round(time.monotonic() - start, 3)))
+        bench.log.append(e.Responded(**about, seconds=round(time.monotonic() - start, 3)))
         if refused:
             said = details.get("explanation") or details.get("category") or "no reason given"
             raise Stopped(f"the model refused: {said}")
@@ -239,7 +239,7 @@ class Claude(Author):
         store = Tips.of(bench.workspace)
         tips = prompt.tips_for(bench.spec, store)
         arms = assign(tips, bench.run.id, options.holdout)
-        bench.tell(e.TipsGiven(arms=arms))
+        bench.log.append(e.TipsGiven(arms=arms))
         given = [tip for tip in tips if arms[tip.id] == "shown"]
         sent = prompt.request(bench.spec, given, bench.withheld)
         request: dict[str, Any] = {
@@ -257,7 +257,7 @@ class Claude(Author):
             request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
         characters = len(json.dumps(sent, ensure_ascii=False))
         messages = sent["messages"]
-        bench.tell(e.Prompted(request=request, messages=messages, characters=characters))
+        bench.log.append(e.Prompted(request=request, messages=messages, characters=characters))
 
     def _model(self, bench: "Workbench") -> dict[str, Any]:
         """What the API says about the model.
@@ -271,7 +271,7 @@ class Claude(Author):
         name, models = self.options.model, self.client.sdk.models
 
         def failed(**about: Any) -> None:
-            bench.tell(e.RequestFailed(**about, usd=0.0))
+            bench.log.append(e.RequestFailed(**about, usd=0.0))
 
         try:
             info = self.client.model(name, 60 * self.options.budget.minutes, failed)

@@ -33,7 +33,7 @@ LONGEST_S = 0.2
 
 def kill_while_writing(count: int, share: float) -> None:
     """From now on, the event number `count` of this process is its last: a part of its line."""
-    plain, left = log.EventLog.append, [count]
+    plain, left = log.RunLog.append, [count]
 
     def append(self: Any, event: Any) -> Any:
         left[0] -= 1
@@ -51,7 +51,7 @@ def kill_while_writing(count: int, share: float) -> None:
         os.fsync = torn
         return plain(self, event)
 
-    log.EventLog.append = append
+    log.RunLog.append = append
 
 
 def child(where: Workspace, draw: random.Random | None) -> None:
