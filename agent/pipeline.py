@@ -6,7 +6,6 @@ be left and taken up again (`reopened`).
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
-from coda_agent.agent import publish
+from coda_agent.agent import publish, runs
 from coda_agent.agent.device import Device
 from coda_agent.agent.keys import KEYS
-from coda_agent.agent.log import RunLog, read_events
+from coda_agent.agent.log import RunLog
 from coda_agent.agent.plain import plain
-from coda_agent.agent.state import RunState
+from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import SpecError, WorkspaceError
+from coda_agent.specs import load_spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.authors import Author
     from coda_agent.agent.judge import Observer, Verdict
-    from coda_agent.agent.workbench import Workbench
     from coda_agent.specs import Spec
 
 
@@ -62,7 +61,7 @@ class Outcome:
 def _admit(spec_path: Path, text: str) -> None:
     """Admission of a spec's text, once a process: it takes up to a second, and trials, resumed runs
     and sessions open the same spec again and again. What raises is tried again."""
-    from coda_agent.specs import admit, load_spec
+    from coda_agent.specs import admit
 
     admit(load_spec(spec_path, text=text))
 
@@ -99,18 +98,15 @@ def opened(
     *,
     device: Device = "auto",
     commit: bool = True,
-    gpu_limit_s: float = math.inf,
     settings: dict[str, Any] | None = None,
     withheld: Sequence[str] = (),
-) -> "Iterator[Workbench]":
+) -> Iterator[Workbench]:
     """The workbench of a new run; what is `withheld`, an ablation takes away.
 
     Raises:
         SpecError: the spec cannot be used; there is no run then.
         WorkspaceError: nothing could be committed; checked before the author starts.
     """
-    from coda_agent.agent.workbench import Workbench
-    from coda_agent.specs import load_spec
 
     spec = load_spec(spec_path)
     if commit:
@@ -125,7 +121,7 @@ def opened(
     )  # fmt: skip
     with _logged(run, observer, begin) as log:
         log.append(e.SpecAdmitted(path=spec_path.name, digest=spec.digest))
-        yield Workbench(workspace, run, spec, log, gpu_limit_s, withheld)
+        yield Workbench(workspace, run, spec, log)
 
 
 @contextlib.contextmanager
@@ -134,9 +130,8 @@ def reopened(
     run: Run,
     observer: "Observer",
     *,
-    gpu_limit_s: float = math.inf,
     settings: dict[str, Any] | None = None,
-) -> "Iterator[Workbench]":
+) -> Iterator[Workbench]:
     """The workbench of a run as its last process left it, with the spec it was started with.
 
     Raises:
@@ -144,25 +139,21 @@ def reopened(
         WorkspaceError: it is no run of an author, its spec is not the one that was admitted,
             another process works on it, or nothing that it may still accept could be committed.
     """
-    from coda_agent.agent.workbench import Workbench
-    from coda_agent.specs import load_spec
 
-    events = read_events(run.folder / "events.jsonl")
-    state = RunState.of(events)
+    state = runs.state(run)
     if state.kind != "generate":
         raise WorkspaceError(f"{run.id} is not the run of an author")
     spec = load_spec(run.folder / "spec.md")
-    admitted = [event.digest for event in events if isinstance(event, e.SpecAdmitted)]
-    if not admitted:
+    if state.admitted is None:
         _admit(spec.path, spec.text)  # the process was killed before it wrote that down
-    elif spec.digest not in admitted:
+    elif spec.digest != state.admitted:
         raise WorkspaceError(f"{spec.path} was not admitted", hint="start another run")
     if state.commits and not state.over:
         publish.check_place(workspace, spec.name)
     with _logged(run, observer, e.RunResumed(run=run.id, **(settings or {}))) as log:
-        if not admitted:
+        if state.admitted is None:
             log.append(e.SpecAdmitted(path=spec.path.name, digest=spec.digest))
-        yield Workbench(workspace, run, spec, log, gpu_limit_s, state.withheld)
+        yield Workbench(workspace, run, spec, log)
 
 
 def _judge(
@@ -192,7 +183,6 @@ def generate(
     *,
     device: Device = "auto",
     commit: bool = True,
-    gpu_limit_s: float = math.inf,
     withheld: Sequence[str] = (),
 ) -> Outcome:
     """Has an author write a kernel for a spec, judges it, and accepts it when it passes.
@@ -203,7 +193,7 @@ def generate(
     """
     with opened(
         workspace, spec_path, author.name, observer,
-        device=device, commit=commit, gpu_limit_s=gpu_limit_s, settings=author.settings(),
+        device=device, commit=commit, settings=author.settings(),
         withheld=withheld,
     ) as bench:  # fmt: skip
         return _worked(bench, author)
@@ -214,27 +204,24 @@ def resume(
     run: Run,
     author: "Author",
     observer: "Observer",
-    *,
-    gpu_limit_s: float = math.inf,
 ) -> Outcome:
     """Has the author of a run go on where it stopped.
 
     Raises:
         WorkspaceError: it is no run of an author, or another process works on it.
     """
-    with reopened(
-        workspace, run, observer, gpu_limit_s=gpu_limit_s, settings=author.settings()
-    ) as bench:
+    with reopened(workspace, run, observer, settings=author.settings()) as bench:
         return _worked(bench, author)
 
 
-def _worked(bench: "Workbench", author: "Author") -> Outcome:
+def _worked(bench: Workbench, author: "Author") -> Outcome:
     bench.log.append(e.AuthorStarted(author=author.name))
+    bench.gpu_limit_s = author.gpu_limit_s
     author.drive(bench)
     return outcome(bench)
 
 
-def outcome(bench: "Workbench") -> Outcome:
+def outcome(bench: Workbench) -> Outcome:
     """How the run of a workbench stands."""
     state, name = bench.state, bench.spec.name
     passed = state.over == "accepted"
@@ -269,7 +256,6 @@ def verify(
     from coda_agent.agent.execution import usable_gpu
     from coda_agent.agent.judge.provenance import digests
     from coda_agent.agent.judge.records import GATES
-    from coda_agent.specs import load_spec
 
     stored = workspace.kernel(kernel)
     text = stored.program.read_text("utf-8")
@@ -320,7 +306,6 @@ def tune(
     """
     from coda_agent.agent.execution import executor, usable_gpu
     from coda_agent.agent.judge import tune_candidate
-    from coda_agent.specs import load_spec
     from coda_agent.specs.faults import size_faults
 
     stored = workspace.kernel(kernel)

@@ -68,6 +68,7 @@ class RunState:
     Attributes:
         options: The author's, where its run can be resumed.
         commits: Whether what passes is committed.
+        admitted: The digest of the spec, once it was admitted.
         candidate: The last text that was saved.
         tips: Arm (shown, held) by tip.
         over: Why an author has nothing more to do: accepted, or it gave up.
@@ -88,6 +89,7 @@ class RunState:
     commits: bool = True
     withheld: tuple[str, ...] = ()
     options: dict[str, Any] | None = None
+    admitted: str | None = None
     candidate: str = ""
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     tips: dict[str, str] = field(default_factory=dict[str, str])
@@ -153,6 +155,8 @@ class RunState:
                 self.reserved_usd = 0.0
                 if self.outcome in ("stopped", "failed"):
                     self.outcome, self.reason, self.failure = "running", None, None
+            case e.SpecAdmitted():
+                self.admitted = event.digest
             case e.AuthorStarted():
                 self.writing = True
             case e.ToolStarted():

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent import authors, pipeline
-from coda_agent.agent.budget import Budget
 from coda_agent.agent.judge.records import Level, Observer
 from coda_agent.agent.log import read_events
 from coda_agent.agent.workspace import Workspace
@@ -218,12 +217,11 @@ def run_trial(task: Task, observer: Observer = lambda *_: None) -> TrialRecord:
 
     spec = task.suite.spec(task.workspace, task.spec)
     author = authors.make(task.author, task.options, task.workspace)
-    limit = task.suite.budget.gpu_minutes or Budget().gpu_minutes
     with _aside(task.workspace, spec, tips="tips" not in task.without) as (where, path):
         try:
             pipeline.generate(
                 where, path, author, watch,
-                device=task.device, commit=False, gpu_limit_s=60 * limit, withheld=task.without,
+                device=task.device, commit=False, withheld=task.without,
             )  # fmt: skip
         except Exception:
             # What went wrong is the run's last event, which is what the record is made from.

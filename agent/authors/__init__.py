@@ -6,6 +6,7 @@ commands, `doctor`, `--help` and evaluations know of it from there alone. A name
 nothing heavy: a kind imports its author's code when it makes one.
 """
 
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -52,6 +53,8 @@ class Author(ABC):
     """What evidence and logs call it."""
     limits = ""
     """What it may spend, said before it begins."""
+    gpu_limit_s = math.inf
+    """Of GPU work in its run, the full trial left aside."""
 
     def settings(self) -> dict[str, Any]:
         """What the first event of a run says about the author; with `options` it can be resumed."""
@@ -169,7 +172,9 @@ def make(name: str, options: Options, workspace: "Workspace") -> Author:
         CodaError: there is none, or it lacks what it needs.
     """
     kind, which = kind_of(name)
-    return kind.make(which, options, workspace)
+    author = kind.make(which, options, workspace)
+    author.gpu_limit_s = 60 * options.budget.gpu_minutes
+    return author
 
 
 def _by_precedence() -> list[Kind]:

@@ -72,9 +72,8 @@ def generate(
     who = _made(author or authors.default(), options, workspace, silent=as_json)
     with progress(silent=as_json) as observer:
         outcome = pipeline.generate(
-            workspace, path, who, observer,
-            device=device, commit=not no_commit, gpu_limit_s=60 * budget.gpu_minutes,
-        )  # fmt: skip
+            workspace, path, who, observer, device=device, commit=not no_commit
+        )
     return outcomes([outcome], single=True)
 
 
@@ -97,9 +96,7 @@ def resume(
     budget = options.budget.changed(max_usd, limit or [])
     who = _made(str(first.author), replace(options, budget=budget), workspace, silent=as_json)
     with progress(silent=as_json) as observer:
-        outcome = pipeline.resume(
-            workspace, found, who, observer, gpu_limit_s=60 * budget.gpu_minutes
-        )
+        outcome = pipeline.resume(workspace, found, who, observer)
     return outcomes([outcome], single=True)
 
 

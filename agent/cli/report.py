@@ -225,11 +225,10 @@ def _finished(gate: str, data: Mapping[str, Any]) -> None:
     typer.secho(
         said, fg="green" if passed else "red"
     )  # colours are for terminals: click sees to it
-    for finding in data.get("findings") or []:
-        typer.echo(f"    {finding['message']}")
-        if where := finding.get("where"):
-            if isinstance(where, Mapping):
-                where = ", ".join(f"{key} {value}" for key, value in where.items())
-            typer.echo(f"      at   {where}")
-        if finding.get("hint"):
-            typer.echo(f"      try  {finding['hint']}")
+    if findings := data.get("findings"):
+        from coda_agent.agent.judge.records import Finding
+        from coda_agent.agent.workbench.feedback import lines_of
+
+        for finding in findings:
+            for line in lines_of(Finding.model_validate(finding)):
+                typer.echo(f"    {line}")

@@ -6,6 +6,7 @@
 - A tool refuses with a sentence; whatever else it raises is a fault of ours and ends the run.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -71,8 +72,6 @@ class Workbench:
         run: The run's folder.
         spec: What is to be computed.
         log: The run's log.
-        gpu_limit_s: Seconds of GPU work after which only `submit` may still use the GPU.
-        withheld: The parts of `WITHHELD` that an ablation takes away.
     """
 
     def __init__(
@@ -81,15 +80,14 @@ class Workbench:
         run: Run,
         spec: "Spec",
         log: RunLog,
-        gpu_limit_s: float,
-        withheld: Sequence[str] = (),
     ) -> None:
         self.workspace, self.run, self.spec, self.log = workspace, run, spec, log
-        self.gpu_limit_s = gpu_limit_s
+        self.gpu_limit_s = math.inf
+        """Of GPU work, after which only `submit` may still use the GPU."""
         self.state = log.state
         self.verdict: Verdict | None = None
         self.reason: str | None = None
-        self.withheld, self.tools = withheld, shown(withheld)
+        self.withheld, self.tools = log.state.withheld, shown(log.state.withheld)
 
     def call(self, name: str, given: object, id: str = "") -> Result:
         """Runs one tool; a call that cannot be done is a result that says so."""

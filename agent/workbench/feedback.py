@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from coda_agent.agent.judge.records import CompileReport, NumericsReport, PerformanceReport
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge import Verdict
+    from coda_agent.agent.judge import Finding, Verdict
 
 MAX_FINDINGS = 8
 
@@ -39,15 +39,18 @@ def feedback(verdict: "Verdict", check: str, number: int) -> str:
         said = "; ".join(_figures(gate.data)) if gate.passed else count
         lines.append(f"  {gate.name:<12} {'passed' if gate.passed else 'FAILED'}   {said}".rstrip())
         for i, finding in enumerate(gate.findings[:MAX_FINDINGS], 1):
-            lines.append(f"    {i}. {finding.message}")
-            if finding.where:
-                at = ", ".join(f"{key} {value}" for key, value in finding.where.items())
-                lines.append(f"       at   {at}")
-            if finding.hint:
-                lines.append(f"       try  {finding.hint}")
+            what, *more = lines_of(finding)
+            lines += [f"    {i}. {what}", *(f"     {line}" for line in more)]
         lines += (f"    {line}" for line in _timings(gate.data))
     lines += (f"  not shown: {sentence}" for sentence in verdict.not_shown)
     return "\n".join(lines)
+
+
+def lines_of(finding: "Finding") -> list[str]:
+    """A finding as text: what is wrong, then, indented, where and what to try."""
+    at = ", ".join(f"{key} {value}" for key, value in finding.where.items())
+    more = [f"  at   {at}"] * bool(at) + [f"  try  {finding.hint}"] * bool(finding.hint)
+    return [finding.message, *more]
 
 
 def _figures(report: object) -> Iterator[str]:

@@ -14,13 +14,12 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import events as e
 from coda_agent.agent import prompt
 from coda_agent.agent.authors import Author, Options
-from coda_agent.agent.authors.claude import model_named
 from coda_agent.agent.authors.claude.client import Client, Stopped
 from coda_agent.agent.authors.claude.conversation import INTERRUPTED, Conversation
 from coda_agent.agent.budget import Prices, tokens
@@ -66,13 +65,12 @@ class Claude(Author):
 
     def __init__(
         self,
-        options: Options | None = None,
+        options: Options,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        options = options or Options()
-        self.options = options = replace(options, model=model_named(options.model))
+        self.options = options
         key = KEYS.take()
         if not key:
             raise CodaError(NO_KEY, hint=NO_KEY_HINT)

@@ -1,11 +1,13 @@
 """A workspace, a quick judge and the author's loop, for tests that drive it with a script."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.authors import Options
+from coda_agent.agent.authors.claude import model_named
 from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
@@ -42,7 +44,8 @@ def make_workspace(folder: Path) -> Workspace:
 
 
 def author(options: Options | None = None, **clocks: Any) -> Claude:
-    return Claude(options or Options(), **clocks)
+    options = options or Options()
+    return Claude(replace(options, model=model_named(options.model)), **clocks)
 
 
 def generate(
