@@ -3,9 +3,11 @@ what was judged reads this.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
 from coda_agent.agent import events as e
 from coda_agent.agent.budget import tokens
@@ -16,22 +18,24 @@ CHECKS = ("static", "compile", "interpret", "gpu", "benchmark", "submit")
 """What an attempt of an author may be, from the least shown to the most."""
 
 
-@dataclass(frozen=True)
-class Spent:
+class Spent(BaseModel):
     """What was used up.
 
     `usd` holds what a killed process had set aside for a call: it is billed, and nobody saw the
     bill. GPU seconds are those of gates that ran on a GPU and of profiles, without compiling.
     """
 
-    usd: float = 0.0
-    tokens: int = 0
-    wall_s: float = 0.0
-    gpu_s: float = 0.0
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    usd: NonNegativeFloat = 0.0
+    tokens: NonNegativeInt = 0
+    wall_s: NonNegativeFloat = 0.0
+    gpu_s: NonNegativeFloat = 0.0
 
     def plus(self, **more: float) -> Self:
         """With more used up."""
-        return replace(self, **{key: getattr(self, key) + value for key, value in more.items()})
+        now = {key: getattr(self, key) + value for key, value in more.items()}
+        return self.model_copy(update=now)
 
 
 class Attempt(NamedTuple):
@@ -104,7 +108,7 @@ class RunState:
     writing: bool = False
     gates: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """By name: `passed`, None where it was skipped, and `seconds`; of the last verdict."""
-    spent: Spent = Spent()
+    spent: Spent = field(default_factory=Spent)
     reserved_usd: float = 0.0
     steps: int = 0
     """Answers of a model."""

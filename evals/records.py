@@ -15,7 +15,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     model_validator,
@@ -24,6 +23,7 @@ from pydantic import (
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import LEVELS, Level, rank
 from coda_agent.agent.judgement import DIGESTS, FIGURES, Cell, Digest, Figure, Judgement, Machine
+from coda_agent.agent.state import Spent
 
 Part = Literal["tips", "demos", "profile", "diagnosis"]
 """What an ablation takes from an author."""
@@ -57,15 +57,6 @@ class SpecRef(_Model):
     digest: Digest
     level: Literal["compose", "reparameterise", "extend"]
     """How difficult it is."""
-
-
-class Spent(_Model):
-    """What was used up: since the start of the trial."""
-
-    usd: NonNegativeFloat = 0.0
-    tokens: NonNegativeInt = 0
-    wall_s: NonNegativeFloat = 0.0
-    gpu_s: NonNegativeFloat = 0.0
 
 
 class Step(Spent):

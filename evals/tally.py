@@ -14,7 +14,6 @@ from coda_agent.evals.records import (
     Outcome,
     RunRef,
     SpecRef,
-    Spent,
     Step,
     SuiteRef,
     TrialKey,
@@ -58,7 +57,7 @@ def record_of(
         verdict=final and final.judgement,
         program=final and _text(final),
         attempts=final.number if final else len(state.attempts),
-        spent=Spent(**vars(state.spent)),
+        spent=state.spent,
         steps=_steps(state.attempts),
         machine=state.attempts[-1].machine if state.attempts else Machine(device=key.device),
         run=RunRef(id=log.parent.name, log=log.as_posix()),
@@ -93,9 +92,8 @@ def _steps(attempts: Sequence[Attempt]) -> tuple[Step, ...]:
     """The verdicts that were better than all before them."""
     steps: list[Step] = []
     for count, attempt in enumerate(attempts, 1):
-        spent = Spent(**vars(attempt.spent))
         submitted = attempt.check == "submit"
-        step = Step.of(attempt.judgement, spent, attempt=count, submitted=submitted)
+        step = Step.of(attempt.judgement, attempt.spent, attempt=count, submitted=submitted)
         if step and (not steps or _shown(step) > _shown(steps[-1])):
             steps.append(step)
     return tuple(steps)

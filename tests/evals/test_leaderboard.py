@@ -24,11 +24,12 @@ from coda_agent.agent.judge import provenance, rules
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import GateResult, Verdict
 from coda_agent.agent.judgement import Cell, Judgement, Machine, Ratio
+from coda_agent.agent.state import Spent
 from coda_agent.evals import comparison, metrics
 from coda_agent.evals.definitions import Suite
 from coda_agent.evals.leaderboard import Board, boards
 from coda_agent.evals.record_files import file_name, read_records, write_definition, write_record
-from coda_agent.evals.records import Audit, RunRef, SpecRef, Spent, Step, SuiteRef, TrialRecord
+from coda_agent.evals.records import Audit, RunRef, SpecRef, Step, SuiteRef, TrialRecord
 
 EVIL = "<script>alert('x')</script>"
 SPECS = ("gemm_swiglu", "gemm_rope", "gemm_rmsnorm", "gemm_bias_act",
