@@ -81,9 +81,9 @@ def run(*args: str) -> str:
 
 def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> None:
     assert "gemm_swiglu: proved, commit" in run("generate", "gemm_swiglu", "--author", "toy")
-    assert where.kernel("gemm_swiglu").evidence["author"] == "toy"
+    assert where.kernel("gemm_swiglu").evidence.author == "toy"
     assert "gemm_rope: proved, commit" in run("generate", "gemm_rope")  # the first choice
-    assert where.kernel("gemm_rope").evidence["author"] == "toy"
+    assert where.kernel("gemm_rope").evidence.author == "toy"
     (item,) = (i for i in doctor.diagnose(where.root)[0] if i.name == "a toy box")
     assert (item.value, item.enables, item.hint) == ("set", "the author `toy`", "any box will do")
     assert authors.choices().startswith("composer or claude or toy; claude where a key is set")

@@ -113,7 +113,7 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
 
     anyio.run(talk)
     evidence = where.kernel("gemm_swiglu").evidence
-    assert (evidence["author"], evidence["level"]) == ("mcp:tester", "proved")
+    assert (evidence.author, evidence.level) == ("mcp:tester", "proved")
     assert where.kernel("gemm_swiglu").program.read_text() == RIGHT
     assert where.git("rev-list", "--count", "HEAD") == "1"
     assert "Traceback" not in stderr.read_text()

@@ -35,6 +35,7 @@ def replayed(where: workspace.Workspace, spec: Path, events: list[Event]) -> tup
     """The replay of a recording without a GPU, and the log it made itself."""
     who = Replay(events)
     outcome = pipeline.generate(where, spec, who, lambda *_: None, device="cpu", commit=False)
+    assert outcome.run
     return who, outcome.run / "events.jsonl"
 
 

@@ -73,7 +73,7 @@ def accepted(where: workspace.Workspace, outcome: pipeline.Outcome) -> None:
     assert outcome.passed and outcome.level == "proved" and outcome.commit
     assert commits(where) == 1
     assert where.kernel("gemm_swiglu").program.read_text() == RIGHT
-    assert where.kernel("gemm_swiglu").evidence["author"] == "claude"
+    assert where.kernel("gemm_swiglu").evidence.author == "claude"
     state = RunState.of(log_of(where))
     assert (state.outcome, state.commit, state.reason) == ("passed", outcome.commit, "accepted")
     assert [event.seq for event in log_of(where)] == list(range(len(log_of(where))))
