@@ -39,10 +39,9 @@ def accept(
     """
     if not verdict.passed or verdict.level is None:
         raise ValueError(f"the judge refused {spec.name}: there is nothing to accept")
-    subject = f"Accept {spec.name} ({{}}): {spec.summary}"
     sources = {"kernel.py": text, "spec.md": spec.text}
     new = Evidence.of(verdict, kernel=spec.name, level=verdict.level, author=author, run=run_id)
-    return _record(workspace, new, verdict, sources, subject)
+    return _record(workspace, new, verdict, sources, "Accept", spec.summary)
 
 
 def raise_or_revoke(
@@ -61,13 +60,13 @@ def raise_or_revoke(
         author = f"{author.removesuffix(', edited by hand')}, edited by hand"
     failed = [gate.name for gate in verdict.gates if not gate.passed and not gate.skipped]
     reason = "re-graded" if verdict.passed else f"failed {', '.join(failed)}"
-    subject = f"{'Verify' if verdict.passed else 'Revoke'} {kernel} ({{}}): {reason}"
     sources = {
         "kernel.py": text if text is not None else stored.program.read_text("utf-8"),
         "spec.md": stored.spec.read_text("utf-8"),
     }
     new = Evidence.of(verdict, kernel=kernel, level=level, author=author, run=run_id)
-    return _record(workspace, new, verdict, sources, subject)
+    verb = "Verify" if verdict.passed else "Revoke"
+    return _record(workspace, new, verdict, sources, verb, reason)
 
 
 def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) -> str | None:
@@ -90,7 +89,8 @@ def _record(
     new: Evidence,
     verdict: "Verdict",
     sources: Mapping[str, str],
-    subject: str,
+    verb: str,
+    reason: str,
 ) -> str | None:
     """Publishes the four files as HEAD's evidence and a new verdict make them."""
     measured: dict[str, Any] = {}
@@ -104,18 +104,18 @@ def _record(
         evidence = old.renewed(new) if old and before.keys() == set(FILES) else new
         if evidence is None:
             files, evidence = dict(before), old or new
-            tuned = _merged(known, measured, renew=False)
         else:
             files = {file: text.encode() for file, text in sources.items()}
             files["evidence.json"] = evidence.text().encode()
-            tuned = _merged(known, measured)
             keep_raw(workspace.root, verdict, evidence)
-        files["tuned.json"] = _encode(tuned)
-        message = _message(subject.format(evidence.level), evidence)
-        return publish(workspace, new.kernel, files, message)
+        # Other tiles than those that were timed come with those timings, or not at all.
+        renew = evidence.raw("performance") == new.raw("performance")
+        files["tuned.json"] = _encode(_merged(known, measured, renew=renew))
+        return publish(workspace, new.kernel, files, _message(evidence, verb, reason))
 
 
-def _message(subject: str, evidence: Evidence) -> str:
+def _message(evidence: Evidence, verb: str, reason: str) -> str:
+    subject = f"{verb} {evidence.kernel} ({evidence.level}): {reason}"
     digests = evidence.digests
     trailers = {f"{key.title()}-Digest": digests.get(key, "unknown")
                 for key in ("spec", "candidate", "judge")}  # fmt: skip

@@ -260,6 +260,10 @@ class Evidence(Record):
             not_shown=tuple(verdict.not_shown), **saw,
         )  # fmt: skip
 
+    def raw(self, gate: str) -> str | None:
+        """The name of a gate's raw record."""
+        return self.gates[gate].raw if gate in self.gates else None
+
     def of_program(self, now: Mapping[str, str]) -> bool:
         """Whether it is of the spec and candidate of these digests."""
         return all(self.digests.get(key) == now.get(key) for key in ("spec", "candidate"))

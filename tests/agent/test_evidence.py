@@ -1,12 +1,16 @@
 """Evidence: short enough to read, renewed gate by gate, and whole in its raw records."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coda_agent.agent import evidence as module
+from coda_agent.agent import workspace
+from coda_agent.agent.accept import accept
 from coda_agent.agent.evidence import Evidence, keep_raw, raw_path
 from coda_agent.agent.judge import provenance, rules
 from coda_agent.agent.judge.records import (
@@ -177,9 +181,35 @@ def test_another_toolchain_or_program_is_named(raised: Any) -> None:
     assert first.stale({**NOW, "judge": "sha256:other"}) == {}
 
 
-def test_raw_records_are_whole_and_packed(tmp_path: Path) -> None:
-    from coda_agent.agent import workspace
+def test_tuned_tiles_come_with_the_timings_they_are_of(
+    raised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for who in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{who}_NAME", "U")
+        monkeypatch.setenv(f"GIT_{who}_EMAIL", "u@example.com")
+    where, _ = workspace.init(tmp_path)
+    spec: Any = SimpleNamespace(name="k", summary="O_{m, n} = {}", text="# k\n")
 
+    def stored(us: float, tile_n: int) -> tuple[Any, int]:
+        config = replace(DEFAULT_CONFIGS["sm_90a"], tile_n=tile_n).to_dict()
+        line = {"m": 1, "n": 1, "k": 1, "config": config, "median_us": us}
+        found = judged(us=us).model_copy(update={"tuned": {"H": {"bfloat16": [line]}}})
+        verdict = Verdict.model_validate(found.model_dump())
+        accept(where, spec, "x\n", verdict, author="a", run_id="r")
+        kernel = where.kernel("k")
+        ((line,),) = kernel.tuned["H"].values()
+        return kernel.evidence.cells[0].times["ours"].median_us, line["config"]["tile_n"]  # type: ignore[index]
+
+    assert stored(10.0, 128) == (10.0, 128)
+    assert stored(9.0, 192) == (10.0, 128)  # the verdict stands: nothing is renewed
+    raised("numerics")
+    assert stored(8.0, 192) == (10.0, 128)  # nor where another gate is
+    raised("performance")
+    assert stored(7.0, 192) == (7.0, 192)
+    assert where.git("log", "-1", "--format=%s") == "Accept k (accepted): O_{m, n} = {}"
+
+
+def test_raw_records_are_whole_and_packed(tmp_path: Path) -> None:
     where, _ = workspace.init(tmp_path)
     verdict = judged()
     found = made(verdict)
@@ -205,8 +235,6 @@ def test_raw_records_are_whole_and_packed(tmp_path: Path) -> None:
 
 
 def test_the_archive_of_this_repository_is_complete() -> None:
-    from coda_agent.agent import workspace
-
     where = workspace.find(ROOT)
     if not archive.found(archive.KERNELS, ROOT / archive.FOLDER):
         pytest.skip("no archive is here")
