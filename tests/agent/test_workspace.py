@@ -81,8 +81,10 @@ def test_names(tmp_path: Path) -> None:
 
 def test_kernels(tmp_path: Path) -> None:
     made, _ = workspace.init(tmp_path)
-    about = {"level": "proved", "author": "composer", "run": "r", "date": "2026-11-22T00:00:00Z"}
-    whole = Evidence(kernel="gemm_a", **about, digests={}, machines={}, gates={}).text()
+    whole = Evidence(
+        kernel="gemm_a", level="proved", author="composer", run="r", date="2026-11-22T00:00:00Z",
+        digests={}, machines={}, gates={},
+    ).text()  # fmt: skip
     for name, text in (("gemm_a", whole), ("gemm_b", "{torn"), ("gemm_c", '{"schema": 1}')):
         (made.generated / name).mkdir()
         (made.generated / name / "evidence.json").write_text(text)
