@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,7 @@ class _Walk:
         self.programs: dict[str, Program] = {}
         self.admitted: dict[Key, tuple[TileConfig, ...]] = {}
         self.tuned: dict[str, Tuned] | None = None
+        self.early = False
         self.begun: Future[_Early] | None = None
         self.whole = False
 
@@ -148,6 +149,7 @@ class _Walk:
         return self.tuned or {}
 
     def _walk(self, gates: tuple[str, ...]) -> None:
+        self.early = "numerics" in gates
         if self.gpu is not None and set(gates) - {"static", "compile"}:
             self.executor.start(self._ahead() if "performance" in gates else None)
         steps = {
@@ -165,6 +167,10 @@ class _Walk:
                 step(result)
             if not result.passed:
                 break
+        if self.begun:
+            # Left behind, it would compute beside the next walk; and two threads that parse at
+            # once make CPython 3.11 raise SystemError.
+            wait([self.begun])
 
     def _ahead(self) -> PrepareJob:
         """What the GPU can do while the candidate is compiled."""
@@ -218,7 +224,8 @@ class _Walk:
         if result.findings:
             return
         # Compiling is done by other processes.
-        self.begun = ThreadPoolExecutor(1).submit(self._without_kernels)
+        if self.early:
+            self.begun = ThreadPoolExecutor(1).submit(self._without_kernels)
         m, n, k = self.spec.gemm_dims
         jobs = compile_gate.jobs_for(
             self.spec,
