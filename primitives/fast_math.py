@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 
-def quack_function(name: str) -> Callable[..., Any]:
-    """A function of quack's activation vocabulary, imported when a kernel is traced."""
-
-    def call(*args: Any) -> Any:
-        from quack import activation
-
-        return getattr(activation, name)(*args)
-
-    return call
+def imported(module: str, name: str, **options: Any) -> Callable[..., Any]:
+    """A function of `module`, which is imported when a kernel is traced."""
+    return lambda *args: getattr(import_module(module), name)(*args, **options)
 
 
-def fast(name: str) -> Callable[..., Any]:
-    """A function of cute.math in its fast form (MUFU instructions)."""
-
-    def call(x: Any) -> Any:
-        from cutlass import cute
-
-        return getattr(cute.math, name)(x, fastmath=True)
-
-    return call
+quack_function = partial(imported, "quack.activation")
+"""A function of quack's activation vocabulary."""
+fast = partial(imported, "cutlass.cute.math", fastmath=True)
+"""A function of one argument in its fast form (MUFU instructions)."""
+absolute_value = imported("cutlass.cute.math", "abs")
 
 
 def binary(name: str) -> Callable[..., Any]:
@@ -46,13 +38,6 @@ def reciprocal(x: Any) -> Any:
     from cutlass._mlir_helpers import math
 
     return math.rcp(Float32(x), approx=True, ftz=True)
-
-
-def absolute_value(x: Any) -> Any:
-    """|x|."""
-    from cutlass import cute
-
-    return cute.math.abs(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def step_function(x: Any) -> Any:
