@@ -26,13 +26,19 @@ KERNELS = "kernels"
 """The archive of what evidence rests on: <kernel>/<gate>.json."""
 
 
-def pack(name: str, files: Mapping[str, bytes], folder: Path) -> Path:
-    """Writes files, by their paths in the archive, as <name>-<12 hex>.tar.xz in `folder`, in place
-    of what another publication of that name left there; the path."""
+def write(name: str, files: Mapping[str, bytes], folder: Path) -> Path:
+    """Writes files, by their paths in the archive, as <name>-<12 hex>.tar.xz in `folder`; the
+    path."""
     tar = _tar(files)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{_digest(tar)}.tar.xz"
     path.write_bytes(lzma.compress(tar, preset=9 | lzma.PRESET_EXTREME))
+    return path
+
+
+def pack(name: str, files: Mapping[str, bytes], folder: Path) -> Path:
+    """As `write`, in place of what another publication of that name left there."""
+    path = write(name, files, folder)
     for other in found(name, folder):
         if other != path:
             other.unlink()
@@ -40,7 +46,7 @@ def pack(name: str, files: Mapping[str, bytes], folder: Path) -> Path:
 
 
 def found(name: str, folder: Path) -> list[Path]:
-    """The archives of a name; at most one where `pack` alone wrote there."""
+    """The archives of a name; of what `pack` wrote there is at most one."""
     return [p for p in sorted(folder.glob(f"{name}-*.tar.xz")) if p.name[:-20] == name]
 
 
@@ -94,7 +100,8 @@ def restored(name: str, folder: Path, root: Path) -> Path:
 
 
 def pack_kernels(workspace: Workspace) -> Path:
-    """Packs the raw records of every kernel's evidence, out of logs/raw/ and the archive before.
+    """Packs the raw records of every kernel's evidence, out of logs/raw/ and the archives before,
+    which stay: so a re-grade changes each kernel's evidence and one file more.
 
     Raises:
         CodaError: one is neither here nor there.
@@ -106,7 +113,7 @@ def pack_kernels(workspace: Workspace) -> Path:
                 hint = f"coda-agent verify --fresh {kernel.name} measures it again"
                 raise CodaError(f"{kernel.name}: no raw record of {gate} is left", hint=hint)
             files[f"{kernel.name}/{gate}.json"] = record
-    return pack(KERNELS, files, workspace.root / FOLDER)
+    return write(KERNELS, files, workspace.root / FOLDER)
 
 
 def raw(workspace: Workspace, kernel: Kernel) -> dict[str, dict[str, Any]]:
@@ -131,16 +138,13 @@ def problems(workspace: Workspace) -> list[str]:
 
 def _records(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[str, bytes | None]]:
     """Each gate of a kernel's evidence that has a raw record, and that, where it is here."""
-    packed: dict[str, bytes] = {}
-    for path in found(KERNELS, workspace.root / FOLDER):
-        packed |= read(path)
+    packed = [read(path) for path in found(KERNELS, workspace.root / FOLDER)]
     for gate, about in Evidence.model_validate(kernel.evidence).gates.items():
         if about.raw is not None:
             path = raw_path(workspace.root, about.raw)
-            record = (
-                path.read_bytes() if path.is_file() else packed.get(f"{kernel.name}/{gate}.json")
-            )
-            yield gate, record if record is not None and digest(record) == about.raw else None
+            kept = [files.get(f"{kernel.name}/{gate}.json", b"") for files in packed]
+            kept += [path.read_bytes()] * path.is_file()
+            yield gate, next((record for record in kept if digest(record) == about.raw), None)
 
 
 def _tar(files: Mapping[str, bytes]) -> bytes:
