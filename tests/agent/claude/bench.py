@@ -12,6 +12,7 @@ from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.judge.rules import given
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
@@ -30,7 +31,8 @@ def quick_judge(
     options["device"] = "cpu"
     verdict = whole_judge(spec, text, executor, gates=("static",), **options)
     if verdict.passed and "numerics" in gates:
-        more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
+        names = ("compile", "numerics")
+        more = [GateResult(name=name, passed=True, rules=given(name)) for name in names]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
     return verdict
 
