@@ -1,8 +1,9 @@
 """Compare an output with its fp64 truth.
 
-- Two bounds are multiples of the error PyTorch's own path makes: in norm, and in the worst tile.
-- The third is of every element: what one rounding at the store allows, and what the arithmetic
-  before it may add, which `disturbance.py` finds. One wrong element among millions exceeds it.
+- Two bounds are multiples of the error that PyTorch's own path makes: in norm, and in the worst
+  tile.
+- The third bounds every element: one rounding at the store, and what the arithmetic before it may
+  add, which `disturbance.py` finds. One wrong element among millions exceeds it.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ if TYPE_CHECKING:
     import torch
 
 TILE = 64
-# Elements that share the largest disturbance seen among them: (rows, columns), and of a vector.
+# Blocks of elements that share the largest disturbance seen among them: (rows, columns) of a tile
+# output, and a run of a vector.
 _NEIGHBOURS, _RUN = (4, 8), 32
 # What the arithmetic may err, in standard disturbances; see `allowance`.
 SAFETY = 16.0
-# Least bound by dtype: one rounding at the store (a narrow output's relative error is uniform up to
-# eps / 2), and for float32 the fast approximations of the special-function unit (tanh: 2^-11
-# relative).
+# The least bound by dtype. A narrow output is rounded once at the store, which errs uniformly up to
+# eps / 2. A float32 one may come from fast approximations of the special-function unit, of which
+# tanh errs by 2^-11.
 FLOORS = {
     "float8_e4m3fn": 2.0**-4,
     "bfloat16": 2.0**-8,
     "float16": 2.0**-10,
     "float32": 2.0**-12,
 }
-# How far a spec's baseline, which calibrates the bounds, may be from the truth, of its norm: FP8
-# outputs are rounded to 2^-4, a wrong or missing term comes to more.
+# How far a spec's baseline, which calibrates the bounds, may be from the truth, as a share of its
+# norm. FP8 outputs are rounded to that, and a wrong or missing term comes to more.
 BASELINE_LIMIT = 2.0**-4
 
 
@@ -41,8 +43,8 @@ class Errors:
         norm: ‖out - truth‖ / ‖truth‖.
         tile: The largest root-mean-square error over 64 × 64 tiles, over the root-mean-square of
             the truth. A fault in a corner shows here.
-        element: The largest error of one element over what is allowed there; 0 where nobody said
-            what is.
+        element: The largest error of one element over what is allowed there; 0 where no allowance
+            was given.
     """
 
     norm: float
@@ -109,8 +111,11 @@ def distances(
 
 
 def unit_of(dtype: torch.dtype) -> float:
-    """Largest relative error of storing a number in `dtype`. float32 counts as 2⁻¹⁵: sums of tensor
-    cores are cut off, not rounded, which adds up over a row."""
+    """The largest relative error of storing a number in `dtype`.
+
+    float32 counts as 2⁻¹⁵: sums of tensor cores are cut off, not rounded, and that adds up over a
+    row.
+    """
     import torch
 
     return 2.0**-15 if dtype is torch.float32 else torch.finfo(dtype).eps / 2
@@ -119,8 +124,10 @@ def unit_of(dtype: torch.dtype) -> float:
 def store_rounding(
     truth: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What storing each element of an exact output, (M,) or (M, N), in `dtype` may err. An output
-    that is added in place to what `added_to` holds rounds the addend by itself too."""
+    """What storing each element of an exact output, (M,) or (M, N), in `dtype` may err.
+
+    An output that is added in place to what `added_to` holds rounds the addend by itself too.
+    """
     stored = truth.abs() if added_to is None else truth.abs() + (truth - added_to.double()).abs()
     return unit_of(dtype) * stored.nan_to_num(0.0, 0.0, 0.0)
 
@@ -133,8 +140,9 @@ def allowance(
 ) -> torch.Tensor:
     """What each element of an output may differ from float64 `truth`, (M,) or (M, N).
 
-    The rounding of the store, and `_SAFETY` times the largest of the disturbances of the element
-    and its neighbours: an element's own may happen to cancel, all of them do not.
+    That is the rounding of the store, and `SAFETY` times the largest disturbance of the element and
+    its neighbours. An element's own disturbances may happen to cancel; those of all neighbours do
+    not.
 
     Args:
         truth: The exact output.

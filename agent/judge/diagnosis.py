@@ -1,11 +1,12 @@
 """Name the most likely fault of a wrong output.
 
-- A fault is a hypothesis that predicts the whole wrong output: from the truth alone (a factor, a
-  swap, a shift), or from the exact reference on changed inputs (an operand left out, read along
-  the other axis, a K tail of zeros, a rounded product). That covers any epilogue, since the
-  reference carries its nonlinearities.
-- The prediction that explains most of the difference wins; its share is the confidence. Among
-  equals the simpler one, which is tried first, wins.
+- A fault is a hypothesis that predicts the whole wrong output. Some predict it from the truth
+  alone: a factor, a swap, a shift.
+- Others run the exact reference on changed inputs: an operand left out or read along the other
+  axis, a K tail of zeros, a rounded product. That covers any epilogue, since the reference carries
+  its nonlinearities.
+- The prediction that explains most of the difference wins, and its share is the confidence. Among
+  equals the simpler one wins, which is tried first.
 """
 
 from __future__ import annotations
@@ -143,9 +144,9 @@ class _WrongOutput:
         scale = torch.where(fit, self.truth, 0.0).square().mean().sqrt()
         visible = self.difference.abs() > eps * (4 * self.truth.abs() + scale)
         energy = self.difference.square()
-        # Where nothing exceeds rounding by much, everything counts: a factor of 1.01 is such.
+        # Where nothing exceeds rounding by much, everything counts: a factor of 1.01 is a fault.
         self.subtle = bool((energy * visible).sum() < 0.5 * energy.sum())
-        # Only what differs: with a median difference of 0, anything would explain all of it.
+        # Equal elements stay out: with a median difference of 0, anything would explain all of it.
         self.wrong = fit & (visible | (self.subtle & (energy > 0)))
 
     def diagnosis(self, again: torch.Tensor) -> Diagnosis:
@@ -170,19 +171,19 @@ class _WrongOutput:
         suspects = itertools.chain(self._structural(), self._counterfactual())
         for suspect in suspects if truth.numel() >= _FEW else ():
             explained = self._explained(suspect)
-            # Among equals the first: a later one must leave a quarter of what is left.
+            # Among equals the first wins: a later one must leave under a quarter of what is left.
             if 1 - explained < (1 - share) / 4 or (share < _CLAIM <= explained):
                 best, share = suspect, explained
             if share > _CERTAIN:
                 break
-        # A factor explains all or is none: any statistic is roughly another times something.
+        # A factor must explain nearly all: any statistic is roughly another times something.
         if best and share >= (_CLAIM_FACTOR if best.fault == "constant_factor" else _CLAIM):
             return self._answer(best.fault, best.text, share, self.wrong)
         return self._answer(*self._leftover(), 1.0 - share, self.wrong)
 
     def _explained(self, suspect: _Suspect) -> float:
-        """The share of the squared difference that the suspect explains; what exceeds three times
-        the median counts as that much, so that no few elements decide."""
+        """The share of the squared difference that the suspect explains. A difference beyond three
+        times the median counts as that much, so that no few elements decide."""
         wrong, out, difference = (t[suspect.rows] for t in (self.wrong, self.out, self.difference))
         size = difference[wrong].abs()
         cap = 3 * size.median()

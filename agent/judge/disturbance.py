@@ -1,4 +1,4 @@
-"""What the errors of a GPU's arithmetic do to a reference: each operation of it is disturbed.
+"""What the errors of a GPU's arithmetic do to a reference: each of its operations is disturbed.
 
 The reference runs in float64, and each result is moved by what the same operation may err on a GPU.
 How far an output then moves says how much a right kernel may differ there.
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
-# What one operation may err, as a share of its result. `compare.allowance` takes 16 times as much.
+# What one operation may err, as a share of its result. `compare.allowance` takes `SAFETY` times it.
 _OPERATION = 2.0**-24  # in float32
 _APPROXIMATION = 2.0**-22  # by an approximation of the special-function unit
 _PRODUCT = 2.0**-25  # one product of a GEMM whose operands have 16 bits
-_PRODUCT_8 = 2.0**-16  # of 8 bits: their tensor cores keep about 14 bits of a sum
-# MUFU.TANH errs by up to 2^-11 of its range, not of its result; so does what is composed of it.
+_PRODUCT_8 = 2.0**-16  # the same for 8 bits, of which tensor cores keep about 14 bits of a sum
+# MUFU.TANH errs by up to 2^-11 of its range, not of its result. So does what is composed of it.
 _RANGE = 2.0**-15
-# What the error of torch's functions scales with that are no operation of the vocabulary.
+# Functions of torch that are no operation of the vocabulary, and what their error scales with.
 _COMPOSED = {"softmax": "range", "silu": "argument", "mish": "argument"} | dict.fromkeys(
     (
         "exp2", "expm1", "log2", "log1p", "logsumexp", "reciprocal", "pow", "__pow__", "__rpow__",
@@ -35,7 +35,7 @@ _COMPOSED = {"softmax": "range", "silu": "argument", "mish": "argument"} | dict.
     ),
     "result",
 )  # fmt: skip
-# Random numbers that noise is cut out of: drawing as many as a tensor has elements takes longer.
+# Noise is cut out of so many random numbers; drawing one for each element of a tensor takes longer.
 _POOL = 1 << 16
 
 
@@ -62,8 +62,8 @@ def disturbed(
 ) -> dict[str, torch.Tensor]:
     """The exact reference with the result of each operation off by what float32 may err.
 
-    The GEMM's error is put on the elements of A, from where it reaches the sum as ‖a‖ ‖b‖ / √K
-    each.
+    The GEMM's error is put on the elements of A, scaled by √K. So it reaches each sum as a share of
+    about ‖a‖ ‖b‖.
 
     Args:
         spec: The spec.
@@ -71,7 +71,7 @@ def disturbed(
         binding: The static parameters.
         seed: What the noise follows from.
         finer: A factor on all errors; float64's own are 2⁻²⁹ of float32's.
-        sign: Of what an approximation errs of its range.
+        sign: A factor on what approximations err of their range; -1 turns its direction.
     """
     import torch
 
@@ -99,7 +99,7 @@ def disturbed(
         unit = _APPROXIMATION if error == "result" else _OPERATION
         off = result * (finer * unit * noise(result))
         if error in ("range", "argument"):
-            # The same for all: an approximation errs alike for like arguments.
+            # All elements get the same error: an approximation errs alike for like arguments.
             weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
             off += weight if error == "range" else weight * args[0].abs()
         return result + off

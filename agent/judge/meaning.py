@@ -1,11 +1,12 @@
 """What a program means, apart from how it rounds: its graph against the reference, both in float64.
 
-- The outputs agree element by element to 1e-9, but for what disturbances of float64's own size do
-  to the reference there, and for constants that float32 rounds to the same number.
+- The outputs have to agree element by element to 1e-9. Two differences are allowed beyond that:
+  what disturbances of float64's own size do to the reference there, and constants that float32
+  rounds to the same number.
 - Inputs leave the spec's draw, each by itself and together, within the domains that the spec
-  declares: what a program does beyond the usual values is part of what it means.
-- Nothing is compiled and no element type enters. What rounds, where things lie in memory and what a
-  kernel does with them is judged by `oracle.py`'s cases.
+  declares. What a program does beyond the usual values is part of what it means.
+- Nothing is compiled and no element type enters. Rounding, places in memory and what a kernel does
+  with them are judged by the cases of `oracle.py`.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 _RELATIVE = 1e-9
 # An element below this is 0 in every type.
 _LEAST = 1e-290
-# `disturbed` moves results by errors of float32. Those of float64 are this much smaller, with
-# 3 bits to spare for sums in another order.
+# `disturbed` moves results by errors of float32. Those of float64 are smaller by this factor, which
+# leaves 3 bits to spare for sums in another order.
 _FINER = 2.0**-26
 _INPUT = 2.0**-50
 _PROBES = 4
-# A larger share moved by disturbances leaves no value to compare: a sine of 10^15 radians.
+# Where disturbances move an element by a larger share, there is no value left to compare. A sine of
+# 10^15 radians is such.
 _CHAOTIC = 1e-3
 # A constant that is right to float32's rounding makes the same kernel.
 _CONSTANT = 2.0**-24
@@ -49,7 +51,8 @@ _CONSTANT = 2.0**-24
 _EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
 _WIDEST = (-126, 127)
 _SMALL = 2.0**-40
-# Draws in which each input has a scale of its own: what needs one large and another small.
+# Draws in which each input has a scale of its own. They show faults that need one large and another
+# small.
 _MIXES = 8
 
 
@@ -93,7 +96,7 @@ def meaning_fault(
             chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
             wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
             if wrong.any():
-                # What is allowed, and what the reference itself has no number for, is no fault.
+                # Differences that are allowed, or where the reference itself has no number, are none.
                 out = out.where(wrong, expected)
                 seen = diagnosed(spec, binding, inputs, o, out, expected)
                 where = {**seen.where, "program": program.name, "output": o, "seed": seed}
@@ -114,7 +117,8 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
 
 
 def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
-    """Inputs in float64 with what is particular about them: the spec's own draw, then others."""
+    """Sets of inputs in float64, each with words for what is particular about it. The spec's own
+    draw comes first."""
     import torch
 
     from coda_agent.specs import draw_inputs
@@ -189,7 +193,7 @@ def _changes(spec: Spec, x: str, types: Mapping[str, str]) -> Iterator[tuple[str
         return
     factors = [64.0, 1 / 64]
     factors += [-1.0, -64.0, 0.0] if domain is None else []
-    # One number has no spread of exponents: these stand for it.
+    # A single number has no spread of exponents, so these stand for it.
     scalar = not spec.inputs[x].shape.cases.get("", (1,))
     factors += [2.0**20, 2.0**-20] if scalar else []
     for factor in factors:
@@ -221,8 +225,8 @@ def _differs(out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor) -> t
 def _noise(
     spec: Spec, inputs: Inputs, binding: Mapping[str, str], seed: int, o: str, truth: torch.Tensor
 ) -> torch.Tensor:
-    """How far errors of float64's size, of the inputs and of each operation of the reference, move
-    each element."""
+    """How far each element moves by errors of float64's size, of the inputs and of each operation
+    of the reference."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,12 +1,13 @@
 """Gate 3: does every program compute what the reference computes?
 
-- The cases, their truth and what an output may err are `oracle.py`'s, drawn afresh each run from a
-  secret seed; a finding names it.
-- On a Hopper GPU the compiled kernel runs, in every tile configuration a tuner may pick; elsewhere
+- `oracle.py` gives the cases, their truth, and what an output may err. They are drawn afresh each
+  run from a secret seed, which a finding names.
+- On a Hopper GPU the compiled kernel runs, in every tile configuration a tuner may pick. Elsewhere
   the interpreter stands in for it.
-- Outputs are filled with NaN before each launch and lie between guard bands. Cases of one shape and
-  layout share their tensors, whose contents change between launches, so nothing can be kept for an
-  address. Two runs must agree bit for bit and leave the inputs as they were.
+- Outputs are filled with NaN before each launch and lie between guard bands.
+- Cases of one shape and layout share their tensors, whose contents change between launches. So no
+  result can be kept for an address.
+- Two runs must agree bit for bit and leave the inputs as they were.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def check_numerics(
     Args:
         spec: The spec.
         programs: By variant name.
-        tiles: Configurations to check, by (program, element type). The first, or the default one
-            where it is among them, sees every case, the others those that depend on the tile.
+        tiles: Configurations to check, by (program, element type). The default one, or the first
+            where it is not among them, sees every case. The others see those that depend on the
+            tile.
         device: "cuda" runs kernels, "cpu" the interpreter.
         progress: Called as (done, total, note).
         run: What produces outputs; `run_kernel` or `run_interpreter` by default.
@@ -106,7 +108,7 @@ def check_numerics(
 
 
 class _Kept:
-    """Cases made when they are first asked for: a fault in the first saves the others."""
+    """Cases made when they are first asked for, so that a fault in the first saves the others."""
 
     def __init__(self, source: Iterator[Case]) -> None:
         self.source, self.made = source, list[Case]()
@@ -141,7 +143,7 @@ class TileCheck:
     """How far each output was off in each case."""
 
     def fault(self, cases: Iterable[Case], *, full: bool) -> Finding | None:
-        """The first fault; with `full`, of all cases, else of those that depend on the tile."""
+        """The first fault: with `full` of all cases, else of those that depend on the tile."""
         for case in cases:
             if full or case.structure is None or case.structure.everywhere:
                 fault = self._case(case)
@@ -235,8 +237,8 @@ class TileCheck:
         return key, {**case.inputs, **place}
 
     def _judged(self, case: Case, o: str, out: torch.Tensor) -> torch.Tensor:
-        """An output as it is compared: where the truth is NaN or infinite, either will do, and what
-        the vocabulary documents: a maximum passes NaN over."""
+        """An output as it is compared. Where the truth is NaN or infinite, either will do. So will
+        what the vocabulary documents: a maximum passes NaN over."""
         import torch
 
         if case.structure is None or not case.structure.planted:
@@ -279,8 +281,8 @@ class TileCheck:
 
 
 def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:
-    """Memory for a tensor (M,), (M, N) or (N, K): contiguous, or with a row stride beyond its
-    extent and 16 bytes into its storage, and where `turned` and asked for with rows as columns."""
+    """Memory for a tensor (M,), (M, N) or (N, K). It is contiguous, or has a row stride beyond its
+    extent and begins 16 bytes into its storage. `turned` asks for rows as columns in memory."""
     import torch
 
     if not layout:

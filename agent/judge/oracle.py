@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
 
-# What folding partials may err of a result that has no other rounding.
+# What folding partials may err, as a share of a result that has no other rounding.
 _FOLD = 2.0**-20
-# Disturbed runs of the reference. One run may happen to move an element hardly at all, and then a
-# right result is refused there: 11 of 3000 draws of log(1 + |z|) were. With four runs none was.
+# Disturbed runs of the reference. A single run may happen to move an element hardly at all, and
+# then a right result is refused there. That befell 11 of 3000 draws of log(1 + |z|), and none with
+# four runs.
 _PROBES = 4
 
 
@@ -47,11 +48,11 @@ class Case:
 
     Attributes:
         inputs: By name.
-        truth: Of each output that is checked, float64.
-        bounds: Greatest errors.
-        torch_errors: Errors of PyTorch's own path.
-        allowed: What each element may err; empty where no probes were asked for.
-        rounding: What storing each element may err; likewise.
+        truth: Each output that is checked, exact, in float64.
+        bounds: The largest errors that pass, by output.
+        torch_errors: Errors of PyTorch's own path, by output.
+        allowed: What each element may err, by output; empty where no probes were asked for.
+        rounding: What storing each element may err, by output; empty likewise.
         sizes: Dims.
         structure: None for the spec's own draws.
         exact: Outputs that must match bit for bit.
@@ -97,9 +98,9 @@ def make_case(
         device: Where.
         seed: A fresh one by default.
         probes: Disturbed runs of the reference, for the bound of each element.
-        structure: What to change in the inputs; outputs that it takes out of the range of their
+        structure: What to change in the inputs. Outputs that it takes out of the range of their
             type are left out.
-        factor: One of its factors.
+        factor: One of the structure's factors.
 
     Raises:
         SpecError: the baseline computes something else.
@@ -118,7 +119,7 @@ def make_case(
     try:
         plain = run_reference(spec, inputs, binding=binding, baseline=device == "cuda")
     except SpecError:
-        # A baseline need not take every shape that is checked.
+        # A baseline may refuse a shape that is checked; the reference takes it.
         plain = run_reference(spec, inputs, binding=binding)
     dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
     if structure:
@@ -152,7 +153,8 @@ def make_case(
         exact.append(o)
         once = _stored(truth[o], dtypes[o])
         addend = truth[o] - held[o].double() if o in held else None
-        # In place the addend may be rounded before the sum is: either result will do.
+        # A kernel that adds in place may round the addend before it rounds the sum, so both results
+        # are right.
         twice = once if addend is None else _stored(addend, dtypes[o]) + held[o].double()
         truth[o], allowed[o] = once, (_stored(twice, dtypes[o]) - once).abs()
         rounding[o] = allowed[o]
@@ -171,7 +173,8 @@ def make_cases(
         yield make_case(spec, binding, sizes, element, device, seed=seeded(i), probes=_PROBES)
     for i, structure in enumerate(structures(spec, binding, element), len(spec.check_shapes)):
         if structure.planted:
-            # The spec's own draw but for what is planted: results kept for a few elements show.
+            # The draw is the spec's own but for what is planted, so a kernel that keeps results by
+            # a few elements of its inputs gives itself away.
             i = spec.check_shapes.index(structure.sizes)
         case = None
         for factor in structure.factors:
@@ -188,7 +191,7 @@ def make_cases(
 def _in_range(
     truth: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype, structure: Structure
 ) -> bool:
-    """Whether an output is finite where PyTorch's is, and no value near overflow."""
+    """Whether an output is finite just where PyTorch's is, and none of its values near overflow."""
     import torch
 
     finite = truth.isfinite()
@@ -202,7 +205,8 @@ def _in_range(
 
 
 def _settled(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """`out` with the truth where both are NaN or infinite: which of them is a matter of order."""
+    """`out` with the truth wherever both are NaN or infinite: which of the two comes out depends on
+    the order of operations."""
     import torch
 
     out = out.double()

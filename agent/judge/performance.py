@@ -1,13 +1,16 @@
 """Gate 4, on a GPU: is the kernel as fast as what a user would run instead?
 
-For each element type and bench shape the tuner picks a configuration, which is then timed against
-a bare cuBLAS GEMM and the reference (or the spec's baseline) under torch.compile, interleaved. What
-is timed of ours includes the finalisers of reductions; what an in-place output starts from is put
-back outside the timed region. That is the warm regime, which decides; the fastest configuration is
-timed in the steady one as well, for the record. Each timed output must equal, bit for bit, one that
-was checked against the fp64 truth. A time below what this GPU's own best rates allow is a fault,
-and so are other launches than the program declares. Programs of other bindings are timed in one
-element type at the largest shape, in the default program's best configuration that suits them.
+- The tuner picks configurations for each element type and bench shape. They are then timed, call by
+  call in turn, against a bare cuBLAS GEMM and the reference (or the spec's baseline) under
+  torch.compile. The warm regime decides. The fastest configuration is timed in the steady one too,
+  for the record.
+- Our time includes the finalisers of reductions. What an in-place output starts from is put back
+  outside the timed region.
+- Each timed output must equal, bit for bit, one that was checked against the fp64 truth.
+- A time below what this GPU's own best rates allow is a fault. So are other launches than the
+  program declares.
+- Programs of other bindings are timed in one element type at the largest shape, in the best
+  configuration of the default program that suits them.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
 FINAL_ROUNDS = 50
-# Of the best rates measured here. Clocks differ by the power a kernel draws: on an H200 a bf16
-# product of zeros ran at 1.13 times the rate of one of random data. A copy comes to nine tenths of
-# the datasheet's bandwidth. A time below this is a fault of the measurement.
+# Slack on the best rates measured here. A time below what they allow is a fault of the measurement.
+# Clocks differ by the power a kernel draws: on an H200 a bf16 product of zeros ran at 1.13 times
+# the rate of one of random data. A copy comes to nine tenths of the datasheet's bandwidth.
 _FLOPS_SLACK, _BYTES_SLACK = 1.25, 1.15
 
 
@@ -62,7 +65,7 @@ def check_performance(
     """Time the default binding's program at every shape, the others in one type at the largest.
 
     A configuration that is `known` as the best at a shape stays unless another is faster by more
-    than the interval of their comparison: what users run does not change for noise.
+    than the interval of their comparison, so that what users run does not change for noise.
 
     Returns:
         Findings, all figures, and the tuned configurations.
@@ -137,12 +140,12 @@ def _measured(
     *,
     stream: bool = True,
 ) -> Timed | Untimed:
-    """Measure the finalists of a search beside the baselines; the fastest of them is ours, or the
-    `stored` one where none is faster for certain. It is timed in the steady regime too, unless
-    `stream` is off.
+    """Measure the finalists of a search beside the baselines.
 
-    The search runs kernels back to back, which throttles the GPU; beside the baselines its clock is
-    what a user's would be, and the order may be another.
+    The fastest finalist is ours, or the `stored` one where none is faster for certain. It is timed
+    in the steady regime too, unless `stream` is off. The order may be another than in the search,
+    which runs kernels back to back and so throttles the GPU. Beside the baselines the clock is what
+    a user's would be.
 
     Raises:
         MachineError: the clocks disagree about a baseline: that is no fault of the kernel.
@@ -249,8 +252,8 @@ def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
 
 
 def _recompiling() -> AbstractContextManager[None]:
-    """By default a function is compiled eight times in a process, and after that runs as it is,
-    without a word."""
+    """Lets torch.compile compile as often as needed. By default it compiles a function eight times
+    in a process, and then runs it uncompiled without a word."""
     from torch._dynamo import config
 
     return config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
@@ -258,8 +261,10 @@ def _recompiling() -> AbstractContextManager[None]:
 
 @lru_cache(maxsize=4)
 def measured_ceiling(dtype: str) -> Ceiling:
-    """The best rates of this GPU, and the slack above them: cuBLAS's on two square matrices of
-    8192, random, of `dtype` (of bfloat16 where it is wider), and a copy of 1 GiB.
+    """The best rates of this GPU, with slack above them.
+
+    Flops are those of cuBLAS on two random square matrices of 8192, of `dtype`, or of bfloat16
+    where that is wider. Bytes are those of a copy of 1 GiB.
 
     Raises:
         MachineError: the clocks disagree.
@@ -284,8 +289,11 @@ def measured_ceiling(dtype: str) -> Ceiling:
 def _timed(
     problem: Problem, configs: Sequence[TileConfig], stored: TileConfig | None, stream: bool
 ) -> tuple[dict[str, Samples], dict[str, Samples], int]:
-    """The configurations and the baselines in the warm regime; where `stream` is set the fastest
-    one, as `ours`, and the baselines in the steady one; how many outputs were wrong."""
+    """Samples of the warm regime, samples of the steady one, and how many outputs were wrong.
+
+    Warm has all configurations and the baselines. Steady has the fastest configuration, as `ours`,
+    and the baselines; it is empty unless `stream` is set.
+    """
     import torch
 
     runs = {c.label: problem.run(c) for c in configs}
@@ -328,7 +336,7 @@ def _timed(
             return samples, {}, int(wrong)
         best = _chosen(sound, samples, stored).label
         names = {best: "ours", "gemm": "gemm", "compile": "compile"}
-        # What adds to its buffer has another output after every call of a stream.
+        # A program that adds to its buffer has another output after every call of a stream.
         after = None if problem.program.accumulated else verify
         chosen = {name: contenders[name] for name in names}
         streams = steady(chosen, before=restore, after=after)
@@ -338,8 +346,11 @@ def _timed(
 def bare_gemm(
     a: torch.Tensor, b: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """cuBLAS's product of operands like `a` (M, K) and `b` (N, K), into one buffer where cuBLAS's
-    binding takes one; FP8 operands give bfloat16, with unit scales and fast accumulation."""
+    """cuBLAS's product of operands like `a` (M, K) and `b` (N, K).
+
+    It goes into one buffer where torch's binding takes one. FP8 operands give bfloat16, with unit
+    scales and fast accumulation.
+    """
     import torch
 
     if a.element_size() > 1:

@@ -15,9 +15,9 @@ from functools import lru_cache
 from coda_agent.agent.judge.records import Clock, Ratio, Timing
 from coda_agent.primitives.errors import MachineError
 
-# A kernel compared with itself is called different with probability MISS at most: 0.4 times in 200
-# comparisons on average, more than twice with probability 0.8 %. Differences below MIN_EFFECT are
-# not called at all.
+# A kernel compared with itself is called different with probability MISS at most. That is 0.4 of
+# 200 comparisons on average, and more than two of them with a probability of 0.8 %. A difference
+# below MIN_EFFECT is never called one.
 MISS, MIN_EFFECT = 0.002, 0.005
 
 
@@ -100,7 +100,7 @@ def different(ratio: Ratio) -> bool:
 
 def interval(values: Sequence[float], miss: float) -> tuple[float, float]:
     """Order statistics that miss the median of the values' distribution with probability `miss` at
-    most; the extremes where there are too few values for that (below 10 for `MISS`)."""
+    most. They are the extremes where there are too few values for that: for `MISS`, below 10."""
     ordered, k = sorted(values), _rank(len(values), miss)
     return ordered[k - 1], ordered[-k]
 

@@ -32,10 +32,10 @@ class Structure:
         sizes: Dims.
         factors: Magnitudes to try in this order, until all outputs are in the range of their type.
         everywhere: Whether every tile is checked, or the default one alone.
-        exact: Whether outputs without rounding must match bit for bit, vectors to 2⁻²⁰.
+        exact: Whether outputs without rounding must match: tiles bit for bit, vectors to 2⁻²⁰.
         planted: Whether results are NaN or infinite somewhere.
-        layout: "" contiguous; "padded" with a stride and an offset; "transposed": padded, and B
-            with N as its unit stride.
+        layout: "" is contiguous. "padded" has a stride and an offset. "transposed" is padded too,
+            and B has N as its unit stride.
         alias: Two inputs that are one tensor.
     """
 
@@ -64,7 +64,8 @@ def base_shape(spec: Spec) -> Mapping[str, int]:
 def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Structure]:
     """What is checked beside the spec's own draws, for one element type.
 
-    Shapes are the spec's own, but for the number of rows where M stands alone.
+    Shapes are the spec's own. Only the number of rows may be another, where the spec has no dims
+    but M, N and K.
     """
     m, n, _ = spec.gemm_dims
     base = base_shape(spec)
@@ -118,7 +119,7 @@ def _plain(spec: Spec, name: str) -> bool:
 
 
 def _twins(spec: Spec, binding: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Inputs of one shape and type that are only read, two and two."""
+    """Pairs of inputs of one shape and type that are only read."""
     seen: dict[Hashable, str] = {}
     for name, tensor in spec.inputs.items():
         shape = spec.symbolic_shape(name, binding)
@@ -139,8 +140,11 @@ def _copied(inputs: Inputs, *_: object, one: str, other: str) -> Inputs:
 
 
 def _integers(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float) -> Inputs:
-    """Every input on a grid of a power of two: `factor` steps to the largest one below its root
-    mean square for A and B, 2 for the rest."""
+    """Every input rounded to a grid whose step is a power of two.
+
+    The largest power of two below an input's root mean square is `factor` steps of its grid for A
+    and B, and 2 steps for the rest.
+    """
     import torch
 
     changed: Inputs = {}
@@ -196,7 +200,7 @@ def _permutation(inputs: Inputs, spec: Spec, generator: torch.Generator, factor:
 
 
 def _selecting(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Rows with a single 1, each column's turn before any comes twice."""
+    """Rows with a single 1; every column is taken once before any is taken twice."""
     import torch
 
     rows, k = x.shape

@@ -1,18 +1,20 @@
 """How long things take on a GPU, measured side by side.
 
-- All contenders run in one process, call by call, in a random order each round: clocks and
-  temperature drift hits all alike.
-- Before each call the GPU multiplies matrices, as long as the slowest contender's host time needs:
-  launch overhead stays out, and the clock is that of a GPU at work, where it depends on the power
-  that a kernel draws. Then the L2 cache is overwritten. What a kernel pinned in it is released
-  first.
-- Three clocks time a call: CUDA events around it; the host's, around a window that ends when the
-  whole device is idle; and, where a result is final, kernels on all streams as CUPTI saw them. A
-  call about which events and host disagree does not count: a busy host is late now and then, and
-  then more rounds are run. A contender of which they agree in at most half as many rounds as of an
-  empty call, or about which CUPTI disagrees, has no times.
-- That regime is called warm. `steady` times another: one call back to back until its own power
-  draw has set the clock. idle, where the GPU waited for the host before a call, is not timed here.
+- All contenders run in one process, call by call, in a random order each round. So drift of
+  clocks and temperature hits all alike.
+- Before each call the GPU multiplies matrices, long enough to hide the slowest contender's host
+  time. So launch overhead stays out, and the clock is that of a GPU at work, where it depends on
+  the power that a kernel draws. Then whatever is pinned in the L2 cache is released, and the cache
+  is overwritten.
+- Three clocks time a call. CUDA events stand around it. The host times a window that ends when the
+  whole device is idle. Where a result is final, CUPTI says what kernels ran on any stream.
+- A call about which events and host disagree does not count. A busy host is late now and then, so
+  more rounds are run until enough calls count.
+- A contender has no times if CUPTI disagrees with the other clocks about it, or if too few of its
+  calls count. An empty call is the measure: at most half as many as of that are too few.
+- This regime is called warm. `steady` times another: one call back to back, until its own power
+  draw has set the clock. The third, idle, where the GPU waited for the host before a call, is not
+  timed here.
 """
 
 from __future__ import annotations
@@ -38,40 +40,41 @@ Call = Callable[[int], object]
 """A contender, called with the number of a round."""
 Device = Any
 """A `DeviceClock`, or what stands for it in a test."""
-# Of 0.18 ms each on an H200. After eight, ratios of kernels to cuBLAS were within 0.02 of those in
-# a stream of calls without a pause; after none, up to 0.08 lower.
+# One product takes 0.18 ms on an H200. After eight of them, ratios of kernels to cuBLAS were within
+# 0.02 of those in a stream of calls without a pause. After none they were up to 0.08 lower.
 _LEAST_PRODUCTS, _MOST_PRODUCTS = 8, 40
 PROTOCOL = 3
 """Raised when figures taken before and after a change of how they are taken cannot be compared."""
-# The clocks may differ by this much, microseconds or share of the time: a wait for the device ends
-# a few microseconds sooner or later, and work hidden below this changes no verdict.
+# The clocks may differ by so many microseconds, or by this share of the time. A wait for the device
+# ends a few microseconds sooner or later, and work hidden below this changes no verdict.
 TOLERANCE_US, TOLERANCE = 10.0, 0.05
 _GAP_US = 5.0  # the device may idle this long before each launch of a contender
 _LATE = "the clocks disagree: the host saw"
-# Where a busy host spoils rounds, there are up to so many times as many; with less a search of 18
-# tiles on an H200, whose host was late in half of the calls, was repeated after a pause every time.
+# Where a busy host spoils rounds, up to so many times as many are run. With fewer, a search of 18
+# tiles had to be repeated after a pause every time; the host of that H200 was late in half of the
+# calls.
 _STRETCH = 4
-_PAUSES_S = (0.0, 2.0, 10.0)  # before it is tried, and tried again where that was not enough
+_PAUSES_S = (0.0, 2.0, 10.0)  # before each try to measure; the later ones follow a failed try
 _NOTHING = ""  # the name of the empty call
 _TRACED = 3  # rounds under the profiler
 _FINAL_ROUNDS = 30  # from here on a measurement is no search, and is traced
-_STEADY_US = 100e3  # of calls back to back, the second half timed; three contenders take 1 s
+_STEADY_US = 100e3  # how long a stream lasts, its second half timed; three contenders take 1 s
 _LEAST_CALLS = 8
-# A stream of launches holds some 1000. Beyond, the host waits, and one that is slower than the
-# device is never ahead again.
+# A stream holds some 1000 launches. When it is full the host waits, and a host that is slower than
+# the device is never ahead again.
 _QUEUED_CALLS = 250
-_LEAD_US = 2000.0  # the host begins so much ahead of the device
+_LEAD_US = 2000.0  # how far the host is ahead of the device when a stream begins
 
 
 @lru_cache(maxsize=1)
 def _gpu() -> DeviceClock:
-    """One a process: a clock that was there once must stay."""
+    """The process's one device clock; a clock that answered once has to go on answering."""
     return DeviceClock()
 
 
 class _Reading(NamedTuple):
-    """One call: between its events; on the host beyond the events of the whole window; of the
-    host's call; of one product before it."""
+    """One call in microseconds: between its events; what the host saw beyond the events of the
+    whole window; the host's part of the call; one product before it."""
 
     event_us: float
     unseen_us: float
@@ -174,8 +177,8 @@ def _interleaved(
 def _hidden(readings: Mapping[str, Sequence[_Reading]]) -> dict[str, list[float]]:
     """What the host saw beyond the events, by contender and round, less what it sees of a punctual
     empty call."""
-    # The lower quartile: on a busy host a call is late now and then, and never early. On that of an
-    # H200 the median call of cuBLAS's product was 12 to 47 us later than that.
+    # The lower quartile stands for a punctual call: on a busy host a call is late now and then, but
+    # never early. On one H200's host the median call of cuBLAS's product was 12 to 47 us later.
     empty = sorted(r.unseen_us for r in readings[_NOTHING])
     overhead = empty[len(empty) // 4]
     return {name: [r.unseen_us - overhead for r in seen] for name, seen in readings.items()}
@@ -224,10 +227,10 @@ def steady(
 ) -> dict[str, Samples]:
     """Time every contender's calls back to back, up to 100 ms of them, in `rounds` random orders.
 
-    Only the second half counts; a product of 4096 on an H200 was at its clock after some 40 calls.
+    Only the second half counts: on an H200 a product of 4096 was at its clock after some 40 calls.
     A spin holds the device until the host is far enough ahead, so host time stays out. A stream
     does not count where the device had to wait for the host, or where events and host disagree
-    about it; up to twice as many rounds are run until enough count.
+    about it. Up to twice as many rounds are run until enough count.
 
     Args:
         contenders: As for `interleave`, called before; each call with its number in the stream.
@@ -267,8 +270,10 @@ def steady(
 
 
 def _plans(gpu: Device, contenders: Mapping[str, Call]) -> dict[str, tuple[int, float]]:
-    """How many calls make each stream, and how many microseconds the host has to be ahead. All
-    streams last equally long: a longer one would be at the clock of a hotter GPU."""
+    """How many calls make each stream, and how many microseconds the host has to be ahead.
+
+    All streams last equally long, since a longer one would be at the clock of a hotter GPU.
+    """
     seen: dict[str, _Reading] = {}
     for i in range(2):  # the first call may be slow
         seen = {n: _window(gpu, partial(c, i), _LEAST_PRODUCTS) for n, c in contenders.items()}
@@ -323,8 +328,10 @@ def _trace(
     before: Callable[[str, int], None],
     after: Callable[[str, int], None],
 ) -> tuple[dict[str, list[_Traced]], str]:
-    """A few calls of each contender under the profiler, and what went wrong with that: CUPTI
-    answered before in this process and does not now, or lost kernels."""
+    """A few calls of each contender under the profiler, and what went wrong with that.
+
+    CUPTI may have answered before in this process and not answer now, or it may have lost kernels.
+    """
     events: list[tuple[str, float]] = []
 
     def body() -> None:
