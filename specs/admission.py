@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.format import Spec
-from coda_agent.specs.reference import draw_inputs, run_reference
+from coda_agent.specs.reference import draw_inputs, run_reference, storage
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ def _rounding_at_stores_only(declared: Collection[torch.dtype]) -> AbstractConte
                 return result  # it reads no values
             written = tensors(args[:1] if name == "__setitem__" else result)
             for source, target in itertools.product(tensors((args, kwargs)), written):
-                known = source.untyped_storage().data_ptr() in rounded
+                known = storage(source) in rounded
                 if known and source.dtype != target.dtype:
                     raise SpecError(
                         f"the reference rounds to {str(source.dtype).removeprefix('torch.')} and "
@@ -167,7 +167,7 @@ def _rounding_at_stores_only(declared: Collection[torch.dtype]) -> AbstractConte
                         "output of that type, or leave the cast out"
                     )
                 if known or rounds(source.dtype, target.dtype):
-                    rounded[target.untyped_storage().data_ptr()] = target
+                    rounded[storage(target)] = target
             return result
 
     return Watch()

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 Touch = Callable[[Any, tuple[Any, ...], Any], Any]
 
 
+def storage(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory, which views share; within `torch.func` too, where a tensor
+    wraps the one that has the memory."""
+    from torch.func import debug_unwrap
+
+    return debug_unwrap(tensor).untyped_storage().data_ptr()
+
+
 def draw_inputs(
     spec: Spec,
     sizes: Mapping[str, int],
@@ -187,7 +195,7 @@ def _widened(wide: torch.dtype, touch: Touch | None) -> Iterator[None]:
                 result = args[0].to(wide, **keywords)
             else:
                 result = func(*map(widen, args), **{k: widen(v) for k, v in keywords.items()})
-            return touch(func, args, result) if touch else result
+            return touch(func, (*args, *keywords.values()), result) if touch else result
 
     default = torch.get_default_dtype()
     torch.set_default_dtype(wide)

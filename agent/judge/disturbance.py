@@ -76,6 +76,7 @@ def disturbed(
     import torch
 
     from coda_agent.specs import run_reference
+    from coda_agent.specs.reference import storage
 
     chance = random.Random(seed)
     a = inputs[spec.gemm[0]]
@@ -92,8 +93,8 @@ def disturbed(
     def touch(function: object, args: Sequence[Any], result: Any) -> Any:
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
-        storages = [x.untyped_storage().data_ptr() for x in args[:1] if isinstance(x, torch.Tensor)]
-        if result.untyped_storage().data_ptr() in storages:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if tensors and storage(tensors[0]) == storage(result):
             return result  # a view
         error = errors().get(getattr(function, "__name__", ""))
         unit = _APPROXIMATION if error == "result" else _OPERATION
@@ -101,7 +102,10 @@ def disturbed(
         if error in ("range", "argument"):
             # All elements get the same error: an approximation errs alike for like arguments.
             weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
-            off += weight if error == "range" else weight * args[0].abs()
+            # The slope errs as well, for references that differentiate: |x| has one, and so has a
+            # term whose value is 0.
+            size, finite = tensors[0].abs(), tensors[0].nan_to_num()
+            off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
         return result + off
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8

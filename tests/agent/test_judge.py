@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coda_agent.agent import execution
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
     GateResult,
@@ -27,7 +29,7 @@ from coda_agent.agent.judge.records import (
     TunedShape,
 )
 from coda_agent.primitives.tiles import SM90_CONFIGS
-from coda_agent.specs import Spec, load_spec
+from coda_agent.specs import Spec, admit, load_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
 IMPORTS = (
@@ -102,6 +104,53 @@ def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> 
     kinds = [k for k, _ in events]
     assert kinds.count("gate.started") == kinds.count("gate.finished") == 4
     assert "gate.progress" in kinds
+
+
+# References that differentiate, where approximations cancel in the slope: 1 - tanh².
+DIFFERENTIATED = {
+    "vjp": "_, vjp = torch.func.vjp(torch.tanh, C.float())\nO = vjp(D)[0]",
+    "jvp": "O = torch.func.jvp(torch.tanh, (C.float(),), (D,))[1]",
+    "grad": "O = torch.func.grad(lambda c: (torch.tanh(input=c) * D).sum())(C.float())",
+}
+
+
+@pytest.mark.parametrize("way", DIFFERENTIATED)
+def test_a_reference_that_differentiates_is_admitted_and_judged(spec: Spec, way: str) -> None:
+    lines = f"D = A.float() @ B.float().T\n{DIFFERENTIATED[way]}\nreturn {{'O': O.to(A.dtype)}}"
+    text = f"""---
+name: slope
+level: compose
+summary: The backward pass of a hyperbolic tangent.
+dims: {{M: {{}}, N: {{multiple_of: 16}}, K: {{multiple_of: 8}}}}
+types: {{T: [bfloat16]}}
+gemm: [A, B]
+inputs:
+  A: {{shape: [M, K], dtype: T}}
+  B: {{shape: [N, K], dtype: T}}
+  C: {{shape: [M, N], dtype: T}}
+outputs:
+  O: {{shape: [M, N], dtype: T}}
+check_shapes: [{{M: 37, N: 48, K: 64}}]
+bench_shapes: [{{M: 37, N: 48, K: 64}}]
+tolerance: {{multiple: 2.0}}
+target: 0.9
+---
+```python reference
+import torch
+
+
+def reference(A, B, C):
+{indent(lines, "    ")}
+```
+"""
+    slope = load_spec("slope.md", text=text)
+    admit(slope)
+    right = Composer().write(slope, lambda *_: None)
+    assert 'return {"O": acc * derivative(tanh, C)}' in right
+    verdict = judge(slope, right)
+    assert verdict.passed, verdict.gates[-1].findings
+    wrong = judge(slope, right.replace("derivative(tanh, C)", "(1 - tanh(C))"))
+    assert [gate.passed for gate in wrong.gates] == [True, True, False]
 
 
 # Each is one plausible slip that compiles; the numbers alone must refuse it.

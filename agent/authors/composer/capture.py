@@ -105,6 +105,10 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     simpler: Any = get_decompositions([getattr(torch.ops.aten, name) for name in _DECOMPOSED])
+    # Of a tensor only the shape enters, such as of the sum that `torch.func.grad` differentiates.
+    simpler[torch.ops.aten.full_like.default] = lambda like, value, *, dtype=None, **_: torch.full(
+        like.shape, value, dtype=dtype or like.dtype
+    )
     fake = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
     logger.setLevel(logging.CRITICAL)
     try:

@@ -161,7 +161,7 @@ class _Rewriter:
             return args[0]
         if op == "_local_scalar_dense":
             return args[0]
-        if op in ("full", "full_like"):
+        if op == "full":
             shape = args[0].codes.shape if isinstance(args[0], Elements) else args[0]
             return Elements(self._lift(args[1]).codes.expand(shape))
         if op in ("mm", "bmm"):
