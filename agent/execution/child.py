@@ -1,18 +1,20 @@
 """A warm child process that answers jobs, and the child's side of the conversation.
 
-Three pipes: jobs go in on stdin; records come out on a descriptor of their own; whatever the child
-prints goes to a third, of which the last lines are kept for the error message. A fourth, the
-lifeline, is held by `sandbox/launcher.py`, which starts the child and owns its tree: when the
-lifeline closes, by `close()` or because this process was killed, all that the child started dies,
-double forks and new sessions included.
+A child has four pipes. Jobs go in on stdin. Records come out on a descriptor of their own. What the
+child prints goes to a third pipe, whose last lines are kept for the error message. The fourth is
+the lifeline, held by `sandbox/launcher.py`, which starts the child and owns its tree. It closes by
+`close()`, or because this process was killed. Then all that the child started dies, double forks
+and new sessions included.
 
-What keeps a record from being forged. Each job has a fresh nonce, and each of its records must
-carry it. The nonce lies behind the job in the pipe and is not read before the answer is formed (or
-the first progress is told), so that no frame and no memory holds it while a job's own Python runs.
-That Python does not run in the process that serves: `forked` gives it a process of its own, which
-has neither pipe open, cannot look into its parent, may write to nothing but the one pipe for its
-answer, and is gone with all it started before the nonce is read. What it can forge is its own
-answer, and that is checked as data by whoever asked.
+A record cannot be forged:
+
+- Each job has a fresh nonce, and each of its records must carry it. The nonce lies behind the job
+  in the pipe. It is read once the answer is formed, or the first progress is told, so no frame and
+  no memory holds it while a job's own Python runs.
+- That Python does not run in the process that serves. `forked` gives it a process of its own, which
+  has neither pipe open and cannot look into its parent. It may write to nothing but the pipe for
+  its answer. It is gone, with all it started, before the nonce is read.
+- What it can forge is its own answer, and that is checked as data by whoever asked.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class ChildError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What each process of a child may use; None leaves a limit as it is. None leaves a core.
+    """What each process of a child may use; None leaves a limit as it is. No process dumps core.
     `niceness` is added to the process's own."""
 
     address_space_bytes: int | None = None
@@ -197,7 +199,8 @@ class Child:
         return record
 
     def _line(self, deadline: float, late: str) -> bytes:
-        """The next line of results; sends what is to be sent and keeps the end of the log."""
+        """The next line of results. Meanwhile it sends what is to be sent, and keeps the end of
+        what the child prints."""
         while (end := self._buffer.find(b"\n", self._seen)) < 0:
             self._seen = len(self._buffer)
             left = deadline - time.monotonic()

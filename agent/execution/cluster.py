@@ -1,11 +1,12 @@
 """Jobs on a Dask cluster: `--executor dask://HOST:PORT`, the scheduler's address.
 
-- Compile jobs go to workers with the resource CPU, and are named by their digest: asked for twice,
-  they run once.
-- A gate that runs kernels goes to a worker with the resource GPU, one process and one thread a
-  GPU, and takes the objects with it: the machines need no common file system.
+- Compile jobs go to workers with the resource CPU. They are named by their digest, so a job that is
+  asked for twice runs once.
+- A gate that runs kernels goes to a worker with the resource GPU, which is one process with one
+  thread for each GPU. The objects go with it, so the machines need no common file system.
 - A lost worker's jobs are run again elsewhere, as often as the scheduler's allowed-failures says.
-  What a job raises comes back as it would here. A worker with another judge refuses all jobs.
+  What a job raises comes back as it would here.
+- A worker with another judge refuses all jobs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 - Kernels run in a warm child (`device_worker.py`). Whoever sends jobs there holds the GPU against
   other coda-agent processes meanwhile (`exclusive`).
-- A job without an answer costs the child: it is killed, the GPU is probed, and the job goes on
+- A job without an answer costs the child. It is killed, the GPU is probed, and the job goes on
   without the tile whose launch was in flight.
-- A job lost with no launch in flight is tried once more; lost again, it is the machine's fault.
+- A job that is lost with no launch in flight is tried once more. Lost again, it is the machine's
+  fault.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 if TYPE_CHECKING:
     from coda_agent.specs import Spec
 
-HANG_S = 20.0  # of one launch, compiled before; what is judged takes milliseconds
-IDLE_S = 300.0  # without a word from the child; torch.compile of a baseline is what takes longest
+HANG_S = 20.0  # silence after which a launch hangs; what is judged takes milliseconds
+IDLE_S = 300.0  # silence otherwise; torch.compile of a baseline is what takes longest
 LOCK_S = 1800.0
 SETTLE_S = 30.0
 PROBE_S = 30.0
 MAX_FAULTS = 4
 """Tiles of one program and type that may fault before the program is refused."""
 _SLACK_MIB = 512
-# Not the user's own TMPDIR: the lock is between users, too.
+# Not the user's own TMPDIR, since the lock is between users, too.
 LOCKS = Path("/tmp")
 
 
@@ -86,7 +87,7 @@ def _used(uuid: str) -> tuple[int, int]:
 def _lock(gpu: Gpu) -> int | None:
     """A descriptor that holds the GPU until it is closed; None where another process does."""
     path = LOCKS / f"coda-agent-{gpu.uuid}.lock"
-    try:  # made by any user, locked by all: that needs no right to write
+    try:  # any user makes the file and all lock it, which needs no right to write
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CREAT, 0o644)
@@ -111,8 +112,7 @@ def is_free(gpu: Gpu) -> bool:
 def exclusive(
     gpus: Sequence[Gpu], progress: Progress = lambda *_: None, *, wait_s: float | None = None
 ) -> Iterator[Gpu]:
-    """Holds one of several GPUs against other coda-agent processes of this machine: the first that
-    is free.
+    """Holds the first free one of several GPUs against other coda-agent processes of this machine.
 
     Raises:
         MachineError: there is none, or other processes gave none up within `wait_s`, by default
@@ -149,7 +149,7 @@ def environment(gpu: Gpu) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": gpu.uuid,
         "CODA_AGENT_GPU": gpu.uuid,
         "QUACK_CACHE_DIR": str(cache),
-        # Commands side by side, with a thread each for every core, wait for one another, spinning.
+        # Commands side by side, each with a thread for every core, would spin and wait for others.
         "OMP_NUM_THREADS": "4",
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
         # Its folder for temporary files, where torch would keep this, goes with the child.
@@ -159,7 +159,7 @@ def environment(gpu: Gpu) -> dict[str, str]:
 
 
 class Lost(Exception):
-    """A job without an answer; `launch` is what was in flight, and the suspect."""
+    """A job got no answer. `launch` is the launch that was in flight, which is the suspect."""
 
     def __init__(self, fault: str, detail: str, launch: Launch | None) -> None:
         super().__init__(fault)
@@ -200,8 +200,8 @@ class Device:
         """Run a gate's kernels: numerics in one job for each program and type, timing in one.
 
         Returns:
-            What the jobs found together, tiles that fault among the refused ones. A fault of the
-            default tile, or of `MAX_FAULTS` tiles, is a finding, and the end.
+            What the jobs found together. Tiles that fault are among the refused ones. A fault of
+            the default tile, or of `MAX_FAULTS` tiles, is a finding and ends the gate.
 
         Raises:
             MachineError: the GPU is not usable, or a job is lost and no launch is the suspect.
@@ -218,11 +218,12 @@ class Device:
         return reduce(Outcome.joined, found)
 
     def _unit(self, job: Job[ReportT], tiles: Tiles, progress: Progress) -> Outcome[ReportT]:
-        """One job without the tiles that fault, or the faults as findings where it is given up."""
+        """What one job found without the tiles that fault; the faults as findings where it is given
+        up."""
         past = {key: FaultMemory(self.gpu.name, job.programs[key[0]], key[1]) for key in tiles}
         faults = {(k, c): f for k in tiles for c, f in past[k].known(tiles[k]).items()}
         while True:
-            # In a call the tile is the function's choice: there is no going on without it.
+            # In a call the function chooses the tile, so there is no going on without it.
             last = (c == DEFAULT_CONFIGS["sm_90a"] or job.kind == "call" for _, c in faults)
             found = [_finding(*item) for item in faults.items()]
             if any(last) or len(faults) >= MAX_FAULTS:
@@ -239,7 +240,7 @@ class Device:
                 faults[key, config] = past[key].add(config, about)
 
     def _tried(self, job: dict[str, Any], progress: Progress) -> Any:
-        """A job's result, on a GPU in order afterwards; a loss without a suspect is tried again.
+        """A job's result. The GPU is in order afterwards. A loss without a suspect is tried again.
 
         Raises:
             Lost: a launch was in flight.
@@ -310,10 +311,10 @@ class Device:
                 raise RuntimeError(f"in the device child:\n{trace}")
 
     def _recover(self, lost: Lost, progress: Progress) -> None:
-        """A new child, and a GPU that gave back its memory, is idle and multiplies.
+        """Start a new child on a GPU that has given back its memory, is idle and multiplies.
 
         Raises:
-            MachineError: it does not within `SETTLE_S` and `PROBE_S`.
+            MachineError: the GPU does not come to that within `SETTLE_S` and `PROBE_S`.
         """
         self._child.close()
         progress(0, 0, f"{lost.fault}; looking after {self.gpu.name}")

@@ -1,9 +1,9 @@
 """The device child: runs kernels and holds seeds, truth and clock, so that a kernel that hangs or
 faults costs this process and not the command.
 
-Started by `device.Device`. Only trusted code runs here: programs come as data, and their kernels
-are objects that the compile children left in the cache. Each launch is told to the supervisor
-before it goes to the GPU, so that a hang or a lost context leaves the name of its cause behind.
+`device.Device` starts it. Only trusted code runs here: programs come as data, and their kernels are
+objects that the compile children left in the cache. The supervisor is told of each launch before it
+goes to the GPU, so that a hang or a lost context leaves the name of its cause behind.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ CuTeDSL's launcher numbers the errors as cudaError_t does."""
 class Watch:
     """A launcher (`primitives.launch.launcher`) that tells of a launch before it happens.
 
-    Compiling comes first and is not part of what is told: it takes seconds, a kernel milliseconds.
-    While kernels are timed only a kernel's first launch is told, and waited for; the later ones
-    cost a look-up.
+    Compiling comes before that, since it takes seconds and a kernel milliseconds. While kernels are
+    timed, only a kernel's first launch is told and waited for; the later ones cost a look-up.
 
     Args:
         launch: The launcher that launches.

@@ -10,8 +10,8 @@ from coda_agent.agent.judge.provenance import PACKAGES, version
 
 
 def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
-    """The machine, the versions, and the sandbox that candidates were traced in; for device "cuda"
-    the state of a GPU, by default the one in use."""
+    """The machine, the versions, and the sandbox that candidates were traced in. For device "cuda"
+    it has the state of a GPU too, by default of the one in use."""
     from coda_agent.agent.sandbox import choose
 
     facts: dict[str, Any] = {

@@ -1,9 +1,10 @@
 """Tiles that hung or faulted on a GPU, remembered so that none is paid for twice.
 
-One append-only file beside the cache of compiled kernels. An entry holds for a program's digest, an
-element type, a tile, a GPU, the toolchain and the meaning of the lowering; when one of them changes
-the tile is tried again. The launch's shape is noted, but does not enter: a tuned tile is dispatched
-at other shapes too, so one that hangs at a shape may be dispatched at none.
+They are in one append-only file beside the cache of compiled kernels. An entry holds for a
+program's digest, an element type, a tile, a GPU, the toolchain and the meaning of the lowering.
+When one of them changes, the tile is tried again. The launch's shape is noted but does not enter: a
+tuned tile is dispatched at other shapes too, so one that hangs at a shape may be dispatched at
+none.
 """
 
 from __future__ import annotations

@@ -18,18 +18,18 @@ from coda_agent.primitives.errors import CompileError, ProgramError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import cache_directory
 
-# Measured: 1.2 to 6 s a kernel, and up to 20 s to import torch and the DSL on a loaded machine;
-# a trace takes milliseconds.
+# A kernel was measured to take 1.2 to 6 s. Importing torch and the DSL takes up to 20 s on a loaded
+# machine. A trace takes milliseconds.
 TIMEOUTS_S = {"compile": 180.0, "load": 30.0}
-# Nice, since a host late by some microseconds spoils what another process times on a GPU.
+# Nice workers: a host late by some microseconds spoils what another process times on a GPU.
 LIMITS = Limits(
     address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024, niceness=10
 )  # fmt: skip
 T = TypeVar("T")
 R = TypeVar("R")
 SIDE_BY_SIDE = "CODA_AGENT_SIDE_BY_SIDE"
-"""Environment variable: how many processes of one command have a pool each and share the cores; 1
-by default."""
+"""Environment variable: how many processes of one command have a pool each and share the cores, by
+default 1."""
 MODULE = "coda_agent.agent.execution.compile_worker"
 
 
@@ -51,7 +51,7 @@ class CompilePool:
             )
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get(SIDE_BY_SIDE, 1))
         self.size = size or max(1, min(cores, 14))
-        # Last in, first out: one job after the other starts one worker only.
+        # Last in, first out, so that jobs one after the other start one worker only.
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         extra = {
             "CUDA_VISIBLE_DEVICES": "",

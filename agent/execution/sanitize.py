@@ -89,10 +89,10 @@ def sanitize(
 
 
 def parse(tool: str, report: str) -> list[Finding]:
-    """The errors of a report, equal ones at one place counted once, `MAX_FINDINGS` at most.
+    """The errors of a report, `MAX_FINDINGS` at most; equal ones at one place are one finding.
 
-    An error is a line after `=========` and one space; its lines of detail are indented further,
-    up to a backtrace of the host.
+    An error is a line after `=========` and one space. Its lines of detail are indented further, up
+    to a backtrace of the host.
     """
     errors: dict[tuple[str, str], dict[str, Any]] = {}
     for block in re.split(r"^=+ (?=\S)", report, flags=re.M):

@@ -96,7 +96,7 @@ def meaning_fault(
             chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
             wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
             if wrong.any():
-                # Differences that are allowed, or where the reference itself has no number, are none.
+                # What is allowed, or has no number in the reference itself, is no fault.
                 out = out.where(wrong, expected)
                 seen = diagnosed(spec, binding, inputs, o, out, expected)
                 where = {**seen.where, "program": program.name, "output": o, "seed": seed}

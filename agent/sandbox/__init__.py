@@ -1,15 +1,15 @@
 """Where a candidate is traced and compiled: the tiers of sandbox, and which of them work here.
 
-- `bubblewrap`: namespaces of its own, and seccomp on top. No network, no other process to be seen,
-  everything read-only, and of the home and /tmp only what Python needs.
-- `landlock`: Landlock and seccomp. Reads the same but for /proc, of which it sees nothing; writes
-  the object cache and a folder of its own, opens no socket.
-- `process`: what the user can read and write, it can.
+- `bubblewrap`: namespaces of its own, and seccomp on top. A child has no network and sees no other
+  process. Everything is read-only, and of the home and /tmp it sees only what Python needs.
+- `landlock`: Landlock and seccomp. A child reads the same, but sees nothing of /proc. It writes the
+  object cache and a folder of its own, and opens no socket.
+- `process`: a child can read and write what the user can.
 
 In each tier the environment is scrubbed, resources are limited and the tree dies with the child
-(`execution/child.py`), and a candidate's own Python runs locked down further, as far as the kernel
-can (`launcher.lock_down`). A tier counts as working where a process in it was refused what it must
-be refused.
+(`execution/child.py`). A candidate's own Python is locked down further, as far as the kernel can
+(`launcher.lock_down`). A tier counts as working where a process in it was refused what it must be
+refused.
 """
 
 from __future__ import annotations
