@@ -174,7 +174,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert done == ["one", "two"]
     assert set(record["cells"]) == {"one", "two"}
     page = report.write_page(tmp_path).read_text("utf-8")
-    assert "median\n2.00 s, from 1.00 to 4.00 s" in page
+    assert "took 2.00 s in the median, from 1.00 to 4.00 s" in page
     assert "| one | 2.00 | 1.00 | 4.00 | 1.00 |" in page
 
 
@@ -196,8 +196,8 @@ def test_the_page_counts_layers_survivors_and_names() -> None:
     machine = {"device": "cpu", "packages": {"torch": "2.13.0"}}
     record = {"cells": cells, "seed": 1, "date": "2026-01-02", "machine": machine}
     text = report.text("mutants", "cpu", record)
-    assert "Seed 1,\n2026-01-02, cpu, torch 2.13.0." in text
-    assert "4 of 5 mutants killed, 80.0%; survivors: f: not explained." in text
+    assert "Seed 1, 2026-01-02, cpu, torch 2.13.0." in text
+    assert "killed 4 of 5, 80.0%. Survivors: f: not explained." in text
     said = report.text("diagnosis", "cpu", record)
     assert "for 2 of 3, 66.7%" in said
     assert "| k tail | 2 | 0.50 | 1.00 | race 1 |" in said
@@ -205,8 +205,8 @@ def test_the_page_counts_layers_survivors_and_names() -> None:
     held_out = report.text(
         "held-out", "cpu", {**record, "cells": {f"p: {k}": c for k, c in cells.items()}}
     )
-    assert "the 1 programs" in held_out and "tuned: 2 of 3, 66.7%." in held_out
-    assert "survivors: p: f: not explained." in held_out
+    assert "the 1 programs" in held_out and "was made for 2 of 3, 66.7%." in held_out
+    assert "Survivors: p: f: not explained." in held_out
 
 
 def test_exploits_and_timing_are_shown_where_their_records_are(tmp_path: Path) -> None:
@@ -221,4 +221,7 @@ def test_exploits_and_timing_are_shown_where_their_records_are(tmp_path: Path) -
     )
     page = report.write_page(tmp_path).read_text("utf-8")
     assert "| 11 | a cache | stopped | static |  |" in page
-    assert "1 of 200 comparisons.\n2026-01-02, NVIDIA H200, driver 580." in page
+    assert (
+        "different in 1 of 200 comparisons.\n\nMeasured 2026-01-02, NVIDIA H200, driver 580."
+        in page
+    )
