@@ -1,8 +1,8 @@
 """Archives: what evidence and pages were made from, whole and out of a reader's way.
 
-One `evals/archive/<name>-<12 hex>.tar.xz` for each publication. The hex digits begin the SHA-256 of
-the tar file in it, which is the same for the same files. Nothing at work needs an archive: it is
-for whoever doubts a figure, or wants to compute it again.
+Each publication is one `evals/archive/<name>-<12 hex>.tar.xz`. The hex digits begin the SHA-256 of
+the tar file in it, which is the same for the same files. The program works without an archive: it
+is for whoever doubts a figure, or wants to compute it again.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def raw(workspace: Workspace, kernel: Kernel) -> dict[str, dict[str, Any]]:
 
 
 def problems(workspace: Workspace) -> list[str]:
-    """What is wrong with the archives of a workspace, and what is missing in them, a line each."""
+    """What is wrong with the archives of a workspace and what they lack, a line for each fault."""
     said: list[str] = []
     for path in sorted((workspace.root / FOLDER).glob("*.tar.xz")):
         try:

@@ -1,12 +1,13 @@
 """The numerical error of GEMM - RMSNorm - GEMM on layers of Llama-3 8B (the paper's Figure 6).
 
-- Three places have a norm between two products: attention's output projection, norm, gate and up;
-  down projection, norm, QKV of the next layer; at the end down projection, norm, vocabulary.
-- Errors are ‖y - y₃₂‖ / ‖y₃₂‖ of the second product, y₃₂ in float32 on the same bf16 values, and
-  are given over the error of PyTorch's bf16 path: mm, add, F.rms_norm, mm.
-- No checkpoint: weights are drawn with a standard deviation of 0.02. What enters has the marks of
-  trained models: γ around 0.4, a residual stream whose magnitude grows over the depth, from 0.05 to
-  1.6, and four channels of it that are 30 times the others.
+- A layer has a norm between two products in two places: between attention's output projection and
+  gate and up, and between the down projection and QKV of the next layer. At the end there is one
+  between the down projection and the vocabulary.
+- Errors are ‖y - y₃₂‖ / ‖y₃₂‖ of the second product, with y₃₂ in float32 on the same bf16 values.
+  They are given over the error of PyTorch's bf16 path: mm, add, F.rms_norm, mm.
+- No checkpoint is used: weights are drawn with a standard deviation of 0.02. What enters has the
+  marks of trained models. γ is around 0.4. The magnitude of the residual stream grows over the
+  depth, from 0.05 to 1.6, and four of its channels are 30 times the others.
 """
 
 from __future__ import annotations

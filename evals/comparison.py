@@ -65,7 +65,7 @@ def compare(first: Groups, second: Groups) -> list[Compared]:
 
 
 def ablation(found: Iterable[Compared], without: str) -> Rows:
-    """A line a metric: with everything, without a part, and what the part is worth."""
+    """A line for each metric: with everything, without a part, and what the part is worth."""
 
     def interval(one: Compared) -> str:
         return f"{one.difference.interval.low:+.4g} to {one.difference.interval.high:+.4g}"
@@ -81,7 +81,7 @@ def ablation(found: Iterable[Compared], without: str) -> Rows:
 
 
 def document(found: Tried, together: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Scores, means, chances of the groups that are of use `together`, and trials, by author."""
+    """For each author: scores, means, the chances of groups that are of use `together`, trials."""
     said: dict[str, Any] = {}
     for author, records in found.items():
         groups = metrics.by_spec(records)
@@ -104,7 +104,7 @@ def _scores(groups: Groups) -> dict[str, Interval | None]:
 
 
 def summary(found: Tried) -> Rows:
-    """A line an author."""
+    """A line for each author."""
     groups = {author: metrics.by_spec(records) for author, records in found.items()}
     counted = {author: [r for rs in specs.values() for r in rs] for author, specs in groups.items()}
 

@@ -1,8 +1,8 @@
 """Contenders: what is timed beside one another. Each says what it is called and needs.
 
-- A contender is built for a workload, and is then called with the number of the round. What it
-  leaves out of its outputs, it does not compute.
-- Those of other libraries are in `libraries.py`; `contest.contenders` finds those of both.
+- A contender is built for a workload, and is then called with the number of the round. It does not
+  compute what it leaves out of its outputs.
+- Contenders of other libraries are in `libraries.py`; `contest.contenders` finds those of both.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _of_the_block(workload: Workload, benchmark: Benchmark) -> list[TileConfig]:
 
 @contender("ours", tiles=_dispatched)
 def ours(workload: Workload, config: TileConfig, *, raw: bool = False) -> Rotation:
-    """The accepted kernel in one launch and the finalisers of its reductions; those of a `raw` one
-    run only when its outputs are looked at."""
+    """The accepted kernel in one launch and the finalisers of its reductions. With `raw`, the
+    finalisers run only when the outputs are looked at."""
     import torch
 
     spec, inputs = workload.kernel.spec, workload.inputs

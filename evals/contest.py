@@ -1,9 +1,9 @@
 """Each kernel of a benchmark at each size, against everything a user would use instead.
 
-- A cell is one interleaved run. It is in the record on disk as soon as it is measured; a second run
-  skips it unless the program, its tiles, the toolchain or the benchmark changed, or it has
-  no answer for a contender asked for: then all it had take part again. A cell is a line of the
-  file; without the line it is measured again.
+- A cell is one interleaved run. It is a line of the record on disk as soon as it is measured.
+- A second run skips a cell, unless the program, its tiles, the toolchain or the benchmark changed.
+  A cell that has no answer for a contender asked for is measured again, with all it had. So is a
+  cell whose line was taken out.
 - Its figures are of the warm regime; under `steady` are those of the steady one.
 - The clock is handed in: the judge's own, `coda_agent.agent.judge.timing`.
 """
@@ -32,7 +32,7 @@ from coda_agent.primitives.tiles import TileConfig
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
 
-# bf16 code that rounds more often than ours comes to 5e-3; a wrong or missing term to 1e-1.
+# bf16 code that rounds more often than ours errs by 5e-3. A wrong or missing term comes to 1e-1.
 LIMIT = 1e-2
 
 
@@ -207,8 +207,8 @@ def measure(
 
 
 def _figures(samples: Mapping[str, Samples]) -> dict[str, Any]:
-    """Times, and each contender's speed as a share of cuBLAS's, and ours over each; without ratios
-    to one that has no times."""
+    """Times, each contender's speed as a share of cuBLAS's, and ours over each. A contender without
+    times has no ratios."""
     times = {name: s.timing().model_dump() for name, s in samples.items()}
     found = {"times": times, "of_gemm": {}, "over": {}}
     if gemm := samples.get("gemm"):

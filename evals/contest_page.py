@@ -70,7 +70,7 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
 
 
 def _notes(cells: Iterable[Cell], shown: dict[str, str]) -> dict[str, int]:
-    """What is said of contenders that do less or nothing, numbered as it comes in the tables."""
+    """Notes on contenders that do less or nothing, numbered in the order of the tables."""
     said = (_note(cell, name, label) for cell in cells for name, label in shown.items())
     return {note: i for i, note in enumerate(dict.fromkeys(filter(None, said)), 1)}
 
@@ -83,7 +83,7 @@ def _note(cell: Cell, name: str, label: str) -> str:
 def _table(
     cells: Sequence[Cell], shown: dict[str, str], notes: dict[str, int], streamed: bool
 ) -> pages.Rows:
-    """A row a kernel, each contender's speed as a share of cuBLAS's, and their means."""
+    """A row for each kernel: each contender's speed as a share of cuBLAS's; then their means."""
 
     def kernel(cell: Cell) -> str:
         odd = ", ".join(f"{d} = {v}" for d, v in cell["sizes"].items() if v != cell["size"])

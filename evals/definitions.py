@@ -1,8 +1,8 @@
 """Definitions of suites: what authors are tried on. docs/evaluation.md is the format in words.
 
 A suite is a TOML file. Its digest is of what decides one trial: specs, shapes, goal, GPU, budget.
-What only says how many there are, how they are summed up, or what `coda-agent bench --suite`
-measures is left out of it.
+The digest leaves out how many trials there are, how they are summed up, and what
+`coda-agent bench --suite` measures.
 """
 
 import json
@@ -96,16 +96,16 @@ class Suite(_Model):
 
     Attributes:
         name: The file's.
-        specs: Names of specs; "all" for every one the workspace knows. Those of `groups` when
-            empty.
+        specs: Names of specs; "all" for every one the workspace knows. Empty means those of
+            `groups`.
         groups: Sequences of kernels that are of use together: one is solved when all in it are.
         shapes: By spec.
         goal: The level that counts as solved.
         gpu: What the GPU's name has to contain; empty where a suite needs none.
-        trials: How many an author that is not deterministic gets, at each spec.
-        judge: "current": a trial is done once today's judge and spec have decided it; "any": once
-            any did; a digest: only that judge may run it.
-        budget: Of one trial.
+        trials: How many an author that is not deterministic gets at each spec.
+        judge: With "current", a trial is done once today's judge and spec have decided it. With
+            "any", once any did. With a digest, only that judge may run it.
+        budget: What one trial may spend.
     """
 
     name: str

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool, whole: bool) -> Review:
-    """The review of a kernel: the whole of it with the raw records that are here, for pictures with
-    its programs, traced in a worker.
+    """The review of a kernel.
+
+    The whole review has the raw records that are here. For pictures it has the kernel's programs
+    too, traced in a worker.
 
     Damage is part of the review and raises nothing.
     """

@@ -1,6 +1,7 @@
 """The leaderboard: what trial records amount to, as rows for a terminal, Markdown and one page.
 
-- One board a suite, as it was when it was run, and a device: no figure mixes two of either.
+- There is one board for each suite, as it was when it was run, and device. No figure mixes two of
+  either.
 - Scores, intervals and ranks are those of metrics.py, made from the judge's verdicts alone.
 - An entry is one author at one spec. Of several solved trials the one of median speed is shown.
 """

@@ -234,8 +234,8 @@ def _finish(
 
 
 def _rope(workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any) -> Call:
-    """In place, so that O overwrites D, and on q and k alone. A library that wants them contiguous
-    gets each from a product of its own."""
+    """The rotation, in place, so that O overwrites D, and on q and k alone. A library that wants q
+    and k contiguous gets each from a product of its own."""
     import torch
 
     m, n, k = workload.mnk

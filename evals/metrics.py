@@ -33,8 +33,8 @@ Resource = Literal["usd", "tokens", "wall_s", "gpu_s"]
 RESAMPLES = 400
 _STRIDE = 37
 MIN_SPECS = 6
-"""Common specs below which nobody is ranked apart: of 5 that all point one way, a sign test says
-p = 0.06; and a bootstrap of so few, or of figures that are all alike, knows nothing of chance."""
+"""With fewer common specs nobody is ranked apart. Of 5 that all point one way, a sign test still
+says p = 0.06. A bootstrap of so few, or of figures that are all alike, knows nothing of chance."""
 
 
 class Interval(NamedTuple):
@@ -79,7 +79,7 @@ class Metric:
     Attributes:
         name: In comparisons and in JSON, there with the unit after it.
         value: Of a trial; None where it has none.
-        kind: Of a "score" and a "share" more is better, of a "cost" less. A score is 0 where
+        kind: More is better of a "score" and a "share", less of a "cost". A score is 0 where
             nothing was solved, and `eval run --json` gives its interval. A board shows a cost as
             all that was spent over how many solved.
         unit: Of the value; empty where it has none or the name is one.

@@ -31,8 +31,9 @@ Outcome = Literal[
     "proved", "verified", "accepted",
     "refused", "gave_up", "budget", "error", "harness_fault",
 ]  # fmt: skip
-"""A level: the judge passed the candidate, and showed that much. `refused`: it did not. The others
-ended before a passing verdict: by the author, its budget, its crash, or a fault of ours."""
+"""How a trial ended. A level says that the judge passed the candidate and showed that much. With
+`refused` it did not. The others ended before a passing verdict: by the author, its budget, its
+crash, or a fault of ours."""
 
 Device = Literal["cpu", "cuda"]
 """Where the numerics ran: interpreted, or on a Hopper GPU."""
@@ -89,8 +90,8 @@ class RunRef(_Model):
     """Its events.jsonl, relative to the workspace."""
 
     def file(self, root: Path) -> Path | None:
-        """The log in the workspace at `root`; None where it is not there, or where a record, which
-        anybody may write, names something else than a run's log."""
+        """The log in the workspace at `root`; None where it is not there. It is None too where the
+        record, which anybody may write, names something else than a run's log."""
         found = re.fullmatch(r"logs/runs/[\w-]+/events\.jsonl", self.log)
         return root / self.log if found and (root / self.log).is_file() else None
 

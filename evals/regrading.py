@@ -17,8 +17,8 @@ from coda_agent.primitives.errors import CodaError
 
 
 class Regraded(NamedTuple):
-    """What came of a stale record: its new outcome or why it stays, its file's name, what was
-    stale of it or why it cannot be judged."""
+    """What came of a stale record: its new outcome or why it stays; its file's name; what was stale
+    of it, or why it cannot be judged."""
 
     outcome: str
     record: str
@@ -46,8 +46,7 @@ def regrade(workspace: Workspace, folder: Path) -> Iterator[Regraded]:
 def _judged_again(
     workspace: Workspace, suite: Suite, record: TrialRecord, gpu: bool
 ) -> tuple[dict[str, Any], str]:
-    """What of the record is another by today's judge, nothing where it stays; and what came of
-    it."""
+    """What of the record changes by today's judge, nothing where it stays; and what came of it."""
     from coda_agent.agent.execution import executor
     from coda_agent.agent.judge import judge_candidate
 

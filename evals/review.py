@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
 
 BROKEN, EDITED, UNSHOWN, SLOW, TIGHT, STALE, FINE = range(7)
-"""How much a flag asks for: evidence that refuses or is missing; text that was not judged; a level
-below accepted; a figure below what a user would run; an error near its bound; another judge."""
+"""What a flag asks to look at, the gravest first: evidence that refuses or is missing; text that
+was not judged; a level below accepted; a figure below what a user would run; an error near its
+bound; another judge."""
 
 TIGHT_RATIO = 0.9
 """Of an error to its bound: another draw of inputs may well fall on the other side."""

@@ -44,9 +44,12 @@ def summarise(root: Path) -> list[Path]:
 
 
 def _summed_up(folder: Path) -> dict[str, Any]:
-    """A run's line of the summary. `digest` is of the trials, so runs that have it in common did
-    the same; `seconds` go from the first start to the last end; `shares` are medians of the trials'
-    shares of the bare GEMM's speed, by spec and type."""
+    """A run's line of the summary.
+
+    `digest` is of the trials, so runs that have it in common did the same. `seconds` go from the
+    first start to the last end. `shares` are medians of the trials' shares of the bare GEMM's
+    speed, by spec and type.
+    """
     place = re.fullmatch(r"host-of-(\d+)/(\d+)-gpus?", "/".join(folder.parts[-2:]))
     records, problems = read_records(folder)
     if place is None or problems or not records:

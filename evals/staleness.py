@@ -1,8 +1,8 @@
 """Staleness: what of a stored verdict would have to be decided anew.
 
-Rules with other versions decide that, and another spec, program or toolchain; sources that mean the
-same do not (`agent/judge/rules.py`). Every question of that kind is answered here. A stale record
-keeps its figures; what shows them marks them.
+A verdict is stale when its rules have other versions, or the spec, program or toolchain is another.
+Sources that mean the same stale nothing (`agent/judge/rules.py`). Every question of that kind is
+answered here. A stale record keeps its figures, and what shows them marks them.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Pictures as SVG: dataflow, timings and curves inside pages, bars as files of their own.
 
 Inside a page, colours are classes of templates/base.html.j2, so that a picture follows the reader's
-dark mode; a file brings its own style. A plotting library would draw the bars alone in fewer lines:
+dark mode. A file brings its own style. A plotting library would save lines on the bars alone:
 curves and timings take their colours from the page, tips hold exact figures, and the dataflow is no
 chart.
 """
@@ -200,7 +200,7 @@ def bars(
         title: Over the whole.
         panels: Panel title to group to series to value. A series keeps its colour throughout; a
             value that is missing leaves a hole.
-        base: Where bars start. Lengths are read from there, so only 0 and the dashed 1 make sense.
+        base: Where bars start. Lengths are read from there, so it is 0 or the dashed 1.
     """
     left, right, height, gap = 48, 952, 170, 44
     groups = [group for panel in panels.values() for group in panel.values()]

@@ -35,7 +35,7 @@ def _begin_worker(secrets: dict[str, str], count: int) -> None:
 
     os.environ.update(secrets)  # until the first run takes them out again
     os.environ[SIDE_BY_SIDE] = str(count)
-    # Threads of several processes that wait for one another, spinning, took minutes for seconds.
+    # Threads of several processes spin while they wait for one another: seconds became minutes.
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
 
     def leave_with_parent() -> None:

@@ -86,9 +86,11 @@ class Workload:
 
 
 def make_workload(kernel: Kernel, sizes: Mapping[str, int], dtype: str, device: str) -> Workload:
-    """Draw both sets as the spec says, then make them what a Transformer would pass: a forward `r`
-    is the row scale of A, a backward `z` the row mean of its gradient times its norm's output, and
-    `cs` one table for all heads, with the identity for the last third, V."""
+    """Draw both sets as the spec says, then make them what a Transformer would pass.
+
+    A forward `r` is the row scale of A. A backward `z` is the row mean of its gradient times its
+    norm's output. `cs` is one table for all heads, with the identity for the last third, V.
+    """
     import torch
 
     from coda_agent.specs import draw_inputs, run_reference

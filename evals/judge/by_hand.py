@@ -1,7 +1,9 @@
-"""Wrong programs that people wrote, in two sets: `wrong/found.toml` has those that once passed the
-judge and their like, `wrong/blind.toml` was written from the specs by somebody who did not know it.
+"""Wrong programs that people wrote, in two sets.
 
-Each is an accepted kernel's program with one piece of its text replaced. They are judged like
+`wrong/found.toml` has programs that once passed the judge, and their like. `wrong/blind.toml` was
+written from the specs by somebody who did not know the judge.
+
+Each program is that of an accepted kernel with one piece of its text replaced. They are judged like
 mutants, and a program that no input tells from its original does not count.
 """
 

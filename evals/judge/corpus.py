@@ -1,8 +1,9 @@
 """Right programs, which a judge must not refuse: accepted kernels, rewrites, demonstrations.
 
-- A rewrite says the same thing otherwise: factors regrouped, a sigmoid by exp or by tanh.
+- A rewrite says the same thing in another way: factors are regrouped, a sigmoid is made of exp or
+  of tanh.
 - A demonstration gets a spec of its own, made of its operands' kinds, the range of its inputs and
-  its reference. One that needs a table, which a spec cannot draw, is left out by name.
+  its reference. A demonstration that needs a table, which a spec cannot draw, is left out by name.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _next_element(vector: Any) -> Any:
 
 
 def _rounded(call: Launch) -> dict[str, Any]:
-    """The product is rounded to 16 bits: in place of A, with a unit matrix in place of B."""
+    """The product is rounded to 16 bits. It takes the place of A, and a unit matrix that of B."""
     import torch
 
     (a, b), names = call.gemm, call.spec.gemm
@@ -240,8 +240,8 @@ class Lowering(NamedTuple):
     """A fault of a lowering.
 
     Attributes:
-        faults: What a diagnosis may call it, the best name first; empty where the gate has a check
-            of its own for it.
+        faults: What a diagnosis may call it, the best name first. Empty where the gate has a check
+            of its own for the fault.
         broken: The outputs of a launch with it.
         outputs: Kinds of outputs that it can be at.
         operands: Kinds of operands that it can be at; where there are neither, it is at A.

@@ -1,10 +1,10 @@
 """The mutant suite: right programs with one fault each, which a judge must refuse.
 
-- A mutated program is an edit of the graph, what a wrong candidate would be; a mutated lowering
-  runs the right program as a broken kernel would.
+- A mutated program is an edit of the graph, as a wrong candidate would be. A mutated lowering runs
+  the right program as a broken kernel would.
 - Sites are chosen by a seed; equal seeds give equal mutants.
-- An edit may change nothing that can be seen, such as a clamp where the type saturates anyway. It
-  is equivalent to its original and does not count.
+- An edit may change nothing that can be seen, such as a clamp where the type saturates anyway. Such
+  a mutant is equivalent to its original and does not count.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def mutants(right: Subject, *, seed: int) -> list[Mutant]:
 
 
 def suite(found: Iterable[Subject], *, seed: int, count: int | None = None) -> list[Mutant]:
-    """The mutants of the programs; with `count`, so many of them, operators in turn."""
+    """The mutants of the programs. With `count` there are so many of them, operators in turn."""
     every = [m for right in found for m in mutants(right, seed=seed)]
     if count is None:
         return every
@@ -96,11 +96,11 @@ def suite(found: Iterable[Subject], *, seed: int, count: int | None = None) -> l
 
 
 def equivalent(mutant: Mutant, device: str) -> bool:
-    """Whether an edited program is the original but for less than a sixteenth of a rounding of what
-    is stored, in float64, on draws of the spec and on inputs beyond them; float32 counts as 2⁻¹⁵,
-    as in the judge.
+    """Whether an edited program differs from the original by less than a sixteenth of a rounding.
 
-    A fault of a lowering is never equivalent.
+    The rounding is that of what is stored; float32 counts as 2⁻¹⁵, as in the judge. Both programs
+    run in float64, on draws of the spec and on inputs beyond them. A fault of a lowering is never
+    equivalent.
     """
     import torch
 

@@ -84,8 +84,8 @@ def _mutants(record: Record) -> dict[str, Any]:
 
 
 def _diagnosis(record: Record) -> dict[str, Any]:
-    """How often the fault that was named is the one that was made; a name that is right too counts
-    as the best one."""
+    """How often the fault that was named is the one that was made. Another right name counts as the
+    best one."""
     pairs = [
         (c["expected"][0], c["expected"][0] if c["fault"] in c["expected"] else c["fault"])
         for c in record["cells"].values()

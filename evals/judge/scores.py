@@ -1,6 +1,6 @@
 """The judge's scores: run and kept as records, which `report.py` writes as docs/judge.md.
 
-A record is written as it grows, and a run that was interrupted goes on where it stopped while the
+A record is written as it grows. A run that was interrupted goes on where it stopped, as long as the
 rules mean the same.
 """
 
@@ -56,8 +56,8 @@ class Judge:
         return [f.message for f in check_signature(subject.spec, {**subject.programs})]
 
     def numerics(self, subject: Subject, run: Runner, seed: int) -> Finding | None:
-        """The first fault of a program, run by `run`. The cases of a spec and seed, most of the
-        gate's time, are kept for the next program."""
+        """The first fault of a program, run by `run`. The cases of a spec and seed take most of the
+        gate's time, so they are kept for the next program."""
         from coda_agent.agent.judge.meaning import meaning_fault
         from coda_agent.agent.judge.numerics import TileCheck
         from coda_agent.agent.judge.oracle import make_cases

@@ -59,9 +59,11 @@ def evenly(things: list[T], count: int | None) -> list[T]:
 
 
 def verdict_s(workspace: Workspace, device: str, name: str) -> dict[str, float]:
-    """Seconds of the judge on an accepted kernel ("whole"), and of its gates, in its first element
-    type: without a GPU what `check` does, with one all gates, over three tiles, among which the
-    fastest need not be.
+    """Seconds of the judge on an accepted kernel ("whole") and of its gates, in its first element
+    type.
+
+    Without a GPU the gates are those of `check`. With one they are all gates, over three tiles,
+    among which the fastest need not be.
 
     Raises:
         CodaError: the kernel is refused.

@@ -31,7 +31,8 @@ class Conversation:
         results: Their results so far.
         started: Calls that were begun.
         open: Whether the last turn of the model still needs ours.
-        limit: The budget that was reached; the turn after the model is `told` so is the last.
+        limit: The budget that was reached. `told` says whether the model knows; its next turn is
+            then the last.
         ended: Whether that last turn was taken.
     """
 
