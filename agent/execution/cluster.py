@@ -92,16 +92,23 @@ class Cluster:
 
     def gpu(self) -> Gpu | None:
         workers = self._workers("GPU")
-        found = self._each(_gpu, workers=workers, on_error="return") if workers else {}
+        found = self._each(_gpu, workers) if workers else {}
         failed = {worker: gpu for worker, gpu in found.items() if isinstance(gpu, Exception)}
         if failed and len(failed) == len(found):
             worker, error = next(iter(failed.items()))
             raise MachineError(f"no GPU can be used on worker {worker}: {error}")
         return next((gpu for gpu in found.values() if isinstance(gpu, Gpu)), None)
 
-    def _each(self, function: Callable[[], Any], **more: Any) -> dict[str, Any]:
-        """What a function returns on each worker, at once, whatever runs there."""
-        return cast("dict[str, Any]", self._client.run(function, **more))
+    def _each(
+        self, function: Callable[[], Any], workers: list[str] | None = None
+    ) -> dict[str, Any]:
+        """What a function returns or raises on each worker, at once, whatever runs there. A worker
+        that is lost meanwhile is left out."""
+        from distributed.comm.core import CommClosedError
+
+        found = self._client.run(function, workers=workers, on_error="return")
+        found = cast("dict[str, Any]", found)
+        return {k: v for k, v in found.items() if not isinstance(v, CommClosedError)}
 
     def start(self, ahead: PrepareJob | None) -> None:
         """The workers' children are warm after their first job."""

@@ -3,6 +3,7 @@ and a worker that is killed costs its job and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -187,6 +188,8 @@ def test_an_evaluation_survives_the_loss_of_workers(
                     os.kill(pid, signal.SIGKILL)
                     killed.append(pid)
 
+    # Where every worker happens to be gone, a command is refused before it has any job to lose.
+    execution.executor()
     killer = threading.Thread(target=kill)
     killer.start()
     command = ["eval", "run", "--suite", "mine", "--author", "composer", "--json"]
@@ -221,3 +224,19 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
     for name in ("ray://host:1", "dask://host"):
         with pytest.raises(CodaError, match=f"no executor '{name}'"):
             execution._executor(name)
+
+
+def test_a_worker_lost_while_the_cluster_is_asked_is_left_out(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, first = cluster.judge_digest(), tmp_path / "first"
+
+    def lost() -> str:
+        with contextlib.suppress(FileExistsError):
+            first.touch(exist_ok=False)
+            os._exit(1)
+        return digest
+
+    monkeypatch.setattr(cluster, "_judge", lost)
+    cluster.Cluster(address).close()
+    assert first.exists()

@@ -290,13 +290,13 @@ def test_an_interrupt_leaves_no_child(folder: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", text, str(folder.parent)], stderr=subprocess.DEVNULL
     ) as command:
-        end = time.monotonic() + 60
+        # No bound of time: a command that heeds no interrupt gives the tile up, and ends without.
         while not ((folder / "journal").exists() and launched(folder)):
-            assert command.poll() is None and time.monotonic() < end
+            assert command.poll() is None
             time.sleep(0.05)
         assert children(folder)
         command.send_signal(signal.SIGINT)
-        assert command.wait(10) != 0
+        assert command.wait() != 0
     assert not children(folder)
 
 
