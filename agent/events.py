@@ -1,8 +1,8 @@
 """The events of a run: one class for each kind, whose fields are what the log's line holds.
 
-`type` is the name on disk, and a line of a type that no class has is `Unknown`: older logs have
-such lines, and nothing reads them. What a gate does while it works is told to observers and is no
-event; the verdict is one, `Judged`.
+`type` is the name on disk. A line of a type that no class has is `Unknown`: older logs have such
+lines, and nothing reads them. What a gate does while it works is told to observers and is no event;
+the verdict is one, `Judged`.
 """
 
 from functools import cache
@@ -48,14 +48,15 @@ class RunStarted(Event, frozen=True):
     type: Literal["run.started"] = "run.started"
     run: str = ""
     kind: str | None = None
-    """`generate` is an author's; `verify`, `tune`, `check` and others end with their command."""
+    """A run of kind `generate` is an author's. `verify`, `tune`, `check` and others end with their
+    command."""
     spec: str | None = None
     author: str | None = None
     device: Device = "auto"
     commit: bool = True
     withheld: tuple[str, ...] = ()
     options: dict[str, Any] | None = None
-    """The author's, where its run can be resumed."""
+    """The author's options, where its run can be resumed."""
     replays: str | None = None
     """The run that this one repeats."""
 
@@ -129,14 +130,14 @@ class Judged(Event, frozen=True):
 
     type: Literal["judged"] = "judged"
     number: int
-    """Of the candidates that were judged in this run, from 1."""
+    """Which of the run's judged candidates it is, from 1."""
     check: str
     """What was asked for: a level of `check`, `benchmark`, `submit`, or the kind of the run."""
     judgement: Judgement
     machine: Machine
     gpu_s: float
     seconds: dict[str, float] = {}
-    """Of each gate."""
+    """How long each gate took."""
 
 
 class Stored(Event, frozen=True):
@@ -197,7 +198,7 @@ class RequestFailed(Event, frozen=True):
     type: Literal["request.failed"] = "request.failed"
     error: str = ""
     wait_s: float | None = None
-    """Until the next attempt; None where there is none."""
+    """How long until the next attempt; None where there is none."""
     usage: dict[str, Any] = {}
     usd: float
 

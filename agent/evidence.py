@@ -111,8 +111,8 @@ class GateEvidence(Record):
 
 
 class Compiled(Record):
-    """How many kernels were compiled, for which architectures, and how many of them were dropped;
-    the least and most registers a thread has, and the most local stores, of those for sm_90a."""
+    """How many kernels were compiled, for which architectures, and how many of them were dropped.
+    Of those for sm_90a, the least and most registers of a thread, and the most local stores."""
 
     kernels: int
     archs: tuple[str, ...]
@@ -209,10 +209,12 @@ class Evidence(Record):
 
     Attributes:
         level: "revoked", or the most that was shown.
-        digests: Of spec and candidate; of judge and toolchain, where the last change came from.
-        author, run: Who wrote the program; the run of the last change, and when that was.
-        gates: By name, in order.
-        machines: By the name that gates give them.
+        digests: Those of spec and candidate, and of the judge and toolchain that the last change
+            came from.
+        author: Who wrote the program.
+        run, date: The run of the last change, and when that was.
+        gates: What each gate said, by name, in order.
+        machines: Where gates ran, by the names that they give.
         compiled, ran, worst, refused_tiles, cells, variants: What the gates saw, in short.
         not_shown: Sentences: what the machine could not show.
     """
@@ -284,8 +286,10 @@ class Evidence(Record):
         return {name: others for name, others in found.items() if others}
 
     def due(self, now: Mapping[str, str], *, gpu: bool) -> tuple[str, ...]:
-        """The gates to run, so that every word stands and shows what the machine at hand can: what
-        is stale or was never shown, and the gates before it, on whose results it builds."""
+        """The gates to run, so that every word stands and shows what the machine at hand can.
+
+        They are those that are stale or were never shown, and the gates before them, on whose
+        results they build."""
         stale = self.stale(now)
         wanted = [
             name for name in GATES

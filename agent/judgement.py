@@ -53,7 +53,7 @@ class Judgement(_Model):
     level: Level | None
     gates: dict[str, Literal["passed", "failed", "skipped"]]
     digests: dict[str, Digest]
-    """Of spec, candidate, judge and toolchain; logs of before 0.1 lack some."""
+    """Those of spec, candidate, judge and toolchain; logs of before 0.1 lack some."""
     rules: dict[str, dict[str, str]] = {}
     """The versions of the rules that each gate that ran was given by."""
     cells: tuple[Cell, ...] = ()
@@ -115,7 +115,7 @@ class Machine(_Model):
 
 
 def gpu_seconds(verdict: Verdict) -> float:
-    """Seconds of the gates that ran on a GPU; compiling is none of it."""
+    """Seconds of the gates that ran on a GPU, without compiling."""
     if verdict.environment.get("device") != "cuda":
         return 0.0
     return sum(g.seconds for g in verdict.gates if g.name in ("numerics", "performance"))

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 class Outcome:
     """What became of one candidate.
 
-    `level` is the kernel's level afterwards (a refusal stores nothing: None, or revoked by
-    verify), `before` the one verify found, `commit` None where there was nothing to commit.
-    `verdict` is None where the author ended before any, and `reason` says why it ended. `remark` is
-    what is unusual about where the commit went.
+    `level` is the kernel's level afterwards. A refusal stores nothing, so it is None then, or
+    revoked by verify. `before` is the level that verify found. `commit` is None where there was
+    nothing to commit. `verdict` is None where the author ended before any, and `reason` says why it
+    ended. `remark` is what is unusual about where the commit went.
     """
 
     kernel: str

@@ -78,9 +78,10 @@ def opening(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -
 
 
 def demos_for(spec: "Spec") -> list["Demo"]:
-    """The demonstrations nearest to the words of the spec's name, summary and reference: shared
-    ones, each weighted by how rare it is, over the root of how many a demonstration has (long ones
-    share words by length alone)."""
+    """The demonstrations nearest to the words of the spec's name, summary and reference.
+
+    A demonstration's score is the sum of its shared words, each weighted by how rare it is, over
+    the root of how many words it has: long ones share words by length alone."""
     from coda_agent.demos import demos
 
     found = demos()

@@ -70,19 +70,19 @@ class RunState:
     """The fold.
 
     Attributes:
-        options: The author's, where its run can be resumed.
+        options: The author's options, where its run can be resumed.
         commits: Whether what passes is committed.
         admitted: The digest of the spec, once it was admitted.
         candidate: The last text that was saved.
         tips: Arm (shown, held) by tip.
         over: Why an author has nothing more to do: accepted, or it gave up.
-        outcome: running, passed, refused, failed (by an exception), or stopped: an author ended
-            without a verdict, and `reason` says why.
+        outcome: running, passed, refused, failed (by an exception), or stopped. A stopped author
+            ended without a verdict, and `reason` says why.
         commit: What was committed.
-        level: Of the kernel, after the last full trial.
+        level: The kernel's level after the last full trial.
         failure: The exception that ended the run.
         writing: Whether the author is at work and has neither saved a text nor called a tool.
-        reserved_usd: Set aside for the call that is under way.
+        reserved_usd: Dollars set aside for the call that is under way.
     """
 
     run: str | None = None
@@ -107,7 +107,7 @@ class RunState:
     finished: bool = False
     writing: bool = False
     gates: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """By name: `passed`, None where it was skipped, and `seconds`; of the last verdict."""
+    """The gates of the last verdict by name: `passed`, None where it was skipped, and `seconds`."""
     spent: Spent = field(default_factory=Spent)
     reserved_usd: float = 0.0
     steps: int = 0

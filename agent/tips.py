@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 400
 SHOWN_PER_RUN = 12
 PRUNE_AFTER = 8
-"""Runs that have to have been shown a tip before it may be pruned for its worth."""
+"""How many runs must have been shown a tip before it may be pruned for its worth."""
 _SHARED_TOKENS = 9
 """This many tokens in a row shared with a program are a copy; shorter runs occur in prose."""
 

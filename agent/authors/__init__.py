@@ -1,9 +1,9 @@
 """Authors: whoever writes candidates.
 
-A kind of author is one module or package of this folder, registered by its `AUTHOR`, a `Kind`; the
+A kind of author is one module or package of this folder, registered by its `AUTHOR`, a `Kind`. The
 commands, `doctor`, `--help` and evaluations know of it from there alone. A name is `KIND` or
 `KIND:WHICH`, and the kind says what WHICH is: `claude:MODEL`, `replay:RUN`. Registering imports
-nothing heavy: a kind imports its author's code when it makes one.
+nothing heavy, since a kind imports its author's code when it makes one.
 """
 
 import math
@@ -30,7 +30,7 @@ class Options:
     """What a user may choose about an author; each kind reads what concerns it."""
 
     model: str = ""
-    """The author's own default where it is empty."""
+    """The model that writes; the author's own default where it is empty."""
     effort: str = "high"
     fallback: str | None = None
     """The model that is asked where the first refuses."""
@@ -54,7 +54,7 @@ class Author(ABC):
     limits = ""
     """What it may spend, said before it begins."""
     gpu_limit_s = math.inf
-    """Of GPU work in its run, the full trial left aside."""
+    """Seconds of GPU work in its run, the full trial left aside."""
 
     def settings(self) -> dict[str, Any]:
         """What the first event of a run says about the author; with `options` it can be resumed."""

@@ -83,7 +83,7 @@ class Workbench:
     ) -> None:
         self.workspace, self.run, self.spec, self.log = workspace, run, spec, log
         self.gpu_limit_s = math.inf
-        """Of GPU work, after which only `submit` may still use the GPU."""
+        """Seconds of GPU work after which only `submit` may still use the GPU."""
         self.state = log.state
         self.verdict: Verdict | None = None
         self.reason: str | None = None

@@ -173,10 +173,12 @@ class Answer:
         self._characters += len(piece)
 
     def whole(self) -> dict[str, Any]:
-        """The message: `id`, `model`, `stop_reason`, `stop_details`, `usage` as `used` gives it,
-        and `content`, of which is left what the API takes back: no blank text, no thinking cut off
-        before its signature, no block or field of a kind that is not known, and under another id
-        a call that has an earlier one's.
+        """The message: `id`, `model`, `stop_reason`, `stop_details`, `content`, and `usage` as
+        `used` gives it.
+
+        Of `content` only what the API takes back is left. Blank text, thinking cut off before its
+        signature, and blocks and fields of unknown kinds are dropped. A call that has the id of an
+        earlier one gets another.
 
         Raises:
             Broken: it is not whole, or makes no sense.
@@ -208,9 +210,9 @@ class Answer:
         return {**message.model_dump(), "content": content, "usage": self.used()}
 
     def used(self) -> dict[str, Any] | None:
-        """The usage block: empty where nothing was used, None where it cannot be known. Of an
-        answer that broke off it is the prompt, and the answer as far as it came (a token for three
-        characters)."""
+        """The usage block: empty where nothing was used, None where it cannot be known. For an
+        answer that broke off it counts the prompt and the answer as far as it came, a token for
+        three characters."""
         if not self.accepted:
             return {}
         usage = dict(self._message.get("usage", {}))

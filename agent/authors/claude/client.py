@@ -1,11 +1,11 @@
 """One turn of the model over HTTP: a stream read to its end, retried where that can help.
 
-- One policy for refusals by the server and for streams that break: the SDK's own retries would
-  cover the first only, and out of sight of the log and the budget.
+- One policy serves refusals by the server and streams that break. The SDK's own retries would cover
+  the first only, and out of sight of the log and the budget.
 - An answer counts when it is whole and makes sense (`answer.py`). Anything less is thrown away, and
   what it cost is counted as far as it is known.
-- A server may send pings and nothing else, or without end; each piece of the answer, pings too, is
-  held against a deadline and a size.
+- A server may send nothing but pings, or send without end. So each piece of the answer, pings too,
+  is held against a deadline and a size.
 """
 
 import math
@@ -31,7 +31,7 @@ LAST_S = 600.0
 SILENCE_S = 120.0
 """Without a byte for this long the connection is dead; the server pings every few seconds."""
 LARGEST = 32 * 2**20
-"""Bytes of an answer; 20k tokens, each in an event of 140 bytes, are three million."""
+"""Bytes of an answer. One of 20k tokens, each in an event of 140 bytes, has three million."""
 _FINAL = ("spend_limit", "credit", "billing", "payment")
 """Words of error codes that a retry cannot mend, whatever the status."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.workbench import Workbench
 
 MAX_TOKENS = 20_000
-"""Of one answer, thinking included."""
+"""Tokens of one answer, thinking included."""
 COMPACT_AT = 0.6
 """Share of the context window at which the server summarises what came before."""
 IDLE_TURNS = 3
@@ -141,8 +141,8 @@ class Claude(Author):
         return IDLE if talk.stop_reason == "end_turn" else CUT.format(why=talk.stop_reason)
 
     def _worst(self, talk: Conversation) -> tuple[dict[str, Any], float]:
-        """The most the next call can take, as a usage block and in dollars: two models where the
-        first may refuse, and twice where the server may summarise before it answers."""
+        """The most the next call can take, as a usage block and in dollars. Two models may answer
+        where the first may refuse, and each twice where the server may summarise first."""
         assert talk.request is not None
         read = talk.context + math.ceil(talk.new_characters / _CHARACTERS_PER_TOKEN)
         most = talk.request["max_tokens"]
