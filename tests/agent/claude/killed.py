@@ -27,7 +27,7 @@ from coda_agent.agent.budget import Budget
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import GitError, Workspace
 
-LONGEST_S = 0.2
+LONGEST_S = 0.15
 """Random times are up to this; a whole run takes about as long."""
 
 
@@ -54,10 +54,8 @@ def kill_while_writing(count: int, share: float) -> None:
     log.RunLog.append = append
 
 
-def child(where: Workspace, draw: random.Random | None) -> None:
+def child(where: Workspace) -> None:
     """Starts or resumes the run of a workspace."""
-    if draw and draw.random() < 0.5:
-        kill_while_writing(draw.randint(1, 12), draw.random())
     os.environ.setdefault("ANTHROPIC_API_KEY", bench.KEY)
     who = bench.author(Options(budget=Budget(steps=10_000, usd=1e6, tokens=10**12)))
     logs = list((where.root / "logs" / "runs").glob("*/events.jsonl"))
@@ -70,11 +68,16 @@ def child(where: Workspace, draw: random.Random | None) -> None:
 
 def spawn(where: Workspace, draw: random.Random | None) -> int:
     """Runs `child` in a process of its own; its exit status, or the signal that ended it, negated."""
+    # Each is to die, half of them of either cause: one that comes to its end takes three times as
+    # long as one that is killed.
+    writing = draw is not None and draw.random() < 0.5
     pid = os.fork()
     if not pid:
         status = 70
         try:
-            child(where, draw)
+            if draw and writing:
+                kill_while_writing(draw.randint(1, 12), draw.random())
+            child(where)
             status = 0
         except BaseException:
             import traceback
@@ -82,9 +85,8 @@ def spawn(where: Workspace, draw: random.Random | None) -> int:
             traceback.print_exc()
         finally:
             os._exit(status)
-    delay = draw.uniform(0.0, LONGEST_S) if draw and draw.random() < 0.6 else None
-    if delay is not None:
-        time.sleep(delay)
+    if draw and not writing:
+        time.sleep(draw.uniform(0.0, LONGEST_S))
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
@@ -144,7 +146,7 @@ def main(folder: Path, kills: int, seeds: list[int]) -> None:
     ssl.create_default_context = functools.cache(ssl.create_default_context)
     # One run that nobody kills: what the others are compared with, and all that is lazy is done.
     undisturbed = bench.make_workspace(folder / "undisturbed")
-    child(undisturbed, None)
+    child(undisturbed)
     report = {"kills": 0, "runs": [check(undisturbed)], "faults": []}
     (folder / "report-undisturbed.json").write_text(json.dumps(report))
     template = bench.make_workspace(folder / "template").root
