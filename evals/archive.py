@@ -143,7 +143,8 @@ def _records(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[str, bytes 
         if about.raw is not None:
             path = raw_path(workspace.root, about.raw)
             kept = [files.get(f"{kernel.name}/{gate}.json", b"") for files in packed]
-            kept += [path.read_bytes()] * path.is_file()
+            if path.is_file():
+                kept.append(path.read_bytes())
             yield gate, next((record for record in kept if digest(record) == about.raw), None)
 
 
