@@ -271,9 +271,11 @@ def test_two_processes_never_have_one_gpu_at_a_time(
         assert notes and "another coda-agent process uses Fake GPU" in notes[0]
 
 
+# A shell has what it starts in the background ignore interrupts, which the tests' own child inherits.
 INTERRUPTED = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {here!r})
 import test_device as t
 t.device.LOCKS = Path(sys.argv[1])
