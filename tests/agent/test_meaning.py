@@ -10,6 +10,7 @@ import pytest
 from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.records import Finding
+from coda_agent.demos import demos
 from coda_agent.evals.judge import corpus
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import __all__ as vocabulary
@@ -130,6 +131,14 @@ def test_a_tail_that_saturates_passes_whatever_the_probes(seed: int) -> None:
     (right,) = corpus.kernels([load_kernel(GENERATED / "gemm_fp8_swiglu_quantised")])
     (by_tanh,) = (r for r in corpus.rewrites(right) if r.name.endswith("sigmoid by tanh"))
     assert check_meaning(by_tanh.spec, by_tanh.programs, seed=seed) == []
+
+
+# Of these draws four disturbed angles were the same double again, and a right program was refused.
+@pytest.mark.parametrize("seed", [833495326, 2162016293])
+def test_a_sine_of_a_huge_angle_is_no_number_to_compare(seed: int) -> None:
+    subjects, _ = corpus.demonstrations(demos())
+    (rope,) = (subject for subject in subjects if subject.name == "demonstration rope")
+    assert check_meaning(rope.spec, rope.programs, seed=seed) == []
 
 
 def test_a_constant_beyond_float32s_rounding_is_another() -> None:
