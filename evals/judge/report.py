@@ -28,6 +28,7 @@ EXPLAINED = {
     "log_softmax: bound a value, s its absolute value": (
         "they differ where s is negative, and there the reference is NaN"
     ),
+    "rope: swap a pair, even#3": "an angle is the sum of the pair, so the swap changes nothing",
 }
 """Survivors to the reason why the judge may let them live."""
 
