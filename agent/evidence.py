@@ -48,14 +48,14 @@ Standing = Level | Literal["revoked"]
 """Every level that evidence can have."""
 
 
-class Gpu(Record):
-    """The GPU of a machine."""
+class GpuDriver(Record):
+    """The GPU of a machine, and its driver."""
 
     name: str
     driver_version: str | None = None
 
 
-class Sandbox(Record):
+class SandboxTier(Record):
     """The tier that candidates were compiled in."""
 
     tier: str
@@ -65,18 +65,18 @@ class Machine(Record):
     """Where a gate ran: what may move a figure, and nothing that changes from minute to minute."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    gpu: Gpu | None = None
+    gpu: GpuDriver | None = None
     cuda: str | None = None
     python: str = ""
     system: str = ""
-    sandbox: Sandbox | None = None
+    sandbox: SandboxTier | None = None
     packages: dict[str, str | None] = Field(default_factory=dict)
 
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> Self:
         """The lasting part of a verdict's environment."""
         found = {key: environment[key] for key in cls.model_fields if environment.get(key)}
-        for key, kind in (("gpu", Gpu), ("sandbox", Sandbox)):
+        for key, kind in (("gpu", GpuDriver), ("sandbox", SandboxTier)):
             if key in found:
                 found[key] = {name: found[key].get(name) for name in kind.model_fields}
         return cls.model_validate(found)

@@ -14,11 +14,13 @@ Figure = Literal["roofline", "over_compile", "of_gemm"]
 FIGURES: tuple[Figure, ...] = ("roofline", "over_compile", "of_gemm")
 
 
-class _Model(BaseModel):
+class Kept(BaseModel):
+    """What logs and trial records keep: no unknown field, no NaN or infinity, never changed."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Ratio(_Model):
+class Ratio(Kept):
     """The median of the rounds' ratios with its 99.8 % interval."""
 
     ratio: PositiveFloat
@@ -26,7 +28,7 @@ class Ratio(_Model):
     high: PositiveFloat
 
 
-class Cell(_Model):
+class Cell(Kept):
     """One element type at one shape, as the judge's performance gate timed it."""
 
     dtype: str
@@ -46,7 +48,7 @@ class Cell(_Model):
         return self.floor_us / self.ours_us
 
 
-class Judgement(_Model):
+class Judgement(Kept):
     """The judge's verdict on the candidate that counts, in short."""
 
     passed: bool
@@ -95,7 +97,7 @@ class Judgement(_Model):
         return self
 
 
-class Machine(_Model):
+class Machine(Kept):
     """Where the judge worked."""
 
     device: Literal["cpu", "cuda"]

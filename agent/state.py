@@ -7,25 +7,23 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 
 from coda_agent.agent import events as e
 from coda_agent.agent.budget import tokens
 from coda_agent.agent.device import Device
-from coda_agent.agent.judgement import Judgement, Machine
+from coda_agent.agent.judgement import Judgement, Kept, Machine
 
 CHECKS = ("static", "compile", "interpret", "gpu", "benchmark", "submit")
 """What an attempt of an author may be, from the least shown to the most."""
 
 
-class Spent(BaseModel):
+class Spent(Kept):
     """What was used up.
 
     `usd` holds what a killed process had set aside for a call: it is billed, and nobody saw the
     bill. GPU seconds are those of gates that ran on a GPU and of profiles, without compiling.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     usd: NonNegativeFloat = 0.0
     tokens: NonNegativeInt = 0

@@ -12,8 +12,6 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AwareDatetime,
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -22,7 +20,16 @@ from pydantic import (
 
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import LEVELS, Level, rank
-from coda_agent.agent.judgement import DIGESTS, FIGURES, Cell, Digest, Figure, Judgement, Machine
+from coda_agent.agent.judgement import (
+    DIGESTS,
+    FIGURES,
+    Cell,
+    Digest,
+    Figure,
+    Judgement,
+    Kept,
+    Machine,
+)
 from coda_agent.agent.state import Spent
 
 Part = Literal["tips", "demos", "profile", "diagnosis"]
@@ -40,18 +47,14 @@ Device = Literal["cpu", "cuda"]
 SCHEMA = 1
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class SuiteRef(_Model):
+class SuiteRef(Kept):
     """The suite a trial belongs to, as it was when the trial ran."""
 
     name: str
     digest: Digest
 
 
-class SpecRef(_Model):
+class SpecRef(Kept):
     """The spec of a trial; the digest is of its text, the suite's shapes in it."""
 
     name: str
@@ -82,7 +85,7 @@ class Step(Spent):
         return cls(**about, **means, **spent.model_dump())
 
 
-class RunRef(_Model):
+class RunRef(Kept):
     """The run, which is like any other: `coda-agent run show ID`."""
 
     id: str
@@ -96,7 +99,7 @@ class RunRef(_Model):
         return root / self.log if found and (root / self.log).is_file() else None
 
 
-class Audit(_Model):
+class Audit(Kept):
     """What a person, or a later check, found out about the trial."""
 
     finding: Literal["unaudited", "clean", "exploit", "leak", "harness fault"] = "unaudited"
@@ -122,7 +125,7 @@ class TrialKey(NamedTuple):
     without: tuple[str, ...]
 
 
-class TrialRecord(_Model):
+class TrialRecord(Kept):
     """One trial."""
 
     checksum: str = ""
