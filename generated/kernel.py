@@ -6,15 +6,17 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.generated.ops import register, scalars
+from coda_agent.generated.tuning import UserTuning
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.function import ProgramFunction
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import Output
 
@@ -33,6 +35,7 @@ class Kernel:
         programs: Its programs by variant name.
         tuned: GPU name to dtype to measured shapes with their best configuration.
         refused: Labels of tiles that compute wrongly; never dispatched.
+        user: What the user measured of it; None of a kernel that is not an accepted one's folder.
         ops: The operator of each choice of the static parameters.
     """
 
@@ -43,8 +46,10 @@ class Kernel:
         tuned: Mapping[str, Mapping[str, list[dict[str, Any]]]],
         refused: frozenset[str],
         op_name: str,
+        user: UserTuning | None = None,
     ) -> None:
         self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
+        self.user = user
         self.__name__ = spec.name  # what help() and torch.compile print
         self.__doc__ = _documentation(spec)
         element = spec.inputs[spec.gemm[0]].dtype
@@ -145,13 +150,32 @@ class Kernel:
         return [given[key] for key in names]
 
     def choose(
-        self, m: int, n: int, k: int, dtype: str, block: int | None = None
+        self,
+        m: int,
+        n: int,
+        k: int,
+        dtype: str,
+        block: int | None = None,
+        gpu: str | None = None,
     ) -> TileConfig | None:
-        """The configuration measured to be fastest at the nearest shape, of those with this
-        reduction block; None where none was measured."""
+        """The configuration to run, of those with this reduction block; None where none was
+        measured.
 
+        What the user measured at exactly this shape goes before what the nearest shape of
+        tuned.json has.
+
+        Args:
+            m, n, k: The shape.
+            dtype: Of A.
+            block: The reduction block; None leaves it open.
+            gpu: A GPU's name; by default that of the first one here.
+        """
+        gpu = gpu or _gpu_name()
+        if self.user and (config := self.user.find(gpu, dtype, (m, n, k), block)):
+            if self._dispatchable(config, n, k):
+                return config
         found: dict[tuple[int, int, int], TileConfig] = {}
-        for shape in self.tuned.get(_gpu_name(), {}).get(dtype, []):
+        for shape in self.tuned.get(gpu, {}).get(dtype, []):
             entry = shape["config"] if block is None else shape.get("blocks", {}).get(str(block))
             if entry and (config := TileConfig(**entry)).label not in self.refused:
                 found[shape["m"], shape["n"], shape["k"]] = config
@@ -160,6 +184,15 @@ class Kernel:
             return sum(abs(math.log(x / size)) for x, size in zip(shape, (m, n, k), strict=True))
 
         return found[min(found, key=distance)] if found else None
+
+    def _dispatchable(self, config: TileConfig, n: int, k: int) -> bool:
+        """Whether a configuration that some file names is one that a tuner may have found."""
+        program = next(iter(self.programs.values()))
+        known = offered(program, [(1, n, k)])  # every form is offered for few rows
+        plain = replace(config, swizzle=8)  # other orders run the same code
+        if config.swizzle not in (8, *SWIZZLES) or plain not in known:
+            return False
+        return self.refused.isdisjoint((plain.label, config.label))
 
 
 def _documentation(spec: Spec) -> str:
@@ -220,8 +253,15 @@ def load_kernel(folder: Path) -> Kernel:
         exec(compile(texts[0].decode(), str(path), "exec", dont_inherit=True), space)
         programs = {v: space[v] for v in map(spec.variant, spec.bindings())}
         refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
-        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name)
+        user = user_tuning(folder)
+        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name, user)
     return _LOADED[name][1]
+
+
+def user_tuning(folder: Path) -> UserTuning:
+    """What the user measured of the kernel in `folder`."""
+    texts = [(folder / file).read_bytes() for file in ("kernel.py", "spec.md")]
+    return UserTuning(folder.name, hashlib.sha256(b"\0".join(texts)).hexdigest())
 
 
 def _check_digests(folder: Path, digests: Mapping[str, str], program: bytes, spec: Spec) -> None:

@@ -31,11 +31,17 @@ ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
 _M, _N, _K = 512, 1024, 4096
 
 
+def user_cache() -> Path:
+    """The folder of the user's cache that is this package's."""
+    # Not `Path.home()`, which raises where a container's user has no home.
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "coda-agent"
+
+
 def cache_directory() -> Path:
     """Where compiled objects are kept: `$QUACK_CACHE_DIR`, or a folder of the user's cache."""
     given = os.environ.get("QUACK_CACHE_DIR")
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given) if given else Path(root) / "coda-agent" / "quack"
+    return Path(given) if given else user_cache() / "quack"
 
 
 def use_cache(directory: Path | None = None) -> None:

@@ -4,6 +4,7 @@ of sandbox. Other fixtures belong to each room's tests."""
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 
 import pytest
@@ -16,6 +17,8 @@ from coda_agent.agent.execution.pool import SIDE_BY_SIDE
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # They share the cores with their compile workers too, each of which imports for 5 s.
 os.environ.setdefault(SIDE_BY_SIDE, os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# What whoever runs the tests has tuned for himself is not to be dispatched in them.
+os.environ["CODA_AGENT_TUNED"] = os.path.join(tempfile.gettempdir(), "coda-agent-nothing-tuned")
 
 
 @pytest.fixture(scope="session", params=sandbox.TIERS)

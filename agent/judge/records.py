@@ -18,6 +18,7 @@ from pydantic import (
     model_serializer,
 )
 
+from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.tiles import TileConfig
 
 GATES = ("static", "compile", "numerics", "performance")
@@ -276,17 +277,6 @@ class PerformanceReport(Record):
     def timed(self) -> list[Timed]:
         """The cells that hold times."""
         return [cell for cell in self.cells if isinstance(cell, Timed)]
-
-
-class TunedShape(Record):
-    """A line of tuned.json: the best configuration at a shape, and for each reduction block."""
-
-    m: int
-    n: int
-    k: int
-    config: TileConfig
-    blocks: dict[str, TileConfig] = {}
-    median_us: float
 
 
 Tuned = dict[str, tuple[TunedShape, ...]]

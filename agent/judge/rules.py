@@ -87,8 +87,10 @@ OUTSIDE = {
     *_in("agent/judge", "diagnosis executor job provenance records rules"),
     *_in("primitives", "catalogue errors suggest"),
     *_in("specs", "admission"),
+    *_in("generated", "tuning"),
 }
-"""Modules that decide no verdict: transport, records, words of findings, admission of specs."""
+"""Modules that decide no verdict: transport, records, words of findings, admission of specs, what a
+user measured for shapes of his own."""
 
 
 class Locked(BaseModel):

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 from coda_agent.agent.judge.compare import measure, within
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.judge.oracle import make_case
-from coda_agent.agent.judge.records import Inputs, Progress, Tiles, Tuned, TunedShape
+from coda_agent.agent.judge.records import Inputs, Progress, Tiles, Tuned
 from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import Call, interleave
+from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.function import finalised, reduction_block
 from coda_agent.primitives.launch import allocate, launch

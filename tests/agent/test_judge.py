@@ -26,8 +26,8 @@ from coda_agent.agent.judge.records import (
     CompileReport,
     NumericsReport,
     PerformanceReport,
-    TunedShape,
 )
+from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, admit, load_spec
 

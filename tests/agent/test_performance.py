@@ -23,11 +23,11 @@ from coda_agent.agent.judge.records import (
     PerformanceReport,
     Timed,
     Tuned,
-    TunedShape,
     Untimed,
 )
 from coda_agent.agent.judge.timing import Samples
 from coda_agent.generated.kernel import load_kernel
+from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.inspect import Ceiling
 from coda_agent.primitives.program import Program

@@ -1,0 +1,187 @@
+"""Tiles that a user measured for shapes of their own: files of the user's cache, one a kernel.
+
+- A file's name holds a digest of the kernel and of what compiles it, so what was measured for
+  another program, or with another quack, is another file and is not read.
+- Writers merge under a lock and replace the file whole. A file that cannot be read is set aside by
+  the next writer, never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cached_property, lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from coda_agent.primitives.lower import lowering_digest
+from coda_agent.primitives.target import user_cache
+from coda_agent.primitives.tiles import TileConfig
+
+VARIABLE = "CODA_AGENT_TUNED"
+"""Environment variable: another folder than `$XDG_CACHE_HOME/coda-agent/tuned`."""
+
+_COMPILERS = "quack-kernels", "nvidia-cutlass-dsl"
+
+
+class TunedShape(BaseModel):
+    """What was measured at one shape: the best configuration, and the best for each reduction
+    block; the median time of the best in microseconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    m: int
+    n: int
+    k: int
+    config: TileConfig
+    blocks: dict[str, TileConfig] = {}
+    median_us: float
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.m, self.n, self.k
+
+
+Lines = dict[str, dict[str, list[TunedShape]]]
+"""GPU name to dtype of A to measured shapes."""
+_LINES = TypeAdapter(Lines)
+
+
+def folder() -> Path:
+    """Where the files are."""
+    given = os.environ.get(VARIABLE)
+    return Path(given) if given else user_cache() / "tuned"
+
+
+@lru_cache(maxsize=1)
+def _toolchain() -> list[str]:
+    found = [lowering_digest()]
+    for package in _COMPILERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return found
+
+
+class UserTuning:
+    """What the user measured of one kernel.
+
+    Attributes:
+        path: Its file, which need not exist.
+    """
+
+    def __init__(self, kernel: str, digest: str) -> None:
+        """
+        Args:
+            kernel: The kernel's name.
+            digest: Of its program and spec.
+        """
+        key = hashlib.sha256("\n".join([digest, *_toolchain()]).encode()).hexdigest()
+        self.path = folder() / f"{kernel}-{key[:16]}.json"
+
+    def find(
+        self, gpu: str, dtype: str, shape: tuple[int, int, int], block: int | None = None
+    ) -> TileConfig | None:
+        """The configuration measured to be fastest at exactly this (M, N, K), of those with this
+        reduction block; None where none was measured."""
+        line = self._shapes.get((gpu, dtype, *shape))
+        if line is None or block is None:
+            return line and line.config
+        return line.blocks.get(str(block))
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[str, str, int, int, int], TunedShape]:
+        """The file as a call needs it, read once a process."""
+        try:
+            lines = self.lines()
+        except (OSError, ValueError) as error:
+            warnings.warn(
+                f"coda-agent: {self.path} is no tuning cache and is not used: {_reason(error)}",
+                stacklevel=2,
+            )
+            return {}
+        return {
+            (gpu, dtype, *line.shape): line
+            for gpu, types in lines.items()
+            for dtype, found in types.items()
+            for line in found
+        }
+
+    def lines(self) -> Lines:
+        """What the file holds now; nothing where there is none.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it holds something else.
+        """
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        return _LINES.validate_json(text)
+
+    def add(self, measured: Mapping[str, Any]) -> None:
+        """Adds lines, in place of those of the same shapes.
+
+        Raises:
+            OSError: the folder cannot be written to; the file is as it was.
+        """
+        with self._locked():
+            lines = self._kept()
+            for gpu, types in _LINES.validate_python(measured).items():
+                for dtype, found in types.items():
+                    here = lines.setdefault(gpu, {})
+                    by_shape = {line.shape: line for line in (*here.get(dtype, ()), *found)}
+                    here[dtype] = [by_shape[shape] for shape in sorted(by_shape)]
+            part = self.path.with_suffix(f".{os.getpid()}")
+            try:
+                text = json.dumps(_LINES.dump_python(lines, mode="json"), indent=1)
+                part.write_text(text + "\n", "utf-8")
+                part.replace(self.path)
+            finally:
+                part.unlink(missing_ok=True)
+        self.__dict__.pop("_shapes", None)
+
+    def check_writable(self) -> None:
+        """
+        Raises:
+            OSError: `add` could not write; said before anything is measured.
+        """
+        with self._locked():
+            part = self.path.with_suffix(f".{os.getpid()}")
+            part.touch()
+            part.unlink()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _kept(self) -> Lines:
+        """What the file holds; one that holds something else is set aside."""
+        try:
+            return self.lines()
+        except ValueError as error:
+            aside = self.path.with_suffix(".damaged")
+            self.path.replace(aside)
+            warnings.warn(
+                f"coda-agent: {self.path} was no tuning cache and is now {aside}: {_reason(error)}",
+                stacklevel=3,
+            )
+            return {}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+    return getattr(error, "strerror", None) or str(error)
