@@ -89,17 +89,18 @@ def degrees(graph: Graph) -> list[Degree]:
     return out
 
 
-def launches(program: Program, *, parts: int = 1, raw: bool = False) -> int:
+def launches(program: Program, *, raw: bool = False) -> int:
     """Kernels, fills and copies that one call runs on the device, given operands it can load as
     they are.
 
+    The first call of a stream that splits K runs one more, and so does a CUDA graph of such a call:
+    it clears the flags at which the parts meet.
+
     Args:
         program: The program.
-        parts: CTAs that share an output tile, `TileConfig.parts`. Several meet at flags, which a
-            fill clears.
         raw: Whether reductions stay partials; else a launch folds each.
     """
-    return 1 + (parts > 1) + (0 if raw else len(program.reductions))
+    return 1 + (0 if raw else len(program.reductions))
 
 
 def inspect_program(

@@ -1,5 +1,6 @@
 """Compile and launch lowered programs on 2-D operands.
 
+- `bind` resolves a launch once; what it gives enqueues again and again, for a few us of host time.
 - `block` of a raw reduction is the tile's width, so partial buffers depend on the configuration.
 - Operands obey TMA: one unit stride, the other a multiple of 16 bytes, 16-byte aligned.
   `function.py` arranges that for callers.
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import CompileError
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 # FP8 products are summed by the tensor core alone, as cuBLAS's use_fast_accum does: quack's default
 # on SM90, sums promoted to registers, spills and is 3 to 20 times slower (measured on an H200).
 _FP8 = (("fp8_slow_accum", False),)
+
+# quack keeps a plan of every shape it has met; this many of a program, kilobytes each.
+_PLANS = 512
 
 
 def allocate(
@@ -48,6 +54,52 @@ def allocate(
     }
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A launch with everything resolved but the tensors.
+
+    Attributes:
+        program: The program.
+        config: The tile configuration.
+        enqueue: Launches on the current stream of the tensors' device, which is the current one.
+    """
+
+    program: Program
+    config: TileConfig
+    enqueue: Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any], Mapping[str, Any]], None]
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        operands: Mapping[str, Any],
+        outputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Run on tensors of the shapes, strides, dtypes and device it was bound to, and numbers or
+        tensors where those were."""
+        instead = launcher.get()
+        if instead is _launch:
+            self.enqueue(a, b, operands, outputs)
+        else:
+            instead(self.program, a, b, operands, outputs, self.config)
+
+
+def bind(
+    program: Program,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    config: TileConfig,
+) -> Bound:
+    """Compile `program` for such tensors and resolve its launch; arguments and errors are those of
+    `launch`."""
+    given = program, a, b, operands, outputs, config
+    if (instead := launcher.get()) is not _launch:
+        instead(*given, run=False)
+    return _launch(*given, run=False)
+
+
 def launch(
     program: Program,
     a: torch.Tensor,
@@ -57,8 +109,8 @@ def launch(
     config: TileConfig,
     *,
     run: bool = True,
-) -> Any:
-    """Run `program` in one kernel launch, after one that clears flags where K is in parts.
+) -> Bound:
+    """Run `program` in one kernel launch.
 
     Args:
         program: The program.
@@ -69,9 +121,6 @@ def launch(
         outputs: Raw buffers, as of `allocate`.
         config: The tile configuration.
         run: False compiles (tensors may be on the meta device) and launches nothing.
-
-    Returns:
-        quack's launch plan.
 
     Raises:
         CompileError: the configuration cannot carry this program, or the DSL refuses it.
@@ -88,11 +137,123 @@ def _launch(
     config: TileConfig,
     *,
     run: bool = True,
+) -> Bound:
+    bound = Bound(program, config, _fused(program, a, b, operands, outputs, config))
+    if run:
+        bound.enqueue(a, b, operands, outputs)
+    return bound
+
+
+launcher: ContextVar[Callable[..., Any]] = ContextVar("launcher", default=_launch)
+"""What `launch` and `Bound` call, with the arguments of `launch`. A process that reports launches,
+or lets some fail, sets one that calls the one before; `run=False` compiles ahead of what it does.
+"""
+
+
+def _fused(
+    program: Program,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    config: TileConfig,
+) -> Callable[..., None]:
+    """The launch of the kernel whose epilogue is `program`."""
+    plan = _plan(program, a, b, operands, outputs, config)
+    of = {name: o for o, name in kernel_names(program).items()}
+    take: dict[str | None, Callable[[Any], Any]] = {}
+    for o, kind in program.operands.items():
+        if kind.vector:
+            take[o] = _row
+        elif not kind.dims:
+            take[o] = _address if hasattr(operands[o], "data_ptr") else float
+    if plan.split_k > 1:
+        of |= _PARTS
+    # In the order of the kernel's arguments; what it does not take is None.
+    places = [(o := of.get(name), take.get(o)) for name in plan.arg_template]
+    d, c = of.get("D"), of.get("c")
+    # Just compiled, quack's function is a wrapper that parses keywords; from the cache it is bare.
+    call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
+    scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
+    swap, shared = config.swap_ab, None
+    if plan.split_k > 1:
+        rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
+        shared = partial(_parts_meet, *_tiles(rows, columns, config), config)
+
+    def enqueue(
+        a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any], outputs: Mapping[str, Any]
+    ) -> None:
+        values: dict[str | None, Any] = {None: None, **operands, **outputs}
+        if shared is not None:
+            values |= shared(a.device)
+        arguments = tuple([f(values[o]) if f else values[o] for o, f in places])
+        first, second = (b.mT, a) if swap else (a, b)
+        call(first, second, values[d], values[c], arguments, scheduler, None, None, None)
+
+    return enqueue
+
+
+def _row(vector: torch.Tensor) -> torch.Tensor:
+    return vector.unsqueeze(0)  # quack takes vectors with a batch dimension
+
+
+def _address(scalar: torch.Tensor) -> int:
+    return scalar.data_ptr()
+
+
+# quack's names of what the CTAs that share an output tile meet at, and ours, which no operand has.
+_PARTS = {"split_k_semaphore": "flag of each tile", "split_k_workspace": "sums of each tile"}
+
+# Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between
+# kernels, and kernels of one stream may share them.
+_FLAGS: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _tiles(rows: int, columns: int, config: TileConfig) -> tuple[int, int]:
+    """Tiles down and across, in whole clusters."""
+    down, across = -(-rows // config.tile_m), -(-columns // config.tile_n)
+    return -(-down // config.cluster_m) * config.cluster_m, (
+        -(-across // config.cluster_n) * config.cluster_n
+    )
+
+
+def _parts_meet(down: int, across: int, config: TileConfig, device: Any) -> dict[str, torch.Tensor]:
+    """A flag and float32 sums for each tile, in quack's layout; the sums need no first value."""
+    import torch
+
+    tiles, area = down * across, config.tile_m * config.tile_n
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    flags = _FLAGS.get(key)
+    if torch.cuda.is_current_stream_capturing():
+        # A graph may run beside this stream, so it has its own, and clears them each time.
+        flags = torch.zeros(tiles, dtype=torch.int32, device=device)
+    elif flags is None or flags.numel() < tiles:
+        flags = _FLAGS[key] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=device)
+    sums = torch.empty(tiles * area, dtype=torch.float32, device=device)
+    return {
+        _PARTS["split_k_semaphore"]: flags.as_strided((down, across, 1), (across, 1, tiles)),
+        _PARTS["split_k_workspace"]: sums.as_strided(
+            (area, down, across, 1), (1, across * area, area, tiles * area)
+        ),
+    }
+
+
+def _plan(
+    program: Program,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    config: TileConfig,
 ) -> Any:
+    """quack's launch plan, compiled or found."""
     values = _by_kernel_name(program, operands, outputs)
     d, c = values.pop("D", None), values.pop("c", None)
+    module = lower(program, config.tile_n)
+    if len(module._plan_cache) > _PLANS:
+        module._plan_cache.clear()
     try:
-        return lower(program, config.tile_n).gemm(
+        return module.gemm(
             a,
             b.mT if config.swap_ab else b,
             d,
@@ -110,17 +271,12 @@ def _launch(
             b_kn=config.swap_ab,
             add_to_output=program.accumulated is not None,
             post_init_attrs=_FP8 if a.element_size() == 1 else (),
-            _launch=run,
+            _launch=False,
         )
     except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
         raise CompileError(
             f"{program.name} does not compile as {config.label}: {_first_line(error)}"
         ) from error
-
-
-launcher: ContextVar[Callable[..., Any]] = ContextVar("launcher", default=_launch)
-"""What `launch` calls, with its own arguments. A process that reports launches, or lets some fail,
-sets one that calls the one before; `run=False` compiles ahead of what it does."""
 
 
 def _by_kernel_name(

@@ -170,7 +170,6 @@ def _measured(
     facts = inspected(
         problem.spec, problem.program, problem.sizes, problem.element, block=best.tile_n
     )
-    parts = best.parts(problem.sizes[problem.spec.gemm_dims[2]])
     ceiling = measured_ceiling(problem.gemm_type)
     return Timed(
         **about,
@@ -180,7 +179,7 @@ def _measured(
         tile=best.label,
         finalists_us={c.label: round(samples[c.label].median_us, 2) for c in sound},
         mismatches=mismatches,
-        launches=(launches(problem.program, parts=parts),),
+        launches=(launches(problem.program),),
         ceiling=Rates(
             tflops=round(ceiling.flops_s / 1e12, 1), gbytes_s=round(ceiling.bytes_s / 1e9, 1)
         ),

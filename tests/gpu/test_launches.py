@@ -79,28 +79,57 @@ def ran(gpu: DeviceClock, call: Callable[[], Any]) -> list[str]:
 @pytest.mark.parametrize("name", dir(generated))
 def test_a_public_function_runs_what_it_declares(gpu: DeviceClock, name: str) -> None:
     kernel = getattr(generated, name)
-    k = kernel.spec.check_shapes[1][kernel.spec.gemm_dims[2]]
     for binding, program in variants(kernel):
         inputs = given(kernel, binding)
         for block in (None, BLOCK):
             found = ran(gpu, lambda: kernel(**inputs, **binding, block_size=block))  # noqa: B023
             where = f"{name} {binding}, block_size={block}: {found}"
             raw = block is not None
-            parts = tile(kernel, block).parts(k)
-            assert len(found) == launches(program, parts=parts, raw=raw), where
+            assert len(found) == launches(program, raw=raw), where
             assert len(found) == 1 or not raw, where
             folds = [x for x in found if x == "_fold"]
             assert len(folds) == (0 if raw else len(program.reductions)), where
 
 
-def test_parts_of_k_meet_at_flags_that_a_fill_clears(gpu: DeviceClock) -> None:
-    run = ProgramFunction(gathering, {}, untuned)
-    for k, parts in ((504, 1), (512, 2)):
-        a, b = (torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (77, 272))
-        y = torch.zeros(77, dtype=torch.int64, device="cuda")
+def integers(seed: int, k: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of small integers, whose product is exact in any order."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    shapes = (77, k), (272, k)
+    a, b = (torch.randint(-2, 3, s, generator=g, device="cuda") for s in shapes)
+    return a.bfloat16(), b.bfloat16()
+
+
+def test_parts_of_k_meet_at_flags_that_the_last_one_clears(gpu: DeviceClock) -> None:
+    run = ProgramFunction(gathering, {"Z": "float32"}, untuned)
+    y = torch.zeros(77, dtype=torch.int64, device="cuda")
+    for k in (504, 512):
+        a, b = integers(0, k)
         found = ran(gpu, lambda: run(a, b, {"y": y}, config=SPLIT))  # noqa: B023
-        assert SPLIT.parts(k) == parts
-        assert len(found) == launches(gathering, parts=parts) == parts, found
+        assert len(found) == launches(gathering) == 1, found
+    for seed in range(50):
+        a, b = integers(seed)
+        assert torch.equal(run(a, b, {"y": y}, config=SPLIT)["Z"], a.float() @ b.float().T)
+
+
+def test_parts_of_k_on_several_streams_and_in_a_graph() -> None:
+    run = ProgramFunction(gathering, {"Z": "float32"}, untuned)
+    y = torch.zeros(77, dtype=torch.int64, device="cuda")
+    cases = [integers(seed) for seed in range(2)]
+    want = [a.float() @ b.float().T for a, b in cases]
+    run(*cases[0], {"y": y}, config=SPLIT)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run(*cases[1], {"y": y}, config=SPLIT)["Z"]
+    streams = [torch.cuda.Stream() for _ in cases]
+    found: list[tuple[int, torch.Tensor]] = []
+    for _ in range(50):
+        graph.replay()
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found.append((i, run(*cases[i], {"y": y}, config=SPLIT)["Z"]))
+    torch.cuda.synchronize()
+    assert all(torch.equal(z, want[i]) for i, z in found) and torch.equal(kept, want[1])
 
 
 def test_a_number_beside_scalars_in_memory_is_filled_in(gpu: DeviceClock) -> None:

@@ -287,11 +287,12 @@ def test_a_gather_is_as_linear_as_what_it_takes(bias: bool, safe: bool) -> None:
 
 def test_launches_of_a_call() -> None:
     assert [launches(selecting), launches(selecting, raw=True)] == [4, 1]
+    assert launches(epilogue(O=Tile)(identity)) == 1
+
+
+def test_a_short_inner_dimension_is_not_split() -> None:
     split = TileConfig(128, 128, split_k=4)
-    # K = 1023 is too short for four parts.
     assert [split.parts(1023), split.parts(1024), TileConfig(128, 128).parts(1024)] == [1, 4, 1]
-    assert launches(selecting, parts=split.parts(1024)) == 5
-    assert launches(epilogue(O=Tile)(identity), parts=split.parts(1023)) == 1
 
 
 def test_the_roofline_is_the_larger_of_two_times() -> None:
