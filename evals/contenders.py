@@ -99,6 +99,23 @@ def ours(workload: Workload, config: TileConfig, *, raw: bool = False) -> Rotati
     return partials if raw else run
 
 
+def called(workload: Workload) -> Rotation:
+    """The function that a user imports, with all that its host does."""
+    kernel = workload.kernel
+    spec = kernel.spec
+    changed = set(spec.updated(spec.bindings()[0]).values())
+    sets = [
+        [x[name].clone() if name in changed else x[name] for name in spec.inputs]
+        for x in workload.inputs
+    ]
+
+    def run(i: int) -> Outputs:
+        found = kernel(*sets[i % 2])
+        return dict(zip(spec.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+
+    return run
+
+
 @contender("ours, raw partials", tiles=_of_the_block)
 def ours_block(workload: Workload, config: TileConfig) -> Rotation:
     """The accepted kernel without the finalisers."""

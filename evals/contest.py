@@ -1,10 +1,11 @@
 """Each kernel of a benchmark at each size, against everything a user would use instead.
 
 - A cell is one interleaved run. It is a line of the record on disk as soon as it is measured.
-- A second run skips a cell, unless the program, its tiles, the toolchain or the benchmark changed.
+- A second run skips a cell, unless the program, its tile, the machine or the benchmark changed.
   A cell that has no answer for a contender asked for is measured again, with all it had. So is a
   cell whose line was taken out.
-- Its figures are of the warm regime; under `steady` are those of the steady one.
+- Its figures are of the warm regime; under `steady` are those of the steady one, and under `loop`
+  wall times of an eager loop.
 - The clock is handed in: the judge's own, `coda_agent.agent.judge.timing`.
 """
 
@@ -14,26 +15,26 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coda_agent.agent.doctor import package_version
+from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.agent.judge.tuner import SEARCH_ROUNDS, ranked
 from coda_agent.evals import contenders as own
 from coda_agent.evals import libraries
-from coda_agent.evals.contenders import Absent, Contender
-from coda_agent.evals.definitions import Benchmark, Suite
+from coda_agent.evals.contenders import Absent, Contender, called
+from coda_agent.evals.definitions import Benchmark, Place, Suite
+from coda_agent.evals.loops import time_loops
 from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.evals.workloads import Outputs, Rotation, Workload, make_workload
 from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
-
-# bf16 code that rounds more often than ours errs by 5e-3. A wrong or missing term comes to 1e-1.
-LIMIT = 1e-2
 
 
 class Clock(Protocol):
@@ -70,6 +71,17 @@ def require_hopper() -> None:
         raise MachineError("evaluations run kernels on a Hopper GPU, and there is none here")
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A cell that is to be measured: where, of what kernel, against whom."""
+
+    place: Place
+    kernel: Kernel
+    config: TileConfig
+    digests: dict[str, str]
+    wanted: frozenset[str]
+
+
 def run_contest(
     root: Path,
     suite: Suite,
@@ -78,8 +90,10 @@ def run_contest(
     machine: Mapping[str, Any],
     kernels: Sequence[str] = (),
     sizes: Sequence[int] = (),
+    models: Sequence[str] = (),
     names: Sequence[str] = (),
-    rounds: int = 50,
+    rounds: int | None = None,
+    seconds: float | None = None,
     device: str = "cuda",
     say: Callable[[str], None] = print,
 ) -> Path:
@@ -90,19 +104,20 @@ def run_contest(
         machine: `gpu` (name, driver) and `packages`, kept with each cell.
         kernels: Some of the benchmark's kernels; none means all that are accepted.
         sizes: Instead of the benchmark's.
-        names: Some of `contenders`; none means all. `ours` and `gemm` always take part.
-        rounds: Timed rounds a cell.
+        models: Some of the benchmark's; none means all.
+        names: Some of `contenders`; none means the benchmark's. `ours` and `gemm` always take part.
+        rounds: Timed rounds a cell; by default the benchmark's.
+        seconds: Begin no further cell after so long. The first one is measured in any case.
         device: "cpu" interprets instead, for tests.
-        say: Takes one line a cell.
+        say: Takes one line a cell, and one of what is left.
 
     Raises:
-        CodaError: unknown kernel or contender, or a suite without a benchmark.
+        CodaError: unknown kernel, model or contender, or a suite without a benchmark.
         MachineError: no Hopper GPU.
     """
-    from coda_agent.generated.kernel import load_kernel
-
-    benchmark, known = suite.measured(), contenders()
+    benchmark, known, began = suite.measured(), contenders(), time.monotonic()
     _check_known("kernel", kernels, benchmark.kernels)
+    _check_known("model", models, benchmark.models)
     _check_known("contender", names, known)
     if device == "cuda":
         require_hopper()
@@ -110,37 +125,103 @@ def run_contest(
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
     needed = [one.package for one in known.values() if one.package]
     packages = {**machine["packages"], **{name: package_version(name, m) for name, m in needed}}
-    for kernel_name in kernels or benchmark.kernels:
-        folder = root / "generated" / kernel_name
-        if not (folder / "kernel.py").is_file():
+    machine = {**machine, "packages": packages}
+    names = names or benchmark.contenders or tuple(known)
+    tasks = []
+    for place in benchmark.places(kernels, sizes, models):
+        if not (task := _task(root, place, benchmark, machine, names, clock)):
             continue
-        kernel = load_kernel(folder)
-        digests = _digests(kernel, folder / "tuned.json", packages, benchmark, clock)
-        for size in sizes or benchmark.sizes:
-            key, started = f"{kernel_name} {size}", time.monotonic()
-            held = cells.get(key, {})
-            fresh = held.get("digests") == digests and "steady" in held
-            answered = {*held["times"], *held["absent"]} if fresh else set[str]()
-            wanted = {"ours", "gemm", *(names or known), *answered}
-            if answered == wanted:
-                say(f"{key}: in the record")
+        held = cells.get(place.key, {})
+        if held.get("digests") == task.digests and "steady" in held:
+            answered = {*held["times"], *held["absent"]}
+            if answered >= task.wanted:
+                say(f"{place.key}: in the record")
                 continue
-            extents = benchmark.shape(kernel.spec, size)
-            workload = make_workload(kernel, extents, benchmark.dtype, device)
-            before = clock.gpu_state()
-            chosen = [one for name, one in known.items() if name in wanted]
-            cells[key] = {
-                "kernel": kernel_name, "size": size, "sizes": extents, "digests": digests,
-                "machine": {**machine, "packages": packages}, "rounds": rounds,
-                **measure(workload, benchmark, chosen, clock, rounds),
-                "gpu": {"before": before, "after": clock.gpu_state()},
-                "seconds": round(time.monotonic() - started, 1),
-            }  # fmt: skip
-            write_record(path, {"suite": suite.name, "date": today()}, cells)
-            ratios = cells[key]["of_gemm"]
-            said = ", ".join(f"{n} {ratios[n]['ratio']:.3f}" for n in ratios if n != "gemm")
-            say(f"{key}: of the GEMM's speed: {said} ({cells[key]['seconds']} s)")
+            task = replace(task, wanted=task.wanted | answered)
+        tasks.append(task)
+    if device == "cuda":
+        _compile_ahead(tasks, benchmark, say)
+    for done, task in enumerate(tasks):
+        if done and seconds is not None and time.monotonic() - began > seconds:
+            say(f"stopped after {seconds:g} s: {len(tasks) - done} cells are left")
+            break
+        key, started = task.place.key, time.monotonic()
+        before = clock.gpu_state()
+        try:
+            figures = _measured(task, benchmark, clock, rounds or benchmark.rounds, device)
+        except MachineError as fault:  # the clocks disagree; the next run may fare better
+            say(f"{key}: not measured: {fault.message}")
+            continue
+        about = {"model": task.place.model, "product": task.place.product}
+        cells[key] = {
+            "kernel": task.place.kernel, "size": task.place.size,
+            **{name: value for name, value in about.items() if value},
+            "sizes": task.place.sizes(task.kernel.spec), "digests": task.digests,
+            "machine": machine, "rounds": rounds or benchmark.rounds, **figures,
+            "gpu": {"before": before, "after": clock.gpu_state()},
+            "seconds": round(time.monotonic() - started, 1),
+        }  # fmt: skip
+        write_record(path, {"suite": suite.name, "date": today()}, cells)
+        say(f"{key}: {_said(cells[key])} ({cells[key]['seconds']} s)")
     return path
+
+
+def _said(cell: Mapping[str, Any]) -> str:
+    ratios = {n: r["ratio"] for n, r in cell["of_gemm"].items() if n != "gemm"}
+    if not ratios:
+        return "; ".join(f"{name} {why}" for name, why in cell["absent"].items())
+    return "of the GEMM's speed: " + ", ".join(f"{n} {r:.3f}" for n, r in ratios.items())
+
+
+def _task(
+    root: Path,
+    place: Place,
+    benchmark: Benchmark,
+    machine: Mapping[str, Any],
+    names: Iterable[str],
+    clock: Clock,
+) -> _Task | None:
+    """What is to be measured at a place, and all that its figures depend on; None where the kernel
+    is not accepted."""
+    from coda_agent.generated.kernel import load_kernel
+
+    folder = root / "generated" / place.kernel
+    if not (folder / "kernel.py").is_file():
+        return None
+    kernel = load_kernel(folder)
+    spec, sizes = kernel.spec, place.sizes(kernel.spec)
+    dtype = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, benchmark.dtype))
+    m, n, k = (sizes[dim] for dim in spec.gemm_dims)
+    config = kernel.choose(m, n, k, dtype) or DEFAULT_CONFIGS["sm_90a"]
+    tiles = [tile.label for tile in benchmark.tiles]
+    digests = {
+        "spec": spec.digest,
+        "program": kernel.programs[spec.variant()].digest,
+        "tile": _sha(asdict(config)),
+        "machine": _sha([machine["gpu"], machine["packages"]]),
+        "protocol": str(clock.PROTOCOL),
+        "suite": _sha([benchmark.dtype, tiles, benchmark.reduction_block, sizes]),
+    }
+    return _Task(place, kernel, config, digests, frozenset({"ours", "gemm", *names}))
+
+
+def _compile_ahead(
+    tasks: Iterable[_Task], benchmark: Benchmark, say: Callable[[str], None]
+) -> None:
+    """Compile the kernels of all tasks side by side: one after the other they take 3 s each. What
+    does not compile is said of its cell."""
+    from coda_agent.agent.execution import executor
+
+    jobs: dict[tuple[str, TileConfig], CompileJob] = {}
+    for task in tasks:
+        spec = task.kernel.spec
+        program = task.kernel.programs[spec.variant()]
+        job = CompileJob.of(program, task.config, "sm_90a", spec, benchmark.dtype)
+        jobs[program.digest, task.config] = job
+    if jobs:
+        started = time.monotonic()
+        executor().map([*jobs.values()], lambda *_: None)
+        say(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s")
 
 
 def _check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -148,19 +229,23 @@ def _check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
         raise CodaError(f"no {what} {unknown[0]!r} in the suite, expected {', '.join(known)}")
 
 
-def _digests(
-    kernel: Kernel, tuned: Path, packages: Mapping[str, Any], benchmark: Benchmark, clock: Clock
-) -> dict[str, str]:
-    """All that the figures of a kernel depend on."""
-    tiles = [tile.label for tile in benchmark.tiles]
-    return {
-        "spec": kernel.spec.digest,
-        "program": kernel.programs[kernel.spec.variant()].digest,
-        "tuned": _sha(tuned.read_text("utf-8") if tuned.is_file() else ""),
-        "toolchain": _sha(packages),
-        "protocol": str(clock.PROTOCOL),
-        "suite": _sha([benchmark.dtype, tiles, benchmark.reduction_block]),
-    }
+def _measured(
+    task: _Task, benchmark: Benchmark, clock: Clock, rounds: int, device: str
+) -> dict[str, Any]:
+    """`measure` of a task; where the GPU's memory is too small, a cell that says so."""
+    import torch
+
+    place, known = task.place, contenders()
+    try:
+        workload = make_workload(
+            task.kernel, place.sizes(task.kernel.spec), benchmark.dtype, device, place.widths
+        )
+        chosen = [one for name, one in known.items() if name in task.wanted]
+        return measure(workload, benchmark, chosen, clock, rounds)
+    except torch.OutOfMemoryError as error:
+        why = dict.fromkeys(task.wanted, str(error).splitlines()[0])
+        figures = {**_figures({}), "absent": why}
+        return {"tiles": {}, "errors": {}, "notes": {}, **figures, "steady": figures}
 
 
 def measure(
@@ -180,15 +265,9 @@ def measure(
         name = contender.name
         try:
             run, tile = _built(contender, workload, benchmark, clock)
-            outputs = run(0)
-            if (off := workload.error(outputs)) > LIMIT:
-                raise Absent(f"computes something else: error {off:.1e}")
-        except Absent as fault:
-            record["absent"][name] = fault.message
+            off, outputs = _checked(run, workload)
         except Exception as fault:  # foreign code: anything may come out of it
-            what = "not installed" if isinstance(fault, ImportError) else type(fault).__name__
-            line = (str(fault).strip().splitlines() or [""])[0]
-            record["absent"][name] = f"{what}: {line}"
+            record["absent"][name] = _why(fault)
         else:
             runs[name] = run
             record["errors"][name] = float(f"{off:.2e}")
@@ -203,7 +282,51 @@ def measure(
         **_figures({name: s for name, s in streams.items() if not s.fault}),
         "absent": {name: s.fault for name, s in streams.items() if s.fault},
     }
+    if benchmark.loops:
+        sound = {n: runs[n] for n, s in samples.items() if not s.fault}
+        record["loop"] = _looped(workload, sound, samples)
+    if benchmark.models:  # hundreds of cells: without each round's time
+        for regime in (record, record["steady"], record.get("loop", {"times": {}})):
+            for name, timing in regime["times"].items():
+                regime["times"][name] = {k: timing[k] for k in ("median_us", "interval_us")}
     return record
+
+
+def _looped(
+    workload: Workload, runs: Mapping[str, Rotation], samples: Mapping[str, Samples]
+) -> dict[str, Any]:
+    """Wall times of eager loops, ours of the function that a user imports."""
+    looped, absent = {name: run for name, run in runs.items() if name != "ours"}, {}
+    try:
+        function = called(workload)
+        _checked(function, workload)
+    except Exception as fault:
+        absent["ours"] = _why(fault)
+    else:
+        looped["ours"] = function
+    gpu_us = {name: samples[name].median_us for name in runs}
+    device = workload.operands(workload.inputs[0])[0].device.type
+    return {**_figures(time_loops(looped, gpu_us, device)), "absent": absent}
+
+
+def _checked(run: Rotation, workload: Workload) -> tuple[float, Outputs]:
+    """The error of a contender's outputs, and the outputs.
+
+    Raises:
+        Absent: it computes something else.
+    """
+    outputs = run(0)
+    if (off := workload.error(outputs)) > workload.limit:
+        raise Absent(f"computes something else: error {off:.1e}")
+    return off, outputs
+
+
+def _why(fault: Exception) -> str:
+    """Why a contender takes no part, in one line."""
+    if isinstance(fault, Absent):
+        return fault.message
+    what = "not installed" if isinstance(fault, ImportError) else type(fault).__name__
+    return f"{what}: {(str(fault).strip().splitlines() or [''])[0]}"
 
 
 def _figures(samples: Mapping[str, Samples]) -> dict[str, Any]:
@@ -231,10 +354,10 @@ def _built(
     for tile in tiles:
         run = contender(workload, tile)
         try:
-            if workload.error(run(0)) <= LIMIT:
-                runs[tile] = run
+            _checked(run, workload)
         except Exception:  # foreign code, and not every tile carries every epilogue
             continue
+        runs[tile] = run
     if not runs:
         raise Absent("no tile computes the right result")
     best, _ = ranked(runs, SEARCH_ROUNDS, clock.interleave)[0]

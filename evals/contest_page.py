@@ -10,8 +10,9 @@ from statistics import geometric_mean
 from typing import Any
 
 from coda_agent.evals import pages, svg
-from coda_agent.evals.contest import LIMIT, contenders
+from coda_agent.evals.contest import contenders
 from coda_agent.evals.definitions import Suite
+from coda_agent.evals.workloads import LIMIT
 from coda_agent.primitives.errors import CodaError
 
 Cell = dict[str, Any]

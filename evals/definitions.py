@@ -8,7 +8,10 @@ The digest leaves out how many trials there are, how they are summed up, and wha
 import json
 import re
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -64,31 +67,80 @@ class TrialLimits(_Model):
     failures: PositiveInt | None = None
 
 
-class Extents(_Model):
-    """The dims of a kernel that are not S itself: expressions over S."""
+Dims = dict[str, int | str]
+"""Expressions over S and the widths of a model; a dim that is not there is S."""
 
-    dims: dict[str, int | str] = {}
+
+class Extents(_Model):
+    """The dims of a kernel: its own, or with models those of each product where it stands."""
+
+    dims: Dims = {}
+    products: dict[str, Dims] = {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One thing to measure: a kernel at one size, with models at one of a model's products.
+
+    Attributes:
+        size: The value of S.
+        dims: As `Dims`.
+        model, product: Their names; empty without models.
+        widths: Of the model, by name.
+    """
+
+    kernel: str
+    size: int
+    dims: Dims
+    model: str = ""
+    product: str = ""
+    widths: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Its name in records."""
+        return " ".join(filter(None, (self.model, self.kernel, self.product, str(self.size))))
+
+    def sizes(self, spec: "Spec") -> dict[str, int]:
+        """The extents of the kernel's dims."""
+        known = {**self.widths, "S": self.size}
+        return {d: int(evaluate(self.dims.get(d, "S"), known)) for d in spec.dims}
 
 
 class Benchmark(_Model):
     """What `coda-agent bench --suite` measures.
 
     Attributes:
-        sizes: Values of S.
+        sizes: Values of S. With models it stands for the rows.
+        models: By name, the widths that products' dims are made of.
+        contenders: Those that take part unless others are asked for; none means all.
+        rounds: Timed rounds a cell.
+        loops: Whether eager loops are timed too.
         reduction_block: Columns, or rows, of the partials of kernels that return them raw.
         tiles: Configurations that contenders with a choice of them are searched over.
     """
 
     dtype: str
     sizes: tuple[PositiveInt, ...]
-    reduction_block: PositiveInt
+    models: dict[str, dict[str, PositiveInt]] = {}
+    contenders: tuple[str, ...] = ()
+    rounds: PositiveInt = 50
+    loops: bool = False
+    reduction_block: PositiveInt = 128
     kernels: dict[str, Extents]
-    tiles: tuple[Annotated[TileConfig, BeforeValidator(_tile)], ...]
+    tiles: tuple[Annotated[TileConfig, BeforeValidator(_tile)], ...] = ()
 
-    def shape(self, spec: "Spec", size: int) -> dict[str, int]:
-        """The extents of a kernel's dims at S = `size`."""
-        dims = self.kernels[spec.name].dims
-        return {d: int(evaluate(dims.get(d, "S"), {"S": size})) for d in spec.dims}
+    def places(
+        self, kernels: Sequence[str] = (), sizes: Sequence[int] = (), models: Sequence[str] = ()
+    ) -> Iterator[Place]:
+        """What is measured, in order; of each argument none means all. With models a part of them
+        covers all kernels: it goes by model and size first."""
+        kernels, sizes = kernels or tuple(self.kernels), sizes or self.sizes
+        if not self.models:
+            yield from (Place(k, s, self.kernels[k].dims) for k in kernels for s in sizes)
+        for model, size, kernel in product(models or self.models, sizes, kernels):
+            for name, dims in self.kernels[kernel].products.items():
+                yield Place(kernel, size, dims, model, name, self.models[model])
 
 
 class Suite(_Model):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.evals.contenders import Absent, contender
 from coda_agent.evals.definitions import Benchmark
-from coda_agent.evals.workloads import EPS, HEAD, Call, Outputs, Rotation, Workload
+from coda_agent.evals.workloads import EPS, Call, Outputs, Rotation, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -112,10 +112,10 @@ class Library:
         norm: (x (M, K), weight (K,)) to x normalised.
         silu_mul: [gate | up] (M, N) to (M, N/2).
         add_norm: (x, residual (M, N), weight) to their sum and its norm.
-        table: (cos, sin (M, 64)) to what `rope` wants of them; not timed.
-        rope: (q, k (M, heads, 128), that table), in place.
-        halves: Whether `rope` pairs column j with j + 64 of contiguous q and k; else 2j with
-            2j + 1 of strided ones.
+        table: (cos, sin (M, width / 2)) to what `rope` wants of them; not timed.
+        rope: (q, k (M, heads, width), that table), in place.
+        halves: Whether `rope` pairs column j with j + width / 2 of contiguous q and k; else 2j
+            with 2j + 1 of strided ones.
         cross_entropy: (logits (M, N), targets (M,)) to the loss (M,).
         silu_mul_backward: ([gate | up] (M, 2N), gradient (M, N)) to the gradient (M, 2N).
         norm_backward: (gradient, x (M, N), weight, rstd (M,)) to those of x and of the weight.
@@ -139,8 +139,8 @@ def _liger_kernels() -> Library:
     )
 
     def rope(q: Any, k: Any, table: Any) -> None:
-        q, k = (x[None].transpose(1, 2) for x in (q, k))  # (1, heads, M, 128), as a model has them
-        ops.LigerRopeFunction.apply(q, k, *table, None, 1, HEAD)
+        q, k = (x[None].transpose(1, 2) for x in (q, k))  # (1, heads, M, width), as models have
+        ops.LigerRopeFunction.apply(q, k, *table, None, 1, q.shape[-1])
 
     def norm_backward(g: Any, x: Any, w: Any, r: Any) -> Any:
         llama = 0  # its casting mode: statistics in float32
@@ -168,7 +168,7 @@ def _flashinfer_kernels() -> Library:
 
     def rope(q: Any, k: Any, table: Any) -> None:
         rotate = fi.apply_rope_with_cos_sin_cache_inplace
-        rotate(table[0], q.flatten(1), k.flatten(1), HEAD, table[1], is_neox=False)
+        rotate(table[0], q.flatten(1), k.flatten(1), q.shape[-1], table[1], is_neox=False)
 
     def add_norm(x: Any, c: Any, w: Any) -> tuple[Any, Any]:
         fi.fused_add_rmsnorm(x, c, w, EPS)
@@ -238,24 +238,27 @@ def _rope(workload: Workload, library: Library, left: Function, cs: Any, b: Any,
     and k contiguous gets each from a product of its own."""
     import torch
 
-    m, n, k = workload.mnk
+    (m, _, k), width, columns = workload.mnk, workload.heads.width, workload.heads.columns
     # What the kernel calls sin turns the other way.
-    table = library.table(cs[:, 0:HEAD:2].contiguous(), -cs[:, 1:HEAD:2])
+    table = library.table(cs[:, 0:width:2].contiguous(), -cs[:, 1:width:2])
     if library.halves:
-        b = b.view(-1, HEAD // 2, 2, k).transpose(1, 2).reshape(3, n // 3, k)
+        b = b.view(-1, width // 2, 2, k).transpose(1, 2).reshape(-1, k)
+    weights, parts = b.split(columns), out.split(columns, 1)
+    if library.halves:
+        parts = [workload.new(m, n) for n in columns]
+
+    def interleaved() -> torch.Tensor:
+        return torch.cat([p.view(m, -1, 2, width // 2).mT.reshape(m, -1) for p in parts], 1)
 
     def run() -> dict[str, Any]:
         a = left()
         if library.halves:
-            parts = out.view(3, m, n // 3)
-            for part, rows in zip(parts, b, strict=True):
+            for part, rows in zip(parts, weights, strict=True):
                 torch.mm(a, rows.t(), out=part)
-            done = parts.view(3, m, -1, 2, HEAD // 2).permute(1, 0, 2, 4, 3)
         else:
-            done = torch.mm(a, b.t(), out=out)
-            parts = done.view(m, 3, -1).unbind(1)
-        library.rope(*(part.view(m, -1, HEAD) for part in parts[:2]), table)
-        return {"O": done}
+            torch.mm(a, b.t(), out=out)
+        library.rope(*(part.view(m, -1, width) for part in parts[:2]), table)
+        return {"O": interleaved if library.halves else out}
 
     return run
 

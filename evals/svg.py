@@ -242,6 +242,44 @@ def bars(
     return _svg(right + 8, high, title, parts, xmlns="http://www.w3.org/2000/svg")
 
 
+def heat(
+    title: str,
+    panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, str]]]],
+    columns: Sequence[str],
+) -> Markup:
+    """A file: one panel under another, ratios as coloured cells; blue is above 1, orange below.
+
+    Args:
+        title: Over the whole.
+        panels: Panel title to row to column to a ratio and a word about it; NaN is no ratio, and a
+            column that is missing leaves a hole.
+        columns: In order.
+    """
+    left, wide, high, y = 320, 54, 18, 44
+    parts = [_tag("style", Markup(_BARS_STYLE)), _text(8, 18, title, "title")]
+    for heading, rows in panels.items():
+        parts.append(_text(8, y, heading, "title"))
+        for i, column in enumerate(columns):
+            parts.append(_text(left + wide * (i + 0.5), y, column, "mid"))
+        y += 8
+        for row, cells in rows.items():
+            parts.append(_text(left - 8, y + 13, row, "end"))
+            for i, column in enumerate(columns):
+                ratio, word = cells.get(column, (math.nan, ""))
+                if ratio != ratio:
+                    continue
+                strength = 0.1 + 0.8 * min(1.0, abs(math.log(ratio)) / math.log(1.5))
+                tip = _tag("title", f"{row}, {column}: {ratio:.3f} ({word})")
+                parts.append(_rect(
+                    left + wide * i, y, wide - 2, high - 2, inside=tip,
+                    fill=_COLOURS[0 if ratio >= 1 else 1], fill_opacity=f"{strength:.2f}",
+                ))  # fmt: skip
+                parts.append(_text(left + wide * (i + 0.5) - 1, y + 12, f"{ratio:.2f}", "mid"))
+            y += high
+        y += 30
+    return _svg(left + wide * len(columns) + 8, y, title, parts, xmlns="http://www.w3.org/2000/svg")
+
+
 def _svg(
     wide: float, high: float, title: str, parts: Sequence[Markup], **attributes: str
 ) -> Markup:

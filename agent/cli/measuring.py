@@ -14,7 +14,7 @@ from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.workspace import find
-from coda_agent.evals import chain_error, contest, contest_page, definitions
+from coda_agent.evals import chain_error, contest, contest_page, definitions, shapes_page
 from coda_agent.evals.benchmarks import write_table
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.target import use_cache
@@ -49,10 +49,18 @@ def tune(
 def bench(
     kernels: targets.Kernels = None,
     every: targets.All = False,
-    suite: Annotated[str | None, typer.Option(help="A suite (paper), or KERNELs of it.")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Of the suite: 2048,4096,8192.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="A suite (paper, shapes), or KERNELs of it.")
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option("--sizes", "--rows", help="Of the suite: 2048,4096,8192.")
+    ] = None,
+    models: Annotated[str | None, typer.Option(help="Of the suite: llama-3-8b,…")] = None,
     contenders: Annotated[str | None, typer.Option(help="Of the suite: ours,compile,…")] = None,
-    rounds: Annotated[int, typer.Option(min=10, help="Of the suite.")] = 50,
+    rounds: Annotated[int | None, typer.Option(min=10, help="Of the suite.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Begin no cell of the suite after so long.")
+    ] = None,
     numerics: Annotated[
         bool, typer.Option("--numerics", help="The error of GEMM - RMSNorm - GEMM instead.")
     ] = False,
@@ -71,24 +79,30 @@ def bench(
         return _written(chain_error.write_page(root))
     if suite is not None:
         chosen = definitions.load(suite)
-        chosen.measured()  # refused before anything is measured or read
-        multiples = _numbers("--sizes", sizes or "", "multiples of 128, such as 2048,4096", of=128)
+        rows = bool(chosen.measured().models)  # refused before anything is measured or read
+        wanted = ("numbers of rows, such as 1,16", 1) if rows else ("multiples of 128", 128)
+        numbers = _numbers("--rows" if rows else "--sizes", sizes or "", wanted[0], of=wanted[1])
         if not table:
             use_cache()
             require_idle()
-            names = [name.strip() for name in (contenders or "").split(",") if name.strip()]
             contest.run_contest(
                 root, chosen, clock=timing, machine=_machine(), kernels=kernels or [],
-                sizes=multiples, names=names, rounds=rounds,
-                say=lambda line: typer.echo(line, err=as_json),
+                sizes=numbers, models=_names(models), names=_names(contenders), rounds=rounds,
+                seconds=seconds, say=lambda line: typer.echo(line, err=as_json),
             )  # fmt: skip
-        return _written(contest_page.write_page(root, chosen))
+        page = shapes_page if rows else contest_page
+        return _written(page.write_page(root, chosen))
     if table:
         path = write_table(root)
         return Reply({"table": path}, f"wrote {path}")
     targets.require_gpu("cuda")
     judged = (targets.judged("bench", n, silent=as_json) for n in targets.named(kernels, every))
     return outcomes(list(judged))
+
+
+def _names(text: str | None) -> list[str]:
+    """`ours,compile` as a list."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _numbers(option: str, text: str, expected: str, *, of: int = 1) -> list[int]:
@@ -122,6 +136,8 @@ def _machine() -> dict[str, Any]:
 
 
 def _written(paths: list[Path]) -> Reply:
-    record, *pages = paths
-    document = {"record": record, "pages": pages, **json.loads(record.read_text("utf-8"))}
+    pages = [path for path in paths if path.suffix != ".json"]
+    document: dict[str, Any] = {"pages": pages}
+    for record in (path for path in paths if path not in pages):
+        document |= {"record": record, **json.loads(record.read_text("utf-8"))}
     return Reply(document, "\n".join(f"wrote {page}" for page in pages))

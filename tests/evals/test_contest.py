@@ -76,12 +76,11 @@ def workspace(tmp_path: Path) -> Path:
 
 def run(root: Path, clock: Clock, **options: Any) -> list[str]:
     said: list[str] = []
-    options = {"names": ["ours"], **options}
+    options = {"names": ["ours"], "machine": MACHINE, **options}
     run_contest(
         root,
         SMALL,
         clock=clock,
-        machine=MACHINE,
         rounds=20,
         device="cpu",
         say=said.append,
@@ -95,7 +94,9 @@ def cells(root: Path) -> dict[str, Any]:
     return json.loads(file.read_text())["cells"]
 
 
-def test_cells_are_kept_and_skipped_until_something_changes(workspace: Path) -> None:
+def test_cells_are_kept_and_skipped_until_something_changes(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = {"ours": 200.0, "gemm": 190.0}
     run(workspace, Clock(times))
     found = cells(workspace)
@@ -112,7 +113,8 @@ def test_cells_are_kept_and_skipped_until_something_changes(workspace: Path) -> 
     assert all(line.endswith("in the record") for line in run(workspace, again))
     assert again.cells == 0
 
-    (workspace / "generated" / "gemm_swiglu" / "tuned.json").unlink()
+    kernel = load_kernel(workspace / "generated" / "gemm_swiglu")
+    monkeypatch.setattr(kernel, "choose", lambda *_: MEASURED.tiles[0])
     again = Clock(times)
     run(workspace, again)
     assert again.cells == 2
@@ -123,6 +125,9 @@ def test_cells_are_kept_and_skipped_until_something_changes(workspace: Path) -> 
     again = Clock(times)
     run(workspace, again, kernels=["gemm_rope"], sizes=[128])
     assert again.cells == 0  # what was there is kept
+    other = {**MACHINE, "gpu": {**MACHINE["gpu"], "driver_version": "590.1"}}
+    run(workspace, again, kernels=["gemm_rope"], sizes=[128], machine=other)
+    assert again.cells == 1
 
 
 def test_a_contender_without_a_steady_figure_keeps_its_warm_one(workspace: Path) -> None:

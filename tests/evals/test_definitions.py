@@ -25,7 +25,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 def test_the_packaged_suites_name_specs_that_exist(where: workspace.Workspace) -> None:
     found = {p.stem: definitions.load(p.stem) for p in definitions.FOLDER.glob("*.toml")}
-    assert set(found) == {"smoke", "paper", "catalogue", "blocks"}
+    assert set(found) == {"smoke", "paper", "catalogue", "blocks", "shapes"}
     for suite in found.values():
         names = suite.spec_names(where)
         assert [suite.spec(where, name).name for name in names] == names
@@ -95,7 +95,8 @@ tiles = [[128, 128, 1, 1, true]]
 def test_a_benchmark_has_extents_and_tiles(tmp_path: Path) -> None:
     suite = definitions.load(written(tmp_path, GOOD + MEASURED))
     spec = load_spec(definitions.FOLDER.parents[1] / "specs" / "gemm_rope.md")
-    assert suite.measured().shape(spec, 256) == {"M": 256, "N": 768, "K": 256}
+    (place,) = suite.measured().places(sizes=[256])
+    assert (place.key, place.sizes(spec)) == ("gemm_rope 256", {"M": 256, "N": 768, "K": 256})
     assert [tile.label for tile in suite.measured().tiles] == ["128x128 pp 1x1"]
     assert suite.digest == definitions.load(written(tmp_path, GOOD)).digest
     with pytest.raises(CodaError, match=r"suite mine has no \[benchmark\] table"):
@@ -135,7 +136,7 @@ def test_a_bad_file_is_refused_with_its_name_and_fault(
 
 def test_what_does_not_exist_is_refused(where: workspace.Workspace, tmp_path: Path) -> None:
     with pytest.raises(
-        CodaError, match="no suite 'smok', expected one of blocks, catalogue, paper, smoke"
+        CodaError, match="no suite 'smok', expected one of blocks, catalogue, paper, shapes, smoke"
     ):
         definitions.load("smok")
     with pytest.raises(CodaError, match=r"nowhere\.toml: .*No such file"):
