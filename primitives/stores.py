@@ -7,6 +7,7 @@
 - Its half-width store permutes 8-bit values for SM90 too, but declares them for SM100 only.
 - Its target select writes float32 only, trusts the index, and leaves rows unwritten.
 - It compiles kernels whose epilogue leaves room for one stage of the mainloop; they deadlock.
+- It puts K in parts only where the GEMM's own store D exists, though only host code reads D.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint32, cute
 from cutlass.cutlass_dsl import select_
-from quack.epilogue.frontend import EpiMod
+from quack.cute_dsl_utils import get_device_capacity
+from quack.epilogue import frontend
 from quack.epilogue.ops import ColVecSelect, TileStore
+from quack.gemm import _split_k_buffers
+from quack.gemm_runtime import host
+from quack.rounding import RoundingMode
 
 from coda_agent.primitives.wide import wide_access
 
@@ -115,12 +120,49 @@ class PairStore(TileStore):
         gemm.pair_fragments[self.name] = frag
 
 
-class Mod(EpiMod):
+class Mod(frontend.EpiMod):
     """An EpiMod whose kernels also write their `PairStore`s, and never wait for ever."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ours: dict[type, type] = {}
         super().__init__(*args, **kwargs)
+
+    def gemm(self, A: Any, B: Any, D: Any, C: Any = None, **options: Any) -> Any:
+        """quack's, and K in parts without a D too."""
+        if D is not None or options.get("split_k", 1) == 1:
+            return super().gemm(A, B, D, C, **options)
+        values, run = options.pop("epi_args"), options.pop("_launch", True)
+        m, n = A.shape[0], B.shape[0]
+        key = "parts", frontend._mod_gemm_key(A, B, D, C, values, None, *sorted(options.items()))
+        plan = self._plan_cache.get(key)
+        if plan is None:
+            plan = self._plan_cache[key] = self._in_parts(A, B, C, values, options)
+        if run:
+            # A view that has the shape of D: all that the sizes of flags and parts depend on.
+            shape = A[:, :1].expand(m, n)[None]
+            tile = plan.tile_M, plan.tile_N, plan.cluster_M, plan.cluster_N
+            kept = _split_k_buffers(shape, plan.split_k_mode, *tile, sm100=False)
+            host.run_gemm_epi_plan(plan, A, B, None, C, values, split_k_buffers=kept)
+        return plan
+
+    def _in_parts(self, a: Any, b: Any, c: Any, values: Any, options: dict[str, Any]) -> Any:
+        """quack's plan, without its checks: every operand's operation is pinned here, and
+        `function.py` checked the shapes."""
+        kinds = tuple(
+            (o, "c" if o == "c" else frontend._pinned_visit_kind(self.ops[o]))
+            for o in self.operand_names
+        )
+        forms = tuple((o, op.host_arg_form(values[o])) for o, op in self.ops.items())
+        options = {o: v for o, v in options.items() if o not in ("add_to_output", "swap_ab")}
+        capacity = get_device_capacity(a.device)
+        key = (
+            kinds, capacity[0], self.mode == "acc_pair", False, (), RoundingMode.RN,
+            tuple(f for f in forms if f[1]), False,
+        )  # fmt: skip
+        return host.build_gemm_epi_plan(
+            self._mint(*key), capacity, a, b, None, c,
+            epi_values=values, gemm_cls_ref=self._class_ref(key), **options,
+        )  # fmt: skip
 
     def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         minted = super()._mint(*key)
@@ -144,6 +186,15 @@ def _checked(minted: Any) -> type:
         stored = base.epi_visit_subtile(self, *args)
         return (*stored, *self.pair_fragments.values())
 
+    def set_up(self: Any, *args: Any) -> None:
+        base._setup_attributes(self, *args)
+        # Between here and the stores' atoms quack asserts that D exists where K is in parts.
+        self.parts, self.split_k = self.split_k, 1
+
+    def make_stores(self: Any, *args: Any) -> Any:
+        self.split_k = self.parts
+        return base.make_tma_epilogue_atoms_and_tensors(self, *args)
+
     def compute_stages(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int, int]:
         stages = base._compute_stages(*args, **kwargs)
         if wide:
@@ -156,14 +207,13 @@ def _checked(minted: Any) -> type:
             )
         return stages
 
-    ours: Any = type(
-        minted.__name__,
-        (base,),
-        {
-            "epi_visit_subtile": epi_visit_subtile,
-            "_compute_stages": compute_stages,
-        },
-    )
+    methods = {"epi_visit_subtile": epi_visit_subtile, "_compute_stages": compute_stages}
+    if minted.arch == 90:
+        methods |= {
+            "_setup_attributes": set_up,
+            "make_tma_epilogue_atoms_and_tensors": make_stores,
+        }
+    ours: Any = type(minted.__name__, (base,), methods)
     return ours
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.resources import AddTile, Tile, WideTile
+from coda_agent.primitives.resources import Tile
 
 if TYPE_CHECKING:
     from coda_agent.primitives.program import Program
@@ -115,10 +115,7 @@ def offered(
         return base
     small = TileConfig(128, 128, 1, 1, True), TileConfig(64, 256, 1, 1, True)
     split = tuple(replace(c, split_k=k) for c in small for k in (2, 4, 8))
-    stores = program.outputs.values()
-    if not any(kind in (Tile, AddTile, WideTile) for kind in stores):
-        split = ()  # quack folds the parts into the GEMM's own store
     plain = not program.paired and all(kind.transposes for kind in program.operands.values())
-    plain &= all(kind is Tile for kind in stores)
+    plain &= all(kind is Tile for kind in program.outputs.values())
     narrow = tuple(TileConfig(128, n, 1, 1, True, swap_ab=True) for n in (32, 64, 128) if plain)
     return base + split + narrow

@@ -14,6 +14,7 @@ from coda_agent.primitives import (
     HeadTable,
     Program,
     RowGather,
+    RowLogSumExp,
     RowMax,
     RowMean,
     RowSum,
@@ -99,6 +100,16 @@ def quantised_gate(acc, alpha: Scalar, q: ColVector):
     gate, up = pairs(acc * alpha)
     o = swiglu(gate, up)
     return {"O": clamp(o * q, -448.0, 448.0), "m": absolute(o)}
+
+
+@epilogue(O=HalfTile)
+def loaded_gate(acc, C: Tile, w: RowVector):
+    return {"O": swiglu(*pairs(acc * w + C))}
+
+
+@epilogue(s=RowSum, l=RowLogSumExp, g=ColSum)
+def sums(acc, r: ColVector):
+    return {"s": acc * r, "l": acc, "g": acc}
 
 
 @epilogue(D=Tile, O=HalfTile)
@@ -273,6 +284,9 @@ FORMS = [
     TileConfig(128, 128, 1, 1, True, split_k=2),
     TileConfig(128, 128, 1, 1, True, split_k=8),
     TileConfig(64, 256, 1, 1, True, split_k=4),
+    TileConfig(64, 64, split_k=2),
+    TileConfig(64, 96),
+    TileConfig(64, 32, 1, 2),
     TileConfig(128, 256, 2, 1, persistent=False),
     TileConfig(128, 128, 2, 1, True, swizzle=1),
     TileConfig(128, 128, 2, 1, True, swizzle=32),
@@ -287,7 +301,14 @@ def test_launch_forms(program: Program, config: TileConfig) -> None:
         check(program, size, config)
 
 
-@pytest.mark.parametrize("config", [FORMS[0], FORMS[3]], ids=lambda c: c.label)
+@pytest.mark.parametrize("config", FORMS[:4], ids=lambda c: c.label)
+@pytest.mark.parametrize("program", [quantised_gate, loaded_gate, sums], ids=lambda p: p.name)
+def test_k_in_parts_without_a_store_of_the_gemm(program: Program, config: TileConfig) -> None:
+    for size in [*SIZES, (16, 288, 4096), (130, 544, 2312)]:
+        check(program, size, config)
+
+
+@pytest.mark.parametrize("config", [FORMS[0], FORMS[-3]], ids=lambda c: c.label)
 def test_selected_logits_in_other_forms(config: TileConfig) -> None:
     for size in [*SIZES, (130, 256, 4096)]:
         check(selected, size, config, stored={"t": torch.float32})
