@@ -22,7 +22,6 @@ from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue import frontend
 from quack.epilogue.ops import ColVecSelect, TileStore
-from quack.gemm import _split_k_buffers
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
@@ -128,40 +127,26 @@ class Mod(frontend.EpiMod):
         super().__init__(*args, **kwargs)
 
     def gemm(self, A: Any, B: Any, D: Any, C: Any = None, **options: Any) -> Any:
-        """quack's, and K in parts without a D too."""
-        if D is not None or options.get("split_k", 1) == 1:
+        """quack's plan; it has no form for K in parts without a D."""
+        if D is not None or options["split_k"] == 1 or options["swap_ab"]:
             return super().gemm(A, B, D, C, **options)
-        values, run = options.pop("epi_args"), options.pop("_launch", True)
-        m, n = A.shape[0], B.shape[0]
-        key = "parts", frontend._mod_gemm_key(A, B, D, C, values, None, *sorted(options.items()))
-        plan = self._plan_cache.get(key)
-        if plan is None:
-            plan = self._plan_cache[key] = self._in_parts(A, B, C, values, options)
-        if run:
-            # A view that has the shape of D: all that the sizes of flags and parts depend on.
-            shape = A[:, :1].expand(m, n)[None]
-            tile = plan.tile_M, plan.tile_N, plan.cluster_M, plan.cluster_N
-            kept = _split_k_buffers(shape, plan.split_k_mode, *tile, sm100=False)
-            host.run_gemm_epi_plan(plan, A, B, None, C, values, split_k_buffers=kept)
-        return plan
-
-    def _in_parts(self, a: Any, b: Any, c: Any, values: Any, options: dict[str, Any]) -> Any:
-        """quack's plan, without its checks: every operand's operation is pinned here, and
-        `function.py` checked the shapes."""
+        # Every operand's operation is pinned here, and `function.py` checked the shapes.
+        values = options["epi_args"]
         kinds = tuple(
             (o, "c" if o == "c" else frontend._pinned_visit_kind(self.ops[o]))
             for o in self.operand_names
         )
-        forms = tuple((o, op.host_arg_form(values[o])) for o, op in self.ops.items())
-        options = {o: v for o, v in options.items() if o not in ("add_to_output", "swap_ab")}
-        capacity = get_device_capacity(a.device)
+        forms = ((o, op.host_arg_form(values[o])) for o, op in self.ops.items())
+        capacity = get_device_capacity(A.device)
         key = (
             kinds, capacity[0], self.mode == "acc_pair", False, (), RoundingMode.RN,
-            tuple(f for f in forms if f[1]), False,
+            tuple((o, form) for o, form in forms if form), False,
         )  # fmt: skip
+        ours = ("epi_args", "swap_ab", "add_to_output", "_launch")
         return host.build_gemm_epi_plan(
-            self._mint(*key), capacity, a, b, None, c,
-            epi_values=values, gemm_cls_ref=self._class_ref(key), **options,
+            self._mint(*key), capacity, A, B, None, C,
+            epi_values=values, gemm_cls_ref=self._class_ref(key),
+            **{o: v for o, v in options.items() if o not in ours},
         )  # fmt: skip
 
     def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
