@@ -10,16 +10,19 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.kinds import Resource
-from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.launch import allocate
+from coda_agent.primitives.plan import CallPlan, resolve, signature
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile, steps
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
 if TYPE_CHECKING:
     import torch
+
+# Plans a function keeps, some kilobytes each; whoever meets more shapes starts again.
+_PLANS = 2048
 
 Chooser = Callable[[int, int, int, str, int | None], TileConfig | None]
 
@@ -70,18 +73,24 @@ class ProgramFunction:
         Raises:
             LaunchError: wrong shape, dtype or device, or a block size no configuration has.
         """
-        m, n, k, lead = self._check(a, b, operands)
-        if m == 0:
-            return self.fake(a, b, operands, block_size=block_size)
-        config = config or self._configuration(m, n, k, a, block_size)
-        flat = {o: kind.flat(operands[o], m) for o, kind in self._operands.items()}
-        run = self._run if supported(a.device) else self._interpret
-        results = run(a.reshape(m, k), b, flat, config, raw=block_size is not None)
-        if o := self.program.accumulated:
-            if results[o].data_ptr() != operands[o].data_ptr():
-                operands[o].copy_(results[o].reshape(operands[o].shape))
-            results[o] = operands[o]
-        return self._batched(results, lead)
+        parts = signature((a, b, *operands.values()))
+        key = None if parts is None else (block_size, config, *operands, *parts)
+        plan = self._plans.get(key)
+        if plan is None:
+            m, n, k, lead = self._check(a, b, operands)
+            if m == 0:
+                return self.fake(a, b, operands, block_size=block_size)
+            config = config or self._configuration(m, n, k, a, block_size)
+            raw = block_size is not None
+            if not supported(a.device):
+                return self._interpret(a, b, operands, config, lead, raw=raw)
+            dtypes = self._dtypes(a.dtype)
+            plan = resolve(self.program, a, b, operands, dtypes, config, raw=raw)
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            if key is not None:
+                self._plans[key] = plan
+        return plan(a, b, operands)
 
     def fake(
         self,
@@ -108,40 +117,34 @@ class ProgramFunction:
         held = {o: operands[o] for o in results if o == self.program.accumulated}
         return self._batched(results | held, lead)
 
-    def _run(
-        self, a: Any, b: Any, operands: dict[str, Any], config: TileConfig, *, raw: bool
-    ) -> dict[str, torch.Tensor]:
-        import torch
-
-        m, n = a.shape[0], b.shape[0]
-        with torch.cuda.device(a.device):
-            outputs = allocate(self.program, m, n, self._dtypes(a.dtype), config, a.device)
-            for o, kind in self._operands.items():
-                if kind.dims:
-                    operands[o] = tma_ready(operands[o])
-                if o in outputs:
-                    outputs[o] = operands[o]
-            # The tensor core reads FP8 operands along K only.
-            a, b = (tma_ready(t, either_major=t.element_size() > 1) for t in (a, b))
-            launch(self.program, a, b, operands, outputs, config)
-            return finalised(self.program, outputs, m, n, config, raw=raw)
-
     def _interpret(
-        self, a: Any, b: Any, operands: dict[str, Any], config: TileConfig, *, raw: bool
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        operands: Mapping[str, Any],
+        config: TileConfig,
+        lead: tuple[int, ...],
+        *,
+        raw: bool,
     ) -> dict[str, torch.Tensor]:
         _say_interpreted(str(a.device))
+        m = math.prod(lead)
         results = interpret(
             self.program,
-            a,
+            a.reshape(m, -1),
             b,
-            operands,
+            {o: kind.flat(operands[o], m) for o, kind in self._operands.items()},
             dtypes=self._dtypes(a.dtype),
             block=config.tile_n,
             row_block=config.tile_m,
             raw=raw,
         )
         # In memory as the kernel's own partials.
-        return results | {o: results[o].mT.contiguous().mT for o in self._over_rows if raw}
+        results |= {o: results[o].mT.contiguous().mT for o in self._over_rows if raw}
+        if o := self.program.accumulated:
+            operands[o].copy_(results[o].reshape(operands[o].shape))
+            results[o] = operands[o]
+        return self._batched(results, lead)
 
     def _batched(
         self, results: dict[str, torch.Tensor], lead: tuple[int, ...]
@@ -151,6 +154,10 @@ class ProgramFunction:
             return results
         kept = {*self._over_rows, self.program.accumulated}
         return {o: t if o in kept else t.reshape(*lead, *t.shape[1:]) for o, t in results.items()}
+
+    @cached_property
+    def _plans(self) -> dict[Any, CallPlan]:
+        return {}
 
     @cached_property
     def _operands(self) -> dict[str, type[Resource]]:
@@ -261,52 +268,8 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def finalised(
-    program: Program,
-    outputs: Mapping[str, torch.Tensor],
-    m: int,
-    n: int,
-    config: TileConfig,
-    *,
-    raw: bool = False,
-) -> dict[str, torch.Tensor]:
-    """What a kernel wrote as the caller wants it: partials of a reduction over rows turned to
-    (N, blocks), and unless `raw` every reduction folded to its final values."""
-    results = dict(outputs)
-    for o, kind in program.reductions.items():
-        found = outputs[o].mT if kind.over_rows else outputs[o]
-        half = program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF
-        folded, block = m if kind.over_rows else n, kind.block(config)
-        if half:
-            folded, block = folded // 2, block // 2
-        results[o] = found if raw else kind.finalise(found, folded, block)
-    return results
-
-
 def untuned(m: int, n: int, k: int, dtype: str, block: int | None) -> None:
     """The chooser of a program nobody has measured."""
-
-
-def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
-    """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the
-    kernel's loads.
-
-    Args:
-        t: The tensor.
-        either_major: Whether the unit stride may be the first one (GEMM operands) or must be the
-            last (epilogue operands).
-    """
-    import torch
-
-    step = 16 // t.element_size()
-    strides = t.stride()
-    suits = strides[-1] == 1 and all(s % step == 0 and s > 0 for s in strides[:-1])
-    if either_major and not suits:
-        suits = strides[0] == 1 and strides[1] % step == 0 and strides[1] > 0
-    if suits and t.data_ptr() % 16 == 0:
-        return t
-    # Not `contiguous()`: that keeps any stride of a dimension of extent 1.
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=16)

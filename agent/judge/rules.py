@@ -63,7 +63,8 @@ RULES = {
     "lowering": Rule(
         _in(
             "primitives",
-            "fast_math fold function head_table launch lower masked_sum stores target tiles wide",
+            "fast_math fold function head_table launch lower masked_sum plan stores target tiles "
+            "wide",
         )
     ),
     "static": Rule(_in("agent/judge", "static"), ("walk", "language")),

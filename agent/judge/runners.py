@@ -45,8 +45,8 @@ def run_kernel(
     """
     import torch
 
-    from coda_agent.primitives.function import finalised
     from coda_agent.primitives.launch import allocate, launch
+    from coda_agent.primitives.plan import finalised
 
     a, b = (inputs[name] for name in spec.gemm)
     outputs, bands = {}, []

@@ -21,8 +21,9 @@ from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import Call, interleave
 from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.errors import CompileError, MachineError
-from coda_agent.primitives.function import finalised, reduction_block
+from coda_agent.primitives.function import reduction_block
 from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig
 

@@ -34,9 +34,9 @@ from coda_agent.primitives import (
     swiglu,
 )
 from coda_agent.primitives.errors import CompileError
-from coda_agent.primitives.function import finalised
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.tiles import TileConfig
 
 pytestmark = pytest.mark.gpu

@@ -29,8 +29,9 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives import function as function_module
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.primitives.function import ProgramFunction, supported, tma_ready, untuned
+from coda_agent.primitives.function import ProgramFunction, supported, untuned
 from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.plan import tma_ready
 from coda_agent.primitives.tiles import TileConfig
 
 M, N, K = 24, 272, 32
