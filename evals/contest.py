@@ -244,8 +244,8 @@ def _measured(
         return measure(workload, benchmark, chosen, clock, rounds)
     except torch.OutOfMemoryError as error:
         why = dict.fromkeys(task.wanted, str(error).splitlines()[0])
-        figures = {**_figures({}), "absent": why}
-        return {"tiles": {}, "errors": {}, "notes": {}, **figures, "steady": figures}
+        none = {"tiles": {}, "errors": {}, "notes": {}, **_figures("warm", {}), "absent": why}
+        return {**none, "steady": {**_figures("steady", {}), "absent": why}}
 
 
 def measure(
@@ -276,10 +276,10 @@ def measure(
     samples = dict(clock.interleave(runs, rounds))
     for name in [n for n, s in samples.items() if s.fault and n != "gemm"]:
         record["absent"][name] = samples.pop(name).fault
-    record |= _figures(samples)
+    record |= _figures("warm", samples)
     streams = clock.steady({name: runs[name] for name in samples})
     record["steady"] = {
-        **_figures({name: s for name, s in streams.items() if not s.fault}),
+        **_figures("steady", {name: s for name, s in streams.items() if not s.fault}),
         "absent": {name: s.fault for name, s in streams.items() if s.fault},
     }
     if benchmark.loops:
@@ -306,7 +306,7 @@ def _looped(
         looped["ours"] = function
     gpu_us = {name: samples[name].median_us for name in runs}
     device = workload.operands(workload.inputs[0])[0].device.type
-    return {**_figures(time_loops(looped, gpu_us, device)), "absent": absent}
+    return {**_figures("loop", time_loops(looped, gpu_us, device)), "absent": absent}
 
 
 def _checked(run: Rotation, workload: Workload) -> tuple[float, Outputs]:
@@ -329,11 +329,11 @@ def _why(fault: Exception) -> str:
     return f"{what}: {(str(fault).strip().splitlines() or [''])[0]}"
 
 
-def _figures(samples: Mapping[str, Samples]) -> dict[str, Any]:
-    """Times, each contender's speed as a share of cuBLAS's, and ours over each. A contender without
-    times has no ratios."""
+def _figures(regime: str, samples: Mapping[str, Samples]) -> dict[str, Any]:
+    """Times in a regime, each contender's speed as a share of cuBLAS's, and ours over each. A
+    contender without times has no ratios."""
     times = {name: s.timing().model_dump() for name, s in samples.items()}
-    found = {"times": times, "of_gemm": {}, "over": {}}
+    found: dict[str, Any] = {"regime": regime, "times": times, "of_gemm": {}, "over": {}}
     if gemm := samples.get("gemm"):
         found["of_gemm"] = {name: speedup(s, gemm).model_dump() for name, s in samples.items()}
     if ours := samples.get("ours"):

@@ -72,10 +72,10 @@ Dims = dict[str, int | str]
 
 
 class Extents(_Model):
-    """The dims of a kernel: its own, or with models those of each product where it stands."""
+    """The dims of a kernel, or with models the products where it stands."""
 
     dims: Dims = {}
-    products: dict[str, Dims] = {}
+    products: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class Benchmark(_Model):
 
     Attributes:
         sizes: Values of S. With models it stands for the rows.
-        models: By name, the widths that products' dims are made of.
+        models: By name, the widths that dims of products are made of.
+        products: Dims by name.
         contenders: Those that take part unless others are asked for; none means all.
         rounds: Timed rounds a cell.
         loops: Whether eager loops are timed too.
@@ -123,6 +124,7 @@ class Benchmark(_Model):
     dtype: str
     sizes: tuple[PositiveInt, ...]
     models: dict[str, dict[str, PositiveInt]] = {}
+    products: dict[str, Dims] = {}
     contenders: tuple[str, ...] = ()
     rounds: PositiveInt = 50
     loops: bool = False
@@ -139,8 +141,15 @@ class Benchmark(_Model):
         if not self.models:
             yield from (Place(k, s, self.kernels[k].dims) for k in kernels for s in sizes)
         for model, size, kernel in product(models or self.models, sizes, kernels):
-            for name, dims in self.kernels[kernel].products.items():
-                yield Place(kernel, size, dims, model, name, self.models[model])
+            for name in self.kernels[kernel].products:
+                yield Place(kernel, size, self.products[name], model, name, self.models[model])
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for kernel, extents in self.kernels.items():
+            if unknown := [name for name in extents.products if name not in self.products]:
+                raise ValueError(f"kernels.{kernel}: no product is named {unknown[0]!r}")
+        return self
 
 
 class Suite(_Model):

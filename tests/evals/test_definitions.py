@@ -123,6 +123,10 @@ def test_a_benchmark_has_extents_and_tiles(tmp_path: Path) -> None:
         (GOOD + "specs = 3\n", "Cannot overwrite a value"),
         (GOOD + MEASURED.replace("128]", "-1]"), r"benchmark.sizes.0: Input should be greater"),
         (GOOD + MEASURED.replace("1, true]]", "1]]"), r"benchmark.tiles.0: Input should be"),
+        (
+            GOOD + MEASURED.replace('dims = { N = "3 * S" }', 'products = ["o"]'),
+            "benchmark: kernels.gemm_rope: no product is named 'o'",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_with_its_name_and_fault(

@@ -108,11 +108,10 @@ def test_products_have_the_shapes_of_their_models() -> None:
     for place in BENCHMARK.places(sizes=[32]):
         spec = load_spec(ROOT / "specs" / f"{place.kernel}.md")
         spec.check_sizes(sizes := place.sizes(spec))
-        n, k = KNOWN[place.model][place.product]
-        # Backward, the gradient enters at the product's other side; gate and up were undone before.
-        wanted = (n, k)
-        if place.kernel.endswith("_bwd"):
-            wanted = (k, n)
+        name, back, _ = place.product.partition("-backward")
+        n, k = KNOWN[place.model][name]
+        assert bool(back) == place.kernel.endswith("_bwd")
+        wanted = (k, n) if back else (n, k)  # the gradient enters at the product's other side
         assert (sizes["M"], sizes["N"], sizes["K"]) == (32, *wanted), place.key
 
 
@@ -130,6 +129,8 @@ def test_cells_are_measured_once_and_in_parts(workspace: Path) -> None:
     ]  # fmt: skip
     down = found["tiny gemm_residual_partial_rmsnorm down 16"]
     assert (down["model"], down["product"]) == ("tiny", "down")
+    regimes = [down["regime"], down["steady"]["regime"], down["loop"]["regime"]]
+    assert regimes == ["warm", "steady", "loop"]
     assert down["sizes"] == {"M": 16, "N": 64, "K": 96}
     assert down["machine"]["gpu"] == MACHINE["gpu"]
     assert down["times"]["ours"] == {"median_us": 2e5, "interval_us": [2e5, 2e5]}
