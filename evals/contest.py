@@ -141,12 +141,13 @@ def run_contest(
         tasks.append(task)
     if device == "cuda":
         _compile_ahead(tasks, benchmark, say)
+    after: Mapping[str, Any] = {}
     for done, task in enumerate(tasks):
         if done and seconds is not None and time.monotonic() - began > seconds:
             say(f"stopped after {seconds:g} s: {len(tasks) - done} cells are left")
             break
         key, started = task.place.key, time.monotonic()
-        before = clock.gpu_state()
+        before = after or clock.gpu_state()
         try:
             figures = _measured(task, benchmark, clock, rounds or benchmark.rounds, device)
         except MachineError as fault:  # the clocks disagree; the next run may fare better
@@ -158,19 +159,15 @@ def run_contest(
             **{name: value for name, value in about.items() if value},
             "sizes": task.place.sizes(task.kernel.spec), "digests": task.digests,
             "machine": machine, "rounds": rounds or benchmark.rounds, **figures,
-            "gpu": {"before": before, "after": clock.gpu_state()},
+            "gpu": {"before": before, "after": (after := clock.gpu_state())},
             "seconds": round(time.monotonic() - started, 1),
         }  # fmt: skip
         write_record(path, {"suite": suite.name, "date": today()}, cells)
-        say(f"{key}: {_said(cells[key])} ({cells[key]['seconds']} s)")
+        ratios = {n: r["ratio"] for n, r in figures["of_gemm"].items() if n != "gemm"}
+        said = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        said = f"of the GEMM's speed: {said}" if said else "; ".join(figures["absent"].values())
+        say(f"{key}: {said} ({cells[key]['seconds']} s)")
     return path
-
-
-def _said(cell: Mapping[str, Any]) -> str:
-    ratios = {n: r["ratio"] for n, r in cell["of_gemm"].items() if n != "gemm"}
-    if not ratios:
-        return "; ".join(f"{name} {why}" for name, why in cell["absent"].items())
-    return "of the GEMM's speed: " + ", ".join(f"{n} {r:.3f}" for n, r in ratios.items())
 
 
 def _task(

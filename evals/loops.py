@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from coda_agent.agent.judge.samples import Samples
 
 CALLS, ROUNDS = 200, 5
-_LONGEST_US, _FEWEST = 50e3, 5
+_LONGEST_US, _FEWEST = 20e3, 5
 
 
 def time_loops(
@@ -21,7 +21,7 @@ def time_loops(
     Args:
         calls: By name; each called with its number in the loop.
         gpu_us: About how long the device takes for a call. A loop is shorter where 200 of them take
-            more than 50 ms, since the host then no longer decides.
+            more than 20 ms, since the host then no longer decides.
         device: "cuda", or "cpu" for tests.
 
     Returns:

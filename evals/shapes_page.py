@@ -10,12 +10,13 @@ from typing import Any
 
 from coda_agent.evals import pages, svg
 from coda_agent.evals.contest import contenders
+from coda_agent.evals.contest_page import FEW_ROWS
 from coda_agent.evals.definitions import Suite
 
 Cell = dict[str, Any]
 
 RANGES = {"1 to 128": (1, 128), "256 to 1024": (256, 1024), "2048 and more": (2048, 1 << 40),
-          "up to 512": (1, 512), "all": (1, 1 << 40)}  # fmt: skip
+          f"up to {FEW_ROWS}": (1, FEW_ROWS), "all": (1, 1 << 40)}  # fmt: skip
 """Ranges of rows that are summed up."""
 
 
@@ -35,15 +36,21 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
     sizes = sorted({cell["size"] for cell in cells})
     models = {m: [c for c in cells if c["model"] == m] for m in benchmark.models}
     heat = {
-        model: {row: {str(c["size"]): _best(c) for c in here} for row, here in _rows(found).items()}
+        model: {
+            row.removeprefix("gemm_"): {str(c["size"]): _best(c) for c in here}
+            for row, here in _rows(found).items()
+        }
         for model, found in models.items() if found
     }  # fmt: skip
     chart = page.with_suffix(".svg")
     slower = [c for c in cells if "compile" in c["over"] and c["over"]["compile"]["high"] < 1]
+    looped = [c for c in cells if "compile" in c.get("loop", {}).get("over", {})]
     pages.write(
         page, "shapes.md", suite=suite, cells=cells, record=file.relative_to(root).as_posix(),
         places=len(places), chart=chart.name, summary=_summary(cells),
         compared=sum("compile" in c["over"] for c in cells), slower=[_slow(c) for c in slower],
+        loops=[(c["size"] <= FEW_ROWS, c["loop"]["over"]["compile"]["high"] < 1) for c in looped],
+        few_rows=FEW_ROWS,
         tables={m: _tables(found, sizes) for m, found in models.items() if found},
         rounds=max((c["rounds"] for c in cells), default=0), widths=benchmark.models,
         unmeasured=[f"{_place(c)}: {c['absent'].get('ours', '')}" for c in unmeasured],

@@ -19,9 +19,9 @@ Rotation = Callable[[int], Outputs]
 """A call that takes the round's number and rotates over the workload's two sets of inputs."""
 
 EPS = 1e-6
-# bf16 code that rounds more often than ours errs by 5e-3, and rounding to e4m3 alone by 2.6e-2. A
+# bf16 code that rounds more often than ours errs by 5e-3, and rounding to e4m3 alone by 3e-2. A
 # wrong or missing term comes to 1e-1.
-LIMIT, LIMIT_8_BIT = 1e-2, 4e-2
+LIMIT, LIMIT_8_BIT = 1e-2, 5e-2
 _CHECKED = 256
 """About so many rows are checked where each row of every output is its own."""
 

@@ -267,9 +267,9 @@ def test_a_loop_is_timed_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(name: str) -> Callable[[int], None]:
         return lambda i: (counted[name].append(i), time.sleep(2e-3 if name == "slow" else 2e-4))[1]
 
-    found = loops.time_loops({n: call(n) for n in counted}, {"slow": 5e3, "fast": 1.0}, "cpu")
+    found = loops.time_loops({n: call(n) for n in counted}, {"slow": 2e3, "fast": 1.0}, "cpu")
     assert 2e3 <= found["slow"].median_us < 4e3 and 200 <= found["fast"].median_us < 2e3
-    assert len(counted["slow"]) == 5 + loops.ROUNDS * 10  # 50 ms at 5 ms a call
+    assert len(counted["slow"]) == 5 + loops.ROUNDS * 10  # 20 ms at 2 ms a call
     assert len(counted["fast"]) == 5 + loops.ROUNDS * loops.CALLS
     assert speedup(found["fast"], found["slow"]).low > 1
 
@@ -319,6 +319,7 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
     assert ["2048 and more", "1", "1.250", "1.250", "1.250", "0.900", "0.900", "1.100"] in rows
     assert ["256 to 1024", "0", "–", "–", "–", "–", "–", "–"] in rows
     assert "In 1 of 3 cells the whole interval of the warm ratio lies below 1." in text
+    assert "In a loop ours takes longer in 1 of 3 cells, 1 of 2 at up to 512 rows." in text
     slow = "- llama-3-8b, gemm_rmsnorm_rope, qkv, 16 rows: 0.800 (0.800–0.800), 64x128"
     assert slow in text and "gemm_swiglu, gate-up, 16 rows" not in text
     assert ["gemm_rmsnorm_rope, qkv", "0.80", "1.25"] in rows
@@ -331,9 +332,9 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
     svg = ET.fromstring(chart.read_text())
     tips = [str(tip.text) for rect in svg.iter("{http://www.w3.org/2000/svg}rect") for tip in rect]
     assert tips == [
-        "gemm_rmsnorm_rope, qkv, 16: 0.800 (torch.compile)",
-        "gemm_rmsnorm_rope, qkv, 2048: 1.100 (Liger)",
-        "gemm_swiglu, gate-up, 16: 1.125 (torch.compile)",
+        "rmsnorm_rope, qkv, 16: 0.800 (torch.compile)",
+        "rmsnorm_rope, qkv, 2048: 1.100 (Liger)",
+        "swiglu, gate-up, 16: 1.125 (torch.compile)",
     ]
     colours = [r.attrib["fill"] for r in svg.iter("{http://www.w3.org/2000/svg}rect")]
     assert len(set(colours)) == 2 and colours[1] == colours[2]
