@@ -85,6 +85,7 @@ class _Suspect(NamedTuple):
 def diagnose(
     out: torch.Tensor, truth: torch.Tensor, *, inputs: Inputs, gemm: tuple[str, str],
     tile: tuple[int, int], reference: Reference, again: torch.Tensor,
+    allowed: torch.Tensor | None = None,
 ) -> Diagnosis:  # fmt: skip
     """The most likely fault of `out`.
 
@@ -97,13 +98,16 @@ def diagnose(
         tile: Rows and columns of a CTA tile of the product.
         reference: Inputs to this output in float64.
         again: The output of a second run on the same inputs.
+        allowed: What each element may err. The worst element is the one that exceeds it most, or
+            by default the one that is off most.
     """
-    return _WrongOutput(out, truth, inputs, gemm, tile, reference).diagnosis(again)
+    return _WrongOutput(out, truth, inputs, gemm, tile, reference, allowed).diagnosis(again)
 
 
 def diagnosed(
     spec: Spec, binding: Mapping[str, str], inputs: Inputs, o: str, out: torch.Tensor,
     truth: torch.Tensor, *, tile: tuple[int, int] = (128, 128), again: torch.Tensor | None = None,
+    allowed: torch.Tensor | None = None,
 ) -> Diagnosis:  # fmt: skip
     """`diagnose` of output `o` of a spec, by its reference."""
     from coda_agent.specs import run_reference
@@ -114,7 +118,7 @@ def diagnosed(
     a, b = spec.gemm
     return diagnose(
         out, truth, inputs=inputs, gemm=(a, b), tile=tile, reference=reference,
-        again=out if again is None else again,
+        again=out if again is None else again, allowed=allowed,
     )  # fmt: skip
 
 
@@ -124,6 +128,7 @@ class _WrongOutput:
     def __init__(
         self, out: torch.Tensor, truth: torch.Tensor, inputs: Inputs,
         gemm: tuple[str, str], tile: tuple[int, int], reference: Reference,
+        allowed: torch.Tensor | None,
     ) -> None:  # fmt: skip
         import torch
 
@@ -132,6 +137,8 @@ class _WrongOutput:
         self.exact = out.dtype is torch.float64
         self.out = out.double()[:, None] if self.flat else out.double()
         self.truth = truth[:, None] if self.flat else truth
+        # 0 is allowed where a value is exact.
+        self.allowed = 1.0 if allowed is None else allowed.reshape(self.truth.shape) + 1e-30
         self.inputs, self.gemm, self.reference = inputs, gemm, reference
         rows, columns = self.truth.shape
         m, n = (inputs[name].shape[0] for name in gemm)
@@ -371,7 +378,8 @@ class _WrongOutput:
     def _answer(self, fault: str, text: str, confidence: float, mask: torch.Tensor) -> Diagnosis:
         import torch
 
-        size = (self.out - self.truth).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        off = (self.out - self.truth).abs() / self.allowed
+        size = off.nan_to_num(nan=torch.inf, posinf=torch.inf)
         row, column = divmod(int(torch.where(mask, size, -1.0).argmax()), self.truth.shape[1])
         where: JsonObject = {"fault": fault, "column" if self.by_column else "row": row}
         where |= {} if self.flat else {"column": column}

@@ -1,8 +1,8 @@
 """What a program means, apart from how it rounds: its graph against the reference, both in float64.
 
-- The outputs have to agree element by element to 1e-9. Two differences are allowed beyond that:
-  what disturbances of float64's own size do to the reference there, and constants that float32
-  rounds to the same number.
+- The outputs have to agree element by element to 1e-9. Three differences are allowed beyond that:
+  what disturbances of float64's own size do to the reference there, constants that float32 rounds
+  to the same number, and what the program's own operations round away, up to half of the digits.
 - Inputs leave the spec's draw, each by itself and together, within the domains that the spec
   declares. What a program does beyond the usual values is part of what it means.
 - Nothing is compiled and no element type enters. Rounding, places in memory and what a kernel does
@@ -24,6 +24,7 @@ from coda_agent.agent.judge.disturbance import disturbed
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import interpreted, one_thread
 from coda_agent.agent.judge.structures import base_shape
+from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ _PROBES = 8
 _CHAOTIC = 1e-3
 # A constant that is right to float32's rounding makes the same kernel.
 _CONSTANT = 2.0**-24
+# What an operation of the program may round, and the share of an element that all of them may. A
+# program may lose half of its digits: of float32's 24 it then keeps 12, and a 16-bit type has 11 at
+# most. x + (1 - cos(2x)) / 2 loses that much near 10^-8, where log(1 + x) loses nearly all.
+_ROUNDING = 2.0**-52
+_HALF = 2.0**-26
 # Binary exponents of the numbers of a type.
 _EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
 _WIDEST = (-126, 127)
@@ -94,7 +100,8 @@ def meaning_fault(
                 continue
             noise = _noise(spec, inputs, binding, seed, o, expected)
             allowed = _RELATIVE * expected.abs() + _LEAST + SAFETY * noise
-            allowed = allowed + _of_constants(spec, program, inputs, o, out)
+            constants, rounded = _of_rounding(spec, program, inputs, o, out, top)
+            allowed = allowed + constants + rounded.minimum(_HALF * expected.abs())
             chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
             wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
             if wrong.any():
@@ -246,19 +253,36 @@ def _noise(
     return largest_change(truth, runs)
 
 
-def _of_constants(
-    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor
-) -> torch.Tensor | float:
-    """What float32's rounding of the program's constants comes to."""
+def _of_rounding(
+    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor, top: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What float32's rounding of the program's constants comes to in output `o`, which saturates at
+    `top`, and what float64's rounding of its operations does."""
     import torch
 
-    moved, graph = out.new_zeros(()), program.graph
-    for i, node in enumerate(graph.nodes):
-        if node.op != "const" or float(torch.tensor(node.value).bfloat16()) == node.value:
+    constants, operations = torch.zeros_like(out), torch.zeros_like(out)
+    for i, node in enumerate(program.graph.nodes):
+        if node.op in ("acc", "operand"):
+            continue
+        if node.op == "const" and float(torch.tensor(node.value).bfloat16()) == node.value:
             continue  # short numbers are meant exactly
-        nodes = list(graph.nodes)
-        nodes[i] = dataclasses.replace(node, value=node.value * (1 + _CONSTANT))
-        changed = dataclasses.replace(graph, nodes=nodes)
-        other = replayed(spec, dataclasses.replace(program, graph=changed), inputs)[o]
-        moved = moved + (other - out).abs().nan_to_num(0.0, 0.0, 0.0)
-    return moved
+        moved, share = (constants, _CONSTANT) if node.op == "const" else (operations, _ROUNDING)
+        graph = _scaled(program.graph, i, 1 + share)
+        other = replayed(spec, dataclasses.replace(program, graph=graph), inputs)[o]
+        moved += (other.clamp(-top, top) - out).abs().nan_to_num(0.0, 0.0, 0.0)
+    return constants, operations
+
+
+def _scaled(graph: Graph, i: int, factor: float) -> Graph:
+    """`graph` with node `i` times a factor."""
+
+    def at(j: int) -> int:
+        return j if j < i else j + 2
+
+    nodes = graph.nodes
+    scaled = [
+        Node("const", (), Shape.SCALAR, value=factor),
+        Node("mul", (i, i + 1), nodes[i].shape),
+    ]
+    after = [dataclasses.replace(n, args=tuple(map(at, n.args))) for n in nodes[i + 1 :]]
+    return Graph(nodes[: i + 1] + scaled + after, {o: at(j) for o, j in graph.outputs.items()})

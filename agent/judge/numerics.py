@@ -274,6 +274,7 @@ class TileCheck:
             seen = diagnosed(
                 self.spec, self.binding, case.inputs, o, out, case.truth[o],
                 tile=(n, m) if self.config.swap_ab else (m, n), again=again,
+                allowed=case.allowed.get(o),
             )  # fmt: skip
             said += seen.text
             where |= seen.where

@@ -160,6 +160,9 @@ def _draw(value: Any, kind: type) -> dict[str, Any]:
     if kind is ColIndex:
         return {"integers": [0, "N"]}
     low, high = float(value.double().min()), float(value.double().max())
+    # Rounding errors beside positive numbers, such as the low parts of `rotary`'s turns, are no
+    # sign: drawn with one, the two parts of a turn would cancel where neither is small.
+    low = max(low, 0.0) if -low < 2.0**-20 * high else low
     if low < 0:
         return {"normal": {"std": float(value.double().std())}}
     return {"uniform": [low, high]}

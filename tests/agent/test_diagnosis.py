@@ -207,3 +207,19 @@ def test_what_differs_in_few_elements_alone_is_not_explained_by_anything() -> No
     )  # fmt: skip
     assert seen.fault != "swapped_pair" and "swapped" not in seen.text
     assert (seen.where["row"], seen.where["column"]) == (3, 4)
+
+
+def test_the_worst_element_is_the_one_that_exceeds_what_is_allowed_there() -> None:
+    """Not the largest number, whose rounding is larger than the fault."""
+    inputs = draw()
+    truth = full({x: v.double() for x, v in inputs.items()})
+    allowed = truth.abs() * 2.0**-8 + 2.0**-8
+    out = truth + 0.5 * allowed
+    row, column = divmod(int(truth.abs().argmin()), N)
+    out[row, column] = truth[row, column] + 1.5 * allowed[row, column]
+    seen = diagnose(
+        out.bfloat16(), truth, inputs=inputs, gemm=("A", "B"), tile=TILE,
+        reference=lambda x: full({n: v.double() for n, v in x.items()}), again=out.bfloat16(),
+        allowed=allowed,
+    )  # fmt: skip
+    assert (seen.where["row"], seen.where["column"]) == (row, column)

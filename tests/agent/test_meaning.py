@@ -84,6 +84,7 @@ def test_accepted_kernels_mean_their_references(name: str) -> None:
         ("F.gelu(z, approximate='tanh') * r", "gelu_erf(acc) * r", None, None),
         ("torch.log1p(z.abs()) * r", "log(1.0 + absolute(acc)) * r", "all inputs small", None),
         ("z * torch.sigmoid(r)", "acc * maximum(sigmoid(r), 0.0004)", "r times -64", None),
+        ("z * r", "((acc + 1.0) - 1.0) * r", "all inputs small", 1.0),  # all digits are lost
     ],
 )
 def test_what_differs_on_other_inputs_is_another_function(
@@ -139,6 +140,23 @@ def test_a_sine_of_a_huge_angle_is_no_number_to_compare(seed: int) -> None:
     subjects, _ = corpus.demonstrations(demos())
     (rope,) = (subject for subject in subjects if subject.name == "demonstration rope")
     assert check_meaning(rope.spec, rope.programs, seed=seed) == []
+
+
+def test_a_program_may_round_half_of_its_digits_away() -> None:
+    """The cosine of 2 · 5e-9 rounds to 1, and sin² is 5e-9 of the element."""
+    subjects, _ = corpus.demonstrations(demos())
+    (snake,) = (subject for subject in subjects if subject.name == "demonstration snake")
+    assert check_meaning(snake.spec, snake.programs, seed=2557469557) == []
+
+
+def test_a_constant_excuses_nothing_where_the_store_saturates() -> None:
+    """Where 448 is stored and 440 is due, a product of a long constant goes far beyond both."""
+    text = SPEC.replace("O: {shape: [M, N], dtype: T}", "O: {shape: [M, N], dtype: float8_e4m3fn}")
+    text = text.replace(".to(A.dtype)", ".to(torch.float8_e4m3fn)").replace("<domain>", "")
+    spec = load_spec(Path("k.md"), text=text.replace("<body>", "torch.where(z > 0, 440.0, 0 * r)"))
+    (finding,) = findings(spec, "step(acc) * 9001.7 + 0.0 * r", seed=3)
+    assert finding.where["got"] == 448 and finding.where["expected"] == 440
+    assert findings(spec, "step(acc) * 440.0 + 0.0 * r", seed=3) == []
 
 
 def test_a_constant_beyond_float32s_rounding_is_another() -> None:

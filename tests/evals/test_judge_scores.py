@@ -149,6 +149,13 @@ def test_elu_keeps_its_digits_near_0_whatever_exp_errs(
     assert JUDGE.numerics(right, JUDGE.run, SEED) is None
 
 
+def test_turns_are_drawn_as_positive_as_they_are(demonstrated: dict[str, Subject]) -> None:
+    """Drawn as a number and its negative, position 131072 turned by both parts of a frequency 0."""
+    rope = demonstrated["rope"]
+    assert rope.spec.inputs["t"].draw.kind == "uniform"
+    assert JUDGE.numerics(rope, JUDGE.run, 2258249325) is None
+
+
 def test_every_demonstration_has_a_spec(demonstrated: dict[str, Subject]) -> None:
     assert len(demonstrated) >= 30
     assert demonstrated["accumulate_gradient"].spec.updated() == {"dW": "dW_held"}
