@@ -160,17 +160,19 @@ class _Walk:
             "tune": self._tune,
             **{tool: partial(self._sanitized, tool=tool) for tool in SANITIZERS},
         }
-        for name, step in steps.items():
-            if name not in gates and name != "static":
-                continue
-            with self._gate(name) as result:
-                step(result)
-            if not result.passed:
-                break
-        if self.begun:
-            # Left behind, it would compute beside the next walk; and two threads that parse at
-            # once make CPython 3.11 raise SystemError.
-            wait([self.begun])
+        try:
+            for name, step in steps.items():
+                if name not in gates and name != "static":
+                    continue
+                with self._gate(name) as result:
+                    step(result)
+                if not result.passed:
+                    break
+        finally:
+            if self.begun:
+                # Left behind, it would compute beside the next walk; and two threads that parse at
+                # once make CPython 3.11 raise SystemError.
+                wait([self.begun])
 
     def _ahead(self) -> PrepareJob:
         """What the GPU can do while the candidate is compiled."""

@@ -19,17 +19,20 @@ version that no lock holds. Two commands bring the lock up to date:
 from __future__ import annotations
 
 import ast
-import hashlib
+import contextlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.target import user_cache
 
 ROOT = Path(__file__).parents[2]
 LOCK = Path(__file__).with_name("rules.lock.json")
@@ -142,25 +145,57 @@ def moved(then: Mapping[str, str], gate: str) -> list[str]:
     return [name for name, version in versions(gate).items() if then.get(name) != version]
 
 
+class _Kept(BaseModel):
+    sources: str
+    """SHA-256 of all texts that the meanings follow from, this module's among them."""
+    meanings: dict[str, str]
+
+
 @lru_cache(maxsize=1)
-def meanings(root: Path = ROOT) -> dict[str, str]:
-    """The digest of each rule's meaning, by the sources under `root`."""
-    found: dict[str, str] = {}
+def meanings() -> dict[str, str]:
+    """The digest of each rule's meaning, by the sources.
+
+    Parsing them takes 0.3 s, so the user's cache keeps the digests until a source changes.
+    """
+    file, sources = user_cache() / "meanings.json", sha256(Path(__file__).read_bytes())
+    for module, text in sorted(_texts(ROOT).items()):
+        sources.update(f"{module}\0{text}\0".encode())
+    with contextlib.suppress(OSError, ValueError):
+        kept = _Kept.model_validate_json(file.read_bytes())
+        if kept.sources == sources.hexdigest():
+            return kept.meanings
+    found = parsed_meanings(ROOT)
+    part = file.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time alone
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = _Kept(sources=sources.hexdigest(), meanings=found)
+        part.write_text(kept.model_dump_json(), "utf-8")
+        part.replace(file)
+    return found
+
+
+def parsed_meanings(root: Path) -> dict[str, str]:
+    """`meanings` of the sources under `root`, which are parsed."""
+    found, texts = dict[str, str](), _texts(root)
     for name, rule in RULES.items():
-        hashed = hashlib.sha256()
+        hashed = sha256()
         for module in sorted(rule.modules):
-            file = root / module
-            # A module that is gone is a change as well, and no reason to judge nothing.
-            text = file.read_text("utf-8") if file.is_file() else ""
             said = module.startswith("agent/judge/")
-            hashed.update(f"{module}\0{meaning(text, prose=said)}\0".encode())
+            hashed.update(f"{module}\0{meaning(texts[module], prose=said)}\0".encode())
         found[name] = f"sha256:{hashed.hexdigest()}"
     return found
 
 
-def differing(root: Path = ROOT) -> list[str]:
+def _texts(root: Path) -> dict[str, str]:
+    """The text of each module of a rule; a module that is gone is a change as well, and no reason
+    to judge nothing."""
+    files = {module: root / module for rule in RULES.values() for module in rule.modules}
+    return {m: file.read_text("utf-8") if file.is_file() else "" for m, file in files.items()}
+
+
+def differing() -> list[str]:
     """The rules whose meaning, by the sources, is not what the lock holds."""
-    return [n for n, now in meanings(root).items() if n not in lock() or lock()[n].meaning != now]
+    return [n for n, now in meanings().items() if n not in lock() or lock()[n].meaning != now]
 
 
 def raise_versions(names: Iterable[str], why: str, path: Path = LOCK) -> dict[str, Locked]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
@@ -20,6 +21,7 @@ from coda_agent.agent.judge import (
     _Walk,
     compile_gate,
     judge_candidate,
+    meaning,
     tune_candidate,
 )
 from coda_agent.agent.judge.records import (
@@ -28,6 +30,7 @@ from coda_agent.agent.judge.records import (
     PerformanceReport,
 )
 from coda_agent.generated.tuning import TunedShape
+from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, admit, load_spec
 
@@ -104,6 +107,26 @@ def test_a_right_candidate_is_proved_and_says_what_was_not_shown(spec: Spec) -> 
     kinds = [k for k, _ in events]
     assert kinds.count("gate.started") == kinds.count("gate.finished") == 4
     assert "gate.progress" in kinds
+
+
+def test_nothing_computes_on_where_a_gate_cannot_end(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    def slow(*_: Any) -> list[Any]:
+        time.sleep(0.3)
+        done.append("meaning")
+        return []
+
+    def failing(*_: Any) -> None:
+        raise MachineError("the workers are gone")
+
+    monkeypatch.setattr(meaning, "check_meaning", slow)
+    monkeypatch.setattr(compile_gate, "compile_all", failing)
+    with pytest.raises(MachineError):
+        judge(spec, RIGHT, gates=("static", "compile", "numerics"))
+    assert done == ["meaning"]
 
 
 # References that differentiate, where approximations cancel in the slope: 1 - tanh².

@@ -28,14 +28,39 @@ def sources(tmp_path: Path) -> Path:
 
 def changed(sources: Path, file: str, pattern: str, into: str) -> set[str]:
     """The rules whose meaning changes when the first match of `pattern` in a file is replaced."""
-    before = rules.meanings.__wrapped__(sources)
+    before = rules.parsed_meanings(sources)
     path = sources / file
     text = path.read_text("utf-8")
     edited = re.sub(pattern, into, text, count=1, flags=re.MULTILINE)
     assert edited != text, f"{pattern!r} is not in {file}"
     path.write_text(edited, "utf-8")
-    after = rules.meanings.__wrapped__(sources)
+    after = rules.parsed_meanings(sources)
     return {name for name in RULES if before[name] != after[name]}
+
+
+def test_sources_are_parsed_once_until_one_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parsed, parse = list[Path](), rules.parsed_meanings
+
+    def counted(root: Path) -> dict[str, str]:
+        parsed.append(root)
+        return parse(root)
+
+    monkeypatch.setattr(rules, "parsed_meanings", counted)
+    fresh, kept = rules.meanings.__wrapped__, tmp_path / "coda-agent" / "meanings.json"
+    before = fresh()
+    assert before == parse(ROOT) == fresh() and len(parsed) == 1
+    for torn in (kept.read_text()[:-9], "[]", ""):
+        kept.write_text(torn)
+        assert before == fresh() == fresh()
+    assert len(parsed) == 4
+    edited = rules._texts(ROOT) | {"agent/judge/oracle.py": "X = 1"}
+    monkeypatch.setattr(rules, "_texts", lambda root: edited)
+    assert fresh()["numerics"] != before["numerics"] and len(parsed) == 5
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # no folder
+    assert fresh() == parse(ROOT)
 
 
 def gates_on(rule: str) -> set[str]:
