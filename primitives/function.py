@@ -258,10 +258,12 @@ class ProgramFunction:
 
 def reduction_block(program: Program, config: TileConfig) -> int | None:
     """The block of raw partials a configuration gives in one launch; None where rows and columns
-    are both reduced over, by different extents, or where partials of K are summed first."""
+    are both reduced over, by different extents, where partials of K are summed first, or where the
+    product is a launch of its own."""
     kinds = program.reductions.values()
     extents = {kind.block(config) for kind in kinds} or {config.tile_n}
-    return extents.pop() if len(extents) == 1 and config.split_k == 1 else None
+    one_launch = config.split_k == 1 and config.fused
+    return extents.pop() if len(extents) == 1 and one_launch else None
 
 
 def _name(dtype: Any) -> str:

@@ -89,7 +89,7 @@ def degrees(graph: Graph) -> list[Degree]:
     return out
 
 
-def launches(program: Program, *, raw: bool = False) -> int:
+def launches(program: Program, *, fused: bool = True, raw: bool = False) -> int:
     """Kernels, fills and copies that one call runs on the device, given operands it can load as
     they are.
 
@@ -98,9 +98,11 @@ def launches(program: Program, *, raw: bool = False) -> int:
 
     Args:
         program: The program.
+        fused: Whether the configuration is; else cuBLAS's product comes first, counted as one
+            launch. Where cuBLAS sums parts of K in a kernel of its own, there is one more.
         raw: Whether reductions stay partials; else a launch folds each.
     """
-    return 1 + (0 if raw else len(program.reductions))
+    return 1 + (not fused) + (0 if raw else len(program.reductions))
 
 
 def inspect_program(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives import unfused
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import kernel_names, lower
 from coda_agent.primitives.program import Program
@@ -110,7 +111,7 @@ def launch(
     *,
     run: bool = True,
 ) -> Bound:
-    """Run `program` in one kernel launch.
+    """Run `program` in one kernel launch, or in two where the configuration is unfused.
 
     Args:
         program: The program.
@@ -138,7 +139,8 @@ def _launch(
     *,
     run: bool = True,
 ) -> Bound:
-    bound = Bound(program, config, _fused(program, a, b, operands, outputs, config))
+    resolve = _fused if config.fused else unfused.resolve
+    bound = Bound(program, config, resolve(program, a, b, operands, outputs, config))
     if run:
         bound.enqueue(a, b, operands, outputs)
     return bound

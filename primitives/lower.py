@@ -121,7 +121,7 @@ def forget() -> None:
 # The modules that decide what a graph compiles to.
 _LOWERING = (
     "graph operation fast_math ops pairwise gather ptx kinds resources reductions lower masked_sum "
-    "stores wide head_table"
+    "stores wide head_table elementwise"
 )
 
 
@@ -172,7 +172,7 @@ class Replay:
     def __call__(self, acc: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         graph, outputs = self.program.graph, self.program.outputs
         operands = {o: values.get(self.names[o]) for o in self.program.operands}
-        replayed = graph.replay(acc, operands, _apply)
+        replayed = graph.replay(acc, operands, apply)
         results = {}
         for o, kind in outputs.items():
             value = replayed[graph.outputs[o]]
@@ -189,11 +189,11 @@ class Replay:
             if node.op == "mul":
                 x, y = (replayed[a] for a in node.args)
                 return _lifted(x, value), _lifted(
-                    _apply("mul", y, weight) if kind.mean else y, value
+                    apply("mul", y, weight) if kind.mean else y, value
                 )
             return value, _lifted(weight, value)
         if kind.mean:
-            value = _apply("mul", value, weight)
+            value = apply("mul", value, weight)
         if half:
             # Both lanes of a pair reach the reduction: the second contributes its identity.
             return value, value if kind.combine == "max" else _lifted(kind.identity(), value)
@@ -216,7 +216,7 @@ def _lifted(x: Any, like: Any) -> Any:
     return Float32(x) if isinstance(x, float) else x
 
 
-def _apply(name: str, *args: Any) -> Any:
+def apply(name: str, *args: Any) -> Any:
     """Apply an operation to Float32 scalars, to `Pair`s lane by lane, or to packed f32x2 lanes."""
     from quack.epilogue.math import F2, Pair
 

@@ -101,6 +101,7 @@ def compile_blind(
     """
     import torch
 
+    from coda_agent.primitives import unfused
     from coda_agent.primitives.launch import allocate, launch
     from coda_agent.primitives.lower import forget
 
@@ -114,6 +115,7 @@ def compile_blind(
     dtypes = {o: getattr(torch, name) for o, name in output_dtypes.items()}
     with target(arch), _recorded() as record:
         forget()
+        unfused.forget()
         outputs = allocate(program, _M, _N, dtypes, config, "meta")
         a, b = meta(_M, _K, name=dtype), meta(_N, _K, name=dtype)
         launch(program, a, b, operands, outputs, config, run=False)

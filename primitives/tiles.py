@@ -27,6 +27,8 @@ class TileConfig:
         split_k: CTAs that share one output tile, each a part of K; the last one runs the epilogue.
         swap_ab: Compute the transposed product: tile_m then cuts N, and tile_n cuts M.
         persistent: One CTA an SM takes tile after tile; else one CTA a tile.
+        fused: One kernel; else cuBLAS's product and then a kernel of `tile_m` rows and `tile_n`
+            columns a CTA (`unfused.py`), to which nothing else here applies.
     """
 
     tile_m: int
@@ -38,6 +40,7 @@ class TileConfig:
     split_k: int = 1
     swap_ab: bool = False
     persistent: bool = True
+    fused: bool = True
 
     def parts(self, k: int) -> int:
         """CTAs that share an output tile where the inner dimension is `k`: `split_k`, or 1 where K
@@ -47,7 +50,10 @@ class TileConfig:
 
     @property
     def label(self) -> str:
-        """Short name, e.g. `128x192 pp 2x1`, or `64x256 coop 1x1 s4 k2 swap once`."""
+        """Short name, e.g. `128x192 pp 2x1`, `64x256 coop 1x1 s4 k2 swap once`, or
+        `1x1024 unfused`."""
+        if not self.fused:
+            return f"{self.tile_m}x{self.tile_n} unfused"
         parts = [
             f"{self.tile_m}x{self.tile_n}",
             "pp" if self.pingpong else "coop",
@@ -88,6 +94,17 @@ SM90_CONFIGS: tuple[TileConfig, ...] = (
 )
 SWIZZLES = (2, 4, 16)
 
+# cuBLAS's product and a kernel that replays the graph on it: a row a CTA, so that a few rows keep
+# all SMs busy, and several, so that sums over rows leave fewer partials.
+UNFUSED: tuple[TileConfig, ...] = (
+    TileConfig(1, 1024, fused=False),
+    TileConfig(4, 512, fused=False),
+    TileConfig(8, 1024, fused=False),
+)
+# Rows up to which they are tried: beyond, the float32 product costs more traffic than a fused
+# kernel's padding.
+FEW_ROWS = 1024
+
 # One configuration an architecture for the compile gate; SM90's is also what an untuned call runs.
 DEFAULT_CONFIGS: dict[str, TileConfig] = {
     "sm_90a": TileConfig(128, 128, 2, 1, True),
@@ -108,9 +125,9 @@ def offered(
         program: The program. Paired ones need tile_n divisible by 32 for their half-width stores.
         shapes: (M, N, K) it will be tuned for. Where an output is too small to fill the GPU, forms
             that split K are offered too, and transposed ones, which a program without pairs, tables
-            and reductions allows.
+            and reductions allows. Unfused forms always are, and `suits` says where they may run.
     """
-    base = tuple(c for c in SM90_CONFIGS if not program.paired or c.tile_n % 32 == 0)
+    base = tuple(c for c in SM90_CONFIGS if not program.paired or c.tile_n % 32 == 0) + UNFUSED
     if all(-(-m // 128) * -(-n // 128) >= _STARVED for m, n, _ in shapes):
         return base
     small = TileConfig(128, 128, 1, 1, True), TileConfig(64, 256, 1, 1, True)
@@ -119,3 +136,8 @@ def offered(
     plain &= all(kind is Tile for kind in program.outputs.values())
     narrow = tuple(TileConfig(128, n, 1, 1, True, swap_ab=True) for n in (32, 64, 128) if plain)
     return base + split + narrow
+
+
+def suits(config: TileConfig, m: int) -> bool:
+    """Whether a configuration may be picked where there are `m` rows."""
+    return config.fused or m <= FEW_ROWS

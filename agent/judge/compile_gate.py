@@ -45,11 +45,14 @@ _STORES = {name: kind.instruction for name, kind in OUTPUT_KINDS.items() if kind
 def lacking(job: CompileJob, found: Mapping[str, int]) -> str:
     """What an object's instructions do not show of what its job declares: tensor-core products of
     the operands' type and of no other, loads and stores of tiles by TMA. Empty where all is there.
+    The object of an unfused form is its elementwise kernel, which shows neither.
 
     Args:
         job: The compile job.
         found: `primitives.target.instructions` of the object.
     """
+    if not job.config.fused:
+        return "an elementwise kernel multiplies matrices" if any(map(is_mma, found)) else ""
     expected = _MMA.get((job.arch, job.dtype))
     products = {name for name in found if is_mma(name)}
     if products != {expected} if expected else not products:

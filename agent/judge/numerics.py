@@ -62,8 +62,8 @@ def check_numerics(
         spec: The spec.
         programs: By variant name.
         tiles: Configurations to check, by (program, element type). The default one, or the first
-            where it is not among them, sees every case. The others see those that depend on the
-            tile.
+            where it is not among them, sees every case, and so does the first unfused one. The
+            others see those that depend on the tile.
         device: "cuda" runs kernels, "cpu" the interpreter.
         progress: Called as (done, total, note).
         run: What produces outputs; `run_kernel` or `run_interpreter` by default.
@@ -86,11 +86,15 @@ def check_numerics(
             name, kept = " ".join(key), list[TileConfig]()
             cases = _Kept(make_cases(spec, binding, element, device, seed))
             worst[name] = WorstError(seed=seed)
-            full = default if default in configs else next(iter(configs), None)
+            # One of each code: what does not depend on the tile may depend on that.
+            full = {
+                default if default in configs else next(iter(configs), None),
+                next((c for c in configs if not c.fused), None),
+            }
             for config in configs:
                 progress(done := done + 1, total, f"{name} {config.label}")
                 check = TileCheck(spec, program, binding, element, config, run, seed)
-                fault = check.fault(cases, full=config == full)
+                fault = check.fault(cases, full=config in full)
                 if fault is None:
                     kept.append(config)
                     worst[name] = check.worst(worst[name])

@@ -66,8 +66,8 @@ RULES = {
     "lowering": Rule(
         _in(
             "primitives",
-            "fast_math fold function head_table launch lower masked_sum plan stores target tiles "
-            "wide",
+            "elementwise fast_math fold function head_table launch lower masked_sum plan stores "
+            "target tiles unfused wide",
         )
     ),
     "static": Rule(_in("agent/judge", "static"), ("walk", "language")),

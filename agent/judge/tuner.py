@@ -25,7 +25,7 @@ from coda_agent.primitives.function import reduction_block
 from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.tiles import SWIZZLES, TileConfig
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig, suits
 
 if TYPE_CHECKING:
     import torch
@@ -147,11 +147,13 @@ class Problem:
     def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
         """Right configurations with their median time in microseconds, fastest first; those that
         came into the last round stand before the others."""
-        right = [c for c in configs if self.is_right(c)]
+        m, _, _ = self.mnk
+        right = [c for c in configs if suits(c, m) and self.is_right(c)]
         if not right:
             return []
         first = self._ranked(right, SEARCH_ROUNDS)
-        orders = [replace(c, swizzle=s) for c, _ in first[:3] for s in SWIZZLES if self._cut(c) > s]
+        fused = [c for c, _ in first[:3] if c.fused]
+        orders = [replace(c, swizzle=s) for c in fused for s in SWIZZLES if self._cut(c) > s]
         second = self._ranked([c for c, _ in first[:LAST]] + orders, SEARCH_ROUNDS)
         last = self._ranked([c for c, _ in second[:LAST]], 3 * SEARCH_ROUNDS)
         known = {c for c, _ in last}

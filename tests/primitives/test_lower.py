@@ -73,7 +73,7 @@ from coda_agent.primitives.lower import (
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ops import fma
 from coda_agent.primitives.target import compile_blind, cubin, sass, target
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS, SM90_CONFIGS, TileConfig, offered
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, SM90_CONFIGS, UNFUSED, TileConfig, offered
 
 
 @epilogue(D=Tile, O=HalfTile)
@@ -679,6 +679,7 @@ def scaled_by_table(acc, cs: HeadTable):
 )
 def test_offered_tiles(program: Program, base: set[TileConfig], small: set[TileConfig]) -> None:
     full = (128 * 11, 128 * 12, 4096)  # 132 tiles, one for each SM
+    base = base | set(UNFUSED)
     assert set(offered(program)) == set(offered(program, [full])) == base
     assert set(offered(program, [full, (128 * 131, 128, 64)])) == base | small
     assert len(offered(program, [(1, 16, 8)])) == len(base) + len(small)
@@ -703,6 +704,9 @@ def test_labels() -> None:
     every = TileConfig(64, 256, swizzle=4, split_k=2, swap_ab=True, persistent=False)
     assert every.label == "64x256 coop 1x1 s4 k2 swap once"
     assert TileConfig(**every.to_dict()) == every
+    assert UNFUSED[0].label == "1x1024 unfused"
+    stored = {k: v for k, v in every.to_dict().items() if k != "fused"}  # before the field was
+    assert TileConfig(**stored) == every
     tiles = offered(scaled, [(1, 16, 8)])
     assert len({c.label for c in tiles}) == len(tiles)
 

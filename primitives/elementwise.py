@@ -1,0 +1,358 @@
+"""The elementwise kernel of an unfused call: a program's graph on a finished float32 product; only
+the lowering imports this.
+
+- A thread owns eight adjacent columns, which rows of every tensor hold in 16-byte units, and takes
+  row after row of its CTA. So a sum over rows needs no other thread, and one over columns a warp's
+  shuffles and a word of shared memory for each warp.
+- What lies past the edge reads the first row or column, gives its identity to reductions, and is
+  not stored.
+- The kernel starts while the product still runs, and waits for its end before it reads anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cutlass_dsl import select_
+from quack.cute_dsl_utils import torch2cute_dtype_map
+from quack.epilogue.math import Pair
+
+from coda_agent.primitives.graph import Shape
+from coda_agent.primitives.lower import apply
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import (
+    ColIndex,
+    ColVector,
+    HeadTable,
+    RowGather,
+    RowVector,
+    Scalar,
+)
+from coda_agent.primitives.tiles import TileConfig
+
+_arch: Any = cute.arch
+_math: Any = cute.math
+
+COLUMNS = 8  # a thread; every row's length is a multiple
+_AT_ONCE = 4  # rows whose loads are in flight together
+
+
+class Elementwise:
+    """The kernel of one program in one configuration; every tensor's type is its argument's."""
+
+    def __init__(self, program: Program, config: TileConfig) -> None:
+        self.program, self.rows, self.columns = program, config.tile_m, config.tile_n
+        self.at_once = math.gcd(self.rows, _AT_ONCE)
+        self.warps = self.columns // COLUMNS // 32
+        self.nodes = program.graph.nodes
+        self.root = {o: self.nodes[i] for o, i in program.graph.outputs.items()}
+        kinds = program.reductions.items()
+        self.across = {o: kind for o, kind in kinds if not kind.over_rows}
+        self.down = {o: kind for o, kind in kinds if kind.over_rows}
+
+    @cute.jit
+    def __call__(self, tensors: tuple, stream):
+        m, n = tensors[0].shape
+        self.kernel(tensors).launch(
+            grid=[cute.ceil_div(m, self.rows), cute.ceil_div(n, self.columns), 1],
+            block=[self.columns // COLUMNS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple):
+        _arch.griddepcontrol_wait()
+        product, count = tensors[0], len(self.program.operands) + 1
+        place = _Place(self, product)
+        operands = dict(zip(self.program.operands, tensors[1:count], strict=True))
+        stores = dict(zip(self.program.outputs, tensors[count:], strict=True))
+        # What is the same in every row.
+        fixed = self._fixed(operands, place)
+        partials = self._partials()
+        sums = {o: _registers(COLUMNS, kind.identity()) for o, kind in self.down.items()}
+        for step in cutlass.range(  # pyright: ignore[reportPrivateImportUsage]
+            self.rows // self.at_once, unroll=1
+        ):
+            self._visit(
+                place, step * self.at_once, product, operands, stores, fixed, sums, partials
+            )
+        # Launches what follows while the last rows are stored; it waits for this kernel's end.
+        _arch.griddepcontrol_launch_dependents()
+        for o in self.down:
+            _store(stores[o], sums[o], place.down, place.vector, place.inside)
+        if len(self.across) > 0:
+            _arch.barrier()
+            self._finish(place, stores, partials)
+
+    def _fixed(self, tensors: Mapping[str, Any], place: Any) -> dict[str, Any]:
+        found = {}
+        for o, kind in self.program.operands.items():
+            if kind is RowVector:
+                found[o] = _loaded(tensors[o], None, place.column, COLUMNS)
+            elif kind is Scalar:
+                found[o] = tensors[o] if isinstance(tensors[o], Float32) else tensors[o][0]
+        return found
+
+    def _partials(self) -> dict[str, tuple[Any, ...]]:
+        """Shared memory of each reduction over columns: for each row and warp a value, of a
+        log-sum-exp the maximum and the sum."""
+        memory: Any = cutlass.utils.SmemAllocator()  # pyright: ignore[reportPrivateImportUsage]
+        layout = cute.make_layout((self.rows, self.warps))
+        return {
+            o: tuple(
+                memory.allocate_tensor(Float32, layout, byte_alignment=4)
+                for _ in range(2 if kind.combine == "logsumexp" else 1)
+            )
+            for o, kind in self.across.items()
+        }
+
+    def _visit(
+        self, place: Any, first: Any, product: Any, tensors: Any, stores: Any, fixed: Any,
+        sums: Any, partials: Any,
+    ) -> None:  # fmt: skip
+        """A few rows: loads of all of them, then the rest row by row."""
+        rows = [_Row(place, first + i) for i in range(self.at_once)]
+        loaded = [self._load(row, product, tensors, stores) for row in rows]
+        for row, (acc, values, held) in zip(rows, loaded, strict=True):
+            results = self._replayed(acc, {**fixed, **values})
+            for o, kind in self.program.outputs.items():
+                if o in self.down:
+                    _fold_rows(self.down[o].combine, sums[o], results[o], row.inside)
+                elif o in self.across:
+                    found = _folded(self.across[o].combine, results[o], place.inside)
+                    _keep(partials[o], found, row.local, place)
+                elif kind is RowGather:
+                    index = values[self.nodes[self.root[o].args[1]].name]
+                    self._gather(stores[o], results[o], index, row)
+                else:
+                    made = _converted(results[o], stores[o].element_type)
+                    if o in held:
+                        made = _added(made, held[o])
+                    _store(stores[o], made, row.index, place.vector, row.inside & place.inside)
+
+    def _load(
+        self, row: Any, product: Any, tensors: Any, stores: Any
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """A row's product, operands, and what an output adds to."""
+        column, values = row.place.column, {}
+        for o, kind in self.program.operands.items():
+            match kind:
+                case _ if kind is ColVector:
+                    values[o] = tensors[o][row.read].to(Float32)
+                case _ if kind is ColIndex:
+                    values[o] = Int64(tensors[o][row.read])
+                case _ if kind is HeadTable:
+                    s, w = tensors[o].shape
+                    at = column % (w // COLUMNS)
+                    values[o] = _loaded(tensors[o], row.read % s, at, COLUMNS)
+                case _ if kind.varies in (Shape.TILE, Shape.WIDE):
+                    width = COLUMNS * (2 if kind.varies is Shape.WIDE else 1)
+                    values[o] = _loaded(tensors[o], row.read, column, width)
+        held = {
+            o: _loaded(stores[o], row.read, column, COLUMNS)
+            for o, kind in self.program.outputs.items()
+            if kind.accumulates
+        }
+        return _loaded(product, row.read, column, COLUMNS), values, held
+
+    def _replayed(self, acc: list[Any], values: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """The outputs' values in this thread's columns of a row."""
+        step = 2 if self.program.paired else 1
+        found: dict[str, list[Any]] = {o: [] for o in self.program.outputs}
+        for e in range(COLUMNS // step):
+            operands = {
+                o: _lane(value, e, COLUMNS // step) if isinstance(value, list) else value
+                for o, value in values.items()
+            }
+            replayed = self.program.graph.replay(_lane(acc, e, COLUMNS // step), operands, apply)
+            for o, i in self.program.graph.outputs.items():
+                value = replayed[i]
+                found[o] += [*value] if isinstance(value, tuple) else [value]
+        return found
+
+    @cute.jit
+    def _gather(self, out, values, index, row):
+        n, start = Int64(row.place.n), Int64(row.place.start)
+        found = Float32(0.0)
+        for j, value in enumerate(values):
+            found = Float32(select_(index == start + j, Float32(value), found))
+        here = (index >= start) & (index < start + COLUMNS) & row.place.inside
+        nowhere = ((index < 0) | (index >= n)) & (start == 0)
+        if (here | nowhere) & row.inside:
+            out[row.index] = found.to(out.element_type)
+
+    @cute.jit
+    def _finish(self, place, stores, partials):
+        row = place.down * self.rows + place.thread
+        if (place.thread < self.rows) & (row < place.m):
+            for o, kind in self.across.items():
+                half = self.root[o].shape is Shape.HALF
+                weight = 1.0 / (self.columns // (2 if half else 1)) if kind.mean else 1.0
+                planes = [[p[place.thread, w] for w in range(self.warps)] for p in partials[o]]
+                stores[o][row, place.across] = _total(kind.combine, planes) * weight
+
+
+class _Place:
+    """Where a thread works: `column` is the vector of columns that it reads, `vector` the one it
+    stores to."""
+
+    def __init__(self, kernel: Elementwise, product: Any) -> None:
+        self.thread, _, _ = _arch.thread_idx()
+        self.down, self.across, _ = _arch.block_idx()
+        self.m, self.n = product.shape
+        self.first = self.down * kernel.rows
+        self.vector = self.across * (kernel.columns // COLUMNS) + self.thread
+        self.start = self.vector * COLUMNS
+        self.inside = self.start < self.n
+        self.column = Int32(select_(self.inside, self.vector, Int32(0)))
+
+
+class _Row:
+    """A row of a CTA: `local` in it, `index` in the tensors, `read` what stands in past the end."""
+
+    def __init__(self, place: _Place, local: Any) -> None:
+        self.place, self.local = place, local
+        self.index = place.first + local
+        self.inside = self.index < place.m
+        self.read = Int32(select_(self.inside, self.index, Int32(0)))
+
+
+def _lane(values: list[Any], e: int, count: int) -> Any:
+    """What `values` hold of element or pair `e` of `count`."""
+    width = len(values) // count
+    return values[e] if width == 1 else Pair(values[2 * e], values[2 * e + 1])
+
+
+def _registers(count: int, value: float) -> Any:
+    made = cute.make_rmem_tensor(cute.make_layout((1, count)), Float32)
+    made.fill(value)
+    return made
+
+
+def _tile(tensor: Any, row: Any, vector: Any, width: int) -> Any:
+    """`width` columns of a row of a tensor, or of a vector."""
+    if row is None:
+        return cute.local_tile(tensor, (width,), (vector,))
+    return cute.local_tile(tensor, (1, width), (row, vector))
+
+
+def _loaded(tensor: Any, row: Any, vector: Any, width: int) -> list[Any]:
+    source = _tile(tensor, row, vector, width)
+    fragment = cute.make_rmem_tensor_like(source)
+    cute.autovec_copy(source, fragment)
+    wide = cute.make_rmem_tensor_like(fragment, Float32)
+    wide.store(fragment.load().to(Float32))
+    return [wide[j] for j in range(width)]
+
+
+def _converted(values: Any, element: Any) -> Any:
+    """Values as a fragment of the type that a tensor stores."""
+    wide = _registers(len(values), 0.0)
+    for j, value in enumerate(values):
+        wide[j] = Float32(value)
+    made = cute.make_rmem_tensor_like(wide, element)
+    made.store(wide.load().to(element))
+    return made
+
+
+def _added(made: Any, held: list[Any]) -> Any:
+    """The sum of a rounded value and what the buffer holds, rounded again as TMA's reduce-add."""
+    wide = cute.make_rmem_tensor_like(made, Float32)
+    wide.store(made.load().to(Float32))
+    return _converted([held[j] + wide[j] for j in range(len(held))], made.element_type)
+
+
+@cute.jit
+def _store(tensor, fragment, row, vector, inside):
+    if inside:
+        cute.autovec_copy(fragment, _tile(tensor, row, vector, cute.size(fragment)))
+
+
+def _fold_rows(combine: str, sums: Any, values: list[Any], inside: Any) -> None:
+    for j, value in enumerate(values):
+        after = sums[j] + value if combine == "add" else _arch.fmax(sums[j], value)
+        sums[j] = Float32(select_(inside, after, sums[j]))
+
+
+def _folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
+    """The partial of a warp, of its threads inside; of a log-sum-exp the maximum and the sum."""
+    identity = Float32(0.0 if combine == "add" else -math.inf)
+    values = [Float32(select_(inside, Float32(v), identity)) for v in values]
+    if combine == "add":
+        return [_arch.warp_reduction_sum(_tree(values, lambda x, y: x + y))]
+    top = _arch.warp_reduction_max(_tree(values, _arch.fmax))
+    if combine == "max":
+        return [top]
+    shift = _shift(top)
+    parts = [_math.exp(v - shift, fastmath=True) for v in values]
+    return [top, _arch.warp_reduction_sum(_tree(parts, lambda x, y: x + y))]
+
+
+def _total(combine: str, planes: list[list[Any]]) -> Any:
+    """The partial of a CTA, from those of its warps."""
+    if combine == "add":
+        return _tree(planes[0], lambda x, y: x + y)
+    top = _tree(planes[0], _arch.fmax)
+    if combine == "max":
+        return top
+    shift = _shift(top)
+    parts = [s * _math.exp(t - shift, fastmath=True) for t, s in zip(*planes, strict=True)]
+    return _math.log(_tree(parts, lambda x, y: x + y), fastmath=True) + top
+
+
+def _shift(top: Any) -> Any:
+    """What exponents are taken less: the maximum, or 0 where all is -inf, whose sum then is 0."""
+    return Float32(select_(top == Float32(-math.inf), Float32(0.0), top))
+
+
+def _tree(values: list[Any], fold: Any) -> Any:
+    while len(values) > 1:
+        pairs = [fold(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
+@cute.jit
+def _keep(planes, values, row, place):
+    if place.thread % 32 == 0:
+        for plane, value in zip(planes, values, strict=True):
+            plane[row, place.thread // 32] = value
+
+
+def compile_elementwise(program: Program, config: TileConfig, types: Sequence[Any]) -> Any:
+    """The kernel for tensors of these torch dtypes, "number" for a scalar that is one, in the order
+    of operands and outputs; sizes and strides are those of a call."""
+
+    def fake(dtype: Any, rank: int, *, rows: bool) -> Any:
+        """A tensor whose last stride is 1; with `rows`, addressed in units of 16 bytes."""
+        element = torch2cute_dtype_map[dtype]
+        unit = 128 // element.width if rows else 1
+        strides = [cute.sym_int64(divisibility=unit) for _ in range(rank - 1)]
+        return cute.runtime.make_fake_tensor(
+            element,
+            tuple(cute.sym_int() for _ in range(rank)),
+            stride=(*strides, 1),
+            assumed_align=unit * element.width // 8,
+        )
+
+    named = [*program.operands.items(), *program.outputs.items()]
+    tensors: list[Any] = [fake(torch.float32, 2, rows=True)]
+    for dtype, (o, kind) in zip(types, named, strict=True):
+        if dtype == "number":
+            tensors.append(Float32(0.0))
+        elif kind is Scalar:
+            tensors.append(fake(dtype, 1, rows=False))
+        elif o in program.reductions:
+            tensors.append(fake(dtype, 2, rows=program.reductions[o].over_rows))
+        else:
+            single = kind in (ColVector, ColIndex, RowGather)
+            tensors.append(fake(dtype, len(kind.dims), rows=not single))
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    kernel = Elementwise(program, config)
+    return cute.compile(kernel, tuple(tensors), stream, options="--enable-tvm-ffi")

@@ -1,0 +1,125 @@
+"""A program as two launches: cuBLAS's product in float32, and one kernel that replays the graph.
+
+With few rows the weights stream once and a CTA's tile is mostly padding; there cuBLAS's kernels for
+thin products, which no fused form has, may win back what the second launch costs. The product stays
+in float32, so an output is rounded as often as by a fused kernel. It takes a workspace of 4·M·N
+bytes from torch's allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.lower import lowering_digest
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import Scalar
+from coda_agent.primitives.tiles import TileConfig
+
+if TYPE_CHECKING:
+    import torch
+
+_COMPILED: dict[str, Any] = {}
+
+
+def forget() -> None:
+    """Drop every compiled kernel that this process holds."""
+    _COMPILED.clear()
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a bᵀ in float32, of (M, K) and (N, K), by cuBLAS; rows are multiples of 16 bytes."""
+    import torch
+
+    if a.element_size() > 1:
+        return torch.mm(a, b.mT, out_dtype=torch.float32)
+    n = b.shape[0]
+    if pad := -n % 16:  # cuBLAS takes FP8 columns by sixteen
+        b = torch.cat([b.view(torch.uint8), b.new_zeros(pad, b.shape[1]).view(torch.uint8)])
+        b = b.view(a.dtype)
+    one = _one(a.device)
+    found = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        a, b.mT, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+    )
+    return found[:, :n]
+
+
+@lru_cache(maxsize=16)
+def _one(device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def resolve(
+    program: Program,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    config: TileConfig,
+) -> Callable[..., None]:
+    """Compile the elementwise kernel for tensors of these types; what runs both launches on the
+    current stream, of tensors like these.
+
+    Raises:
+        CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
+    """
+    compiled = prepare(program, operands, outputs, config)
+    # Just compiled, the function is a wrapper that parses keywords; from the cache it is bare.
+    call = getattr(compiled, "_tvm_ffi_function", None) or compiled
+    take = [
+        (o, _taken(operands[o]) if kind is Scalar else None) for o, kind in program.operands.items()
+    ]
+
+    def enqueue(
+        a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any], outputs: Mapping[str, Any]
+    ) -> None:
+        values = [f(operands[o]) if f else operands[o] for o, f in take]
+        call((product(a, b), *values, *[outputs[o] for o in program.outputs]))
+
+    return enqueue
+
+
+def _taken(scalar: Any) -> Callable[[Any], Any]:
+    """How the kernel takes a scalar: a number as it is, one in memory as a vector."""
+    return float if not hasattr(scalar, "data_ptr") else lambda one: one.reshape(1)
+
+
+def prepare(
+    program: Program,
+    operands: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
+    config: TileConfig,
+) -> Callable[..., None]:
+    """The compiled kernel, for tensors of these types: a function of one tuple, the float32 product
+    (M, N), then operands and outputs in the program's order, scalars as numbers or (1,) tensors.
+
+    Raises:
+        CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    columns = config.tile_n
+    if config.tile_m not in range(1, 33) or columns % 256 or columns > 8192:
+        raise CompileError(
+            f"{program.name} does not compile as {config.label}: a block has 1 to 32 rows and a "
+            "multiple of 256 columns, up to 8192"
+        )
+    types = [getattr(operands[o], "dtype", "number") for o in program.operands]
+    types += [outputs[o].dtype for o in program.outputs]
+    arch = str(CuTeDSL._get_dsl().envar.arch)
+    shown = ",".join(map(str, types))
+    key = f"{program.digest} {lowering_digest()} {config.label} {shown} {arch}"
+    if key not in _COMPILED:
+        from quack.cache.jit import jit_cache
+
+        def unfused(_: str) -> Any:
+            from coda_agent.primitives.elementwise import compile_elementwise
+
+            return compile_elementwise(program, config, types)
+
+        _COMPILED[key] = jit_cache(unfused)(key)
+    return _COMPILED[key]

@@ -1,0 +1,139 @@
+"""The unfused form: cuBLAS's product, and a kernel that replays the graph on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.agent.judge.compile_gate import lacking
+from coda_agent.agent.judge.job import CompileJob
+from coda_agent.primitives import (
+    AddTile,
+    ColIndex,
+    ColSum,
+    ColVector,
+    HalfTile,
+    HeadTable,
+    RowGather,
+    RowLogSumExp,
+    RowMax,
+    RowMean,
+    RowVector,
+    Scalar,
+    Tile,
+    WideTile,
+    epilogue,
+    gather,
+    interleave,
+    pairs,
+    unfused,
+)
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.function import reduction_block
+from coda_agent.primitives.inspect import launches
+from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.target import compile_blind, sass
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, FEW_ROWS, UNFUSED, TileConfig, suits
+
+
+@epilogue(D=Tile, s=RowMean, lse=RowLogSumExp, t=RowGather, g=ColSum)
+def all_reductions(acc, c: Tile, w: RowVector, y: ColIndex):
+    d = acc + c
+    return {"D": d, "s": d * d, "lse": d, "t": gather(d, y), "g": acc * w}
+
+
+@epilogue(X=AddTile, O=HalfTile, m=RowMax)
+def paired(acc, r: ColVector, cs: HeadTable, alpha: Scalar):
+    x, y = pairs(acc * r)
+    cosine, sine = pairs(cs)
+    return {"X": interleave(x * cosine, y * sine), "O": x * y * alpha, "m": x}
+
+
+@epilogue(dZ=WideTile)
+def widened(acc, Z: WideTile):
+    gate, up = pairs(Z)
+    return {"dZ": interleave(acc * up, acc * gate)}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import quack.cache
+
+    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
+    yield
+    unfused.forget()
+
+
+def build(program: Program, config: TileConfig, arch: str = "sm_90a") -> dict[str, Any]:
+    known = {ColIndex: "int64", ColVector: "float32"}
+    operands = {o: known.get(kind, "bfloat16") for o, kind in program.operands.items()}
+    return compile_blind(
+        program, config, arch, "bfloat16", operands, dict.fromkeys(program.outputs, "bfloat16")
+    )
+
+
+@pytest.mark.parametrize("program", [all_reductions, paired, widened], ids=lambda p: p.name)
+@pytest.mark.parametrize("config", UNFUSED, ids=lambda c: c.label)
+def test_every_kind_compiles_into_wide_accesses(program: Program, config: TileConfig) -> None:
+    found = build(program, config)
+    text = sass(Path(found["object"]))
+    assert found["stack_bytes"] == found["local_stores"] == found["mma_instructions"] == 0
+    assert 0 < found["registers"] <= 168
+    # A row takes two loads of the product; where an operand, an output or the rows of a group
+    # were taken element by element, there would be many more.
+    loads = text.count("LDG.E.128")
+    assert loads >= 2 * min(config.tile_m, 4)
+    assert "STG.E.128" in text and "ACQBULK" in text
+
+
+def test_an_object_is_found_again_and_is_not_that_of_another_type() -> None:
+    first = build(widened, UNFUSED[0])
+    assert build(widened, UNFUSED[0]) == first
+    operands, outputs = {"Z": "float16"}, {"dZ": "float16"}
+    other = compile_blind(widened, UNFUSED[0], "sm_90a", "float16", operands, outputs)
+    assert other["object"] != first["object"] != build(widened, UNFUSED[1])["object"]
+
+
+def test_the_compile_gate_asks_for_no_tensor_core_of_an_elementwise_kernel() -> None:
+    job = CompileJob.of(widened, UNFUSED[0], "sm_90a", None, "bfloat16")
+    fused = CompileJob.of(widened, DEFAULT_CONFIGS["sm_90a"], "sm_90a", None, "bfloat16")
+    assert lacking(job, {}) == ""
+    assert lacking(job, {"HGMMA.F32.BF16": 1}) == "an elementwise kernel multiplies matrices"
+    assert lacking(fused, {}) != ""
+
+
+@pytest.mark.parametrize("block", [(0, 1024), (64, 1024), (1, 128), (1, 16384)])
+def test_a_block_that_the_kernel_has_not(block: tuple[int, int]) -> None:
+    with pytest.raises(CompileError, match="a block has 1 to 32 rows and a multiple of 256"):
+        build(widened, TileConfig(*block, fused=False))
+
+
+def test_what_a_call_declares() -> None:
+    assert launches(all_reductions, fused=False) == 5
+    assert launches(all_reductions, fused=False, raw=True) == 2
+    # Raw partials are promised from one launch.
+    assert reduction_block(paired, UNFUSED[0]) is None
+    assert suits(UNFUSED[0], FEW_ROWS) and not suits(UNFUSED[0], FEW_ROWS + 1)
+    assert suits(DEFAULT_CONFIGS["sm_90a"], FEW_ROWS + 1)
+
+
+def test_the_kernel_gets_the_product_then_operands_and_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(unfused, "prepare", lambda *_: seen.append)
+    monkeypatch.setattr(unfused, "product", lambda a, b: a.float() @ b.float().mT)
+    a, b = torch.randn(3, 8), torch.randn(16, 8)
+    x = {"r": torch.ones(3), "cs": torch.ones(3, 32), "alpha": 2}
+    outputs = allocate(paired, 3, 16, dict.fromkeys("XOm", torch.float32), UNFUSED[0], a.device)
+    launch(paired, a, b, x, outputs, UNFUSED[0])
+    launch(paired, a, b, {**x, "alpha": torch.tensor(2.0)}, outputs, UNFUSED[0])
+    product, r, cs, alpha, *stored = seen[0]
+    assert torch.equal(product, a @ b.mT) and (r, cs, alpha) == (x["r"], x["cs"], 2.0)
+    assert stored == [*outputs.values()]
+    assert seen[1][3].shape == (1,)
