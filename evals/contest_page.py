@@ -43,7 +43,7 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
     by_size = {size: [c for c in cells if c["size"] == size] for size in sizes}
     labels = {name: one.label for name, one in contenders().items()}
     shown = {n: labels[n] for n in labels if n != "gemm" and any(n in c["times"] for c in cells)}
-    streamed = any(_steady(c)["of_gemm"] for c in cells)
+    streamed = any(regime(c, "steady")["of_gemm"] for c in cells)
     notes = _notes(cells, shown)
     page = pages.write(
         root / "docs" / f"{suite.name}-suite.md", "contest.md",
@@ -104,7 +104,7 @@ def _table(
         return says
 
     def stream(cell: Cell) -> str:
-        ratio = _steady(cell)["of_gemm"].get("ours")
+        ratio = regime(cell, "steady")["of_gemm"].get("ours")
         return pages.interval(ratio) if ratio else "–"
 
     rows = pages.tabulate(cells, {
@@ -113,28 +113,28 @@ def _table(
         **{label: share(name) for name, label in shown.items()},
         "ours, steady": stream if streamed else None,
     })  # fmt: skip
-    means = [_mean(cells, "of_gemm", name) for name in shown]
-    means += [_mean([*map(_steady, cells)], "of_gemm", "ours")] * streamed
+    means = [mean(cells, "of_gemm", name) for name in shown]
+    means += [mean([regime(c, "steady") for c in cells], "of_gemm", "ours")] * streamed
     return [*rows, ["**geometric mean**", "", "", "", *means]]
 
 
 def _over_compile(by_size: dict[int, list[Cell]], streamed: bool) -> pages.Rows:
-    def mean(name: str, regime: Callable[[Cell], Cell] = lambda c: c) -> Callable[[int], str]:
-        return lambda size: _mean([regime(c) for c in by_size[size]], "over", name)
+    def over(name: str, where: str = "warm") -> Callable[[int], str]:
+        return lambda size: mean([regime(c, where) for c in by_size[size]], "over", name)
 
     return pages.tabulate(by_size, {
         "S": int, "kernels": lambda size: len(by_size[size]),
-        "over torch.compile": mean("compile"), "over max-autotune": mean("compile_max"),
-        "over torch.compile, steady": mean("compile", _steady) if streamed else None,
+        "over torch.compile": over("compile"), "over max-autotune": over("compile_max"),
+        "over torch.compile, steady": over("compile", "steady") if streamed else None,
     })  # fmt: skip
 
 
-def _steady(cell: Cell) -> Cell:
-    """A cell's figures of the steady regime, as it has those of the warm one."""
-    return cell.get("steady", {"of_gemm": {}, "over": {}})
+def regime(cell: Cell, name: str) -> Cell:
+    """A cell's figures of a regime, as it has those of the warm one itself."""
+    return cell if name == "warm" else cell.get(name, {"times": {}, "of_gemm": {}, "over": {}})
 
 
-def _mean(cells: Sequence[Cell], figure: str, name: str) -> str:
+def mean(cells: Sequence[Cell], figure: str, name: str) -> str:
     """The geometric mean of a contender's ratios, and over how many cells where some lack it."""
     ratios = [c[figure][name]["ratio"] for c in cells if name in c[figure]]
     of = f" of {len(ratios)}" * (len(ratios) < len(cells))

@@ -244,15 +244,15 @@ def bars(
 
 def heat(
     title: str,
-    panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, str]]]],
+    panels: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]],
     columns: Sequence[str],
 ) -> Markup:
     """A file: one panel under another, ratios as coloured cells; blue is above 1, orange below.
 
     Args:
         title: Over the whole.
-        panels: Panel title to row to column to a ratio and a word about it; NaN is no ratio, and a
-            column that is missing leaves a hole.
+        panels: Panel title to row to column to a `ratio` and a `name` of what it is over. A column
+            that is missing leaves a hole.
         columns: In order.
     """
     left, wide, high, y = 320, 54, 18, 44
@@ -265,11 +265,11 @@ def heat(
         for row, cells in rows.items():
             parts.append(_text(left - 8, y + 13, row, "end"))
             for i, column in enumerate(columns):
-                ratio, word = cells.get(column, (math.nan, ""))
-                if ratio != ratio:
+                if column not in cells:
                     continue
+                ratio = cells[column]["ratio"]
                 strength = 0.1 + 0.8 * min(1.0, abs(math.log(ratio)) / math.log(1.5))
-                tip = _tag("title", f"{row}, {column}: {ratio:.3f} ({word})")
+                tip = _tag("title", f"{row}, {column}: {ratio:.3f} ({cells[column]['name']})")
                 parts.append(_rect(
                     left + wide * i, y, wide - 2, high - 2, inside=tip,
                     fill=_COLOURS[0 if ratio >= 1 else 1], fill_opacity=f"{strength:.2f}",
