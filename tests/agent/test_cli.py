@@ -321,6 +321,15 @@ def test_a_number_that_means_nothing_is_refused_before_a_run(where: workspace.Wo
     assert not (where.root / "logs" / "runs").exists()
 
 
+def test_a_suite_of_shapes_without_a_record_has_a_page_that_says_so(
+    where: workspace.Workspace,
+) -> None:
+    page = where.root / "docs" / "shapes.md"
+    assert run("bench", "--suite", "shapes", "--table", "--json")["pages"] == [str(page)]
+    assert "There is no record of this suite yet" in page.read_text()
+    assert "no record of suite paper" in run("bench", "--suite", "paper", "--table", code=2)
+
+
 def test_what_became_of_a_candidate_is_one_sentence() -> None:
     finding = Finding(message="O is wrong")
     bad = GateResult(name="numerics", passed=False, findings=[finding])
