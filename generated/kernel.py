@@ -11,10 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.generated.ops import register, scalars
+from coda_agent.generated.ops import Variant, register, scalars
 from coda_agent.generated.tuning import UserTuning
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.function import ProgramFunction
+from coda_agent.primitives.plan import signature
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.specs import Spec, load_spec
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Kernel:
-    """An accepted kernel: a function of the spec's inputs, behind torch operators.
+    """An accepted kernel: a function of the spec's inputs, and torch operators.
 
     torch.compile traces it, with dynamic shapes too, and a CUDA graph captures it once a call with
     the same dtypes and layouts has compiled it.
@@ -63,7 +64,11 @@ class Kernel:
             v: ProgramFunction(program, dtypes, choose, types, refused)
             for v, program in programs.items()
         }
-        self.ops = register(op_name, spec, functions)
+        self._variants = {
+            tuple(x.values()): Variant.of(spec, x, functions[spec.variant(x)])
+            for x in spec.bindings()
+        }
+        self.ops = register(op_name, spec, self._variants)
         # Plain values, because torch.compile traces the call.
         self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
         self._a = self._inputs.index(spec.gemm[0])
@@ -109,45 +114,68 @@ class Kernel:
                 )
         key = tuple(static.values())
         values = self._bind(args, inputs)
-        op = self.ops[key].default
-        if any(isinstance(values[i], torch.Tensor) for i in self._scalars):
-            op = self.ops[key].Tensor
+        filled = any([isinstance(values[i], torch.Tensor) for i in self._scalars])
+        if filled:
             for i in self._scalars:
                 if not isinstance(values[i], torch.Tensor):
                     device = values[self._a].device
                     values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
-        block = {} if block_size is None else {"block_size": block_size}
-        results = op(*values, **static, **block)
+        parts = None if self._traced(values[self._a]) else signature(values)
+        if parts is None:
+            op = self.ops[key].Tensor if filled else self.ops[key].default
+            block = {} if block_size is None else {"block_size": block_size}
+            results = op(*values, **static, **block)
+        else:  # what the operator runs, without the dispatcher
+            results = self._variants[key](values, block_size, parts)
         if key not in self._updated:
             return results
         o, i = self._updated[key]
         others = results if isinstance(results, tuple) else () if results is None else (results,)
         return (*others[:o], values[i], *others[o:]) if others else values[i]
 
+    def _traced(self, a: torch.Tensor) -> bool:
+        """Whether a call is traced or transformed, or has no data, so that it must be the
+        operator's."""
+        import torch
+
+        return (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._are_functorch_transforms_active()
+            or not (a.is_cuda or a.is_cpu)
+        )
+
     def _bind(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
         """The inputs in the spec's order."""
         import torch
 
+        names = self._inputs
+        rest = names[len(args) :]
+        if len(args) + len(inputs) != len(names) or not all(x in inputs for x in rest):
+            raise self._misfit(args, inputs)
+        values = [*args, *[inputs[x] for x in rest]]
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                continue
+            if not (number := i in self._scalars) or not isinstance(value, (int, float)):
+                raise LaunchError(
+                    f"{self.__name__}: input {names[i]!r} is {type(value).__name__}, expected a "
+                    f"{'number or ' * number}tensor"
+                )
+        return values
+
+    def _misfit(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> LaunchError:
+        """What is wrong with arguments that are not the inputs."""
         name, names = self.__name__, self._inputs
         if len(args) > len(names):
-            raise LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}")
-        given = dict(zip(names, args, strict=False))
-        for key, value in inputs.items():
-            if key not in names or key in given:
-                raise LaunchError(
-                    f"{name}: unexpected or repeated argument {key!r}, expected {', '.join(names)}"
+            return LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}")
+        for x in inputs:
+            if x in names[: len(args)] or x not in names:
+                return LaunchError(
+                    f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}"
                 )
-            given[key] = value
-        for i, key in enumerate(names):
-            if key not in given:
-                raise LaunchError(f"{name}: input {key!r} is missing")
-            wanted = (torch.Tensor, int, float) if i in self._scalars else torch.Tensor
-            if not isinstance(given[key], wanted):
-                raise LaunchError(
-                    f"{name}: input {key!r} is {type(given[key]).__name__}, expected a "
-                    f"{'number or ' * (i in self._scalars)}tensor"
-                )
-        return [given[key] for key in names]
+        missing = next(x for x in names[len(args) :] if x not in inputs)
+        return LaunchError(f"{name}: input {missing!r} is missing")
 
     def choose(
         self,

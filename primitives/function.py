@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ class ProgramFunction:
         *,
         block_size: int | None = None,
         config: TileConfig | None = None,
+        key: Hashable = None,
     ) -> dict[str, torch.Tensor]:
         """Compute the outputs of the program on a bᵀ.
 
@@ -69,12 +70,14 @@ class ProgramFunction:
                 returns raw partials from one launch: (…, M, ⌈N / block_size⌉), or
                 (N, ⌈M / block_size⌉) over rows, column by column in memory.
             config: A tile configuration instead of the chosen one.
+            key: What stands for all other arguments, if the caller has made it.
 
         Raises:
             LaunchError: wrong shape, dtype or device, or a block size no configuration has.
         """
-        parts = signature((a, b, *operands.values()))
-        key = None if parts is None else (block_size, config, *operands, *parts)
+        if key is None:
+            parts = signature((a, b, *operands.values()))
+            key = None if parts is None else (block_size, config, *operands, *parts)
         plan = self._plans.get(key)
         if plan is None:
             m, n, k, lead = self._check(a, b, operands)
@@ -287,5 +290,5 @@ def _say_interpreted(device: str) -> None:
     warnings.warn(
         f"coda-agent: no Hopper GPU behind tensors on {device}; kernels are interpreted by PyTorch "
         "(correct, not fast)",
-        stacklevel=7,  # the line that calls a kernel, which gets here through torch's dispatch
+        stacklevel=6,  # the line that calls a kernel
     )

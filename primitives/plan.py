@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
@@ -24,15 +24,24 @@ if TYPE_CHECKING:
     Fold = Callable[[torch.Tensor], torch.Tensor]
 
 
-def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What a plan depends on: of a tensor its shape, strides, dtype, device and its address modulo
-    16, of a number nothing. None where a value is neither, or a subclass of a tensor."""
+@lru_cache(maxsize=1)
+def _plain() -> tuple[type, type]:
     import torch
 
+    return torch.Tensor, torch.nn.Parameter
+
+
+def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
+    """What a plan depends on: of a tensor its shape, strides, dtype, device and its address modulo
+    16, of a number nothing. None where a value is neither, a subclass of a tensor, or a view that
+    negates."""
+    tensor, parameter = _plain()
     parts: list[Any] = []
     for value in values:
         kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if kind is tensor or kind is parameter:
+            if value.is_neg():
+                return None
             offset = value.data_ptr() & 15
             parts += (value.shape, value.stride(), value.dtype, value.device, offset)
         elif kind is float or kind is int:
@@ -49,7 +58,8 @@ class CallPlan:
     Attributes:
         bound: The launch.
         device: That of all tensors.
-        alone: Whether it is the only one, which is then always the current one.
+        elsewhere: Whether another one is current; None where there is only one.
+        empty: torch's.
         made: Name, shape and dtype of each output; the shape is None of what is added to in place.
         ready: Operands that are not passed as they are, and what makes them so.
         gemm: The same for A and B, if for either.
@@ -58,7 +68,8 @@ class CallPlan:
 
     bound: Bound
     device: torch.device
-    alone: bool
+    elsewhere: Callable[[], bool] | None
+    empty: Callable[..., torch.Tensor]
     made: tuple[tuple[str, tuple[int, ...] | None, torch.dtype], ...]
     ready: tuple[tuple[str, Fold], ...]
     gemm: tuple[Fold, Fold] | None
@@ -68,17 +79,17 @@ class CallPlan:
         self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
         """The outputs, by name; what is added to in place is the caller's tensor."""
+        if self.elsewhere is None or not self.elsewhere():
+            return self._run(a, b, operands)
         import torch
 
-        if self.alone or torch.cuda.current_device() == self.device.index:
-            return self._run(a, b, operands, torch.empty)
         with torch.cuda.device(self.device):
-            return self._run(a, b, operands, torch.empty)
+            return self._run(a, b, operands)
 
     def _run(
-        self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any], empty: Any
+        self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        given = operands
+        given, empty = operands, self.empty
         if self.gemm:
             a, b = self.gemm[0](a), self.gemm[1](b)
         if self.ready:
@@ -154,10 +165,12 @@ def resolve(
             for o, kind in program.outputs.items()
             if kind.dims[:1] == ("M",) and o != program.accumulated
         ]
+    several, index = torch.cuda.device_count() > 1, a.device.index
     return CallPlan(
         bind(program, first, second, flat, outputs, config),
         a.device,
-        torch.cuda.device_count() < 2,
+        (lambda: torch.cuda.current_device() != index) if several else None,
+        torch.empty,
         tuple(made),
         tuple(ready),
         gemm if first is not a or second is not b else None,

@@ -368,7 +368,9 @@ def test_an_output_that_overwrites_an_input(
             assert torch.equal(x, o) and torch.equal(found, o)
             torch.testing.assert_close(s, product.sum(-1), rtol=1e-5, atol=1e-4)
     x = c.clone()
+    before = x._version
     assert kernel(a, b, x, 0.5)[1] is x
+    assert x._version > before  # or a backward pass would take what was overwritten
 
     out, inside = kernel.ops["out_of_place",], kernel.ops["in_place",]
     assert str(inside) == f"{out}_"
@@ -377,6 +379,43 @@ def test_an_output_that_overwrites_an_input(
         torch.library.opcheck(op.default, (a, b, c.clone(), 0.5))
     with pytest.raises(LaunchError, match="has no variant in_place"):
         out(a, b, c, 0.5, update="in_place")
+
+
+class Odd(torch.Tensor):
+    """A subclass of a tensor."""
+
+
+def test_only_plain_tensors_pass_by_the_dispatcher(
+    tmp_path: Path, operands: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
+    a, b, c, gamma = operands.values()
+    want = kernel(a, b, c, gamma)
+    seen: list[str] = []
+    op = kernel.ops[()]
+
+    class Watched:
+        def default(self, *args: Any, **keywords: Any) -> Any:
+            seen.append(type(args[0]).__name__)
+            return op.default(*args, **keywords)
+
+    monkeypatch.setitem(kernel.ops, (), Watched())
+    assert_same(kernel(a, torch.nn.Parameter(b, requires_grad=False), c, gamma=gamma), want)
+    with torch.no_grad():
+        assert_same(kernel(a, torch.nn.Parameter(b), c, gamma), want)
+    with pytest.raises(LaunchError, match="an input requires a gradient"):
+        kernel(a, torch.nn.Parameter(b), c, gamma)
+    assert seen == []
+    assert_same(kernel(a.as_subclass(Odd), b, c, gamma), want)
+    fake = kernel(*(t.to("meta") for t in (a, b, c, gamma)))
+    assert [t.device.type for t in fake] == ["meta"] * 3
+    with torch._subclasses.FakeTensorMode() as mode:
+        found = kernel(*(mode.from_tensor(t) for t in (a, b, c, gamma)))
+    assert [t.shape for t in found] == [t.shape for t in want]
+    # Reads as gamma, and holds its negative.
+    minus = torch._neg_view(-gamma)  # pyright: ignore[reportPrivateImportUsage]
+    assert_same(kernel(a, b, c, minus), want)
+    assert seen == ["Odd", "Tensor", "FakeTensor", "Tensor"]
 
 
 @pytest.mark.parametrize("file", ["kernel.py", "spec.md"])
