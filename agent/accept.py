@@ -9,22 +9,20 @@ import json
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from coda_agent.agent.evidence import Evidence, Standing, keep_raw
+from coda_agent.agent.judge import Verdict
 from coda_agent.agent.publish import FILES, exclusive, held, publish
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import WorkspaceError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Verdict
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 
 def accept(
-    workspace: Workspace, spec: "Spec", text: str, verdict: "Verdict", *, author: str, run_id: str
+    workspace: Workspace, spec: Spec, text: str, verdict: Verdict, *, author: str, run_id: str
 ) -> str | None:
     """Stores a candidate that passed and commits it.
 
@@ -45,7 +43,7 @@ def accept(
 
 
 def raise_or_revoke(
-    workspace: Workspace, kernel: str, verdict: "Verdict", *, run_id: str, text: str | None = None
+    workspace: Workspace, kernel: str, verdict: Verdict, *, run_id: str, text: str | None = None
 ) -> str | None:
     """Brings a kernel's evidence in line with a new verdict and commits it.
 
@@ -87,7 +85,7 @@ def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) 
 def _record(
     workspace: Workspace,
     new: Evidence,
-    verdict: "Verdict",
+    verdict: Verdict,
     sources: Mapping[str, str],
     verb: str,
     reason: str,

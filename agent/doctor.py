@@ -6,12 +6,12 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from coda_agent.agent import authors, publish, workspace
+from coda_agent.agent.judge.machine import Gpu, smi
+from coda_agent.agent.sandbox import unavailable
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge.machine import Gpu
+from coda_agent.primitives.target import find_tool
 
 _PACKAGES = (
     ("torch", "torch", "the reference and the interpreter: `proved`"),
@@ -37,10 +37,8 @@ class Item:
     hint: str = ""
 
 
-def gpus() -> "list[Gpu]":
+def gpus() -> list[Gpu]:
     """The GPUs of this machine, without importing torch; none where nvidia-smi does not answer."""
-    from coda_agent.agent.judge.machine import Gpu, smi
-
     rows = smi("gpu=uuid,name,compute_cap,driver_version")
     return [Gpu(*row) for row in rows if len(row) == 4]
 
@@ -88,14 +86,10 @@ def _gpu() -> Iterator[Item]:
 
 
 def _tools() -> Iterator[Item]:
-    from coda_agent.agent.authors import kinds
-    from coda_agent.agent.sandbox import unavailable
-    from coda_agent.primitives.target import find_tool
-
     hint = "part of the CUDA toolkit, and of triton's Linux wheels"
     for tool in ("cuobjdump", "nvdisasm"):
         yield Item(tool, find_tool(tool), "`explain --stage sass`", hint)
-    for kind in kinds().values():
+    for kind in authors.kinds().values():
         if need := kind.need():
             value = "set" if need.met else None
             yield Item(need.name, value, f"the author `{kind.name}`", need.hint)
@@ -105,8 +99,6 @@ def _tools() -> Iterator[Item]:
 
 
 def _git(start: Path) -> Iterator[Item]:
-    from coda_agent.agent import publish, workspace
-
     root: str | None = None
     hint, identity, identity_hint = "", None, ""
     try:

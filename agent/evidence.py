@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ from coda_agent.agent.judge.records import (
     CompileReport,
     Failure,
     Figures,
+    GateResult,
     Level,
     NumericsReport,
     PerformanceReport,
@@ -33,14 +34,12 @@ from coda_agent.agent.judge.records import (
     Timed,
     Timing,
     Untimed,
+    Verdict,
     WorstError,
     rank,
 )
 from coda_agent.agent.plain import plain, utc_now
 from coda_agent.primitives.errors import WorkspaceError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge.records import GateResult, Verdict
 
 RAW = Path("logs", "raw")
 """Where raw records are until they are packed, in a workspace; git ignores it."""

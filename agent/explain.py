@@ -1,19 +1,21 @@
 """Every stage between a spec and machine code, as text."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from coda_agent.agent import execution
+from coda_agent.agent.authors.composer import Composer, stages
+from coda_agent.agent.judge.job import CompileJob
+from coda_agent.agent.judge.static import check_source, program_names
 from coda_agent.primitives.errors import CodaError, CompileError
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
+from coda_agent.primitives.inspect import describe
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.target import ARCHITECTURES, sass
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.specs import Spec
 
 STAGES = ("graph", "program", "cute", "ptx", "sass")
 
@@ -37,8 +39,6 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
     if text is None:
         if spec is None:
             raise CodaError("explain needs a spec or a program")
-        from coda_agent.agent.authors.composer import Composer, stages
-
         if stage == "graph":
             return stages(spec, _binding(spec, variant))["graph"]
         text = Composer().write(spec, lambda *_: None)
@@ -46,8 +46,6 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
         return text
     program = traced(spec, text, variant)
     if stage == "graph":
-        from coda_agent.primitives.inspect import describe
-
         return describe(program.graph)
     return compiled(spec, program, stage)
 
@@ -66,14 +64,11 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
     Raises:
         CodaError: it is not in the language, does not trace, or has no such program.
     """
-    from coda_agent.agent.execution import executor
-    from coda_agent.agent.judge.static import check_source, program_names
-
     wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
     findings = check_source(text, wanted)
     if findings:
         raise CodaError(findings[0].message, hint=findings[0].hint)
-    programs = executor().load(text)
+    programs = execution.executor().load(text)
     name = variant or wanted[0]
     if name not in programs:
         raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")
@@ -82,10 +77,6 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:
     """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
-    from coda_agent.agent.judge.job import CompileJob
-    from coda_agent.primitives.target import ARCHITECTURES
-    from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-
     element = next(iter(spec.types.values()))[0] if spec and spec.types else "bfloat16"
     job = CompileJob.of(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", spec, element)
     with tempfile.TemporaryDirectory() as folder:
@@ -113,9 +104,6 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
 def _dump(stage: str, folder: str) -> None:
     """Body of the fresh process: compile the job on stdin, leave the artifact in
     `folder`/result.txt."""
-    from coda_agent.agent.judge.job import CompileJob
-    from coda_agent.primitives.target import sass
-
     built = CompileJob.model_validate_json(sys.stdin.read()).run()
     if stage == "sass":
         text = sass(Path(built.object))

@@ -14,20 +14,18 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from pydantic import ValidationError
 
 from coda_agent.agent.events import CandidateSaved, Event, Judged, event_of
+from coda_agent.agent.judge import Observer, Verdict
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judgement import Judgement, Machine, gpu_seconds
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.plain import plain, utc_now
 from coda_agent.agent.state import RunState
 from coda_agent.primitives.errors import WorkspaceError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Observer, Verdict
 
 
 def _parse(path: Path) -> tuple[list[Event], int]:
@@ -73,7 +71,7 @@ class RunLog:
         WorkspaceError: another writer holds the file, or it is damaged.
     """
 
-    def __init__(self, path: Path, observer: "Observer" = lambda *_: None) -> None:
+    def __init__(self, path: Path, observer: Observer = lambda *_: None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.folder, self.observer = path, path.parent, observer
         with contextlib.ExitStack() as stack:
@@ -133,7 +131,7 @@ class RunLog:
         self.append(saved)
         return saved.digest
 
-    def verdict(self, verdict: "Verdict", check: str) -> None:
+    def verdict(self, verdict: Verdict, check: str) -> None:
         """Records a verdict: its whole as an artifact, and what scores are made of as an event."""
         number = len(self.state.attempts) + 1
         self.artifact(f"verdict-{number}.json", verdict.model_dump_json(indent=1))

@@ -10,24 +10,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coda_agent import specs
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
-from coda_agent.agent import publish, runs
+from coda_agent.agent import execution, judge, publish, runs
+from coda_agent.agent.authors import Author
 from coda_agent.agent.device import Device
+from coda_agent.agent.judge import Observer, Verdict
+from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog
 from coda_agent.agent.plain import plain
 from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import SpecError, WorkspaceError
-from coda_agent.specs import load_spec
-
-if TYPE_CHECKING:
-    from coda_agent.agent.authors import Author
-    from coda_agent.agent.judge import Observer, Verdict
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.faults import size_faults
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Outcome:
     commit: str | None
     folder: Path | None
     run: Path | None
-    verdict: "Verdict | None"
+    verdict: Verdict | None
     reason: str | None = None
     remark: str = ""
 
@@ -61,13 +62,11 @@ class Outcome:
 def _admit(spec_path: Path, text: str) -> None:
     """Admission of a spec's text, once a process: it takes up to a second, and trials, resumed runs
     and sessions open the same spec again and again. What raises is tried again."""
-    from coda_agent.specs import admit
-
-    admit(load_spec(spec_path, text=text))
+    specs.admit(load_spec(spec_path, text=text))
 
 
 @contextlib.contextmanager
-def _logged(run: Run, observer: "Observer", begin: e.Event) -> Iterator[RunLog]:
+def _logged(run: Run, observer: Observer, begin: e.Event) -> Iterator[RunLog]:
     """The log of a run, the event it begins with written; a failure is its last event."""
     KEYS.take()
     with RunLog(run.folder / "events.jsonl", observer) as log:
@@ -81,7 +80,7 @@ def _logged(run: Run, observer: "Observer", begin: e.Event) -> Iterator[RunLog]:
 
 
 @contextlib.contextmanager
-def _short(run: Run, observer: "Observer", kind: str, spec: str) -> Iterator[RunLog]:
+def _short(run: Run, observer: Observer, kind: str, spec: str) -> Iterator[RunLog]:
     """The log of a run that ends with the command."""
     begin = e.RunStarted(run=run.id, kind=kind, spec=spec)
     with _logged(run, observer, begin) as log:
@@ -94,7 +93,7 @@ def opened(
     workspace: Workspace,
     spec_path: Path,
     author: str,
-    observer: "Observer",
+    observer: Observer,
     *,
     device: Device = "auto",
     commit: bool = True,
@@ -128,7 +127,7 @@ def opened(
 def reopened(
     workspace: Workspace,
     run: Run,
-    observer: "Observer",
+    observer: Observer,
     *,
     settings: dict[str, Any] | None = None,
 ) -> Iterator[Workbench]:
@@ -157,20 +156,16 @@ def reopened(
 
 
 def _judge(
-    spec: "Spec",
+    spec: Spec,
     text: str,
     log: RunLog,
     device: Device,
     gates: tuple[str, ...] | None = None,
     **more: Any,
-) -> "Verdict":
-    from coda_agent.agent.execution import executor
-    from coda_agent.agent.judge import judge_candidate
-    from coda_agent.agent.judge.records import GATES
-
+) -> Verdict:
     log.candidate(text)
     about = {"device": device, "gates": gates or GATES, "observer": log.observer, **more}
-    verdict = judge_candidate(spec, text, executor(), **about)
+    verdict = judge.judge_candidate(spec, text, execution.executor(), **about)
     log.verdict(verdict, str(log.state.kind))
     return verdict
 
@@ -178,8 +173,8 @@ def _judge(
 def generate(
     workspace: Workspace,
     spec_path: Path,
-    author: "Author",
-    observer: "Observer",
+    author: Author,
+    observer: Observer,
     *,
     device: Device = "auto",
     commit: bool = True,
@@ -202,8 +197,8 @@ def generate(
 def resume(
     workspace: Workspace,
     run: Run,
-    author: "Author",
-    observer: "Observer",
+    author: Author,
+    observer: Observer,
 ) -> Outcome:
     """Has the author of a run go on where it stopped.
 
@@ -214,7 +209,7 @@ def resume(
         return _worked(bench, author)
 
 
-def _worked(bench: Workbench, author: "Author") -> Outcome:
+def _worked(bench: Workbench, author: Author) -> Outcome:
     bench.log.append(e.AuthorStarted(author=author.name))
     bench.gpu_limit_s = author.gpu_limit_s
     author.drive(bench)
@@ -239,7 +234,7 @@ def _remark(workspace: Workspace, commit: str | None) -> str:
 def verify(
     workspace: Workspace,
     kernel: str,
-    observer: "Observer",
+    observer: Observer,
     *,
     device: Device = "auto",
     commit: bool = True,
@@ -253,10 +248,6 @@ def verify(
     Raises:
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
-    from coda_agent.agent.execution import usable_gpu
-    from coda_agent.agent.judge.provenance import digests
-    from coda_agent.agent.judge.records import GATES
-
     stored = workspace.kernel(kernel)
     text = stored.program.read_text("utf-8")
     if commit:
@@ -269,7 +260,7 @@ def verify(
             f"{stored.spec} is not the spec that {kernel} was accepted with",
             hint="put it back from git, or generate again from the new spec",
         )
-    gpu = usable_gpu(device) is not None
+    gpu = execution.usable_gpu(device) is not None
     gates = GATES if fresh else evidence.due(digests(spec, text), gpu=gpu)
     if not gates:
         return Outcome(
@@ -291,7 +282,7 @@ def verify(
 
 
 def tune(
-    workspace: Workspace, kernel: str, shapes: list[tuple[int, int, int]], observer: "Observer"
+    workspace: Workspace, kernel: str, shapes: list[tuple[int, int, int]], observer: Observer
 ) -> tuple[dict[str, Any], str | None]:
     """Finds and commits the best configurations of an accepted kernel at (M, N, K) shapes.
 
@@ -304,13 +295,9 @@ def tune(
         SpecError: the spec, or a kernel of its types, does not allow a shape.
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
-    from coda_agent.agent.execution import executor, usable_gpu
-    from coda_agent.agent.judge import tune_candidate
-    from coda_agent.specs.faults import size_faults
-
     stored = workspace.kernel(kernel)
     publish.check_place(workspace, kernel)
-    gpu = usable_gpu("cuda")
+    gpu = execution.usable_gpu("cuda")
     known = stored.tuned.get(gpu.name, {}) if gpu else {}
     have = [{(e["m"], e["n"], e["k"]) for e in entries} for entries in known.values()]
     missing = [s for s in shapes if not have or not all(s in found for found in have)]
@@ -326,7 +313,9 @@ def tune(
     run = workspace.new_run("tune", kernel)
     with _short(run, observer, "tune", kernel) as log:
         text = stored.program.read_text("utf-8")
-        measured = plain(tune_candidate(wanted, text, executor(), observer=log.observer))
+        measured = plain(
+            judge.tune_candidate(wanted, text, execution.executor(), observer=log.observer)
+        )
         sha = acceptance.store_tuned(workspace, kernel, measured)
         log.append(e.Stored.of(sha, stored.level))
     return measured, sha
@@ -335,9 +324,9 @@ def tune(
 def judge_only(
     run: Run,
     kind: str,
-    spec: "Spec",
+    spec: Spec,
     text: str,
-    observer: "Observer",
+    observer: Observer,
     *,
     device: Device = "auto",
     gates: tuple[str, ...] | None = None,

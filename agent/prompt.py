@@ -9,15 +9,15 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent import tips as tips_module
+from coda_agent.agent.judge import static
+from coda_agent.agent.tips import Tip
 from coda_agent.agent.workbench import feedback, programs_to_define, shown
-
-if TYPE_CHECKING:
-    from coda_agent.agent.tips import Tip
-    from coda_agent.demos import Demo
-    from coda_agent.specs import Spec
+from coda_agent.demos import Demo, demos
+from coda_agent.primitives.catalogue import entries
+from coda_agent.specs import Spec
 
 DEMOS = 4
 """Demonstrations shown in full; the others are a tool call away."""
@@ -51,8 +51,6 @@ def system(withheld: Sequence[str] = ()) -> str:
 
 def instructions(withheld: Sequence[str] = ()) -> str:
     """Task, language, feedback and tools, without the vocabulary."""
-    from coda_agent.agent.judge import static
-
     guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in shown(withheld).values())
     grammar = inspect.cleandoc(feedback.__doc__ or "")
     if "diagnosis" in withheld:
@@ -67,7 +65,7 @@ def instructions(withheld: Sequence[str] = ()) -> str:
     )
 
 
-def opening(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -> str:
+def opening(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> str:
     """The part for one spec: the spec, demonstrations, tips."""
     parts = [f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"]
     for demo in demos_for(spec) if "demos" not in withheld else ():
@@ -77,18 +75,16 @@ def opening(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -
     return "\n\n".join(parts)
 
 
-def demos_for(spec: "Spec") -> list["Demo"]:
+def demos_for(spec: Spec) -> list[Demo]:
     """The demonstrations nearest to the words of the spec's name, summary and reference.
 
     A demonstration's score is the sum of its shared words, each weighted by how rare it is, over
     the root of how many words it has: long ones share words by length alone."""
-    from coda_agent.demos import demos
-
     found = demos()
     words = {demo.name: _words(demo.candidate) for demo in found}
     wanted = _words(f"{' '.join(spec.name.split('_'))} {spec.summary} {spec.reference_source}")
 
-    def score(demo: "Demo") -> float:
+    def score(demo: Demo) -> float:
         shared = wanted & words[demo.name]
         rare = sum(1 / sum(word in other for other in words.values()) for word in shared)
         return rare / len(words[demo.name]) ** 0.5
@@ -96,7 +92,7 @@ def demos_for(spec: "Spec") -> list["Demo"]:
     return sorted(sorted(found, key=lambda d: (-score(d), d.name))[:DEMOS], key=lambda d: d.name)
 
 
-def request(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -> dict[str, Any]:
+def request(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> dict[str, Any]:
     """Tools, system text and first message of a conversation, with their cache breakpoints, and
     without what is `withheld`.
 
@@ -116,7 +112,7 @@ def request(spec: "Spec", tips: Iterable["Tip"], withheld: Sequence[str] = ()) -
     }
 
 
-def tips_for(spec: "Spec", tips: tips_module.Tips) -> list["Tip"]:
+def tips_for(spec: Spec, tips: tips_module.Tips) -> list[Tip]:
     """The tips that match a spec."""
     return tips.matching(tips_module.words_of(spec))
 
@@ -127,8 +123,6 @@ def estimated_tokens(sent: object) -> int:
 
 
 def _primitives() -> str:
-    from coda_agent.primitives.catalogue import entries
-
     return "\n\n".join(f"## {entry.signature}  [{entry.kind}]\n{entry.doc}" for entry in entries())
 
 

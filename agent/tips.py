@@ -15,13 +15,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from coda_agent.agent.workspace import Workspace
+from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.workspace import Workspace
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 MAX_CHARACTERS = 400
 SHOWN_PER_RUN = 12
@@ -83,7 +82,7 @@ class Tips:
         self.path = path
 
     @classmethod
-    def of(cls, workspace: "Workspace") -> Self:
+    def of(cls, workspace: Workspace) -> Self:
         return cls(workspace.root / "logs" / "tips.jsonl")
 
     def all(self) -> dict[str, Tip]:
@@ -205,11 +204,9 @@ def _tokens(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def words_of(spec: "Spec") -> set[str]:
+def words_of(spec: Spec) -> set[str]:
     """The words a tip's tags are matched with: a spec's name, level, and the vocabulary its
     text names."""
-    from coda_agent.primitives.catalogue import entries
-
     names = {entry.name.lower() for entry in entries()}
     said = {word.lower() for word in re.findall(r"[A-Za-z_]\w*", spec.text)}
     return set(spec.name.split("_")) | {spec.level} | (names & said)

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coda_agent.agent.evidence import Evidence
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
-
-if TYPE_CHECKING:
-    from coda_agent.agent.evidence import Evidence
 
 ROOMS = ("specs", "generated", "logs")
 INIT_HINT = "`coda-agent init` makes one"
@@ -114,14 +112,12 @@ class Kernel:
         return self.folder / "spec.md"
 
     @cached_property
-    def evidence(self) -> "Evidence":
+    def evidence(self) -> Evidence:
         """What it stands on.
 
         Raises:
             WorkspaceError: the file is missing, damaged or of an earlier form.
         """
-        from coda_agent.agent.evidence import Evidence
-
         path = self.folder / "evidence.json"
         try:
             return Evidence.model_validate_json(path.read_bytes())

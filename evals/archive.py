@@ -5,8 +5,6 @@ the tar file in it, which is the same for the same files. The program works with
 is for whoever doubts a figure, or wants to compute it again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

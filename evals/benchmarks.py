@@ -1,7 +1,5 @@
 """docs/benchmarks.md, written from the evidence files and from nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

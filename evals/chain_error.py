@@ -19,6 +19,8 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.evals import pages, svg
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.auxiliary import rstd
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -49,8 +51,6 @@ def measure(
     Raises:
         WorkspaceError: a kernel of the chain is not accepted yet.
     """
-    from coda_agent.generated.kernel import load_kernel
-
     names = ["gemm_residual_partial_rmsnorm", *(kernel for *_, kernel in SITES.values())]
     kernels = {name: load_kernel(root / "generated" / name) for name in names}
     cells: dict[str, dict[str, Any]] = {}
@@ -71,8 +71,6 @@ def _layer(
 ) -> dict[str, float]:
     import torch
     import torch.nn.functional as F
-
-    from coda_agent.primitives.auxiliary import rstd
 
     inner, outer, second = SITES[site]
     m, k, d, n = (x // shrink for x in (TOKENS, inner, HIDDEN, outer))

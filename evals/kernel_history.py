@@ -1,24 +1,21 @@
 """The review of a kernel of a workspace: out of its files, its git history and its run's log."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from coda_agent.agent import execution
 from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.judge.static import check_source
 from coda_agent.agent.runs import history
 from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
 from coda_agent.evals.archive import raw
 from coda_agent.evals.review import Review, Version
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, load_spec
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
 
 
 def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool, whole: bool) -> Review:
@@ -50,13 +47,10 @@ def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool, whole: boo
 
 
 def _traced(spec: Spec, text: str) -> dict[str, Program]:
-    from coda_agent.agent.execution import executor
-    from coda_agent.agent.judge.static import check_source
-
     findings = check_source(text, [spec.variant(b) for b in spec.bindings()])
     if findings:
         raise CodaError(f"the program is not in the language: {findings[0].message}")
-    return executor().load(text)
+    return execution.executor().load(text)
 
 
 def _history(workspace: Workspace, kernel: Kernel) -> Iterator[Version]:

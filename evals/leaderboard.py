@@ -6,8 +6,6 @@
 - An entry is one author at one spec. Of several solved trials the one of median speed is shown.
 """
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ An HTML page loads nothing and runs nothing: style and pictures are inside, link
 whatever is filled in is escaped. Markdown that is filled in brings no HTML and no links of its own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coda_agent.agent import execution, judge
 from coda_agent.agent.judgement import Judgement, Machine
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import definitions, staleness
@@ -27,10 +28,8 @@ class Regraded(NamedTuple):
 
 def regrade(workspace: Workspace, folder: Path) -> Iterator[Regraded]:
     """Judges every stale record under `folder` again, and writes what is renewed in its place."""
-    from coda_agent.agent.execution import usable_gpu
-
     suites = definitions.beside(folder)
-    stale, gpu = staleness.of_trials(workspace, suites), usable_gpu("auto") is not None
+    stale, gpu = staleness.of_trials(workspace, suites), execution.usable_gpu("auto") is not None
     for record in read_records(folder).records:
         if not (why := stale(record)):
             continue
@@ -47,14 +46,11 @@ def _judged_again(
     workspace: Workspace, suite: Suite, record: TrialRecord, gpu: bool
 ) -> tuple[dict[str, Any], str]:
     """What of the record changes by today's judge, nothing where it stays; and what came of it."""
-    from coda_agent.agent.execution import executor
-    from coda_agent.agent.judge import judge_candidate
-
     if record.program is None:
         return {}, "without a program"
     spec = suite.spec(workspace, record.spec.name)
     device = "cuda" if record.machine.device == "cuda" and gpu else "cpu"
-    verdict = judge_candidate(spec, record.program, executor(), device=device)
+    verdict = judge.judge_candidate(spec, record.program, execution.executor(), device=device)
     if device != record.machine.device:
         return {}, f"kept ({verdict.level or 'refused'} here; no GPU to time it)"
     judged = Judgement.of(verdict)

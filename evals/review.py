@@ -5,8 +5,6 @@
 - Terminal and pages show the same `facts` and `tables`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +12,12 @@ from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.evals import pages, svg
 from coda_agent.evals.pages import TIMED, Rows, label
+from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
 
 BROKEN, EDITED, UNSHOWN, SLOW, TIGHT, STALE, FINE = range(7)
 """What a flag asks to look at, the gravest first: evidence that refuses or is missing; text that

@@ -7,19 +7,17 @@ answered here. A stale record keeps its figures, and what shows them marks them.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent.judge import provenance, rules
+from coda_agent.agent.judgement import Judgement
+from coda_agent.agent.workspace import Workspace
+from coda_agent.evals.definitions import Suite
+from coda_agent.evals.records import TrialRecord
 from coda_agent.primitives.errors import CodaError
+from coda_agent.specs import Spec
 
-if TYPE_CHECKING:
-    from coda_agent.agent.judgement import Judgement
-    from coda_agent.agent.workspace import Workspace
-    from coda_agent.evals.definitions import Suite
-    from coda_agent.evals.records import TrialRecord
-    from coda_agent.specs import Spec
-
-Stale = Callable[["TrialRecord"], list[str]]
+Stale = Callable[[TrialRecord], list[str]]
 """What is stale of a trial record: of rules, toolchain and spec, those that are others by now."""
 EARLIER = "judge"
 """What is stale where a record names no rules: a judge before rules had versions gave it."""
@@ -51,7 +49,7 @@ def wordings() -> dict[str, str]:
     return {name: digest for name, digest in rules.meanings().items() if name in names}
 
 
-def of_trials(workspace: "Workspace", suites: "Mapping[str, Suite]") -> Stale:
+def of_trials(workspace: Workspace, suites: Mapping[str, Suite]) -> Stale:
     """What says of a trial record what is stale of it; `suites` are the records', by digest."""
 
     @functools.cache
@@ -61,7 +59,7 @@ def of_trials(workspace: "Workspace", suites: "Mapping[str, Suite]") -> Stale:
         except (CodaError, KeyError):
             return {}
 
-    def stale(record: "TrialRecord") -> list[str]:
+    def stale(record: TrialRecord) -> list[str]:
         then = {**(record.verdict.digests if record.verdict else {}), "spec": record.spec.digest}
         now = today(record.suite.digest, record.spec.name)
         others = moved(then, now, [key for key in ("toolchain", "spec") if key in then])
@@ -70,13 +68,13 @@ def of_trials(workspace: "Workspace", suites: "Mapping[str, Suite]") -> Stale:
     return stale
 
 
-def _of_judgement(judged: "Judgement | None") -> list[str]:
+def _of_judgement(judged: Judgement | None) -> list[str]:
     if judged is None:
         return []
     return of_verdict(judged.rules) if judged.rules else [EARLIER]
 
 
-def needs_trial(record: "TrialRecord", suite: "Suite", spec: "Spec") -> bool:
+def needs_trial(record: TrialRecord, suite: Suite, spec: Spec) -> bool:
     """Whether a trial has to be done again: the fault was ours, or, unless the suite takes any
     judge, a rule or the spec is another by now."""
     if not record.counts:

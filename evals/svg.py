@@ -6,8 +6,6 @@ curves and timings take their colours from the page, tips hold exact figures, an
 chart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge.provenance import sha
@@ -19,13 +19,11 @@ from coda_agent.evals.records import (
     TrialKey,
     TrialRecord,
 )
-
-if TYPE_CHECKING:
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 
 def record_of(
-    events: Sequence[Event], key: TrialKey, spec: "Spec", goal: Level, log: Path
+    events: Sequence[Event], key: TrialKey, spec: Spec, goal: Level, log: Path
 ) -> TrialRecord:
     """The record of a trial, from its run's events.
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from coda_agent.agent import authors, pipeline
+from coda_agent.agent.judge import provenance
 from coda_agent.agent.judge.records import Level, Observer
 from coda_agent.agent.log import read_events
 from coda_agent.agent.workspace import Workspace
@@ -27,9 +28,7 @@ from coda_agent.evals.record_files import read_records, write_definition, write_
 from coda_agent.evals.records import Device, TrialKey, TrialRecord
 from coda_agent.evals.tally import record_of
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 
 @dataclass(frozen=True)
@@ -184,12 +183,9 @@ def run(
 
 
 def _check_judge(suite: Suite) -> None:
-    from coda_agent.agent.judge.provenance import judge_digest
-
-    if suite.judge.startswith("sha256:") and suite.judge != judge_digest():
-        raise CodaError(
-            f"suite {suite.name} is for judge {suite.judge[:19]}, this one is {judge_digest()[:19]}"
-        )
+    if suite.judge.startswith("sha256:") and suite.judge != provenance.judge_digest():
+        asked, here = suite.judge[:19], provenance.judge_digest()[:19]
+        raise CodaError(f"suite {suite.name} is for judge {asked}, this one is {here}")
 
 
 @contextlib.contextmanager
@@ -232,7 +228,7 @@ def run_trial(task: Task, observer: Observer = lambda *_: None) -> TrialRecord:
 
 
 @contextlib.contextmanager
-def _aside(workspace: Workspace, spec: "Spec", *, tips: bool) -> Iterator[tuple[Workspace, Path]]:
+def _aside(workspace: Workspace, spec: Spec, *, tips: bool) -> Iterator[tuple[Workspace, Path]]:
     """A workspace for one trial: today's tips, the spec, and the logs of `workspace`."""
     runs = workspace.root / "logs" / "runs"
     runs.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
+from coda_agent.agent.execution.pool import SIDE_BY_SIDE
 from coda_agent.agent.keys import KEYS
 
 
@@ -31,8 +32,6 @@ def workers(count: int) -> Executor:
 
 
 def _begin_worker(secrets: dict[str, str], count: int) -> None:
-    from coda_agent.agent.execution.pool import SIDE_BY_SIDE
-
     os.environ.update(secrets)  # until the first run takes them out again
     os.environ[SIDE_BY_SIDE] = str(count)
     # Threads of several processes spin while they wait for one another: seconds became minutes.

@@ -3,7 +3,7 @@
 A kind of author is one module or package of this folder, registered by its `AUTHOR`, a `Kind`. The
 commands, `doctor`, `--help` and evaluations know of it from there alone. A name is `KIND` or
 `KIND:WHICH`, and the kind says what WHICH is: `claude:MODEL`, `replay:RUN`. Registering imports
-nothing heavy, since a kind imports its author's code when it makes one.
+neither torch nor an SDK.
 """
 
 import math
@@ -16,13 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.budget import Budget, Price
+from coda_agent.agent.judge import Observer
+from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge import Observer
     from coda_agent.agent.workbench import Workbench
-    from coda_agent.agent.workspace import Workspace
-    from coda_agent.specs import Spec
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Writer(Author):
     """An author that writes a candidate in one go."""
 
     @abstractmethod
-    def write(self, spec: "Spec", observer: "Observer") -> str:
+    def write(self, spec: Spec, observer: Observer) -> str:
         """The complete text of a candidate `kernel.py`, with one program per binding of `spec`.
 
         Args:
@@ -124,7 +124,7 @@ class Kind:
         """The name that a trial's record has."""
         return f"{self.name}:{which}" if which else self.name
 
-    def make(self, which: str, options: Options, workspace: "Workspace") -> Author:
+    def make(self, which: str, options: Options, workspace: Workspace) -> Author:
         """The author.
 
         Raises:
@@ -133,7 +133,7 @@ class Kind:
         raise NotImplementedError
 
     def tried(
-        self, which: str, options: Options, workspace: "Workspace", specs: Collection[str]
+        self, which: str, options: Options, workspace: Workspace, specs: Collection[str]
     ) -> dict[str, list[str]]:
         """The full names that a name stands for in an evaluation, each with its specs of `specs`.
 
@@ -165,7 +165,7 @@ def kind_of(name: str) -> tuple[Kind, str]:
     return kinds()[kind], which
 
 
-def make(name: str, options: Options, workspace: "Workspace") -> Author:
+def make(name: str, options: Options, workspace: Workspace) -> Author:
     """The author called `name`.
 
     Raises:

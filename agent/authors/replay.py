@@ -4,13 +4,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from coda_agent.agent import events as e
 from coda_agent.agent.authors import Author, Kind, Options
+from coda_agent.agent.events import Event
+from coda_agent.agent.log import read_events
+from coda_agent.agent.runs import history
+from coda_agent.agent.state import RunState
+from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.events import Event
     from coda_agent.agent.workbench import Workbench
-    from coda_agent.agent.workspace import Workspace
 
 
 class _Recorded(Kind):
@@ -19,19 +23,15 @@ class _Recorded(Kind):
     name = spelling = "replay"
     deterministic = True
 
-    def make(self, which: str, options: Options, workspace: "Workspace") -> Author:
-        from coda_agent.agent.log import read_events
-
+    def make(self, which: str, options: Options, workspace: Workspace) -> Author:
         log = _trajectories(workspace) / which / "events.jsonl"
         if not which or not log.is_file():
             raise CodaError(f"no recorded run {which!r} in {_trajectories(workspace)}")
         return Replay(read_events(log))
 
     def tried(
-        self, which: str, options: Options, workspace: "Workspace", specs: Collection[str]
+        self, which: str, options: Options, workspace: Workspace, specs: Collection[str]
     ) -> dict[str, list[str]]:
-        from coda_agent.agent.runs import history
-
         found: dict[str, list[str]] = {}
         for log in sorted(_trajectories(workspace).glob(f"{which or '*'}/events.jsonl")):
             if (spec := history(log.parent)[1].spec) in specs:
@@ -44,7 +44,7 @@ class _Recorded(Kind):
 AUTHOR = _Recorded()
 
 
-def _trajectories(workspace: "Workspace") -> Path:
+def _trajectories(workspace: Workspace) -> Path:
     return workspace.root / "logs" / "trajectories"
 
 
@@ -56,9 +56,7 @@ class Replay(Author):
         skipped: Calls that this machine cannot do.
     """
 
-    def __init__(self, events: "list[Event]") -> None:
-        from coda_agent.agent.state import RunState
-
+    def __init__(self, events: list[Event]) -> None:
         self.events, self.recorded = events, RunState.of(events)
         self.name = f"replay:{self.recorded.author}"
         self.differences: list[str] = []
@@ -82,8 +80,6 @@ class Replay(Author):
     def _calls(self) -> "Iterator[tuple[str, Any, _Came]]":
         """Name, input and what came of it, of each call that ended; a text written in one go counts
         as two calls."""
-        from coda_agent.agent import events as e
-
         begun: e.ToolStarted | None = None
         if not any(isinstance(event, e.ToolStarted) for event in self.events):
             if self.recorded.candidate:

@@ -9,13 +9,12 @@ import typer
 from coda_agent.agent.cli.report import REFUSED, Reply, reported
 from coda_agent.agent.cli.targets import Json
 from coda_agent.agent.workspace import find
+from coda_agent.evals import archive
 
 
 @reported
 def pack(as_json: Json = False) -> Reply:
     """Pack the raw records of all kernels into evals/archive/."""
-    from coda_agent.evals import archive
-
     path = archive.pack_kernels(find())
     return Reply({"archive": path}, f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB")
 
@@ -23,8 +22,6 @@ def pack(as_json: Json = False) -> Reply:
 @reported
 def show(kernel: str, as_json: Json = False) -> Reply:
     """Print what each gate saw of a kernel, whole."""
-    from coda_agent.evals import archive
-
     workspace = find()
     records = archive.raw(workspace, workspace.kernel(kernel))
     return Reply(records, json.dumps(records, indent=1) if records else "no raw record is here")
@@ -33,8 +30,6 @@ def show(kernel: str, as_json: Json = False) -> Reply:
 @reported
 def check(as_json: Json = False) -> Reply:
     """Say whether every archive holds what its name and the evidence say."""
-    from coda_agent.evals import archive
-
     found = archive.problems(find())
     return Reply({"problems": found}, "\n".join(found) or "complete", REFUSED if found else 0)
 
@@ -46,7 +41,5 @@ def unpack(
     as_json: Json = False,
 ) -> Reply:
     """Write the files of an archive."""
-    from coda_agent.evals import archive
-
     written = archive.unpack(file, into)
     return Reply({"written": written}, f"wrote {len(written)} files below {into}")

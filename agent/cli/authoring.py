@@ -12,6 +12,7 @@ from coda_agent.agent import authors, pipeline
 from coda_agent.agent import prompt as prompting
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.claude import model_named
+from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.cli.report import REFUSED, Reply, columns, outcomes, progress, reported
 from coda_agent.agent.cli.targets import (
@@ -24,10 +25,13 @@ from coda_agent.agent.cli.targets import (
     sharing,
 )
 from coda_agent.agent.keys import KEYS
+from coda_agent.agent.mcp import Desk, serve
 from coda_agent.agent.tips import Tips
+from coda_agent.agent.workbench import TOOLS
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.suggest import near_matches
+from coda_agent.specs import load_spec
 
 MaxUsd = Annotated[float | None, typer.Option(help="Most to spend on the model; 5 by default.")]
 Limits = Annotated[
@@ -107,8 +111,6 @@ def prompt(
     as_json: Json = False,
 ) -> Reply:
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
-    from coda_agent.specs import load_spec
-
     workspace = here()
     loaded = load_spec(resolve_spec(spec, workspace))
     tips = prompting.tips_for(loaded, Tips.of(workspace)) if workspace else []
@@ -126,8 +128,6 @@ def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
     if not (key := KEYS.take()):
         return prompting.estimated_tokens(sent), "estimated: no key is set to count them"
     import anthropic
-
-    from coda_agent.agent.authors.claude.client import Client
 
     try:
         counted = Client(key).sdk.messages.count_tokens(model=model, **sent)
@@ -151,8 +151,6 @@ def tool(
     as_json: Json = False,
 ) -> Reply:
     """Work at a run's bench: call one of an author's tools."""
-    from coda_agent.agent.workbench import TOOLS
-
     if name is None:
         document = [
             {"name": t.name, "description": t.description, "input": t.schema()}
@@ -214,8 +212,6 @@ def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
 @sharing("sandbox")
 def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
-    from coda_agent.agent.mcp import Desk, serve
-
     serve(Desk(find(), device, commit=not no_commit))
     return Reply(None)
 

@@ -9,6 +9,9 @@ from coda_agent.agent import workspace
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.doctor import diagnose
+from coda_agent.agent.explain import explain as explained
+from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
@@ -24,8 +27,6 @@ def init(path: Annotated[Path, typer.Argument()] = Path(), as_json: Json = False
 @reported
 def doctor(as_json: Json = False) -> Reply:
     """Say what this machine has, and what that makes possible."""
-    from coda_agent.agent.doctor import diagnose
-
     items, level = diagnose(Path.cwd())
     rows = [
         (item.name, item.value or "missing", item.enables + (f" ({item.hint})" * (not item.value)))
@@ -47,8 +48,6 @@ def explain(
     as_json: Json = False,
 ) -> Reply:
     """Print one stage of a program on its way to the machine."""
-    from coda_agent.agent.explain import explain as explained
-
     program, spec = targets.explainable(target)
     text = explained(spec, program, stage, variant=variant)
     return Reply({"target": target, "stage": stage, "text": text}, text.rstrip())
@@ -59,8 +58,6 @@ def primitives(
     name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False
 ) -> Reply:
     """List what programs are written from, or describe one."""
-    from coda_agent.primitives.catalogue import entries
-
     known = {entry.name: entry for entry in entries()}
     if name is None:
         keys = ("name", "kind", "signature", "summary")

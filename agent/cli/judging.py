@@ -12,11 +12,16 @@ import typer
 
 from coda_agent.agent.cli.report import REFUSED, Reply, reported
 from coda_agent.agent.cli.targets import DeviceOption, Json, require_gpu, sharing
+from coda_agent.agent.execution.environment import environment
+from coda_agent.agent.judge import timing as clock
 from coda_agent.agent.workspace import find
 from coda_agent.evals import definitions
 from coda_agent.evals.judge import report, selection
+from coda_agent.evals.judge.against_itself import KERNEL, score_timing
 from coda_agent.evals.judge.by_hand import SETS
 from coda_agent.evals.judge.scores import Judge, score_corpus, score_latency, score_mutants
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.target import use_cache
 from coda_agent.specs import load_spec
 
 Count = Annotated[int | None, typer.Option(min=1, help="So many mutants, every fault in turn.")]
@@ -94,12 +99,6 @@ def timing(
     as_json: Json = False,
 ) -> Reply:
     """Compare a kernel with itself on this GPU: how often are the two called different?"""
-    from coda_agent.agent.execution.environment import environment
-    from coda_agent.agent.judge import timing as clock
-    from coda_agent.evals.judge.against_itself import KERNEL, score_timing
-    from coda_agent.generated.kernel import load_kernel
-    from coda_agent.primitives.target import use_cache
-
     with _judge("cuda", as_json) as judge:
         kernel = load_kernel(find().kernel(KERNEL).folder)
         use_cache()

@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent import pipeline
+from coda_agent.agent import execution, pipeline
 from coda_agent.agent.cli import report, targets
 from coda_agent.agent.cli.report import Reply, columns, outcomes, progress, reported
 from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, sharing
+from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.workspace import Kernel, Workspace, find
 from coda_agent.primitives.errors import CodaError
 
@@ -25,8 +26,6 @@ def check(
     as_json: Json = False,
 ) -> Reply:
     """Judge a program without timing or storing it."""
-    from coda_agent.agent.judge.records import GATES
-
     tools: tuple[str, ...] = ()
     if sanitize is not None:
         from coda_agent.agent.execution import sanitize as sanitizing
@@ -49,12 +48,10 @@ def verify(
     as_json: Json = False,
 ) -> Reply:
     """Judge again what is stale of accepted kernels; raise or revoke their levels."""
-    from coda_agent.agent.execution import usable_gpu
-
     targets.require_gpu(device)
     workspace = find()
     names = targets.named(kernels, every)
-    if every and not as_json and usable_gpu(device) is None:
+    if every and not as_json and execution.usable_gpu(device) is None:
         typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
                    "kept or revoked, and none raised above proved.")  # fmt: skip
     records: list[dict[str, Any]] = []

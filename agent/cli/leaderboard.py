@@ -12,6 +12,10 @@ import typer
 from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import Json
 from coda_agent.agent.workspace import Workspace, find
+from coda_agent.evals import definitions, pages, record_files, regrading, staleness
+from coda_agent.evals import leaderboard as boarding
+from coda_agent.evals import scaling as evaluations
+from coda_agent.evals.records import Audit
 from coda_agent.primitives.errors import CodaError
 
 RecordsOption = Annotated[
@@ -30,20 +34,17 @@ def leaderboard(
     as_json: Json = False,
 ) -> Reply:
     """Rank authors from their trial records."""
-    from coda_agent.evals import definitions, record_files, staleness
-    from coda_agent.evals import leaderboard as pages
-
     gc.disable()  # hundreds of thousands of objects and no garbage: it is a third of the time
     workspace, folder = _places(records)
     found = record_files.read_records(folder)
     stale = staleness.of_trials(workspace, definitions.beside(folder))
-    boards = pages.boards(found.records, stale)
+    boards = boarding.boards(found.records, stale)
     written: list[Path] = []
     if html:
         page = html if html.suffix == ".html" else html / "index.html"
-        written.append(pages.write_page(page, boards, found.problems, root=workspace.root))
+        written.append(boarding.write_page(page, boards, found.problems, root=workspace.root))
     if markdown:
-        written.append(pages.write_markdown(markdown, boards, found.problems))
+        written.append(boarding.write_markdown(markdown, boards, found.problems))
     if publish:
         written.append(record_files.publish(workspace.root))
     parts = [f"{board.title}: {board.first}\n\n{columns(board.ranking)}\n\n{columns(board.matrix)}"
@@ -60,8 +61,6 @@ def leaderboard(
 @reported
 def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
     """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
-    from coda_agent.evals import regrading
-
     found: list[regrading.Regraded] = []
     for one in regrading.regrade(*_places(records)):
         found.append(one)
@@ -75,8 +74,6 @@ def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
 @reported
 def scaling(as_json: Json = False) -> Reply:
     """Sum up trials that were run on one GPU of a host and on all: evals/results/scaling/."""
-    from coda_agent.evals import scaling as evaluations
-
     summary, packed = evaluations.summarise(find().root)
     found = json.loads(summary.read_text("utf-8"))
     rows = [(f"{key} GPUs", f"{run['trials']} trials", f"{run['seconds']:.1f} s")
@@ -96,27 +93,24 @@ def audit(
     as_json: Json = False,
 ) -> Reply:
     """Write down what you found out about a trial; it is in its cell from then on."""
-    from coda_agent.evals import pages
-    from coda_agent.evals import record_files as kept
-    from coda_agent.evals.records import Audit
-
     _, folder = _places(records)
-    known = {kept.file_name(found.key): found for found in kept.read_records(folder).records}
+    known = {
+        record_files.file_name(found.key): found
+        for found in record_files.read_records(folder).records
+    }
     name = Path(record).name
     if name not in known:
         raise CodaError(f"no record {name} in {folder}", hint="the leaderboard's cells link them")
     if not evidence.strip():
         raise CodaError("--evidence is empty, expected what shows it")
     note = Audit(finding=finding, evidence=evidence, date=pages.today())
-    path = kept.replace_record(folder, known[name], audit=note)
+    path = record_files.replace_record(folder, known[name], audit=note)
     return Reply({"record": path, "audit": note.model_dump()}, f"{finding}: {path}")
 
 
 def _places(records: Path | None) -> tuple[Workspace, Path]:
-    from coda_agent.evals.record_files import trials_folder
-
     workspace = find()
-    folder = records or trials_folder(workspace.root)
+    folder = records or record_files.trials_folder(workspace.root)
     if not folder.is_dir():
         raise CodaError(f"no folder {folder}", hint="coda-agent eval run writes records")
     return workspace, folder

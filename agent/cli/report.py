@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
+from coda_agent.agent.judge.records import Finding, Observer, PerformanceReport
+from coda_agent.agent.pipeline import Outcome
 from coda_agent.agent.plain import plain
+from coda_agent.agent.workbench.feedback import lines_of
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from coda_agent.agent.judge.records import Observer
-    from coda_agent.agent.pipeline import Outcome
 
 P = ParamSpec("P")
 
@@ -118,23 +119,21 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def told(outcome: "Outcome") -> str:
+def told(outcome: Outcome) -> str:
     """What the progress lines leave out: what was not shown on this machine, the timings, and what
     became of the candidate."""
     verdict = outcome.verdict
     lines = [f"not shown: {reason}" for reason in verdict.not_shown] if verdict else []
-    from coda_agent.agent.judge.records import PerformanceReport
-
     performance = verdict.report(PerformanceReport) if verdict else None
     if performance and performance.timed:
-        from coda_agent.evals.pages import speed
+        from coda_agent.evals.pages import speed  # jinja2 takes as long as the rest
 
         lines.append(columns(speed([cell.model_dump() for cell in performance.timed])))
     lines += [sentence(outcome), *filter(None, [outcome.remark])]
     return "\n".join(lines)
 
 
-def sentence(outcome: "Outcome") -> str:
+def sentence(outcome: Outcome) -> str:
     """What became of a candidate, on one line."""
     verdict, before = outcome.verdict, outcome.before
     if not outcome.passed:
@@ -155,7 +154,7 @@ def sentence(outcome: "Outcome") -> str:
     return said if before else f"{said} ({outcome.folder or outcome.run})"
 
 
-def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
+def outcomes(found: Sequence[Outcome], *, single: bool = False) -> Reply:
     """What became of candidates; exit code 0 where all passed."""
     records = [outcome.record() for outcome in found]
     code = 0 if all(outcome.passed for outcome in found) else REFUSED
@@ -164,7 +163,7 @@ def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
 
 
 @contextlib.contextmanager
-def progress(*, silent: bool) -> "Iterator[Observer]":
+def progress(*, silent: bool) -> Iterator[Observer]:
     """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere. The spinner
     is gone before anything else is printed, and with the context."""
     if silent:
@@ -226,9 +225,6 @@ def _finished(gate: str, data: Mapping[str, Any]) -> None:
         said, fg="green" if passed else "red"
     )  # colours are for terminals: click sees to it
     if findings := data.get("findings"):
-        from coda_agent.agent.judge.records import Finding
-        from coda_agent.agent.workbench.feedback import lines_of
-
         for finding in findings:
             for line in lines_of(Finding.model_validate(finding)):
                 typer.echo(f"    {line}")

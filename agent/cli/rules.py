@@ -7,7 +7,9 @@ import typer
 
 from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.judge import rules
 from coda_agent.agent.workspace import find
+from coda_agent.evals.staleness import of_scores
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -26,8 +28,6 @@ def _root(context: typer.Context) -> None:
 @reported
 def show(as_json: Json = False) -> Reply:
     """The versions, and what differs from the lock."""
-    from coda_agent.agent.judge import rules
-
     differing, locked = rules.differing(), rules.lock()
     rows = [("rule", "version", "sources", "why"), *(
         (name, entry.version, "differ" if name in differing else "as locked",
@@ -44,8 +44,6 @@ def show(as_json: Json = False) -> Reply:
 
 def _unconfirmed() -> dict[str, list[str]]:
     """The judge's score records that are stale, and by which rules."""
-    from coda_agent.evals.staleness import of_scores
-
     found: dict[str, list[str]] = {}
     for path in sorted((find().root / "evals" / "results").glob("judge-*.json")):
         record = json.loads(path.read_text("utf-8"))
@@ -58,8 +56,6 @@ def _unconfirmed() -> dict[str, list[str]]:
 @reported
 def raise_(names: Rules, why: Why, as_json: Json = False) -> Reply:
     """The meaning of rules changed: verdicts by them have to be given again."""
-    from coda_agent.agent.judge import rules
-
     locked = rules.raise_versions(names, why)
     return _changed(names, {name: locked[name].version for name in names})
 
@@ -68,8 +64,6 @@ def raise_(names: Rules, why: Why, as_json: Json = False) -> Reply:
 @reported
 def same(names: Rules, why: Why, as_json: Json = False) -> Reply:
     """Rules are worded otherwise and mean the same; the judge's scores then have to confirm it."""
-    from coda_agent.agent.judge import rules
-
     locked = rules.declare_same(names, why)
     return _changed(names, {name: locked[name].version for name in names})
 

@@ -6,19 +6,18 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from coda_agent.agent import pipeline, sandbox
+from coda_agent.agent import doctor, pipeline, sandbox
 from coda_agent.agent.cli.report import Reply, progress
 from coda_agent.agent.device import Device
+from coda_agent.agent.judge.static import program_names
 from coda_agent.agent.workspace import Run, Workspace, find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
-
-if TYPE_CHECKING:
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec, load_spec
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the numerics run.")]
@@ -80,9 +79,7 @@ def sharing(*names: str) -> Callable[[Callable[..., Reply]], Callable[..., Reply
 def require_gpu(device: str) -> None:
     """Asked for CUDA without a GPU: said now, rather than after an author's work."""
     if device == "cuda" and not os.environ.get("CODA_AGENT_EXECUTOR"):
-        from coda_agent.agent.doctor import gpus
-
-        if not gpus():
+        if not doctor.gpus():
             hint = "`coda-agent doctor` says what there is; --device cpu proves without one"
             raise MachineError("this machine has no NVIDIA GPU (nvidia-smi names none)", hint=hint)
 
@@ -102,26 +99,22 @@ def new_run(kind: str, spec: str) -> Run:
     return Run(f"{kind}-{spec}", Path(tempfile.mkdtemp(prefix=f"coda-agent-{kind}-")))
 
 
-def program(arg: str, spec: str | None = None) -> tuple[str, "Spec"]:
+def program(arg: str, spec: str | None = None) -> tuple[str, Spec]:
     """The text and the spec of a FILE or KERNEL.
 
     Raises:
         WorkspaceError: there is no such thing, or no spec for it.
     """
-    from coda_agent.specs import load_spec
-
     path = _program_file(arg)
     return _read(path), load_spec(_spec_of(path, spec))
 
 
-def explainable(arg: str) -> tuple[str | None, "Spec | None"]:
+def explainable(arg: str) -> tuple[str | None, Spec | None]:
     """The text and the spec of a FILE or KERNEL, without a spec where there is none; or a SPEC
     alone, without a text.
 
     A kernel goes before a spec of its name: it is what runs. The spec's path asks for the spec.
     """
-    from coda_agent.specs import load_spec
-
     workspace = here()
     kernels = [kernel.name for kernel in workspace.kernels()] if workspace else []
     if arg.endswith(".py") or arg in kernels:
@@ -155,8 +148,6 @@ def _read(path: Path) -> str:
 
 def _spec_of(path: Path, spec: str | None) -> Path:
     """The spec given, else spec.md beside the program, else one by the program's own name."""
-    from coda_agent.agent.judge.static import program_names
-
     workspace = here()
     if spec is not None:
         return resolve_spec(spec, workspace)

@@ -17,8 +17,6 @@ A record cannot be forged:
 - What it can forge is its own answer, and that is checked as data by whoever asked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -9,8 +9,6 @@
 - A worker with another judge refuses all jobs.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib
@@ -22,7 +20,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from coda_agent.agent.execution.answers import Refused
 from coda_agent.agent.execution.local import Local
@@ -37,10 +35,8 @@ from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError, MachineError
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import cache_directory
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
 
 CONNECT_S = 10
 _SAME = "install the same coda-agent, and the same packages, on every machine"

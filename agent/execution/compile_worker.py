@@ -6,8 +6,6 @@ runs in a process of its own, forked for that job (`child.forked`): it cannot to
 the object cache, and what it leaves behind is its programs as data.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +14,13 @@ from coda_agent.agent.execution.answers import Answer, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import ChildError, forked, serve
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.program import Program
 
 TRACE_BYTES = 2 << 30
 
 
 def load_programs(text: str) -> dict[str, Any]:
     """Run a statically admitted candidate and return its programs, serialised, by name."""
-    from coda_agent.primitives.program import Program
 
     def restricted(name: str, *args: Any, **kwargs: Any) -> Any:
         if name != "coda_agent.primitives":

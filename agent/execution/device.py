@@ -8,8 +8,6 @@
   fault.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading
@@ -19,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent.execution.answers import Bug, Fault, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
@@ -38,9 +36,7 @@ from coda_agent.agent.judge.records import (
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.target import cache_directory
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-
-if TYPE_CHECKING:
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 HANG_S = 20.0  # silence after which a launch hangs; what is judged takes milliseconds
 IDLE_S = 300.0  # silence otherwise; torch.compile of a baseline is what takes longest

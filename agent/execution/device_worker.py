@@ -6,8 +6,6 @@ objects that the compile children left in the cache. The supervisor is told of e
 goes to the GPU, so that a hang or a lost context leaves the name of its cause behind.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import traceback
@@ -15,8 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
+from coda_agent.agent.execution.child import serve
 from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.launch import launcher
+from coda_agent.primitives.target import use_cache
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -76,10 +77,6 @@ class Watch:
 def main() -> None:
     """Serves jobs; the imports come first, while the other gates still run."""
     import torch
-
-    from coda_agent.agent.execution.child import serve
-    from coda_agent.primitives.launch import launcher
-    from coda_agent.primitives.target import use_cache
 
     use_cache()
     watch = Watch(launcher.get(), torch.cuda.synchronize)

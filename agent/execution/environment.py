@@ -1,19 +1,16 @@
 """The machine that a verdict was given on, as evidence names it."""
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 
-from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.machine import Gpu, gpu_state
 from coda_agent.agent.judge.provenance import PACKAGES, version
+from coda_agent.agent.sandbox import choose
 
 
 def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
     """The machine, the versions, and the sandbox that candidates were traced in. For device "cuda"
     it has the state of a GPU too, by default of the one in use."""
-    from coda_agent.agent.sandbox import choose
-
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -23,8 +20,6 @@ def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
     }
     if device == "cuda":
         import torch
-
-        from coda_agent.agent.judge.machine import gpu_state
 
         facts["gpu"] = gpu_state(gpu and gpu.uuid)
         facts["cuda"] = torch.version.cuda

@@ -7,22 +7,17 @@ tuned tile is dispatched at other shapes too, so one that hangs at a shape may b
 none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.judge.provenance import PACKAGES, version
 from coda_agent.agent.judge.records import Record
 from coda_agent.agent.judge.rules import meanings
 from coda_agent.agent.plain import utc_now
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import cache_directory
 from coda_agent.primitives.tiles import TileConfig
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
 
 
 class Launch(Record):

@@ -1,14 +1,13 @@
 """The judge's jobs on this machine: a pool of compile workers, and a child for each GPU."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
+from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.execution.sanitize import sanitize
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, SanitizeJob
@@ -17,9 +16,7 @@ from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.sandbox import choose
 from coda_agent.primitives.errors import CompileError
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
+from coda_agent.primitives.program import Program
 
 HOPPER = "9.0"
 
@@ -101,8 +98,6 @@ class Local:
             return self._device(gpu).grade(job, progress)
 
     def environment(self, device: str) -> dict[str, Any]:
-        from coda_agent.agent.execution.environment import environment
-
         return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
 
 

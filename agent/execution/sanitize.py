@@ -4,8 +4,6 @@ The numerics of the default tile run at the smallest check shape in a device chi
 under one tool of compute-sanitizer, whose report becomes findings.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -12,8 +12,6 @@ In each tier the environment is scrubbed, resources are limited and the tree die
 refused.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

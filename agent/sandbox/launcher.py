@@ -8,8 +8,6 @@ standard library only, and not this package.
 - `confine` puts the process it becomes under Landlock, seccomp or both.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -9,15 +9,20 @@
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
+from coda_agent.agent import execution, judge, publish
+from coda_agent.agent.judge import Verdict
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
+from coda_agent.agent.tips import Tip, Tips
+from coda_agent.agent.workbench.feedback import feedback
 from coda_agent.agent.workbench.registry import (
     Result,
     Tool,
@@ -27,12 +32,11 @@ from coda_agent.agent.workbench.registry import (
     tool,
 )
 from coda_agent.agent.workspace import Run, Workspace
+from coda_agent.demos import demos
+from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.suggest import near_matches
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Verdict
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 __all__ = ["NEXT", "TOOLS", "Result", "Tool", "ToolError", "Workbench", "shown"]
 
@@ -78,7 +82,7 @@ class Workbench:
         self,
         workspace: Workspace,
         run: Run,
-        spec: "Spec",
+        spec: Spec,
         log: RunLog,
     ) -> None:
         self.workspace, self.run, self.spec, self.log = workspace, run, spec, log
@@ -121,36 +125,30 @@ class Workbench:
         """Makes `text` the candidate; its digest."""
         return self.log.candidate(text)
 
-    def judge(self, check: str) -> "Verdict":
+    def judge(self, check: str) -> Verdict:
         """One attempt: the candidate before the gates of a check.
 
         Raises:
             CodaError: there is no candidate, or the machine or the budget lacks what it needs.
         """
-        from coda_agent.agent.execution import executor
-        from coda_agent.agent.judge import judge_candidate
-
         text = self._candidate()
         device = {"interpret": "cpu", "gpu": "cuda", "benchmark": "cuda"}.get(check)
         device = device or self.state.device
         if device == "cuda" and check != "submit":
             self._need_gpu()
-        self.verdict = judge_candidate(
-            self.spec, text, executor(),
+        self.verdict = judge.judge_candidate(
+            self.spec, text, execution.executor(),
             device=device, gates=CHECKED.get(check, GATES), observer=self.log.observer,
         )  # fmt: skip
         self.log.verdict(self.verdict, check)
         return self.verdict
 
-    def accept(self) -> "Verdict":
+    def accept(self) -> Verdict:
         """The full trial of the candidate, and its acceptance when it passes.
 
         Raises:
             WorkspaceError: it could not be committed, or specs/ has another spec by now.
         """
-        from coda_agent.agent import accept as acceptance
-        from coda_agent.agent import publish
-
         if self.state.commits:  # checked when the run began, which may be hours ago
             self.workspace.check_spec(self.spec.name, self.spec.text)
             publish.check_place(self.workspace, self.spec.name, self.state.candidate)
@@ -173,8 +171,6 @@ class Workbench:
 
         A stop that is not `final` was not the author's doing, and says nothing about the tips.
         """
-        from coda_agent.agent.tips import Tips
-
         arms = self.state.tips
         if final and arms:
             success = self.state.over == "accepted"
@@ -200,18 +196,13 @@ class Workbench:
         return self.state.candidate
 
     def _need_gpu(self) -> None:
-        from coda_agent.agent.execution import usable_gpu
-
-        if self.state.device == "cpu" or usable_gpu("auto") is None:
+        if self.state.device == "cpu" or execution.usable_gpu("auto") is None:
             hint = "check at level interpret is the most this machine can show before submit"
             raise MachineError("this needs a Hopper GPU, and there is none", hint=hint)
         if self.state.spent.gpu_s > self.gpu_limit_s:
             raise ToolError(f"the GPU budget of {self.gpu_limit_s:.0f} s is used up")
 
     def _judged(self, check: str) -> Result:
-        from coda_agent.agent import publish
-        from coda_agent.agent.workbench.feedback import feedback
-
         verdict = self.accept() if check == "submit" else self.judge(check)
         number = len(self.state.attempts)
         text = feedback(verdict, check, number)
@@ -242,24 +233,18 @@ class Workbench:
     @tool()
     def list_primitives(self) -> Result:
         """Every name a program may use, with its kind and a summary."""
-        from coda_agent.primitives.catalogue import entries
-
         rows = [f"{entry.signature}  [{entry.kind}]  {entry.summary}" for entry in entries()]
         return Result(text="\n".join(rows), data={"names": [e.name for e in entries()]})
 
     @tool()
     def read_primitive(self, name: Name) -> Result:
         """One primitive: shapes, types, cost, when to use it, an example."""
-        from coda_agent.primitives.catalogue import entries
-
         entry = _pick({e.name: e for e in entries()}, name, "primitive")
         return Result(text=f"{entry.signature}  [{entry.kind}]\n\n{entry.doc}")
 
     @tool()
     def list_demos(self) -> Result:
         """The demonstrations: small programs that show one primitive or pattern each."""
-        from coda_agent.demos import demos
-
         found = demos()
         text = "\n".join(f"{demo.name}: {demo.summary}" for demo in found)
         return Result(text=text, data={"names": [demo.name for demo in found]})
@@ -267,8 +252,6 @@ class Workbench:
     @tool()
     def read_demo(self, name: Name) -> Result:
         """One demonstration: problem, program, why it is written so, reference."""
-        from coda_agent.demos import demos
-
         return Result(text=_pick({d.name: d for d in demos()}, name, "demo").text)
 
     @tool()
@@ -276,8 +259,6 @@ class Workbench:
         self, query: Annotated[str, _told("Words: primitives, symptoms, outputs.")]
     ) -> Result:
         """Tips from earlier runs that match some words, the most useful first."""
-        from coda_agent.agent.tips import Tips
-
         found = Tips.of(self.workspace).search(query)
         if not found:
             return Result(text="no tip matches these words")
@@ -324,7 +305,6 @@ class Workbench:
     @tool()
     def profile(self) -> Result:
         """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
-        from coda_agent.agent.execution import hopper
         from coda_agent.agent.execution.device import exclusive
         from coda_agent.agent.workbench.profile import profile
 
@@ -333,7 +313,7 @@ class Workbench:
         accepted = {kernel.name: kernel for kernel in self.workspace.kernels()}
         incumbent = accepted.get(self.spec.name)
         old = incumbent.program.read_text("utf-8") if incumbent else None
-        with exclusive([hopper()]):
+        with exclusive([execution.hopper()]):
             return Result(text=profile(self.spec, text, old), gpu=True)
 
     @tool()
@@ -362,8 +342,6 @@ class Workbench:
         passing: Annotated[int, _told("Number of the later attempt that passed with it.")],
     ) -> Result:
         """Keeps what an attempt taught, for later runs. Names a failing and a passing attempt."""
-        from coda_agent.agent.tips import Tip, Tips
-
         attempts = {attempt.number: attempt for attempt in self.state.attempts}
         before, after = attempts.get(failing), attempts.get(passing)
         if not before or before.passed or not after or not after.passed:
@@ -396,7 +374,7 @@ class Workbench:
         return Result(text="the run is over; the candidate is kept")
 
 
-def programs_to_define(spec: "Spec") -> str:
+def programs_to_define(spec: Spec) -> str:
     """The programs a candidate must have: names, operands, what is added in place, outputs."""
     lines = ["Programs to define:"]
     for binding in spec.bindings():

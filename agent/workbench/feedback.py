@@ -16,17 +16,14 @@ times in microseconds with their share of a bare GEMM's speed and of torch.compi
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from coda_agent.agent.judge import Finding, Verdict
 from coda_agent.agent.judge.records import CompileReport, NumericsReport, PerformanceReport
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Finding, Verdict
 
 MAX_FINDINGS = 8
 
 
-def feedback(verdict: "Verdict", check: str, number: int) -> str:
+def feedback(verdict: Verdict, check: str, number: int) -> str:
     """A verdict as text for an author; at most `MAX_FINDINGS` findings of a gate."""
     failed = next((gate.name for gate in verdict.gates if not gate.passed), None)
     head = f"FAILED at {failed}" if failed else f"passed ({verdict.level or 'nothing shown yet'})"
@@ -46,7 +43,7 @@ def feedback(verdict: "Verdict", check: str, number: int) -> str:
     return "\n".join(lines)
 
 
-def lines_of(finding: "Finding") -> list[str]:
+def lines_of(finding: Finding) -> list[str]:
     """A finding as text: what is wrong, then, indented, where and what to try."""
     at = ", ".join(f"{key} {value}" for key, value in finding.where.items())
     more = [f"  at   {at}"] * bool(at) + [f"  try  {finding.hint}"] * bool(finding.hint)

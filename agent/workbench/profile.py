@@ -11,14 +11,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent.explain import compiled, traced
+from coda_agent.agent.judge.performance import inspected
+from coda_agent.agent.judge.runners import run_kernel
+from coda_agent.primitives import inspect
 from coda_agent.primitives.errors import MachineError
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
-    from coda_agent.specs import Spec
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.target import instructions, use_cache
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.specs import Spec, draw_inputs, load_spec
 
 TIMEOUT_S = 300
 
@@ -40,12 +43,9 @@ METRICS = {
 """Nsight Compute's counter by the name an author is shown; times come in us, sizes in bytes."""
 
 
-def roofline(spec: "Spec", text: str, name: str | None = None) -> str:
+def roofline(spec: Spec, text: str, name: str | None = None) -> str:
     """Flops, least bytes and the floor in microseconds at each bench shape, on an H200, in the
     spec's first element type."""
-    from coda_agent.agent.judge.performance import inspected
-    from coda_agent.primitives import inspect
-
     program, element = traced(spec, text, name), _element(spec)
     lines: list[str] = []
     for sizes in spec.bench_shapes:
@@ -64,14 +64,12 @@ def roofline(spec: "Spec", text: str, name: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def profile(spec: "Spec", text: str, incumbent: str | None) -> str:
+def profile(spec: Spec, text: str, incumbent: str | None) -> str:
     """The candidate's counters at the first bench shape, and how they differ from the incumbent's.
 
     Raises:
         MachineError: ncu is missing or may not read the counters.
     """
-    from coda_agent.agent.judge.performance import inspected
-
     if not shutil.which("ncu"):
         hint = "benchmark gives times, inspect the roofline"
         raise MachineError("Nsight Compute (ncu) is not installed here", hint=hint)
@@ -92,19 +90,17 @@ def profile(spec: "Spec", text: str, incumbent: str | None) -> str:
     return "\n".join(lines)
 
 
-def opcodes(spec: "Spec", program: "Program") -> dict[str, float]:
+def opcodes(spec: Spec, program: Program) -> dict[str, float]:
     """How often each instruction that says how a kernel works stands in its SASS for sm_90a."""
-    from coda_agent.primitives.target import instructions
-
     found = instructions(compiled(spec, program, "sass"))
     return {f"{name} in SASS": float(count) for name, count in {"STL": 0, **found}.items()}
 
 
-def _element(spec: "Spec") -> str:
+def _element(spec: Spec) -> str:
     return next(iter(spec.types.values()), ["bfloat16"])[0]
 
 
-def _counters(spec: "Spec", program: "Program") -> dict[str, float]:
+def _counters(spec: Spec, program: Program) -> dict[str, float]:
     """The metrics of one launch of the program, at the first bench shape."""
     job = {"spec": str(spec.path), "program": program.to_dict()}
     # The name leaves out the launches that draw inputs and poison outputs.
@@ -140,12 +136,6 @@ def parse_counters(rows: list[str]) -> dict[str, float]:
 def _launch(job: dict[str, Any]) -> None:
     """Body of the profiled process: three launches of the kernel at its default tile."""
     import torch
-
-    from coda_agent.agent.judge.runners import run_kernel
-    from coda_agent.primitives.program import Program
-    from coda_agent.primitives.target import use_cache
-    from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-    from coda_agent.specs import draw_inputs, load_spec
 
     use_cache()
     spec = load_spec(Path(job["spec"]))

@@ -1,20 +1,16 @@
 """A kernel against itself: how often the clock calls the two different, which they are not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.evals import contenders
 from coda_agent.evals.judge.scores import Say
 from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.evals.workloads import make_workload
+from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-
-if TYPE_CHECKING:
-    from coda_agent.generated.kernel import Kernel
 
 KERNEL = "gemm_residual_partial_rmsnorm"
 """Two launches, reading and writing tiles: more to vary than a bare product."""

@@ -7,16 +7,17 @@ Each program is that of an accepted kernel with one piece of its text replaced. 
 mutants, and a program that no input tells from its original does not count.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant
+from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.program import Program
 
 SETS = ("found", "blind")
 _FOLDER = Path(__file__).parent / "wrong"
@@ -34,10 +35,6 @@ def written(name: str, kernels: Mapping[str, tuple[Subject, str]]) -> list[Mutan
     Raises:
         CodaError: an entry names no kernel, or a piece that its text does not hold.
     """
-    from coda_agent.agent.execution.compile_worker import load_programs
-    from coda_agent.primitives import __all__ as vocabulary
-    from coda_agent.primitives.program import Program
-
     found = []
     everything = f"from coda_agent.primitives import {', '.join(sorted(vocabulary))}"
     for entry in tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))["wrong"]:

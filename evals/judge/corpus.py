@@ -12,11 +12,13 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from coda_agent.demos import Demo
 from coda_agent.evals.judge.edits import rewritten
+from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import (
@@ -27,10 +29,6 @@ from coda_agent.primitives.resources import (
     Tile,
 )
 from coda_agent.specs import Spec, load_spec
-
-if TYPE_CHECKING:
-    from coda_agent.demos import Demo
-    from coda_agent.generated.kernel import Kernel
 
 _SHAPES = [{"M": 1, "N": 32, "K": 8}, {"M": 77, "N": 288, "K": 64}, {"M": 200, "N": 352, "K": 136}]
 _SPEC: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Edits of a program's graph: one fault each, or another way to write the same thing."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping

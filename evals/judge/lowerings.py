@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from coda_agent.agent.judge.runners import run_interpreter
 from coda_agent.evals.judge.edits import other_axis
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.program import Program
@@ -21,11 +22,11 @@ from coda_agent.primitives.resources import (
     Tile,
     WideTile,
 )
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.runners import Runner
-    from coda_agent.primitives.tiles import TileConfig
-    from coda_agent.specs import Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,6 @@ class Launch:
 
     def interpreted(self, inputs: Mapping[str, Any], *, raw: bool = False) -> dict[str, Any]:
         """The interpreter's outputs, or raw partials."""
-        from coda_agent.agent.judge.runners import run_interpreter
-
         return run_interpreter(self.spec, self.program, inputs, self.config, self.dtypes, raw=raw)
 
     @property

@@ -15,10 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from coda_agent.agent.judge.compare import unit_of
+from coda_agent.agent.judge.meaning import draws, replayed
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.edits import faulty
 from coda_agent.evals.judge.lowerings import LOWERINGS, Launch, sites
 from coda_agent.primitives.program import Program
+from coda_agent.specs import draw_inputs
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.runners import Runner
@@ -103,10 +106,6 @@ def equivalent(mutant: Mutant, device: str) -> bool:
     equivalent.
     """
     import torch
-
-    from coda_agent.agent.judge.compare import unit_of
-    from coda_agent.agent.judge.meaning import draws, replayed
-    from coda_agent.specs import draw_inputs
 
     if mutant.lowered:
         return False

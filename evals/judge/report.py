@@ -3,8 +3,6 @@
 The words are in `templates/judge.md.j2`; here are the figures that they are filled with.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tomllib

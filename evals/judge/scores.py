@@ -15,15 +15,26 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent import execution
+from coda_agent.agent.execution.environment import environment
+from coda_agent.agent.judge.compile_gate import check_signature
+from coda_agent.agent.judge.job import CompileJob
+from coda_agent.agent.judge.meaning import meaning_fault
+from coda_agent.agent.judge.numerics import TileCheck
+from coda_agent.agent.judge.oracle import make_cases
+from coda_agent.agent.judge.provenance import judge_digest
+from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
 from coda_agent.evals.pages import today, write_record
+from coda_agent.evals.staleness import wordings
+from coda_agent.primitives.target import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    from coda_agent.agent.judge.records import Finding
     from coda_agent.agent.judge.runners import Runner
-    from coda_agent.specs import Spec
 
 Say = Callable[[int, int, str], None]
 _WRITE_S = 10.0
@@ -40,9 +51,6 @@ class Judge:
     """
 
     def __init__(self, root: Path, device: str, say: Say = lambda *_: None) -> None:
-        from coda_agent.agent.judge.runners import run_interpreter, run_kernel
-        from coda_agent.primitives.target import use_cache
-
         if device == "cuda":
             use_cache()
         self.root, self.device, self.say = root, device, say
@@ -51,17 +59,11 @@ class Judge:
 
     def signature(self, subject: Subject) -> list[str]:
         """Faults of a spec's programs against its declarations."""
-        from coda_agent.agent.judge.compile_gate import check_signature
-
         return [f.message for f in check_signature(subject.spec, {**subject.programs})]
 
     def numerics(self, subject: Subject, run: Runner, seed: int) -> Finding | None:
         """The first fault of a program, run by `run`. The cases of a spec and seed take most of the
         gate's time, so they are kept for the next program."""
-        from coda_agent.agent.judge.meaning import meaning_fault
-        from coda_agent.agent.judge.numerics import TileCheck
-        from coda_agent.agent.judge.oracle import make_cases
-
         spec, program, binding = subject.spec, subject.program, subject.binding
         if fault := meaning_fault(spec, program, binding, seed):
             return fault
@@ -75,9 +77,6 @@ class Judge:
     def compile(self, subjects: Iterable[Subject]) -> None:
         """Compile programs for this device in the pool, all cores at once; here they would be
         compiled one by one."""
-        from coda_agent.agent.execution import executor
-        from coda_agent.agent.judge.job import CompileJob
-
         if self.device == "cuda":
             different = {s.program.digest: s for s in subjects}.values()
             config = DEFAULT_CONFIGS["sm_90a"]
@@ -85,7 +84,7 @@ class Judge:
                 CompileJob.of(s.program, config, "sm_90a", s.spec, _element(s.spec))
                 for s in different
             ]
-            executor().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
+            execution.executor().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
 
 
 def _element(spec: Spec) -> str:
@@ -166,10 +165,6 @@ def recorded(
 ) -> dict[str, Any]:  # fmt: skip
     """Run the jobs that the record judge-<name>-<device>.json does not have, and keep it: cells by
     name, written every few seconds and at the end."""
-    from coda_agent.agent.execution.environment import environment
-    from coda_agent.agent.judge.provenance import judge_digest
-    from coda_agent.evals.staleness import wordings
-
     path = judge.root / "evals" / "results" / f"judge-{name}-{judge.device}.json"
     machine = environment(judge.device) | {"cores": len(os.sched_getaffinity(0))}
     head = {

@@ -1,32 +1,31 @@
 """What of a workspace the judge is scored on, and one kernel's verdict on the clock."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from coda_agent.agent import execution, judge
+from coda_agent.agent.judge import GATES
+from coda_agent.agent.workspace import Workspace
+from coda_agent.demos import demos
 from coda_agent.evals.judge.by_hand import written
 from coda_agent.evals.judge.corpus import Subject, demonstrations, kernels, rewrites
 from coda_agent.evals.judge.mutants import Mutant, suite
+from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.workspace import Workspace
+from coda_agent.primitives.target import cache_directory
+from coda_agent.primitives.tiles import SM90_CONFIGS
+from coda_agent.specs import load_spec
 
 T = TypeVar("T")
 
 
 def accepted(workspace: Workspace) -> list[Subject]:
     """Every program of the accepted kernels."""
-    from coda_agent.generated.kernel import load_kernel
-
     return kernels(load_kernel(kernel.folder) for kernel in workspace.kernels())
 
 
 def mutants(workspace: Workspace, name: str, *, count: int | None, seed: int) -> list[Mutant]:
     """Programs with one fault each: "mutants" of accepted kernels, "held-out" of demonstrations."""
-    from coda_agent.demos import demos
-
     if name == "mutants":
         right = [subject for subject in accepted(workspace) if subject.is_default]
     else:
@@ -43,8 +42,6 @@ def by_hand(workspace: Workspace, name: str) -> list[Mutant]:
 
 def right(workspace: Workspace, count: int | None) -> tuple[list[Subject], list[str]]:
     """Right programs: accepted ones, rewrites of them, demonstrations; and what is left out."""
-    from coda_agent.demos import demos
-
     found: list[Subject] = []
     for subject in accepted(workspace):
         found += [subject, *(rewrites(subject) if subject.is_default else [])]
@@ -68,12 +65,6 @@ def verdict_s(workspace: Workspace, device: str, name: str) -> dict[str, float]:
     Raises:
         CodaError: the kernel is refused.
     """
-    from coda_agent.agent.execution import executor
-    from coda_agent.agent.judge import GATES, judge_candidate
-    from coda_agent.primitives.target import cache_directory
-    from coda_agent.primitives.tiles import SM90_CONFIGS
-    from coda_agent.specs import load_spec
-
     kernel = workspace.kernel(name)
     spec, text = load_spec(kernel.spec), kernel.program.read_text("utf-8")
     element = next(iter(spec.types.values()), ("bfloat16",))[0]
@@ -82,8 +73,14 @@ def verdict_s(workspace: Workspace, device: str, name: str) -> dict[str, float]:
             file.unlink()
     gates = GATES if device == "cuda" else GATES[:-1]
     start = time.perf_counter()
-    verdict = judge_candidate(
-        spec, text, executor(), device=device, gates=gates, types=[element], tiles=SM90_CONFIGS[::6]
+    verdict = judge.judge_candidate(
+        spec,
+        text,
+        execution.executor(),
+        device=device,
+        gates=gates,
+        types=[element],
+        tiles=SM90_CONFIGS[::6],
     )
     took = round(time.perf_counter() - start, 3)
     if any(not gate.passed for gate in verdict.gates if gate.name != "performance"):

@@ -7,12 +7,11 @@
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors import Author, Kind, Need, Options
-
-if TYPE_CHECKING:
-    from coda_agent.agent.workspace import Workspace
+from coda_agent.agent.authors.claude.loop import Claude
+from coda_agent.agent.keys import KEYS
+from coda_agent.agent.workspace import Workspace
 
 DEFAULT_MODEL = "claude-opus-5-5"
 
@@ -29,17 +28,13 @@ class _Claude(Kind):
     aided = True
 
     def need(self) -> Need:
-        from coda_agent.agent.keys import KEYS
-
         hint = "not needed by the composer"
         return Need("ANTHROPIC_API_KEY", KEYS.present(), hint, "where a key is set")
 
     def full_name(self, which: str) -> str:
         return f"claude:{model_named(which)}"
 
-    def make(self, which: str, options: Options, workspace: "Workspace") -> Author:
-        from coda_agent.agent.authors.claude.loop import Claude
-
+    def make(self, which: str, options: Options, workspace: Workspace) -> Author:
         return Claude(replace(options, model=model_named(which or options.model)))
 
 

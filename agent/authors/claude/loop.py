@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coda_agent.agent import events as e
 from coda_agent.agent import prompt
@@ -26,10 +26,8 @@ from coda_agent.agent.budget import Prices, tokens
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.tips import arms as assign
+from coda_agent.agent.workbench import Workbench
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.workbench import Workbench
 
 MAX_TOKENS = 20_000
 """Tokens of one answer, thinking included."""
@@ -85,7 +83,7 @@ class Claude(Author):
     def settings(self) -> dict[str, Any]:
         return {"options": asdict(self.options)}
 
-    def drive(self, bench: "Workbench") -> None:
+    def drive(self, bench: Workbench) -> None:
         """Works at the bench until the run is over, and ends it.
 
         Raises:
@@ -106,7 +104,7 @@ class Claude(Author):
             raise
         bench.finish(reason)
 
-    def _step(self, bench: "Workbench", talk: Conversation) -> str | None:
+    def _step(self, bench: Workbench, talk: Conversation) -> str | None:
         """The next thing to do; the reason where there is none."""
         if talk.owed:
             self._run(bench, talk, talk.owed[0])
@@ -126,7 +124,7 @@ class Claude(Author):
             return self._ask(bench, talk)
         return None
 
-    def _run(self, bench: "Workbench", talk: Conversation, call: dict[str, Any]) -> None:
+    def _run(self, bench: Workbench, talk: Conversation, call: dict[str, Any]) -> None:
         known = bench.tools.get(call["name"])
         if talk.ended and known and not known.last:
             bench.refuse(call["id"], call["name"], "not run: the last turn")
@@ -158,7 +156,7 @@ class Claude(Author):
         usage, usd = self._worst(talk)
         return tokens(usage), usd
 
-    def _limit(self, bench: "Workbench", talk: Conversation) -> str | None:
+    def _limit(self, bench: Workbench, talk: Conversation) -> str | None:
         """The budget that leaves room for one more call and no second."""
         budget, (tokens, usd) = self.options.budget, self._next(talk)
         spent = bench.state.spent
@@ -178,7 +176,7 @@ class Claude(Author):
             f"{IDLE_TURNS} turns without a call that could run" if talk.idle >= IDLE_TURNS else None
         )
 
-    def _ask(self, bench: "Workbench", talk: Conversation) -> str | None:
+    def _ask(self, bench: Workbench, talk: Conversation) -> str | None:
         """One call of the model; a reason where it cannot be paid for, or where it refuses."""
         budget, (worst, most_usd) = self.options.budget, self._worst(talk)
 
@@ -217,7 +215,7 @@ class Claude(Author):
             raise Stopped(f"the model refused: {said}")
         return None
 
-    def _open(self, bench: "Workbench") -> None:
+    def _open(self, bench: Workbench) -> None:
         """Checks the model and fixes what every call will start with."""
         options, info = self.options, self._model(bench)
 
@@ -257,7 +255,7 @@ class Claude(Author):
         messages = sent["messages"]
         bench.log.append(e.Prompted(request=request, messages=messages, characters=characters))
 
-    def _model(self, bench: "Workbench") -> dict[str, Any]:
+    def _model(self, bench: Workbench) -> dict[str, Any]:
         """What the API says about the model.
 
         Raises:

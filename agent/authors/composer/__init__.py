@@ -6,19 +6,20 @@
 - Then it checks itself: what it wrote is run in float64 against the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors import Author, Kind, Options, Writer
+from coda_agent.agent.authors.composer.capture import capture
+from coda_agent.agent.authors.composer.emit import emit
+from coda_agent.agent.authors.composer.rewrite import rewrite
+from coda_agent.agent.execution.compile_worker import load_programs
+from coda_agent.agent.judge import Observer
+from coda_agent.agent.judge.meaning import replayed
+from coda_agent.agent.judge.structures import base_shape
+from coda_agent.agent.workspace import Workspace
+from coda_agent.primitives import Program
 from coda_agent.primitives.errors import ProgramError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Observer
-    from coda_agent.agent.workspace import Workspace
-    from coda_agent.primitives import Program
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec, draw_inputs, run_reference
 
 # Both sides are exact but for the order of float64 sums.
 TOLERANCE = 1e-9
@@ -35,10 +36,6 @@ class Composer(Writer):
         Raises:
             ProgramError: The reference cannot be expressed, or the program disagrees with it.
         """
-        from coda_agent.agent.authors.composer.capture import capture
-        from coda_agent.agent.authors.composer.emit import emit
-        from coda_agent.agent.authors.composer.rewrite import rewrite
-
         programs = []
         for binding in spec.bindings():
             variant = spec.variant(binding)
@@ -69,19 +66,12 @@ AUTHOR = _Composing()
 
 def stages(spec: Spec, binding: Mapping[str, str] | None = None) -> dict[str, str]:
     """What becomes of one binding: "graph", the ATen graph, and "program", the source."""
-    from coda_agent.agent.authors.composer.capture import capture
-    from coda_agent.agent.authors.composer.emit import emit
-    from coda_agent.agent.authors.composer.rewrite import rewrite
-
     captured = capture(spec, spec.bind(binding))
     return {"graph": str(captured), "program": emit(spec, [rewrite(captured)])}
 
 
 def load(text: str) -> dict[str, Program]:
     """The programs of a composed text, by name, read as the judge's worker reads a candidate."""
-    from coda_agent.agent.execution.compile_worker import load_programs
-    from coda_agent.primitives import Program
-
     return {name: Program.from_dict(data) for name, data in load_programs(text).items()}
 
 
@@ -91,10 +81,6 @@ def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None
     Raises:
         ProgramError: An output differs; names it.
     """
-    from coda_agent.agent.judge.meaning import replayed
-    from coda_agent.agent.judge.structures import base_shape
-    from coda_agent.specs import draw_inputs, run_reference
-
     sizes = base_shape(spec)
     inputs = draw_inputs(spec, sizes, spec.default_types(), seed=0, binding=binding)
     got = replayed(spec, program, inputs)

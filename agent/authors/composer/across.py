@@ -1,7 +1,5 @@
 """Operations that look across a row or a column: reductions, norms and target select."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """ATen's operations in our vocabulary, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

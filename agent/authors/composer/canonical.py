@@ -5,8 +5,6 @@ and derivatives that were spelled out are recognised. Values used more than once
 are what the program will name.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.specs import reference_callable
+from coda_agent.specs import Spec, reference_callable
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from coda_agent.specs import Spec
 
 # What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
 _DECOMPOSED = (

@@ -4,20 +4,15 @@
 - The same expressions always give the same bytes.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from coda_agent import primitives
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, negative, uses, walk
+from coda_agent.agent.authors.composer.rewrite import Rewritten
 from coda_agent.primitives.errors import ProgramError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.authors.composer.rewrite import Rewritten
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec
 
 _GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu", "sigmoid": "glu"}
 _TEMPORARIES = ("x", "y", "z", "u", "v", "w", *(f"t{i}" for i in range(100)))
