@@ -125,11 +125,7 @@ def opened(
 
 @contextlib.contextmanager
 def reopened(
-    workspace: Workspace,
-    run: Run,
-    observer: Observer,
-    *,
-    settings: dict[str, Any] | None = None,
+    workspace: Workspace, run: Run, observer: Observer, *, settings: dict[str, Any] | None = None
 ) -> Iterator[Workbench]:
     """The workbench of a run as its last process left it, with the spec it was started with.
 
@@ -194,12 +190,7 @@ def generate(
         return _worked(bench, author)
 
 
-def resume(
-    workspace: Workspace,
-    run: Run,
-    author: Author,
-    observer: Observer,
-) -> Outcome:
+def resume(workspace: Workspace, run: Run, author: Author, observer: Observer) -> Outcome:
     """Has the author of a run go on where it stopped.
 
     Raises:

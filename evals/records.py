@@ -10,13 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    AwareDatetime,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AwareDatetime, Field, NonNegativeInt, PositiveInt, model_validator
 
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import LEVELS, Level, rank

@@ -10,15 +10,7 @@ from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import Level, rank
 from coda_agent.agent.judgement import Machine
 from coda_agent.agent.state import Attempt, RunState
-from coda_agent.evals.records import (
-    Outcome,
-    RunRef,
-    SpecRef,
-    Step,
-    SuiteRef,
-    TrialKey,
-    TrialRecord,
-)
+from coda_agent.evals.records import Outcome, RunRef, SpecRef, Step, SuiteRef, TrialKey, TrialRecord
 from coda_agent.specs import Spec
 
 

@@ -84,10 +84,7 @@ def generate(
 @reported
 @sharing("sandbox", "contended")
 def resume(
-    run: RunName,
-    max_usd: MaxUsd = None,
-    limit: Limits = None,
-    as_json: Json = False,
+    run: RunName, max_usd: MaxUsd = None, limit: Limits = None, as_json: Json = False
 ) -> Reply:
     """Go on with a run of claude where it stopped, by its own limits unless others are given."""
     workspace = find()

@@ -24,13 +24,7 @@ from typing import Any, cast
 
 from coda_agent.agent.execution.answers import Refused
 from coda_agent.agent.execution.local import Local
-from coda_agent.agent.judge.job import (
-    BuiltObject,
-    CompileJob,
-    Job,
-    PrepareJob,
-    read_job,
-)
+from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT

@@ -317,10 +317,7 @@ def lock_down(address_space_bytes: int) -> None:
         read = [f"/{name}" for name in os.listdir("/") if name != "proc"] + ["/proc/self"]
     except PermissionError:  # tier landlock, which shows nothing of /proc
         read = ["/"]
-    for restrict in (
-        lambda: restrict_files({"read": read}),
-        lambda: deny_calls(candidate=True),
-    ):
+    for restrict in (lambda: restrict_files({"read": read}), lambda: deny_calls(candidate=True)):
         try:
             restrict()
         except OSError:  # the tier's record says what this kernel lacks

@@ -23,14 +23,7 @@ from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.tips import Tip, Tips
 from coda_agent.agent.workbench.feedback import feedback
-from coda_agent.agent.workbench.registry import (
-    Result,
-    Tool,
-    ToolError,
-    bounded,
-    registry,
-    tool,
-)
+from coda_agent.agent.workbench.registry import Result, Tool, ToolError, bounded, registry, tool
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.demos import demos
 from coda_agent.primitives.catalogue import entries
@@ -78,13 +71,7 @@ class Workbench:
         log: The run's log.
     """
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        run: Run,
-        spec: Spec,
-        log: RunLog,
-    ) -> None:
+    def __init__(self, workspace: Workspace, run: Run, spec: Spec, log: RunLog) -> None:
         self.workspace, self.run, self.spec, self.log = workspace, run, spec, log
         self.gpu_limit_s = math.inf
         """Seconds of GPU work after which only `submit` may still use the GPU."""

@@ -21,13 +21,7 @@ from coda_agent.evals.judge.edits import rewritten
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
-from coda_agent.primitives.resources import (
-    ColIndex,
-    HeadTable,
-    RowGather,
-    Scalar,
-    Tile,
-)
+from coda_agent.primitives.resources import ColIndex, HeadTable, RowGather, Scalar, Tile
 from coda_agent.specs import Spec, load_spec
 
 _SHAPES = [{"M": 1, "N": 32, "K": 8}, {"M": 77, "N": 288, "K": 64}, {"M": 200, "N": 352, "K": 136}]
