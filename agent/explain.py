@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from coda_agent.agent import execution
-from coda_agent.agent.authors.composer import Composer, stages
+from coda_agent.agent.authors.composer import Composer
+from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.static import check_source, program_names
 from coda_agent.primitives.errors import CodaError, CompileError
@@ -40,7 +41,7 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
         if spec is None:
             raise CodaError("explain needs a spec or a program")
         if stage == "graph":
-            return stages(spec, _binding(spec, variant))["graph"]
+            return str(capture(spec, _binding(spec, variant)))
         text = Composer().write(spec, lambda *_: None)
     if stage == "program":
         return text

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from coda_agent.agent import tips as tips_module
@@ -24,24 +25,7 @@ DEMOS = 4
 CHARACTERS_PER_TOKEN = 3.0
 """For estimates only; code and mathematics take more tokens a character than prose."""
 
-_TASK = """\
-You write GPU kernels of one kind: a matrix product whose epilogue does more than store the result.
-A tuned Hopper mainloop computes acc = A Bᵀ, A (M, K) and B (N, K), in float32; you write the
-epilogue, a short program over acc and the spec's other inputs. You never touch the mainloop.
-
-A judge you cannot influence decides. Its gates, in order: static (is it in the language?), compile
-(does it trace, match the spec's names and shapes, and compile for sm_90a; when submitted, for
-sm_100a and sm_120a, too?),
-numerics (secret inputs, ragged shapes, against a float64 reference, in every tile configuration),
-performance (against a bare GEMM and torch.compile). Only `submit` runs the full trial; a pass is
-committed and ends the run. Without a GPU the numerics are the interpreter's, tile by tile the same.
-
-How to work: read the spec's mathematics; decide which primitive carries each step; write the
-candidate; check at level static, then interpret; read what is said and change one thing at a time;
-with a GPU also check at level gpu and benchmark; log_tip when an attempt taught something that
-would hold for other specs too; submit. When the spec cannot be expressed, give_up with the reason.
-Several independent reads may be asked for in one turn; calls run in the order they are given.
-Each turn must call a tool."""
+_TASK = Path(__file__).with_name("task.md")
 
 
 def system(withheld: Sequence[str] = ()) -> str:
@@ -57,7 +41,7 @@ def instructions(withheld: Sequence[str] = ()) -> str:
         grammar = "One line: whether the candidate passed, or at which gate it failed."
     return "\n\n".join(
         [
-            f"# The task\n\n{_TASK}",
+            f"# The task\n\n{_TASK.read_text('utf-8').strip()}",
             f"# The language\n\n{_body(static.__doc__)}",
             f"# What the judge says\n\n{grammar}",
             f"# The tools\n\n{guide}",

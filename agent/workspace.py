@@ -27,16 +27,7 @@ ROOMS = ("specs", "generated", "logs")
 INIT_HINT = "`coda-agent init` makes one"
 
 _IGNORED = ("logs/runs/", "logs/raw/", "generated/.*/")
-_README = """\
-# Kernels
-
-A coda-agent workspace: `specs/` holds what is wanted, `generated/` what was accepted, with its
-evidence, `logs/` the runs.
-
-    coda-agent doctor              # what this machine can show
-    coda-agent generate SPEC       # spec -> program -> judge -> commit
-    coda-agent list
-"""
+_README = Path(__file__).with_name("new_workspace.md")
 
 
 class GitError(WorkspaceError):
@@ -305,6 +296,6 @@ def init(path: Path) -> tuple[Workspace, list[str]]:
         ignore.write_text(start + "\n".join(missing) + "\n", "utf-8")
         made.append(".gitignore")
     if not any(root.glob("README*")):
-        (root / "README.md").write_text(_README, "utf-8")
+        (root / "README.md").write_bytes(_README.read_bytes())
         made.append("README.md")
     return Workspace(root, top), made

@@ -259,8 +259,7 @@ def boards(records: Iterable[TrialRecord], stale: Stale) -> list[Board]:
 
 def write_markdown(path: Path, found: Sequence[Board], problems: Sequence[Problem]) -> Path:
     """The same tables as Markdown."""
-    return pages.write(path, "leaderboard.md", boards=found, problems=_named(problems),
-                       about=_ABOUT)  # fmt: skip
+    return pages.write(path, "leaderboard.md", boards=found, problems=_named(problems))
 
 
 def write_page(
@@ -279,8 +278,9 @@ def write_page(
         return {what: f"{beside.name}#{name}.{what}" for what in trials[name]}
 
     pages.write(beside, "trials.html", trials=trials, board=path.name)
-    return pages.write(path, "leaderboard.html", boards=found, problems=_named(problems),
-                       links=links, about=_ABOUT)  # fmt: skip
+    return pages.write(
+        path, "leaderboard.html", boards=found, problems=_named(problems), links=links
+    )
 
 
 def _anchor(trial: TrialRecord) -> str:
@@ -307,15 +307,6 @@ def _told(run: Run) -> str:
     except CodaError as damage:
         return str(damage)
     return "\n".join(line.rstrip() for line in told.get().splitlines())
-
-
-_ABOUT = (
-    "Every score is the judge's verdict; nothing an author writes moves one. Intervals are 95 % "
-    "bootstraps over specs and trials. A rank is one more than the number of authors that are "
-    "ahead by more than chance explains: authors of one rank are tied. Costs are per solved trial, "
-    "failures included. A cell holds solved of counted trials, then the speed of the solved trial "
-    "of median speed beside the bare GEMM and beside torch.compile, as geometric means."
-)
 
 
 def _named(problems: Sequence[Problem]) -> pages.Rows:

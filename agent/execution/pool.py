@@ -1,14 +1,11 @@
 """A pool of warm compile workers, each a sandboxed child that is replaced when it fails."""
 
-from __future__ import annotations
-
 import logging
 import os
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from coda_agent.agent.execution.answers import Ok, Refused, read_answer
 from coda_agent.agent.execution.child import Child, ChildError, Limits
@@ -25,8 +22,6 @@ TIMEOUTS_S = {"compile": 180.0, "load": 30.0}
 LIMITS = Limits(
     address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024, niceness=10
 )  # fmt: skip
-T = TypeVar("T")
-R = TypeVar("R")
 SIDE_BY_SIDE = "CODA_AGENT_SIDE_BY_SIDE"
 """Environment variable: how many processes of one command have a pool each and share the cores, by
 default 1."""
@@ -67,15 +62,10 @@ class CompilePool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(self.size)
 
-    def __enter__(self) -> CompilePool:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(self, job: dict[str, Any], timeout_s: float | None = None) -> Any:
@@ -129,15 +119,9 @@ class CompilePool:
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
     ) -> list[BuiltObject | CompileError]:
-        """`compile` of all jobs, as `each`."""
-        return self.each(self.compile, jobs, progress)
-
-    def each(
-        self, call: Callable[[T], R], jobs: Sequence[T], progress: Callable[[int, T], None]
-    ) -> list[R | CompileError]:
-        """`call` of all jobs, results or errors in order; `progress(done, job)` after each."""
-        futures = {self._threads.submit(call, job): i for i, job in enumerate(jobs)}
-        results: dict[int, R | CompileError] = {}
+        """`compile` of all jobs, results or errors in order; `progress(done, job)` after each."""
+        futures = {self._threads.submit(self.compile, job): i for i, job in enumerate(jobs)}
+        results: dict[int, BuiltObject | CompileError] = {}
         for done, future in enumerate(as_completed(futures), 1):
             i = futures[future]
             try:

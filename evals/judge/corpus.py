@@ -14,38 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from coda_agent.demos import Demo
 from coda_agent.evals.judge.edits import rewritten
+from coda_agent.evals.pages import render
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import ColIndex, HeadTable, RowGather, Scalar, Tile
 from coda_agent.specs import Spec, load_spec
 
-_SHAPES = [{"M": 1, "N": 32, "K": 8}, {"M": 77, "N": 288, "K": 64}, {"M": 200, "N": 352, "K": 136}]
-_SPEC: dict[str, Any] = {
-    "level": "compose",
-    "dims": {"M": {}, "N": {"multiple_of": 32}, "K": {"multiple_of": 8}},
-    "gemm": ["A", "B"],
-    "check_shapes": _SHAPES,
-    "bench_shapes": [{"M": 4096, "N": 4096, "K": 4096}],
-    "tolerance": {"multiple": 2.0},
-    "target": 0.9,
-}
-_REFERENCE = """```python reference
-import torch
-
-
-{source}
-
-
-def reference({names}):
-    found = demonstrated({arguments})
-    return {{{casts}}}
-```
-"""
+_SHAPE = {"m": 200, "n": 352, "k": 136}
 
 
 @dataclass(frozen=True)
@@ -117,7 +95,7 @@ def demonstrations(found: Iterable[Demo]) -> tuple[list[Subject], list[str]]:
 def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
     import torch
 
-    drawn = demo.inputs(torch.Generator().manual_seed(0), *_SHAPES[-1].values())
+    drawn = demo.inputs(torch.Generator().manual_seed(0), **_SHAPE)
     place = program.accumulated
     # An input that is added to has the output's name in a demonstration, and its own in a spec.
     names = {x: f"{x}_held" if x == place else x for x in drawn}
@@ -131,18 +109,10 @@ def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
     for o, kind in program.outputs.items():
         single = issubclass(kind, Reduction) or kind is RowGather
         outputs[o] = {"shape": [*kind.dims], "dtype": "float32" if single else "bfloat16"}
-    front = {"name": program.name, "summary": program.name, "inputs": inputs, "outputs": outputs}
-    if place:
-        front["in_place"] = {"output": place, "input": names[place]}
-    source = inspect.getsource(demo.reference)
-    reference = _REFERENCE.format(
-        source=source.replace("def reference", "def demonstrated", 1),
-        names=", ".join(names.values()),
-        arguments=", ".join(f"{x}={name}" for x, name in names.items()),
-        casts=", ".join(f'"{o}": found["{o}"].to(torch.{x["dtype"]})' for o, x in outputs.items()),
-    )
-    header = yaml.safe_dump(_SPEC | front, sort_keys=False)
-    return load_spec(Path(f"{program.name}.md"), text=f"---\n{header}---\n{reference}")
+    source = inspect.getsource(demo.reference).replace("def reference", "def demonstrated", 1)
+    text = render("demonstration.md", name=program.name, inputs=inputs, outputs=outputs,
+                  names=names, place=place, source=source, **_SHAPE)  # fmt: skip
+    return load_spec(Path(f"{program.name}.md"), text=text)
 
 
 def _draw(value: Any, kind: type) -> dict[str, Any]:

@@ -16,18 +16,7 @@ from coda_agent.evals.staleness import of_scores
 
 Record = Mapping[str, Any]
 
-_TAIL = "a GPU's own sigmoid is made of a tanh, and errs as much in its left tail"
-EXPLAINED = {
-    "gemm_fp8_swiglu: by hand, a sigmoid by subtraction from 1, which loses the left tail": _TAIL,
-    "gemm_rmsnorm_swiglu: by hand, a sigmoid by tanh, which loses the left tail": _TAIL,
-    "bias_swiglu_oai: change an activation a little, sigmoid#9 as a quotient of exponentials": (
-        "its argument is clamped to 12, so nothing overflows, and both are the same function"
-    ),
-    "log_softmax: bound a value, s its absolute value": (
-        "they differ where s is negative, and there the reference is NaN"
-    ),
-    "rope: swap a pair, even#3": "an angle is the sum of the pair, so the swap changes nothing",
-}
+_EXPLAINED = Path(__file__).with_name("explained.toml")
 """Survivors to the reason why the judge may let them live."""
 
 
@@ -66,8 +55,9 @@ def _fates(record: Record) -> dict[str, Any]:
     total = Counter(c["layer"] for c in record["cells"].values())
     killed = total["signature"] + total["numerics"]
     judged = killed + total["survived"]
+    why = tomllib.loads(_EXPLAINED.read_text("utf-8"))
     survivors = [
-        f"{name}: {EXPLAINED.get(name, 'not explained')}"
+        f"{name}: {why.get(name, 'not explained')}"
         for name, c in record["cells"].items()
         if c["layer"] == "survived"
     ]

@@ -12,7 +12,10 @@ import torch
 
 from coda_agent import specs as specs_room
 from coda_agent.agent import authors
-from coda_agent.agent.authors.composer import Composer, load, stages
+from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer.capture import capture
+from coda_agent.agent.authors.composer.emit import emit
+from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import (
     AddTile,
@@ -339,9 +342,11 @@ def test_the_same_spec_gives_the_same_bytes_and_every_stage_is_told() -> None:
 
 
 def test_stages_show_the_graph_and_the_program() -> None:
-    shown = stages(load_spec(SPECS / "gemm_bias_act.md"), {"activation": "relu", "bias_per": "row"})
-    assert "torch.ops.aten.mm.default" in shown["graph"]
-    assert "def gemm_bias_act__relu__row(acc, C: Tile, bias: ColVector" in shown["program"]
+    a_spec = load_spec(SPECS / "gemm_bias_act.md")
+    captured = capture(a_spec, a_spec.bind({"activation": "relu", "bias_per": "row"}))
+    assert "torch.ops.aten.mm.default" in str(captured)
+    program = emit(a_spec, [rewrite(captured)])
+    assert "def gemm_bias_act__relu__row(acc, C: Tile, bias: ColVector" in program
 
 
 def test_unknown_author() -> None:
@@ -1183,7 +1188,7 @@ def test_symbolic_scalars_stay_operands() -> None:
 def test_a_long_chain_of_shared_values_stays_short() -> None:
     a_spec = spec(MM + "D = [D := D * (D + i) for i in range(40)][-1];return {'O': D}")
     # Values grow beyond any float, so only the text is looked at, not the self-check.
-    text = stages(a_spec)["program"]
+    text = emit(a_spec, [rewrite(capture(a_spec, {}))])
     assert len(text) < 10_000
     assert load(text)["probe"].graph.outputs == {
         "O": 118

@@ -64,12 +64,6 @@ class _Composing(Kind):
 AUTHOR = _Composing()
 
 
-def stages(spec: Spec, binding: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What becomes of one binding: "graph", the ATen graph, and "program", the source."""
-    captured = capture(spec, spec.bind(binding))
-    return {"graph": str(captured), "program": emit(spec, [rewrite(captured)])}
-
-
 def load(text: str) -> dict[str, Program]:
     """The programs of a composed text, by name, read as the judge's worker reads a candidate."""
     return {name: Program.from_dict(data) for name, data in load_programs(text).items()}

@@ -359,10 +359,7 @@ def _tensor(value: Any) -> bool:
     return isinstance(value, (Elements, torch.Tensor))
 
 
-def _name_of(target: Any) -> str:
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
     schema = getattr(target, "_schema", None)
     return schema.name.split("::")[1] if schema else target.__name__
-
-
-def _name(node: fx.Node) -> str:
-    return _name_of(node.target)
