@@ -1,6 +1,7 @@
 """What a run may spend, and what the model's tokens cost."""
 
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -97,14 +98,13 @@ class Prices:
             return [self._given]
         found: dict[int, tuple[date, Price]] = {}
         for row in self._rows:
-            about, start = dict(row), row["from"]
-            base = about.pop("model")
             # A dated snapshot of a model costs what the model does.
-            if model != base and not _is_snapshot(model, base):
+            if not re.fullmatch(rf"{re.escape(row['model'])}(-\d{{8}})?", model):
                 continue
-            above, price = about.get("above", 0), _price(about)
+            above, start = row.get("above", 0), row["from"]
             if start <= self._day and (above not in found or found[above][0] <= start):
-                found[above] = (start, price)
+                per_million = (row[key] for key in ("in", "out", "write_5m", "write_1h", "read"))
+                found[above] = start, Price(*(usd / 1e6 for usd in per_million), above=above)
         if 0 not in found:
             hint = "give --price-in and --price-out, in USD per million tokens"
             raise CodaError(f"the price of {model} is not known", hint=hint)
@@ -147,12 +147,8 @@ class Prices:
 
 def tokens(usage: Mapping[str, Any]) -> int:
     """All tokens of a usage block, cached or not."""
-    keys = (
-        "input_tokens",
-        "output_tokens",
-        "cache_read_input_tokens",
-        "cache_creation_input_tokens",
-    )
+    keys = ("input_tokens", "output_tokens",
+            "cache_read_input_tokens", "cache_creation_input_tokens")  # fmt: skip
     entries = usage.get("iterations") or [usage]
     return sum(entry.get(key) or 0 for entry in entries for key in keys)
 
@@ -161,13 +157,3 @@ def context(usage: Mapping[str, Any]) -> int:
     """The tokens the next call will have to read: the last iteration's prompt and answer."""
     entries = [e for e in usage.get("iterations") or [] if e.get("type") != "compaction"]
     return tokens(entries[-1] if entries else {**usage, "iterations": None})
-
-
-def _is_snapshot(model: str, base: str) -> bool:
-    end = model.removeprefix(f"{base}-")
-    return end != model and len(end) == 8 and end.isdigit()
-
-
-def _price(row: Mapping[str, Any]) -> Price:
-    keys = ("in", "out", "write_5m", "write_1h", "read")
-    return Price(*(row[key] / 1e6 for key in keys), above=row.get("above", 0))

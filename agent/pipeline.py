@@ -214,12 +214,8 @@ def outcome(bench: Workbench) -> Outcome:
     folder = bench.workspace.generated / name if passed and state.commits else None
     return Outcome(
         name, passed, state.level, None, state.commit, folder, bench.run.folder, bench.verdict,
-        None if passed else bench.reason, _remark(bench.workspace, state.commit),
+        None if passed else bench.reason, publish.remark(bench.workspace, state.commit),
     )  # fmt: skip
-
-
-def _remark(workspace: Workspace, commit: str | None) -> str:
-    return publish.remark(workspace) if commit else ""
 
 
 def verify(
@@ -268,7 +264,7 @@ def verify(
             log.append(e.Stored.of(sha, level))
     return Outcome(
         kernel, verdict.passed, level, evidence.level, sha, stored.folder, run.folder, verdict,
-        remark=_remark(workspace, sha),
+        remark=publish.remark(workspace, sha),
     )  # fmt: skip
 
 

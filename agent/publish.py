@@ -147,8 +147,11 @@ def held(workspace: Workspace, name: str) -> dict[str, bytes]:
     return found
 
 
-def remark(workspace: Workspace) -> str:
-    """What is unusual about where a commit went, in one line; nothing on a branch at rest."""
+def remark(workspace: Workspace, commit: str | None) -> str:
+    """What is unusual about where a commit went, in one line; nothing on a branch at rest, or where
+    there is none."""
+    if commit is None:
+        return ""
     git = _Git.of(workspace)
     for file, what in _UNFINISHED.items():
         if (git.folder / file).exists():

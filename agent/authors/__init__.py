@@ -82,7 +82,7 @@ class Writer(Author):
 
     def drive(self, bench: "Workbench") -> None:
         """Has its text judged, once."""
-        bench.save(self.write(bench.spec, bench.log.observer))
+        bench.log.candidate(self.write(bench.spec, bench.log.observer))
         bench.finish(None if bench.accept().passed else "refused")
 
 

@@ -11,7 +11,6 @@ from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.cli.report import REFUSED, Reply, columns, progress, reported
 from coda_agent.agent.cli.targets import DeviceOption, Json, RunName, sharing
-from coda_agent.agent.state import RunState
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import find
 
@@ -44,14 +43,11 @@ def runs(as_json: Json = False) -> Reply:
     """List the runs: who, what, how it ended, what it cost."""
     found = [(run, past.state(run)) for run in past.everything(find())]
     rows = [
-        (run.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "", _usd(s))
-        for run, s in found
-    ]
+        (r.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "",
+         f"${s.spent.usd:.2f}")
+        for r, s in found
+    ]  # fmt: skip
     return Reply([{"run": r.id, **s.record()} for r, s in found], columns(rows) or "no runs yet")
-
-
-def _usd(state: RunState) -> str:
-    return f"${state.spent.usd:.2f}"
 
 
 @reported

@@ -22,7 +22,7 @@ from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.tips import Tip, Tips
-from coda_agent.agent.workbench.feedback import feedback
+from coda_agent.agent.workbench.feedback import feedback as told
 from coda_agent.agent.workbench.registry import Result, Tool, ToolError, bounded, registry, tool
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.demos import demos
@@ -108,10 +108,6 @@ class Workbench:
         """Records that a call was not run."""
         self.answer(id, name, Result(ok=False, text=why))
 
-    def save(self, text: str) -> str:
-        """Makes `text` the candidate; its digest."""
-        return self.log.candidate(text)
-
     def judge(self, check: str) -> Verdict:
         """One attempt: the candidate before the gates of a check.
 
@@ -192,14 +188,13 @@ class Workbench:
     def _judged(self, check: str) -> Result:
         verdict = self.accept() if check == "submit" else self.judge(check)
         number = len(self.state.attempts)
-        text = feedback(verdict, check, number)
+        text = told(verdict, check, number)
         if "diagnosis" in self.withheld:
             text = text.partition("\n")[0]
         if check == "submit" and verdict.passed:
-            text += f"\naccepted as {self.state.level}" + f", commit {self.state.commit}" * bool(
-                self.state.commit
-            )
-            remark = publish.remark(self.workspace) if self.state.commit else ""
+            commit = self.state.commit
+            remark = publish.remark(self.workspace, commit)
+            text += f"\naccepted as {self.state.level}" + f", commit {commit}" * bool(commit)
             text += f"\n{remark}" * bool(remark)
         return Result(
             text=text,
@@ -276,7 +271,7 @@ class Workbench:
     def _saved(self, text: str) -> Result:
         if len(text) > MAX_CHARACTERS or KEYS.redacted(text) != text:
             raise ToolError(f"a candidate has at most {MAX_CHARACTERS} characters and no secrets")
-        digest = self.save(text)
+        digest = self.log.candidate(text)
         return Result(text=f"candidate {digest}, {len(text.splitlines())} lines")
 
     @tool()

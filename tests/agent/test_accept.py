@@ -140,7 +140,7 @@ def test_users_work_is_untouched(where: Workspace) -> None:
     assert evidence["worst"]["k"]["ratio"] == "inf"
     raw = where.root / "logs" / "raw" / f"{evidence['gates']['numerics']['raw'][7:]}.json"
     assert json.loads(raw.read_text())["gate"]["data"]["ran"] == "interpreter"
-    assert not list(where.generated.glob(".coda-*")) and remark(where) == ""
+    assert not list(where.generated.glob(".coda-*")) and remark(where, "HEAD") == ""
 
 
 def test_detached_head(where: Workspace) -> None:
@@ -151,7 +151,7 @@ def test_detached_head(where: Workspace) -> None:
     assert work(where.root) == before
     assert git(where.root, "rev-parse", branch) == tip
     assert committed(where.root) == PATHS
-    assert remark(where).startswith("committed on a detached HEAD")
+    assert remark(where, "HEAD").startswith("committed on a detached HEAD")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_commit_in_the_middle_of_something_is_remarked_on(
         git(made.root, command, "side")
     assert run_accept(made)
     assert committed(made.root) == PATHS
-    assert f"in the middle of {expected}" in remark(made)
+    assert f"in the middle of {expected}" in remark(made, "HEAD")
     assert git(made.root, "status", "--porcelain") == "UU f\n"
 
 

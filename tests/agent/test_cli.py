@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
-from coda_agent.agent.cli import app, report
+from coda_agent.agent.cli import app, basics, report
 from coda_agent.agent.judge import provenance, rules, static  # noqa: F401  # before a fake replaces it
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
@@ -374,10 +374,8 @@ def test_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_primitives(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"kind": "pairwise", "signature": "swiglu(gate, up)", "summary": "Gated.", "doc": "D."}
-    catalogue = ModuleType("catalogue")
     entry = SimpleNamespace(name="swiglu", **about)
-    catalogue.entries = lambda: [entry]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "coda_agent.primitives.catalogue", catalogue)
+    monkeypatch.setattr(basics, "entries", lambda: [entry])
     assert run("primitives") == "swiglu  pairwise  Gated.\n"
     assert run("primitives", "swiglu", "--json") == {"name": "swiglu", **about}
     assert run("primitives", "swigl", "--json", code=2)["error"]["hint"] == "did you mean swiglu?"

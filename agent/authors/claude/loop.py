@@ -151,18 +151,13 @@ class Claude(Author):
         entry = {"input_tokens": read, "output_tokens": most}
         return {"assumed": "the worst", "iterations": [entry] * rounds * len(models)}, usd
 
-    def _next(self, talk: Conversation) -> tuple[int, float]:
-        """The most tokens and dollars the next call can take."""
-        usage, usd = self._worst(talk)
-        return tokens(usage), usd
-
     def _limit(self, bench: Workbench, talk: Conversation) -> str | None:
         """The budget that leaves room for one more call and no second."""
-        budget, (tokens, usd) = self.options.budget, self._next(talk)
+        budget, (worst, usd) = self.options.budget, self._worst(talk)
         spent = bench.state.spent
         if spent.usd + 2 * usd > budget.usd:
             return f"${budget.usd:.2f}; ${spent.usd:.2f} spent, the next call may cost ${usd:.2f}"
-        if spent.tokens + 2 * tokens > budget.tokens:
+        if spent.tokens + 2 * tokens(worst) > budget.tokens:
             return f"{budget.tokens} tokens; {spent.tokens} used"
         if bench.state.steps + 1 >= budget.steps:
             return f"{budget.steps} steps"
@@ -172,9 +167,9 @@ class Claude(Author):
             return f"{budget.gpu_minutes:g} minutes of GPU work"
         if talk.failures >= budget.failures:
             return f"{talk.failures} results in a row that brought nothing"
-        return (
-            f"{IDLE_TURNS} turns without a call that could run" if talk.idle >= IDLE_TURNS else None
-        )
+        if talk.idle >= IDLE_TURNS:
+            return f"{IDLE_TURNS} turns without a call that could run"
+        return None
 
     def _ask(self, bench: Workbench, talk: Conversation) -> str | None:
         """One call of the model; a reason where it cannot be paid for, or where it refuses."""
