@@ -75,12 +75,7 @@ class Price:
 
 
 class Prices:
-    """The price list.
-
-    Args:
-        model: The model of the run.
-        given: Its prices, where the user gave them.
-        day: The day whose prices hold; today by default.
+    """What `model` and others cost on a day, today by default; `given` goes before the list.
 
     Raises:
         CodaError: the model is not in the list and no price was given.

@@ -270,11 +270,8 @@ class Evidence(Record):
         return all(self.digests.get(key) == now.get(key) for key in ("spec", "candidate"))
 
     def stale(self, now: Mapping[str, str]) -> dict[str, list[str]]:
-        """What each gate's word no longer stands by: spec and candidate, the toolchain, rules.
-
-        Args:
-            now: Today's digests of spec, candidate and toolchain (`provenance.digests`).
-        """
+        """What each gate's word no longer stands by: spec and candidate, toolchain, rules; `now`
+        are today's digests (`provenance.digests`)."""
         edited = [key for key in ("spec", "candidate") if self.digests.get(key) != now.get(key)]
         found: dict[str, list[str]] = {}
         for name, gate in self.gates.items():

@@ -29,13 +29,7 @@ _EYES = ("gate.started", "gate.progress")
 
 
 class Desk:
-    """The workbenches of one connection, by spec.
-
-    Args:
-        workspace: Where specs are looked up and kernels go.
-        device: Where the numerics run.
-        commit: Whether an accepted kernel is committed.
-    """
+    """The workbenches of one connection, by spec."""
 
     def __init__(self, workspace: Workspace, device: pipeline.Device, *, commit: bool) -> None:
         self.workspace, self.commit = workspace, commit

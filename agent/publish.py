@@ -88,12 +88,8 @@ def check_identity(workspace: Workspace) -> None:
 
 
 def check_place(workspace: Workspace, name: str, text: str | None = None) -> None:
-    """Refuses what would stop the commit of a kernel; called before anything is spent on it.
-
-    Args:
-        workspace: Where it would be committed.
-        name: The kernel.
-        text: What kernel.py may be though git does not hold it: the program to be committed.
+    """Refuses what would stop the commit of a kernel; called before anything is spent on it. The
+    text is what kernel.py may be though git does not hold it: the program to be committed.
 
     Raises:
         WorkspaceError: no git identity, something else in the kernel's place, changes of its files

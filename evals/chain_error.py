@@ -39,14 +39,8 @@ SITES: dict[str, tuple[int, int, str]] = {
 def measure(
     root: Path, *, machine: Mapping[str, Any], device: str, shrink: int = 1, layers: int = LAYERS
 ) -> Path:
-    """Measure the errors at every site and layer; the record, evals/results/numerics.json.
-
-    Args:
-        root: The workspace; kernels come from its generated/.
-        machine: `gpu` (name, driver) and `packages`, kept in the record.
-        device: "cuda", or "cpu" with the interpreter and without quack.
-        shrink: Divides every extent, for tests.
-        layers: Layers, each with its own seed.
+    """Measure the errors at every site and layer; the record, evals/results/numerics.json. Tests
+    `shrink` every extent. Device "cpu" interprets, and leaves quack out.
 
     Raises:
         WorkspaceError: a kernel of the chain is not accepted yet.

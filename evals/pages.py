@@ -70,12 +70,8 @@ def write_record(path: Path, head: Mapping[str, Any], cells: Mapping[str, Any]) 
 
 def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], object] | None]) -> Rows:
     """A table with a row an item, the head first: what `table`, `named`, the templates' macro of
-    that name and a terminal's `columns` show.
-
-    Args:
-        items: What the rows are about.
-        columns: By head, what a column says of an item; None leaves the column out.
-    """
+    that name and a terminal's `columns` show. By head it is said what a column says of an item;
+    None leaves the column out."""
     shown = {head: says for head, says in columns.items() if says}
     return [tuple(shown), *(tuple(says(item) for says in shown.values()) for item in items)]
 

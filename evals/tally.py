@@ -17,17 +17,11 @@ from coda_agent.specs import Spec
 def record_of(
     events: Sequence[Event], key: TrialKey, spec: Spec, goal: Level, log: Path
 ) -> TrialRecord:
-    """The record of a trial, from its run's events.
+    """The record of a trial, from all events of its run.
 
     Scores come from the `judged` events, which the workbench writes from the judge's verdict, and
-    costs from the usage of each call; no text of an author is read for either.
-
-    Args:
-        events: All that the run's log holds.
-        key: Which trial it was.
-        spec: The trial's spec, the suite's shapes in it.
-        goal: The level that counts as solved.
-        log: The events' file, relative to the workspace; its folder has the run's name.
+    costs from the usage of each call; no text of an author is read for either. The spec has the
+    suite's shapes in it. The log's path is relative to the workspace, its folder the run's name.
     """
     state = RunState.of(events)
     submitted = [attempt for attempt in state.attempts if attempt.check == "submit"]

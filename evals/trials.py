@@ -82,15 +82,11 @@ def plan(
     without: tuple[str, ...] = (),
     options: authors.Options | None = None,
 ) -> Plan:
-    """The trials still to be done.
+    """The trials of a suite still to be done, of authors named as `authors.kind_of` takes them.
 
     Args:
-        workspace: Where specs, tips and recorded runs are, and where the runs are logged.
-        suite: The suite.
-        names: The authors, as `authors.kind_of` takes them; `replay` stands for each recorded run.
         folder: The suite's records.
-        device: Where the numerics run.
-        trials: Instead of the suite's.
+        trials: Instead of the suite's number.
         repeat: Whether deterministic authors have more than one.
         only: Some of the suite's specs; none means all.
         without: What the author is deprived of, sorted.
@@ -132,16 +128,11 @@ def run(
     width: int,
     told: Callable[[Task, TrialRecord | None], None] = lambda *_: None,
 ) -> list[TrialRecord]:
-    """Does the trials of a plan, and writes each one's record as soon as it is done.
+    """Does the trials of a plan, `width` at a time, and writes each one's record as soon as it is
+    done. A fault of ours that cost no money is tried once more, after all others.
 
-    A fault of ours that cost no money is tried once more, after all others.
-
-    Args:
-        plan: From `plan`.
-        folder: The suite's records; held by one `run` at a time.
-        pool: Where trials run; `run_trial` and its task are pickled where it needs that.
-        width: How many run at a time.
-        told: Called when a trial begins (None) and when it is done.
+    The suite's folder is held by one `run` at a time. `run_trial` and its task are pickled where
+    the pool needs that. `told` is called when a trial begins (None) and when it is done.
 
     Returns:
         The records, those that were there already first.

@@ -70,11 +70,8 @@ class Writer(Author):
 
     @abstractmethod
     def write(self, spec: Spec, observer: Observer) -> str:
-        """The complete text of a candidate `kernel.py`, with one program per binding of `spec`.
-
-        Args:
-            spec: What to compute.
-            observer: Called with "author.progress" and its data at each stage.
+        """The complete text of a candidate `kernel.py`, with one program per binding of `spec`. The
+        observer is told of each stage, as "author.progress".
 
         Raises:
             ProgramError: The spec cannot be expressed as an epilogue program.

@@ -163,12 +163,7 @@ class Lost(Exception):
 
 
 class Device:
-    """A GPU and its child.
-
-    Args:
-        gpu: Which.
-        module: The child's main module.
-    """
+    """A GPU and its child, whose main module is `module`."""
 
     def __init__(self, gpu: Gpu, module: str = DEVICE_CHILD) -> None:
         self.gpu = gpu

@@ -62,14 +62,7 @@ Level = Annotated[
 
 
 class Workbench:
-    """One run's workbench.
-
-    Args:
-        workspace: Where an accepted kernel goes.
-        run: The run's folder.
-        spec: What is to be computed.
-        log: The run's log.
-    """
+    """The workbench of one run and its spec."""
 
     def __init__(self, workspace: Workspace, run: Run, spec: Spec, log: RunLog) -> None:
         self.workspace, self.run, self.spec, self.log = workspace, run, spec, log

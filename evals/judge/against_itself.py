@@ -22,20 +22,9 @@ def score_timing(
     trials: int = 200, rounds: int = 50, device: str = "cuda", say: Say = lambda *_: None,
 ) -> Path:  # fmt: skip
     """Compare a kernel with itself, and cuBLAS's product with itself, at its smallest bench shape,
-    where noise is the largest share.
+    where noise is the largest share; the record, judge-timing-<gpu>.json in evals/results/.
 
-    Args:
-        root: The workspace; the record goes to its evals/results/.
-        kernel: The kernel.
-        clock: What times, `coda_agent.agent.judge.timing`.
-        machine: `gpu` (name, driver) and `packages`, kept in the record.
-        trials: Comparisons of each of the two.
-        rounds: Timed rounds a comparison.
-        device: "cpu" interprets instead, for tests.
-        say: Told of progress.
-
-    Returns:
-        The record, judge-timing-<gpu>.json.
+    `clock` is `coda_agent.agent.judge.timing`. Device "cpu" interprets instead, for tests.
 
     Raises:
         MachineError: the GPU is in use, or its clocks disagree.

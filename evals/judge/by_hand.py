@@ -26,11 +26,7 @@ _IMPORT = re.compile(r"^from coda_agent\.primitives import (?:\([^)]*\)|.*)$", r
 
 
 def written(name: str, kernels: Mapping[str, tuple[Subject, str]]) -> list[Mutant]:
-    """The programs of one set.
-
-    Args:
-        name: Of `SETS`.
-        kernels: By name, an accepted kernel's default program and its text.
+    """The programs of one of `SETS`; `kernels` has the default program and the text of each.
 
     Raises:
         CodaError: an entry names no kernel, or a piece that its text does not hold.

@@ -28,14 +28,7 @@ _SHAPE = {"m": 200, "n": 352, "k": 136}
 
 @dataclass(frozen=True)
 class Subject:
-    """One program to judge, among those of its spec.
-
-    Attributes:
-        name: Its name in the corpus.
-        spec: Its spec.
-        programs: All programs of the spec, by variant.
-        binding: The static parameters that choose it.
-    """
+    """One program to judge, that of `binding`, among all of its spec by variant."""
 
     name: str
     spec: Spec

@@ -34,11 +34,9 @@ class Mutant:
     Attributes:
         right: The program without it.
         operator: Which fault was made; of the lowering where `lowered`.
-        site: Where.
         faults: What a diagnosis may call it, the best name first; empty where the gate has a check
             of its own for it.
         program: The program, mutated unless `lowered`.
-        lowered: Whether the lowering is at fault.
     """
 
     right: Subject

@@ -41,14 +41,8 @@ _WRITE_S = 10.0
 
 
 class Judge:
-    """The gates that are scored, on one device: signature and numerics, in a spec's first element
-    type and the default tile.
-
-    Args:
-        root: The workspace; records go to its evals/results/.
-        device: "cpu" interprets, "cuda" runs compiled kernels in this process.
-        say: Told of progress.
-    """
+    """The gates that are scored, in a spec's first element type and the default tile: signature and
+    numerics, interpreted on "cpu", on "cuda" by compiled kernels in this process."""
 
     def __init__(self, root: Path, device: str, say: Say = lambda *_: None) -> None:
         if device == "cuda":
@@ -141,14 +135,8 @@ def score_corpus(
 def score_latency(
     judge: Judge, timed: Callable[[str], dict[str, float]], names: list[str], *, repeat: int
 ) -> dict[str, Any]:
-    """Time verdicts of kernels, the workers warmed up by one; judge-latency-<device>.json.
-
-    Args:
-        judge: Where, and on what.
-        timed: Judges a kernel: seconds of the "whole" verdict, and of each gate.
-        names: The kernels.
-        repeat: Verdicts of each.
-    """
+    """Time `repeat` verdicts of each kernel, the workers warmed up by one: seconds of the "whole"
+    verdict and of each gate, as `timed` says. The record is judge-latency-<device>.json."""
     head = {"load": [round(x, 1) for x in os.getloadavg()]}
     timed(names[0])
 

@@ -10,12 +10,7 @@ from coda_agent.primitives.errors import ProgramError
 
 
 class Across:
-    """Their meaning, by ATen's name.
-
-    Args:
-        layout: Of the trace.
-        apply: Meaning of an elementwise operation.
-    """
+    """Their meaning in a trace's layout, by ATen's name; `apply` is that of what is elementwise."""
 
     meaning: Mapping[str, Callable[..., Any]]
 

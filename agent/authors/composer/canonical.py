@@ -73,13 +73,8 @@ class _Form:
 
 
 def _extremum(op: str, args: list[Expr], *, inner: bool) -> Expr:
-    """A maximum or minimum, or what a clamp, ReLU or leaky ReLU was spelled as.
-
-    Args:
-        op: "maximum" or "minimum".
-        args: The two values.
-        inner: Whether the first one is used here only, so that a clamp may take it in.
-    """
+    """A maximum or minimum, or what a clamp, ReLU or leaky ReLU was spelled as. A clamp may take an
+    `inner` first value in, which is used here only."""
     x, y = sorted(args, key=lambda a: (a.op == "const", a.key))
     if x == y:
         return x

@@ -53,11 +53,7 @@ class Unusable:
 
 
 class Layout:
-    """Expressions as elements of tensors, at the extents of one trace.
-
-    Args:
-        extents: Of M, N, N/2, 2*N and K.
-    """
+    """Expressions as elements of tensors, at one trace's extents of M, N, N/2, 2*N and K."""
 
     def __init__(self, extents: Mapping[str, int]) -> None:
         self.extents = extents

@@ -395,11 +395,11 @@ def test_the_worst_case_covers_a_fallback_and_a_summary(serve: Any) -> None:
     talk.request = {"max_tokens": 20_000, "context_management": {"edits": [edit]}}
     talk.context = 50_000
     one = 50_000 * 8e-6 + 20_000 * 20e-6 + 50_000 * 4e-6 + 20_000 * 10e-6
-    tokens, usd = who._next(talk)
-    assert tokens == 140_000 and math.isclose(usd, one)
+    usage, usd = who._worst(talk)
+    assert tokens(usage) == 140_000 and math.isclose(usd, one)
     talk.context = 100_000
-    tokens, usd = who._next(talk)
-    assert tokens == 480_000 and math.isclose(usd, 2 * (one + 50_000 * 12e-6))
+    usage, usd = who._worst(talk)
+    assert tokens(usage) == 480_000 and math.isclose(usd, 2 * (one + 50_000 * 12e-6))
 
 
 def test_a_budget_too_small_for_two_calls_spends_nothing(where: Any, serve: Any) -> None:
