@@ -21,7 +21,7 @@ from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.client import Stopped
 from coda_agent.agent.authors.claude.conversation import Conversation
-from coda_agent.agent.budget import Budget, Prices
+from coda_agent.agent.budget import Budget, Prices, tokens
 from coda_agent.agent.events import Requested, RunResumed
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
