@@ -73,7 +73,14 @@ from coda_agent.primitives.lower import (
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ops import fma
 from coda_agent.primitives.target import compile_blind, cubin, sass, target
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS, SM90_CONFIGS, UNFUSED, TileConfig, offered
+from coda_agent.primitives.tiles import (
+    DEFAULT_CONFIGS,
+    SM90_CONFIGS,
+    STREAMING,
+    UNFUSED,
+    TileConfig,
+    offered,
+)
 
 
 @epilogue(D=Tile, O=HalfTile)
@@ -649,12 +656,8 @@ def test_fused_sums() -> None:
     assert Replay(rotated, 128).scaled == set()  # element mode only
 
 
-SPLIT = {
-    replace(c, split_k=k)
-    for c in (TileConfig(128, 128, 1, 1, True), TileConfig(64, 256, 1, 1, True))
-    for k in (2, 4, 8)
-}
-NARROW = {TileConfig(128, n, 1, 1, True, swap_ab=True) for n in (32, 64, 128)}
+FEW = {c for _, c in STREAMING}
+SHORT = {TileConfig(128, 16, swap_ab=True), TileConfig(64, 32, swap_ab=True)}
 BY_32 = {c for c in SM90_CONFIGS if c.tile_n % 32 == 0}
 
 
@@ -664,25 +667,30 @@ def scaled_by_table(acc, cs: HeadTable):
 
 
 @pytest.mark.parametrize(
-    ("program", "base", "small"),
+    ("program", "base", "few"),
     [
-        (scaled, set(SM90_CONFIGS), SPLIT | NARROW),
-        (scaled_by_table, set(SM90_CONFIGS), SPLIT),
-        (statistics, set(SM90_CONFIGS), SPLIT),
-        (widened, set(SM90_CONFIGS), SPLIT),
-        (accumulating, set(SM90_CONFIGS), SPLIT),
-        (gated, BY_32, SPLIT),
-        (tabled, BY_32, SPLIT),
-        (quantised, BY_32, SPLIT),
+        (scaled, set(SM90_CONFIGS), FEW | SHORT),
+        (scaled_by_table, set(SM90_CONFIGS), FEW),
+        (statistics, set(SM90_CONFIGS), FEW),
+        (widened, set(SM90_CONFIGS), FEW),
+        (accumulating, set(SM90_CONFIGS), FEW),
+        (gated, BY_32, FEW),
+        (tabled, BY_32, FEW),
+        (quantised, BY_32, FEW),
     ],
     ids=lambda x: x.name if isinstance(x, Program) else "",
 )
-def test_offered_tiles(program: Program, base: set[TileConfig], small: set[TileConfig]) -> None:
+def test_offered_tiles(program: Program, base: set[TileConfig], few: set[TileConfig]) -> None:
     full = (128 * 11, 128 * 12, 4096)  # 132 tiles, one for each SM
     base = base | set(UNFUSED)
     assert set(offered(program)) == set(offered(program, [full])) == base
-    assert set(offered(program, [full, (128 * 131, 128, 64)])) == base | small
-    assert len(offered(program, [(1, 16, 8)])) == len(base) + len(small)
+    assert set(offered(program, [full, (128 * 131, 128, 64)])) == base | few
+    assert len(offered(program, [(1, 1 << 20, 8)])) == len(base) + len(few)
+    wide = {m: set(offered(program, [full, (m, 1 << 20, 8)])) - base for m in (17, 65, 257, 513)}
+    assert wide[17] == few - {TileConfig(128, 16, swap_ab=True)}
+    assert wide[65] == {c for c in FEW if c.cluster_m == 2 or c.tile_m == 128}
+    assert wide[257] == {c for c in FEW if c.tile_m == 128 and c.cluster_n == 1}
+    assert wide[513] == set()
     assert DEFAULT_CONFIGS["sm_90a"] in base
 
 
