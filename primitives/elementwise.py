@@ -192,10 +192,15 @@ class Elementwise:
         row = place.down * self.rows + place.thread
         if (place.thread < self.rows) & (row < place.m):
             for o, kind in self.across.items():
-                half = self.root[o].shape is Shape.HALF
-                weight = 1.0 / (self.columns // (2 if half else 1)) if kind.mean else 1.0
                 planes = [[p[place.thread, w] for w in range(self.warps)] for p in partials[o]]
-                stores[o][row, place.across] = _total(kind.combine, planes) * weight
+                total = _total(kind.combine, planes)
+                stores[o][row, place.across] = self._mean(o, total, place) if kind.mean else total
+
+    def _mean(self, o: str, total: Any, place: Any) -> Any:
+        """Over the block, or over the row where that is shorter: then the value is final."""
+        whole = Int32(select_(place.n < self.columns, place.n, Int32(self.columns)))
+        half = self.root[o].shape is Shape.HALF
+        return total / Float32(whole // 2 if half else whole)
 
 
 class _Place:
@@ -286,7 +291,8 @@ def _folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
     values = [Float32(select_(inside, Float32(v), identity)) for v in values]
     if combine == "add":
         return [_arch.warp_reduction_sum(_tree(values, lambda x, y: x + y))]
-    top = _arch.warp_reduction_max(_tree(values, _arch.fmax))
+    # With the identity, so that NaN is passed over where nothing else is there.
+    top = _arch.warp_reduction_max(_tree([identity, *values], _arch.fmax))
     if combine == "max":
         return [top]
     shift = _shift(top)

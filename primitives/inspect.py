@@ -89,7 +89,13 @@ def degrees(graph: Graph) -> list[Degree]:
     return out
 
 
-def launches(program: Program, *, fused: bool = True, raw: bool = False) -> int:
+def launches(
+    program: Program,
+    config: TileConfig | None = None,
+    shape: tuple[int, int] = (0, 0),
+    *,
+    raw: bool = False,
+) -> int:
     """Kernels, fills and copies that one call runs on the device, given operands it can load as
     they are.
 
@@ -98,11 +104,16 @@ def launches(program: Program, *, fused: bool = True, raw: bool = False) -> int:
 
     Args:
         program: The program.
-        fused: Whether the configuration is; else cuBLAS's product comes first, counted as one
-            launch. Where cuBLAS sums parts of K in a kernel of its own, there is one more.
+        config: Where it is unfused, cuBLAS's product comes first, counted as one launch; where
+            cuBLAS sums parts of K in a kernel of its own, there is one more.
+        shape: (M, N), on which it depends what an unfused form leaves to fold.
         raw: Whether reductions stay partials; else a launch folds each.
     """
-    return 1 + (not fused) + (0 if raw else len(program.reductions))
+    if config is None or config.fused:
+        return 1 + (0 if raw else len(program.reductions))
+    m, n = shape
+    kinds = program.reductions.values()
+    return 2 + sum(kind.block(config) < (m if kind.over_rows else n) for kind in kinds)
 
 
 def inspect_program(

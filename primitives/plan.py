@@ -182,14 +182,17 @@ def finishes(
     program: Program, m: int, n: int, config: TileConfig, *, raw: bool = False
 ) -> dict[str, Fold]:
     """By reduction, what makes of a kernel's partials what the caller wants: those over rows are
-    turned to (N, blocks), and unless `raw` all are folded to their final values."""
+    turned to (N, blocks), and unless `raw` all are folded to their final values. What an unfused
+    form leaves of one block is final."""
     found: dict[str, Any] = {}
     for o, kind in program.reductions.items():
         half = program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF
         folded, block = m if kind.over_rows else n, kind.block(config)
         if half:
             folded, block = folded // 2, block // 2
-        if not raw:
+        if not config.fused and block >= folded:
+            found[o] = _single
+        elif not raw:
             found[o] = partial(_folded, kind=kind, folded=folded, block=block)
         elif kind.over_rows:
             found[o] = _turned
@@ -240,6 +243,10 @@ def _rows_ready(a: torch.Tensor, either_major: bool) -> torch.Tensor:
 
 def _with_lead(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
     return t.reshape(*lead, *t.shape[1:])
+
+
+def _single(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(-1)
 
 
 def _turned(t: torch.Tensor) -> torch.Tensor:

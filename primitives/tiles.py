@@ -52,7 +52,7 @@ class TileConfig:
     @property
     def label(self) -> str:
         """Short name, e.g. `128x192 pp 2x1`, `64x256 coop 1x1 s4 k2 swap once`, or
-        `1x1024 unfused`."""
+        `1x256 unfused`."""
         if not self.fused:
             return f"{self.tile_m}x{self.tile_n} unfused"
         parts = [
@@ -95,13 +95,16 @@ SM90_CONFIGS: tuple[TileConfig, ...] = (
 )
 SWIZZLES = (2, 4, 16)
 
-# cuBLAS's product and a kernel that replays the graph on it: a row a CTA, so that a few rows keep
-# all SMs busy, and several, so that sums over rows leave fewer partials.
+# cuBLAS's product and a kernel that replays the graph on it: one warp and one row a CTA, so that a
+# few rows keep all SMs busy, and several of both for more.
 UNFUSED: tuple[TileConfig, ...] = (
-    TileConfig(1, 1024, fused=False),
+    TileConfig(1, 256, fused=False),
     TileConfig(4, 512, fused=False),
-    TileConfig(8, 1024, fused=False),
 )
+# Blocks of whole rows of up to 8192 columns, and of whole columns of few rows: their reductions
+# leave nothing to fold.
+UNFUSED_ROWS = TileConfig(1, 8192, fused=False)
+UNFUSED_COLUMNS = TileConfig(16, 256, fused=False)
 # Rows up to which they are tried: beyond, the float32 product costs more traffic than a fused
 # kernel's padding.
 FEW_ROWS = 1024
@@ -155,7 +158,7 @@ def offered(
         shapes: (M, N, K) it will be tuned for. Forms for few rows are offered too where one of them
             has no more rows than a form is for, and all of them where an output is too small to
             fill the GPU. Transposed ones are for programs without pairs, tables and reductions.
-            Unfused forms always are on offer, and `suits` says where they may run.
+            Unfused forms are there for up to 1024 rows.
     """
     plain = not program.paired and all(kind.transposes for kind in program.operands.values())
     plain &= all(kind is Tile for kind in program.outputs.values())
@@ -165,7 +168,18 @@ def offered(
         fewest = 0
     few = STREAMING + (_TRANSPOSED if plain else ())
     found = *SM90_CONFIGS, *(c for most, c in few if fewest <= most)
-    return tuple(c for c in found if not program.paired or c.tile_n % 32 == 0) + UNFUSED
+    fused = tuple(c for c in found if not program.paired or c.tile_n % 32 == 0)
+    return fused + (unfused_forms(program) if any(m <= FEW_ROWS for m, _, _ in shapes) else ())
+
+
+def unfused_forms(program: Program) -> tuple[TileConfig, ...]:
+    """The unfused configurations of a program."""
+    over_rows = {kind.over_rows for kind in program.reductions.values()}
+    return (
+        *UNFUSED,
+        *[UNFUSED_ROWS] * (False in over_rows),
+        *[UNFUSED_COLUMNS] * (True in over_rows),
+    )
 
 
 def suits(config: TileConfig, m: int) -> bool:

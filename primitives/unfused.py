@@ -37,8 +37,8 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.mm(a, b.mT, out_dtype=torch.float32)
     n = b.shape[0]
     if pad := -n % 16:  # cuBLAS takes FP8 columns by sixteen
-        b = torch.cat([b.view(torch.uint8), b.new_zeros(pad, b.shape[1]).view(torch.uint8)])
-        b = b.view(a.dtype)
+        whole = b.view(torch.uint8)
+        b = torch.cat([whole, whole.new_zeros(pad, b.shape[1])]).view(b.dtype)
     one = _one(a.device)
     found = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a, b.mT, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True

@@ -170,7 +170,7 @@ def _measured(
     facts = inspected(
         problem.spec, problem.program, problem.sizes, problem.element, block=best.tile_n
     )
-    declared = launches(problem.program, fused=best.fused)
+    declared = launches(problem.program, best, problem.mnk[:2])
     ceiling = measured_ceiling(problem.gemm_type)
     return Timed(
         **about,

@@ -32,7 +32,7 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import TileConfig, unfused_forms
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +112,31 @@ def test_demo_at_ragged_sizes(demo: Demo, program: Program) -> None:
 )
 def test_demo_with_other_tiles(demo: Demo, program: Program, config: TileConfig) -> None:
     check(program, draw(demo, RAGGED), config)
+
+
+@pytest.mark.parametrize(("demo", "program"), PROGRAMS, ids=IDS)
+def test_demo_unfused(demo: Demo, program: Program) -> None:
+    for config in unfused_forms(program):
+        for size in (*SIZES, (5, 8224, 72)):
+            check(program, draw(demo, size), config)
+
+
+@epilogue(D=Tile, top=RowMax, lse=RowLogSumExp, g=ColSum, c=ColMax)
+def all_folds(acc, b: RowVector):
+    d = acc + b
+    return {"D": d, "top": d, "lse": d, "g": d, "c": d}
+
+
+@pytest.mark.parametrize("config", unfused_forms(all_folds), ids=lambda c: c.label)
+def test_nan_and_infinity_unfused(config: TileConfig) -> None:
+    """As of a fused kernel: maxima pass NaN over, and nothing spreads."""
+    a, b = integers(77, 64, 12), integers(272, 64, 13)
+    a[3], b[5] = float("nan"), float("nan")
+    bias = torch.zeros(272, device="cuda")
+    bias[7] = float("-inf")
+    got, want = (bound(all_folds)(a, b, {"b": bias}, config=c) for c in (config, DEFAULT))
+    for o in got:
+        torch.testing.assert_close(got[o], want[o], rtol=1e-5, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,14 @@ def test_a_public_function_runs_what_it_declares(gpu: DeviceClock, name: str) ->
             found = ran(gpu, lambda: kernel(**inputs, **binding, block_size=block))  # noqa: B023
             where = f"{name} {binding}, block_size={block}: {found}"
             raw = block is not None
-            assert len(found) == launches(program, raw=raw), where
+            config = tile(kernel, block)
+            shape = inputs[kernel.spec.gemm[0]].shape[0], inputs[kernel.spec.gemm[1]].shape[0]
+            declared = launches(program, config, shape, raw=raw)
+            # cuBLAS may sum parts of K in a kernel of its own.
+            assert declared <= len(found) <= declared + (not config.fused), where
             assert len(found) == 1 or not raw, where
             folds = [x for x in found if x == "_fold"]
-            assert len(folds) == (0 if raw else len(program.reductions)), where
+            assert len(folds) == declared - 1 - (not config.fused), where
 
 
 def integers(seed: int, k: int = 512) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.plan import finalised
-from coda_agent.primitives.tiles import STREAMING, TileConfig
+from coda_agent.primitives.tiles import STREAMING, UNFUSED, TileConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -271,7 +271,7 @@ FP8_CASES = [
 ]
 
 
-@pytest.mark.parametrize("config", TILES, ids=lambda c: c.label)
+@pytest.mark.parametrize("config", [*TILES, *UNFUSED], ids=lambda c: c.label)
 @pytest.mark.parametrize(
     ("program", "stored"), FP8_CASES, ids=[f"{p.name} {len(s)}" for p, s in FP8_CASES]
 )
@@ -280,12 +280,17 @@ def test_fp8(program: Program, stored: dict[str, torch.dtype], config: TileConfi
         check(program, size, config, FP8, stored)
 
 
+def test_fp8_columns_that_cublas_does_not_take() -> None:
+    check(scaled, (77, 264, 64), UNFUSED[0], FP8, {})
+
+
 FORMS = [
     *(c for _, c in STREAMING),
     TileConfig(128, 128, 1, 1, True, split_k=8),
     TileConfig(64, 256, 1, 1, True, split_k=4),
     TileConfig(128, 128, 2, 1, True, swizzle=1),
     TileConfig(128, 128, 2, 1, True, swizzle=32),
+    *UNFUSED,
 ]
 ONCE = TileConfig(128, 256, 2, 1, persistent=False)
 PARTS = [c for c in FORMS if c.split_k > 1]

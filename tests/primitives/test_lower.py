@@ -80,6 +80,7 @@ from coda_agent.primitives.tiles import (
     UNFUSED,
     TileConfig,
     offered,
+    unfused_forms,
 )
 
 
@@ -682,11 +683,14 @@ def scaled_by_table(acc, cs: HeadTable):
 )
 def test_offered_tiles(program: Program, base: set[TileConfig], few: set[TileConfig]) -> None:
     full = (128 * 11, 128 * 12, 4096)  # 132 tiles, one for each SM
-    base = base | set(UNFUSED)
     assert set(offered(program)) == set(offered(program, [full])) == base
     assert set(offered(program, [full, (128 * 131, 128, 64)])) == base | few
-    assert len(offered(program, [(1, 1 << 20, 8)])) == len(base) + len(few)
-    wide = {m: set(offered(program, [full, (m, 1 << 20, 8)])) - base for m in (17, 65, 257, 513)}
+    unfused = set(unfused_forms(program))
+    shape = 1, 1 << 20, 8
+    assert len(offered(program, [shape])) == len(base) + len(few) + len(unfused)
+    wide = {m: set(offered(program, [full, (m, *shape[1:])])) for m in (17, 65, 257, 513, 1025)}
+    assert wide.pop(1025) == base and all(found >= base | unfused for found in wide.values())
+    wide = {m: found - base - unfused for m, found in wide.items()}
     assert wide[17] == few - {TileConfig(128, 16, swap_ab=True)}
     assert wide[65] == {c for c in FEW if c.cluster_m == 2 or c.tile_m == 128}
     assert wide[257] == {c for c in FEW if c.tile_m == 128 and c.cluster_n == 1}
@@ -712,7 +716,7 @@ def test_labels() -> None:
     every = TileConfig(64, 256, swizzle=4, split_k=2, swap_ab=True, persistent=False)
     assert every.label == "64x256 coop 1x1 s4 k2 swap once"
     assert TileConfig(**every.to_dict()) == every
-    assert UNFUSED[0].label == "1x1024 unfused"
+    assert UNFUSED[0].label == "1x256 unfused"
     stored = {k: v for k, v in every.to_dict().items() if k != "fused"}  # before the field was
     assert TileConfig(**stored) == every
     tiles = offered(scaled, [(1, 16, 8)])

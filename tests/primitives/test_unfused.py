@@ -36,9 +36,19 @@ from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.function import reduction_block
 from coda_agent.primitives.inspect import launches
 from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import compile_blind, sass
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS, FEW_ROWS, UNFUSED, TileConfig, suits
+from coda_agent.primitives.tiles import (
+    DEFAULT_CONFIGS,
+    FEW_ROWS,
+    UNFUSED,
+    UNFUSED_COLUMNS,
+    UNFUSED_ROWS,
+    TileConfig,
+    suits,
+    unfused_forms,
+)
 
 
 @epilogue(D=Tile, s=RowMean, lse=RowLogSumExp, t=RowGather, g=ColSum)
@@ -77,13 +87,17 @@ def build(program: Program, config: TileConfig, arch: str = "sm_90a") -> dict[st
     )
 
 
-@pytest.mark.parametrize("program", [all_reductions, paired, widened], ids=lambda p: p.name)
-@pytest.mark.parametrize("config", UNFUSED, ids=lambda c: c.label)
+@pytest.mark.parametrize(
+    ("program", "config"),
+    [(p, c) for p in (all_reductions, paired, widened) for c in unfused_forms(p)],
+    ids=lambda x: x.label if isinstance(x, TileConfig) else x.name,
+)
 def test_every_kind_compiles_into_wide_accesses(program: Program, config: TileConfig) -> None:
     found = build(program, config)
     text = sass(Path(found["object"]))
     assert found["stack_bytes"] == found["local_stores"] == found["mma_instructions"] == 0
-    assert 0 < found["registers"] <= 168
+    threads = config.tile_n // 8
+    assert 0 < found["registers"] * max(threads, 384) <= 65536
     # A row takes two loads of the product; where an operand, an output or the rows of a group
     # were taken element by element, there would be many more.
     loads = text.count("LDG.E.128")
@@ -114,8 +128,15 @@ def test_a_block_that_the_kernel_has_not(block: tuple[int, int]) -> None:
 
 
 def test_what_a_call_declares() -> None:
-    assert launches(all_reductions, fused=False) == 5
-    assert launches(all_reductions, fused=False, raw=True) == 2
+    few, whole, down = UNFUSED[0], UNFUSED_ROWS, UNFUSED_COLUMNS
+    # The product, the kernel, and a fold for each reduction of more than one block.
+    assert [launches(all_reductions, few, shape) for shape in ((1, 256), (1, 512), (2, 512))] == [
+        2, 4, 5,
+    ]  # fmt: skip
+    assert [launches(all_reductions, whole, shape) for shape in ((1, 8192), (2, 8200))] == [2, 5]
+    assert [launches(all_reductions, down, shape) for shape in ((16, 256), (17, 264))] == [2, 5]
+    assert unfused_forms(all_reductions) == (*UNFUSED, whole, down)
+    assert unfused_forms(paired) == (*UNFUSED, whole) and unfused_forms(widened) == UNFUSED
     # Raw partials are promised from one launch.
     assert reduction_block(paired, UNFUSED[0]) is None
     assert suits(UNFUSED[0], FEW_ROWS) and not suits(UNFUSED[0], FEW_ROWS + 1)
@@ -137,3 +158,24 @@ def test_the_kernel_gets_the_product_then_operands_and_outputs(
     assert torch.equal(product, a @ b.mT) and (r, cs, alpha) == (x["r"], x["cs"], 2.0)
     assert stored == [*outputs.values()]
     assert seen[1][3].shape == (1,)
+
+
+def test_one_block_is_final_and_more_are_folded() -> None:
+    whole, parts = torch.rand(3, 1), torch.rand(3, 3)
+    column = torch.rand(1, 16)
+    outputs = {"D": torch.zeros(3, 16), "s": whole, "lse": parts, "t": whole[:, 0], "g": column}
+    found = finalised(all_reductions, outputs, 3, 16, TileConfig(4, 256, fused=False))
+    assert torch.equal(found["s"], whole[:, 0]) and torch.equal(found["g"], column[0])
+    # A fused kernel's mean is over its tile, which may be wider than the row.
+    wide = finalised(all_reductions, outputs, 3, 16, TileConfig(128, 128))
+    torch.testing.assert_close(wide["s"], whole[:, 0] * 8)
+    blocks = finalised(
+        all_reductions,
+        {**outputs, "s": parts, "g": parts.mT},
+        9,
+        600,
+        TileConfig(4, 256, fused=False),
+    )
+    torch.testing.assert_close(blocks["s"], parts.sum(-1) * 256 / 600)
+    torch.testing.assert_close(blocks["lse"], parts.logsumexp(-1))
+    torch.testing.assert_close(blocks["g"], parts.sum(-1))
