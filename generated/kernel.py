@@ -37,7 +37,8 @@ class Kernel:
         tuned: GPU name to dtype to measured shapes with their best configuration.
         refused: Labels of tiles that compute wrongly; never dispatched.
         user: What the user measured of it; None of a kernel that is not an accepted one's folder.
-        ops: The operator of each choice of the static parameters.
+        variants: What runs, for each choice of the static parameters.
+        ops: Their operators.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class Kernel:
             v: ProgramFunction(program, dtypes, choose, types, refused)
             for v, program in programs.items()
         }
-        self._variants = {
+        self.variants = {
             tuple(x.values()): Variant.of(spec, x, functions[spec.variant(x)])
             for x in spec.bindings()
         }
-        self.ops = register(op_name, spec, self._variants)
+        self.ops = register(op_name, spec, self.variants)
         # Plain values, because torch.compile traces the call.
         self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
         self._a = self._inputs.index(spec.gemm[0])
@@ -126,7 +127,7 @@ class Kernel:
             block = {} if block_size is None else {"block_size": block_size}
             results = op(*values, **static, **block)
         else:  # what the operator runs, without the dispatcher
-            results = self._variants[key](values, block_size, parts)
+            results = self.variants[key](values, block_size, parts)
         if key not in self._updated:
             return results
         o, i = self._updated[key]

@@ -96,7 +96,7 @@ class Variant:
         import torch
 
         a, b = self.gemm
-        operands = self._operands(values)
+        operands = self.named(values)
         key = None if key is None else (block_size, key)
         results = self.function(values[a], values[b], operands, block_size=block_size, key=key)
         for o, i in self.updated:
@@ -109,12 +109,13 @@ class Variant:
     def fake(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """The same for tensors without data."""
         a, b = self.gemm
-        operands = self._operands(values)
+        operands = self.named(values)
         return self._returned(
             self.function.fake(values[a], values[b], operands, block_size=block_size)
         )
 
-    def _operands(self, values: Sequence[Any]) -> dict[str, Any]:
+    def named(self, values: Sequence[Any]) -> dict[str, Any]:
+        """The program's operands, of inputs that require no gradient."""
         import torch
 
         if torch.is_grad_enabled():

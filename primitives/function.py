@@ -78,7 +78,7 @@ class ProgramFunction:
         if key is None:
             parts = signature((a, b, *operands.values()))
             key = None if parts is None else (block_size, config, *operands, *parts)
-        plan = self._plans.get(key)
+        plan = self.plans.get(key)
         if plan is None:
             m, n, k, lead = self._check(a, b, operands)
             if m == 0:
@@ -89,10 +89,10 @@ class ProgramFunction:
                 return self._interpret(a, b, operands, config, lead, raw=raw)
             dtypes = self._dtypes(a.dtype)
             plan = resolve(self.program, a, b, operands, dtypes, config, raw=raw)
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
+            if len(self.plans) >= _PLANS:
+                self.plans.clear()
             if key is not None:
-                self._plans[key] = plan
+                self.plans[key] = plan
         return plan(a, b, operands)
 
     def fake(
@@ -159,7 +159,8 @@ class ProgramFunction:
         return {o: t if o in kept else t.reshape(*lead, *t.shape[1:]) for o, t in results.items()}
 
     @cached_property
-    def _plans(self) -> dict[Any, CallPlan]:
+    def plans(self) -> dict[Any, CallPlan]:
+        """What was resolved so far, the last one last."""
         return {}
 
     @cached_property

@@ -89,16 +89,12 @@ class CallPlan:
     def _run(
         self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        given, empty = operands, self.empty
+        given = operands
         if self.gemm:
             a, b = self.gemm[0](a), self.gemm[1](b)
         if self.ready:
             operands = {**given, **{o: made(given[o]) for o, made in self.ready}}
-        device = self.device
-        outputs = {
-            o: operands[o] if shape is None else empty(*shape, dtype=dtype, device=device)
-            for o, shape, dtype in self.made
-        }
+        outputs = self.buffers(operands)
         self.bound(a, b, operands, outputs)
         for o, fold in self.folds:
             outputs[o] = fold(outputs[o])
@@ -107,6 +103,14 @@ class CallPlan:
                 given[o].copy_(outputs[o].reshape(given[o].shape))
             outputs[o] = given[o]
         return outputs
+
+    def buffers(self, operands: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What the kernel writes to: new buffers, and the operand that is added to."""
+        empty, device = self.empty, self.device
+        return {
+            o: operands[o] if shape is None else empty(*shape, dtype=dtype, device=device)
+            for o, shape, dtype in self.made
+        }
 
 
 def resolve(

@@ -1,6 +1,7 @@
 """Commands that time accepted kernels on a GPU: for tiles, for figures, for the suite's pages."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,14 +9,15 @@ import typer
 
 from coda_agent.agent import pipeline
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.report import Reply, outcomes, progress, reported
+from coda_agent.agent.cli.report import Reply, columns, outcomes, progress, reported
 from coda_agent.agent.cli.targets import Json, sharing
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.workspace import find
-from coda_agent.evals import chain_error, contest, contest_page, definitions, shapes_page
+from coda_agent.evals import chain_error, contest, contest_page, definitions, host_time, shapes_page
 from coda_agent.evals.benchmarks import write_table
+from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.target import use_cache
 from coda_agent.primitives.tiles import TileConfig
@@ -64,6 +66,9 @@ def bench(
     numerics: Annotated[
         bool, typer.Option("--numerics", help="The error of GEMM - RMSNorm - GEMM instead.")
     ] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="What a call costs the host instead, and its parts.")
+    ] = False,
     table: Annotated[
         bool, typer.Option("--table", help="Only write the page in docs/ from what is stored.")
     ] = False,
@@ -71,6 +76,13 @@ def bench(
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
     root = find().root
+    if host:
+        contest.require_hopper()
+        use_cache()
+        named = map(find().kernel, targets.named(kernels, every))
+        found = [host_time.measure(load_kernel(kernel.folder)) for kernel in named]
+        text = columns([host_time.HEADER, *(time.row() for time in found)])
+        return Reply({"kernels": [asdict(time) for time in found]}, text)
     if numerics:
         if not table:
             contest.require_hopper()

@@ -1,0 +1,42 @@
+"""Host time of a call and its parts, with a launch of known length."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent import generated
+from coda_agent.evals import host_time
+from coda_agent.primitives import function, plan
+from coda_agent.primitives.launch import Bound
+
+
+def test_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(program: Any, a: Any, b: Any, operands: Any, outputs: Any, config: Any) -> Bound:
+        def slowly(*_: Any) -> None:
+            time.sleep(2e-3)
+            for o in outputs:
+                assert o in ("D", "O", "s")
+
+        return Bound(program, config, slowly)
+
+    monkeypatch.setattr(function, "supported", lambda _: True)
+    monkeypatch.setattr(plan, "bind", bind)
+    monkeypatch.setattr(plan, "_folded", lambda *_, **__: time.sleep(1e-3) or torch.zeros(1))
+    kernel = generated.gemm_residual_partial_rmsnorm
+    for variant in kernel.variants.values():
+        variant.function.plans.clear()
+    found = host_time.measure(kernel, device="cpu", compiled=False, rounds=2)
+    for variant in kernel.variants.values():
+        variant.function.plans.clear()
+    assert found.kernel == "gemm_residual_partial_rmsnorm"
+    assert (found.outputs, found.limit) == (3, 40.0)
+    assert found.launch >= 2000 and found.folds >= 1000 and found.call >= 3000
+    assert 0 < found.lookup < 1000 and 0 < found.allocation < 1000 and 0 < found.mm < 1000
+    parts = found.lookup + found.allocation + found.launch + found.folds + found.rest
+    assert parts == pytest.approx(found.call)
+    assert len(found.row()) == len(host_time.HEADER)
+    assert found.row()[6:8] == ("–", "–")  # not compiled
