@@ -229,13 +229,16 @@ class _Walk:
         if self.early:
             self.begun = ThreadPoolExecutor(1).submit(self._without_kernels)
         m, n, k = self.spec.gemm_dims
+        shapes = [(s[m], s[n], s[k]) for s in self.spec.bench_shapes]
+        if self.whole:
+            shapes += [(1, *s[1:]) for s in shapes[:1]]  # a call may have few rows
         jobs = compile_gate.jobs_for(
             self.spec,
             self.programs,
             self.types,
             all_tiles=self.gpu is not None,
             newer=self.whole,
-            shapes=[(s[m], s[n], s[k]) for s in self.spec.bench_shapes],
+            shapes=shapes,
             among=self.tiles,
         )
         result.findings, kernels = compile_gate.compile_all(

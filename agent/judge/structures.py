@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.tiles import STREAMING
+
 if TYPE_CHECKING:
     import torch
 
@@ -64,14 +66,17 @@ def base_shape(spec: Spec) -> Mapping[str, int]:
 def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Structure]:
     """What is checked beside the spec's own draws, for one element type.
 
-    Shapes are the spec's own. Only the number of rows may be another, where the spec has no dims
-    but M, N and K.
+    Shapes are the spec's own. Only the number of rows, or K, may be another, where the spec has no
+    dims but M, N and K.
     """
-    m, n, _ = spec.gemm_dims
+    m, n, k = spec.gemm_dims
     base = base_shape(spec)
     free = len(spec.dims) == 3
     step = spec.dims[m].multiple_of
     ragged = {**base, m: -(-129 // step) * step} if free else base
+    # Long enough for every tile that takes K in parts to do so; the last part is ragged.
+    longest = 1 + 256 * max(c.split_k for _, c in STREAMING)
+    long = {**base, k: -(-longest // spec.dims[k].multiple_of) * spec.dims[k].multiple_of}
     shapes = sorted(spec.check_shapes, key=_volume, reverse=True)
     even = next((s for s in shapes if s[n].bit_count() == 1 and s[m] > 1), base)
     wide = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, element)) != "float8_e4m3fn"
@@ -84,6 +89,8 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
         Structure(f"A times {large:g} or less", _scaled, base, (large, large / 32, 4.0)),
         Structure(f"A times {small:g}", _scaled, base, (small,)),
     ]
+    if free:
+        found.append(Structure("long K", _as_drawn, long, everywhere=True))
     if wide:
         found.append(Structure("Inf in A", _plant, base, (math.inf,), True, planted=True))
     if element != next(iter(spec.types.values()), (element,))[0]:

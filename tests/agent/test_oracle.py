@@ -18,13 +18,14 @@ from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.oracle import Case, make_case, make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
+from coda_agent.agent.judge.structures import structures
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import launcher
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import STREAMING, TileConfig
 from coda_agent.specs import Spec, load_spec
 
 GENERATED = Path(__file__).parents[2] / "generated"
@@ -293,6 +294,16 @@ def test_integers_need_more_bits_than_the_type_has() -> None:
     product = case.inputs["A"].double() @ case.inputs["B"].double().T
     assert torch.equal(product.float().double(), product)
     assert (product.bfloat16().double() != product).double().mean() > 0.5
+
+
+@pytest.mark.parametrize("name", ["gemm_rmsnorm_rope", "gemm_fp8_rmsnorm"])
+def test_every_tile_that_splits_k_splits_that_of_some_case(name: str) -> None:
+    spec = spec_of(name)
+    element = next(iter(spec.types.values()), ("bfloat16",))[0]
+    found = structures(spec, spec.bindings()[0], element)
+    for _, config in STREAMING:
+        lengths = [s.sizes["K"] for s in found if s.everywhere]
+        assert any(config.parts(k) == config.split_k for k in lengths), config.label
 
 
 @settings(derandomize=True, deadline=None, max_examples=8)
