@@ -105,8 +105,8 @@ UNFUSED: tuple[TileConfig, ...] = (
 # leave nothing to fold.
 UNFUSED_ROWS = TileConfig(1, 8192, fused=False)
 UNFUSED_COLUMNS = TileConfig(16, 256, fused=False)
-# Rows up to which they are tried: beyond, the float32 product costs more traffic than a fused
-# kernel's padding.
+# Rows up to which they are tried. On an H200 the second launch took 2 us of 41 at 16 rows of 4096
+# columns, and 24 us of 194 at 512 rows of 28672, whose float32 product is 59 MB.
 FEW_ROWS = 1024
 
 # One configuration an architecture for the compile gate; SM90's is also what an untuned call runs.
