@@ -12,7 +12,7 @@ from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import OUTPUT_KINDS
 from coda_agent.primitives.target import is_mma
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered, unfused_forms
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.executor import Executor
@@ -76,15 +76,13 @@ def jobs_for(
 ) -> list[CompileJob]:
     """The compile jobs of a candidate: each program on sm_90a in every element type; with `newer`,
     once for each of `NEWER` too; with `all_tiles`, sm_90a in every configuration a tuner may pick
-    for `shapes` and in the unfused forms, of those in `among` if given."""
+    for `shapes`, of those in `among` if given."""
     jobs = []
     for binding in spec.bindings():
         name = spec.variant(binding)
         program = programs[name]
         for element in types:
-            tiles = (DEFAULT_CONFIGS["sm_90a"],)
-            if all_tiles:  # an unfused form is other code, which calls of few rows may come to
-                tiles = tuple(dict.fromkeys([*offered(program, shapes), *unfused_forms(program)]))
+            tiles = offered(program, shapes) if all_tiles else (DEFAULT_CONFIGS["sm_90a"],)
             targets = [("sm_90a", c) for c in tiles if among is None or c in among]
             if newer and element == types[0]:
                 targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER]
