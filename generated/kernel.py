@@ -105,78 +105,89 @@ class Kernel:
         Raises:
             LaunchError: wrong arguments, shapes, dtypes or layouts; the message names the tensor.
         """
-        import torch
-
-        static = {p: inputs.pop(p, known[0]) for p, known in self._parameters.items()}
-        for p, value in static.items():
-            if value not in (known := self._parameters[p]):
-                raise LaunchError(
-                    f"{self.__name__}: {p} is {value!r}, expected one of {', '.join(known)}"
-                )
+        static = self._choice(inputs) if self._parameters else {}
         key = tuple(static.values())
-        values = self._bind(args, inputs)
-        filled = any([isinstance(values[i], torch.Tensor) for i in self._scalars])
-        if filled:
-            for i in self._scalars:
-                if not isinstance(values[i], torch.Tensor):
-                    device = values[self._a].device
-                    values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
-        parts = None if self._traced(values[self._a]) else signature(values)
+        values = [*args, *self._named(args, inputs)]
+        filled = self._scalars and self._filled(values)
+        parts = None if self._traced() else signature(values)
         if parts is None:
+            self._check(values)
             op = self.ops[key].Tensor if filled else self.ops[key].default
             block = {} if block_size is None else {"block_size": block_size}
             results = op(*values, **static, **block)
         else:  # what the operator runs, without the dispatcher
-            results = self.variants[key](values, block_size, parts)
+            try:
+                results = self.variants[key](values, block_size, parts)
+            except LaunchError:
+                self._check(values)  # may know it by the input's name
+                raise
         if key not in self._updated:
             return results
         o, i = self._updated[key]
         others = results if isinstance(results, tuple) else () if results is None else (results,)
         return (*others[:o], values[i], *others[o:]) if others else values[i]
 
-    def _traced(self, a: torch.Tensor) -> bool:
-        """Whether a call is traced or transformed, or has no data, so that it must be the
-        operator's."""
+    def _choice(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The static parameters, which are taken out of `inputs`."""
+        static = {p: inputs.pop(p, known[0]) for p, known in self._parameters.items()}
+        for p, value in static.items():
+            if value not in (known := self._parameters[p]):
+                raise LaunchError(
+                    f"{self.__name__}: {p} is {value!r}, expected one of {', '.join(known)}"
+                )
+        return static
+
+    def _named(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
+        """The inputs that follow `args` in the spec's order."""
+        name, names = self.__name__, self._inputs
+        rest = names[len(args) :]
+        if len(args) + len(inputs) == len(names) and all([x in inputs for x in rest]):
+            return [inputs[x] for x in rest]
+        if len(args) > len(names):
+            raise LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}")
+        for x in inputs:
+            if x not in rest:
+                raise LaunchError(
+                    f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}"
+                )
+        missing = next(x for x in rest if x not in inputs)
+        raise LaunchError(f"{name}: input {missing!r} is missing")
+
+    def _filled(self, values: list[Any]) -> bool:
+        """Whether scalars are in memory; then the others among `values` are brought there too."""
+        import torch
+
+        numbers = [i for i in self._scalars if not isinstance(values[i], torch.Tensor)]
+        if len(numbers) == len(self._scalars):
+            return False
+        self._check(values)
+        for i in numbers:
+            device = values[self._a].device
+            values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
+        return True
+
+    def _traced(self) -> bool:
+        """Whether calls are traced or transformed here, so that they must be the operator's."""
         import torch
 
         return (
             torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._are_functorch_transforms_active()
-            or not (a.is_cuda or a.is_cpu)
         )
 
-    def _bind(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
-        """The inputs in the spec's order."""
+    def _check(self, values: list[Any]) -> None:
+        """Refuse what is no tensor, or no number where one may be."""
         import torch
 
-        names = self._inputs
-        rest = names[len(args) :]
-        if len(args) + len(inputs) != len(names) or not all(x in inputs for x in rest):
-            raise self._misfit(args, inputs)
-        values = [*args, *[inputs[x] for x in rest]]
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 continue
             if not (number := i in self._scalars) or not isinstance(value, (int, float)):
                 raise LaunchError(
-                    f"{self.__name__}: input {names[i]!r} is {type(value).__name__}, expected a "
-                    f"{'number or ' * number}tensor"
+                    f"{self.__name__}: input {self._inputs[i]!r} is {type(value).__name__}, "
+                    f"expected a {'number or ' * number}tensor"
                 )
-        return values
-
-    def _misfit(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> LaunchError:
-        """What is wrong with arguments that are not the inputs."""
-        name, names = self.__name__, self._inputs
-        if len(args) > len(names):
-            return LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}")
-        for x in inputs:
-            if x in names[: len(args)] or x not in names:
-                return LaunchError(
-                    f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}"
-                )
-        missing = next(x for x in names[len(args) :] if x not in inputs)
-        return LaunchError(f"{name}: input {missing!r} is missing")
 
     def choose(
         self,

@@ -81,7 +81,7 @@ class ProgramFunction:
         plan = self.plans.get(key)
         if plan is None:
             m, n, k, lead = self._check(a, b, operands)
-            if m == 0:
+            if m == 0 or a.is_meta:
                 return self.fake(a, b, operands, block_size=block_size)
             config = config or self._configuration(m, n, k, a, block_size)
             raw = block_size is not None
