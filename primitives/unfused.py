@@ -49,9 +49,13 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _one(device: torch.device) -> torch.Tensor:
+    """The scale of FP8 operands, which any stream may read once it is returned."""
     import torch
 
-    return torch.ones((), dtype=torch.float32, device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    if one.is_cuda:
+        torch.cuda.current_stream(device).synchronize()
+    return one
 
 
 def resolve(
@@ -69,6 +73,8 @@ def resolve(
         CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
     """
     compiled = prepare(program, operands, outputs, config)
+    if a.element_size() == 1:
+        _one(a.device)  # now, since a CUDA graph may capture the launches
     # Just compiled, the function is a wrapper that parses keywords; from the cache it is bare.
     call = getattr(compiled, "_tvm_ffi_function", None) or compiled
     take = [
