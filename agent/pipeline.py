@@ -6,7 +6,7 @@ be left and taken up again (`reopened`).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,10 +25,15 @@ from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog
 from coda_agent.agent.plain import plain
 from coda_agent.agent.workbench import Workbench
-from coda_agent.agent.workspace import Run, Workspace
+from coda_agent.agent.workspace import Kernel, Run, Workspace
+from coda_agent.generated.kernel import user_tuning
 from coda_agent.primitives.errors import SpecError, WorkspaceError
+from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.faults import size_faults
+
+Shape = tuple[int, int, int]
+"""M, N and K."""
 
 
 @dataclass(frozen=True)
@@ -269,43 +274,98 @@ def verify(
 
 
 def tune(
-    workspace: Workspace, kernel: str, shapes: list[tuple[int, int, int]], observer: Observer
+    kernel: Kernel,
+    shapes: Sequence[Shape],
+    observer: Observer,
+    *,
+    new_run: Callable[[], Run],
+    commit: Workspace | None = None,
 ) -> tuple[dict[str, Any], str | None]:
-    """Finds and commits the best configurations of an accepted kernel at (M, N, K) shapes.
+    """Finds the best configurations of an accepted kernel at (M, N, K) shapes on this GPU.
+
+    They go to the user's cache, shape by shape, so that what was measured stays measured. What the
+    cache or tuned.json holds of this GPU is not measured again.
+
+    Args:
+        kernel: Of a workspace or of the package.
+        shapes: Where it is to be fast.
+        observer: Told of gates, and by `shape.tuned` of each shape's lines.
+        new_run: Makes the run, where anything is to be measured.
+        commit: The workspace that has the kernel; its tuned.json then gets the lines too.
 
     Returns:
-        What was measured, as tuned.json holds it, and the commit; nothing and None where every
-        shape was known on this GPU.
+        The lines of these shapes as tuned.json holds them, and the commit; None where there is
+        none, or nothing new to it.
 
     Raises:
         MachineError: there is no Hopper GPU.
         SpecError: the spec, or a kernel of its types, does not allow a shape.
-        WorkspaceError: there is no such kernel, or nothing could be committed.
+        WorkspaceError: the kernel is not what its evidence was made for, or nothing could be
+            committed.
+        OSError: the cache cannot be written to; said before anything is measured.
     """
-    stored = workspace.kernel(kernel)
-    publish.check_place(workspace, kernel)
+    if commit:
+        publish.check_place(commit, kernel.name)
+    spec = load_spec(kernel.spec)
+    for shape in shapes:
+        check_shape(spec, shape)
     gpu = execution.usable_gpu("cuda")
-    known = stored.tuned.get(gpu.name, {}) if gpu else {}
-    have = [{(e["m"], e["n"], e["k"]) for e in entries} for entries in known.values()]
-    missing = [s for s in shapes if not have or not all(s in found for found in have)]
+    assert gpu is not None  # "cuda" demands one
+    user = user_tuning(kernel.folder)
+    user.prepare()
+    dtypes = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}
+
+    def known() -> dict[str, dict[Shape, Any]]:
+        """By dtype of A and shape; the user's own lines go first."""
+        found: dict[str, dict[Shape, Any]] = {dtype: {} for dtype in dtypes}
+        mine = {d: plain(lines) for d, lines in user.lines().get(gpu.name, {}).items()}
+        for types in (kernel.tuned.get(gpu.name, {}), mine):
+            for dtype in dtypes & types.keys():
+                found[dtype] |= {(e["m"], e["n"], e["k"]): e for e in types[dtype]}
+        return found
+
+    def stored() -> tuple[dict[str, Any], str | None]:
+        lines = {d: [found[shape] for shape in shapes] for d, found in sorted(known().items())}
+        sha = acceptance.store_tuned(commit, kernel.name, {gpu.name: lines}) if commit else None
+        return {gpu.name: lines}, sha
+
+    have = known().values()
+    missing = [shape for shape in shapes if not all(shape in found for found in have)]
     if not missing:
-        return {}, None
-    spec = load_spec(stored.spec)
-    sizes = tuple(dict(zip(spec.gemm_dims, shape, strict=True)) for shape in missing)
-    for size in sizes:
-        spec.check_sizes(size)
-        for fault, _ in size_faults(spec, size):
-            raise SpecError(f"{spec.name}: {fault}")
-    wanted = spec.model_copy(update={"bench_shapes": sizes})
-    run = workspace.new_run("tune", kernel)
-    with _short(run, observer, "tune", kernel) as log:
-        text = stored.program.read_text("utf-8")
-        measured = plain(
-            judge.tune_candidate(wanted, text, execution.executor(), observer=log.observer)
-        )
-        sha = acceptance.store_tuned(workspace, kernel, measured)
-        log.append(e.Stored.of(sha, stored.level))
-    return measured, sha
+        return stored()
+    with _short(new_run(), observer, "tune", kernel.name) as log:
+        for shape in missing:
+            measured = _tuned(kernel, spec, shape, log.observer)
+            user.add(measured)
+            log.observer("shape.tuned", measured)
+        lines, sha = stored()
+        log.append(e.Stored.of(sha, kernel.level))
+    return lines, sha
+
+
+def check_shape(spec: Spec, shape: Shape) -> None:
+    """
+    Raises:
+        SpecError: the spec, or a kernel of its types, does not allow a shape.
+    """
+    sizes = dict(zip(spec.gemm_dims, shape, strict=True))
+    spec.check_sizes(sizes)
+    for fault, _ in size_faults(spec, sizes):
+        raise SpecError(f"{spec.name}: {fault}")
+
+
+def _proposed(spec: Spec, shape: Shape) -> Collection[TileConfig] | None:
+    """The configurations to compile and time at a shape; None for all on offer."""
+    return None
+
+
+def _tuned(kernel: Kernel, spec: Spec, shape: Shape, observer: Observer) -> dict[str, Any]:
+    """What tuned.json would hold of one shape."""
+    sizes = dict(zip(spec.gemm_dims, shape, strict=True))
+    wanted = spec.model_copy(update={"bench_shapes": (sizes,)})
+    text, tiles = kernel.program.read_text("utf-8"), _proposed(spec, shape)
+    executor = execution.executor()
+    return plain(judge.tune_candidate(wanted, text, executor, observer=observer, tiles=tiles))
 
 
 def judge_only(

@@ -77,10 +77,20 @@ def lock_error(lock: Path, said: str = "") -> GitError:
 
 def packaged_specs() -> dict[str, Path]:
     """The specs that come with the package, by name."""
-    # Found, not imported: listing names has no use for the parser and what it imports.
-    package = importlib.util.find_spec("coda_agent.specs")
-    folders = (package and package.submodule_search_locations) or []
-    return {n: path for folder in folders for n, path in _specs_in(Path(folder)).items()}
+    folders = _folders("coda_agent.specs")
+    return {n: path for folder in folders for n, path in _specs_in(folder).items()}
+
+
+def packaged_kernels() -> "dict[str, Kernel]":
+    """The accepted kernels that come with the package, by name."""
+    folders = _folders("coda_agent.generated")
+    return {k.name: k for folder in folders for k in _kernels_in(folder)}
+
+
+def _folders(package: str) -> list[Path]:
+    # Found, not imported: listing names has no use for what a package imports.
+    found = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (found and found.submodule_search_locations) or []]
 
 
 def _specs_in(folder: Path) -> dict[str, Path]:
@@ -185,8 +195,7 @@ class Workspace:
 
     def kernels(self) -> list[Kernel]:
         """The accepted kernels: every folder of generated/ with an evidence.json, by name."""
-        found = sorted(self.generated.glob("*/evidence.json"))
-        return [Kernel(p.parent.name, p.parent) for p in found if p.parent.name[0] != "."]
+        return _kernels_in(self.generated)
 
     def kernel(self, name: str) -> Kernel:
         """The kernel of that name.
@@ -213,6 +222,11 @@ class Workspace:
             except FileExistsError:
                 continue
             return Run(run_id, folder)
+
+
+def _kernels_in(folder: Path) -> list[Kernel]:
+    found = sorted(folder.glob("*/evidence.json"))
+    return [Kernel(p.parent.name, p.parent) for p in found if p.parent.name[0] != "."]
 
 
 def resolve_spec(arg: str, workspace: Workspace | None) -> Path:

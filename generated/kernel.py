@@ -17,7 +17,7 @@ from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.function import ProgramFunction
 from coda_agent.primitives.plan import signature
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered, suits
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import Output
 
@@ -212,7 +212,7 @@ class Kernel:
         """
         gpu = gpu or _gpu_name()
         if self.user and (config := self.user.find(gpu, dtype, (m, n, k), block)):
-            if self._dispatchable(config, n, k):
+            if self._dispatchable(config, (m, n, k)):
                 return config
         found: dict[tuple[int, int, int], TileConfig] = {}
         for shape in self.tuned.get(gpu, {}).get(dtype, []):
@@ -225,14 +225,13 @@ class Kernel:
 
         return found[min(found, key=distance)] if found else None
 
-    def _dispatchable(self, config: TileConfig, n: int, k: int) -> bool:
-        """Whether a configuration that some file names is one that a tuner may have found."""
+    def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
+        """Whether a configuration that a file names for a shape is one that a tuner may find."""
         program = next(iter(self.programs.values()))
-        known = offered(program, [(1, n, k)])  # every form is offered for few rows
         plain = replace(config, swizzle=8)  # other orders run the same code
-        if config.swizzle not in (8, *SWIZZLES) or plain not in known:
+        if config.swizzle not in (8, *SWIZZLES) or plain not in offered(program, [shape]):
             return False
-        return self.refused.isdisjoint((plain.label, config.label))
+        return suits(config, shape[0]) and self.refused.isdisjoint((plain.label, config.label))
 
 
 def _documentation(spec: Spec) -> str:

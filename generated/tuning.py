@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from coda_agent.primitives.lower import lowering_digest
-from coda_agent.primitives.target import user_cache
+from coda_agent.primitives.objects import user_cache
 from coda_agent.primitives.tiles import TileConfig
 
 VARIABLE = "CODA_AGENT_TUNED"
@@ -149,12 +149,15 @@ class UserTuning:
                 part.unlink(missing_ok=True)
         self.__dict__.pop("_shapes", None)
 
-    def check_writable(self) -> None:
-        """
+    def prepare(self) -> None:
+        """Does before anything is measured what `add` would fail at: something else in the file's
+        place is set aside.
+
         Raises:
-            OSError: `add` could not write; said before anything is measured.
+            OSError: `add` could not write.
         """
         with self._locked():
+            self._kept()
             part = self.path.with_suffix(f".{os.getpid()}")
             part.touch()
             part.unlink()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives import unfused
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import kernel_names, lower
+from coda_agent.primitives.objects import cached
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
 from coda_agent.primitives.tiles import TileConfig
@@ -140,7 +141,8 @@ def _launch(
     run: bool = True,
 ) -> Bound:
     resolve = _fused if config.fused else unfused.resolve
-    bound = Bound(program, config, resolve(program, a, b, operands, outputs, config))
+    enqueue = cached(partial(resolve, program, a, b, operands, outputs, config))
+    bound = Bound(program, config, enqueue)
     if run:
         bound.enqueue(a, b, operands, outputs)
     return bound

@@ -31,26 +31,6 @@ ARCHITECTURES = {"sm_90a": "90", "sm_100a": "100", "sm_120a": "120"}
 _M, _N, _K = 512, 1024, 4096
 
 
-def user_cache() -> Path:
-    """The folder of the user's cache that is this package's."""
-    # Not `Path.home()`, which raises where a container's user has no home.
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "coda-agent"
-
-
-def cache_directory() -> Path:
-    """Where compiled objects are kept: `$QUACK_CACHE_DIR`, or a folder of the user's cache."""
-    given = os.environ.get("QUACK_CACHE_DIR")
-    return Path(given) if given else user_cache() / "quack"
-
-
-def use_cache(directory: Path | None = None) -> None:
-    """Point quack's object cache at `directory`, also in a process that already imported quack."""
-    import quack.cache
-
-    quack.cache.CACHE_DIR = str(directory or cache_directory())
-
-
 @contextmanager
 def target(arch: str) -> Iterator[None]:
     """Compile for `arch` inside the block, in a process that never launches.
@@ -89,8 +69,13 @@ def compile_blind(
     dtype: str,
     operand_dtypes: Mapping[str, str],
     output_dtypes: Mapping[str, str],
+    *,
+    read_scalars: bool = False,
 ) -> dict[str, Any]:
     """Compile `program` for `arch` on meta tensors and report what came out.
+
+    With `read_scalars` the kernel reads scalars from device memory, as those of tensors are, and
+    else takes numbers.
 
     Returns:
         `object` (path of the cached object file), `shared_bytes` (dynamic, None when the object
@@ -100,6 +85,7 @@ def compile_blind(
         CompileError: the program does not lower or compile.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from coda_agent.primitives import unfused
     from coda_agent.primitives.launch import allocate, launch
@@ -108,8 +94,14 @@ def compile_blind(
     def meta(*shape: int, name: str) -> Any:
         return torch.empty(*shape, dtype=getattr(torch, name), device="meta")
 
+    def scalar() -> Any:
+        if not read_scalars:
+            return 1.0
+        with FakeTensorMode():  # quack asks whether it is on a GPU
+            return torch.empty((), dtype=torch.float32, device="cuda")
+
     operands = {
-        o: meta(*kind.extents(_M, _N), name=operand_dtypes[o]) if kind.dims else 1.0
+        o: meta(*kind.extents(_M, _N), name=operand_dtypes[o]) if kind.dims else scalar()
         for o, kind in program.operands.items()
     }
     dtypes = {o: getattr(torch, name) for o, name in output_dtypes.items()}

@@ -25,7 +25,8 @@ class _Root(TyperGroup):
         settings["commands"] = [
             *lazily("basics", "init", "doctor"),
             *lazily("kernels", "check"),
-            *lazily("measuring", "tune", "bench"),
+            *lazily("tuning", "tune", "warm"),
+            *lazily("measuring", "bench"),
             *lazily("kernels", "verify", "list_", "show"),
             *lazily("basics", "explain", "primitives"),
             *lazily("authoring", "generate", "resume"),

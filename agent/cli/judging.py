@@ -21,7 +21,7 @@ from coda_agent.evals.judge.against_itself import KERNEL, score_timing
 from coda_agent.evals.judge.by_hand import SETS
 from coda_agent.evals.judge.scores import Judge, score_corpus, score_latency, score_mutants
 from coda_agent.generated.kernel import load_kernel
-from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.objects import use_cache
 from coda_agent.specs import load_spec
 
 Count = Annotated[int | None, typer.Option(min=1, help="So many mutants, every fault in turn.")]

@@ -1,4 +1,4 @@
-"""Commands that time accepted kernels on a GPU: for tiles, for figures, for the suite's pages."""
+"""The command that times accepted kernels on a GPU: for figures, and for the suite's pages."""
 
 import json
 from dataclasses import asdict
@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent import pipeline
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.report import Reply, columns, outcomes, progress, reported
+from coda_agent.agent.cli.report import Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import Json, sharing
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing
@@ -19,31 +18,7 @@ from coda_agent.evals import chain_error, contest, contest_page, definitions, ho
 from coda_agent.evals.benchmarks import write_table
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.target import use_cache
-from coda_agent.primitives.tiles import TileConfig
-
-
-@reported
-@sharing("sandbox", "contended")
-def tune(
-    kernel: Annotated[str, typer.Argument(help="An accepted kernel.")],
-    shape: Annotated[list[str], typer.Option(help="M,N,K, such as 16384,4096,4096; repeatable.")],
-    as_json: Json = False,
-) -> Reply:
-    """Find a kernel's best tiles for shapes of your own on this GPU, and commit them."""
-    shapes = [_shape(text) for text in shape]
-    targets.require_gpu("cuda")
-    with progress(silent=as_json) as observer:
-        measured, sha = pipeline.tune(find(), kernel, shapes, observer)
-    lines = [
-        f"{dtype} {e['m']} x {e['n']} x {e['k']}: {TileConfig(**e['config']).label}, "
-        f"{e['median_us']} us"
-        for types in measured.values()
-        for dtype, entries in types.items()
-        for e in entries
-    ]
-    text = "\n".join([*lines, f"commit {sha}"]) if sha else f"{kernel}: every shape was known"
-    return Reply({"tuned": measured, "commit": sha}, text)
+from coda_agent.primitives.objects import use_cache
 
 
 @reported
@@ -130,15 +105,6 @@ def _numbers(option: str, text: str, expected: str, *, of: int = 1) -> list[int]
     if any(n <= 0 or n % of for n in found):
         raise CodaError(f"{option} is {text!r}, expected {expected}")
     return found
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    """`4096,8192,4096`, or with x, as (M, N, K)."""
-    expected = "M,N,K, such as 16384,4096,4096"
-    found = _numbers("--shape", text.replace("x", ","), expected)
-    if len(found) != 3:
-        raise CodaError(f"--shape is {text!r}, expected {expected}")
-    return found[0], found[1], found[2]
 
 
 def _machine() -> dict[str, Any]:

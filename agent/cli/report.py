@@ -198,7 +198,7 @@ def progress(*, silent: bool) -> Iterator[Observer]:
                 _finished(gate, data)
             case "author.started":
                 spin(f"{data.get('author')} writes")
-            case "candidate.saved":
+            case "candidate.saved" | "shape.tuned":
                 stop()
             case "request":
                 spin("the model thinks")

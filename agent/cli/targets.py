@@ -14,7 +14,15 @@ from coda_agent.agent import doctor, pipeline, sandbox
 from coda_agent.agent.cli.report import Reply, progress
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge.static import program_names
-from coda_agent.agent.workspace import Run, Workspace, find, packaged_specs, resolve_spec
+from coda_agent.agent.workspace import (
+    Kernel,
+    Run,
+    Workspace,
+    find,
+    packaged_kernels,
+    packaged_specs,
+    resolve_spec,
+)
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
@@ -88,8 +96,23 @@ def here() -> Workspace | None:
     """The workspace around the current folder, for commands that can do without one."""
     try:
         return find()
-    except WorkspaceError:
+    except (WorkspaceError, MachineError):  # there may be no git either
         return None
+
+
+def accepted(name: str) -> Kernel:
+    """The kernel of that name: the workspace's, else the package's.
+
+    Raises:
+        WorkspaceError: there is none.
+    """
+    workspace = here()
+    known = packaged_kernels() | {k.name: k for k in (workspace.kernels() if workspace else [])}
+    if name not in known:
+        where = f" in {workspace.generated} or" if workspace else ""
+        message = f"no kernel named {name!r}{where} among the packaged kernels"
+        raise WorkspaceError(message, hint=near_matches(name, known))
+    return known[name]
 
 
 def new_run(kind: str, spec: str) -> Run:

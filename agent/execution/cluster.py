@@ -29,8 +29,8 @@ from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError, MachineError
+from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import cache_directory
 
 CONNECT_S = 10
 _SAME = "install the same coda-agent, and the same packages, on every machine"

@@ -34,7 +34,7 @@ from coda_agent.agent.judge.records import (
     Tiles,
 )
 from coda_agent.primitives.errors import MachineError
-from coda_agent.primitives.target import cache_directory
+from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.specs import Spec
 

@@ -17,7 +17,7 @@ from coda_agent.agent.execution.child import serve
 from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.launch import launcher
-from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.objects import use_cache
 
 Tell = Callable[[dict[str, Any]], None]
 

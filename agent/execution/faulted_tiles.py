@@ -15,8 +15,8 @@ from coda_agent.agent.judge.provenance import PACKAGES, version
 from coda_agent.agent.judge.records import Record
 from coda_agent.agent.judge.rules import meanings
 from coda_agent.agent.plain import utc_now
+from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import cache_directory
 from coda_agent.primitives.tiles import TileConfig
 
 

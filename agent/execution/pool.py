@@ -12,8 +12,8 @@ from coda_agent.agent.execution.child import Child, ChildError, Limits
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.sandbox import Sandbox, choose
 from coda_agent.primitives.errors import CompileError, ProgramError
+from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import cache_directory
 
 # A kernel was measured to take 1.2 to 6 s. Importing torch and the DSL takes up to 20 s on a loaded
 # machine. A trace takes milliseconds.

@@ -94,9 +94,15 @@ def judge_candidate(
 
 
 def tune_candidate(
-    spec: Spec, text: str, executor: Executor, *, observer: Observer = lambda *_: None
+    spec: Spec,
+    text: str,
+    executor: Executor,
+    *,
+    observer: Observer = lambda *_: None,
+    tiles: Collection[TileConfig] | None = None,
 ) -> dict[str, Tuned]:
-    """The fastest right configurations at the spec's bench shapes, for each element type.
+    """The fastest right configurations of the default program at the spec's bench shapes, for each
+    element type; of `tiles`, or of all that suit.
 
     Returns:
         What tuned.json holds: GPU name to dtype of A to one line a shape.
@@ -105,7 +111,8 @@ def tune_candidate(
         MachineError: no Hopper GPU is usable.
         CompileError: the program does not compile, or is wrong in every configuration at a shape.
     """
-    return _Walk(spec, text, executor, usable(executor, "cuda"), observer).tune()
+    gpu = usable(executor, "cuda")
+    return _Walk(spec, text, executor, gpu, observer, tiles=tiles).tune()
 
 
 _Early = tuple[list[Finding], Outcome[NumericsReport] | None]
@@ -135,7 +142,7 @@ class _Walk:
         self.tuned: dict[str, Tuned] | None = None
         self.early = False
         self.begun: Future[_Early] | None = None
-        self.whole = False
+        self.whole = self.tuning = False
 
     def run(self, gates: tuple[str, ...], whole: bool) -> Verdict:
         self.whole = whole
@@ -143,6 +150,7 @@ class _Walk:
         return self._verdict()
 
     def tune(self) -> dict[str, Tuned]:
+        self.tuning = True
         self._walk(("static", "compile", "tune"))
         if findings := self.results[-1].findings:
             raise CompileError(findings[0].message, hint=findings[0].hint)
@@ -244,6 +252,8 @@ class _Walk:
         result.findings, kernels = compile_gate.compile_all(
             self.executor, jobs, self._progress("compile")
         )
+        if self.tuning:  # the tuner times the default program alone
+            jobs = [job for job in jobs if job.program.name == self._variants()[0]]
         digests = {name: program.digest for name, program in sorted(self.programs.items())}
         result.data = CompileReport(kernels=tuple(kernels), programs=digests)
         for job, kernel in zip(jobs, kernels, strict=True):

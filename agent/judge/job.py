@@ -20,8 +20,9 @@ from coda_agent.agent.judge.records import (
     Tool,
     Tuned,
 )
+from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import compile_blind, use_cache
+from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
 
@@ -63,6 +64,7 @@ class CompileJob(Record):
         element: The choice for the spec's symbolic types.
         dtype: Of A and B.
         operand_dtypes, output_dtypes: Of the other tensors, by name.
+        read_scalars: Whether scalars are tensors, not numbers.
     """
 
     kind: Literal["compile"] = "compile"
@@ -73,6 +75,7 @@ class CompileJob(Record):
     dtype: str
     operand_dtypes: dict[str, str]
     output_dtypes: dict[str, str]
+    read_scalars: bool = False
 
     @classmethod
     def of(
@@ -99,7 +102,9 @@ class CompileJob(Record):
         """
         use_cache()
         types = self.dtype, self.operand_dtypes, self.output_dtypes
-        built = compile_blind(self.program, self.config, self.arch, *types)
+        built = compile_blind(
+            self.program, self.config, self.arch, *types, read_scalars=self.read_scalars
+        )
         return BuiltObject.model_validate(built)
 
 

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.target import user_cache
+from coda_agent.primitives.objects import user_cache
 
 ROOT = Path(__file__).parents[2]
 LOCK = Path(__file__).with_name("rules.lock.json")
@@ -89,7 +89,7 @@ RULES = {
 
 OUTSIDE = {
     *_in("agent/judge", "diagnosis executor job provenance records rules"),
-    *_in("primitives", "catalogue errors suggest"),
+    *_in("primitives", "catalogue errors objects suggest"),
     *_in("specs", "admission"),
     *_in("generated", "tuning"),
 }

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from coda_agent.agent.sandbox import launcher
 from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.primitives.target import cache_directory
+from coda_agent.primitives.objects import cache_directory
 
 TIERS = ("bubblewrap", "landlock", "process")
 VARIABLE = "CODA_AGENT_SANDBOX"

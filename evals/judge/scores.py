@@ -29,7 +29,7 @@ from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
 from coda_agent.evals.pages import today, write_record
 from coda_agent.evals.staleness import wordings
-from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec
 

@@ -12,7 +12,7 @@ from coda_agent.evals.judge.corpus import Subject, demonstrations, kernels, rewr
 from coda_agent.evals.judge.mutants import Mutant, suite
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.target import cache_directory
+from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import load_spec
 

@@ -450,7 +450,13 @@ def test_nothing_is_judged_for_a_place_that_is_not_fit(
         lambda: pipeline.opened(where, spec, "a", lambda *_: None).__enter__(),
         lambda: pipeline.reopened(where, run, lambda *_: None).__enter__(),
         lambda: pipeline.verify(where, "gemm_swiglu", lambda *_: None),
-        lambda: pipeline.tune(where, "gemm_swiglu", [(8, 8, 8)], lambda *_: None),
+        lambda: pipeline.tune(
+            where.kernel("gemm_swiglu"),
+            [(8, 8, 8)],
+            lambda *_: None,
+            new_run=lambda: pytest.fail("a run began"),
+            commit=where,
+        ),
     ):
         with pytest.raises(WorkspaceError, match=r"not committed: generated/gemm_swiglu/tuned"):
             attempt()
@@ -471,7 +477,10 @@ def test_tuning_refuses_a_shape_that_the_function_refuses(
     accept(where, spec, "x = 1\n", verdict(), author="composer", run_id="r")
     monkeypatch.setattr(execution, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
     with pytest.raises(SpecError, match="N=20: a kernel of these types takes multiples of 8"):
-        pipeline.tune(where, "gemm_rmsnorm", [(64, 20, 64)], lambda *_: None)
+        pipeline.tune(
+            where.kernel("gemm_rmsnorm"), [(64, 20, 64)], lambda *_: None,
+            new_run=lambda: pytest.fail("a run began"),
+        )  # fmt: skip
 
 
 def test_a_remark_is_said_on_a_line_of_its_own() -> None:

@@ -11,8 +11,9 @@ from coda_agent.agent.judge.compile_gate import compile_all, lacking
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
+from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import instructions, use_cache
+from coda_agent.primitives.target import instructions
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 GENERATED = Path(__file__).parents[2] / "generated"

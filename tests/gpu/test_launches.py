@@ -14,7 +14,7 @@ from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives import ColIndex, Program, RowGather, Tile, epilogue, gather
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.inspect import launches
-from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.specs import draw_inputs
 

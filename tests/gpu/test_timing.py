@@ -23,7 +23,7 @@ from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import Tile, epilogue
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.inspect import inspect_program, roofline
-from coda_agent.primitives.target import use_cache
+from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 pytestmark = pytest.mark.gpu

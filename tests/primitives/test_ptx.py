@@ -14,9 +14,10 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.lower import zero_preserving
+from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ptx import MEANINGS, operation
-from coda_agent.primitives.target import compile_blind, sass, use_cache
+from coda_agent.primitives.target import compile_blind, sass
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 GENERATED = Path(__file__).parents[2] / "generated"

@@ -1,0 +1,131 @@
+"""Commands that make kernels ready for shapes of a user's own: best tiles, compiled objects."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coda_agent.agent import pipeline, shapes, warming
+from coda_agent.agent.cli import targets
+from coda_agent.agent.cli.report import REFUSED, Reply, progress, reported
+from coda_agent.agent.cli.targets import Json, sharing
+from coda_agent.agent.workspace import find
+from coda_agent.generated.kernel import user_tuning
+from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import load_spec
+
+ShapeOption = Annotated[
+    list[str] | None, typer.Option("--shape", help=f"{shapes.EXPECTED}; repeatable.")
+]
+ShapesOption = Annotated[
+    Path | None,
+    typer.Option("--shapes", metavar="FILE", help="A file of them, one a line, or a JSON list."),
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from-model",
+        metavar="CONFIG",
+        help="A model's config.json or its folder: the products where the kernel stands in it.",
+    ),
+]
+RowsOption = Annotated[str, typer.Option(help="Values of M, with --from-model.")]
+ROWS = "1,16,64,128,512,2048,8192"
+
+
+@reported
+@sharing("sandbox", "contended")
+def tune(
+    kernel: Annotated[str, typer.Argument(help="A kernel of the workspace or of the package.")],
+    shape: ShapeOption = None,
+    file: ShapesOption = None,
+    from_model: ModelOption = None,
+    rows: RowsOption = ROWS,
+    commit: Annotated[
+        bool, typer.Option("--commit", help="Also into the workspace's tuned.json, and commit it.")
+    ] = False,
+    as_json: Json = False,
+) -> Reply:
+    """Find a kernel's best tiles for your own shapes on this GPU, and keep them for its calls."""
+    named = _named(shape, file, from_model, rows)
+    workspace = find() if commit else None
+    found = workspace.kernel(kernel) if workspace else targets.accepted(kernel)
+    wanted = named(found.spec)
+    targets.require_gpu("cuda")
+
+    told: list[str] = []
+    with progress(silent=as_json) as observer:
+
+        def observe(type: str, data: dict[str, Any]) -> None:
+            if type != "gate.finished" or not data.get("passed"):  # three gates a shape
+                observer(type, data)
+            if type == "shape.tuned" and not as_json:
+                told.extend(_lines(data))
+                typer.echo("\n".join(_lines(data)))
+
+        new_run = partial(targets.new_run, "tune", kernel)
+        lines, sha = pipeline.tune(found, wanted, observe, new_run=new_run, commit=workspace)
+    path = user_tuning(found.folder).path
+    text = [line for line in _lines(lines) if line not in told]
+    text += [f"kept in {path}", *([f"commit {sha}"] if sha else [])]
+    return Reply({"tuned": lines, "cache": path, "commit": sha}, "\n".join(text))
+
+
+@reported
+@sharing("sandbox")
+def warm(
+    kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help="As for tune.")],
+    shape: ShapeOption = None,
+    file: ShapesOption = None,
+    from_model: ModelOption = None,
+    rows: RowsOption = ROWS,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="For calls with this block_size.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help='Such as "NVIDIA H200"; else the one here.')
+    ] = None,
+    as_json: Json = False,
+) -> Reply:
+    """Compile ahead what calls of these shapes will run, so that a first call compiles nothing."""
+    named = _named(shape, file, from_model, rows)
+    found = [targets.accepted(name) for name in dict.fromkeys(kernels)]
+    jobs = [
+        job
+        for kernel in found
+        for job in warming.jobs(kernel, named(kernel.spec), gpu=gpu, block=block_size)
+    ]
+    with progress(silent=as_json) as observer:
+        built = warming.compiled(jobs, observer)
+    said = f"{built.new} compiled, {built.known} were there, in {built.folder}"
+    text = "\n".join([*(f"{job}: {why}" for job, why in built.failed.items()), said])
+    return Reply(vars(built), text, REFUSED if built.failed else 0)
+
+
+def _named(
+    given: list[str] | None, file: Path | None, model: Path | None, rows: str
+) -> Callable[[Path], list[shapes.Shape]]:
+    """The shapes that the options name, of a kernel by its spec's path."""
+    if not (given or file or model):
+        raise CodaError("no shapes are named", hint="--shape, --shapes or --from-model")
+    own = [shapes.shape(text) for text in given or []] + (shapes.in_file(file) if file else [])
+    counts = shapes.rows(rows)
+
+    def named(spec: Path) -> list[shapes.Shape]:
+        found = shapes.of_model(model, load_spec(spec), counts) if model else []
+        return list(dict.fromkeys([*own, *found]))
+
+    return named
+
+
+def _lines(measured: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{dtype} {e['m']} x {e['n']} x {e['k']}: {TileConfig(**e['config']).label}, "
+        f"{e['median_us']} us"
+        for types in measured.values()
+        for dtype, entries in types.items()
+        for e in entries
+    ]

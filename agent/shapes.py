@@ -1,0 +1,140 @@
+"""Shapes (M, N, K) as a user names them: one by one, in a file, or by a model's configuration."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from coda_agent.evals import definitions
+from coda_agent.primitives.errors import CodaError
+from coda_agent.specs import Spec
+
+Shape = tuple[int, int, int]
+EXPECTED = "M,N,K, such as 16384,4096,4096"
+
+
+def shape(text: str, where: str = "--shape") -> Shape:
+    """`4096,8192,4096`, or with x, as (M, N, K).
+
+    Raises:
+        CodaError: something else; `where` it stands is said.
+    """
+    parts = re.split(r"\s*[,x]\s*|\s+", text.strip())
+    if len(parts) != 3 or not all(re.fullmatch(r"[0-9]{1,18}", part) for part in parts):
+        raise CodaError(f"{where} is {text.strip()[:60]!r}, expected {EXPECTED}")
+    m, n, k = map(int, parts)
+    if not m * n * k:
+        raise CodaError(f"{where} is {text.strip()!r}, expected {EXPECTED}, all positive")
+    return m, n, k
+
+
+def rows(text: str) -> list[int]:
+    """`1,16,128` as values of M.
+
+    Raises:
+        CodaError: something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", part) for part in parts):
+        raise CodaError(f"--rows is {text[:60]!r}, expected positive numbers, such as 1,16,128")
+    return [int(part) for part in parts]
+
+
+def in_file(path: Path) -> list[Shape]:
+    """The shapes in a file: M,N,K a line, with `#` before comments; or a JSON list of such lists,
+    or of objects with m, n and k.
+
+    Raises:
+        CodaError: it cannot be read, holds none, or something else.
+    """
+    text = _text(path)
+    if text.lstrip().startswith("["):
+        entries = [_entry(entry) for entry in _json(path, text)]
+    else:
+        entries = [line.partition("#")[0].strip() for line in text.splitlines()]
+    found = [
+        shape(entry, f"{path}, {'line' if '[' not in text[:1] else 'entry'} {i}")
+        for i, entry in enumerate(entries, 1)
+        if entry
+    ]
+    if not found:
+        raise CodaError(f"{path} holds no shapes, expected {EXPECTED} a line")
+    return found
+
+
+def _entry(entry: Any) -> str:
+    if isinstance(entry, dict):
+        sizes = {str(key).lower(): size for key, size in entry.items()}
+        entry = [sizes.get(dim, "") for dim in "mnk"]
+    return ",".join(map(str, entry)) if isinstance(entry, list) else str(entry)
+
+
+def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:
+    """The shapes at which a kernel stands in the layers of a Transformer.
+
+    The products are those of `evals/suites/shapes.toml`.
+
+    Args:
+        config: A Hugging Face config.json, or the folder of one.
+        spec: The kernel's spec.
+        rows: Values of M.
+
+    Raises:
+        CodaError: the file cannot be read or lacks a width, or the kernel has no place there.
+    """
+    suite = definitions.load("shapes").measured()
+    if spec.name not in suite.kernels:
+        hint = f"give --shape; kernels with a place are {', '.join(suite.kernels)}"
+        raise CodaError(f"{spec.name} has no place in a Transformer's layer", hint=hint)
+    widths = _widths(config / "config.json" if config.is_dir() else config)
+    places = [
+        definitions.Place(spec.name, m, suite.products[product], "", product, widths)
+        for product in suite.kernels[spec.name].products
+        for m in rows
+    ]
+    sizes = [place.sizes(spec) for place in places]
+    m, n, k = spec.gemm_dims
+    return list(dict.fromkeys((s[m], s[n], s[k]) for s in sizes))
+
+
+def _widths(path: Path) -> dict[str, int]:
+    """The widths of a model's layer, as suites name them."""
+    about = _json(path, _text(path))
+    if not isinstance(about, dict):
+        raise CodaError(f"{path} is no model's configuration, expected a JSON object")
+    if isinstance(text := about.get("text_config"), dict):  # of a model that reads more than text
+        about |= text
+
+    def width(key: str, default: int | None = None) -> int:
+        found = about.get(key)
+        found = default if found is None else found
+        if not isinstance(found, int) or found <= 0:
+            raise CodaError(f"{path}: {key} is {found!r}, expected a positive number")
+        return found
+
+    hidden, heads = width("hidden_size"), width("num_attention_heads")
+    head = width("head_dim", hidden // heads)
+    return {
+        "hidden": hidden,
+        "q": heads * head,
+        "kv": width("num_key_value_heads", heads) * head,
+        "head": head,
+        "mlp": width("intermediate_size"),
+        "vocabulary": width("vocab_size"),
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise CodaError(f"{path} cannot be read as text: {said}") from error
+
+
+def _json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CodaError(f"{path} is not JSON: {error}") from error

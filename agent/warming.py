@@ -1,0 +1,136 @@
+"""Objects compiled ahead, so that a first call of a shape compiles nothing.
+
+- What a call looks up depends on the program, the types and the tile, not on the machine that
+  compiled it: an image's build needs no GPU, where it names the one that kernels will run on.
+- Calls with A and B as `nn.Linear` has them; other strides of theirs are other objects.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from coda_agent.agent import doctor
+from coda_agent.agent.execution.local import Local
+from coda_agent.agent.judge.job import CompileJob
+from coda_agent.agent.judge.records import Observer
+from coda_agent.agent.pipeline import Shape, check_shape
+from coda_agent.agent.workspace import Kernel
+from coda_agent.generated.kernel import Kernel as Function
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.errors import CodaError, CompileError, MachineError
+from coda_agent.primitives.objects import cache_directory
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.suggest import near_matches
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.specs import Spec
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of compile jobs.
+
+    Attributes:
+        folder: Of the objects.
+        new: Objects that were compiled now.
+        known: Objects that were there.
+        failed: Jobs that failed, and why.
+    """
+
+    folder: Path
+    new: int = 0
+    known: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def jobs(
+    kernel: Kernel,
+    shapes: Iterable[Shape],
+    *,
+    gpu: str | None = None,
+    block: int | None = None,
+) -> list[CompileJob]:
+    """What calls of a kernel at (M, N, K) shapes compile: every variant in every element type, in
+    the tile that is dispatched there.
+
+    Args:
+        kernel: The kernel.
+        shapes: The shapes.
+        gpu: The GPU's name; by default the one here.
+        block: The `block_size` of the calls.
+
+    Raises:
+        CodaError: nothing is known of that GPU, or no tile has that block.
+        MachineError: there is no GPU here and none was named.
+        SpecError: a shape that the kernel does not take.
+    """
+    function = load_kernel(kernel.folder)
+    spec = function.spec
+    name = _gpu(function, gpu)
+    found: dict[tuple[str, str, TileConfig], list[CompileJob]] = {}
+    for shape in shapes:
+        check_shape(spec, shape)
+        for types in spec.type_choices():
+            dtype = spec.dtype_of(spec.gemm[0], types)
+            element = next(iter(types.values()), "bfloat16")
+            config = function.choose(*shape, dtype, block, name)
+            if config is None and block is not None:
+                raise CodaError(f"{spec.name}: nothing was measured with block_size {block}")
+            config = config or DEFAULT_CONFIGS["sm_90a"]
+            for variant, program in function.programs.items():
+                # What compiles to the same object is one job: an order of the tiles is no code, and
+                # a short K is not split.
+                tile = replace(config, swizzle=8, split_k=config.parts(shape[2]))
+                found[variant, element, tile] = _forms(program, tile, spec, element)
+    return [job for forms in found.values() for job in forms]
+
+
+def _forms(program: Program, tile: TileConfig, spec: Spec, element: str) -> list[CompileJob]:
+    """A program's objects in one tile: with scalars as numbers, and as tensors."""
+    job = CompileJob.of(program, tile, "sm_90a", spec, element)
+    if all(kind.dims for kind in program.operands.values()):
+        return [job]
+    return [job, job.model_copy(update={"read_scalars": True})]
+
+
+def _gpu(function: Function, name: str | None) -> str:
+    """The name of the GPU that tiles are dispatched for."""
+    if name is None:
+        here = [gpu.name for gpu in doctor.gpus()]
+        if not here:
+            raise MachineError(
+                "no GPU here", hint='name the one kernels will run on: --gpu "NVIDIA H200"'
+            )
+        return here[0]
+    known = {*function.tuned, *(function.user.lines() if function.user else ())}
+    if name not in known:
+        hint = near_matches(name, known) or f"known: {', '.join(sorted(known))}"
+        raise CodaError(f"nothing was measured of {function.__name__} on a {name!r}", hint=hint)
+    return name
+
+
+def compiled(jobs: Sequence[CompileJob], observer: Observer) -> Built:
+    """Compiles what the cache of objects lacks. One that is stopped has lost nothing: the next
+    finds what it left.
+
+    Raises:
+        OSError: the cache cannot be written to.
+    """
+    folder = cache_directory()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        start = os.fstat(file.fileno()).st_mtime  # by the clock of what follows
+
+    def tell(done: int, job: CompileJob) -> None:
+        note = f"{job.program.name} {job.element} {job.config.label}"
+        about = {"gate": "warm", "done": done, "total": len(jobs), "note": note}
+        observer("gate.progress", about)
+
+    failed, new = dict[str, str](), 0
+    for job, built in zip(jobs, Local().map(jobs, tell), strict=True):
+        if isinstance(built, CompileError):
+            failed[f"{job.program.name} {job.element} {job.config.label}"] = str(built)
+        else:
+            new += Path(built.object).stat().st_mtime >= start
+    return Built(folder, new, len(jobs) - len(failed) - new, failed)

@@ -1,0 +1,62 @@
+"""Where compiled objects are kept: quack's object cache, in a folder of the user's."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def user_cache() -> Path:
+    """The folder of the user's cache that is this package's."""
+    # Not `Path.home()`, which raises where a container's user has no home.
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "coda-agent"
+
+
+def cache_directory() -> Path:
+    """Where compiled objects are kept: `$QUACK_CACHE_DIR`, or a folder of the user's cache."""
+    given = os.environ.get("QUACK_CACHE_DIR")
+    return Path(given) if given else user_cache() / "quack"
+
+
+def use_cache(directory: Path | None = None) -> None:
+    """Point quack's object cache at `directory`, also in a process that already imported quack."""
+    import quack.cache
+
+    quack.cache.CACHE_DIR = str(directory or cache_directory())
+
+
+def cached(build: Callable[[], T]) -> T:
+    """What `build` gives, compiled or found in quack's object cache: in the folder that somebody
+    chose, else in `cache_directory`. One that cannot be written to is still read; what it lacks is
+    then compiled for this process alone."""
+    import quack.cache as state
+
+    if state.CACHE_DIR is None:
+        use_cache()
+    try:
+        return build()
+    except OSError as error:
+        if not state.CACHE_ENABLED or error.filename is None:
+            raise
+        _say_not_kept(str(state.CACHE_DIR), str(error.strerror))
+    state.CACHE_ENABLED = False
+    try:
+        return build()
+    finally:
+        state.CACHE_ENABLED = True
+
+
+@lru_cache(maxsize=1)
+def _say_not_kept(folder: str, why: str) -> None:
+    warnings.warn(
+        f"coda-agent: compiled kernels cannot be kept in {folder} ({why}), so each process "
+        "compiles its own; QUACK_CACHE_DIR names another folder",
+        stacklevel=4,
+    )
