@@ -7,8 +7,6 @@
   logs/raw/ until `coda-agent archive pack` takes them into evals/archive/.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -301,7 +299,7 @@ class Evidence(Record):
             name == "static" or self.machines[gate.machine].device == "cuda"
         )
 
-    def renewed(self, new: Evidence) -> Evidence | None:
+    def renewed(self, new: Self) -> Self | None:
         """This with what a later verdict adds; None where it adds nothing.
 
         A verdict on another program, and one that refuses, takes the place of all. Else each gate's
@@ -326,7 +324,7 @@ class Evidence(Record):
             return new.model_copy(update={"level": new.level if risen else self.level})
         return self._with(new, replaced)
 
-    def _with(self, new: Evidence, gates: Iterable[str]) -> Evidence:
+    def _with(self, new: Self, gates: Iterable[str]) -> Self:
         """This with some gates of `new`, and what they saw."""
         chosen, machines = set(gates), dict(self.machines)
         ((name, machine),) = new.machines.items()

@@ -1,19 +1,15 @@
 """Where the judge's jobs run: on this machine (`local.py`), or on a Dask cluster (`cluster.py`).
 
-The judge knows none of this: it is handed an `agent.judge.executor.Executor`.
+The judge knows none of this: it is handed an `agent.judge.executor.Executor`. Either one is
+imported when it is first asked for, so that commands which run no job start sooner.
 """
-
-from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from coda_agent.agent.judge.executor import Executor, usable
+from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge.executor import Executor
-    from coda_agent.agent.judge.machine import Gpu
 
 VARIABLE = "CODA_AGENT_EXECUTOR"
 """Environment variable: `dask://HOST:PORT`; unset, jobs run on this machine."""
@@ -49,8 +45,6 @@ def usable_gpu(device: str) -> Gpu | None:
     Raises:
         MachineError: "cuda", and there is no Hopper GPU.
     """
-    from coda_agent.agent.judge.executor import usable
-
     return usable(executor(), device)
 
 
@@ -61,6 +55,5 @@ def hopper() -> Gpu:
         MachineError: there is no Hopper GPU.
     """
     from coda_agent.agent.execution.local import Local
-    from coda_agent.agent.judge.machine import demanded
 
     return demanded(Local().gpu())

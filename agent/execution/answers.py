@@ -1,8 +1,6 @@
 """What a worker answers, whichever it is: one tagged union, as data on its pipe."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter
 
@@ -26,7 +24,7 @@ class Refused(Record):
     hint: str = ""
 
     @classmethod
-    def of(cls, error: errors.CodaError) -> Refused:
+    def of(cls, error: errors.CodaError) -> Self:
         """An error that was raised, as data."""
         return cls(error=type(error).__name__, message=error.message, hint=error.hint)
 

@@ -6,13 +6,11 @@
   its reference. A demonstration that needs a table, which a spec cannot draw, is left out by name.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from coda_agent.demos import Demo
 from coda_agent.evals.judge.edits import rewritten
@@ -48,7 +46,7 @@ class Subject:
     def program(self) -> Program:
         return self.programs[self.variant]
 
-    def with_program(self, program: Program, name: str = "") -> Subject:
+    def with_program(self, program: Program, name: str = "") -> Self:
         """The same with another program in its place."""
         programs = {**self.programs, self.variant: program}
         return replace(self, name=name or self.name, programs=programs)
