@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent.judge import provenance
-from coda_agent.agent.judge.records import Level, Observer
+from coda_agent.agent.judge.records import Level
 from coda_agent.agent.log import read_events
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals import staleness
@@ -143,9 +143,12 @@ def run(
     found = list(plan.done)
     if not plan.tasks:
         return found
-    _check_judge(plan.tasks[0].suite)
+    suite, judge = plan.tasks[0].suite, provenance.judge_digest()
+    if suite.judge.startswith("sha256:") and suite.judge != judge:
+        asked = suite.judge[:19]
+        raise CodaError(f"suite {suite.name} is for judge {asked}, this one is {judge[:19]}")
     with _held(folder):
-        write_definition(folder, plan.tasks[0].suite.definition)
+        write_definition(folder, suite.definition)
         waiting, running = list(reversed(plan.tasks)), dict[Future[TrialRecord], Task]()
         again = set[TrialKey]()
         try:
@@ -173,12 +176,6 @@ def run(
     return found
 
 
-def _check_judge(suite: Suite) -> None:
-    if suite.judge.startswith("sha256:") and suite.judge != provenance.judge_digest():
-        asked, here = suite.judge[:19], provenance.judge_digest()[:19]
-        raise CodaError(f"suite {suite.name} is for judge {asked}, this one is {here}")
-
-
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """The folder, to this process alone."""
@@ -193,14 +190,13 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def run_trial(task: Task, observer: Observer = lambda *_: None) -> TrialRecord:
+def run_trial(task: Task) -> TrialRecord:
     """Does one trial; its record."""
     begun: list[str] = []
 
     def watch(type: str, data: dict[str, Any]) -> None:
         if type == "run.started":
             begun.append(data["run"])
-        observer(type, data)
 
     spec = task.suite.spec(task.workspace, task.spec)
     author = authors.make(task.author, task.options, task.workspace)
