@@ -20,11 +20,22 @@ from coda_agent.agent.workspace import Kernel
 from coda_agent.generated.kernel import Kernel as Function
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, CompileError, MachineError
+from coda_agent.primitives.launch import allocate
 from coda_agent.primitives.objects import cache_directory
+from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.specs import Spec
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What calls compile: kernels, and the folds of final reductions, as a program, its tile, M and
+    N."""
+
+    jobs: tuple[CompileJob, ...]
+    folds: tuple[tuple[Program, TileConfig, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -44,13 +55,13 @@ class Built:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def jobs(
+def ahead(
     kernel: Kernel,
     shapes: Iterable[Shape],
     *,
     gpu: str | None = None,
     block: int | None = None,
-) -> list[CompileJob]:
+) -> Ahead:
     """What calls of a kernel at (M, N, K) shapes compile: every variant in every element type, in
     the tile that is dispatched there.
 
@@ -69,6 +80,7 @@ def jobs(
     spec = function.spec
     name = _gpu(function, gpu)
     found: dict[tuple[str, str, TileConfig], list[CompileJob]] = {}
+    folds: list[tuple[Program, TileConfig, int, int]] = []
     for shape in shapes:
         check_shape(spec, shape)
         for types in spec.type_choices():
@@ -83,7 +95,9 @@ def jobs(
                 # a short K is not split.
                 tile = replace(config, swizzle=8, split_k=config.parts(shape[2]))
                 found[variant, element, tile] = _forms(program, tile, spec, element)
-    return [job for forms in found.values() for job in forms]
+                if program.reductions and block is None:
+                    folds.append((program, tile, shape[0], shape[1]))
+    return Ahead(tuple(job for forms in found.values() for job in forms), tuple(folds))
 
 
 def _forms(program: Program, tile: TileConfig, spec: Spec, element: str) -> list[CompileJob]:
@@ -103,20 +117,23 @@ def _gpu(function: Function, name: str | None) -> str:
                 "no GPU here", hint='name the one kernels will run on: --gpu "NVIDIA H200"'
             )
         return here[0]
-    known = {*function.tuned, *(function.user.lines() if function.user else ())}
+    known = {*function.tuned, *(function.user.gpus() if function.user else ())}
     if name not in known:
         hint = near_matches(name, known) or f"known: {', '.join(sorted(known))}"
         raise CodaError(f"nothing was measured of {function.__name__} on a {name!r}", hint=hint)
     return name
 
 
-def compiled(jobs: Sequence[CompileJob], observer: Observer) -> Built:
+def compiled(work: Sequence[Ahead], observer: Observer) -> Built:
     """Compiles what the cache of objects lacks. One that is stopped has lost nothing: the next
     finds what it left.
 
     Raises:
         OSError: the cache cannot be written to.
     """
+    import torch
+
+    jobs = [job for part in work for job in part.jobs]
     folder = cache_directory()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -133,4 +150,9 @@ def compiled(jobs: Sequence[CompileJob], observer: Observer) -> Built:
             failed[f"{job.program.name} {job.element} {job.config.label}"] = str(built)
         else:
             new += Path(built.object).stat().st_mtime >= start
+    for program, config, m, n in (fold for part in work for fold in part.folds):
+        outputs = allocate(
+            program, m, n, dict.fromkeys(program.outputs, torch.float32), config, "meta"
+        )
+        finalised(program, outputs, m, n, config)
     return Built(folder, new, len(jobs) - len(failed) - new, failed)

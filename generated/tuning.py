@@ -96,6 +96,10 @@ class UserTuning:
             return line and line.config
         return line.blocks.get(str(block))
 
+    def gpus(self) -> set[str]:
+        """Names of the GPUs that something was measured on."""
+        return {gpu for gpu, *_ in self._shapes}
+
     @cached_property
     def _shapes(self) -> dict[tuple[str, str, int, int, int], TunedShape]:
         """The file as a call needs it, read once a process."""

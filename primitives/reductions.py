@@ -78,7 +78,7 @@ class Reduction(Output):
         """Fold `partials` of blocks of `block` out of `folded` elements, over the last
         dimension."""
         weight = block / folded if cls.mean else 1.0
-        if raw.is_cuda and raw.dtype.itemsize == 4:
+        if (raw.is_cuda or raw.is_meta) and raw.dtype.itemsize == 4:
             from coda_agent.primitives.fold import fold
 
             return fold(raw, cls.combine, weight)

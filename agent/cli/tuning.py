@@ -93,13 +93,9 @@ def warm(
     """Compile ahead what calls of these shapes will run, so that a first call compiles nothing."""
     named = _named(shape, file, from_model, rows)
     found = [targets.accepted(name) for name in dict.fromkeys(kernels)]
-    jobs = [
-        job
-        for kernel in found
-        for job in warming.jobs(kernel, named(kernel.spec), gpu=gpu, block=block_size)
-    ]
+    work = [warming.ahead(k, named(k.spec), gpu=gpu, block=block_size) for k in found]
     with progress(silent=as_json) as observer:
-        built = warming.compiled(jobs, observer)
+        built = warming.compiled(work, observer)
     said = f"{built.new} compiled, {built.known} were there, in {built.folder}"
     text = "\n".join([*(f"{job}: {why}" for job, why in built.failed.items()), said])
     return Reply(vars(built), text, REFUSED if built.failed else 0)

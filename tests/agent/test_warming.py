@@ -145,16 +145,45 @@ def config(m: int) -> TileConfig:
 def test_one_job_for_what_compiles_to_one_object(cache: Path) -> None:
     kernel = packaged_kernels()["gemm_residual_partial_rmsnorm"]
     shapes = [(m, 4096, 14336) for m in (8192, 8193, 8194)]
-    found = warming.jobs(kernel, shapes, gpu=H200)
+    found = warming.ahead(kernel, shapes, gpu=H200).jobs
     tiles = {replace(config(m), swizzle=8) for m, _, _ in shapes}
     assert [(j.element, j.config) for j in found if j.element == "bfloat16"] == [
         ("bfloat16", tile) for tile in dict.fromkeys(tiles)
     ]
     assert {j.element for j in found} == {"bfloat16", "float16"}
-    short = warming.jobs(kernel, [(16, 4096, 64)], gpu=H200)
+    short = warming.ahead(kernel, [(16, 4096, 64)], gpu=H200).jobs
     assert {j.config.split_k for j in short} == {1}  # a launch splits no short K
-    scalars = warming.jobs(packaged_kernels()["gemm_fp8_rmsnorm"], shapes[:1], gpu=H200)
+    scalars = warming.ahead(packaged_kernels()["gemm_fp8_rmsnorm"], shapes[:1], gpu=H200).jobs
     assert [j.read_scalars for j in scalars] == [False, True] * (len(scalars) // 2)
+
+
+FOLD = """
+import sys, torch, triton.compiler.compiler as compiler
+from coda_agent.primitives.fold import fold
+def refuse(*_, **__):
+    raise TypeError("it compiles")
+compiler.ASTSource.make_ir = refuse
+print(len(fold(torch.empty(*map(int, sys.argv[1:]), device="meta"), "add", 0.5)))
+"""
+
+
+def test_the_fold_of_a_final_reduction_is_compiled_too(
+    cache: Path, mapped: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's cache, for the shapes that were named."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache.parent / "triton"))
+    mapped.append(lambda job: SimpleNamespace(object=__file__))
+    name, (m, n, k) = "gemm_residual_partial_rmsnorm", (8192, 4096, 4096)
+    tile = generated.gemm_residual_partial_rmsnorm.choose(m, n, k, "bfloat16", gpu=H200)
+    assert tile
+    run("warm", name, f"--shape={m},{n},{k}", "--gpu", H200)
+
+    def folded(*shape: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", FOLD, *map(str, shape)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert folded(m, -(-n // tile.tile_n)).stdout == f"{m}\n"
+    assert "it compiles" in folded(m + 1, 7).stderr
 
 
 @pytest.mark.parametrize(
