@@ -11,10 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.generated import tables
 from coda_agent.generated.ops import Variant, register, scalars
 from coda_agent.generated.tuning import UserTuning
+from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
-from coda_agent.primitives.function import ProgramFunction
+from coda_agent.primitives.function import ProgramFunction, reduction_block
 from coda_agent.primitives.plan import signature
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered, suits
@@ -37,6 +39,7 @@ class Kernel:
         tuned: GPU name to dtype to measured shapes with their best configuration.
         refused: Labels of tiles that compute wrongly; never dispatched.
         user: What the user measured of it; None of a kernel that is not an accepted one's folder.
+        folder: Of accepted kernels, where a dispatch table may be beside the package's.
         variants: What runs, for each choice of the static parameters.
         ops: Their operators.
     """
@@ -49,9 +52,10 @@ class Kernel:
         refused: frozenset[str],
         op_name: str,
         user: UserTuning | None = None,
+        folder: Path = tables.PACKAGED,
     ) -> None:
         self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
-        self.user = user
+        self.user, self.folder = user, folder
         self.__name__ = spec.name  # what help() and torch.compile print
         self.__doc__ = _documentation(spec)
         element = spec.inputs[spec.gemm[0]].dtype
@@ -198,32 +202,53 @@ class Kernel:
         block: int | None = None,
         gpu: str | None = None,
     ) -> TileConfig | None:
-        """The configuration to run, of those with this reduction block; None where none was
-        measured.
-
-        What the user measured at exactly this shape goes before what the nearest shape of
-        tuned.json has.
+        """The configuration to run, of those with this reduction block: what the user measured to
+        be fastest at exactly this shape, else what tuned.json has of it, else what the GPU's
+        dispatch table predicts to be, or without one the prior.
 
         Args:
             m, n, k: The shape.
             dtype: Of A.
             block: The reduction block; None leaves it open.
             gpu: A GPU's name; by default that of the first one here.
+
+        Returns:
+            The configuration; None where there is no GPU, or none has this block.
         """
         gpu = gpu or _gpu_name()
+        if not gpu:
+            return None
         if self.user and (config := self.user.find(gpu, dtype, (m, n, k), block)):
             if self._dispatchable(config, (m, n, k)):
                 return config
-        found: dict[tuple[int, int, int], TileConfig] = {}
-        for shape in self.tuned.get(gpu, {}).get(dtype, []):
-            entry = shape["config"] if block is None else shape.get("blocks", {}).get(str(block))
-            if entry and (config := TileConfig(**entry)).label not in self.refused:
-                found[shape["m"], shape["n"], shape["k"]] = config
+        for line in self.tuned.get(gpu, {}).get(dtype, []):
+            if (line["m"], line["n"], line["k"]) == (m, n, k):
+                entry = line["config"] if block is None else line.get("blocks", {}).get(str(block))
+                if entry and self._dispatchable(config := TileConfig(**entry), (m, n, k)):
+                    return config
+        return next(iter(self.ranked((m, n, k), dtype, gpu, block)), None)
 
-        def distance(shape: tuple[int, int, int]) -> float:
-            return sum(abs(math.log(x / size)) for x, size in zip(shape, (m, n, k), strict=True))
+    def ranked(
+        self, shape: Shape, dtype: str, gpu: str, block: int | None = None
+    ) -> list[TileConfig]:
+        """All right configurations with this reduction block, those predicted to be fastest at
+        (M, N, K) first."""
+        program = next(iter(self.programs.values()))
+        usable = [
+            config
+            for config in offered(program, [shape])
+            if config.label not in self.refused
+            and (block is None or reduction_block(program, config) == block)
+        ]
+        model = self._model(gpu, dtype)
+        if model is None or not any(config in model.costs for config in usable):
+            model = prior(program, shape, _gpu(gpu), element_bytes=tables.width(dtype))
+        return [config for config, _ in model.ranked(shape, usable)]
 
-        return found[min(found, key=distance)] if found else None
+    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
+    def _model(self, gpu: str, dtype: str) -> Model | None:
+        program = next(iter(self.programs.values()))
+        return tables.find(self.folder, gpu, self.spec.name, program.digest, dtype)
 
     def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
         """Whether a configuration that a file names for a shape is one that a tuner may find."""
@@ -261,6 +286,19 @@ def _gpu_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
+@lru_cache(maxsize=4)
+def _gpu(name: str) -> Gpu:
+    """A GPU as the prior needs it: the first one here, or where that has another name an H200."""
+    import torch
+
+    if _gpu_name() != name or not torch.cuda.is_available():
+        return H200._replace(name=name)
+    about = torch.cuda.get_device_properties(0)
+    # Kilohertz, twice a clock, and bits.
+    rate = getattr(about, "memory_clock_rate", 0) * 2e3 * getattr(about, "memory_bus_width", 0) / 8
+    return Gpu(name, about.multi_processor_count, rate or H200.bytes_s)
+
+
 # By operator: torch takes each name once a process.
 _LOADED: dict[str, tuple[str, Kernel]] = {}
 
@@ -293,7 +331,7 @@ def load_kernel(folder: Path) -> Kernel:
         programs = {v: space[v] for v in map(spec.variant, spec.bindings())}
         refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
         user = user_tuning(folder)
-        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name, user)
+        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name, user, folder.parent)
     return _LOADED[name][1]
 
 

@@ -89,12 +89,12 @@ RULES = {
 
 OUTSIDE = {
     *_in("agent/judge", "diagnosis executor job provenance records rules"),
-    *_in("primitives", "catalogue errors objects suggest"),
+    *_in("primitives", "catalogue dispatch errors fit objects suggest"),
     *_in("specs", "admission"),
-    *_in("generated", "tuning"),
+    *_in("generated", "tables tuning"),
 }
 """Modules that decide no verdict: transport, records, words of findings, admission of specs, what a
-user measured for shapes of his own."""
+user measured for shapes of his own, and which of the right tiles is run."""
 
 
 class Locked(BaseModel):

@@ -25,7 +25,7 @@ from coda_agent.primitives.function import reduction_block
 from coda_agent.primitives.launch import allocate, launch
 from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.tiles import SWIZZLES, TileConfig, suits
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 
 if TYPE_CHECKING:
     import torch
@@ -147,8 +147,8 @@ class Problem:
     def search(self, configs: Sequence[TileConfig]) -> list[tuple[TileConfig, float]]:
         """Right configurations with their median time in microseconds, fastest first; those that
         came into the last round stand before the others."""
-        m, _, _ = self.mnk
-        right = [c for c in configs if suits(c, m) and self.is_right(c)]
+        suited = offered(self.program, [self.mnk])
+        right = [c for c in configs if c in suited and self.is_right(c)]
         if not right:
             return []
         first = self._ranked(right, SEARCH_ROUNDS)

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def gemm_bias_act__{_act}__{_per}(acc, C: Tile, bias: {_kind}, alpha: Scalar, be
 
 def make(folder: Path, name: str, program: str, tuned: dict | None = None) -> Kernel:
     target = folder / name
-    target.mkdir()
+    target.mkdir(parents=True)
     (target / "kernel.py").write_text(program)
     (target / "spec.md").write_text((SPECS / f"{name}.md").read_text())
     if tuned is not None:
@@ -110,7 +111,7 @@ def test_wrong_arguments_are_named(tmp_path: Path, operands: dict[str, Any]) -> 
         kernel(*values, weight=1)
 
 
-def test_the_nearest_measured_shape_gives_the_tile(
+def test_a_measured_shape_gives_the_tile_there_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, large = TileConfig(128, 256, 2, 1), TileConfig(128, 192, 2, 1, True)
@@ -118,16 +119,37 @@ def test_the_nearest_measured_shape_gives_the_tile(
         {"m": s, "n": s, "k": s, "config": c.to_dict(), "blocks": {str(c.tile_n): c.to_dict()}}
         for s, c in ((4096, small), (8192, large))
     ]
-    tuned = {"some GPU": {"bfloat16": entries}}
-    kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL, tuned)
-    monkeypatch.setattr("coda_agent.generated.kernel._gpu_name", lambda: "some GPU")
-    assert kernel.choose(4000, 4096, 5000, "bfloat16") == small
-    assert kernel.choose(16384, 8192, 4096, "bfloat16") == large
-    assert kernel.choose(4000, 4096, 5000, "bfloat16", 192) == large
-    assert kernel.choose(4000, 4096, 5000, "bfloat16", 128) is None
+    shapes = [(m, n, k) for m in (16, 4000, 16384) for n in (4096, 8192) for k in (2048, 8192)]
+    chosen = []
+    for tuned in ({}, {"some GPU": {"bfloat16": entries}}):
+        kernel = make(tmp_path / str(len(tuned)), "gemm_residual_partial_rmsnorm", RESIDUAL, tuned)
+        monkeypatch.setattr("coda_agent.generated.kernel._gpu_name", lambda: "some GPU")
+        chosen.append([kernel.choose(*shape, "bfloat16") for shape in shapes])
+    assert chosen[0] == chosen[1] and len(set(chosen[0])) > 2
+    assert kernel.choose(4096, 4096, 4096, "bfloat16") == small
+    assert kernel.choose(8192, 8192, 8192, "bfloat16") == large
+    assert kernel.choose(8192, 8192, 8192, "bfloat16", 192) == large
+    other = kernel.choose(4096, 4096, 4096, "bfloat16", 128)
+    assert other is not None and other.tile_n == 128
+    assert kernel.choose(4096, 4096, 4096, "bfloat16", 100) is None
+    monkeypatch.setattr("coda_agent.generated.kernel._gpu_name", lambda: "")
     assert kernel.choose(4096, 4096, 4096, "float16") is None
-    monkeypatch.setattr("coda_agent.generated.kernel._gpu_name", lambda: "another GPU")
-    assert kernel.choose(4096, 4096, 4096, "bfloat16") is None
+
+
+def test_a_refused_tile_is_never_dispatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the model, nor as a measured one in another rasterisation order."""
+    monkeypatch.setattr("coda_agent.generated.kernel._gpu_name", lambda: "some GPU")
+    kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
+    best = kernel.choose(4096, 4096, 4096, "bfloat16")
+    assert best is not None
+    line = {"m": 64, "n": 64, "k": 64, "config": replace(best, swizzle=2).to_dict()}
+    kernel.tuned = {"some GPU": {"bfloat16": [line]}}
+    assert kernel.choose(64, 64, 64, "bfloat16") == replace(best, swizzle=2)
+    kernel.refused = frozenset({best.label})
+    for shape in ((4096, 4096, 4096), (64, 64, 64)):
+        assert kernel.choose(*shape, "bfloat16") not in (None, best, replace(best, swizzle=2))
 
 
 def test_a_folder_without_a_kernel(tmp_path: Path) -> None:

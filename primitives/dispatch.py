@@ -1,0 +1,229 @@
+"""Which configuration a call runs: a model of each one's time on a GPU.
+
+The time of a configuration is that of a roofline with steps. CTA tiles come in waves over the SMs.
+A wave costs so much for each step along K, and so much for its epilogues. No kernel is faster than
+memory is. `fit.py` finds the costs from measured times: four of each configuration, and two of
+memory that all configurations of a kernel share. What the formula misses at a measured shape is
+kept too, and corrects predictions near that shape.
+
+A GPU on which nothing was measured has a prior: the same formula, its costs from the geometry of
+the tile, the number of SMs and the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.primitives.inspect import inspect_program
+from coda_agent.primitives.tiles import TileConfig, offered
+
+if TYPE_CHECKING:
+    from coda_agent.primitives.program import Program
+
+Shape = tuple[int, int, int]
+"""(M, N, K)."""
+# Octaves of M, N and K over which a miss of the formula fades.
+_REACH = (1.0, 1.5, 1.5)
+# How much evidence, in measured shapes at distance zero, the formula itself counts as.
+_TRUST = 0.1
+# Sharpness of the roofline's edge: where work and memory take equally long, a kernel takes 2^(1/4)
+# as long as either.
+_EDGE = 4.0
+
+
+class Gpu(NamedTuple):
+    """What of a GPU the prior needs: its name, its SMs, and bytes a second from its memory."""
+
+    name: str
+    sms: int
+    bytes_s: float
+
+
+H200 = Gpu("NVIDIA H200", 132, 4.8e12)
+
+
+@dataclass(frozen=True)
+class Regret:
+    """How much slower the picks are than the fastest configuration, as ratios: geometric mean and
+    worst, over so many shapes, each picked by a model that was fitted without it."""
+
+    mean: float
+    worst: float
+    shapes: int
+
+
+class Cost(NamedTuple):
+    """What a configuration costs, in microseconds. Its CTA tiles come in waves; where the last wave
+    is not full, waves are more than the tiles would fill.
+
+    Attributes:
+        start: A launch, to its first product and from its last one.
+        step: A wave's 128 bytes along K, however few its tiles are.
+        load: The same for as many tiles as fill the GPU, which share its caches and its power.
+        padding: What is added to that by rows of tiles that the matrix does not have. On an H200
+            few rows took up to 1.6 times as long as rows that fill their tiles.
+        wave: The epilogue of a wave, as far as no mainloop hides it.
+        epilogue: The same for as many tiles as fill the GPU.
+    """
+
+    start: float
+    step: float
+    load: float
+    padding: float
+    wave: float
+    epilogue: float
+
+
+class Memory(NamedTuple):
+    """Microseconds for a byte of A and B, and for an output element with all its operands."""
+
+    byte: float
+    element: float
+
+
+class Features(NamedTuple):
+    """What a shape is to a configuration: waves, how often its tiles fill the GPU, steps along K of
+    one tile, the part of the tiles' rows that is padding, bytes of A and B, elements of the output.
+    """
+
+    waves: float
+    filled: float
+    steps: float
+    padding: float
+    bytes: float
+    elements: float
+
+
+def features(config: TileConfig, shape: Shape, *, element_bytes: int, sms: int) -> Features:
+    """What `shape` is to `config`. cuBLAS, of whose tiles nothing is known, is taken to have tiles
+    of 128 x 128."""
+    m, n, k = shape
+    rows, columns = (n, m) if config.swap_ab else (m, n)
+    height, width = (config.tile_m, config.tile_n) if config.fused else (128, 128)
+    # A cluster is launched whole.
+    height, width = height * config.cluster_m, width * config.cluster_n
+    down, along = -(-rows // height), -(-columns // width)
+    parts = config.parts(k)
+    filled = down * along * config.cluster_m * config.cluster_n * parts / sms
+    steps = math.ceil(math.ceil(k * element_bytes / 128) / parts)
+    padding = 1 - rows / (down * height)
+    in_bytes = (m + n) * k * element_bytes
+    return Features(math.ceil(filled), filled, steps, padding, in_bytes, m * n)
+
+
+def time_us(cost: Any, memory: Any, f: Any) -> Any:
+    """The formula: on numbers, or on tensors of many costs and features at once."""
+    step = f.waves * cost.step + f.filled * (cost.load + f.padding * cost.padding)
+    work = f.steps * step + f.waves * cost.wave + f.filled * cost.epilogue
+    floor = memory.byte * f.bytes + memory.element * f.elements
+    return cost.start + (work**_EDGE + floor**_EDGE) ** (1 / _EDGE)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Times of one kernel's configurations on one GPU.
+
+    Attributes:
+        sms: Of the GPU.
+        element_bytes: Of A and B.
+        memory: What memory costs.
+        costs: By configuration.
+        shapes: Where it was measured.
+        misses: By configuration, at each of `shapes`: the logarithm of measured over predicted
+            time; None where it was not measured.
+    """
+
+    sms: int
+    element_bytes: int
+    memory: Memory
+    costs: Mapping[TileConfig, Cost]
+    shapes: tuple[Shape, ...] = ()
+    misses: Mapping[TileConfig, tuple[float | None, ...]] | None = None
+
+    def ranked(
+        self, shape: Shape, configs: Iterable[TileConfig] | None = None
+    ) -> list[tuple[TileConfig, float]]:
+        """Configurations with their predicted microseconds, fastest first: those of `configs` that
+        the model knows, by default all."""
+        near = self._near(shape)
+        known = self.costs if configs is None else [c for c in configs if c in self.costs]
+        times = [(c, self._time_us(c, shape, near)) for c in known]
+        return sorted(times, key=lambda found: found[1])
+
+    def _time_us(self, config: TileConfig, shape: Shape, near: list[tuple[int, float]]) -> float:
+        seen = features(config, shape, element_bytes=self.element_bytes, sms=self.sms)
+        time = time_us(self.costs[config], self.memory, seen)
+        if not near or not self.misses:
+            return time
+        total, weight, misses = 0.0, _TRUST, self.misses[config]
+        for i, w in near:
+            miss = misses[i]
+            if miss is not None:
+                total += w * miss
+                weight += w
+        return time * math.exp(total / weight)
+
+    def _near(self, shape: Shape) -> list[tuple[int, float]]:
+        """Measured shapes that matter here, with their weights."""
+        x, y, z = (math.log2(size) / r for size, r in zip(shape, _REACH, strict=True))
+        found = []
+        for i, (u, v, w) in enumerate(self._places):
+            square = (x - u) ** 2 + (y - v) ** 2 + (z - w) ** 2
+            if square < 12:
+                found.append((i, math.exp(-square / 2)))
+        return found
+
+    @cached_property
+    def _places(self) -> list[tuple[float, ...]]:
+        return [
+            tuple(math.log2(size) / r for size, r in zip(shape, _REACH, strict=True))
+            for shape in self.shapes
+        ]
+
+
+def prior(program: Program, shape: Shape, gpu: Gpu, *, element_bytes: int = 2) -> Model:
+    """The model of a program at one shape on a GPU where nothing was measured. Its costs are
+    rounded from those fitted to `gemm_rmsnorm_rope` on an H200 (2026-11-22)."""
+    one, two = (
+        inspect_program(program, 128, columns, 64, element_bytes=2, gemm_bytes=0).bytes_moved
+        for columns in (1024, 2048)
+    )
+    element = (two - one) / (128 * 1024)
+    costs = {config: _guessed(config, element) for config in offered(program, [shape])}
+    per_byte = 1e6 / (0.75 * gpu.bytes_s)
+    return Model(gpu.sms, element_bytes, Memory(per_byte, element * per_byte), costs)
+
+
+def _guessed(config: TileConfig, element: float) -> Cost:
+    """The costs of a configuration whose epilogue moves so many bytes for an element."""
+    if not config.fused:  # two launches, and cuBLAS splits K where it has few tiles
+        return Cost(15.0, 0.02, 0.36, 0.0, 0.1, 1.0)
+    area = config.tile_m * config.tile_n / 128**2
+    parts = config.split_k if config.split_k > 1 else 0
+    epilogue = 0.1 * area * element * (0.2 if config.pingpong else 1.0)
+    step = 0.12 + 0.24 * area
+    return Cost(6 + 3.5 * area + parts * (1.1 + 1.6 * area), step, 0.01, 0.3 * step, epilogue, 0.1)
+
+
+def propose(
+    program: Program,
+    m: int,
+    n: int,
+    k: int,
+    count: int = 10,
+    *,
+    model: Model | None = None,
+    gpu: Gpu = H200,
+) -> list[TileConfig]:
+    """The configurations worth measuring at a shape, those predicted to be fastest first: by the
+    `model` of the program, else by the prior for `gpu`."""
+    shape = m, n, k
+    configs = offered(program, [shape])
+    known = model or prior(program, shape, gpu)
+    found = [config for config, _ in known.ranked(shape, configs)]
+    # What the model has not seen comes last.
+    return [*found, *(c for c in configs if c not in found)][:count]

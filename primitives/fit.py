@@ -1,0 +1,109 @@
+"""A dispatch model from measured times, and how well it picks at shapes it was not fitted to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from coda_agent.primitives.dispatch import (
+    Cost,
+    Features,
+    Memory,
+    Model,
+    Regret,
+    Shape,
+    features,
+    time_us,
+)
+from coda_agent.primitives.tiles import TileConfig
+
+Times = Mapping[TileConfig, float]
+"""Measured microseconds by configuration."""
+_STEPS = 150  # of the optimiser; its loss was flat by then
+_FOLDS = 8
+# Errors of the logarithm beyond which a time pulls no harder, and how little the start values pull.
+_OUTLIER, _PULL = 0.1, 1e-5
+
+
+def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Model:
+    """The model that fits measured times best.
+
+    The squared error of the logarithm counts; less for slow configurations, which are never picked.
+
+    Args:
+        measured: By shape; a configuration need not stand at every one.
+        element_bytes: Of A and B.
+        sms: Of the GPU.
+    """
+    import torch
+
+    configs = sorted({config for times in measured.values() for config in times})
+    shapes = tuple(measured)
+    grid = [[measured[s].get(c, math.nan) for s in shapes] for c in configs]
+    times = torch.tensor(grid, dtype=torch.float64)
+    seen = [[features(c, s, element_bytes=element_bytes, sms=sms) for s in shapes] for c in configs]
+    axes: list[Any] = [*torch.tensor(seen, dtype=torch.float64).unbind(-1)]
+    known = ~times.isnan()
+    best = times.nan_to_num(math.inf).amin(0)
+    weights = (best / times).square().nan_to_num(0.0)
+    logs = times.nan_to_num(1.0).log()
+    area = torch.tensor([c.tile_m * c.tile_n / 16384 for c in configs], dtype=torch.float64)
+    step, small = 0.35 * area.clamp(min=0.3), torch.full_like(area, 0.05)
+    begin = torch.stack([120 * small, step, small, small, 0.5 * area, small]).log()
+    about = torch.tensor([1e6 / 4e12, 4e6 / 4e12], dtype=torch.float64).log()
+    own, shared = begin.clone().requires_grad_(), about.clone().requires_grad_()
+
+    def costs() -> tuple[Any, Any]:
+        found: list[Any] = [*own.exp().unsqueeze(-1)]
+        memory: list[Any] = [*shared.exp()]
+        return Cost(*found), Memory(*memory)
+
+    def predicted() -> torch.Tensor:
+        return time_us(*costs(), Features(*axes)).log()
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        errors = torch.nn.functional.huber_loss(predicted(), logs, reduction="none", delta=_OUTLIER)
+        pull = (own - begin).square().mean() + (shared - about).square().sum()
+        total = (weights * errors).sum() / weights.sum() + _PULL * pull
+        total.backward()
+        return total
+
+    optimiser = torch.optim.LBFGS([own, shared], max_iter=_STEPS, line_search_fn="strong_wolfe")
+    optimiser.step(loss)
+    with torch.no_grad():
+        cost, memory = costs()
+        missed = (logs - predicted()).tolist()
+    found = torch.stack([x.squeeze(-1) for x in cost], -1).tolist()
+    return Model(
+        sms,
+        element_bytes,
+        Memory(*map(float, memory)),
+        {c: Cost(*x) for c, x in zip(configs, found, strict=True)},
+        shapes,
+        {
+            c: tuple(x if is_known else None for x, is_known in zip(row, there, strict=True))
+            for c, row, there in zip(configs, missed, known.tolist(), strict=True)
+        },
+    )
+
+
+def held_back(
+    measured: Mapping[Shape, Times], *, element_bytes: int, sms: int
+) -> tuple[Regret, dict[Shape, float]]:
+    """The regret at every measured shape, each picked by a model fitted without it and an eighth of
+    the others; and the ratio at each."""
+    shapes = list(measured)
+    ratios: dict[Shape, float] = {}
+    for fold in range(_FOLDS):
+        held = shapes[fold::_FOLDS]
+        rest = {s: measured[s] for s in shapes if s not in held}
+        model = fit(rest, element_bytes=element_bytes, sms=sms)
+        for shape in held:
+            times = measured[shape]
+            pick, _ = model.ranked(shape, times)[0]
+            ratios[shape] = times[pick] / min(times.values())
+    mean = statistics.geometric_mean(ratios.values())
+    return Regret(round(mean, 4), round(max(ratios.values()), 4), len(ratios)), ratios
