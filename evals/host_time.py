@@ -92,7 +92,7 @@ def measure(
     """
     import torch
 
-    from coda_agent.primitives.plan import signature
+    from coda_agent.primitives.launch import signature
 
     spec = kernel.spec
     sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))

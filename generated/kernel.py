@@ -17,7 +17,7 @@ from coda_agent.generated.tuning import UserTuning
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.function import ProgramFunction, reduction_block
-from coda_agent.primitives.plan import signature
+from coda_agent.primitives.launch import signature
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered, suits
 from coda_agent.specs import Spec, load_spec

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.kinds import Resource
-from coda_agent.primitives.launch import allocate
-from coda_agent.primitives.plan import CallPlan, resolve, signature
+from coda_agent.primitives.launch import allocate, signature
+from coda_agent.primitives.plan import CallPlan, resolve
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile, steps
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered

@@ -1,15 +1,15 @@
 """Calls resolved once: what a call copies, allocates, launches and folds, found by one lookup.
 
-- `signature` is all that a plan depends on; a call with another one is checked and resolved anew.
+- A plan depends on its `signature` alone: a call with another one is checked and resolved anew.
 - A plan holds no tensor. A call takes from torch's caching allocator its outputs, copies of what
   TMA cannot load, and a workspace where parts of K meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
@@ -22,33 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     Fold = Callable[[torch.Tensor], torch.Tensor]
-
-
-@lru_cache(maxsize=1)
-def _plain() -> tuple[type, type]:
-    import torch
-
-    return torch.Tensor, torch.nn.Parameter
-
-
-def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What a plan depends on: of a tensor its shape, strides, dtype, device and its address modulo
-    16, of a number nothing. None where a value is neither, a subclass of a tensor, or a view that
-    negates."""
-    tensor, parameter = _plain()
-    parts: list[Any] = []
-    for value in values:
-        kind = type(value)
-        if kind is tensor or kind is parameter:
-            if value.is_neg():
-                return None
-            offset = value.data_ptr() & 15
-            parts += (value.shape, value.stride(), value.dtype, value.device, offset)
-        elif kind is float or kind is int:
-            parts.append(None)
-        else:
-            return None
-    return tuple(parts)
 
 
 @dataclass(frozen=True, eq=False)

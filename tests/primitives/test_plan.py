@@ -29,8 +29,7 @@ from coda_agent.primitives import plan as plan_module
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import Bound
-from coda_agent.primitives.plan import signature
+from coda_agent.primitives.launch import Bound, signature
 from coda_agent.primitives.tiles import TileConfig
 
 M, N, K = 24, 272, 32
