@@ -1,5 +1,6 @@
 """Commands on accepted kernels and on files that may become some: judge, judge again, look."""
 
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,19 +104,47 @@ def list_(as_json: Json = False) -> Reply:
 
 @reported
 def show(kernel: Annotated[str, typer.Argument()], as_json: Json = False) -> Reply:
-    """Show a kernel: program, level, evidence in short."""
+    """Show a kernel: program, level, evidence in short, what a call dispatches."""
     found = find().kernel(kernel)
     evidence = found.evidence
     program = found.program.read_text("utf-8")
     document = {"name": kernel, "folder": found.folder, "program": program,
-                "evidence": evidence.model_dump(mode="json")}  # fmt: skip
+                "evidence": evidence.model_dump(mode="json"),
+                "dispatch": (runs := dispatched(found.program.parent))}  # fmt: skip
     rows = [(key, getattr(evidence, key)) for key in ("level", "author", "date", "run")]
     rows += [(f"{key} digest", value) for key, value in evidence.digests.items()]
     for name, gate in evidence.gates.items():
         passed = "passed" if gate.passed else "failed"
         rows.append((name, f"{passed} on {gate.date[:10]}, {gate.machine}"))
     rows += [("not shown", sentence) for sentence in evidence.not_shown]
+    for where, tiles in runs.items():
+        rows += [(where if i == 0 else "", line) for i, line in enumerate(tiles)]
     return Reply(document, f"{found.folder}\n{columns(rows)}\n\n{program.rstrip()}")
+
+
+def dispatched(folder: Path) -> dict[str, list[str]]:
+    """What calls run, by M, at the N and K of the kernel's first benchmark: on this machine's GPU,
+    else on an H200; or why the kernel cannot be called."""
+    import torch
+
+    from coda_agent.generated.kernel import load_kernel
+    from coda_agent.primitives.dispatch import H200
+
+    try:
+        kernel = load_kernel(folder)
+    except CodaError as error:
+        return {"calls": [error.message]}
+    _, n, k = (kernel.spec.bench_shapes[0][dim] for dim in kernel.spec.gemm_dims)
+    dtype = kernel.spec.dtype_of(kernel.spec.gemm[0], kernel.spec.default_types())
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else H200.name
+    tiles = {m: kernel.choose(m, n, k, dtype, gpu=gpu) for m in (1 << i for i in range(14))}
+    lines = []
+    for tile, rows in groupby(tiles, lambda m: tiles[m]):
+        first, *_, last = [*rows] * 2
+        why = "" if tile is None or tile.fused else ": cuBLAS's product and one kernel are faster"
+        span = f"{first} to {last}" if last > first else f"{first}"
+        lines.append(f"M = {span}: {tile.label if tile else 'none'}{why}")
+    return {f"{dtype}, N = {n}, K = {k}, {gpu}": lines}
 
 
 def _differing(workspace: Workspace, kernel: Kernel) -> Path | None:

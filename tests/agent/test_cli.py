@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
-from coda_agent.agent.cli import app, basics, report
+from coda_agent.agent.cli import app, basics, kernels, report
 from coda_agent.agent.judge import provenance, rules, static  # noqa: F401  # before a fake replaces it
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
@@ -30,8 +30,10 @@ from coda_agent.agent.judge.records import (
 )
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
+from coda_agent.generated.kernel import Kernel
+from coda_agent.generated.tables import PACKAGED
 from coda_agent.primitives.errors import CodaError, ProgramError
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
 runner = CliRunner()
@@ -149,6 +151,19 @@ def test_a_list_of_commands_says_what_each_says_itself() -> None:
         assert said and (command.hidden or command.get_short_help_str(200) == said)
 
 
+def test_show_says_what_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = {True: TileConfig(128, 192), False: TileConfig(1, 256, fused=False)}
+    monkeypatch.setattr(Kernel, "choose", lambda self, m, *_, **__: forms[m not in (2, 4, 8192)])
+    ((where, lines),) = kernels.dispatched(PACKAGED / "gemm_swiglu").items()
+    assert where.startswith("bfloat16, N = 4096, K = 4096, NVIDIA ")
+    assert lines == [
+        "M = 1: 128x192 coop 1x1",
+        "M = 2 to 4: 1x256 unfused: cuBLAS's product and one kernel are faster",
+        "M = 8 to 4096: 128x192 coop 1x1",
+        "M = 8192: 1x256 unfused: cuBLAS's product and one kernel are faster",
+    ]
+
+
 def test_generate_show_list_verify(where: workspace.Workspace) -> None:
     said = run("generate", "gemm_swiglu")
     assert "static: passed (0.1 s)" in said and "not shown: Nothing ran on a GPU." in said
@@ -165,6 +180,9 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
     assert "gemm_swiglu" not in listed["specs"] and "gemm_rmsnorm" in listed["specs"]
     assert run("show", "gemm_swiglu", "--json")["program"] == PROGRAM
     assert "proved" in run("show", "gemm_swiglu")
+    assert "calls" in run("show", "gemm_swiglu") and "is not what its evidence was made for" in run(
+        "show", "gemm_swiglu"
+    )
 
     assert "unchanged" in run("verify", "--all")
     (where.generated / "gemm_swiglu" / "kernel.py").write_text("wrong\n")
