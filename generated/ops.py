@@ -98,7 +98,11 @@ class Variant:
         a, b = self.gemm
         operands = self.named(values)
         key = None if key is None else (block_size, key)
-        results = self.function(values[a], values[b], operands, block_size=block_size, key=key)
+        plan = self.function.plans.get(key)
+        if plan is not None:
+            results = plan(values[a], values[b], operands)
+        else:
+            results = self.function(values[a], values[b], operands, block_size=block_size, key=key)
         for o, i in self.updated:
             if results[o] is not values[i]:
                 values[i].copy_(results[o])

@@ -52,16 +52,11 @@ class CallPlan:
         self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
         """The outputs, by name; what is added to in place is the caller's tensor."""
-        if self.elsewhere is None or not self.elsewhere():
-            return self._run(a, b, operands)
-        import torch
+        if self.elsewhere is not None and self.elsewhere():
+            import torch
 
-        with torch.cuda.device(self.device):
-            return self._run(a, b, operands)
-
-    def _run(
-        self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
-    ) -> dict[str, torch.Tensor]:
+            with torch.cuda.device(self.device):
+                return self(a, b, operands)
         given = operands
         if self.gemm:
             a, b = self.gemm[0](a), self.gemm[1](b)
