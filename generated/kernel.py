@@ -19,7 +19,7 @@ from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.function import ProgramFunction, reduction_block
 from coda_agent.primitives.launch import signature
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered, suits
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import Output
 
@@ -256,7 +256,7 @@ class Kernel:
         plain = replace(config, swizzle=8)  # other orders run the same code
         if config.swizzle not in (8, *SWIZZLES) or plain not in offered(program, [shape]):
             return False
-        return suits(config, shape[0]) and self.refused.isdisjoint((plain.label, config.label))
+        return self.refused.isdisjoint((plain.label, config.label))
 
 
 def _documentation(spec: Spec) -> str:

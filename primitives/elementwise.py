@@ -142,18 +142,16 @@ class Elementwise:
         """A row's product, operands, and what an output adds to."""
         column, values = row.place.column, {}
         for o, kind in self.program.operands.items():
-            match kind:
-                case _ if kind is ColVector:
-                    values[o] = tensors[o][row.read].to(Float32)
-                case _ if kind is ColIndex:
-                    values[o] = Int64(tensors[o][row.read])
-                case _ if kind is HeadTable:
-                    s, w = tensors[o].shape
-                    at = column % (w // COLUMNS)
-                    values[o] = _loaded(tensors[o], row.read % s, at, COLUMNS)
-                case _ if kind.varies in (Shape.TILE, Shape.WIDE):
-                    width = COLUMNS * (2 if kind.varies is Shape.WIDE else 1)
-                    values[o] = _loaded(tensors[o], row.read, column, width)
+            if kind is ColVector:
+                values[o] = tensors[o][row.read].to(Float32)
+            elif kind is ColIndex:
+                values[o] = Int64(tensors[o][row.read])
+            elif kind is HeadTable:
+                s, w = tensors[o].shape
+                values[o] = _loaded(tensors[o], row.read % s, column % (w // COLUMNS), COLUMNS)
+            elif kind.varies in (Shape.TILE, Shape.WIDE):
+                width = COLUMNS * (2 if kind.varies is Shape.WIDE else 1)
+                values[o] = _loaded(tensors[o], row.read, column, width)
         held = {
             o: _loaded(stores[o], row.read, column, COLUMNS)
             for o, kind in self.program.outputs.items()

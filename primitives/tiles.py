@@ -180,8 +180,3 @@ def unfused_forms(program: Program) -> tuple[TileConfig, ...]:
         *[UNFUSED_ROWS] * (False in over_rows),
         *[UNFUSED_COLUMNS] * (True in over_rows),
     )
-
-
-def suits(config: TileConfig, m: int) -> bool:
-    """Whether a configuration may be picked where there are `m` rows."""
-    return config.fused or m <= FEW_ROWS

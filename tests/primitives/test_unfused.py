@@ -41,12 +41,10 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import compile_blind, sass
 from coda_agent.primitives.tiles import (
     DEFAULT_CONFIGS,
-    FEW_ROWS,
     UNFUSED,
     UNFUSED_COLUMNS,
     UNFUSED_ROWS,
     TileConfig,
-    suits,
     unfused_forms,
 )
 
@@ -139,8 +137,6 @@ def test_what_a_call_declares() -> None:
     assert unfused_forms(paired) == (*UNFUSED, whole) and unfused_forms(widened) == UNFUSED
     # Raw partials are promised from one launch.
     assert reduction_block(paired, UNFUSED[0]) is None
-    assert suits(UNFUSED[0], FEW_ROWS) and not suits(UNFUSED[0], FEW_ROWS + 1)
-    assert suits(DEFAULT_CONFIGS["sm_90a"], FEW_ROWS + 1)
 
 
 def test_the_kernel_gets_the_product_then_operands_and_outputs(
