@@ -21,62 +21,45 @@ if TYPE_CHECKING:
 
 ROUNDS, CALLS = 40, 8
 
-HEADER = (
-    "kernel", "outputs", "call us", "limit us", "torch.mm us", "of it", "compiled us",
-    "compiled mm us", "lookup", "allocation", "launch", "folds", "rest",
-)  # fmt: skip
+TIMED = {
+    "call": "the public function, called eagerly for final values",
+    "mm": "torch.mm(out=…) of operands as large, in 16 bits",
+    "lookup": "of a call: reading what its plan depends on",
+    "allocation": "of a call: making its buffers",
+    "launch": "of a call: the launch itself",
+    "folds": "of a call: folding partials",
+    "compiled": "the function under torch.compile(fullgraph=True)",
+    "compiled mm": "torch.mm under torch.compile",
+}
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Host time of one kernel, medians in microseconds.
+    """Host times of one kernel.
 
     Attributes:
         kernel: Its name.
         outputs: How many it returns.
-        call: Its public function, called eagerly for final values.
-        mm: `torch.mm(out=…)` of operands as large, in 16 bits.
-        compiled: The function under torch.compile(fullgraph=True); None where that was left out.
-        compiled_mm: A product of such operands under torch.compile.
-        lookup: Of the eager call, reading what its plan depends on.
-        allocation: Making its buffers.
-        launch: The launch itself.
-        folds: Folding partials, and what else follows the launch.
+        median_us: Of what `TIMED` lists, as far as it was timed.
     """
 
     kernel: str
     outputs: int
-    call: float
-    mm: float
-    compiled: float | None
-    compiled_mm: float | None
-    lookup: float
-    allocation: float
-    launch: float
-    folds: float
+    median_us: dict[str, float]
 
     @property
-    def limit(self) -> float:
+    def limit_us(self) -> float:
         """What a call may cost: 30 us, and 5 for each further output."""
         return 25.0 + 5.0 * self.outputs
 
-    @property
-    def rest(self) -> float:
-        """What no part accounts for: binding arguments, checks of the mode, the way there."""
-        return self.call - self.lookup - self.allocation - self.launch - self.folds
 
-    def row(self) -> tuple[str, ...]:
-        """As `HEADER` says."""
-
-        def shown(x: float | None) -> str:
-            return "–" if x is None else f"{x:.1f}"
-
-        numbers = self.lookup, self.allocation, self.launch, self.folds, self.rest
-        return (
-            self.kernel, str(self.outputs), shown(self.call), f"{self.limit:.0f}", shown(self.mm),
-            f"{self.call / self.mm:.2f}", shown(self.compiled), shown(self.compiled_mm),
-            *map(shown, numbers),
-        )  # fmt: skip
+def table(found: list[HostTime]) -> list[list[str]]:
+    """A line for each kernel, below their header; microseconds."""
+    lines = [["kernel", "outputs", "limit", *TIMED]]
+    for x in found:
+        times = [f"{x.median_us[t]:.1f}" if t in x.median_us else "–" for t in TIMED]
+        lines.append([x.kernel, str(x.outputs), f"{x.limit_us:.0f}", *times])
+    return lines
 
 
 def measure(
@@ -96,51 +79,32 @@ def measure(
 
     spec = kernel.spec
     sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
-    values: list[Any] = list(
-        draw_inputs(spec, sizes, spec.default_types(), seed=0, device=device).values()
-    )
+    drawn = draw_inputs(spec, sizes, spec.default_types(), seed=0, device=device)
+    values: list[Any] = list(drawn.values())
     variant = next(iter(kernel.variants.values()))
     m, n, k = (sizes[dim] for dim in spec.gemm_dims)
     left, right = (torch.zeros(r, k, dtype=torch.bfloat16, device=device) for r in (m, n))
-    product = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-    right = right.t()
-
+    product, right = left.new_empty(m, n), right.t()
     with torch.no_grad():
         kernel(*values)
         plan = list(variant.function.plans.values())[-1]
         a, b = (values[i] for i in variant.gemm)
         operands = variant.named(values)
         buffers = plan.buffers(operands)
-
-        def folds() -> None:
-            for o, fold in plan.folds:
-                fold(buffers[o])
-
         calls: dict[str, Callable[[], Any]] = {
             "call": lambda: kernel(*values),
             "mm": lambda: torch.mm(left, right, out=product),
             "lookup": lambda: signature(values),
             "allocation": lambda: plan.buffers(operands),
             "launch": lambda: plan.bound(a, b, operands, buffers),
-            "folds": folds,
+            "folds": lambda: [fold(buffers[o]) for o, fold in plan.folds],
         }
         if compiled:
             torch._dynamo.reset()  # another kernel's guards would be tried first
-            calls["compiled"] = _compiled(kernel, values)
-            calls["compiled_mm"] = _compiled(torch.mm, [left, right])
-        found = _timed(calls, device, rounds)
-    return HostTime(
-        spec.name,
-        len(spec.outputs),
-        **{"compiled": None, "compiled_mm": None} | found,  # pyright: ignore[reportArgumentType]
-    )
-
-
-def _compiled(call: Callable[..., Any], values: list[Any]) -> Callable[[], Any]:
-    import torch
-
-    traced = torch.compile(lambda *given: call(*given), fullgraph=True)
-    return lambda: traced(*values)
+            ours = torch.compile(lambda *given: kernel(*given), fullgraph=True)
+            bare = torch.compile(lambda x, y: torch.mm(x, y), fullgraph=True)
+            calls |= {"compiled": lambda: ours(*values), "compiled mm": lambda: bare(left, right)}
+        return HostTime(spec.name, len(spec.outputs), _timed(calls, device, rounds))
 
 
 def _timed(calls: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:

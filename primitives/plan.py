@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -138,8 +139,10 @@ def resolve(
             if kind.dims[:1] == ("M",) and o != program.accumulated
         ]
     several, index = torch.cuda.device_count() > 1, a.device.index
+    with torch.cuda.device(a.device) if several else nullcontext():
+        bound = bind(program, first, second, flat, outputs, config)
     return CallPlan(
-        bind(program, first, second, flat, outputs, config),
+        bound,
         a.device,
         (lambda: torch.cuda.current_device() != index) if several else None,
         torch.empty,

@@ -56,8 +56,8 @@ def bench(
         use_cache()
         named = map(find().kernel, targets.named(kernels, every))
         found = [host_time.measure(load_kernel(kernel.folder)) for kernel in named]
-        text = columns([host_time.HEADER, *(time.row() for time in found)])
-        return Reply({"kernels": [asdict(time) for time in found]}, text)
+        document = {"timed": host_time.TIMED, "kernels": [asdict(one) for one in found]}
+        return Reply(document, columns(host_time.table(found)))
     if numerics:
         if not table:
             contest.require_hopper()

@@ -33,10 +33,10 @@ def test_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     for variant in kernel.variants.values():
         variant.function.plans.clear()
     assert found.kernel == "gemm_residual_partial_rmsnorm"
-    assert (found.outputs, found.limit) == (3, 40.0)
-    assert found.launch >= 2000 and found.folds >= 1000 and found.call >= 3000
-    assert 0 < found.lookup < 1000 and 0 < found.allocation < 1000 and 0 < found.mm < 1000
-    parts = found.lookup + found.allocation + found.launch + found.folds + found.rest
-    assert parts == pytest.approx(found.call)
-    assert len(found.row()) == len(host_time.HEADER)
-    assert found.row()[6:8] == ("–", "–")  # not compiled
+    assert (found.outputs, found.limit_us) == (3, 40.0)
+    us = found.median_us
+    assert us["launch"] >= 2000 and us["folds"] >= 1000 and us["call"] >= 3000
+    assert all(0 < us[part] < 1000 for part in ("lookup", "allocation", "mm"))
+    header, line = host_time.table([found])
+    assert dict(zip(header, line, strict=True))["compiled"] == "–"
+    assert line[:3] == ["gemm_residual_partial_rmsnorm", "3", "40"]
