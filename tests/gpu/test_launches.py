@@ -136,6 +136,18 @@ def test_parts_of_k_on_several_streams_and_in_a_graph() -> None:
     assert all(torch.equal(z, want[i]) for i, z in found) and torch.equal(kept, want[1])
 
 
+@pytest.mark.parametrize("name", dir(generated))
+def test_a_call_allocates_its_outputs_partials_and_one_workspace(name: str) -> None:
+    kernel = getattr(generated, name)
+    for binding, program in variants(kernel):
+        inputs = given(kernel, binding)
+        kernel(**inputs, **binding)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        kernel(**inputs, **binding)
+        made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        assert made <= len(program.outputs) + len(program.reductions) + 1, binding
+
+
 def test_a_number_beside_scalars_in_memory_is_filled_in(gpu: DeviceClock) -> None:
     kernel = generated.gemm_bias_act
     inputs = given(kernel, kernel.spec.bindings()[0])
