@@ -26,7 +26,9 @@ from coda_agent.agent.log import RunLog
 from coda_agent.agent.plain import plain
 from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workspace import Kernel, Run, Workspace
-from coda_agent.generated.kernel import user_tuning
+from coda_agent.generated import tables
+from coda_agent.generated.kernel import load_kernel, user_tuning
+from coda_agent.primitives.dispatch import propose
 from coda_agent.primitives.errors import SpecError, WorkspaceError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
@@ -354,16 +356,21 @@ def check_shape(spec: Spec, shape: Shape) -> None:
         raise SpecError(f"{spec.name}: {fault}")
 
 
-def _proposed(spec: Spec, shape: Shape) -> Collection[TileConfig] | None:
-    """The configurations to compile and time at a shape; None for all on offer."""
-    return None
+def _proposed(kernel: Kernel, spec: Spec, shape: Shape) -> Collection[TileConfig]:
+    """The configurations to compile and time at a shape: the ten predicted to be fastest."""
+    gpu = execution.usable_gpu("cuda")
+    assert gpu is not None  # "cuda" demands one
+    program = load_kernel(kernel.folder).programs[spec.variant(spec.bindings()[0])]
+    dtype = spec.dtype_of(spec.gemm[0], next(iter(spec.type_choices())))
+    model = tables.find(kernel.folder.parent, gpu.name, kernel.name, program.digest, dtype)
+    return propose(program, *shape, model=model)
 
 
 def _tuned(kernel: Kernel, spec: Spec, shape: Shape, observer: Observer) -> dict[str, Any]:
     """What tuned.json would hold of one shape."""
     sizes = dict(zip(spec.gemm_dims, shape, strict=True))
     wanted = spec.model_copy(update={"bench_shapes": (sizes,)})
-    text, tiles = kernel.program.read_text("utf-8"), _proposed(spec, shape)
+    text, tiles = kernel.program.read_text("utf-8"), _proposed(kernel, spec, shape)
     executor = execution.executor()
     return plain(judge.tune_candidate(wanted, text, executor, observer=observer, tiles=tiles))
 

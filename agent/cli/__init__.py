@@ -25,7 +25,7 @@ class _Root(TyperGroup):
         settings["commands"] = [
             *lazily("basics", "init", "doctor"),
             *lazily("kernels", "check"),
-            *lazily("tuning", "tune", "warm"),
+            *lazily("tuning", "tune", "fit", "warm"),
             *lazily("measuring", "bench"),
             *lazily("kernels", "verify", "list_", "show"),
             *lazily("basics", "explain", "primitives"),

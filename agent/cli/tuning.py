@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent import pipeline, shapes, warming
+from coda_agent.agent import fitting, pipeline, shapes, warming
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.report import REFUSED, Reply, progress, reported
 from coda_agent.agent.cli.targets import Json, sharing
+from coda_agent.agent.execution import executor
 from coda_agent.agent.workspace import find
 from coda_agent.generated.kernel import user_tuning
 from coda_agent.primitives.errors import CodaError
@@ -99,6 +100,33 @@ def warm(
     said = f"{built.new} compiled, {built.known} were there, in {built.folder}"
     text = "\n".join([*(f"{job}: {why}" for job, why in built.failed.items()), said])
     return Reply(vars(built), text, REFUSED if built.failed else 0)
+
+
+@reported
+@sharing("sandbox", "contended")
+def fit(
+    kernels: targets.Kernels = None,
+    every: targets.All = False,
+    count: Annotated[int, typer.Option(min=24, help="Shapes to measure, of each kernel.")] = 72,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure what is known, too.")] = False,
+    as_json: Json = False,
+) -> Reply:
+    """Measure kernels over shapes on this GPU, and fit what picks their tiles elsewhere."""
+    workspace = find()
+    chosen = [workspace.kernel(name) for name in targets.named(kernels, every)]
+    targets.require_gpu("cuda")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        typer.echo(line, err=as_json)
+
+    with progress(silent=as_json) as observer:
+        path = fitting.fit_tables(
+            workspace.generated, chosen, executor(), observer, count=count, fresh=fresh, say=say
+        )
+    written = f"wrote {path}; it takes effect where the package is loaded next" if path else ""
+    return Reply({"table": path, "kernels": lines}, written)
 
 
 def _named(

@@ -17,6 +17,7 @@ from coda_agent.agent.judge.job import (
     PerformanceJob,
     PrepareJob,
     SanitizeJob,
+    SurveyJob,
     TuneJob,
 )
 from coda_agent.agent.judge.records import (
@@ -32,6 +33,7 @@ from coda_agent.agent.judge.records import (
     Observer,
     Outcome,
     Progress,
+    Survey,
     Tool,
     Tuned,
     Verdict,
@@ -115,6 +117,19 @@ def tune_candidate(
     return _Walk(spec, text, executor, gpu, observer, tiles=tiles).tune()
 
 
+def survey_candidate(
+    spec: Spec, text: str, executor: Executor, *, observer: Observer = lambda *_: None
+) -> Survey:
+    """Times of the default program's right configurations at the spec's bench shapes, in the first
+    element type.
+
+    Raises:
+        MachineError: no Hopper GPU is usable.
+        CompileError: the program does not compile.
+    """
+    return _Walk(spec, text, executor, usable(executor, "cuda"), observer).survey()
+
+
 _Early = tuple[list[Finding], Outcome[NumericsReport] | None]
 
 
@@ -140,6 +155,7 @@ class _Walk:
         self.programs: dict[str, Program] = {}
         self.admitted: dict[Key, tuple[TileConfig, ...]] = {}
         self.tuned: dict[str, Tuned] | None = None
+        self.surveyed: Survey | None = None
         self.early = False
         self.begun: Future[_Early] | None = None
         self.whole = self.tuning = False
@@ -150,11 +166,20 @@ class _Walk:
         return self._verdict()
 
     def tune(self) -> dict[str, Tuned]:
+        self._measure("tune")
+        return self.tuned or {}
+
+    def survey(self) -> Survey:
+        self.types = self.types[:1]
+        self._measure("survey")
+        assert self.surveyed is not None
+        return self.surveyed
+
+    def _measure(self, step: str) -> None:
         self.tuning = True
-        self._walk(("static", "compile", "tune"))
+        self._walk(("static", "compile", step))
         if findings := self.results[-1].findings:
             raise CompileError(findings[0].message, hint=findings[0].hint)
-        return self.tuned or {}
 
     def _walk(self, gates: tuple[str, ...]) -> None:
         self.early = "numerics" in gates
@@ -166,6 +191,7 @@ class _Walk:
             "numerics": self._numerics,
             "performance": self._performance,
             "tune": self._tune,
+            "survey": self._survey,
             **{tool: partial(self._sanitized, tool=tool) for tool in SANITIZERS},
         }
         try:
@@ -249,11 +275,11 @@ class _Walk:
             shapes=shapes,
             among=self.tiles,
         )
+        if self.tuning:  # the tuner times the default program alone
+            jobs = [job for job in jobs if job.program.name == self._variants()[0]]
         result.findings, kernels = compile_gate.compile_all(
             self.executor, jobs, self._progress("compile")
         )
-        if self.tuning:  # the tuner times the default program alone
-            jobs = [job for job in jobs if job.program.name == self._variants()[0]]
         digests = {name: program.digest for name, program in sorted(self.programs.items())}
         result.data = CompileReport(kernels=tuple(kernels), programs=digests)
         for job, kernel in zip(jobs, kernels, strict=True):
@@ -302,6 +328,10 @@ class _Walk:
         assert self.gpu is not None
         job = TuneJob(spec=self.spec, programs=self.programs, tiles=self.admitted)
         self.tuned = {self.gpu.name: self._graded(job, result).tuned}
+
+    def _survey(self, result: GateResult) -> None:
+        job = SurveyJob(spec=self.spec, programs=self.programs, tiles=self.admitted)
+        self.surveyed = self._graded(job, result).survey
 
     def _graded(self, job: Job[Any], result: GateResult) -> Outcome[Any]:
         """The outcome of a gate's job, with its findings and report in the gate's result."""

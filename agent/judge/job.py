@@ -183,6 +183,17 @@ class TuneJob(Job[PerformanceReport]):
         return Outcome(tuned=tune(self.spec, self.programs, self.tiles, progress=progress))
 
 
+class SurveyJob(Job[PerformanceReport]):
+    """Times of all right configurations at the spec's bench shapes."""
+
+    kind: Literal["survey"] = "survey"
+
+    def run(self, progress: Progress) -> Outcome[PerformanceReport]:
+        from coda_agent.agent.judge.survey import survey
+
+        return Outcome(survey=survey(self.spec, self.programs, self.tiles, progress=progress))
+
+
 class CallJob(Job[NumericsReport]):
     """The function that a user would import, in the types of `tiles`.
 
@@ -214,7 +225,7 @@ class SanitizeJob(Job[NumericsReport]):
     tool: Tool
 
 
-GateJob = NumericsJob | PrepareJob | PerformanceJob | TuneJob | CallJob
+GateJob = NumericsJob | PrepareJob | PerformanceJob | TuneJob | SurveyJob | CallJob
 _JOB: TypeAdapter[GateJob] = TypeAdapter(Annotated[GateJob, Field(discriminator="kind")])
 
 

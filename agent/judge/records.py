@@ -283,6 +283,25 @@ Tuned = dict[str, tuple[TunedShape, ...]]
 """The best configurations on one GPU, by dtype of A."""
 
 
+class SurveyedShape(Record):
+    """Median microseconds at (M, N, K), by a configuration's label."""
+
+    m: int
+    n: int
+    k: int
+    us: dict[str, float]
+
+
+class Survey(Record):
+    """Times of a program's right configurations over shapes, on a GPU of so many SMs; `dtype` is
+    that of A."""
+
+    sms: int
+    dtype: str
+    configs: dict[str, TileConfig]
+    shapes: tuple[SurveyedShape, ...]
+
+
 ReportT = TypeVar("ReportT", CompileReport, NumericsReport, PerformanceReport)
 
 
@@ -294,12 +313,14 @@ class Outcome(Record, Generic[ReportT]):
         report: What the gate saw; None where it did not get as far, or only calls or tunes.
         admitted: Configurations that may be dispatched.
         tuned: The best configurations.
+        survey: Times over shapes.
     """
 
     findings: tuple[Finding, ...] = ()
     report: ReportT | None = None
     admitted: Tiles = {}
     tuned: Tuned = {}
+    survey: Survey | None = None
 
     def refusing(self, tiles: Iterable[RefusedTile]) -> Self:
         """The same with more refused tiles in its report, if it has one."""

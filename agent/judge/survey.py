@@ -1,0 +1,106 @@
+"""Times of every right configuration over a range of shapes: what a dispatch model is fitted to.
+
+- Configurations are checked at two shapes: a ragged one, and one with K long enough for every part.
+- Timing is the tuner's warm regime with less of it: calls are queued without a pause, two products
+  and the flush before each, and events alone time them. The difference between configurations is
+  what counts here, and a search confirms a winner's time.
+- After two rounds only configurations within a third of the fastest are timed on.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+
+from coda_agent.agent.judge.clocks import DeviceClock
+from coda_agent.agent.judge.machine import require_idle
+from coda_agent.agent.judge.records import Progress, Survey, SurveyedShape, Tiles
+from coda_agent.agent.judge.tuner import Launched, Problem
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import TileConfig, offered
+from coda_agent.specs import Spec
+
+# All configurations, then those that may be the fastest.
+_ROUNDS, _MORE, _NEAR = 2, 4, 1.33
+_PRODUCTS = 2
+_CHECKED = ((77, 288, 320), (48, 512, 4096))
+
+
+def survey(
+    spec: Spec, programs: Mapping[str, Program], admitted: Tiles, *, progress: Progress
+) -> Survey:
+    """Times of the default program in one element type at the spec's bench shapes.
+
+    Raises:
+        MachineError: the GPU is in use.
+    """
+    import torch
+
+    from coda_agent.specs import draw_inputs
+
+    require_idle()
+    binding = spec.bindings()[0]
+    name = spec.variant(binding)
+    program, element = programs[name], next(e for p, e in admitted if p == name)
+    types = dict.fromkeys(spec.types, element)
+    dtypes = {o: getattr(torch, spec.dtype_of(o, types)) for o in spec.outputs}
+    right = _right(spec, program, binding, element, admitted[name, element])
+    clock, found = DeviceClock(), list[SurveyedShape]()
+    for done, sizes in enumerate(spec.bench_shapes):
+        m, n, k = (sizes[dim] for dim in spec.gemm_dims)
+        progress(done, len(spec.bench_shapes), f"{m}x{n}x{k}")
+        inputs = draw_inputs(spec, sizes, types, seed=done, device="cuda", binding=binding)
+        configs = [c for c in offered(program, [(m, n, k)]) if c in right]
+        runs = {c: Launched(spec, program, (inputs,), dtypes, c) for c in configs}
+        for run in runs.values():
+            run.restore(0)
+        times = _timed(clock, runs)
+        found.append(SurveyedShape(m=m, n=n, k=k, us={c.label: t for c, t in times.items()}))
+        del inputs, runs
+    return Survey(
+        sms=torch.cuda.get_device_properties(0).multi_processor_count,
+        dtype=spec.dtype_of(spec.gemm[0], types),
+        configs={c.label: c for c in right},
+        shapes=tuple(found),
+    )
+
+
+def _right(
+    spec: Spec,
+    program: Program,
+    binding: Mapping[str, str],
+    element: str,
+    configs: Sequence[TileConfig],
+) -> list[TileConfig]:
+    """The configurations that compute the right result at every one of `_CHECKED`."""
+    for shape in _CHECKED:
+        sizes = dict(zip(spec.gemm_dims, shape, strict=True))
+        problem = Problem(spec, program, binding, sizes, element)
+        configs = [c for c in configs if problem.is_right(c)]
+    return list(configs)
+
+
+def _timed(clock: DeviceClock, runs: Mapping[TileConfig, Launched]) -> dict[TileConfig, float]:
+    """Median microseconds of each, in a random order each round."""
+    times: dict[TileConfig, list[float]] = {config: [] for config in runs}
+    left = list(runs)
+    for run in runs.values():
+        run(0)
+    for i in range(_ROUNDS + _MORE):
+        if i == _ROUNDS:
+            middle = {config: statistics.median(times[config]) for config in left}
+            limit = _NEAR * min(middle.values(), default=0.0)
+            left = [config for config in left if middle[config] <= limit]
+        clock.settle()
+        clock.spin(1000.0)
+        marks = {}
+        for config in random.sample(left, len(left)):
+            clock.work(_PRODUCTS)
+            start = clock.mark()
+            runs[config](0)
+            marks[config] = start, clock.mark()
+        clock.synchronize()
+        for config, (start, stop) in marks.items():
+            times[config].append(clock.elapsed_us(start, stop))
+    return {config: round(statistics.median(seen), 2) for config, seen in times.items()}

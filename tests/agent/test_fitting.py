@@ -1,0 +1,208 @@
+"""A dispatch table from measured times: what is measured, kept and taken up again."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from coda_agent.agent import fitting
+from coda_agent.agent.fitting import fit_tables, shapes
+from coda_agent.agent.judge import survey as surveying
+from coda_agent.agent.judge.job import SurveyJob, read_job
+from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.records import Outcome, Survey, SurveyedShape
+from coda_agent.agent.judge.survey import survey
+from coda_agent.agent.workspace import Kernel
+from coda_agent.generated import tables
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.tiles import TileConfig, offered
+from coda_agent.specs import load_spec
+
+ROOT = Path(__file__).parents[2] / "generated"
+NAME = "gemm_rmsnorm"
+
+
+def simulated_us(c: TileConfig, m: int, n: int, k: int) -> float:
+    """Waves of tiles over 100 SMs."""
+    tiles = math.ceil(m / c.tile_m) * math.ceil(n / c.tile_n) * c.parts(k)
+    return 5 + c.split_k + math.ceil(tiles / 100) * (k / c.parts(k)) * c.tile_m * c.tile_n / 3e6
+
+
+class Clock:
+    """A device whose time passes when something runs on it."""
+
+    now = 0.0
+
+    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def spin(self, time_us: float) -> None: ...
+    def work(self, times: int) -> None:
+        Clock.now += 100 * times
+
+    def mark(self) -> float:
+        return Clock.now
+
+    def elapsed_us(self, start: float, stop: float) -> float:
+        return stop - start
+
+
+class Launched:
+    counts: ClassVar[dict[TileConfig, int]] = {}
+
+    def __init__(
+        self, spec: Any, program: Any, inputs: Any, dtypes: Any, config: TileConfig
+    ) -> None:
+        self.config, self.shape = config, inputs[0]["shape"]
+
+    def restore(self, i: int) -> None: ...
+    def __call__(self, i: int) -> None:
+        Launched.counts[self.config] = Launched.counts.get(self.config, 0) + 1
+        Clock.now += simulated_us(self.config, *self.shape)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> SurveyJob:
+    spec = load_spec(ROOT / NAME / "spec.md")
+    sizes = tuple(
+        dict(zip(spec.gemm_dims, s, strict=True)) for s in ((16, 512, 512), (4096, 4096, 512))
+    )
+    programs = load_kernel(ROOT / NAME).programs
+    draw: Callable[..., Any] = lambda spec, sizes, *_, **__: {"shape": tuple(sizes.values())}
+    monkeypatch.setattr("coda_agent.specs.draw_inputs", draw)
+    monkeypatch.setattr(surveying, "DeviceClock", Clock)
+    monkeypatch.setattr(surveying, "Launched", Launched)
+    monkeypatch.setattr(surveying, "require_idle", lambda: None)
+    monkeypatch.setattr(
+        surveying, "_right", lambda *given: list(given[-1])[1:]
+    )  # the first is wrong
+    about = SimpleNamespace(multi_processor_count=100)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: about)
+    tiles = offered(programs[NAME], [(1, 512, 512)])
+    return SurveyJob(
+        spec=spec.model_copy(update={"bench_shapes": sizes}), programs=dict(programs), tiles={(NAME, "bfloat16"): tiles}
+    )  # fmt: skip
+
+
+def test_times_of_right_tiles_on_offer_at_each_shape(job: SurveyJob) -> None:
+    Launched.counts = {}
+    sent = read_job(job.model_dump(mode="json"))
+    answer = sent.run(lambda *_: None).model_dump(mode="json")
+    found = Outcome.model_validate(answer).survey
+    assert found is not None and (found.sms, found.dtype) == (100, "bfloat16")
+    wrong, *right = job.tiles[NAME, "bfloat16"]
+    assert list(found.configs.values()) == right
+    for shape in found.shapes:
+        on_offer = offered(job.programs[NAME], [(shape.m, shape.n, shape.k)])
+        assert set(shape.us) == {c.label for c in on_offer} - {wrong.label}
+        for label, us in shape.us.items():
+            assert us == pytest.approx(
+                simulated_us(found.configs[label], shape.m, shape.n, shape.k), abs=0.01
+            )
+    few, many = found.shapes
+    assert set(many.us) < set(few.us)
+    # What is far behind is not timed to the end.
+    fastest = min(many.us, key=lambda label: many.us[label])
+    slowest = max(many.us, key=lambda label: many.us[label])
+    assert Launched.counts[found.configs[fastest]] > Launched.counts[found.configs[slowest]]
+    assert survey(job.spec, job.programs, job.tiles, progress=lambda *_: None) == found
+
+
+class Executor:
+    """A GPU that measures as `simulated_us`; `broken` kernels do not compile."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.measured: list[str] = []
+        self.broken = broken
+
+    def gpu(self) -> Gpu:
+        return Gpu("GPU-1", "Test GPU", "9.0")
+
+    def start(self, ahead: Any) -> None: ...
+    def load(self, text: str) -> Any:
+        name = re.findall(r"^def (\w+)", text, re.M)[0]
+        return load_kernel(ROOT / name.partition("__")[0]).programs
+
+    def map(self, jobs: Any, progress: Any) -> list[CompileError]:
+        return [CompileError("no compiler here") for _ in jobs]
+
+    def environment(self, device: str) -> dict[str, Any]:
+        return {"cuda": "13.0", "packages": {"torch": "2"}, "gpu": {"driver_version": "5"}}
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(spec: Any, text: str, executor: Any, **_: Any) -> Survey:
+        if spec.name == executor.broken:
+            raise CompileError("it does not compile")
+        executor.measured.append(spec.name)
+        program = executor.load(text)[spec.variant(spec.bindings()[0])]
+        found, configs = [], {}
+        for m, n, k in (tuple(s.values()) for s in spec.bench_shapes):
+            tiles = offered(program, [(m, n, k)])
+            configs |= {c.label: c for c in tiles}
+            us = {c.label: simulated_us(c, m, n, k) for c in tiles}
+            found.append(SurveyedShape(m=m, n=n, k=k, us=us))
+        return Survey(sms=100, dtype="bfloat16", configs=configs, shapes=tuple(found))
+
+    monkeypatch.setattr(fitting, "survey_candidate", measured)
+
+
+def run(
+    folder: Path, names: list[str], executor: Any, *, fresh: bool = False
+) -> tuple[Path | None, list[str]]:
+    kernels = [Kernel(name, ROOT / name) for name in names]
+    lines: list[str] = []
+    tables.read.cache_clear()
+    path = fit_tables(
+        folder, kernels, executor, lambda *_: None, count=24, fresh=fresh, say=lines.append
+    )
+    return path, lines
+
+
+@pytest.mark.usefixtures("measuring")
+def test_a_table_grows_kernel_by_kernel(tmp_path: Path) -> None:
+    first = Executor(broken="gemm_rope")
+    path, lines = run(tmp_path, [NAME, "gemm_rope"], first)
+    assert path == tmp_path / "dispatch" / "test-gpu.json" and first.measured == [NAME]
+    assert re.fullmatch(
+        rf"{NAME}: picks \d\.\d% slower .* and \d+\.\d% at worst, at 24 shapes held back", lines[0]
+    )
+    assert lines[1] == "gemm_rope: it does not compile"
+    again = Executor()
+    _, lines = run(tmp_path, [NAME, "gemm_rope"], again)
+    assert again.measured == ["gemm_rope"] and lines[0].startswith(f"{NAME}: known, picks")
+    assert run(tmp_path, [NAME], again) == (None, lines[:1])
+    run(tmp_path, [NAME], again, fresh=True)
+    assert again.measured == ["gemm_rope", NAME]
+    tables.read.cache_clear()
+    table = tables.read(tmp_path, "Test GPU")
+    assert table is not None and list(table.kernels) == [NAME, "gemm_rope"]
+    entry = table.kernels[NAME]
+    assert entry.machine == {"cuda": "13.0", "packages": {"torch": "2"}, "driver": "5"}
+    assert entry.rules and entry.regret.shapes == 24 == len(entry.shapes)
+    program = load_kernel(ROOT / NAME).programs[NAME]
+    model = tables.find(tmp_path, "Test GPU", NAME, program.digest, "bfloat16")
+    assert model is not None
+    for shape in ((4096, 4096, 4096), (100, 2048, 8192)):
+        times = {c: simulated_us(c, *shape) for c in offered(program, [shape])}
+        pick, _ = model.ranked(shape, times)[0]
+        assert times[pick] <= 1.15 * min(times.values())
+
+
+def test_shapes_are_spread_and_possible() -> None:
+    found = shapes(72)
+    assert len(set(found)) == 72 and shapes(24) == found[:24]
+    octaves = [{int(math.log2(s[axis])) for s in found} for axis in range(3)]
+    assert (
+        octaves[0] >= {0, *range(3, 14)}
+        and octaves[1] >= set(range(10, 15))
+        and octaves[2] >= set(range(10, 15))
+    )
+    assert all(m * n * k <= 2**38 and n % 128 == 0 and k % 64 == 0 for m, n, k in found)
