@@ -83,6 +83,22 @@ def _gpu() -> Iterator[Item]:
         cuda = str(torch.version.cuda) if torch.cuda.is_available() else None
     hint = "needs a GPU and a torch built for it"
     yield Item("torch with CUDA", cuda, "running kernels", hint)
+    for name in dict.fromkeys(gpu.name for gpu in found):
+        yield _dispatch(name)
+
+
+def _dispatch(gpu: str) -> Item:
+    """Whether tiles are picked by what was measured on a GPU, or by the prior."""
+    from coda_agent.generated.tables import PACKAGED, file, read
+
+    table, value = read(PACKAGED, gpu), None
+    if table:
+        worst = max((entry.regret.mean for entry in table.kernels.values()), default=1.0)
+        value = f"measured for {len(table.kernels)} kernels; picks are {worst - 1:.1%} off, or less"
+    hint = (
+        f"a roofline picks; `coda-agent fit --all` measures and writes {file(PACKAGED, gpu).name}"
+    )
+    return Item(f"dispatch on {gpu}", value, "the fastest tile at any shape", hint)
 
 
 def _tools() -> Iterator[Item]:
