@@ -26,16 +26,19 @@ from coda_agent.agent.log import RunLog
 from coda_agent.agent.plain import plain
 from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workspace import Kernel, Run, Workspace
-from coda_agent.generated import tables
+from coda_agent.generated.kernel import Kernel as Function
 from coda_agent.generated.kernel import load_kernel, user_tuning
 from coda_agent.primitives.dispatch import propose
-from coda_agent.primitives.errors import SpecError, WorkspaceError
+from coda_agent.primitives.errors import CompileError, SpecError, WorkspaceError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.faults import size_faults
 
 Shape = tuple[int, int, int]
 """M, N and K."""
+PROPOSED = 10
+"""Configurations that are compiled and timed at a shape, for each element type. On an H200 the best
+of ten reached 0.9998 of the best of all in geometric mean over 376 problems, and 0.966 at worst."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +316,7 @@ def tune(
         check_shape(spec, shape)
     gpu = execution.usable_gpu("cuda")
     assert gpu is not None  # "cuda" demands one
-    user = user_tuning(kernel.folder)
+    function, user = load_kernel(kernel.folder), user_tuning(kernel.folder)
     user.prepare()
     dtypes = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}
 
@@ -337,7 +340,8 @@ def tune(
         return stored()
     with _short(new_run(), observer, "tune", kernel.name) as log:
         for shape in missing:
-            measured = _tuned(kernel, spec, shape, log.observer)
+            tiles = _proposed(function, shape, min(dtypes), gpu.name)
+            measured = _tuned(kernel, spec, shape, tiles, log.observer)
             user.add(measured)
             log.observer("shape.tuned", measured)
         lines, sha = stored()
@@ -356,23 +360,27 @@ def check_shape(spec: Spec, shape: Shape) -> None:
         raise SpecError(f"{spec.name}: {fault}")
 
 
-def _proposed(kernel: Kernel, spec: Spec, shape: Shape) -> Collection[TileConfig]:
-    """The configurations to compile and time at a shape: the ten predicted to be fastest."""
-    gpu = execution.usable_gpu("cuda")
-    assert gpu is not None  # "cuda" demands one
-    program = load_kernel(kernel.folder).programs[spec.variant(spec.bindings()[0])]
-    dtype = spec.dtype_of(spec.gemm[0], next(iter(spec.type_choices())))
-    model = tables.find(kernel.folder.parent, gpu.name, kernel.name, program.digest, dtype)
-    return propose(program, *shape, model=model)
+def _proposed(function: Function, shape: Shape, dtype: str, gpu: str) -> list[TileConfig]:
+    """The right configurations to compile and time at a shape, as the model of their times ranks
+    them."""
+    program, *_ = function.programs.values()
+    refused, model = function.refused, function.model(gpu, dtype)
+    found = propose(program, *shape, count=PROPOSED + len(refused), model=model)
+    return [config for config in found if config.label not in refused][:PROPOSED]
 
 
-def _tuned(kernel: Kernel, spec: Spec, shape: Shape, observer: Observer) -> dict[str, Any]:
+def _tuned(
+    kernel: Kernel, spec: Spec, shape: Shape, tiles: Collection[TileConfig], observer: Observer
+) -> dict[str, Any]:
     """What tuned.json would hold of one shape."""
     sizes = dict(zip(spec.gemm_dims, shape, strict=True))
     wanted = spec.model_copy(update={"bench_shapes": (sizes,)})
-    text, tiles = kernel.program.read_text("utf-8"), _proposed(kernel, spec, shape)
-    executor = execution.executor()
-    return plain(judge.tune_candidate(wanted, text, executor, observer=observer, tiles=tiles))
+    text, executor = kernel.program.read_text("utf-8"), execution.executor()
+    found = judge.tune_candidate(wanted, text, executor, observer=observer, tiles=tiles)
+    for types in spec.type_choices():
+        if any((dtype := spec.dtype_of(spec.gemm[0], types)) not in t for t in found.values()):
+            raise CompileError(f"{kernel.name}: no proposed tile compiles for {dtype}")
+    return plain(found)
 
 
 def judge_only(

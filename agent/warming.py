@@ -25,7 +25,7 @@ from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.suggest import near_matches
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec
 
 
@@ -87,9 +87,8 @@ def ahead(
             dtype = spec.dtype_of(spec.gemm[0], types)
             element = next(iter(types.values()), "bfloat16")
             config = function.choose(*shape, dtype, block, name)
-            if config is None and block is not None:
-                raise CodaError(f"{spec.name}: nothing was measured with block_size {block}")
-            config = config or DEFAULT_CONFIGS["sm_90a"]
+            if config is None:
+                raise CodaError(f"{spec.name}: no tile has block_size {block}")
             for variant, program in function.programs.items():
                 # What compiles to the same object is one job: an order of the tiles is no code, and
                 # a short K is not split.
@@ -118,7 +117,9 @@ def _gpu(function: Function, name: str | None) -> str:
             )
         return here[0]
     known = {*function.tuned, *(function.user.gpus() if function.user else ())}
-    if name not in known:
+    types = function.spec.type_choices()
+    dtypes = [function.spec.dtype_of(function.spec.gemm[0], chosen) for chosen in types]
+    if name not in known and not any(function.model(name, dtype) for dtype in dtypes):
         hint = near_matches(name, known) or f"known: {', '.join(sorted(known))}"
         raise CodaError(f"nothing was measured of {function.__name__} on a {name!r}", hint=hint)
     return name

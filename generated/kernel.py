@@ -240,13 +240,14 @@ class Kernel:
             if config.label not in self.refused
             and (block is None or reduction_block(program, config) == block)
         ]
-        model = self._model(gpu, dtype)
+        model = self.model(gpu, dtype)
         if model is None or not any(config in model.costs for config in usable):
             model = prior(program, shape, _gpu(gpu), element_bytes=tables.width(dtype))
         return [config for config, _ in model.ranked(shape, usable)]
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
-    def _model(self, gpu: str, dtype: str) -> Model | None:
+    def model(self, gpu: str, dtype: str) -> Model | None:
+        """What was fitted to measurements on a GPU; None where nothing was."""
         program = next(iter(self.programs.values()))
         return tables.find(self.folder, gpu, self.spec.name, program.digest, dtype)
 

@@ -83,6 +83,8 @@ class ProgramFunction:
             m, n, k, lead = self._check(a, b, operands)
             if m == 0 or a.is_meta:
                 return self.fake(a, b, operands, block_size=block_size)
+            if max(m, n, k) >> 31:
+                raise self._error(f"M, N, K = {m}, {n}, {k}, expected each below 2³¹")
             config = config or self._configuration(m, n, k, a, block_size)
             raw = block_size is not None
             if not supported(a.device):

@@ -17,7 +17,7 @@ from coda_agent.agent.cli import app
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.generated.kernel import user_tuning
 from coda_agent.primitives.errors import CodaError, CompileError
-from coda_agent.primitives.tiles import SM90_CONFIGS
+from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig, offered
 from coda_agent.specs import load_spec
 
 KERNEL = "gemm_residual_partial_rmsnorm"
@@ -33,14 +33,18 @@ class Measurer:
         self.asked: list[tuple[int, ...]] = []
         self.broken: dict[int, BaseException] = {}
 
-    def __call__(self, spec: Any, text: str, executor: Any, **_: Any) -> dict[str, Any]:
+    def __call__(
+        self, spec: Any, text: str, executor: Any, *, tiles: list[TileConfig], **_: Any
+    ) -> dict[str, Any]:
         (sizes,) = spec.bench_shapes
+        self.tiles = tiles
         m, n, k = shape = tuple(sizes[dim] for dim in spec.gemm_dims)
         if m in self.broken:
             raise self.broken[m]
         self.asked.append(shape)
         line = {"m": m, "n": n, "k": k, "config": BEST.to_dict(), "blocks": {}, "median_us": 5.0}
-        return {GPU.name: {dtype: [line] for dtype in ("bfloat16", "float16")}}
+        found = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}
+        return {GPU.name: {dtype: [line] for dtype in found}}
 
 
 @pytest.fixture
@@ -85,6 +89,16 @@ def test_a_packaged_kernel_is_tuned_in_any_folder(measurer: Measurer) -> None:
     assert measurer.asked == []  # it was known
     assert document["tuned"][GPU.name]["bfloat16"][0]["config"] == BEST.to_dict()
     assert document["commit"] is None and list(Path.cwd().iterdir()) == []
+
+
+def test_ten_tiles_are_tried_that_the_evidence_does_not_refuse(measurer: Measurer) -> None:
+    kernel = generated.gemm_fp8_rmsnorm_swiglu
+    (program,), shape = kernel.programs.values(), (128, 6144, 4096)
+    assert len(offered(program, [shape])) > 15 and kernel.refused
+    run("tune", "gemm_fp8_rmsnorm_swiglu", "--shape", "128,6144,4096")
+    assert len(set(measurer.tiles)) == 10 and set(measurer.tiles) <= {*offered(program, [shape])}
+    assert kernel.refused.isdisjoint(tile.label for tile in measurer.tiles)
+    assert kernel.ranked(shape, "float8_e4m3fn", GPU.name)[0] in measurer.tiles
 
 
 def test_what_was_measured_before_a_failure_or_an_interrupt_is_kept(measurer: Measurer) -> None:

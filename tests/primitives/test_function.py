@@ -242,6 +242,10 @@ GEMM_ERRORS: list[tuple[str, Any, Any, str]] = [
         "rows in units of 16 bytes; pad the weight)",
     ),
     (
+        "rows beyond 32 bits", A[:1].expand(1 << 31, -1), B,
+        "doubled: M, N, K = 2147483648, 272, 32, expected each below 2³¹",
+    ),
+    (
         "ragged N", A, bf16(270, K),
         "doubled: N, K = 270, 32, expected positive, N a multiple of 8 and K of 8 (TMA moves "
         "rows in units of 16 bytes; pad the weight)",
