@@ -214,17 +214,15 @@ def _fused(
     # Just compiled, quack's function is a wrapper that parses keywords; from the cache it is bare.
     call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
     scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
-    swap, shared = config.swap_ab, None
-    if plan.split_k > 1:
-        rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
-        shared = partial(_parts_meet, *_tiles(rows, columns, config), config)
+    swap, parts = config.swap_ab, plan.split_k > 1
+    rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
 
     def enqueue(
         a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> None:
         values: dict[str | None, Any] = {None: None, **operands, **outputs}
-        if shared is not None:
-            values |= shared(a.device)
+        if parts:
+            values |= _parts_meet(rows, columns, config, a.device)
         arguments = tuple([f(values[o]) if f else values[o] for o, f in places])
         first, second = (b.mT, a) if swap else (a, b)
         call(first, second, values[d], values[c], arguments, scheduler, None, None, None)
@@ -248,18 +246,15 @@ _PARTS = {"split_k_semaphore": "flag of each tile", "split_k_workspace": "sums o
 _FLAGS: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def _tiles(rows: int, columns: int, config: TileConfig) -> tuple[int, int]:
-    """Tiles down and across, in whole clusters."""
-    down, across = -(-rows // config.tile_m), -(-columns // config.tile_n)
-    return -(-down // config.cluster_m) * config.cluster_m, (
-        -(-across // config.cluster_n) * config.cluster_n
-    )
-
-
-def _parts_meet(down: int, across: int, config: TileConfig, device: Any) -> dict[str, torch.Tensor]:
-    """A flag and float32 sums for each tile, in quack's layout; the sums need no first value."""
+def _parts_meet(
+    rows: int, columns: int, config: TileConfig, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """A flag and float32 sums for each tile of the kernel's output, in whole clusters and in
+    quack's layout; the sums need no first value."""
     import torch
 
+    down = -(-rows // (config.tile_m * config.cluster_m)) * config.cluster_m
+    across = -(-columns // (config.tile_n * config.cluster_n)) * config.cluster_n
     tiles, area = down * across, config.tile_m * config.tile_n
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     flags = _FLAGS.get(key)
