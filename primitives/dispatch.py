@@ -13,7 +13,7 @@ the tile, the number of SMs and the bandwidth of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int]
 """(M, N, K)."""
 # Octaves of M, N and K over which a miss of the formula fades.
-_REACH = (1.0, 1.5, 1.5)
+_REACH = (1.0, 1.0, 1.0)
 # How much evidence, in measured shapes at distance zero, the formula itself counts as.
 _TRUST = 0.1
+# Configurations are corrected that the formula puts within this factor of the fastest.
+_CONTENDS = 1.4
 # Sharpness of the roofline's edge: where work and memory take equally long, a kernel takes 2^(1/4)
 # as long as either.
 _EDGE = 4.0
@@ -149,23 +151,26 @@ class Model:
     ) -> list[tuple[TileConfig, float]]:
         """Configurations with their predicted microseconds, fastest first: those of `configs` that
         the model knows, by default all."""
-        near = self._near(shape)
         known = self.costs if configs is None else [c for c in configs if c in self.costs]
-        times = [(c, self._time_us(c, shape, near)) for c in known]
-        return sorted(times, key=lambda found: found[1])
+        times = {c: self._formula_us(c, shape) for c in known}
+        if self.misses and times:
+            near, limit = self._near(shape), _CONTENDS * min(times.values())
+            for config, time in times.items():
+                if time < limit:
+                    times[config] = time * self._correction(self.misses[config], near)
+        return sorted(times.items(), key=lambda found: found[1])
 
-    def _time_us(self, config: TileConfig, shape: Shape, near: list[tuple[int, float]]) -> float:
+    def _formula_us(self, config: TileConfig, shape: Shape) -> float:
         seen = features(config, shape, element_bytes=self.element_bytes, sms=self.sms)
-        time = time_us(self.costs[config], self.memory, seen)
-        if not near or not self.misses:
-            return time
-        total, weight, misses = 0.0, _TRUST, self.misses[config]
+        return time_us(self.costs[config], self.memory, seen)
+
+    def _correction(self, misses: Sequence[float | None], near: list[tuple[int, float]]) -> float:
+        total, weight = 0.0, _TRUST
         for i, w in near:
-            miss = misses[i]
-            if miss is not None:
+            if (miss := misses[i]) is not None:
                 total += w * miss
                 weight += w
-        return time * math.exp(total / weight)
+        return math.exp(total / weight)
 
     def _near(self, shape: Shape) -> list[tuple[int, float]]:
         """Measured shapes that matter here, with their weights."""
@@ -173,7 +178,7 @@ class Model:
         found = []
         for i, (u, v, w) in enumerate(self._places):
             square = (x - u) ** 2 + (y - v) ** 2 + (z - w) ** 2
-            if square < 12:
+            if square < 8:
                 found.append((i, math.exp(-square / 2)))
         return found
 
