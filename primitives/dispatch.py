@@ -66,7 +66,7 @@ class Cost(NamedTuple):
         start: A launch, to its first product and from its last one.
         step: A wave's 128 bytes along K, however few its tiles are.
         load: The same for as many tiles as fill the GPU, which share its caches and its power.
-        padding: What is added to that by rows of tiles that the matrix does not have. On an H200
+        padding: What is added to that by rows of A that a tile has and the matrix does not. On an H200
             few rows took up to 1.6 times as long as rows that fill their tiles.
         wave: The epilogue of a wave, as far as no mainloop hides it.
         epilogue: The same for as many tiles as fill the GPU.
@@ -89,7 +89,7 @@ class Memory(NamedTuple):
 
 class Features(NamedTuple):
     """What a shape is to a configuration: waves, how often its tiles fill the GPU, steps along K of
-    one tile, the part of the tiles' rows that is padding, bytes of A and B, elements of the output.
+    one tile, the part of the tiles' M that is padding, bytes of A and B, elements of the output.
     """
 
     waves: float
@@ -112,7 +112,7 @@ def features(config: TileConfig, shape: Shape, *, element_bytes: int, sms: int) 
     parts = config.parts(k)
     filled = down * along * config.cluster_m * config.cluster_n * parts / sms
     steps = math.ceil(math.ceil(k * element_bytes / 128) / parts)
-    padding = 1 - rows / (down * height)
+    padding = 1 - m / (along * width if config.swap_ab else down * height)
     in_bytes = (m + n) * k * element_bytes
     return Features(math.ceil(filled), filled, steps, padding, in_bytes, m * n)
 
