@@ -6,7 +6,7 @@ be left and taken up again (`reopened`).
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -289,13 +289,13 @@ def tune(
     """Finds the best configurations of an accepted kernel at (M, N, K) shapes on this GPU.
 
     They go to the user's cache, shape by shape, so that what was measured stays measured. What the
-    cache or tuned.json holds of this GPU is not measured again.
+    cache holds is not measured again.
 
     Args:
         kernel: Of a workspace or of the package.
         shapes: Where it is to be fast.
-        observer: Told of gates, and by `shape.tuned` of each shape's lines.
-        new_run: Makes the run, where anything is to be measured.
+        observer: Told of gates, and by `shape.tuned` of each shape that is kept.
+        new_run: Makes the run, where there is anything to do.
         commit: The workspace that has the kernel; its tuned.json then gets the lines too.
 
     Returns:
@@ -303,6 +303,7 @@ def tune(
         none, or nothing new to it.
 
     Raises:
+        CompileError: no proposed tile compiles, or computes the right result.
         MachineError: there is no Hopper GPU.
         SpecError: the spec, or a kernel of its types, does not allow a shape.
         WorkspaceError: the kernel is not what its evidence was made for, or nothing could be
@@ -318,35 +319,33 @@ def tune(
     assert gpu is not None  # "cuda" demands one
     function, user = load_kernel(kernel.folder), user_tuning(kernel.folder)
     user.prepare()
-    dtypes = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}
+    dtypes = sorted({spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()})
 
-    def known() -> dict[str, dict[Shape, Any]]:
-        """By dtype of A and shape; the user's own lines go first."""
-        found: dict[str, dict[Shape, Any]] = {dtype: {} for dtype in dtypes}
-        mine = {d: plain(lines) for d, lines in user.lines().get(gpu.name, {}).items()}
-        for types in (kernel.tuned.get(gpu.name, {}), mine):
-            for dtype in dtypes & types.keys():
-                found[dtype] |= {(e["m"], e["n"], e["k"]): e for e in types[dtype]}
-        return found
+    def lines() -> dict[str, Any]:
+        held = user.lines().get(gpu.name, {})
+        chosen = {d: [plain(x) for x in held.get(d, []) if x.shape in shapes] for d in dtypes}
+        return {gpu.name: chosen}
 
-    def stored() -> tuple[dict[str, Any], str | None]:
-        lines = {d: [found[shape] for shape in shapes] for d, found in sorted(known().items())}
-        sha = acceptance.store_tuned(commit, kernel.name, {gpu.name: lines}) if commit else None
-        return {gpu.name: lines}, sha
-
-    have = known().values()
-    missing = [shape for shape in shapes if not all(shape in found for found in have)]
-    if not missing:
-        return stored()
+    missing = [s for s in shapes if not all(user.find(gpu.name, dtype, s) for dtype in dtypes)]
+    if not missing and not commit:
+        return lines(), None
     with _short(new_run(), observer, "tune", kernel.name) as log:
         for shape in missing:
-            tiles = _proposed(function, shape, min(dtypes), gpu.name)
-            measured = _tuned(kernel, spec, shape, tiles, log.observer)
-            user.add(measured)
-            log.observer("shape.tuned", measured)
-        lines, sha = stored()
+            sizes = dict(zip(spec.gemm_dims, shape, strict=True))
+            measured = judge.tune_candidate(
+                spec.model_copy(update={"bench_shapes": (sizes,)}),
+                kernel.program.read_text("utf-8"),
+                execution.executor(),
+                observer=log.observer,
+                tiles=_proposed(function, shape, dtypes[0], gpu.name),
+            )
+            if measured.get(gpu.name, {}).keys() != set(dtypes):
+                raise CompileError(f"{kernel.name}: no proposed tile compiles in every type")
+            user.add(plain(measured))
+            log.observer("shape.tuned", {"shape": " x ".join(map(str, shape))})
+        sha = acceptance.store_tuned(commit, kernel.name, lines()) if commit else None
         log.append(e.Stored.of(sha, kernel.level))
-    return lines, sha
+    return lines(), sha
 
 
 def check_shape(spec: Spec, shape: Shape) -> None:
@@ -367,20 +366,6 @@ def _proposed(function: Function, shape: Shape, dtype: str, gpu: str) -> list[Ti
     refused, model = function.refused, function.model(gpu, dtype)
     found = propose(program, *shape, count=PROPOSED + len(refused), model=model)
     return [config for config in found if config.label not in refused][:PROPOSED]
-
-
-def _tuned(
-    kernel: Kernel, spec: Spec, shape: Shape, tiles: Collection[TileConfig], observer: Observer
-) -> dict[str, Any]:
-    """What tuned.json would hold of one shape."""
-    sizes = dict(zip(spec.gemm_dims, shape, strict=True))
-    wanted = spec.model_copy(update={"bench_shapes": (sizes,)})
-    text, executor = kernel.program.read_text("utf-8"), execution.executor()
-    found = judge.tune_candidate(wanted, text, executor, observer=observer, tiles=tiles)
-    for types in spec.type_choices():
-        if any((dtype := spec.dtype_of(spec.gemm[0], types)) not in t for t in found.values()):
-            raise CompileError(f"{kernel.name}: no proposed tile compiles for {dtype}")
-    return plain(found)
 
 
 def judge_only(

@@ -42,32 +42,19 @@ def rows(text: str) -> list[int]:
 
 
 def in_file(path: Path) -> list[Shape]:
-    """The shapes in a file: M,N,K a line, with `#` before comments; or a JSON list of such lists,
-    or of objects with m, n and k.
+    """The shapes in a file: M,N,K a line, with `#` before comments, or a JSON list of [M, N, K].
 
     Raises:
         CodaError: it cannot be read, holds none, or something else.
     """
     text = _text(path)
+    lines = [line.partition("#")[0] for line in text.splitlines()]
     if text.lstrip().startswith("["):
-        entries = [_entry(entry) for entry in _json(path, text)]
-    else:
-        entries = [line.partition("#")[0].strip() for line in text.splitlines()]
-    found = [
-        shape(entry, f"{path}, {'line' if '[' not in text[:1] else 'entry'} {i}")
-        for i, entry in enumerate(entries, 1)
-        if entry
-    ]
+        lines = [str(entry).strip("[]") for entry in _json(path, text)]
+    found = [shape(x, f"{path}, {i}:") for i, x in enumerate(lines, 1) if x.strip()]
     if not found:
         raise CodaError(f"{path} holds no shapes, expected {EXPECTED} a line")
     return found
-
-
-def _entry(entry: Any) -> str:
-    if isinstance(entry, dict):
-        sizes = {str(key).lower(): size for key, size in entry.items()}
-        entry = [sizes.get(dim, "") for dim in "mnk"]
-    return ",".join(map(str, entry)) if isinstance(entry, list) else str(entry)
 
 
 def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:

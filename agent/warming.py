@@ -28,14 +28,8 @@ from coda_agent.primitives.suggest import near_matches
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec
 
-
-@dataclass(frozen=True)
-class Ahead:
-    """What calls compile: kernels, and the folds of final reductions, as a program, its tile, M and
-    N."""
-
-    jobs: tuple[CompileJob, ...]
-    folds: tuple[tuple[Program, TileConfig, int, int], ...]
+Fold = tuple[Program, TileConfig, int, int]
+"""What folds the final reductions of a call: its program, its tile, M and N."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ def ahead(
     *,
     gpu: str | None = None,
     block: int | None = None,
-) -> Ahead:
+) -> tuple[list[CompileJob], list[Fold]]:
     """What calls of a kernel at (M, N, K) shapes compile: every variant in every element type, in
     the tile that is dispatched there.
 
@@ -80,7 +74,7 @@ def ahead(
     spec = function.spec
     name = _gpu(function, gpu)
     found: dict[tuple[str, str, TileConfig], list[CompileJob]] = {}
-    folds: list[tuple[Program, TileConfig, int, int]] = []
+    folds: list[Fold] = []
     for shape in shapes:
         check_shape(spec, shape)
         for types in spec.type_choices():
@@ -96,7 +90,7 @@ def ahead(
                 found[variant, element, tile] = _forms(program, tile, spec, element)
                 if program.reductions and block is None:
                     folds.append((program, tile, shape[0], shape[1]))
-    return Ahead(tuple(job for forms in found.values() for job in forms), tuple(folds))
+    return [job for forms in found.values() for job in forms], folds
 
 
 def _forms(program: Program, tile: TileConfig, spec: Spec, element: str) -> list[CompileJob]:
@@ -125,7 +119,7 @@ def _gpu(function: Function, name: str | None) -> str:
     return name
 
 
-def compiled(work: Sequence[Ahead], observer: Observer) -> Built:
+def compiled(jobs: Sequence[CompileJob], folds: Sequence[Fold], observer: Observer) -> Built:
     """Compiles what the cache of objects lacks. One that is stopped has lost nothing: the next
     finds what it left.
 
@@ -134,7 +128,6 @@ def compiled(work: Sequence[Ahead], observer: Observer) -> Built:
     """
     import torch
 
-    jobs = [job for part in work for job in part.jobs]
     folder = cache_directory()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -151,7 +144,7 @@ def compiled(work: Sequence[Ahead], observer: Observer) -> Built:
             failed[f"{job.program.name} {job.element} {job.config.label}"] = str(built)
         else:
             new += Path(built.object).stat().st_mtime >= start
-    for program, config, m, n in (fold for part in work for fold in part.folds):
+    for program, config, m, n in folds:
         outputs = allocate(
             program, m, n, dict.fromkeys(program.outputs, torch.float32), config, "meta"
         )

@@ -198,8 +198,11 @@ def progress(*, silent: bool) -> Iterator[Observer]:
                 _finished(gate, data)
             case "author.started":
                 spin(f"{data.get('author')} writes")
-            case "candidate.saved" | "shape.tuned":
+            case "candidate.saved":
                 stop()
+            case "shape.tuned":
+                stop()
+                typer.echo(f"measured {data['shape']}")
             case "request":
                 spin("the model thinks")
             case "tool.finished":

@@ -1,6 +1,6 @@
 """Commands that make kernels ready for shapes of a user's own: best tiles, compiled objects."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,20 +57,22 @@ def tune(
     wanted = named(found.spec)
     targets.require_gpu("cuda")
 
-    told: list[str] = []
     with progress(silent=as_json) as observer:
 
         def observe(type: str, data: dict[str, Any]) -> None:
             if type != "gate.finished" or not data.get("passed"):  # three gates a shape
                 observer(type, data)
-            if type == "shape.tuned" and not as_json:
-                told.extend(_lines(data))
-                typer.echo("\n".join(_lines(data)))
 
         new_run = partial(targets.new_run, "tune", kernel)
         lines, sha = pipeline.tune(found, wanted, observe, new_run=new_run, commit=workspace)
     path = user_tuning(found.folder).path
-    text = [line for line in _lines(lines) if line not in told]
+    text = [
+        f"{dtype} {e['m']} x {e['n']} x {e['k']}: {TileConfig(**e['config']).label}, "
+        f"{e['median_us']} us"
+        for types in lines.values()
+        for dtype, entries in types.items()
+        for e in entries
+    ]
     text += [f"kept in {path}", *([f"commit {sha}"] if sha else [])]
     return Reply({"tuned": lines, "cache": path, "commit": sha}, "\n".join(text))
 
@@ -95,8 +97,9 @@ def warm(
     named = _named(shape, file, from_model, rows)
     found = [targets.accepted(name) for name in dict.fromkeys(kernels)]
     work = [warming.ahead(k, named(k.spec), gpu=gpu, block=block_size) for k in found]
+    jobs, folds = ([x for part in parts for x in part] for parts in zip(*work, strict=True))
     with progress(silent=as_json) as observer:
-        built = warming.compiled(work, observer)
+        built = warming.compiled(jobs, folds, observer)
     said = f"{built.new} compiled, {built.known} were there, in {built.folder}"
     text = "\n".join([*(f"{job}: {why}" for job, why in built.failed.items()), said])
     return Reply(vars(built), text, REFUSED if built.failed else 0)
@@ -143,13 +146,3 @@ def _named(
         return list(dict.fromkeys([*own, *found]))
 
     return named
-
-
-def _lines(measured: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{dtype} {e['m']} x {e['n']} x {e['k']}: {TileConfig(**e['config']).label}, "
-        f"{e['median_us']} us"
-        for types in measured.values()
-        for dtype, entries in types.items()
-        for e in entries
-    ]

@@ -147,15 +147,15 @@ def config(m: int) -> TileConfig:
 def test_one_job_for_what_compiles_to_one_object(cache: Path) -> None:
     kernel = packaged_kernels()["gemm_residual_partial_rmsnorm"]
     shapes = [(m, 4096, 14336) for m in (8192, 8193, 8194)]
-    found = warming.ahead(kernel, shapes, gpu=H200).jobs
+    found, _ = warming.ahead(kernel, shapes, gpu=H200)
     tiles = [replace(config(m), swizzle=8) for m, _, _ in shapes]
     assert [(j.element, j.config) for j in found if j.element == "bfloat16"] == [
         ("bfloat16", tile) for tile in dict.fromkeys(tiles)
     ]
     assert {j.element for j in found} == {"bfloat16", "float16"}
-    short = warming.ahead(kernel, [(16, 4096, 64)], gpu=H200).jobs
+    short, _ = warming.ahead(kernel, [(16, 4096, 64)], gpu=H200)
     assert {j.config.split_k for j in short} == {1}  # a launch splits no short K
-    scalars = warming.ahead(packaged_kernels()["gemm_fp8_rmsnorm"], shapes[:1], gpu=H200).jobs
+    scalars, _ = warming.ahead(packaged_kernels()["gemm_fp8_rmsnorm"], shapes[:1], gpu=H200)
     assert [j.read_scalars for j in scalars] == [False, True] * (len(scalars) // 2)
 
 
