@@ -145,20 +145,24 @@ def test_a_call_allocates_its_outputs_partials_and_one_workspace(name: str) -> N
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         kernel(**inputs, **binding)
         made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-        assert made <= len(program.outputs) + len(program.reductions) + 1, binding
+        # The float32 product of an unfused form is one; cuBLASLt may take another.
+        workspaces = 1 + (not tile(kernel, None).fused)
+        assert made <= len(program.outputs) + len(program.reductions) + workspaces, binding
 
 
 def test_a_number_beside_scalars_in_memory_is_filled_in(gpu: DeviceClock) -> None:
     kernel = generated.gemm_bias_act
     inputs = given(kernel, kernel.spec.bindings()[0])
+    numbers = len(ran(gpu, lambda: kernel(**inputs)))
     inputs["alpha"] = one = torch.ones((), device="cuda")
     for beta, fills in ((one, 0), (0.5, 1)):
         inputs["beta"] = beta
-        assert len(found := ran(gpu, lambda: kernel(**inputs))) == 1 + fills, found
+        assert len(found := ran(gpu, lambda: kernel(**inputs))) == numbers + fills, found
 
 
 def test_an_operand_that_cannot_be_loaded_as_it_is_is_copied(gpu: DeviceClock) -> None:
     kernel = generated.gemm_rmsnorm
     inputs = given(kernel, {})
+    ready = len(ran(gpu, lambda: kernel(**inputs)))
     inputs["A"] = torch.stack([inputs["A"]] * 2, -1)[..., 0]
-    assert len(found := ran(gpu, lambda: kernel(**inputs))) == 2, found
+    assert len(found := ran(gpu, lambda: kernel(**inputs))) == ready + 1, found
