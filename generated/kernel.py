@@ -111,7 +111,9 @@ class Kernel:
         """
         static = self._choice(inputs) if self._parameters else {}
         key = tuple(static.values())
-        values = [*args, *self._named(args, inputs)]
+        values = list(args)
+        if inputs or len(args) != len(self._inputs):
+            values += self._named(args, inputs)
         filled = self._scalars and self._filled(values)
         parts = None if self._traced() else signature(values)
         if parts is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.primitives.graph import Shape
@@ -77,16 +78,23 @@ class Reduction(Output):
     def finalise(cls, raw: torch.Tensor, folded: int, block: int) -> torch.Tensor:
         """Fold `partials` of blocks of `block` out of `folded` elements, over the last
         dimension."""
-        weight = block / folded if cls.mean else 1.0
         if (raw.is_cuda or raw.is_meta) and raw.dtype.itemsize == 4:
-            from coda_agent.primitives.fold import fold
-
-            return fold(raw, cls.combine, weight)
+            return cls.folding(raw, folded, block)(raw)
+        weight = block / folded if cls.mean else 1.0
         if cls.combine == "logsumexp":
             return raw.logsumexp(-1)
         if cls.combine == "max":
             return raw.amax(-1)
         return raw.sum(-1) * weight
+
+    @classmethod
+    def folding(
+        cls, raw: torch.Tensor, folded: int, block: int
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What finalises float32 `raw` on a GPU, and partials that lie in memory as it does."""
+        from coda_agent.primitives.fold import folding
+
+        return folding(raw, cls.combine, block / folded if cls.mean else 1.0)
 
     @classmethod
     def store(cls, lowering: Any, o: str) -> Any:

@@ -25,7 +25,7 @@ def test_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(function, "supported", lambda _: True)
     monkeypatch.setattr(plan, "bind", bind)
-    monkeypatch.setattr(plan, "_folded", lambda *_, **__: time.sleep(1e-3) or torch.zeros(1))
+    monkeypatch.setattr(plan._Folded, "__call__", lambda *_: time.sleep(1e-3) or torch.zeros(1))
     kernel = generated.gemm_residual_partial_rmsnorm
     for variant in kernel.variants.values():
         variant.function.plans.clear()
