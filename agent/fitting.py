@@ -14,7 +14,7 @@ from coda_agent.agent.workspace import Kernel
 from coda_agent.generated.tables import Entry, Table, read, width
 from coda_agent.primitives.dispatch import Regret, Shape
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.fit import fit, held_back
+from coda_agent.primitives.fit import fit, held_back, undisturbed
 from coda_agent.specs import load_spec
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def _entry(found: Survey, digest: str, executor: Executor) -> Entry:
         for s in found.shapes
     }
     about = {"element_bytes": width(found.dtype), "sms": found.sms}
+    measured = undisturbed(measured, **about)
     regret, _ = held_back(measured, **about)
     machine = executor.environment("cuda")
     kept = {key: machine[key] for key in ("cuda", "packages") if key in machine}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.inspect import inspect_program
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, int, int]
 """(M, N, K)."""
 # Octaves of M, N and K over which a miss of the formula fades.
-_REACH = (1.0, 1.0, 1.0)
+_REACH = (1.5, 1.5, 1.5)
 # How much evidence, in measured shapes at distance zero, the formula itself counts as.
 _TRUST = 0.1
 # Configurations are corrected that the formula puts within this factor of the fastest.
@@ -66,8 +66,8 @@ class Cost(NamedTuple):
         start: A launch, to its first product and from its last one.
         step: A wave's 128 bytes along K, however few its tiles are.
         load: The same for as many tiles as fill the GPU, which share its caches and its power.
-        padding: What is added to that by rows of A that a tile has and the matrix does not. On an H200
-            few rows took up to 1.6 times as long as rows that fill their tiles.
+        padding: What is added to that by rows of A that a tile has and the matrix does not. On an
+            H200 few rows took up to 1.6 times as long as rows that fill their tiles.
         wave: The epilogue of a wave, as far as no mainloop hides it.
         epilogue: The same for as many tiles as fill the GPU.
     """
@@ -101,20 +101,44 @@ class Features(NamedTuple):
 
 
 def features(config: TileConfig, shape: Shape, *, element_bytes: int, sms: int) -> Features:
-    """What `shape` is to `config`. cuBLAS, of whose tiles nothing is known, is taken to have tiles
-    of 128 x 128."""
+    """What `shape` is to `config`."""
     m, n, k = shape
-    rows, columns = (n, m) if config.swap_ab else (m, n)
-    height, width = (config.tile_m, config.tile_n) if config.fused else (128, 128)
-    # A cluster is launched whole.
-    height, width = height * config.cluster_m, width * config.cluster_n
-    down, along = -(-rows // height), -(-columns // width)
-    parts = config.parts(k)
-    filled = down * along * config.cluster_m * config.cluster_n * parts / sms
-    steps = math.ceil(math.ceil(k * element_bytes / 128) / parts)
-    padding = 1 - m / (along * width if config.swap_ab else down * height)
     in_bytes = (m + n) * k * element_bytes
-    return Features(math.ceil(filled), filled, steps, padding, in_bytes, m * n)
+    steps = math.ceil(k * element_bytes / 128)
+    if not config.fused:
+        waves, filled = _library_waves(shape, sms), m * n / 128**2 / sms
+        return Features(waves, filled, steps, 1 - m / (64 * -(-m // 64)), in_bytes, m * n)
+    rows, columns = (n, m) if config.swap_ab else (m, n)
+    # A cluster is launched whole.
+    height, width = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
+    down, along = -(-rows // height), -(-columns // width)
+    parts, cluster = config.parts(k), config.cluster_m * config.cluster_n
+    # Some SMs are left over: on an H200 120 CTAs in clusters of four ran at once, and 128 did not.
+    filled = down * along * cluster * parts / (sms if cluster < 4 else sms * 10 / 11)
+    padding = 1 - m / (along * width if config.swap_ab else down * height)
+    return Features(math.ceil(filled), filled, math.ceil(steps / parts), padding, in_bytes, m * n)
+
+
+# What cuBLAS may pick among: CTA tiles, and what a wave of one costs beside its area's share.
+_LIBRARY = (
+    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.05), (64, 256, 1.2), (128, 64, 1.3),
+    (64, 128, 1.3), (64, 64, 1.7),
+)  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _library_waves(shape: Shape, sms: int) -> float:
+    """Waves of tiles of 128 x 128 that a library's product is worth, which picks its own tile and
+    splits K where tiles are few."""
+    m, n, k = shape
+    return min(
+        math.ceil(-(-m // height) * -(-n // width) * parts / sms)
+        * (height * width / 128**2 / parts)
+        * (factor * (1 + 0.06 * (parts - 1)))
+        for height, width, factor in _LIBRARY
+        for parts in (1, 2, 4)
+        if parts == 1 or k >= 1024 * parts
+    )
 
 
 def time_us(cost: Any, memory: Any, f: Any) -> Any:

@@ -25,6 +25,7 @@ _STEPS = 150  # of the optimiser; its loss was flat by then
 _FOLDS = 8
 # Errors of the logarithm beyond which a time pulls no harder, and how little the start values pull.
 _OUTLIER, _PULL = 0.1, 1e-5
+_DISTURBED = math.log(1.8)
 
 
 def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Model:
@@ -88,6 +89,20 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
             for c, row, there in zip(configs, missed, known.tolist(), strict=True)
         },
     )
+
+
+def undisturbed(
+    measured: Mapping[Shape, Times], *, element_bytes: int, sms: int
+) -> dict[Shape, Times]:
+    """Measured times without those that something else on the machine made long: what takes 1.8
+    times as long as it would fit, and shapes where a fifth of the times are such."""
+    model = fit(measured, element_bytes=element_bytes, sms=sms)
+    misses, kept = model.misses or {}, dict[Shape, Times]()
+    for i, (shape, times) in enumerate(measured.items()):
+        sound = {c: us for c, us in times.items() if (misses[c][i] or 0.0) < _DISTURBED}
+        if len(sound) >= 0.8 * len(times):
+            kept[shape] = sound
+    return kept
 
 
 def held_back(

@@ -15,6 +15,7 @@ import torch
 
 from coda_agent import generated
 from coda_agent.agent.judge.compare import same
+from coda_agent.generated import tables
 from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives import function as function_module
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
@@ -449,3 +450,21 @@ def test_what_the_judge_did_not_see_is_not_run(tmp_path: Path, file: str) -> Non
         text.write("\n# one more line\n")
     with pytest.raises(WorkspaceError, match=rf"{file} is not what its evidence was made for"):
         load_kernel(folder)
+
+
+def test_the_table_that_comes_with_the_package() -> None:
+    """Of the programs as they are, and near the fastest where it was not fitted."""
+    table = tables.read(tables.PACKAGED, "NVIDIA H200")
+    assert table is not None
+    names = [path.parent.name for path in tables.PACKAGED.glob("*/kernel.py")]
+    assert sorted(table.kernels) == sorted(names)
+    for name, entry in table.kernels.items():
+        kernel = getattr(generated, name)
+        assert entry.program == next(iter(kernel.programs.values())).digest
+        assert entry.regret.shapes >= 60 and entry.regret.mean <= 1.03
+        chosen = {
+            m: kernel.choose(m, 4096, 4096, entry.dtype, gpu="NVIDIA H200") for m in (16, 5000)
+        }
+        assert chosen[16] != chosen[5000] and {c.label for c in chosen.values()}.isdisjoint(
+            kernel.refused
+        )
