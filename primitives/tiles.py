@@ -134,6 +134,9 @@ STREAMING: tuple[tuple[int, TileConfig], ...] = (
     (256, TileConfig(64, 128, 2, 1)),
     (256, TileConfig(128, 64, 1, 2, split_k=2)),
     (256, TileConfig(128, 224, 1, 2)),
+    (512, TileConfig(128, 96, 2, 1)),
+    (512, TileConfig(128, 192, 2, 1)),
+    (512, TileConfig(128, 224, 2, 1)),
 )
 # Transposed, the rows need not fill a tile: TMA takes long over absent ones.
 _TRANSPOSED: tuple[tuple[int, TileConfig], ...] = (
