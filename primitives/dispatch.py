@@ -175,6 +175,8 @@ class Model:
     ) -> list[tuple[TileConfig, float]]:
         """Configurations with their predicted microseconds, fastest first: those of `configs` that
         the model knows, by default all."""
+        m, n, k = shape
+        shape = max(m, 1), n, k  # no rows take as long as one
         known = self.costs if configs is None else [c for c in configs if c in self.costs]
         times = {c: self._formula_us(c, shape) for c in known}
         if self.misses and times:

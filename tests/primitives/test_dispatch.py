@@ -121,7 +121,13 @@ def test_a_miss_corrects_near_its_shape_and_nowhere_else() -> None:
 @pytest.mark.parametrize("gpu", [H200, Gpu("a small one", 20, 3e11)])
 def test_the_prior_picks_something_on_offer_at_any_size(gpu: Gpu) -> None:
     for program in (plain, gated):
-        for shape in [(1, 16, 8), (16, 14336, 4096), (65536, 131072, 8192), (2**31, 4096, 64)]:
+        for shape in [
+            (0, 128, 64),
+            (1, 16, 8),
+            (16, 14336, 4096),
+            (65536, 131072, 8192),
+            (2**31, 4096, 64),
+        ]:
             assert propose(program, *shape, gpu=gpu)[0] in offered(program, [shape])
 
 
@@ -162,6 +168,7 @@ def test_a_table_picks_what_was_fitted(table: Table, fitted: Model, tmp_path: Pa
     assert max(map(len, path.read_text().splitlines())) < 1000
     model = tables.find(tmp_path, "Some GPU", "plain", plain.digest, "float16")
     assert model is not None
+    assert model.ranked((0, 4096, 4096)) == model.ranked((1, 4096, 4096))
     for shape in sampled(40, seed=8):
         (_, ours), (_, theirs) = model.ranked(shape)[0], fitted.ranked(shape)[0]
         assert ours == pytest.approx(theirs, rel=5e-3)
