@@ -322,7 +322,7 @@ def tune(
     gpu = execution.usable_gpu("cuda")
     assert gpu is not None  # "cuda" demands one
     function, user = load_kernel(kernel.folder), user_tuning(kernel.folder)
-    user.prepare()
+    user.add({})  # what fails, fails before anything is measured
     dtypes = sorted({spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()})
 
     def lines() -> dict[str, Any]:

@@ -29,15 +29,15 @@ def shape(text: str, where: str = "--shape") -> Shape:
     return m, n, k
 
 
-def rows(text: str) -> list[int]:
-    """`1,16,128` as values of M.
+def numbers(option: str, text: str, expected: str, *, of: int = 1) -> list[int]:
+    """`1,16,128` as a list, each a positive multiple of `of`.
 
     Raises:
         CodaError: something else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", part) for part in parts):
-        raise CodaError(f"--rows is {text[:60]!r}, expected positive numbers, such as 1,16,128")
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", x) and int(x) % of == 0 for x in parts):
+        raise CodaError(f"{option} is {text[:60]!r}, expected {expected}")
     return [int(part) for part in parts]
 
 

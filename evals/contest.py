@@ -27,7 +27,7 @@ from coda_agent.evals import contenders as own
 from coda_agent.evals import libraries
 from coda_agent.evals.contenders import Absent, Contender, called
 from coda_agent.evals.definitions import Benchmark, Place, Suite
-from coda_agent.evals.loops import time_loops
+from coda_agent.evals.host_time import time_loops
 from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.evals.workloads import Outputs, Rotation, Workload, make_workload
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -115,6 +115,8 @@ def run_contest(
         CodaError: unknown kernel, model or contender, or a suite without a benchmark.
         MachineError: no Hopper GPU.
     """
+    import torch
+
     benchmark, known, began = suite.measured(), contenders(), time.monotonic()
     _check_known("kernel", kernels, benchmark.kernels)
     _check_known("model", models, benchmark.models)
@@ -154,6 +156,11 @@ def run_contest(
         except MachineError as fault:  # the clocks disagree; the next run may fare better
             say(f"{key}: not measured: {fault.message}")
             continue
+        except torch.OutOfMemoryError as error:
+            why = dict.fromkeys(task.wanted, str(error).splitlines()[0])
+            figures: dict[str, Any] = {"tiles": {}, "errors": {}, "notes": {}}
+            figures |= {**_figures("warm", {}, True), "absent": why}
+            figures["steady"] = {**_figures("steady", {}, True), "absent": why}
         about = {"model": task.place.model, "product": task.place.product}
         cells[key] = {
             "kernel": task.place.kernel, "size": task.place.size,
@@ -230,37 +237,18 @@ def _check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
 def _measured(
     task: _Task, benchmark: Benchmark, clock: Clock, rounds: int, device: str
 ) -> dict[str, Any]:
-    """`measure` of a task; where the GPU's memory is too small, a cell that says so."""
-    import torch
-
-    place, known = task.place, contenders()
-    try:
-        workload = make_workload(
-            task.kernel, place.sizes(task.kernel.spec), benchmark.dtype, device, place.widths
-        )
-        chosen = [one for name, one in known.items() if name in task.wanted]
-        return measure(workload, benchmark, chosen, clock, rounds)
-    except torch.OutOfMemoryError as error:
-        why = dict.fromkeys(task.wanted, str(error).splitlines()[0])
-        none = {"tiles": {}, "errors": {}, "notes": {}, **_figures("warm", {}), "absent": why}
-        return {**none, "steady": {**_figures("steady", {}), "absent": why}}
-
-
-def measure(
-    workload: Workload,
-    benchmark: Benchmark,
-    chosen: Iterable[Contender],
-    clock: Clock,
-    rounds: int,
-) -> dict[str, Any]:
     """Build each contender, check it against the truth, and time those that are right."""
     import torch
 
     torch.compiler.reset()  # a reference may be compiled eight times in a process, then not again
+    place = task.place
+    sizes = place.sizes(task.kernel.spec)
+    workload = make_workload(task.kernel, sizes, benchmark.dtype, device, place.widths)
     runs: dict[str, Rotation] = {}
     record: dict[str, Any] = {"tiles": {}, "errors": {}, "notes": {}, "absent": {}}
-    for contender in chosen:
-        name = contender.name
+    for name, contender in contenders().items():
+        if name not in task.wanted:
+            continue
         try:
             run, tile = _built(contender, workload, benchmark, clock)
             off, outputs = _checked(run, workload)
@@ -274,37 +262,34 @@ def measure(
     samples = dict(clock.interleave(runs, rounds))
     for name in [n for n, s in samples.items() if s.fault and n != "gemm"]:
         record["absent"][name] = samples.pop(name).fault
-    record |= _figures("warm", samples)
+    brief = bool(benchmark.models)  # hundreds of cells: without each round's time
+    record |= _figures("warm", samples, brief)
     streams = clock.steady({name: runs[name] for name in samples})
     record["steady"] = {
-        **_figures("steady", {name: s for name, s in streams.items() if not s.fault}),
+        **_figures("steady", {name: s for name, s in streams.items() if not s.fault}, brief),
         "absent": {name: s.fault for name, s in streams.items() if s.fault},
     }
     if benchmark.loops:
         sound = {n: runs[n] for n, s in samples.items() if not s.fault}
-        record["loop"] = _looped(workload, sound, samples)
-    if benchmark.models:  # hundreds of cells: without each round's time
-        for regime in (record, record["steady"], record.get("loop", {"times": {}})):
-            for name, timing in regime["times"].items():
-                regime["times"][name] = {k: timing[k] for k in ("median_us", "interval_us")}
+        gpu_us = {n: samples[n].median_us for n in sound}
+        times, absent = _looped(workload, sound, gpu_us, device)
+        record["loop"] = {**_figures("loop", times, brief), "absent": absent}
     return record
 
 
 def _looped(
-    workload: Workload, runs: Mapping[str, Rotation], samples: Mapping[str, Samples]
-) -> dict[str, Any]:
-    """Wall times of eager loops, ours of the function that a user imports."""
-    looped, absent = {name: run for name, run in runs.items() if name != "ours"}, {}
-    try:
-        function = called(workload)
-        _checked(function, workload)
-    except Exception as fault:
-        absent["ours"] = _why(fault)
-    else:
-        looped["ours"] = function
-    gpu_us = {name: samples[name].median_us for name in runs}
-    device = workload.operands(workload.inputs[0])[0].device.type
-    return {**_figures("loop", time_loops(looped, gpu_us, device)), "absent": absent}
+    workload: Workload, runs: dict[str, Rotation], gpu_us: Mapping[str, float], device: str
+) -> tuple[dict[str, Samples], dict[str, str]]:
+    """Wall times of eager loops, ours of the function that a user imports; and why it has none."""
+    absent: dict[str, str] = {}
+    if runs.pop("ours", None):
+        try:
+            function = called(workload)
+            _checked(function, workload)
+            runs["ours"] = function
+        except Exception as fault:
+            absent["ours"] = _why(fault)
+    return time_loops(runs, gpu_us, device), absent
 
 
 def _checked(run: Rotation, workload: Workload) -> tuple[float, Outputs]:
@@ -328,10 +313,11 @@ def _why(fault: Exception) -> str:
     return f"{what}: {(str(fault).strip().splitlines() or [''])[0]}"
 
 
-def _figures(regime: str, samples: Mapping[str, Samples]) -> dict[str, Any]:
+def _figures(regime: str, samples: Mapping[str, Samples], brief: bool) -> dict[str, Any]:
     """Times in a regime, each contender's speed as a share of cuBLAS's, and ours over each. A
     contender without times has no ratios."""
-    times = {name: s.timing().model_dump() for name, s in samples.items()}
+    kept = {"median_us", "interval_us"} if brief else None
+    times = {name: s.timing().model_dump(include=kept) for name, s in samples.items()}
     found: dict[str, Any] = {"regime": regime, "times": times, "of_gemm": {}, "over": {}}
     if gemm := samples.get("gemm"):
         found["of_gemm"] = {name: speedup(s, gemm).model_dump() for name, s in samples.items()}

@@ -1,4 +1,4 @@
-"""What a call of a kernel costs the host, until the launch is enqueued, and whose part is what.
+"""Times by the host's clock: what a call of a kernel costs it, whose part is what, and eager loops.
 
 - At the smallest check shape the device is done before the next call, so that it is the host that
   is timed. The host waits for it every few calls, and that wait is not timed.
@@ -8,18 +8,22 @@
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.samples import Samples
 from coda_agent.specs import draw_inputs
 
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
 
 ROUNDS, CALLS = 40, 8
+LOOPS, LOOP = 5, 200
+_LONGEST_US, _FEWEST = 20e3, 5
 
 TIMED = {
     "call": "the public function, called eagerly for final values",
@@ -109,9 +113,7 @@ def measure(
 
 def _timed(calls: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
     """By name, the median time of a call."""
-    import torch
-
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait = _wait(device)
     times: dict[str, list[int]] = {name: [] for name in calls}
     clock = time.perf_counter_ns
     for turn in range(rounds + 2):
@@ -125,3 +127,43 @@ def _timed(calls: dict[str, Callable[[], Any]], device: str, rounds: int) -> dic
                     times[name].append(took)
     wait()
     return {name: median(found) / 1e3 for name, found in times.items()}
+
+
+def time_loops(
+    calls: Mapping[str, Callable[[int], object]], gpu_us: Mapping[str, float], device: str
+) -> dict[str, Samples]:
+    """Time loops of up to `LOOP` calls that nothing waits in, in `LOOPS` random orders; the last
+    wait for the device counts.
+
+    Args:
+        calls: By name; each called with its number in the loop.
+        gpu_us: About how long the device takes for a call. A loop is shorter where 200 of them take
+            more than 20 ms, since the host then no longer decides.
+        device: "cuda", or "cpu" for tests.
+
+    Returns:
+        By name: microseconds a call, one a loop.
+    """
+    wait = _wait(device)
+    numbers = {n: min(LOOP, max(_FEWEST, int(_LONGEST_US / gpu_us[n]))) for n in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for i in range(_FEWEST):
+            call(i)
+    for _ in range(LOOPS):
+        for name in random.sample(list(calls), len(calls)):
+            call = calls[name]
+            wait()
+            started = time.perf_counter_ns()
+            for i in range(numbers[name]):
+                call(i)
+            wait()
+            times[name].append((time.perf_counter_ns() - started) / 1e3 / numbers[name])
+    return {name: Samples(tuple(found)) for name, found in times.items()}
+
+
+def _wait(device: str) -> Callable[[], None]:
+    """What waits for the device."""
+    import torch
+
+    return torch.cuda.synchronize if device == "cuda" else lambda: None

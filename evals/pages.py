@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from coda_agent.evals.record_files import write_whole
+from coda_agent.primitives.objects import write_whole
 
 T = TypeVar("T")
 Rows = list[Sequence[object]]

@@ -6,9 +6,7 @@
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +15,7 @@ from pydantic import ValidationError
 from coda_agent.evals import archive
 from coda_agent.evals.records import SCHEMA, TrialKey, TrialRecord, suite_digest
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import write_whole
 
 TRIALS = Path("evals", "results", "trials")
 """Where records are, in a workspace: a folder for each suite."""
@@ -101,23 +100,6 @@ def write_definition(folder: Path, definition: dict[str, Any]) -> Path:
     path = folder / _definition_name(suite_digest(definition))
     write_whole(path, json.dumps(definition, indent=1, sort_keys=True) + "\n")
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, synced to disk before it has its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".tmp", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def read_records(folder: Path) -> Results:

@@ -6,7 +6,6 @@ A folder of accepted kernels may hold tables of its own; the package's is asked 
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from coda_agent.primitives.dispatch import Cost, Memory, Model, Regret, Shape
+from coda_agent.primitives.objects import write_whole
 from coda_agent.primitives.tiles import TileConfig
 
 PACKAGED = Path(__file__).parent
@@ -97,19 +97,12 @@ class Table(_Part):
     def write(self, folder: Path) -> Path:
         """Writes the table, a configuration a line, in place of what was there."""
         path = file(folder, self.gpu)
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1)
         # A line break in JSON text is layout, never part of a string.
         for leaf in (r"\[[^\[\]{}]*\]", r"\{\s*\"(config|mean)\"[^{}]*(\{[^{}]*\}[^{}]*)?\}"):
-            text = re.sub(leaf, _flat, text)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(text + "\n", "utf-8")
-        part.replace(path)
+            text = re.sub(leaf, lambda found: re.sub(r"\n\s*", " ", found[0]), text)
+        write_whole(path, text + "\n")
         return path
-
-
-def _flat(found: re.Match[str]) -> str:
-    return re.sub(r"\n\s*", " ", found[0])
 
 
 def file(folder: Path, gpu: str) -> Path:

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from coda_agent.primitives.lower import lowering_digest
-from coda_agent.primitives.objects import user_cache
+from coda_agent.primitives.objects import user_cache, write_whole
 from coda_agent.primitives.tiles import TileConfig
 
 VARIABLE = "CODA_AGENT_TUNED"
@@ -91,32 +91,26 @@ class UserTuning:
     ) -> TileConfig | None:
         """The configuration measured to be fastest at exactly this (M, N, K), of those with this
         reduction block; None where none was measured."""
-        line = self._shapes.get((gpu, dtype, *shape))
-        if line is None or block is None:
-            return line and line.config
-        return line.blocks.get(str(block))
+        for line in self._held.get(gpu, {}).get(dtype, ()):
+            if line.shape == shape:
+                return line.config if block is None else line.blocks.get(str(block))
+        return None
 
     def gpus(self) -> set[str]:
         """Names of the GPUs that something was measured on."""
-        return {gpu for gpu, *_ in self._shapes}
+        return set(self._held)
 
     @cached_property
-    def _shapes(self) -> dict[tuple[str, str, int, int, int], TunedShape]:
-        """The file as a call needs it, read once a process."""
+    def _held(self) -> Lines:
+        """What a call reads of the file, once a process."""
         try:
-            lines = self.lines()
+            return self.lines()
         except (OSError, ValueError) as error:
             warnings.warn(
                 f"coda-agent: {self.path} is no tuning cache and is not used: {_reason(error)}",
                 stacklevel=2,
             )
             return {}
-        return {
-            (gpu, dtype, *line.shape): line
-            for gpu, types in lines.items()
-            for dtype, found in types.items()
-            for line in found
-        }
 
     def lines(self) -> Lines:
         """What the file holds now; nothing where there is none.
@@ -132,7 +126,7 @@ class UserTuning:
         return _LINES.validate_json(text)
 
     def add(self, measured: Mapping[str, Any]) -> None:
-        """Adds lines, in place of those of the same shapes.
+        """Adds lines, in place of those of the same shapes. Adding none shows whether more can be.
 
         Raises:
             OSError: the folder cannot be written to; the file is as it was.
@@ -144,27 +138,9 @@ class UserTuning:
                     here = lines.setdefault(gpu, {})
                     by_shape = {line.shape: line for line in (*here.get(dtype, ()), *found)}
                     here[dtype] = [by_shape[shape] for shape in sorted(by_shape)]
-            part = self.path.with_suffix(f".{os.getpid()}")
-            try:
-                text = json.dumps(_LINES.dump_python(lines, mode="json"), indent=1)
-                part.write_text(text + "\n", "utf-8")
-                part.replace(self.path)
-            finally:
-                part.unlink(missing_ok=True)
-        self.__dict__.pop("_shapes", None)
-
-    def prepare(self) -> None:
-        """Does before anything is measured what `add` would fail at: something else in the file's
-        place is set aside.
-
-        Raises:
-            OSError: `add` could not write.
-        """
-        with self._locked():
-            self._kept()
-            part = self.path.with_suffix(f".{os.getpid()}")
-            part.touch()
-            part.unlink()
+            text = json.dumps(_LINES.dump_python(lines, mode="json"), indent=1)
+            write_whole(self.path, text + "\n")
+        self.__dict__.pop("_held", None)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

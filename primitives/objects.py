@@ -1,8 +1,10 @@
-"""Where compiled objects are kept: quack's object cache, in a folder of the user's."""
+"""Where compiled objects are kept, quack's object cache in a folder of the user's; and files
+that are written whole."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -60,3 +62,20 @@ def _say_not_kept(folder: str, why: str) -> None:
         "compiles its own; QUACK_CACHE_DIR names another folder",
         stacklevel=4,
     )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, synced to disk before it has its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".tmp", delete=False
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

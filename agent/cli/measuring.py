@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from coda_agent.agent import shapes
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.report import Reply, columns, outcomes, reported
 from coda_agent.agent.cli.targets import Json, sharing
@@ -17,7 +18,6 @@ from coda_agent.agent.workspace import find
 from coda_agent.evals import chain_error, contest, contest_page, definitions, host_time, shapes_page
 from coda_agent.evals.benchmarks import write_table
 from coda_agent.generated.kernel import load_kernel
-from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import use_cache
 
 
@@ -68,7 +68,8 @@ def bench(
         chosen = definitions.load(suite)
         rows = bool(chosen.measured().models)  # refused before anything is measured or read
         wanted = ("numbers of rows, such as 1,16", 1) if rows else ("multiples of 128", 128)
-        numbers = _numbers("--rows" if rows else "--sizes", sizes or "", wanted[0], of=wanted[1])
+        named = ("--rows" if rows else "--sizes", (sizes or "").strip(" ,"))
+        numbers = shapes.numbers(*named, wanted[0], of=wanted[1]) if named[1] else []
         if not table:
             use_cache()
             require_idle()
@@ -90,21 +91,6 @@ def bench(
 def _names(text: str | None) -> list[str]:
     """`ours,compile` as a list."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def _numbers(option: str, text: str, expected: str, *, of: int = 1) -> list[int]:
-    """`2048,4096` as a list, each a positive multiple of `of`; nothing as an empty one.
-
-    Raises:
-        CodaError: something else.
-    """
-    try:
-        found = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = [0]
-    if any(n <= 0 or n % of for n in found):
-        raise CodaError(f"{option} is {text!r}, expected {expected}")
-    return found
 
 
 def _machine() -> dict[str, Any]:

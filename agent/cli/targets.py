@@ -67,7 +67,7 @@ def sharing(*names: str) -> Callable[[Callable[..., Reply]], Callable[..., Reply
             for name in names:
                 if value := given.pop(name):
                     os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
-            if "sandbox" in names and sandbox.VARIABLE in os.environ:
+            if "sandbox" in names and os.environ.get(sandbox.VARIABLE):
                 sandbox.choose()
             return command(**given)
 

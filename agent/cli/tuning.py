@@ -139,7 +139,7 @@ def _named(
     if not (given or file or model):
         raise CodaError("no shapes are named", hint="--shape, --shapes or --from-model")
     own = [shapes.shape(text) for text in given or []] + (shapes.in_file(file) if file else [])
-    counts = shapes.rows(rows)
+    counts = shapes.numbers("--rows", rows, "positive numbers, such as 1,16,128")
 
     def named(spec: Path) -> list[shapes.Shape]:
         found = shapes.of_model(model, load_spec(spec), counts) if model else []

@@ -51,7 +51,7 @@ def choose() -> Sandbox:
         CodaError: $CODA_AGENT_SANDBOX names no tier.
         MachineError: it demands a stronger tier than works here.
     """
-    demanded = os.environ.get(VARIABLE, "process")
+    demanded = os.environ.get(VARIABLE) or "process"
     if demanded not in TIERS:
         raise CodaError(f"no sandbox {demanded!r}", hint=f"one of {', '.join(TIERS)}")
     missing: dict[str, str] = {}

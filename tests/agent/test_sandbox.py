@@ -108,6 +108,8 @@ def test_a_demand_that_is_not_met_is_an_error(
     monkeypatch.setenv(sandbox.VARIABLE, "jail")
     with pytest.raises(CodaError, match="no sandbox 'jail'"):
         CompilePool(1)
+    monkeypatch.setenv(sandbox.VARIABLE, "")  # as if unset
+    assert sandbox.choose().tier in sandbox.TIERS
 
 
 def test_on_the_command_line(no_bwrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +119,9 @@ def test_on_the_command_line(no_bwrap: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 3
     assert result.stderr.count("\n") == 1 and no_bwrap in result.stderr
     assert CliRunner().invoke(app, ["check", kernel, "--sandbox", "jail"]).exit_code == 2
+    monkeypatch.setenv(sandbox.VARIABLE, "")
+    missing = CliRunner().invoke(app, ["check", "nowhere.py"])
+    assert "no sandbox" not in missing.stderr and "nowhere.py" in missing.stderr
     items = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["items"]
     found = {item["name"]: item for item in items}
     assert found["sandbox bubblewrap"]["value"] is None

@@ -212,7 +212,7 @@ LLAMA = {
 def of_model(folder: Path, about: object, kernel: str = KERNEL, rows: str = "16") -> list[Any]:
     (folder / "config.json").write_text(json.dumps(about))
     spec = load_spec(FOLDER.parent / kernel / "spec.md")
-    return shapes.of_model(folder, spec, shapes.rows(rows))
+    return shapes.of_model(folder, spec, shapes.numbers("--rows", rows, "numbers"))
 
 
 def test_the_shapes_of_a_model_are_its_products(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.samples import Samples, speedup
-from coda_agent.evals import contest, definitions, libraries, loops, shapes_page
+from coda_agent.evals import contest, definitions, host_time, libraries, shapes_page
 from coda_agent.evals.contenders import Absent, called, ours
 from coda_agent.evals.contest import run_contest
 from coda_agent.evals.workloads import Heads, make_workload
@@ -267,10 +267,10 @@ def test_a_loop_is_timed_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(name: str) -> Callable[[int], None]:
         return lambda i: (counted[name].append(i), time.sleep(2e-3 if name == "slow" else 2e-4))[1]
 
-    found = loops.time_loops({n: call(n) for n in counted}, {"slow": 2e3, "fast": 1.0}, "cpu")
+    found = host_time.time_loops({n: call(n) for n in counted}, {"slow": 2e3, "fast": 1.0}, "cpu")
     assert 2e3 <= found["slow"].median_us < 4e3 and 200 <= found["fast"].median_us < 2e3
-    assert len(counted["slow"]) == 5 + loops.ROUNDS * 10  # 20 ms at 2 ms a call
-    assert len(counted["fast"]) == 5 + loops.ROUNDS * loops.CALLS
+    assert len(counted["slow"]) == 5 + host_time.LOOPS * 10  # 20 ms at 2 ms a call
+    assert len(counted["fast"]) == 5 + host_time.LOOPS * host_time.LOOP
     assert speedup(found["fast"], found["slow"]).low > 1
 
 

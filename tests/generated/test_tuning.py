@@ -144,7 +144,7 @@ def test_a_place_that_cannot_be_used_is_a_warning_in_a_call_and_an_error_for_a_w
     user = user_tuning(folder())
     with pytest.warns(UserWarning, match="is not used: Not a directory"):
         assert user.find(GPU, "bfloat16", (16, 4096, 4096)) is None
-    for write in (user.prepare, lambda: user.add(lines(line(16)))):
+    for write in (lambda: user.add({}), lambda: user.add(lines(line(16)))):
         with pytest.raises(OSError) as found:
             write()
         assert found.value.filename == str(cache)
