@@ -50,11 +50,7 @@ class Built:
 
 
 def ahead(
-    kernel: Kernel,
-    shapes: Iterable[Shape],
-    *,
-    gpu: str | None = None,
-    block: int | None = None,
+    kernel: Kernel, shapes: Iterable[Shape], *, gpu: str | None = None, block: int | None = None
 ) -> tuple[list[CompileJob], list[Fold]]:
     """What calls of a kernel at (M, N, K) shapes compile: every variant in every element type, in
     the tile that is dispatched there.
@@ -111,12 +107,16 @@ def _gpu(function: Function, name: str | None) -> str:
             )
         return here[0]
     known = {*function.tuned, *(function.user.gpus() if function.user else ())}
-    types = function.spec.type_choices()
-    dtypes = [function.spec.dtype_of(function.spec.gemm[0], chosen) for chosen in types]
+    spec = function.spec
+    dtypes = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}
     if name not in known and not any(function.model(name, dtype) for dtype in dtypes):
         hint = near_matches(name, known) or f"known: {', '.join(sorted(known))}"
         raise CodaError(f"nothing was measured of {function.__name__} on a {name!r}", hint=hint)
     return name
+
+
+def _note(job: CompileJob) -> str:
+    return f"{job.program.name} {job.element} {job.config.label}"
 
 
 def compiled(jobs: Sequence[CompileJob], folds: Sequence[Fold], observer: Observer) -> Built:
@@ -134,19 +134,17 @@ def compiled(jobs: Sequence[CompileJob], folds: Sequence[Fold], observer: Observ
         start = os.fstat(file.fileno()).st_mtime  # by the clock of what follows
 
     def tell(done: int, job: CompileJob) -> None:
-        note = f"{job.program.name} {job.element} {job.config.label}"
-        about = {"gate": "warm", "done": done, "total": len(jobs), "note": note}
+        about = {"gate": "warm", "done": done, "total": len(jobs), "note": _note(job)}
         observer("gate.progress", about)
 
     failed, new = dict[str, str](), 0
     for job, built in zip(jobs, Local().map(jobs, tell), strict=True):
         if isinstance(built, CompileError):
-            failed[f"{job.program.name} {job.element} {job.config.label}"] = str(built)
+            failed[_note(job)] = str(built)
         else:
             new += Path(built.object).stat().st_mtime >= start
     for program, config, m, n in folds:
-        outputs = allocate(
-            program, m, n, dict.fromkeys(program.outputs, torch.float32), config, "meta"
-        )
+        dtypes = dict.fromkeys(program.outputs, torch.float32)
+        outputs = allocate(program, m, n, dtypes, config, "meta")
         finalised(program, outputs, m, n, config)
     return Built(folder, new, len(jobs) - len(failed) - new, failed)

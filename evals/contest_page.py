@@ -30,12 +30,10 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
         CodaError: no record.
     """
     benchmark = suite.measured()
-    files = list((root / "evals" / "results").glob(f"{suite.name}-*.json"))
-    if not files:
+    if not (found := pages.latest(root, suite.name)):
         hint = f"`coda-agent bench --suite {suite.name}` on a Hopper GPU makes one"
         raise CodaError(f"there is no record of suite {suite.name}", hint=hint)
-    records = [(json.loads(file.read_text("utf-8")), file) for file in files]
-    record, file = max(records, key=lambda pair: pair[0]["date"])
+    record, file = found
     order = [*benchmark.kernels]
     cells = [c for c in record["cells"].values() if "ours" in c["times"]]
     cells.sort(key=lambda c: (c["size"], order.index(c["kernel"])))

@@ -61,6 +61,13 @@ def gpu_record(root: Path, name: str, machine: Mapping[str, Any], device: str) -
     return root / "evals" / "results" / f"{name}-{gpu}.json"
 
 
+def latest(root: Path, name: str) -> tuple[dict[str, Any], Path] | None:
+    """A workspace's latest record of a name, on any GPU, and its file; None without one."""
+    files = (root / "evals" / "results").glob(f"{name}-*.json")
+    records = [(json.loads(file.read_text("utf-8")), file) for file in files]
+    return max(records, key=lambda pair: pair[0]["date"], default=None)
+
+
 def write_record(path: Path, head: Mapping[str, Any], cells: Mapping[str, Any]) -> None:
     """Write a record: the head's keys, then `cells`, one a line; never half a file."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in cells.items())

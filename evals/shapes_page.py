@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -21,28 +20,27 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
     """Write both files from the latest record in evals/results/; the record, the page, the chart.
     Without a record only the page, which says so."""
     benchmark, page = suite.measured(), root / "docs" / f"{suite.name}.md"
-    files = list((root / "evals" / "results").glob(f"{suite.name}-*.json"))
-    if not files:
+    chart = page.with_suffix(".svg")
+    if not (found := pages.latest(root, suite.name)):
         return [pages.write(page, "shapes.md", suite=suite, cells=[])]
-    records = [(json.loads(file.read_text("utf-8")), file) for file in files]
-    record, file = max(records, key=lambda pair: pair[0]["date"])
+    record, file = found
     places = [place.key for place in benchmark.places(sizes=sorted(benchmark.sizes))]
     known = sorted(record["cells"].items(), key=lambda item: [*places, item[0]].index(item[0]))
     cells = [cell for _, cell in known if "ours" in cell["times"]]
     labels = {name: one.label for name, one in contenders().items()}
     for cell in cells:
         others = [(r["ratio"], labels[n]) for n, r in cell["over"].items() if n not in _OWN]
-        cell["over"] |= (
-            {"best": dict(zip(("ratio", "name"), min(others), strict=True))} if others else {}
-        )
+        if others:
+            cell["over"]["best"] = dict(zip(("ratio", "name"), min(others), strict=True))
     sizes = sorted({cell["size"] for cell in cells})
-    models = {m: _rows(c for c in cells if c["model"] == m) for m in benchmark.models}
-    models = {model: rows for model, rows in models.items() if rows}
+    models = {
+        m: rows for m in benchmark.models if (rows := _rows(c for c in cells if c["model"] == m))
+    }
     compared = [c for c in cells if "compile" in c["over"]]
     looped = [c for c in cells if "compile" in regime(c, "loop")["over"]]
     pages.write(
         page, "shapes.md", suite=suite, cells=cells, record=file.relative_to(root).as_posix(),
-        places=len(places), chart=page.with_suffix(".svg").name, summary=_summary(cells),
+        places=len(places), chart=chart.name, summary=_summary(cells),
         compared=len(compared), few_rows=FEW_ROWS, widths=benchmark.models,
         slower=[
             f"{_place(c)}: {pages.interval(c['over']['compile'])}, {c['tiles']['ours']}"
@@ -62,10 +60,7 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
         }
         for model, rows in models.items()
     }  # fmt: skip
-    chart, title = (
-        page.with_suffix(".svg"),
-        "How many times as fast as the best other, warm, by rows",
-    )
+    title = "How many times as fast as the best other, warm, by rows"
     chart.write_text(svg.heat(title, heat, [*map(str, sizes)]), encoding="utf-8")
     return [file, page, chart]
 

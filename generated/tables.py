@@ -134,16 +134,8 @@ def read(folder: Path, gpu: str) -> Table | None:
 
 
 def find(folder: Path, gpu: str, kernel: str, program: str, dtype: str) -> Model | None:
-    """The model of a kernel, from the table in its folder or in the package; None where that
-    program was not measured with elements of this width.
-
-    Args:
-        folder: Of the kernels.
-        gpu: The GPU's name.
-        kernel: The kernel's name.
-        program: The digest of its program.
-        dtype: Of A.
-    """
+    """The model of a kernel, from the table in the folder of kernels or in the package; None where
+    the program of that digest was not measured with elements of A as wide as `dtype`."""
     for place in dict.fromkeys((folder, PACKAGED)):
         if table := read(place, gpu):
             entry = table.kernels.get(kernel)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -78,11 +77,7 @@ class UserTuning:
     """
 
     def __init__(self, kernel: str, digest: str) -> None:
-        """
-        Args:
-            kernel: The kernel's name.
-            digest: Of its program and spec.
-        """
+        """Takes the kernel's name, and the digest of its program and spec."""
         key = hashlib.sha256("\n".join([digest, *_toolchain()]).encode()).hexdigest()
         self.path = folder() / f"{kernel}-{key[:16]}.json"
 
@@ -131,23 +126,17 @@ class UserTuning:
         Raises:
             OSError: the folder cannot be written to; the file is as it was.
         """
-        with self._locked():
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             lines = self._kept()
             for gpu, types in _LINES.validate_python(measured).items():
                 for dtype, found in types.items():
                     here = lines.setdefault(gpu, {})
                     by_shape = {line.shape: line for line in (*here.get(dtype, ()), *found)}
                     here[dtype] = [by_shape[shape] for shape in sorted(by_shape)]
-            text = json.dumps(_LINES.dump_python(lines, mode="json"), indent=1)
-            write_whole(self.path, text + "\n")
+            write_whole(self.path, _LINES.dump_json(lines, indent=1).decode() + "\n")
         self.__dict__.pop("_held", None)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_suffix(".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _kept(self) -> Lines:
         """What the file holds; one that holds something else is set aside."""
