@@ -693,7 +693,8 @@ def test_offered_tiles(program: Program, base: set[TileConfig], few: set[TileCon
     wide = {m: found - base - unfused for m, found in wide.items()}
     assert wide[17] == few - {TileConfig(128, 16, swap_ab=True)}
     assert wide[65] == {c for c in FEW if c.cluster_m == 2 or c.tile_m == 128}
-    assert wide[257] == wide[513] == set()
+    assert wide[257] == {TileConfig(128, n, 2, 1) for n in (96, 192, 224)}
+    assert wide[513] == set()
     assert DEFAULT_CONFIGS["sm_90a"] in base
 
 
