@@ -28,14 +28,12 @@ from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workspace import Kernel, Run, Workspace
 from coda_agent.generated.kernel import Kernel as Function
 from coda_agent.generated.kernel import load_kernel, user_tuning
-from coda_agent.primitives.dispatch import propose
+from coda_agent.primitives.dispatch import Shape, propose
 from coda_agent.primitives.errors import CompileError, SpecError, WorkspaceError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.faults import size_faults
 
-Shape = tuple[int, int, int]
-"""M, N and K."""
 PROPOSED = 10
 """Configurations that are compiled and timed at a shape, for each element type.
 

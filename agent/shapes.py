@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.evals import definitions
+from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import Spec
 
-Shape = tuple[int, int, int]
 EXPECTED = "M,N,K, such as 16384,4096,4096"
 
 

@@ -15,10 +15,11 @@ from coda_agent.agent import doctor
 from coda_agent.agent.execution.local import Local
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.records import Observer
-from coda_agent.agent.pipeline import Shape, check_shape
+from coda_agent.agent.pipeline import check_shape
 from coda_agent.agent.workspace import Kernel
 from coda_agent.generated.kernel import Kernel as Function
 from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError, CompileError, MachineError
 from coda_agent.primitives.launch import allocate
 from coda_agent.primitives.objects import cache_directory

@@ -129,10 +129,12 @@ def run_contest(
     packages = {**machine["packages"], **{name: package_version(name, m) for name, m in needed}}
     machine = {**machine, "packages": packages}
     names = names or benchmark.contenders or tuple(known)
+    accepted = _accepted(root, kernels or benchmark.kernels)
     tasks = []
     for place in benchmark.places(kernels, sizes, models):
-        if not (task := _task(root, place, benchmark, machine, names, clock)):
+        if not (kernel := accepted.get(place.kernel)):
             continue
+        task = _task(kernel, place, benchmark, machine, names, clock)
         held = cells.get(place.key, {})
         if held.get("digests") == task.digests and "steady" in held:
             answered = {*held["times"], *held["absent"]}
@@ -178,22 +180,24 @@ def run_contest(
     return path
 
 
+def _accepted(root: Path, names: Iterable[str]) -> dict[str, Kernel]:
+    """Kernels by name, without those that are not accepted. Each is read once, since that takes
+    5 ms and a suite has hundreds of cells."""
+    from coda_agent.generated.kernel import load_kernel
+
+    folders = {name: root / "generated" / name for name in names}
+    return {n: load_kernel(f) for n, f in folders.items() if (f / "kernel.py").is_file()}
+
+
 def _task(
-    root: Path,
+    kernel: Kernel,
     place: Place,
     benchmark: Benchmark,
     machine: Mapping[str, Any],
     names: Iterable[str],
     clock: Clock,
-) -> _Task | None:
-    """What is to be measured at a place, and all that its figures depend on; None where the kernel
-    is not accepted."""
-    from coda_agent.generated.kernel import load_kernel
-
-    folder = root / "generated" / place.kernel
-    if not (folder / "kernel.py").is_file():
-        return None
-    kernel = load_kernel(folder)
+) -> _Task:
+    """What is to be measured of a kernel at a place, and all that its figures depend on."""
     spec, sizes = kernel.spec, place.sizes(kernel.spec)
     dtype = spec.dtype_of(spec.gemm[0], dict.fromkeys(spec.types, benchmark.dtype))
     m, n, k = (sizes[dim] for dim in spec.gemm_dims)

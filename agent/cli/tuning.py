@@ -14,6 +14,7 @@ from coda_agent.agent.cli.targets import Json, sharing
 from coda_agent.agent.execution import executor
 from coda_agent.agent.workspace import find
 from coda_agent.generated.kernel import user_tuning
+from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import load_spec
@@ -134,14 +135,14 @@ def fit(
 
 def _named(
     given: list[str] | None, file: Path | None, model: Path | None, rows: str
-) -> Callable[[Path], list[shapes.Shape]]:
+) -> Callable[[Path], list[Shape]]:
     """The shapes that the options name, of a kernel by its spec's path."""
     if not (given or file or model):
         raise CodaError("no shapes are named", hint="--shape, --shapes or --from-model")
     own = [shapes.shape(text) for text in given or []] + (shapes.in_file(file) if file else [])
     counts = shapes.numbers("--rows", rows, "positive numbers, such as 1,16,128")
 
-    def named(spec: Path) -> list[shapes.Shape]:
+    def named(spec: Path) -> list[Shape]:
         found = shapes.of_model(model, load_spec(spec), counts) if model else []
         return list(dict.fromkeys([*own, *found]))
 

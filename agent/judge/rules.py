@@ -21,7 +21,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -32,7 +31,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.objects import user_cache
+from coda_agent.primitives.objects import user_cache, write_whole
 
 ROOT = Path(__file__).parents[2]
 LOCK = Path(__file__).with_name("rules.lock.json")
@@ -165,12 +164,9 @@ def meanings() -> dict[str, str]:
         if kept.sources == sources.hexdigest():
             return kept.meanings
     found = parsed_meanings(ROOT)
-    part = file.with_suffix(f".{os.getpid()}")
+    kept = _Kept(sources=sources.hexdigest(), meanings=found)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time alone
-        file.parent.mkdir(parents=True, exist_ok=True)
-        kept = _Kept(sources=sources.hexdigest(), meanings=found)
-        part.write_text(kept.model_dump_json(), "utf-8")
-        part.replace(file)
+        write_whole(file, kept.model_dump_json())
     return found
 
 

@@ -356,9 +356,10 @@ def test_kernels_are_compiled_before_anything_is_timed(
         lambda: SimpleNamespace(map=lambda jobs, _: seen.extend(jobs)),
     )
     places = itertools.islice(SMALL.measured().places(kernels=["gemm_rmsnorm_rope"]), 2)
+    kernel = load_kernel(workspace / "generated" / "gemm_rmsnorm_rope")
     tasks = [
-        contest._task(workspace, place, SMALL.measured(), MACHINE, [], Clock()) for place in places
+        contest._task(kernel, place, SMALL.measured(), MACHINE, [], Clock()) for place in places
     ]
-    contest._compile_ahead([t for t in tasks if t], SMALL.measured(), lambda _: None)
+    contest._compile_ahead(tasks, SMALL.measured(), lambda _: None)
     (job,) = seen
     assert (job.dtype, job.arch, job.config) == ("bfloat16", "sm_90a", DEFAULT_CONFIGS["sm_90a"])
