@@ -132,6 +132,13 @@ def store_rounding(
     return unit_of(dtype) * stored.nan_to_num(0.0, 0.0, 0.0)
 
 
+def addend_rounding(truth: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor) -> float:
+    """What rounding the addend of an output, (M,) or (M, N), to `dtype` may err, as a share of the
+    output's norm."""
+    addend = store_rounding(truth, dtype, added_to) - store_rounding(truth, dtype)
+    return float(addend.norm() / truth.nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-300))
+
+
 def allowance(
     truth: torch.Tensor,
     dtype: torch.dtype,
@@ -181,13 +188,21 @@ def _spread(noise: torch.Tensor) -> torch.Tensor:
     return blocks.repeat_interleave(p, 0)[:m].repeat_interleave(q, 1)[:, :n].reshape(noise.shape)
 
 
-def bound(torch_error: Errors, dtype: str, multiple: float) -> Errors:
+def bound(torch_error: Errors, dtype: str, multiple: float, addend: float = 0.0) -> Errors:
     """What a candidate may err: a multiple of PyTorch's own error on the same inputs, and never
-    less than the dtype's floor."""
+    less than the dtype's floor.
+
+    Args:
+        torch_error: PyTorch's own error.
+        dtype: What the output is stored in.
+        multiple: The spec's tolerance.
+        addend: What rounding the addend of an output that is added in place may err in norm.
+            PyTorch rounds the sum alone. Where a few elements nearly cancel, the addend's rounding
+            is most of the error. Tiles are measured beyond what their stores may err.
+    """
     floor = FLOORS[dtype]
-    return Errors(
-        max(multiple * torch_error.norm, floor), max(multiple * torch_error.tile, 2 * floor), 1.0
-    )
+    norm = max(multiple * torch_error.norm, floor) + addend
+    return Errors(norm, max(multiple * torch_error.tile, 2 * floor), 1.0)
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:

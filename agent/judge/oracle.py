@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from coda_agent.agent.judge.compare import (
     BASELINE_LIMIT,
     Errors,
+    addend_rounding,
     allowance,
     bound,
     measure,
@@ -126,8 +127,11 @@ def make_case(
         truth = {o: t for o, t in truth.items() if _in_range(t, plain[o], dtypes[o], structure)}
         plain = {o: _settled(plain[o], t) for o, t in truth.items()}
     errors = {o: measure(plain[o], t) for o, t in truth.items()}
+    held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items() if o in truth}
+    addends = {o: addend_rounding(truth[o], dtypes[o], h) for o, h in held.items()}
     bounds = {
-        o: bound(e, spec.dtype_of(o, types), spec.tolerance.multiple) for o, e in errors.items()
+        o: bound(e, spec.dtype_of(o, types), spec.tolerance.multiple, addends.get(o, 0.0))
+        for o, e in errors.items()
     }
     for o, error in errors.items():
         if structure is None and spec.has_baseline and error.norm > BASELINE_LIMIT:
@@ -135,7 +139,6 @@ def make_case(
                 f"{spec.path}: the baseline's {o} is {error.norm:.2e} of its norm away from "
                 "the reference"
             )
-    held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items()}
     runs = [disturbed(spec, inputs, binding, seed + i) for i in range(probes)]
     allowed = {
         o: allowance(t, dtypes[o], [r[o] for r in runs], held.get(o))
