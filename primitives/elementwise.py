@@ -285,6 +285,8 @@ def _fold_rows(combine: str, sums: Any, values: list[Any], inside: Any) -> None:
 
 def _folded(combine: str, values: list[Any], inside: Any) -> list[Any]:
     """The partial of a warp, of its threads inside; of a log-sum-exp the maximum and the sum."""
+    if combine == "min":  # the maximum of the negated values, until `_total`
+        values, combine = [-Float32(v) for v in values], "max"
     identity = Float32(0.0 if combine == "add" else -math.inf)
     values = [Float32(select_(inside, Float32(v), identity)) for v in values]
     if combine == "add":
@@ -303,8 +305,8 @@ def _total(combine: str, planes: list[list[Any]]) -> Any:
     if combine == "add":
         return _tree(planes[0], lambda x, y: x + y)
     top = _tree(planes[0], _arch.fmax)
-    if combine == "max":
-        return top
+    if combine in ("max", "min"):
+        return top if combine == "max" else -top
     shift = _shift(top)
     parts = [s * _math.exp(t - shift, fastmath=True) for t, s in zip(*planes, strict=True)]
     return _math.log(_tree(parts, lambda x, y: x + y), fastmath=True) + top

@@ -44,7 +44,10 @@ def _fold(
         j = start + tl.arange(0, FOLDED)
         inside = (i < kept)[:, None] & (j < folded)[None, :]
         at = i.to(tl.int64)[:, None] * kept_stride + j[None, :] * folded_stride
-        x = tl.load(raw + at, mask=inside, other=0.0 if summed else float("-inf"))
+        nothing = float("inf") if COMBINE == "min" else float("-inf")
+        x = tl.load(raw + at, mask=inside, other=0.0 if summed else nothing)
+        if COMBINE == "min":
+            x = -x
         if summed:
             total += tl.sum(x, 1)
         else:
@@ -59,6 +62,8 @@ def _fold(
         result = tl.rsqrt(total * weight + eps)
     elif COMBINE == "max":
         result = top
+    elif COMBINE == "min":
+        result = -top
     else:
         result = tl.where(top == float("-inf"), top, top + tl.log(total))
     tl.store(out + i, result, mask=i < kept)
@@ -100,7 +105,7 @@ def fold(raw: torch.Tensor, combine: str, weight: float, eps: float = 0.0) -> to
     Args:
         raw: The partials, on a GPU; or on the meta device, for which the kernel of a Hopper GPU is
             only compiled.
-        combine: "add", "max", "logsumexp", or "rstd" for 1 / √(sum · weight + eps).
+        combine: "add", "max", "min", "logsumexp", or "rstd" for 1 / √(sum · weight + eps).
         weight: Factor of a sum.
         eps: Added under the root.
     """

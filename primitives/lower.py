@@ -196,7 +196,9 @@ class Replay:
             value = apply("mul", value, weight)
         if half:
             # Both lanes of a pair reach the reduction: the second contributes its identity.
-            return value, value if kind.combine == "max" else _lifted(kind.identity(), value)
+            return value, value if kind.combine in ("max", "min") else _lifted(
+                kind.identity(), value
+            )
         return value
 
     def index_of(self, o: str) -> str:

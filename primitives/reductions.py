@@ -21,7 +21,7 @@ class Reduction(Output):
     Partials are folded in fp32 before any rounding. Final values are one small launch more.
 
     Attributes:
-        combine: "add", "max" or "logsumexp".
+        combine: "add", "max", "min" or "logsumexp".
         mean: Whether a sum is weighted by one over the block.
         over_rows: Whether it folds the rows of each column, with partials (N, ⌈M / block⌉) and
             final values (N,); otherwise the columns of each row, (M, ⌈N / block⌉) and (M,).
@@ -38,7 +38,7 @@ class Reduction(Output):
     @classmethod
     def identity(cls) -> float:
         """What it gives of nothing."""
-        return 0.0 if cls.combine == "add" else -math.inf
+        return {"add": 0.0, "min": math.inf}.get(cls.combine, -math.inf)
 
     @classmethod
     def block(cls, config: TileConfig) -> int:
@@ -69,9 +69,10 @@ class Reduction(Output):
         tiles = padded.reshape(kept, blocks, block)
         if cls.combine == "logsumexp":
             return tiles.logsumexp(-1)
-        if cls.combine == "max":
+        if cls.combine in ("max", "min"):
             # As the GPU: NaN is passed over.
-            return torch.where(tiles.isnan(), identity, tiles).amax(-1)
+            known = torch.where(tiles.isnan(), identity, tiles)
+            return known.amax(-1) if cls.combine == "max" else known.amin(-1)
         return tiles.sum(-1) / block if cls.mean else tiles.sum(-1)
 
     @classmethod
@@ -83,8 +84,8 @@ class Reduction(Output):
         weight = block / folded if cls.mean else 1.0
         if cls.combine == "logsumexp":
             return raw.logsumexp(-1)
-        if cls.combine == "max":
-            return raw.amax(-1)
+        if cls.combine in ("max", "min"):
+            return raw.amax(-1) if cls.combine == "max" else raw.amin(-1)
         return raw.sum(-1) * weight
 
     @classmethod
@@ -107,6 +108,10 @@ class Reduction(Output):
             return (MaskedColSum if cls.over_rows else MaskedRowSum)(name)
         if cls.combine == "logsumexp":
             return OnlineLSEReduce(name)
+        if cls.combine == "min":
+            from coda_agent.primitives.stores import MinReduce
+
+            return MinReduce(name)
         op = RowVecReduce if cls.over_rows else ColVecReduce
         return op(name, combine=cls.combine, scaled=o in lowering.scaled)
 
@@ -154,6 +159,19 @@ class RowMax(Reduction):
     combine = "max"
 
 
+class RowMin(Reduction):
+    """Minimum of each row, for the zero points of asymmetric quantisation.
+
+    NaN elements are passed over, as the GPU's min instruction does.
+
+        @epilogue(D=Tile, low=RowMin, high=RowMax)
+        def extent(acc):
+            return {"D": acc, "low": acc, "high": acc}
+    """
+
+    combine = "min"
+
+
 class RowLogSumExp(Reduction):
     """log Σ exp of each row, kept stable by a running maximum (paper, section 3.1).
 
@@ -192,4 +210,4 @@ class ColMax(_OverRows):
     combine = "max"
 
 
-REDUCTIONS = (RowSum, RowMean, RowMax, RowLogSumExp, ColSum, ColMax)
+REDUCTIONS = (RowSum, RowMean, RowMax, RowMin, RowLogSumExp, ColSum, ColMax)

@@ -16,6 +16,7 @@ from coda_agent.primitives.reductions import (
     RowLogSumExp,
     RowMax,
     RowMean,
+    RowMin,
     RowSum,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "RowLogSumExp",
     "RowMax",
     "RowMean",
+    "RowMin",
     "RowSum",
     "RowVector",
     "Scalar",

@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, Uint32, cute
 from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import get_device_capacity
 from quack.epilogue import frontend
-from quack.epilogue.ops import ColVecSelect, TileStore
+from quack.epilogue.ops import ColVecReduce, ColVecSelect, TileStore
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
@@ -107,6 +107,20 @@ def _among(numbers: list[int], x: Any) -> Any:
         near = (at >= 0) & (at < 32)
         found |= near & Boolean((Uint32(bits) >> Uint32(select_(near, at, Int32(0)))) & Uint32(1))
     return found
+
+
+class MinReduce(ColVecReduce):
+    """quack's maximum over the columns of each row, of the negated values."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, combine="max")
+
+    def fn_sink_flush(self, gemm: Any, state: Any, frag: Any, scale: Any = None) -> None:
+        frag.store(-frag.load())
+        super().fn_sink_flush(gemm, state, frag, scale)
+
+    def _finalize(self, vals: Any) -> Any:
+        return -vals[0]
 
 
 class PairStore(TileStore):

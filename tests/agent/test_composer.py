@@ -29,6 +29,7 @@ from coda_agent.primitives import (
     RowLogSumExp,
     RowMax,
     RowMean,
+    RowMin,
     RowSum,
     RowVector,
     Scalar,
@@ -496,6 +497,11 @@ def mean_of_squares(acc: Any) -> Any:
     return {"D": acc, "s": acc * acc}
 
 
+@epilogue(D=Tile, s=RowMin)
+def smallest(acc):
+    return {"D": acc, "s": acc}
+
+
 @epilogue(D=Tile, s=RowMax)
 def largest(acc: Any) -> Any:
     return {"D": acc, "s": absolute(acc)}
@@ -928,6 +934,16 @@ SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
         ],
     ),
     (
+        smallest,
+        "",
+        DS,
+        [
+            MM + "return {'D': D, 's': D.amin(-1)}",
+            MM + "return {'D': D, 's': torch.min(D, dim=-1).values}",
+            MM + "return {'D': D, 's': D.min(1, keepdim=True)[0].flatten()}",
+        ],
+    ),
+    (
         scaled_sum,
         "r",
         DS,
@@ -1230,7 +1246,7 @@ REFUSED = [
      r"probe.md:26: add: uses a row reduction again in the same kernel"),
     ("", O, MM + "return {'O': D - D.amax(-1, keepdim=True)}", "uses a row reduction again"),
     ("", DS, MM + "return {'D': D, 's': D.norm(dim=-1)}", "output 's' is computed by 'sqrt'"),
-    ("r", DS, MM + "return {'D': D, 's': r * D.amax(-1)}", "amax|maximum can be scaled by a positive"),
+    ("r", DS, MM + "return {'D': D, 's': r * D.amax(-1)}", "maximum or minimum can be scaled by"),
     ("", "D s", MM + "return {'D': D, 's': D[:, 0]}", "'s' moves values|is computed by"),
     ("index", O, MM + "return {'O': D.gather(1, index[:, None].expand_as(D))}",
      "gather: only one element of each row can be taken"),

@@ -67,7 +67,7 @@ def test_kinds() -> None:
     assert kind["Tile"] == "load, store"
     assert {kind[n] for n in ("ColIndex", "ColVector", "RowVector", "Scalar")} == {"load"}
     assert {kind[n] for n in ("HalfTile", "RowGather")} == {"store"}
-    reductions = ("RowSum", "RowMean", "RowMax", "RowLogSumExp", "ColSum", "ColMax")
+    reductions = ("RowSum", "RowMean", "RowMax", "RowMin", "RowLogSumExp", "ColSum", "ColMax")
     assert {kind[n] for n in reductions} == {"reduction"}
     assert kind["gather"] == "select"
     assert {kind[n] for n in ("pairs", "interleave", "rotary", "rotate")} == {"pairwise"}

@@ -21,6 +21,7 @@ from coda_agent.primitives import (
     RowLogSumExp,
     RowMax,
     RowMean,
+    RowMin,
     RowSum,
     RowVector,
     Scalar,
@@ -258,10 +259,19 @@ def test_partials_of_a_ragged_row_by_hand() -> None:
     assert RowSum.partials(value, 2).tolist() == [[3.0, 7.0, -5.0], [-3.0, -7.0, -5.0]]
     assert RowMean.partials(value, 2).tolist() == [[1.5, 3.5, -2.5], [-1.5, -3.5, -2.5]]
     assert RowMax.partials(value, 2).tolist() == [[2.0, 4.0, -5.0], [-1.0, -3.0, -5.0]]
+    assert RowMin.partials(value, 2).tolist() == [[1.0, 3.0, -5.0], [-2.0, -4.0, -5.0]]
+    value[0, :2], value[1, 0] = math.nan, math.nan  # passed over
+    assert RowMin.partials(value, 2).tolist() == [[math.inf, 3.0, -5.0], [-2.0, -4.0, -5.0]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [(RowSum, [5.0, -15.0]), (RowMean, [1.0, -3.0]), (RowMax, [4.0, -1.0])]
+    ("kind", "expected"),
+    [
+        (RowSum, [5.0, -15.0]),
+        (RowMean, [1.0, -3.0]),
+        (RowMax, [4.0, -1.0]),
+        (RowMin, [-5.0, -5.0]),
+    ],
 )
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 def test_finalise_is_exact(kind: Any, expected: list[float], width: int) -> None:

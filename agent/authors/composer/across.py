@@ -18,7 +18,8 @@ class Across:
         self.layout, self.apply = layout, apply
         self.meaning = {
             **{r.aten: partial(self.reduce, r.aten) for r in REDUCTIONS.values()},
-            "max": self.largest,
+            "max": partial(self.extreme, "amax"),
+            "min": partial(self.extreme, "amin"),
             "gather": self.gather,
         }
 
@@ -46,12 +47,12 @@ class Across:
                 return self.layout.write(made, shape, Frame((left,)))
         raise ProgramError("only a sum or a maximum over all rows of each column is available")
 
-    def largest(self, x: Elements, *over: Any) -> Any:
-        """The maximum; over a dim, PyTorch returns its position too."""
-        found = self.reduce("amax", x, *over)
+    def extreme(self, op: str, x: Elements, *over: Any) -> Any:
+        """The maximum or minimum; over a dim, PyTorch returns its position too."""
+        found = self.reduce(op, x, *over)
         if not over:
             return found
-        return [found, Unusable("the position of a maximum is not available")]
+        return [found, Unusable("the position of a maximum or minimum is not available")]
 
     def _whole(self, codes: Any) -> tuple[str, Expr]:
         """Which dim the rows of a matrix are, and the full tile, or half of one, that it holds."""
@@ -108,6 +109,7 @@ class Across:
 # A reduction of two values, if it is no sum.
 _JOINED: dict[str, Callable[..., Expr]] = {
     "amax": partial(apply, "maximum"),
+    "amin": partial(apply, "minimum"),
     "mean": lambda x, y: (x + y) * 0.5,
 }
 # What a reduction of each row of such a matrix leaves.

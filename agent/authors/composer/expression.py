@@ -41,6 +41,7 @@ REDUCTIONS = {
     "row_sum": Reduction("RowSum", "sum", "M", "row sum"),
     "row_mean": Reduction("RowMean", "mean", "M", "row mean"),
     "row_max": Reduction("RowMax", "amax", "M", "row maximum"),
+    "row_min": Reduction("RowMin", "amin", "M", "row minimum"),
     "row_logsumexp": Reduction("RowLogSumExp", "logsumexp", "M", "row log-sum-exp"),
     "col_sum": Reduction("ColSum", "sum", "N", "column sum"),
     "col_max": Reduction("ColMax", "amax", "N", "column maximum"),
@@ -230,8 +231,8 @@ def _scaled(x: Expr, scale: Expr) -> Expr:
         raise ProgramError(AGAIN)
     if x.op == "row_logsumexp":
         raise ProgramError("scales a log-sum-exp, which no scale of its terms does")
-    if x.op.endswith("_max") and not (scale.op == "const" and scale.value > 0):
-        raise ProgramError("a maximum can be scaled by a positive constant only")
+    if x.op.endswith(("_max", "_min")) and not (scale.op == "const" and scale.value > 0):
+        raise ProgramError("a maximum or minimum can be scaled by a positive constant only")
     if x.op == "row_sum" and scale.op == "const" and abs(scale.value * x.value - 1) < 1e-12:
         return make("row_mean", x.args[0], dims=x.dims, value=x.value)
     return make(x.op, x.args[0] * scale, dims=x.dims, value=x.value)
