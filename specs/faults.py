@@ -138,12 +138,19 @@ def _reference_faults(spec: Spec) -> Iterator[str]:
         line = spec.reference_line + (error.lineno or 1) - 1
         yield f"line {line}: reference has a syntax error: {error.msg}"
         return
-    expected = ", ".join([*spec.inputs, *spec.parameters])
+    expected = [*spec.inputs, *spec.parameters]
+    listed = ", ".join(expected)
     found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "reference"]
     if len(found) != 1:
-        yield f"block defines reference {len(found)} times; expected `def reference({expected})`"
-    for argument in ast.walk(found[0].args):
+        yield f"block defines reference {len(found)} times; expected `def reference({listed})`"
+    given = found[0].args
+    for argument in ast.walk(given):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    if (got := ast.unparse(found[0].args)) != expected:
-        yield f"reference takes ({got}); expected ({expected})"
+    plain, named = given.args, given.kwonlyargs
+    constants = {a.arg for a in plain[len(plain) - len(given.defaults) :]}
+    constants |= {a.arg for a, default in zip(named, given.kw_defaults, strict=True) if default}
+    # What has a default may be left undeclared: it is a constant then.
+    taken = [a.arg for a in (*plain, *named) if a.arg in expected or a.arg not in constants]
+    if taken != expected or given.vararg or given.kwarg or given.posonlyargs:
+        yield f"reference takes ({ast.unparse(given)}); expected ({listed})"

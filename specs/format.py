@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.resources import steps
@@ -158,10 +158,15 @@ class Dim(_Model):
 
 
 class Output(_Model):
-    """A tensor the kernel writes."""
+    """A tensor the kernel writes; a list alone is its shape."""
 
     shape: Annotated[Shape, PlainValidator(_parse_shape)]
-    dtype: str
+    dtype: str = "T"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_alone(cls, raw: Any) -> Any:
+        return {"shape": raw} if isinstance(raw, list) else raw
 
 
 class Input(Output):
@@ -189,22 +194,22 @@ class Tolerance(_Model):
 
 
 class Header(_Model):
-    """The front matter."""
+    """The front matter; `defaults.py` completes what is empty."""
 
     name: str
-    level: Literal["compose", "reparameterise", "extend"]
-    summary: str
+    level: Literal["compose", "reparameterise", "extend"] = "compose"
+    summary: str = ""
     types: dict[str, tuple[str, ...]] = {}
-    dims: dict[str, Dim]
+    dims: dict[str, Dim] = {}
     gemm: tuple[str, ...] = Field(min_length=2, max_length=2)
     parameters: dict[str, tuple[str, ...]] = {}
     inputs: dict[str, Input]
     outputs: dict[str, Output] = Field(min_length=1)
     in_place: InPlace | None = None
-    check_shapes: tuple[dict[str, int], ...] = Field(min_length=1)
-    bench_shapes: tuple[dict[str, int], ...] = Field(min_length=1)
-    tolerance: Tolerance
-    target: float = Field(gt=0)
+    check_shapes: tuple[dict[str, int], ...] = Field(default=(), min_length=1)
+    bench_shapes: tuple[dict[str, int], ...] = Field(default=(), min_length=1)
+    tolerance: Tolerance = Tolerance(multiple=2.0)
+    target: float = Field(default=0.97, gt=0)
 
 
 class Spec(Header):

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from coda_agent.primitives.errors import SpecError
+from coda_agent.specs.defaults import completed
 from coda_agent.specs.faults import faults
 from coda_agent.specs.format import Header, Spec
 
@@ -31,9 +32,9 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
         text = path.read_text(encoding="utf-8") if text is None else text
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         front, prose, source, line = _split(text)
-        header = Header.model_validate(_read_yaml(front))
+        header = _header(front)
         spec = Spec(
-            **{name: getattr(header, name) for name in Header.model_fields},
+            **completed(header, source),
             path=path,
             text=text,
             prose=prose,
@@ -45,8 +46,6 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
             raise ValueError(fault)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file; expected a spec in Markdown") from None
-    except ValidationError as error:
-        raise SpecError(f"{path}: {_first(error)}") from None
     except (OSError, ValueError, SpecError) as error:
         raise SpecError(f"{path}: {error}") from None
     return spec
@@ -76,6 +75,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _header(front: str) -> Header:
+    try:
+        return Header.model_validate(_read_yaml(front))
+    except ValidationError as error:
+        raise ValueError(_first(error, front)) from None
+
+
 def _read_yaml(front: str) -> dict[str, Any]:
     try:
         data = yaml.load(front, _Loader)
@@ -89,14 +95,51 @@ def _read_yaml(front: str) -> dict[str, Any]:
     return data
 
 
-def _first(error: ValidationError) -> str:
+_EXPECTED = {
+    "string": "text",
+    "literal": "one of ",
+    "float": "a number",
+    "int": "a whole number",
+    "tuple": "a list",
+    "dict": "keys and values",
+    "model": "keys and values",
+}
+"""What is expected where pydantic says that it is not, by the first word of its error's type."""
+
+
+def _first(error: ValidationError, front: str) -> str:
     # A misspelt key is also a missing one; the misspelling is what the reader must see.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     fault = faults[0]
-    where = ".".join(str(part) for part in fault["loc"])
+    where = ".".join(str(part) for part in fault["loc"] if part != "[key]")
+    line = f"line {_line(front, fault['loc'])}: "
+    context = fault.get("ctx", {})
     if fault["type"] == "extra_forbidden":
         known = f"; expected {', '.join(Header.model_fields)}" if len(fault["loc"]) == 1 else ""
-        return f"unknown key {where!r}{known}"
+        return f"{line}unknown key {where!r}{known}"
     if fault["type"] == "missing":
         return f"missing key {where!r}"
-    return f"{where}: {fault['msg'].removeprefix('Value error, ')}"
+    if fault["type"] == "value_error":
+        return f"{line}{where}: {context['error']}"
+    if fault["type"] in ("too_short", "too_long"):
+        bound = "at most {max_length}" if "max_length" in context else "at least {min_length}"
+        return f"{line}{where}: expected {bound}, got {{actual_length}}".format(**context)
+    expected = _EXPECTED.get(fault["type"].partition("_")[0], "")
+    expected += str(context.get("expected", ""))
+    for bound, words in (("gt", "a number greater than"), ("ge", "a number of at least")):
+        expected = f"{words} {context[bound]:g}" if bound in context else expected
+    return f"{line}{where}: expected {expected}, got {fault['input']!r}"
+
+
+def _line(front: str, loc: tuple[int | str, ...]) -> int:
+    """The line of the file that the value at `loc` of the front matter begins on."""
+    node = yaml.compose(front, _Loader)
+    for part in loc:
+        if isinstance(node, yaml.MappingNode):
+            found = [value for key, value in node.value if key.value == str(part)]
+        else:
+            found = node.value[part : part + 1] if isinstance(part, int) else []
+        if not found:
+            break
+        node = found[0]
+    return node.start_mark.line + 2

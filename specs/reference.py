@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 import traceback
@@ -74,6 +75,8 @@ def reference_callable(
 ) -> Callable[..., dict[str, torch.Tensor]]:
     """The bare reference with its parameters bound: `call(**inputs)`, fit for `torch.compile`.
 
+    A tensor, or a tuple of them, that it returns is given the names of the spec's outputs.
+
     With `baseline`, the block's function of that name, where it defines one: what a user would run.
 
     Raises:
@@ -84,8 +87,38 @@ def reference_callable(
         # Blank lines put the code on its own lines of the Markdown file, for tracebacks.
         source = "\n" * (spec.reference_line - 1) + spec.reference_source
         defined = _define(source, str(spec.path))
-        function = (baseline and defined.get("baseline")) or defined["reference"]
+        name = "baseline" if baseline and "baseline" in defined else "reference"
+        function = defined[name]
+    if not _names_outputs(spec.reference_source, name):
+        function = functools.partial(_named, function, tuple(spec.outputs))
     return functools.partial(function, **bound) if bound else function
+
+
+def _named(function: Callable[..., Any], names: tuple[str, ...], /, **inputs: Any) -> Any:
+    """What `function` returns, by name where it is a tensor, or a tuple of as many as `names`."""
+    returned = function(**inputs)
+    if returned is None or isinstance(returned, dict):
+        return returned
+    values = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+    return dict(zip(names, values, strict=True)) if len(values) == len(names) else returned
+
+
+@functools.lru_cache(maxsize=64)
+def _names_outputs(source: str, name: str) -> bool:
+    """Whether a function of the block ends by returning a dict that is written there."""
+    tree = ast.parse(source)
+    bodies = {node.name: node.body for node in tree.body if isinstance(node, ast.FunctionDef)}
+    seen = set[str]()
+    while name in bodies and name not in seen:
+        seen.add(name)
+        match bodies[name][-1]:
+            case ast.Return(value=ast.Dict()):
+                return True
+            case ast.Return(value=ast.Call(func=ast.Name(id=called))):
+                name = called
+            case _:
+                return False
+    return False
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,13 +186,14 @@ def run_reference(
                 outputs = function(**widened)
         else:
             outputs = function(**inputs)
-    got: object = outputs
-    if isinstance(got, dict):
-        got = {name: type(value).__name__ for name, value in got.items()}
-    if got != dict.fromkeys(spec.outputs, "Tensor"):
-        known = ", ".join(spec.outputs)
-        got = got if isinstance(got, dict) else f"a {type(got).__name__}"
-        raise SpecError(f"{spec.path}: reference returned {got}; expected Tensors {known}")
+    tensors = isinstance(outputs, dict) and {
+        name for name, value in outputs.items() if isinstance(value, torch.Tensor)
+    }
+    if tensors != {*spec.outputs} or len(outputs) != len(spec.outputs):
+        raise SpecError(
+            f"{spec.path}: the reference returns {_described(outputs)}; expected the tensors"
+            f" {', '.join(spec.outputs)}, as a dict by name or in this order"
+        )
     for name, value in outputs.items():
         if exact and value.is_floating_point() and value.dtype != wide:
             raise SpecError(
@@ -167,6 +201,14 @@ def run_reference(
                 " expected casts by .to(), .float() and the like only"
             )
     return {name: outputs[name] for name in spec.outputs}
+
+
+def _described(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"{len(value)} values"
+    if isinstance(value, dict):
+        return f"a dict with {', '.join(f'{k}, a {type(v).__name__}' for k, v in value.items())}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 @contextmanager

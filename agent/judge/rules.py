@@ -59,7 +59,7 @@ RULES = {
             "__init__ activations auxiliary derivatives gather graph interpret kinds operation ops "
             "pairwise program ptx ptx_run reductions resources rotary",
         )
-        + _in("specs", "__init__ faults format load reference")
+        + _in("specs", "__init__ defaults faults format load reference")
     ),
     # How a program becomes a kernel, and how a kernel is launched.
     "lowering": Rule(

@@ -199,9 +199,16 @@ def test_digest_ignores_line_ends_only() -> None:
         ("target: 0.97", "target: 0.97\nowner: me", "unknown key 'owner'; expected name, level"),
         ("target:", "tarjet:", "unknown key 'tarjet'; expected name"),
         ("N: {multiple_of: 16}", "N: {multiple: 16}", "unknown key 'dims.N.multiple'"),
-        ("target: 0.97\n", "", "missing key 'target'"),
-        ("level: compose", "level: hard", "level: Input should be 'compose'"),
-        ("target: 0.97", "target: fast", "target: Input should be a valid number"),
+        ("gemm: [A, B]\n", "", "missing key 'gemm'"),
+        ("level: compose", "level: hard", "line 3: level: expected one of 'compose', 'repar"),
+        ("target: 0.97", "target: fast", "line 27: target: expected a number, got 'fast'"),
+        ("target: 0.97", "target: -1", "target: expected a number greater than 0, got -1"),
+        ("tolerance: {multiple: 2.0}", "tolerance: 2", "tolerance: expected keys and values"),
+        ("N: {multiple_of: 16}", "N: {multiple_of: 0}", "expected a number of at least 1, got 0"),
+        ("N: {multiple_of: 16}", "N: {multiple_of: x}", "N.multiple_of: expected a whole number"),
+        ("  - {M: 3, N: 16", "  - {M: a, N: 16", "line 23: check_shapes.0.M: expected a whole"),
+        ("inputs:\n", "inputs:\n  1: [M]\n", "line 15: inputs.1: expected text, got 1"),
+        ("{T: [bfloat16, float16]}", "{T: bfloat16}", "types.T: expected a list, got 'bfloat16'"),
         ("name: scaled", "name: scaled-gemm", "name 'scaled-gemm' must be a Python identifier"),
         ("[none, relu]", "[a__b, relu]", "name 'a__b' must be a Python identifier"),
         ("[none, relu]", "[relu, relu]", "'act' lists ['relu', 'relu']; expected"),
@@ -233,7 +240,7 @@ def test_digest_ignores_line_ends_only() -> None:
         ("gemm: [A, B]", "gemm: [A, W]", "gemm: 'W' is not an input; expected two of A, B, v, x"),
         ("gemm: [A, B]", "gemm: [A, v]", "gemm: shapes A ['M', 'K'] and v []; expected [M, K]"),
         ("B: {shape: [N, K]", "B: {shape: [K, N]", "and B ['K', 'N']; expected [M, K] and [N, K]"),
-        ("gemm: [A, B]", "gemm: [A]", "gemm: Tuple should have at least 2 items"),
+        ("gemm: [A, B]", "gemm: [A]", "line 10: gemm: expected at least 2, got 1"),
         ("  D: {", "  A: {", "name 'A' is declared twice among inputs, outputs and parameters"),
         ("  - {M: 3, N: 16", "  - {M: 3, N: 17", "N=17; expected a positive multiple of 16"),
         ("  - {M: 3, N: 16", "  - {M: 0, N: 16", "M=0; expected a positive multiple of 1"),
@@ -257,7 +264,8 @@ def test_digest_ignores_line_ends_only() -> None:
         ("reference(A, B", "reference(B, A", "takes (B, A, v, x, y, per, act); expected (A, B, v"),
         ("per, act):", "per):", "reference takes (A, B, v, x, y, per); expected (A, B, v, x, y"),
         ("per, act):", "per, act, *rest):", "reference takes (A, B, v, x, y, per, act, *rest)"),
-        ("per, act):", "per, act=1):", "reference takes (A, B, v, x, y, per, act=1)"),
+        ("per, act):", "per, act, n):", "reference takes (A, B, v, x, y, per, act, n)"),
+        ("per, act):", "per, /, act):", "reference takes (A, B, v, x, y, per, /, act)"),
     ],
 )
 def test_bad_specs(old: str, new: str, message: str) -> None:
@@ -312,6 +320,64 @@ def test_shapes_that_a_kernel_refuses(
 
 def test_annotated_reference_is_accepted() -> None:
     assert parse(("reference(A, B", "reference(A: torch.Tensor, B")).name == "scaled"
+
+
+@pytest.mark.parametrize("more", ["act, eps=1e-6):", "act='none'):", "*, act, eps=1e-6):"])
+def test_what_has_a_default_need_not_be_declared(more: str) -> None:
+    assert parse(("act):", more)).name == "scaled"
+
+
+SHORTEST = """\
+---
+name: ffn
+gemm: [x, w]
+inputs: {x: [M, K], w: [N, K], i: {shape: [M], dtype: int32}}
+outputs: {y: [M, N/2]}
+---
+```python reference
+import torch
+
+def reference(x, w, i, eps=1e-6):
+    return torch.relu(x @ w.T)[:, ::2] + eps
+```
+"""
+
+
+def test_what_a_short_spec_leaves_out() -> None:
+    assert len(SHORTEST.splitlines()) == 12
+    spec = load_spec("ffn.md", text=SHORTEST)
+    assert (spec.level, spec.target, spec.tolerance.multiple) == ("compose", 0.97, 2.0)
+    assert spec.summary == "torch.relu(x @ w.T)[:, ::2] + eps"
+    assert spec.types == {"T": ("bfloat16", "float16")} and spec.inputs["x"].dtype == "T"
+    assert {name: dim.multiple_of for name, dim in spec.dims.items()} == {"M": 1, "N": 16, "K": 8}
+    draws = ("normal", (1.0,)), ("normal", ("K**-0.5",)), ("integers", (0, "N"))
+    assert tuple(spec.inputs[name].draw for name in "xwi") == draws
+    assert spec.check_shapes[:2] == ({"M": 1, "N": 16, "K": 8}, {"M": 77, "N": 272, "K": 64})
+    assert spec.bench_shapes[0] == {"M": 4096, "N": 4096, "K": 4096}
+    odd = SHORTEST.replace("name: ffn", "name: ffn\ntypes: {T: [float8_e4m3fn]}")
+    odd = odd.replace("N/2]", "N/3]").replace("def ref", '@torch.no_grad()\ndef ref').replace(
+        "    return", '    """A third.\n\n    Of it."""\n    return'
+    )  # fmt: skip
+    spec = load_spec("ffn.md", text=odd)
+    assert {name: dim.multiple_of for name, dim in spec.dims.items()} == {"M": 1, "N": 48, "K": 16}
+    assert spec.check_shapes[1] == {"M": 77, "N": 288, "K": 64} and spec.summary == "A third."
+    assert spec.inputs["w"].draw == ("normal", (1.0,))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (("gemm: [x, w]", "gemm: [x, v]"), "gemm: 'v' is not an input; expected two of x, w, i"),
+        (("w: [N, K]", "w: [K, N]"), "gemm: shapes x ['M', 'K'] and w ['K', 'N']; expected"),
+        (("y: [M, N/2]", "y: M"), "line 5: outputs.y: expected keys and values, got 'M'"),
+        (("def reference", "def other"), "block defines reference 0 times"),
+        (("def reference", "def"), "line 10: reference has a syntax error"),
+    ],
+)
+def test_a_bad_short_spec(edit: tuple[str, str], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec("ffn.md", text=SHORTEST.replace(*edit))
+    assert message in str(caught.value)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

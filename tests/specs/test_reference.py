@@ -307,6 +307,28 @@ def test_the_backward_of_swiglu_is_what_autograd_finds() -> None:
     torch.testing.assert_close(got["z"], (z * dz).sum(-1).detach() / 16)
 
 
+@pytest.mark.parametrize(
+    "returned", ["z.relu(), z.sum(0).float()", "[z.relu(), z.sum(0).float()]", "both(z)"]
+)
+def test_a_tuple_gets_the_names_of_the_outputs(returned: str) -> None:
+    text = (SPECS / "gemm_symlog.md").read_text("utf-8")
+    head, _ = text.split("```python reference")
+    head = head.replace(
+        "  O: {shape: [M, N], dtype: T}", "  O: [M, N]\n  s: {shape: [N], dtype: float32}"
+    )
+    source = "def both(z):\n    return z.relu(), z.sum(0).float()\n\n\ndef reference(A, B, bias, scale=2):\n"
+    source += f"    z = scale * (A @ B.T) + bias\n    return {returned}\n"
+    spec = load_spec("toy.md", text=f"{head}```python reference\n{source}```\n")
+    v = tensors(draw_inputs(spec, spec.check_shapes[1], BF16, seed=0))
+    z = 2 * (v["A"].double() @ v["B"].double().T) + v["bias"].double()
+    compiled = torch.compile(reference_callable(spec), backend="eager", fullgraph=True)
+    wide = {name: value.double() for name, value in v.items()}
+    for got in (run_reference(spec, v, exact=True), compiled(**wide)):
+        assert [*got] == ["O", "s"]
+        torch.testing.assert_close(got["O"], z.clamp(min=0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run_reference(spec, v, exact=True)["s"], z.sum(0))
+
+
 def test_softmax_dtype_keyword_is_exact() -> None:
     spec = toy("return {'O': F.softmax(A @ B.T, -1, dtype=torch.float32).to(A.dtype)}")
     inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)
@@ -335,10 +357,11 @@ def test_integers_keep_their_type_in_the_exact_run() -> None:
         ("pass\nreturn {'O': A @ B}", f"toy.md:{BODY_LINE + 1}: reference raised RuntimeError: "),
         ("raise ValueError", f"toy.md:{BODY_LINE}: reference raised ValueError: no message"),
         ("return np.eye(3)", f"toy.md:{BODY_LINE}: reference raised NameError: name 'np'"),
-        ("return A @ B.T", "reference returned a Tensor; expected Tensors O"),
-        ("return {'Z': A}", "reference returned {'Z': 'Tensor'}; expected Tensors O"),
-        ("return {'O': A, 'Z': A}", "'Z': 'Tensor'}; expected Tensors O"),
-        ("return {'O': 1.0}", "reference returned {'O': 'float'}; expected Tensors O"),
+        ("return None", "toy.md: the reference returns None; expected the tensors O, as a dict by"),
+        ("return A, A", "the reference returns 2 values; expected the tensors O"),
+        ("return {'Z': A}", "the reference returns a dict with Z, a Tensor; expected"),
+        ("return {'O': A, 'Z': A}", "a dict with O, a Tensor, Z, a Tensor; expected the tensors O"),
+        ("return {'O': 1.0}", "the reference returns a dict with O, a float; expected the tens"),
     ],
 )
 def test_faulty_references(body: str, message: str) -> None:

@@ -1,0 +1,113 @@
+"""What a spec's front matter may leave out, and what then stands in its place."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from coda_agent.specs.format import DTYPES, Dim, Draw, Header, Input, parts
+
+TYPES = ("bfloat16", "float16")
+_M, _N, _K, _OTHER = (1, 77, 200, 384), (16, 272, 336, 512), (8, 64, 136, 256), (1, 2, 3, 5)
+_BENCH = (4096, 8192)
+_LONGEST = 100
+
+
+def completed(header: Header, source: str) -> dict[str, Any]:
+    """The fields of `header` with defaults in the places of those left out.
+
+    - `types`: T, the type of a tensor that names none, is bfloat16 or float16.
+    - `dims`: those of the shapes; N in multiples of 16 and K of 16 bytes, as any kernel can take.
+    - `draw`: normal; of B with deviation K**-0.5, so that a product is of order one; an index
+      chooses among the N columns.
+    - `check_shapes`: one row, and ragged ones; `bench_shapes`: 4096 and 8192 of each dim.
+    - `summary`: the first line of the reference's docstring, or else the formula it returns.
+
+    Args:
+        header: What was given.
+        source: The reference block.
+    """
+    given = {name: getattr(header, name) for name in Header.model_fields}
+    tensors = [*header.inputs.values(), *header.outputs.values()]
+    types = dict(header.types)
+    if "T" not in types and any(tensor.dtype == "T" for tensor in tensors):
+        types["T"] = TYPES
+    m, n, k = _gemm(header) or ("", "", "")
+    dims = dict(header.dims)
+    if not dims:
+        shapes = [case for tensor in tensors for case in tensor.shape.cases.values()]
+        entries = [parts(e) for shape in shapes for e in shape if isinstance(e, str)]
+        element = _bytes(header.inputs[header.gemm[0]].dtype, types) if k else 2
+        for name in dict.fromkeys([*filter(None, (m, n, k)), *(dim for _, dim, _ in entries)]):
+            least = {n: 16, k: max(8, 16 // element)}.get(name, 1)
+            divisors = [divisor for _, dim, divisor in entries if dim == name]
+            dims[name] = Dim(multiple_of=math.lcm(least, *divisors))
+    sizes = {m: _M, n: _N, k: _K}
+    checks = [
+        {d: _up(sizes.get(d, _OTHER)[i], dim.multiple_of) for d, dim in dims.items()}
+        for i in range(len(_M))
+    ]
+    benches = [{d: _up(size, dim.multiple_of) for d, dim in dims.items()} for size in _BENCH]
+    return {
+        **given,
+        "types": types,
+        "dims": dims,
+        "inputs": {name: _drawn(header, name, types, n, k) for name in header.inputs},
+        "summary": header.summary or _summary(header.name, source),
+        "check_shapes": header.check_shapes or tuple(checks),
+        "bench_shapes": header.bench_shapes or tuple(benches),
+    }
+
+
+def _gemm(header: Header) -> tuple[str, str, str] | None:
+    """Dims M, N, K of the product, or None where `gemm` is at fault, as the parser then says."""
+    if not set(header.gemm) <= set(header.inputs):
+        return None
+    a, b = (header.inputs[name].shape.cases.get("", ()) for name in header.gemm)
+    if len(a) != 2 or len(b) != 2 or a[1] != b[1]:
+        return None
+    m, n, k = str(a[0]), str(b[0]), str(a[1])
+    return (m, n, k) if len({m, n, k}) == 3 else None
+
+
+def _bytes(dtype: str, types: dict[str, tuple[str, ...]]) -> int:
+    """Of the smallest element that a declared type may be."""
+    return min(DTYPES.get(choice, 2) for choice in types.get(dtype, (dtype,)))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _drawn(header: Header, name: str, types: dict[str, tuple[str, ...]], n: str, k: str) -> Input:
+    tensor = header.inputs[name]
+    if "draw" in tensor.model_fields_set or not k:
+        return tensor
+    draw = tensor.draw
+    if tensor.dtype.startswith("int"):
+        draw = Draw("integers", (0, n))
+    elif name == header.gemm[1] and _bytes(tensor.dtype, types) > 1:
+        draw = Draw("normal", (f"{k}**-0.5",))
+    return tensor.model_copy(update={"draw": draw})
+
+
+def _summary(name: str, source: str) -> str:
+    found = f"{name}, as its reference computes it."
+    for node in _functions(source):
+        said = (ast.get_docstring(node) or "").strip()
+        returns = [n.value for n in node.body if isinstance(n, ast.Return) and n.value]
+        found = said or (ast.unparse(returns[-1]) if returns else found)
+    line = found.splitlines()[0].strip()
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1].rstrip()}…"
+
+
+def _functions(source: str) -> Iterator[ast.FunctionDef]:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # the parser says so
+        return
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "reference":
+            yield node
