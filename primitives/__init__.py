@@ -3,9 +3,10 @@
 Each module says in its own `__all__` what of it is the language.
 """
 
-from coda_agent.primitives import activations, ops, resources
+from coda_agent.primitives import activations, elementary, ops, resources
 from coda_agent.primitives.activations import *
 from coda_agent.primitives.derivatives import derivative
+from coda_agent.primitives.elementary import *
 from coda_agent.primitives.gather import gather
 from coda_agent.primitives.ops import *
 from coda_agent.primitives.pairwise import interleave, pairs
@@ -17,6 +18,7 @@ from coda_agent.primitives.rotary import rotary, rotate
 __all__ = ["Program", "derivative", "epilogue", "gather", "interleave", "pairs", "ptx"]
 __all__ += ["rotary", "rotate"]
 __all__ += activations.__all__
+__all__ += elementary.__all__
 __all__ += ops.__all__
 __all__ += resources.__all__
 __all__.sort()  # pyright: ignore[reportUnsupportedDunderAll]

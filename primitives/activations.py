@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from coda_agent.primitives.ops import exp, gelu_tanh, maximum, minimum, sigmoid
+from coda_agent.primitives.ops import exp, fma, gelu_tanh, maximum, minimum, rint, sigmoid
 
 __all__ = [
     "clamp",
@@ -20,6 +21,7 @@ __all__ = [
     "silu",
     "swiglu",
     "swiglu_oai",
+    "wrapped",
 ]
 
 
@@ -162,3 +164,15 @@ def glu(gate: Any, up: Any) -> Any:
         return {"O": glu(gate, up)}
     """
     return sigmoid(gate) * up
+
+
+def wrapped(x: Any) -> Any:
+    """The angle x in radians less whole turns, in [-π, π]: what `sin` and `cos` take; |x| < 2²².
+
+    Cost: one multiplication and four multiply-adds. A turn is subtracted in two parts, the larger
+    of which float32 holds exactly.
+
+        return {"O": sin(wrapped(acc))}
+    """
+    turns = rint(x * (0.5 / math.pi))
+    return fma(turns, 1.748455600074497e-07, fma(turns, -6.2831854820251465, x))

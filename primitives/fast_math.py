@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -18,6 +19,18 @@ quack_function = partial(imported, "quack.activation")
 fast = partial(imported, "cutlass.cute.math", fastmath=True)
 """A function of one argument in its fast form (MUFU instructions)."""
 absolute_value = imported("cutlass.cute.math", "abs")
+_math = partial(imported, "cutlass.cute.math")
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A function of Float32 values in CUDA's library, right to a few units in the last place."""
+
+    def call(*args: Any) -> Any:
+        from cutlass import Float32
+
+        return _math(name)(*(Float32(x) for x in args))
+
+    return call
 
 
 def binary(name: str) -> Callable[..., Any]:
@@ -40,14 +53,79 @@ def reciprocal(x: Any) -> Any:
     return math.rcp(Float32(x), approx=True, ftz=True)
 
 
-def step_function(x: Any) -> Any:
-    """1 where x > 0, else 0."""
+def _compared(predicate: str, x: Any, y: Any) -> Any:
     from cutlass import Float32
     from cutlass._mlir.dialects import arith
 
-    zero, one = Float32(0.0).ir_value(), Float32(1.0).ir_value()
-    above = arith.cmpf(arith.CmpFPredicate.OGT, Float32(x).ir_value(), zero)
-    return Float32(arith.select(above, one, zero))
+    of = getattr(arith.CmpFPredicate, predicate)
+    return arith.cmpf(of, Float32(x).ir_value(), Float32(y).ir_value())
+
+
+def _chosen(condition: Any, x: Any, y: Any) -> Any:
+    from cutlass import Float32
+    from cutlass._mlir.dialects import arith
+
+    return Float32(arith.select(condition, Float32(x).ir_value(), Float32(y).ir_value()))
+
+
+def comparison(predicate: str) -> Callable[..., Any]:
+    """1 where a predicate of LLVM's holds of two values, else 0."""
+    return lambda x, y: _chosen(_compared(predicate, x, y), 1.0, 0.0)
+
+
+def step_function(x: Any) -> Any:
+    """1 where x > 0, else 0."""
+    return comparison("OGT")(x, 0.0)
+
+
+def select(condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition is not 0, else y."""
+    return _chosen(_compared("UNE", condition, 0.0), x, y)
+
+
+def remainder(x: Any, y: Any) -> Any:
+    """x less a whole multiple of y, with the sign of x, for |x / y| < 2²²."""
+    from cutlass import Float32
+
+    size, unit = absolute_value(Float32(x)), absolute_value(Float32(y))
+    # The quotient is off by one at most, and the fused product exact.
+    left = fused(-_math("floor")(size * reciprocal(unit)), unit, size)
+    left = _chosen(_compared("OLT", left, 0.0), left + unit, left)
+    left = _chosen(_compared("OGE", left, unit), left - unit, left)
+    return _math("copysign")(left, Float32(x))
+
+
+# Of (tan r / r - 1) / r² in powers of r², highest first: to 2⁻²⁹ of the tangent for |r| <= π/4.
+_TANGENT = (
+    0.004381966777145863, 7.98650216893293e-05, 0.010842036455869675, 0.021280255168676376,
+    0.054060231894254684, 0.13332660496234894, 0.33333349227905273,
+)  # fmt: skip
+
+
+def tangent(x: Any) -> Any:
+    """The tangent for |x| < 2²²: x less quarter turns, in two parts, then a polynomial."""
+    from cutlass import Float32
+
+    quarters = nearest(Float32(x) * (2 / math.pi))
+    angle = fused(quarters, 4.3711390001862426e-08, fused(quarters, -1.5707963705062866, x))
+    square, series = angle * angle, Float32(_TANGENT[0])
+    for coefficient in _TANGENT[1:]:
+        series = fused(series, square, coefficient)
+    found = fused(series * square, angle, angle)
+    half = quarters * 0.5
+    odd = _compared("UNE", half, nearest(half))
+    return _chosen(odd, -reciprocal(found), found)
+
+
+def exponential_less_one(x: Any) -> Any:
+    """eˣ - 1: where |x| < 1/2 its power series, to 2⁻²⁶ of the result."""
+    from cutlass import Float32
+
+    x, series = Float32(x), 1 / math.factorial(9)
+    for n in range(8, 0, -1):
+        series = fused(series, x, 1 / math.factorial(n))
+    near = _compared("OLT", absolute_value(x), 0.5)
+    return _chosen(near, series * x, fast("exp")(x) - 1.0)
 
 
 def fused(x: Any, y: Any, z: Any) -> Any:

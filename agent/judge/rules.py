@@ -56,8 +56,8 @@ RULES = {
     "language": Rule(
         _in(
             "primitives",
-            "__init__ activations auxiliary derivatives gather graph interpret kinds operation ops "
-            "pairwise program ptx ptx_run reductions resources rotary",
+            "__init__ activations auxiliary derivatives elementary gather graph interpret kinds "
+            "operation ops pairwise program ptx ptx_run reductions resources rotary",
         )
         + _in("specs", "__init__ defaults faults format load reference")
     ),

@@ -51,8 +51,10 @@ def lowered(x: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def atan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The whole definition, and what naming it in `__all__` of its module does."""
-
+    """The whole definition, and what naming it in `__all__` of its module does; the vocabulary's
+    own is taken away."""
+    monkeypatch.delitem(OPS, "atan")
+    others = [name for name in vocabulary.__all__ if name != "atan"]
     @elementwise(
         lowered,
         flops=12,
@@ -66,7 +68,7 @@ def atan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return x.atan()
 
     monkeypatch.setattr(vocabulary, "atan", atan, raising=False)
-    monkeypatch.setattr(vocabulary, "__all__", [*vocabulary.__all__, "atan"])
+    monkeypatch.setattr(vocabulary, "__all__", [*others, "atan"])
     disturbance.errors.cache_clear()
     yield atan
     del OPS["atan"]

@@ -6,7 +6,11 @@
 - Then it checks itself: what it wrote is run in float64 against the reference.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors import Author, Kind, Options, Writer
 from coda_agent.agent.authors.composer.capture import capture
@@ -20,6 +24,9 @@ from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import Spec, draw_inputs, run_reference
+
+if TYPE_CHECKING:
+    import torch
 
 # Both sides are exact but for the order of float64 sums.
 TOLERANCE = 1e-9
@@ -79,10 +86,20 @@ def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None
     inputs = draw_inputs(spec, sizes, spec.default_types(), seed=0, binding=binding)
     got = replayed(spec, program, inputs)
     for name, expected in run_reference(spec, inputs, binding=binding, exact=True).items():
-        error = (got[name] - expected).abs().max() / expected.abs().max()
+        error = _error(got[name], expected)
         if not error <= TOLERANCE:
             raise ProgramError(
-                f"{program.name}: composed output {name!r} is off by {float(error):.1e} of the"
+                f"{program.name}: composed output {name!r} is off by {error:.1e} of the"
                 f" reference's largest value at {dict(sizes)}, expected at most {TOLERANCE:.0e}",
                 hint="the reference may use its sizes as numbers; a program cannot see them",
             )
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest expected number; infinite where the one is
+    a number and the other is not."""
+    finite = expected.isfinite()
+    if not (finite | (got == expected) | (got.isnan() & expected.isnan())).all():
+        return math.inf
+    off = (got - expected).abs()[finite]
+    return float(off.max() / expected.abs()[finite].max().clamp(min=1e-300)) if off.numel() else 0.0

@@ -1,10 +1,10 @@
 """ATen's operations in our vocabulary, by name."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
-from coda_agent.agent.authors.composer.expression import Expr, apply, lift
-from coda_agent.primitives.errors import ProgramError
+from coda_agent.agent.authors.composer.expression import Expr, apply, const, lift
 from coda_agent.primitives.operation import OPS
 
 # What only moves elements.
@@ -39,29 +39,98 @@ def _unclamped(y: Expr) -> Expr:
 
 def _leaky(x: Expr, slope: Expr | float = 0.01) -> Expr:
     slope = lift(slope)
-    if slope.op != "const" or not 0 <= slope.value <= 1:
-        raise ProgramError("the slope must be a constant between 0 and 1")
-    return apply("maximum", x, x * slope)
+    if slope.op == "const" and 0 <= slope.value <= 1:
+        return apply("maximum", x, x * slope)
+    return apply("where", apply("greater", x, 0.0), x, x * slope)
 
 
-def _softplus(x: Expr, beta: Expr | None = None, threshold: Expr | None = None) -> Expr:
-    if (beta and not beta.is_number(1.0)) or (threshold and not threshold.is_number(20.0)):
-        raise ProgramError("only beta = 1 and threshold = 20 are available")
-    return apply("softplus", x)
+def _softplus(x: Expr, beta: Expr | float = 1.0, threshold: Expr | float = 20.0) -> Expr:
+    x, beta, threshold = x * beta, lift(beta), lift(threshold)
+    found = apply("softplus", x)
+    if not threshold.is_number(20.0):
+        found = apply("where", apply("greater", x, threshold), x, found)
+    return found / beta
 
 
 def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
-    if condition.op in ("gt", "ge", "lt", "le"):
+    if condition.op in ("greater", "greater_equal"):
         p, q = condition.args
-        if condition.op in ("lt", "le"):
-            x, y = y, x
         if (p, q) == (x, y):
             return apply("maximum", x, y)
         if (p, q) == (y, x):
             return apply("minimum", x, y)
-        if p == x and q.is_number(0.0) and y.op == "mul" and p in y.args:
-            return _leaky(p, y.args[1] if y.args[0] == p else y.args[0])
-    raise ProgramError("only a maximum, a minimum or a leaky ReLU can be chosen this way")
+        # p > 0 ? p : p · slope, from either side
+        for zero, above, below in ((q, x, y), (p, y, x)):
+            if zero.is_number(0.0) and above in (p, q) and below.op == "mul":
+                if below.args[0] == above and below.args[1].op == "const":
+                    return _leaky(above, below.args[1])
+    if condition.op == "const":
+        return x if condition.value else y
+    if condition.op == "add" and _is_condition(condition):  # not c
+        return _where(condition.args[0].args[0], y, x)
+    if x == y:
+        return x
+    return apply("where", condition, x, y)
+
+
+def truth(x: Expr | float) -> Expr:
+    """1 where a value is not 0, else 0."""
+    x = lift(x)
+    if x.op == "const":
+        return const(float(x.value != 0))
+    return x if _is_condition(x) else _not(apply("equal", x, 0.0))
+
+
+def _is_condition(x: Expr) -> bool:
+    if x.op in ("mul", "maximum"):
+        return all(map(_is_condition, x.args))
+    if x.op == "add":
+        return (
+            x.args[1].is_number(1.0) and x.args[0].op == "neg" and _is_condition(x.args[0].args[0])
+        )
+    return x.op in ("greater", "greater_equal", "equal")
+
+
+def _not(x: Expr | float) -> Expr:
+    return 1.0 - truth(x)
+
+
+def _larger(x: Expr, y: Expr, back: bool = False) -> Expr:
+    """torch.fmax: the other of a NaN."""
+    first = apply("greater_equal", *((y, x) if back else (x, y)))
+    return apply("where", first, x, apply("where", apply("equal", y, y), y, x))
+
+
+def _remainder(x: Expr, y: Expr | float) -> Expr:
+    left = apply("fmod", x, y)
+    return apply("where", apply("greater", 0.0, left * y), left + y, left)
+
+
+def _divided(x: Expr, y: Expr | float, rounding_mode: str | None = None) -> Expr:
+    if rounding_mode is None:
+        return x / y
+    # What the remainder leaves is a multiple, so that the rounded quotient is right.
+    left = apply("fmod", x, y) if rounding_mode == "trunc" else _remainder(x, y)
+    return apply("round_even", (x - left) / y)
+
+
+def _rounded(x: Expr, decimals: Expr | float = 0.0) -> Expr:
+    unit = 10.0 ** lift(decimals).value
+    return apply("round_even", x * unit) / unit
+
+
+def _times_log(x: Expr, y: Expr, log: str = "log") -> Expr:
+    """x · log(y), and 0 where x is, but for a NaN."""
+    nothing = apply("where", apply("equal", y, y), 0.0, y)
+    return apply("where", apply("equal", x, 0.0), nothing, x * apply(log, y))
+
+
+def _sign(x: Expr) -> Expr:
+    return apply("greater", x, 0.0) - apply("greater", 0.0, x)
+
+
+def _turned(op: str, x: Expr) -> Expr:
+    return apply(op, apply("wrapped", x))
 
 
 def meaning(name: str) -> Callable[..., Expr] | None:
@@ -70,15 +139,46 @@ def meaning(name: str) -> Callable[..., Expr] | None:
     return _ELEMENTWISE.get(name) or (partial(apply, known) if known else None)
 
 
+_INFINITE = const(math.inf)
 # Where it is not one of the vocabulary, or more than its name says.
 _ELEMENTWISE: dict[str, Callable[..., Expr]] = {
-    **{name: partial(apply, name) for name in ("gt", "ge", "lt", "le")},
+    "gt": partial(apply, "greater"),
+    "ge": partial(apply, "greater_equal"),
+    "lt": lambda x, y: apply("greater", y, x),
+    "le": lambda x, y: apply("greater_equal", y, x),
+    "eq": partial(apply, "equal"),
+    "ne": lambda x, y: 1.0 - apply("equal", x, y),
+    "isnan": lambda x: 1.0 - apply("equal", x, x),
+    "isinf": lambda x: apply("equal", apply("absolute", x), _INFINITE),
+    "signbit": lambda x: apply("greater", 0.0, apply("copysign", 1.0, x)),
+    "sign": _sign,
+    "sgn": _sign,
+    "angle": lambda x: apply("where", apply("greater", 0.0, x), math.pi, x * 0.0),
+    "logical_not": _not,
+    "logical_and": lambda x, y: truth(x) * truth(y),
+    "logical_or": lambda x, y: apply("maximum", truth(x), truth(y)),
+    "logical_xor": lambda x, y: 1.0 - apply("equal", truth(x), truth(y)),
+    "ceil": lambda x: -apply("floor", -x),
+    "round": _rounded,
+    "remainder": _remainder,
+    "ldexp": lambda x, y: x * apply("exp2", y),
+    "xlogy": _times_log,
+    "special_xlog1py": partial(_times_log, log="log1p"),
+    "floor_divide": lambda x, y: _divided(x, y, "floor"),
+    "floordiv": lambda x, y: _divided(x, y, "floor"),
+    "fmax": _larger,
+    "fmin": partial(_larger, back=True),
+    "sin": partial(_turned, "sin"),
+    "cos": partial(_turned, "cos"),
+    "log10": lambda x: apply("log2", x) * math.log10(2.0),
+    "hypot": lambda x, y: apply("sqrt", x * x + y * y),
+    "positive": lambda x: x,
     "add": lambda x, y, alpha=1.0: x + y * alpha,
     "sub": lambda x, y, alpha=1.0: x - y * alpha,
     "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
+    "div": _divided,
     "truediv": lambda x, y: x / y,
-    "pow": lambda x, y: x**y,
+    "pow": lambda x, y: lift(x) ** lift(y),
     "neg": lambda x: -x,
     "reciprocal": lambda x: 1.0 / x,
     "rsqrt": lambda x: 1.0 / apply("sqrt", x),
@@ -86,11 +186,12 @@ _ELEMENTWISE: dict[str, Callable[..., Expr]] = {
     "clamp": lambda x, min=None, max=None: _clamp(x, min, max),
     "relu": lambda x: apply("maximum", x, 0.0),
     "leaky_relu": _leaky,
+    "rrelu_with_noise": lambda x, _, low=0.125, high=1 / 3, *rest: _leaky(x, (low + high) * 0.5),
     "gelu": lambda x, approximate="none": apply(_gelu(approximate), x),
     "silu": lambda x: x * apply("sigmoid", x),
     "softplus": _softplus,
     "log_sigmoid_forward": lambda x: -apply("softplus", -x),
-    "log1p": lambda x: apply("log", x + 1.0),
+    "log1p": lambda x: apply("softplus", x.args[0]) if x.op == "exp" else apply("log1p", x),
     "gelu_backward": lambda d, x, approximate="none": d * apply(f"d_{_gelu(approximate)}", x),
     "sigmoid_backward": lambda d, y: d * (y * (1.0 - y)),
     "threshold_backward": lambda d, y, _: d * apply("d_relu", _unclamped(y)),

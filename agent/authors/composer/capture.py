@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 # What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
 _DECOMPOSED = (
     *("addmm", "addcmul", "addcdiv", "rsub", "linalg_vector_norm", "norm"),
-    *("hardtanh", "hardsigmoid", "hardswish", "mish"),
+    *("hardtanh", "hardsigmoid", "hardswish", "mish", "elu", "celu", "selu", "logit"),
+    *("hardshrink", "softshrink", "threshold", "_prelu_kernel", "glu", "masked_fill", "frac"),
+    *("sinc", "deg2rad", "rad2deg", "special_entr", "heaviside"),
+    *("logaddexp", "logaddexp2", "nan_to_num", "isfinite", "isneginf", "isposinf"),
+    *("native_batch_norm", "_native_batch_norm_legit_no_training"),
+    *("huber_loss", "smooth_l1_loss", "mse_loss", "soft_margin_loss"),
     *("fill", "new_full", "zeros_like", "new_zeros", "ones_like", "new_ones"),
     *("empty_like", "new_empty", "slice_backward", "select_backward"),
 )

@@ -18,6 +18,8 @@ _GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu", "sigmoid": "g
 _TEMPORARIES = ("x", "y", "z", "u", "v", "w", *(f"t{i}" for i in range(100)))
 _SUM, _PRODUCT, _SIGN, _ATOM = range(4)
 _LONG = 64
+# float32's largest number, whose own digits are above the largest that a program may hold.
+_LARGEST = 3.4028234663852886e38
 
 
 def emit(spec: Spec, programs: list[Rewritten]) -> str:
@@ -151,6 +153,8 @@ class _Function:
             case "acc" | "operand" | "index":
                 return expr.name, _ATOM
             case "const":
+                if math.isinf(expr.value):
+                    self.imports.add("log")
                 return _number(expr.value), _ATOM if expr.value >= 0 else _SIGN
             case "add":
                 return self._joined("add", expr.args), _SUM
@@ -267,9 +271,12 @@ class _Mathematics(_Function):
 
 
 def _number(value: float) -> str:
-    if not math.isfinite(value):
+    """A constant as a program holds it; its literals are finite."""
+    if math.isnan(value):
         raise ProgramError(f"a program cannot hold the constant {value}")
-    return repr(value)
+    if math.isinf(value):
+        return "-log(0.0)" if value > 0 else "log(0.0)"
+    return repr(math.copysign(3.4028234e38, value) if abs(value) == _LARGEST else value)
 
 
 def _gates(roots: list[Expr], count: Mapping[Expr, int]) -> dict[Expr, Expr]:

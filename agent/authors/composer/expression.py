@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -153,16 +154,26 @@ class Expr:
 
     def __pow__(self, exponent: Expr) -> Expr:
         n = exponent.value
-        if exponent.op != "const" or n not in (-1.0, -0.5, 0.5, 1.0, 2.0, 3.0, 4.0):
-            raise ProgramError("a power must be one of -1, -1/2, 1/2, 1, 2, 3, 4")
-        if n < 0:
-            return 1.0 / self ** const(-n)
-        if n == 0.5:
-            return make("sqrt", self)
-        product = self
-        for _ in range(int(n) - 1):
-            product = product * self
-        return product
+        if exponent.op != "const":
+            known = self.op == "const" and self.value > 0
+            return (
+                apply("exp", exponent * math.log(self.value))
+                if known
+                else apply("power", self, exponent)
+            )
+        if n in (-0.5, 0.5):
+            return make("sqrt", self) if n > 0 else 1.0 / make("sqrt", self)
+        if n != int(n) or abs(n) > 16:
+            return apply("power", self, n)
+        if n <= 0:
+            return 1.0 / self ** const(-n) if n else const(1.0)
+        if n < 5:
+            product = self
+            for _ in range(int(n) - 1):
+                product = product * self
+            return product
+        half = self ** const(n // 2)
+        return half * half * self if n % 2 else half * half
 
 
 def const(value: float) -> Expr:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.authors.composer.across import Across
-from coda_agent.agent.authors.composer.aten import ACROSS, VIEWS, WHOLE_ROW, meaning
+from coda_agent.agent.authors.composer.aten import ACROSS, VIEWS, WHOLE_ROW, meaning, truth
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.capture import Captured
 from coda_agent.agent.authors.composer.expression import AGAIN, REDUCTIONS, Expr, const, leaf, walk
@@ -31,6 +31,7 @@ from coda_agent.primitives.resources import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import fx
 
 
@@ -87,7 +88,7 @@ class _Rewriter:
                     returned = args[0]
                 case _:
                     try:
-                        env[node] = self._node(_name(node), node.target, args, dict(kwargs))
+                        env[node] = self._node(node, args, dict(kwargs))
                     except ProgramError as error:
                         raise ProgramError(f"{self._where(node)}: {error.message}") from None
                     except (TypeError, KeyError) as error:
@@ -136,11 +137,13 @@ class _Rewriter:
         words = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
         return tuple(words[d] for d in kind.dims)
 
-    def _node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        op, target = _name(node), node.target
+        evaluated = op == "rrelu_with_noise" and not any(args[4:5])
+        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not evaluated:
             raise ProgramError("draws random numbers")
         flat: list[Any] = tree_leaves((args, kwargs))
         for value in flat:
@@ -149,16 +152,14 @@ class _Rewriter:
         if op == "copy_":
             raise ProgramError("writes to an input in place")
         if not any(isinstance(value, Elements) for value in flat):
+            if getattr(kwargs.get("dtype"), "is_floating_point", False):
+                kwargs["dtype"] = torch.float64  # of 0.1 float32 keeps half of the digits
             found = target(*args, **kwargs)
             if op.startswith("empty"):  # Whatever memory held must not enter.
                 return Elements(self._lift(math.nan).codes.expand(found.shape))
             return found
         if op in ("_to_copy", "convert_element_type"):
-            dtype = kwargs.get("dtype") or (args[1:] or (torch.float32,))[0]
-            whole = isinstance(dtype, torch.dtype) and not dtype.is_floating_point
-            if whole and not self.across.is_index(args[0]):
-                raise ProgramError(f"casts to {dtype}; an epilogue computes in float32")
-            return args[0]
+            return self._cast(args[0], _dtype(node.args[0]), _dtype(node))
         if op == "_local_scalar_dense":
             return args[0]
         if op == "full":
@@ -178,14 +179,26 @@ class _Rewriter:
             return Elements(torch.where(args[0], x, y))
         if op in VIEWS:
             return self._view(op, target, args, kwargs)
-        function = meaning(op)
+        function = meaning(_LOGICAL.get(op, op) if _dtype(node) is torch.bool else op)
         if function is None:
             missing = "has no counterpart among the primitives"
             raise ProgramError(WHOLE_ROW if op in ACROSS else missing)
-        if kwargs.pop("rounding_mode", None):
-            raise ProgramError("rounds its quotient; an epilogue cannot")
         result = self._apply(function, args, kwargs)
         return [result, None] if op == "log_sigmoid_forward" else result
+
+    def _cast(self, x: Any, source: torch.dtype | None, dtype: torch.dtype | None) -> Any:
+        """`x` in another type: the same number, but where a condition is made of it."""
+        import torch
+
+        if dtype is None or dtype.is_floating_point or dtype == source or self.across.is_index(x):
+            return x
+        if dtype is torch.bool:
+            return self._apply(truth, [x], {})
+        if source is not None and not source.is_floating_point and dtype.itemsize >= 4:
+            return x
+        raise ProgramError(
+            f"casts to {dtype}; an epilogue computes in float32, where torch.trunc gives integers"
+        )
 
     def _lift(self, value: Any) -> Elements:
         import torch
@@ -351,6 +364,17 @@ class _Rewriter:
                 f" [{n}] only as a reduction itself, [{m}] also as a gather"
             )
         return expr, alone.get(expr.op, kind.__name__)
+
+
+# What arithmetic on conditions is.
+_LOGICAL = {"add": "logical_or", "mul": "logical_and"} | {
+    f"bitwise_{name}": f"logical_{name}" for name in ("and", "or", "xor", "not")
+}
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    """The element type of a node's tensor."""
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _tensor(value: Any) -> bool:

@@ -1,0 +1,310 @@
+"""Comparisons, choice, rounding to integers and the elementary functions: further atoms.
+
+A condition is 1 or 0, so products of conditions are "and", and `1 - c` is "not".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from coda_agent.primitives.derivatives import minus, plus, times
+from coda_agent.primitives.fast_math import (
+    comparison,
+    exponential_less_one,
+    fast,
+    function,
+    remainder,
+    select,
+    tangent,
+)
+from coda_agent.primitives.graph import Operand, Value
+from coda_agent.primitives.operation import (
+    Degree,
+    Edge,
+    additive,
+    as_tensors,
+    elementwise,
+    kept,
+    unknown,
+)
+from coda_agent.primitives.ops import exp, log, rsqrt
+
+__all__ = [
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "copysign",
+    "cosh",
+    "equal",
+    "erfc",
+    "exp2",
+    "expm1",
+    "floor",
+    "fmod",
+    "greater",
+    "greater_equal",
+    "log1p",
+    "log2",
+    "power",
+    "round_even",
+    "sinh",
+    "tan",
+    "trunc",
+    "where",
+]
+
+
+def _flat(*_: Any) -> Operand:
+    """The slope of what is constant but for its jumps."""
+    return 0.0
+
+
+def _condition(*_: Edge) -> Edge:
+    return Edge(False, True)
+
+
+def _at_zero(x: Edge) -> Edge:
+    """The edge of a function that is 0 at 0, and not finite of every finite value."""
+    return Edge(x.zero, x.zero)
+
+
+def _choice_degree(condition: Degree, x: Degree, y: Degree) -> Degree:
+    return additive(x, y) if condition is Degree.CONSTANT else Degree.NONLINEAR
+
+
+def _library(
+    name: str, slope: Callable[[Any, Any], Operand], edge: Callable[..., Edge] = unknown
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define a function of one value that CUDA's library has, right to a few units in the last
+    place; `slope` is its derivative, from its value and its argument."""
+    return elementwise(
+        function(name),
+        flops=12,
+        derivative=lambda z, x, dx: times(dx, slope(z, x)),
+        edge=edge,
+        error="result",
+        aten=(name,),
+    )
+
+
+@elementwise(
+    select,
+    derivative=lambda z, c, x, y, dc, dx, dy: where(c, dx, dy),
+    edge=lambda c, x, y: kept(x, y),
+    degree=_choice_degree,
+)
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition is not 0, else y; what is not taken may be infinite or NaN."""
+    import torch
+
+    condition, x, y = as_tensors(condition, x, y)
+    return torch.where(condition != 0, x, y)
+
+
+@elementwise(comparison("OGT"), derivative=_flat, edge=lambda x, y: Edge(x.zero and y.zero, True))
+def greater(x: Any, y: Any) -> Any:
+    """1 where x > y, else 0, for NaN too; less is `greater(y, x)`."""
+    x, y = as_tensors(x, y)
+    return (x > y).to(x.dtype)
+
+
+@elementwise(comparison("OGE"), derivative=_flat, edge=_condition)
+def greater_equal(x: Any, y: Any) -> Any:
+    """1 where x >= y, else 0, for NaN too."""
+    x, y = as_tensors(x, y)
+    return (x >= y).to(x.dtype)
+
+
+@elementwise(comparison("OEQ"), commutative=True, derivative=_flat, edge=_condition)
+def equal(x: Any, y: Any) -> Any:
+    """1 where x = y, else 0; so `equal(x, x)` is 0 of NaN alone."""
+    x, y = as_tensors(x, y)
+    return (x == y).to(x.dtype)
+
+
+@elementwise(function("floor"), derivative=_flat, edge=kept, aten=("floor",))
+def floor(x: Any) -> Any:
+    """The largest integer that is at most x; the least above is `-floor(-x)`."""
+    return x.floor()
+
+
+@elementwise(function("trunc"), derivative=_flat, edge=kept, aten=("trunc", "fix"))
+def trunc(x: Any) -> Any:
+    """The integer next to x on the side of 0."""
+    return x.trunc()
+
+
+@elementwise(function("roundeven"), derivative=_flat, edge=kept)
+def round_even(x: Any) -> Any:
+    """The nearest integer, ties to even, of any x; `rint` is cheaper where |x| < 2²²."""
+    return x.round()
+
+
+@elementwise(
+    function("copysign"),
+    derivative=lambda z, x, y, dx, dy: times(dx, copysign(1.0, x) * copysign(1.0, y)),
+    edge=lambda x, y: x,
+    aten=("copysign",),
+)
+def copysign(x: Any, y: Any) -> Any:
+    """|x| with the sign of y, of which 0 has one too."""
+    import torch
+
+    return torch.copysign(*as_tensors(x, y))
+
+
+@elementwise(
+    remainder,
+    flops=8,
+    derivative=lambda z, x, y, dx, dy: minus(dx, times(dy, trunc(x / y))),
+    aten=("fmod",),
+)
+def fmod(x: Any, y: Any) -> Any:
+    """x less the whole multiple of y next to it on the side of 0, for |x / y| < 2²²."""
+    import torch
+
+    return torch.fmod(*as_tensors(x, y))
+
+
+@elementwise(
+    exponential_less_one,
+    flops=12,
+    derivative=lambda z, x, dx: times(dx, z + 1.0),
+    edge=_at_zero,
+    error="result",
+    aten=("expm1",),
+)
+def expm1(x: Any) -> Any:
+    """eˣ - 1, with all its digits near 0."""
+    return x.expm1()
+
+
+@elementwise(
+    fast("exp2"),
+    derivative=lambda z, x, dx: times(times(dx, math.log(2)), z),
+    error="result",
+    aten=("exp2",),
+)
+def exp2(x: Any) -> Any:
+    """2 to the power x (MUFU.EX2)."""
+    return x.exp2()
+
+
+@elementwise(
+    fast("log2"),
+    derivative=lambda z, x, dx: times(dx, 1 / math.log(2)) / x,
+    error="result",
+    aten=("log2",),
+)
+def log2(x: Any) -> Any:
+    """Logarithm to base 2 (MUFU.LG2)."""
+    return x.log2()
+
+
+@_library("log1p", lambda z, x: 1.0 / (x + 1.0), _at_zero)
+def log1p(x: Any) -> Any:
+    """log(1 + x), with all its digits near 0."""
+    return x.log1p()
+
+
+@_library("asin", lambda z, x: rsqrt(1.0 - x * x), _at_zero)
+def asin(x: Any) -> Any:
+    """Arc sine, in radians."""
+    return x.asin()
+
+
+@_library("acos", lambda z, x: -rsqrt(1.0 - x * x))
+def acos(x: Any) -> Any:
+    """Arc cosine, in radians."""
+    return x.acos()
+
+
+@_library("atan", lambda z, x: 1.0 / (x * x + 1.0), kept)
+def atan(x: Any) -> Any:
+    """Arc tangent, in radians."""
+    return x.atan()
+
+
+@elementwise(
+    tangent,
+    flops=24,
+    derivative=lambda z, x, dx: times(dx, z * z + 1.0),
+    edge=kept,
+    error="result",
+    aten=("tan",),
+)
+def tan(x: Any) -> Any:
+    """Tangent of x in radians, for |x| < 2²²."""
+    return x.tan()
+
+
+@_library("sinh", lambda z, x: cosh(x), _at_zero)
+def sinh(x: Any) -> Any:
+    """Hyperbolic sine."""
+    return x.sinh()
+
+
+@_library("cosh", lambda z, x: sinh(x))
+def cosh(x: Any) -> Any:
+    """Hyperbolic cosine."""
+    return x.cosh()
+
+
+@_library("asinh", lambda z, x: rsqrt(x * x + 1.0), kept)
+def asinh(x: Any) -> Any:
+    """Inverse hyperbolic sine."""
+    return x.asinh()
+
+
+@_library("acosh", lambda z, x: rsqrt(x * x - 1.0))
+def acosh(x: Any) -> Any:
+    """Inverse hyperbolic cosine."""
+    return x.acosh()
+
+
+@_library("atanh", lambda z, x: 1.0 / (1.0 - x * x), _at_zero)
+def atanh(x: Any) -> Any:
+    """Inverse hyperbolic tangent."""
+    return x.atanh()
+
+
+@_library(
+    "erfc", lambda z, x: exp(-(x * x)) * (-2 / math.sqrt(math.pi)), lambda x: Edge(False, x.finite)
+)
+def erfc(x: Any) -> Any:
+    """1 - erf(x), with all its digits where it is small."""
+    return x.erfc()
+
+
+@elementwise(
+    function("atan2"),
+    flops=20,
+    derivative=lambda z, y, x, dy, dx: minus(times(dy, x), times(dx, y)) / (x * x + y * y),
+    edge=kept,
+    error="result",
+    aten=("atan2",),
+)
+def atan2(y: Any, x: Any) -> Any:
+    """The angle of the point (x, y), in radians between -π and π."""
+    import torch
+
+    return torch.atan2(*as_tensors(y, x))
+
+
+def _power_slope(z: Value, x: Operand, y: Operand, dx: Operand, dy: Operand) -> Operand:
+    along = times(times(dx, y), power(x, y - 1.0)) if isinstance(dx, Value) or dx else 0.0
+    return plus(along, times(times(dy, z), log(x)) if isinstance(dy, Value) or dy else 0.0)
+
+
+@elementwise(function("pow"), flops=20, derivative=_power_slope, error="result")
+def power(x: Any, y: Any) -> Any:
+    """x to the power y; NaN where x is negative and y no integer."""
+    import torch
+
+    return torch.pow(*as_tensors(x, y))
