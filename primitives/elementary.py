@@ -78,6 +78,18 @@ def _choice_degree(condition: Degree, x: Degree, y: Degree) -> Degree:
     return additive(x, y) if condition is Degree.CONSTANT else Degree.NONLINEAR
 
 
+def _choice_slope(z: Value, c: Any, x: Any, y: Any, dc: Any, dx: Any, dy: Any) -> Operand:
+    return where(c, dx, dy)
+
+
+def _signed_slope(z: Value, x: Any, y: Any, dx: Operand, dy: Operand) -> Operand:
+    return times(dx, copysign(1.0, x) * copysign(1.0, y))
+
+
+def _sinh_slope(z: Value, x: Value) -> Operand:
+    return cosh(x)
+
+
 def _library(
     name: str, slope: Callable[[Any, Any], Operand], edge: Callable[..., Edge] = unknown
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -95,7 +107,7 @@ def _library(
 
 @elementwise(
     select,
-    derivative=lambda z, c, x, y, dc, dx, dy: where(c, dx, dy),
+    derivative=_choice_slope,
     edge=lambda c, x, y: kept(x, y),
     degree=_choice_degree,
 )
@@ -148,7 +160,7 @@ def round_even(x: Any) -> Any:
 
 @elementwise(
     function("copysign"),
-    derivative=lambda z, x, y, dx, dy: times(dx, copysign(1.0, x) * copysign(1.0, y)),
+    derivative=_signed_slope,
     edge=lambda x, y: x,
     aten=("copysign",),
 )
@@ -244,7 +256,7 @@ def tan(x: Any) -> Any:
     return x.tan()
 
 
-@_library("sinh", lambda z, x: cosh(x), _at_zero)
+@_library("sinh", _sinh_slope, _at_zero)
 def sinh(x: Any) -> Any:
     """Hyperbolic sine."""
     return x.sinh()

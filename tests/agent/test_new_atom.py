@@ -55,6 +55,7 @@ def atan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     own is taken away."""
     monkeypatch.delitem(OPS, "atan")
     others = [name for name in vocabulary.__all__ if name != "atan"]
+
     @elementwise(
         lowered,
         flops=12,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from coda_agent.agent.authors.composer.across import Across
 from coda_agent.agent.authors.composer.aten import ACROSS, VIEWS, WHOLE_ROW, meaning, truth
@@ -141,7 +141,7 @@ class _Rewriter:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        op, target = _name(node), node.target
+        op, target = _name(node), cast("Callable[..., Any]", node.target)
         evaluated = op == "rrelu_with_noise" and not any(args[4:5])
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not evaluated:
             raise ProgramError("draws random numbers")
