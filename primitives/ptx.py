@@ -18,9 +18,9 @@ from coda_agent.primitives.operation import MOVES, OPS, Op, as_tensors
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
 
 MEANINGS = {
-    "asinh": 1, "atan": 1, "atan2": 2, "ceil": 1, "copysign": 2, "cosh": 1, "erfc": 1, "exp2": 1,
-    "expm1": 1, "floor": 1, "fmod": 2, "frac": 1, "hypot": 2, "log1p": 1, "log2": 1, "round": 1,
-    "sign": 1, "sinh": 1, "square": 1, "tan": 1, "trunc": 1, "xlogy": 2,
+    "asinh": 1, "atan": 1, "atan2": 2, "ceil": 1, "copysign": 2, "cosh": 1, "erfc": 1, "erfinv": 1,
+    "exp2": 1, "expm1": 1, "floor": 1, "fmod": 2, "frac": 1, "hypot": 2, "log1p": 1, "log2": 1,
+    "round": 1, "sign": 1, "sinh": 1, "square": 1, "tan": 1, "trunc": 1, "xlogy": 2,
 }  # fmt: skip
 """Elementwise functions of torch that may be named, and how many values each takes."""
 
