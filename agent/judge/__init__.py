@@ -282,7 +282,8 @@ class _Walk:
         )
         digests = {name: program.digest for name, program in sorted(self.programs.items())}
         result.data = CompileReport(kernels=tuple(kernels), programs=digests)
-        for job, kernel in zip(jobs, kernels, strict=True):
+        reported = [job for job in jobs if not job.transposed]
+        for job, kernel in zip(reported, kernels, strict=True):
             if job.arch == "sm_90a" and kernel.error is None:
                 key = job.program.name, job.element
                 self.admitted[key] = (*self.admitted.get(key, ()), job.config)

@@ -65,6 +65,7 @@ class CompileJob(Record):
         dtype: Of A and B.
         operand_dtypes, output_dtypes: Of the other tensors, by name.
         read_scalars: Whether scalars are tensors, not numbers.
+        transposed: Whether B is the transpose of a contiguous matrix.
     """
 
     kind: Literal["compile"] = "compile"
@@ -76,6 +77,7 @@ class CompileJob(Record):
     operand_dtypes: dict[str, str]
     output_dtypes: dict[str, str]
     read_scalars: bool = False
+    transposed: bool = False
 
     @classmethod
     def of(
@@ -103,8 +105,9 @@ class CompileJob(Record):
         use_cache()
         types = self.dtype, self.operand_dtypes, self.output_dtypes
         built = compile_blind(
-            self.program, self.config, self.arch, *types, read_scalars=self.read_scalars
-        )
+            self.program, self.config, self.arch, *types,
+            read_scalars=self.read_scalars, transposed=self.transposed,
+        )  # fmt: skip
         return BuiltObject.model_validate(built)
 
 

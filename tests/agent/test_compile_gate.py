@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from coda_agent.agent.judge.compile_gate import compile_all, lacking
+from coda_agent.agent.judge.compile_gate import compile_all, jobs_for, lacking
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
+from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import instructions
@@ -137,3 +138,28 @@ def test_a_missing_instruction_refuses_the_default_tile_and_drops_another() -> N
     assert "expected HGMMA.F32.BF16" in findings[0].message
     assert all("expected HGMMA.F32.BF16" in (line.error or "") for line in reports)
     assert all(line.instructions and line.instructions["UTMALDG"] == 2 for line in reports)
+
+
+def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile() -> None:
+    found = load_kernel(GENERATED / "gemm_rmsnorm")
+    jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], all_tiles=True, newer=False)
+    (turned,) = (job for job in jobs if job.transposed)
+    straight = next(job for job in jobs if job.config == HOPPER)
+    assert turned == straight.model_copy(update={"transposed": True})
+    use_cache()
+    assert turned.run().object != straight.run().object
+
+    class Pool:
+        def map(self, jobs: list[Any], progress: Any) -> list[Any]:
+            return [CompileError("no such layout") if job.transposed else built for job in jobs]
+
+    built, pool = straight.run(), cast(Any, Pool())
+    findings, reports = compile_all(pool, [straight, turned], lambda *_: None)
+    assert [f.message for f in findings] == ["no such layout"]
+    assert [line.error for line in reports] == [None]
+
+
+def test_fp8_operands_are_never_transposed() -> None:
+    found = load_kernel(GENERATED / "gemm_fp8_rmsnorm")
+    jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], all_tiles=True, newer=False)
+    assert jobs and not any(job.transposed for job in jobs)
