@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.generated import tables
+from coda_agent.generated.declared import Declared
 from coda_agent.generated.ops import Variant, register, scalars
 from coda_agent.generated.tuning import UserTuning
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
@@ -22,6 +23,7 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import Output
+from coda_agent.specs.layout import Place
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +80,10 @@ class Kernel:
         self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
         self._a = self._inputs.index(spec.gemm[0])
         self._scalars = tuple(map(self._inputs.index, scalars(spec)))
-        outputs = tuple(spec.outputs)
+        declared = Declared(spec.name, spec.layout, (element, *types)) if spec.layout else None
+        self._declared = declared
+        self._returned = {key: variant.returned for key, variant in self.variants.items()}
+        outputs = tuple(spec.declared.outputs)
         self._updated = {
             tuple(x.values()): (outputs.index(o), self._inputs.index(i))
             for x in spec.bindings()
@@ -114,6 +119,9 @@ class Kernel:
         values = list(args)
         if inputs or len(args) != len(self._inputs):
             values += self._named(args, inputs)
+        given = values
+        if self._declared:
+            values = self._declared.entered(values)
         filled = self._scalars and self._filled(values)
         parts = None if self._traced() else signature(values)
         if parts is None:
@@ -127,11 +135,39 @@ class Kernel:
             except LaunchError:
                 self._check(values)  # may know it by the input's name
                 raise
+        if self._declared:
+            names, element = self._returned[key], values[self._a].dtype
+            results = self._declared.left(names, results, element, raw=block_size is not None)
         if key not in self._updated:
             return results
         o, i = self._updated[key]
         others = results if isinstance(results, tuple) else () if results is None else (results,)
-        return (*others[:o], values[i], *others[o:]) if others else values[i]
+        return (*others[:o], given[i], *others[o:]) if others else given[i]
+
+    def pack(self, **tensors: torch.Tensor) -> torch.Tensor:
+        """The input that a kernel takes in the place of these tensors of its spec, which no view
+        brings into its form. Pack a weight once, not at every call.
+
+        Raises:
+            LaunchError: no input is made of exactly these.
+        """
+        return self._layout().pack(tensors)
+
+    def unpack(
+        self, name: str, packed: torch.Tensor, extents: Sequence[int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The inverse of `pack`: arguments and errors are those of `Declared.unpack`."""
+        return self._layout().unpack(name, packed, extents)
+
+    @property
+    def packing(self) -> Mapping[str, Place]:
+        """Inputs that the kernel takes packed, and what each is made of."""
+        return self._declared.packing if self._declared else {}
+
+    def _layout(self) -> Declared:
+        if self._declared is None:
+            raise LaunchError(f"{self.__name__} takes every tensor as its spec declares it")
+        return self._declared
 
     def _choice(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The static parameters, which are taken out of `inputs`."""
@@ -276,10 +312,17 @@ def _documentation(spec: Spec) -> str:
                 words[-1] += f", from {low:g} to {high:g}"
         return f"    {name}: {' '.join(' '.join(words).split()).replace(' ,', ',')}"
 
+    declared = spec.declared
     inputs, outputs = (
-        [line(*item) for item in tensors.items()] for tensors in (spec.inputs, spec.outputs)
+        [line(*item) for item in tensors.items()] for tensors in (declared.inputs, declared.outputs)
     )
-    return "\n".join([spec.summary, "", "Args:", *inputs, "", "Returns:", *outputs])
+    said = [spec.summary, "", "Args:", *inputs, "", "Returns:", *outputs]
+    for place in spec.layout.inputs if spec.layout else ():
+        if place.packed:
+            parts = ", ".join(f"{part.name}={part.name}" for part in place.parts)
+            names = " and ".join(part.name for part in place.parts)
+            said += ["", f"In the place of {names}: {place.name} = {spec.name}.pack({parts})"]
+    return "\n".join(said)
 
 
 @lru_cache(maxsize=1)

@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from coda_agent.specs.format import DTYPES, Dim, Draw, Header, Input, parts
+from coda_agent.specs.canonical import Product, readable
+from coda_agent.specs.format import DTYPES, Dim, Draw, Header, Input
+from coda_agent.specs.layout import parts
 
 TYPES = ("bfloat16", "float16")
 _M, _N, _K, _OTHER = (1, 77, 200, 384), (16, 272, 336, 512), (8, 64, 136, 256), (1, 2, 3, 5)
-_BENCH = (4096, 8192)
+_BENCH, _FEW = (4096, 8192), 2
 _LONGEST = 100
 
 
@@ -22,7 +24,8 @@ def completed(header: Header, source: str) -> dict[str, Any]:
     - `dims`: those of the shapes; N in multiples of 16 and K of 16 bytes, as any kernel can take.
     - `draw`: normal; of B with deviation K**-0.5, so that a product is of order one; an index
       chooses among the N columns.
-    - `check_shapes`: one row, and ragged ones; `bench_shapes`: 4096 and 8192 of each dim.
+    - `check_shapes`: one row, and ragged ones; `bench_shapes`: 4096 and 8192 of each
+      dim, but 2 of leading ones.
     - `summary`: the first line of the reference's docstring, or else the formula it returns.
 
     Args:
@@ -34,42 +37,48 @@ def completed(header: Header, source: str) -> dict[str, Any]:
     types = dict(header.types)
     if "T" not in types and any(tensor.dtype == "T" for tensor in tensors):
         types["T"] = TYPES
-    m, n, k = _gemm(header) or ("", "", "")
+    rows, columns, inner = _letters(header)
     dims = dict(header.dims)
     if not dims:
         shapes = [case for tensor in tensors for case in tensor.shape.cases.values()]
         entries = [parts(e) for shape in shapes for e in shape if isinstance(e, str)]
-        element = _bytes(header.inputs[header.gemm[0]].dtype, types) if k else 2
-        for name in dict.fromkeys([*filter(None, (m, n, k)), *(dim for _, dim, _ in entries)]):
-            least = {n: 16, k: max(8, 16 // element)}.get(name, 1)
+        operand = header.gemm[0].split()[0]
+        element = _bytes(header.inputs[operand].dtype, types) if inner else 2
+        for name in dict.fromkeys([*rows, *columns, *inner, *(dim for _, dim, _ in entries)]):
+            least = 16 if name in columns else max(8, 16 // element) if name in inner else 1
             divisors = [divisor for _, dim, divisor in entries if dim == name]
             dims[name] = Dim(multiple_of=math.lcm(least, *divisors))
-    sizes = {m: _M, n: _N, k: _K}
+    sizes = dict.fromkeys(rows[-1:], _M) | dict.fromkeys(columns, _N) | dict.fromkeys(inner, _K)
     checks = [
         {d: _up(sizes.get(d, _OTHER)[i], dim.multiple_of) for d, dim in dims.items()}
         for i in range(len(_M))
     ]
-    benches = [{d: _up(size, dim.multiple_of) for d, dim in dims.items()} for size in _BENCH]
+    benches = [
+        {d: _up(size if d in sizes else _FEW, dim.multiple_of) for d, dim in dims.items()}
+        for size in _BENCH
+    ]
     return {
         **given,
         "types": types,
         "dims": dims,
-        "inputs": {name: _drawn(header, name, types, n, k) for name in header.inputs},
+        "inputs": {name: _drawn(header, name, types, columns, inner) for name in header.inputs},
         "summary": header.summary or _summary(header.name, source),
         "check_shapes": header.check_shapes or tuple(checks),
         "bench_shapes": header.bench_shapes or tuple(benches),
     }
 
 
-def _gemm(header: Header) -> tuple[str, str, str] | None:
-    """Dims M, N, K of the product, or None where `gemm` is at fault, as the parser then says."""
-    if not set(header.gemm) <= set(header.inputs):
-        return None
-    a, b = (header.inputs[name].shape.cases.get("", ()) for name in header.gemm)
-    if len(a) != 2 or len(b) != 2 or a[1] != b[1]:
-        return None
-    m, n, k = str(a[0]), str(b[0]), str(a[1])
-    return (m, n, k) if len({m, n, k}) == 3 else None
+def _letters(header: Header) -> tuple[list[str], list[str], list[str]]:
+    """Dims of the product's rows, columns and sums; none where `gemm` is at fault, as the parser
+    then says."""
+    if not readable(header):
+        return [], [], []
+    product = Product(header)
+    rows, columns, inner = (
+        list(dict.fromkeys(parts(e)[1] for e in entries if isinstance(e, str)))
+        for entries in (product.lead, product.columns, product.inner)
+    )
+    return rows, columns, inner
 
 
 def _bytes(dtype: str, types: dict[str, tuple[str, ...]]) -> int:
@@ -81,15 +90,21 @@ def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _drawn(header: Header, name: str, types: dict[str, tuple[str, ...]], n: str, k: str) -> Input:
+def _drawn(
+    header: Header,
+    name: str,
+    types: dict[str, tuple[str, ...]],
+    columns: list[str],
+    inner: list[str],
+) -> Input:
     tensor = header.inputs[name]
-    if "draw" in tensor.model_fields_set or not k:
+    if "draw" in tensor.model_fields_set or not inner:
         return tensor
     draw = tensor.draw
-    if tensor.dtype.startswith("int"):
-        draw = Draw("integers", (0, n))
-    elif name == header.gemm[1] and _bytes(tensor.dtype, types) > 1:
-        draw = Draw("normal", (f"{k}**-0.5",))
+    if tensor.dtype.startswith("int") and columns:
+        draw = Draw("integers", (0, columns[0]))
+    elif name in header.gemm[1].split() and _bytes(tensor.dtype, types) > 1:
+        draw = Draw("normal", (f"{inner[0]}**-0.5",))
     return tensor.model_copy(update={"draw": draw})
 
 

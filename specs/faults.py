@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from coda_agent.primitives.kinds import GEMM_DTYPES
-from coda_agent.specs.format import DTYPES, Output, Spec, evaluate, parts
+from coda_agent.specs.format import DTYPES, Header, Output, Spec, evaluate
+from coda_agent.specs.layout import parts
 
 
-def faults(spec: Spec) -> Iterator[str]:
-    """What contradicts what; lazily, so that later checks may trust earlier ones."""
+def declared_faults(spec: Header) -> Iterator[str]:
+    """What is wrong with declarations by themselves; lazily, so that later checks may trust earlier
+    ones."""
     names = [*spec.inputs, *spec.outputs, *spec.parameters]
     values = itertools.chain(*spec.parameters.values())
     for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
@@ -32,8 +34,14 @@ def faults(spec: Spec) -> Iterator[str]:
             yield f"type {name}: unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}"
     for name, tensor in [*spec.inputs.items(), *spec.outputs.items()]:
         yield from _tensor_faults(spec, name, tensor)
-    for name in sorted(set(spec.gemm) - set(spec.inputs)):
+    for name in sorted({x for side in spec.gemm for x in side.split()} - set(spec.inputs)):
         yield f"gemm: {name!r} is not an input; expected two of {', '.join(spec.inputs)}"
+    for name in sorted(set(spec.split) - set(spec.outputs)):
+        yield f"split: {name!r} is not an output; expected some of {', '.join(spec.outputs)}"
+
+
+def faults(spec: Spec) -> Iterator[str]:
+    """What contradicts what in a canonical spec; lazily likewise."""
     a, b = (spec.inputs[name].shape.cases.get("", ()) for name in spec.gemm)
     if len(a) != 2 or len(b) != 2 or a[1] != b[1] or len({*a, *b} & set(spec.dims)) != 3:
         got = f"{spec.gemm[0]} {list(a)} and {spec.gemm[1]} {list(b)}"
@@ -49,10 +57,11 @@ def faults(spec: Spec) -> Iterator[str]:
     yield from _kernel_faults(spec)
     for sizes in (*spec.check_shapes, *spec.bench_shapes):
         spec.check_sizes(sizes)
+        known = spec.layout.sizes(sizes) | sizes if spec.layout else sizes
         for fault, declaration in size_faults(spec, sizes):
             yield f"{fault}; declare {declaration}"
         for name, tensor in spec.inputs.items():
-            kind, args = tensor.draw.kind, [evaluate(arg, sizes) for arg in tensor.draw.args]
+            kind, args = tensor.draw.kind, [evaluate(arg, known) for arg in tensor.draw.args]
             if kind == "normal" and args[0] <= 0:
                 yield f"inputs.{name}.draw: expected a positive std, got {args[0]}"
             bounds = [math.floor(arg) for arg in args] if kind == "integers" else args
@@ -67,7 +76,7 @@ def faults(spec: Spec) -> Iterator[str]:
     yield from _reference_faults(spec)
 
 
-def _tensor_faults(spec: Spec, name: str, tensor: Output) -> Iterator[str]:
+def _tensor_faults(spec: Header, name: str, tensor: Output) -> Iterator[str]:
     if tensor.dtype not in (*DTYPES, *spec.types):
         known = ", ".join([*spec.types, *DTYPES])
         yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}"
@@ -138,7 +147,7 @@ def _reference_faults(spec: Spec) -> Iterator[str]:
         line = spec.reference_line + (error.lineno or 1) - 1
         yield f"line {line}: reference has a syntax error: {error.msg}"
         return
-    expected = [*spec.inputs, *spec.parameters]
+    expected = [*spec.declared.inputs, *spec.parameters]
     listed = ", ".join(expected)
     found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "reference"]
     if len(found) != 1:

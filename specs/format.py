@@ -13,7 +13,6 @@ import ast
 import itertools
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.resources import steps
+from coda_agent.specs.layout import ENTRY, Layout, extent
 
 DTYPES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8
@@ -36,7 +36,6 @@ _OPERATORS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Pow: math.pow,
 }
 _DRAW_ARGUMENTS = {"normal": 1, "constant": 1, "uniform": 2, "integers": 2}
-_ENTRY = re.compile(r"(?:([1-9]\d*)\*)?([A-Za-z_]\w*)(?:/([1-9]\d*))?")
 
 
 def evaluate(expression: float | str, sizes: Mapping[str, int]) -> float:
@@ -94,23 +93,12 @@ class Draw(NamedTuple):
 def _parse_entries(raw: Any) -> tuple[int | str, ...]:
     entries = raw if isinstance(raw, list) else [raw]
     for entry in entries:
-        good = isinstance(entry, str) and _ENTRY.fullmatch(entry)
+        good = isinstance(entry, str) and ENTRY.fullmatch(entry)
         if entry is raw or not (good or (type(entry) is int and entry > 0)):
             raise ValueError(
                 f"expected a list of dims, DIM/INT, INT*DIM and positive ints, got {raw!r}"
             )
     return tuple(entries)
-
-
-def parts(entry: str) -> tuple[int, str, int]:
-    """Factor, dim and divisor of a shape's entry."""
-    factor, dim, divisor = _ENTRY.findall(entry)[0]
-    return int(factor or 1), dim, int(divisor or 1)
-
-
-def _extent(entry: str, sizes: Mapping[str, int]) -> int:
-    factor, dim, divisor = parts(entry)
-    return factor * sizes[dim] // divisor
 
 
 def _parse_shape(raw: Any) -> Shape:
@@ -145,6 +133,14 @@ def _parse_domain(raw: Any) -> tuple[float, float]:
         if -math.inf < raw[0] < raw[1] < math.inf:
             return float(raw[0]), float(raw[1])
     raise ValueError(f"expected `positive` or [LO, HI], two numbers, got {raw!r}")
+
+
+def _parse_gemm(raw: Any) -> tuple[str, ...]:
+    sides = [side.split() if isinstance(side, str) else side for side in raw or ()]
+    names = [x for side in sides if isinstance(side, list) for x in side or [None]]
+    if len(sides) != 2 or len(names) < 2 or not all(isinstance(x, str) for x in names):
+        raise ValueError(f"expected two inputs, each of which may be a list of some, got {raw!r}")
+    return tuple(" ".join(side) for side in sides)
 
 
 class _Model(BaseModel):
@@ -201,7 +197,12 @@ class Header(_Model):
     summary: str = ""
     types: dict[str, tuple[str, ...]] = {}
     dims: dict[str, Dim] = {}
-    gemm: tuple[str, ...] = Field(min_length=2, max_length=2)
+    gemm: Annotated[tuple[str, ...], PlainValidator(_parse_gemm)]
+    """A and B; of several that lie side by side, their names with a space between."""
+    pairs: Literal["adjacent", "halves"] = "adjacent"
+    """Which columns of the product are a pair: 2j and 2j + 1, or j and j + N/2."""
+    split: tuple[str, ...] = ()
+    """Outputs that are consecutive columns of the product, where their shapes leave it open."""
     parameters: dict[str, tuple[str, ...]] = {}
     inputs: dict[str, Input]
     outputs: dict[str, Output] = Field(min_length=1)
@@ -213,8 +214,13 @@ class Header(_Model):
 
 
 class Spec(Header):
-    """A loaded spec; the accumulator is `A @ B.T` with `gemm` naming A (M, K) and B (N, K)."""
+    """A loaded spec in canonical form: the accumulator is `A @ B.T` with `gemm` naming A (M, K) and
+    B (N, K)."""
 
+    declared: Header
+    """The front matter, completed."""
+    layout: Layout | None
+    """How the declared tensors lie in the canonical ones; None where they are those."""
     path: Path
     text: str
     prose: str
@@ -307,10 +313,7 @@ class Spec(Header):
             SpecError: No such tensor, bad sizes, or an unknown binding.
         """
         self.check_sizes(sizes)
-        return tuple(
-            entry if isinstance(entry, int) else _extent(entry, sizes)
-            for entry in self.symbolic_shape(tensor, binding)
-        )
+        return tuple(extent(entry, sizes) for entry in self.symbolic_shape(tensor, binding))
 
     def dtype_of(self, tensor: str, types: Mapping[str, str]) -> str:
         """Concrete element type of an input or output, `types` choosing the symbolic ones.

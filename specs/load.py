@@ -13,8 +13,9 @@ import yaml
 from pydantic import ValidationError
 
 from coda_agent.primitives.errors import SpecError
+from coda_agent.specs.canonical import canonical
 from coda_agent.specs.defaults import completed
-from coda_agent.specs.faults import faults
+from coda_agent.specs.faults import declared_faults, faults
 from coda_agent.specs.format import Header, Spec
 
 _FRONT = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
@@ -33,8 +34,14 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         front, prose, source, line = _split(text)
         header = _header(front)
+        header = header.model_copy(update=completed(header, source))
+        for fault in declared_faults(header):
+            raise ValueError(fault)
+        changed, layout = canonical(header)
         spec = Spec(
-            **completed(header, source),
+            **{**{name: getattr(header, name) for name in Header.model_fields}, **changed},
+            declared=header,
+            layout=layout,
             path=path,
             text=text,
             prose=prose,

@@ -49,11 +49,12 @@ def draw_inputs(
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
+    known = spec.layout.sizes(sizes) | dict(sizes) if spec.layout else sizes
     inputs: dict[str, torch.Tensor | float] = {}
     for name, tensor in spec.inputs.items():
         shape = spec.shape_of(name, sizes, binding)
         values = torch.empty(shape, dtype=torch.float32, device=device)
-        args = [evaluate(arg, sizes) for arg in tensor.draw.args]
+        args = [evaluate(arg, known) for arg in tensor.draw.args]
         match tensor.draw.kind:
             case "normal":
                 values.normal_(0.0, args[0], generator=generator)
@@ -75,7 +76,8 @@ def reference_callable(
 ) -> Callable[..., dict[str, torch.Tensor]]:
     """The bare reference with its parameters bound: `call(**inputs)`, fit for `torch.compile`.
 
-    A tensor, or a tuple of them, that it returns is given the names of the spec's outputs.
+    It takes and gives what the spec declares; `as_declared` makes that of canonical inputs. A
+    tensor, or a tuple of them, that it returns is given the names of the spec's outputs.
 
     With `baseline`, the block's function of that name, where it defines one: what a user would run.
 
@@ -90,8 +92,32 @@ def reference_callable(
         name = "baseline" if baseline and "baseline" in defined else "reference"
         function = defined[name]
     if not _names_outputs(spec.reference_source, name):
-        function = functools.partial(_named, function, tuple(spec.outputs))
+        function = functools.partial(_named, function, tuple(spec.declared.outputs))
     return functools.partial(function, **bound) if bound else function
+
+
+def as_declared(
+    spec: Spec, inputs: Values, binding: Mapping[str, str] | None = None, **options: Any
+) -> dict[str, torch.Tensor | float]:
+    """What the reference takes, of canonical inputs; `options` are those of `Layout.declared`."""
+    if spec.layout is None:
+        return dict(inputs)
+    return spec.layout.declared(inputs, spec.bind(binding), **options)
+
+
+def canonical_reference(
+    spec: Spec, binding: Mapping[str, str]
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """The reference as a function of canonical inputs, of canonical outputs."""
+    function = reference_callable(spec, binding)
+    if (layout := spec.layout) is None:
+        return function
+
+    def call(**inputs: Any) -> dict[str, torch.Tensor]:
+        outputs = function(**as_declared(spec, inputs, binding))
+        return layout.canonical(outputs, inputs, spec.bind(binding))
+
+    return call
 
 
 def _named(function: Callable[..., Any], names: tuple[str, ...], /, **inputs: Any) -> Any:
@@ -182,17 +208,19 @@ def run_reference(
             for name, value in inputs.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     widened[name] = value.to(wide)
+            given = as_declared(spec, widened, binding, number=wide)
             with _widened(wide, touch):
-                outputs = function(**widened)
+                outputs = function(**given)
         else:
-            outputs = function(**inputs)
+            outputs = function(**as_declared(spec, inputs, binding))
     tensors = isinstance(outputs, dict) and {
         name for name, value in outputs.items() if isinstance(value, torch.Tensor)
     }
-    if tensors != {*spec.outputs} or len(outputs) != len(spec.outputs):
+    names = list(spec.declared.outputs)
+    if tensors != {*names} or len(outputs) != len(names):
         raise SpecError(
             f"{spec.path}: the reference returns {_described(outputs)}; expected the tensors"
-            f" {', '.join(spec.outputs)}, as a dict by name or in this order"
+            f" {', '.join(names)}, as a dict by name or in this order"
         )
     for name, value in outputs.items():
         if exact and value.is_floating_point() and value.dtype != wide:
@@ -200,7 +228,10 @@ def run_reference(
                 f"{spec.path}: output {name!r} is {value.dtype} in the exact run;"
                 " expected casts by .to(), .float() and the like only"
             )
-    return {name: outputs[name] for name in spec.outputs}
+    if layout := spec.layout:
+        with _blaming(spec):
+            return layout.canonical(outputs, inputs, spec.bind(binding))
+    return {name: outputs[name] for name in names}
 
 
 def _described(value: object) -> str:

@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.compare import measure, within
+from coda_agent.agent.judge.compare import measure, same, within
 from coda_agent.agent.judge.oracle import Case, make_case
 from coda_agent.agent.judge.records import Finding
 from coda_agent.primitives.errors import CompileError, LaunchError
+from coda_agent.specs import as_declared
 
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
@@ -63,17 +64,30 @@ def check_imported(
 
 
 def _fault(kernel: Kernel, spec: Spec, case: Case, binding: Mapping[str, str], element: str) -> str:
-    given: dict[str, Any] = {**case.inputs, **binding}
-    given |= {x: v.clone() for x, v in given.items() if hasattr(v, "clone")}
+    given: dict[str, Any] = as_declared(spec, case.inputs, binding)
+    given = {x: v.contiguous().clone() if hasattr(v, "clone") else v for x, v in given.items()}
+    layout = spec.layout
+    types = dict.fromkeys(spec.types, element)
     try:
+        if fault := _packed(kernel, given):
+            return fault
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it is interpreted, the verdict says
-            outputs = kernel(**given)
+            outputs = kernel(**{**given, **binding})
     except (CompileError, LaunchError) as error:
         return f"refuses the spec's inputs: {error}"
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    types = dict.fromkeys(spec.types, element)
-    for (o, truth), out in zip(case.truth.items(), outputs, strict=True):
+    named = dict(zip(spec.declared.outputs, outputs, strict=True))
+    if layout is not None:
+        for o, declared in spec.declared.outputs.items():
+            got, wanted = str(named[o].dtype).removeprefix("torch."), declared.dtype
+            if got != types.get(wanted, wanted):
+                return f"gives {o} as {got}, expected {types.get(wanted, wanted)}"
+        try:
+            named = layout.canonical(named, case.inputs, spec.bind(binding))
+        except ValueError as error:
+            return f"gives another shape: {error}"
+    for (o, truth), out in zip(case.truth.items(), named.values(), strict=True):
         got = str(out.dtype).removeprefix("torch."), tuple(out.shape)
         expected = spec.dtype_of(o, types), tuple(truth.shape)
         if got != expected:
@@ -84,6 +98,20 @@ def _fault(kernel: Kernel, spec: Spec, case: Case, binding: Mapping[str, str], e
                 f"gives a wrong {o}: error {error.norm:.2e} of its norm, {error.tile:.2e} in the "
                 f"worst tile; allowed {limit.norm:.2e} and {limit.tile:.2e}"
             )
+    return ""
+
+
+def _packed(kernel: Kernel, given: dict[str, Any]) -> str:
+    """Packs what the kernel takes packed, in `given`; words where unpacking does not restore it."""
+    for name, place in kernel.packing.items():
+        names = [part.name for part in place.parts]
+        parts = {x: given.pop(x) for x in names}
+        given[name] = kernel.pack(**parts)
+        turned = [parts[p.name].mT if p.turned else parts[p.name] for p in place.parts]
+        extents = [value.squeeze().shape[place.axis] for value in turned]
+        for x, value in kernel.unpack(name, given[name], extents).items():
+            if not same(value, parts[x]):
+                return f"does not unpack {x} as it was packed"
     return ""
 
 

@@ -27,6 +27,7 @@ from coda_agent.agent.judge.records import (
     Failure,
     Figures,
     Finding,
+    Inputs,
     Outcome,
     PerformanceReport,
     Progress,
@@ -239,7 +240,8 @@ def prepare(spec: Spec, elements: Sequence[str]) -> None:
     with _recompiling():
         for element, sizes in product(elements, spec.bench_shapes):
             types = dict.fromkeys(spec.types, element)
-            call(**draw_inputs(spec, sizes, types, seed=0, device="cuda", binding=binding))
+            inputs = draw_inputs(spec, sizes, types, seed=0, device="cuda", binding=binding)
+            call(**_given(spec, inputs, binding))
 
 
 def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
@@ -249,6 +251,18 @@ def _baseline(spec: Spec, binding: Mapping[str, str]) -> Callable[..., object]:
     from coda_agent.specs import reference_callable
 
     return torch.compile(reference_callable(spec, binding, baseline=True), dynamic=False)
+
+
+def _given(spec: Spec, inputs: Inputs, binding: Mapping[str, str]) -> Inputs:
+    """Inputs as a user has them: in the spec's own layout, in their own memory."""
+    from coda_agent.specs import as_declared
+
+    if spec.layout is None:
+        return inputs
+    return {
+        x: value if isinstance(value, (int, float)) else value.contiguous()
+        for x, value in as_declared(spec, inputs, binding).items()
+    }
 
 
 def _recompiling() -> AbstractContextManager[None]:
@@ -322,12 +336,13 @@ def _timed(
             t.fill_(float("nan"))
 
     baseline = _baseline(problem.spec, problem.binding)
+    given = [_given(problem.spec, x, problem.binding) for x in problem.inputs]
     a, b = ([inputs[g] for inputs in problem.inputs] for g in problem.spec.gemm)
     gemm = bare_gemm(a[0], b[0])
     contenders = {
         **{label: timed(label) for label in runs},
         "gemm": lambda i: gemm(a[i % 2], b[i % 2]),
-        "compile": lambda i: baseline(**problem.inputs[i % 2]),
+        "compile": lambda i: baseline(**given[i % 2]),
     }
     with _recompiling():
         samples = interleave(contenders, FINAL_ROUNDS, before=restore, after=verify)

@@ -59,7 +59,7 @@ RULES = {
             "__init__ activations auxiliary derivatives elementary gather graph interpret kinds "
             "operation ops pairwise program ptx ptx_run reductions resources rotary",
         )
-        + _in("specs", "__init__ defaults faults format load reference")
+        + _in("specs", "__init__ canonical defaults faults format layout load reference")
     ),
     # How a program becomes a kernel, and how a kernel is launched.
     "lowering": Rule(
@@ -75,7 +75,7 @@ RULES = {
         _in(
             "agent/judge", "compare disturbance imported meaning numerics oracle runners structures"
         )
-        + _in("generated", "__init__ kernel ops"),
+        + _in("generated", "__init__ declared kernel ops"),
         _COMPILED,
     ),
     "performance": Rule(

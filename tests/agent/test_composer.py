@@ -75,7 +75,6 @@ SHAPES = {
     "s": "[M]",
     "t": "[M]",
     "n": "[N]",
-    "Z": "[N, M]",
     "V": "[M, 2*N]",
 }
 
@@ -1266,7 +1265,6 @@ REFUSED = [
     ("index", DS, MM + "s = D.logsumexp(-1) - D.gather(1, index[:, None])[:, 0];"
      "return {'D': D, 's': s}", "sub: uses a row reduction again"),
     ("", O, MM + "return {'O': D[:, D.argmax(-1)][:, :1] + D}", "argmax: needs a whole row"),
-    ("", "Z", MM + "return {'Z': D.T}", r"output 'Z' is \[N, M\]; a kernel writes \[M, N\]"),
     ("", O, MM + "return {'O': D.roll(1, -1)}", "output 'O' moves values between rows or columns"),
     ("", H, MM + "g, u = D.chunk(2, -1);return {'H': F.silu(g) * u}",
      r"silu: moves values between rows or columns; a kernel can only take adjacent column pairs"),

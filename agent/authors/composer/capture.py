@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.specs import Spec, reference_callable
+from coda_agent.specs import Spec, canonical_reference
 
 if TYPE_CHECKING:
     from torch import fx
@@ -60,11 +60,13 @@ class Captured:
 
 def distinct_sizes(spec: Spec) -> dict[str, int]:
     """An extent for each dim such that all of them, and half and twice the columns, differ."""
-    columns = spec.gemm_dims[1]
+    rows, columns, _ = spec.gemm_dims
     sizes: dict[str, int] = {}
     taken: set[int] = {1, 2}
     for name, dim in spec.dims.items():
         step = dim.multiple_of * (2 if name == columns and dim.multiple_of % 2 else 1)
+        if name == rows and spec.layout and len(spec.layout.rows) > 1:
+            step *= 4  # a leading dim that is not 1 shows what is done to it
         for prime in itertools.chain(_PRIMES, itertools.count(53, 2)):
             extents = {prime * step}
             if name == columns:
@@ -92,7 +94,7 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    reference = reference_callable(spec, binding)
+    reference = canonical_reference(spec, binding)
     sizes, types = distinct_sizes(spec), spec.default_types()
     shapes = {name: spec.shape_of(name, sizes, binding) for name in spec.inputs}
     line = spec.reference_line

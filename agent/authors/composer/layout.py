@@ -61,14 +61,15 @@ class Layout:
         self._exprs: list[Expr] = []
 
     def frame(self, shape: tuple[int, ...]) -> Frame | None:
-        """The dims that `shape` is over, its unit extents dropped and its columns joined."""
+        """The dims that `shape` is over, its unit extents dropped, its rows joined and its columns
+        too."""
         extents = [s for s in shape if s != 1]
         if not extents:
             return Frame(())
-        found = (math.prod(extents), extents[0], math.prod(extents[1:]))
+        sides = [(math.prod(extents[:i]), math.prod(extents[i:])) for i in range(1, len(extents))]
         for dims in _FRAMES:
             wanted = tuple(self.extents[d] for d in dims)
-            if (len(dims) == 1 and found[0] == wanted[0]) or found[1:] == wanted:
+            if wanted == (math.prod(extents),) or wanted in sides:
                 return Frame(dims)
             if len(dims) == 2 and tuple(extents) == wanted[::-1]:
                 return Frame(dims, flipped=True)

@@ -1,0 +1,183 @@
+"""Calls of a kernel in the layout that its spec declares: views of the caller's tensors, no copies.
+
+What no view brings into the kernel's form is packed once, by `pack`, and given packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.primitives.errors import LaunchError
+from coda_agent.specs.layout import Layout, Place, interleaved
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Declared:
+    """A spec's layout as a call needs it: plain values, because torch.compile traces the call.
+
+    `types` are the names that stand for the type of A.
+
+    Attributes:
+        name: The kernel's.
+        inputs: Of those that are not passed as they are, in canonical order: place, name, whether
+            its two dimensions change places, how many its columns are, and which dimensions of
+            extent 1 it loses.
+        outputs: What the declared outputs of each canonical one are, by its name.
+        packing: Inputs that are given packed, by name.
+    """
+
+    def __init__(self, name: str, layout: Layout, types: Container[str]) -> None:
+        self.name = name
+        self.packing = {place.name: place for place in layout.inputs if place.packed}
+        self.inputs = tuple(
+            (i, place.name, part.turned, len(part.tail), part.units)
+            for i, place in enumerate(layout.inputs)
+            for part in place.parts
+            if not place.packed and (part.turned or part.tail or part.units)
+        )
+        self.outputs = {place.name: _Leaving.of(place, types) for place in layout.outputs}
+
+    def entered(self, values: Sequence[Any]) -> list[Any]:
+        """Canonical inputs of a caller's.
+
+        Raises:
+            LaunchError: A dimension that has to be 1 is not.
+        """
+        found = list(values)
+        for i, name, turned, columns, units in self.inputs:
+            value = found[i]
+            if not hasattr(value, "shape"):
+                continue  # a number, or what the kernel refuses
+            value = value.mT if turned and value.ndim == 2 else value
+            value = value.flatten(-columns) if columns and value.ndim >= columns else value
+            for unit in units:
+                if value.ndim < -unit or value.shape[unit] != 1:
+                    raise LaunchError(
+                        f"{self.name}: input {name!r} has shape {tuple(value.shape)}, expected 1 "
+                        f"as its dimension {unit}"
+                    )
+            found[i] = value.squeeze(units) if units else value
+        return found
+
+    def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:
+        """Declared outputs of canonical ones, in order; raw partials stay as they are."""
+        values = results if isinstance(results, tuple) else () if results is None else (results,)
+        found: list[Any] = []
+        for name, value in zip(names, values, strict=True):
+            found += self.outputs[name].of_call(value, element, raw)
+        return tuple(found) if len(found) > 1 else found[0] if found else None
+
+    def pack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The kernel's form of declared tensors, which lie in one of its inputs: a copy.
+
+        Raises:
+            LaunchError: They are not all that one input is made of.
+        """
+        import torch
+
+        for place in self.packing.values():
+            if {part.name for part in place.parts} == {*tensors}:
+                break
+        else:
+            known = "; ".join(", ".join(p.name for p in x.parts) for x in self.packing.values())
+            raise LaunchError(
+                f"{self.name}: {', '.join(tensors)} are not packed, expected {known or 'nothing'}"
+            )
+        pieces = []
+        for part in place.parts:
+            value = tensors[part.name]
+            value = value.mT if part.turned else value
+            pieces.append(value.squeeze(part.units) if part.units else value)
+        whole = torch.cat(pieces, place.axis)
+        whole = interleaved(whole, place.axis) if place.halves else whole
+        return whole.contiguous()
+
+    def unpack(
+        self, name: str, packed: torch.Tensor, extents: Sequence[int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The declared tensors of a packed one: the inverse of `pack`; views, but of halves.
+
+        Args:
+            name: Of the kernel's input.
+            packed: What `pack` gave.
+            extents: Of each along the dimension in which they lie side by side; by default in the
+                spec's proportion.
+
+        Raises:
+            LaunchError: No such input is packed, or the extents leave the proportion open.
+        """
+        import torch
+
+        if (place := self.packing.get(name)) is None:
+            known = ", ".join(self.packing) or "none"
+            raise LaunchError(f"{self.name}: {name!r} is not packed, expected one of {known}")
+        whole, axis = packed, place.axis
+        if place.halves:
+            moved = packed.movedim(axis, 0)
+            whole = torch.cat([moved[0::2], moved[1::2]]).movedim(0, axis)
+        if extents is None and not place.shares:
+            raise LaunchError(f"{self.name}: unpack of {name!r} needs extents, one for each part")
+        unit = whole.shape[axis] // (sum(place.shares) or 1)
+        extents = extents or [unit * share for share in place.shares]
+        found = {}
+        for part, piece in zip(place.parts, whole.split(list(extents), axis), strict=True):
+            value = piece.mT if part.turned else piece
+            found[part.name] = _with_units(value, part.units)
+        return found
+
+
+def _with_units(value: torch.Tensor, units: tuple[int, ...]) -> torch.Tensor:
+    """`value` with dimensions of extent 1 where they stand in the result, the last one -1."""
+    for unit in reversed(units):
+        value = value.unsqueeze(unit)
+    return value
+
+
+class _Leaving(NamedTuple):
+    """What the declared outputs of a canonical one are.
+
+    Attributes:
+        vector: Whether it is one, so that raw partials are as they are.
+        dtype: Theirs, where the kernel's is float32; "" is that of A.
+        halves: Whether they are its even and its odd columns.
+        shares: What each has of its columns, in proportion.
+        views: Of each, whether its dimensions change places, the trailing dimensions that its
+            columns become, and its dimensions of extent 1.
+    """
+
+    vector: bool
+    dtype: str | None
+    halves: bool
+    shares: tuple[int, ...]
+    views: tuple[tuple[bool, tuple[int, ...], tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, place: Place, types: Container[str]) -> _Leaving:
+        axes = [axes for part in place.parts for axes in part.axes.values()]
+        dtype = ("" if place.dtype in types else place.dtype) if place.dtype else None
+        views = tuple((part.turned, part.tail, part.units) for part in place.parts)
+        return cls(max(map(len, axes)) == 1, dtype, place.halves, place.shares, views)
+
+    def of_call(self, value: torch.Tensor, element: torch.dtype, raw: bool) -> list[torch.Tensor]:
+        """Views of a call's output."""
+        import torch
+
+        if raw and self.vector:
+            return [value]
+        if self.dtype is not None:
+            value = value.to(getattr(torch, self.dtype) if self.dtype else element)
+        pieces = [value]
+        if self.halves:
+            pieces = [value[..., 0::2], value[..., 1::2]]
+        elif len(self.views) > 1:
+            unit = value.shape[-1] // sum(self.shares)
+            pieces = value.split([unit * share for share in self.shares], -1)
+        found = []
+        for piece, (turned, tail, units) in zip(pieces, self.views, strict=True):
+            view = piece.mT if turned else piece
+            view = view.unflatten(-1, tail) if tail else view
+            found.append(_with_units(view, units))
+        return found

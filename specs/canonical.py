@@ -1,0 +1,369 @@
+"""From what a spec declares to the canonical form, and the layout between the two.
+
+- A is (…, M, K) or (K, M), B (N, K) or (K, N); several of one lie side by side along N or K.
+- Every other tensor is over rows, over columns, over both, or a number; extents of 1 do not count.
+- Where letters leave it open, position tells: rows stand before columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from coda_agent.primitives.kinds import HALVES
+from coda_agent.specs.format import Dim, Header, Output, Shape
+from coda_agent.specs.layout import Axes, Entry, Layout, Part, Place, parts
+
+Sum = dict[str, Fraction]
+"""An extent as a sum of dims; "" stands for 1."""
+
+
+def canonical(header: Header) -> tuple[dict[str, Any], Layout | None]:
+    """The fields of the canonical declarations that differ from the header's, and how the header's
+    own tensors lie in them; nothing and None where they are canonical.
+
+    Raises:
+        ValueError: No view or packing makes the one of the other; names the tensor.
+    """
+    return Product(header).layout() if readable(header) else ({}, None)
+
+
+def readable(header: Header) -> bool:
+    """Whether A and B are inputs of two dims or more each; `faults` says it of the others."""
+    names = [x for gemm in header.gemm for x in gemm.split()]
+    shapes = [header.inputs[x].shape.cases.get("", ()) for x in names if x in header.inputs]
+    return len(shapes) == len(names) and all(len(shape) > 1 for shape in shapes)
+
+
+class _Read(NamedTuple):
+    """A shape as it is understood."""
+
+    canonical: tuple[Entry, ...]
+    axes: Axes
+    shape: tuple[Entry, ...]
+    turned: bool = False
+    tail: tuple[int, ...] = ()
+
+
+def _sum(entries: Iterable[Entry]) -> Sum:
+    total: Sum = {}
+    for entry in entries:
+        factor, dim, divisor = (entry, "", 1) if isinstance(entry, int) else parts(entry)
+        total[dim] = total.get(dim, Fraction(0)) + Fraction(factor, divisor)
+    return total
+
+
+def _product(entries: Sequence[Entry]) -> Sum | None:
+    """Of entries of which one at most is no number."""
+    letters = [e for e in entries if isinstance(e, str)]
+    number = math.prod(e for e in entries if isinstance(e, int))
+    if len(letters) > 1 or not entries:
+        return None
+    return {dim: number * share for dim, share in _sum(letters or [1]).items()}
+
+
+class Product:
+    """The product of a header, and what else stands in terms of it.
+
+    Attributes:
+        lead: Entries whose product is M.
+        columns: Entries whose sum is N.
+        inner: Entries whose sum is K.
+        dims: Names of the canonical M, N and K.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.first, self.second = (tuple(name.split()) for name in header.gemm)
+        a, b = self._shape(self.first[0]), self._shape(self.second[0])
+        ways = [(at, to) for at in ((-1,) if len(a) > 2 else (-1, 0)) for to in (1, 0)]
+        found = next((w for w in ways if len(b) == 2 and a[w[0]] == b[w[1]]), None)
+        if found is None:
+            raise ValueError(
+                f"gemm: shapes {self.first[0]} {[*a]} and {self.second[0]} {[*b]} share no dim to "
+                "sum over; expected [M, K] or [K, M], and [N, K] or [K, N]"
+            )
+        self.at, self.to = found
+        self.along_k = len(self.first) > 1
+        self.lead = [e for e in (a[1:] if self.at == 0 else a[:-1]) if e != 1]
+        self.inner = [self._shape(x)[self.at] for x in self.first]
+        columns = [self._shape(x)[1 - self.to] for x in self.second]
+        wanted = self.inner if self.along_k else self.inner * len(columns)
+        alike = not self.along_k or len({*columns}) == 1
+        if not alike or [self._shape(x)[self.to] for x in self.second] != wanted:
+            raise ValueError(
+                f"gemm: {', '.join(self.first)} and {', '.join(self.second)} do not fit; expected "
+                "one A and several B of one K, or as many A as B, of one N"
+            )
+        self.columns = columns[:1] if self.along_k else columns
+        self.total = _sum(self.columns)
+        if len(self.total) > 1:
+            raise ValueError(
+                f"gemm: columns {self.columns} are of several dims, so that no size of the product "
+                "says what each has; name them as multiples of one dim, such as 4*N and N"
+            )
+        self._name_dims()
+
+    def _shape(self, operand: str) -> tuple[Entry, ...]:
+        return self.header.inputs[operand].shape.cases[""]
+
+    def _name_dims(self) -> None:
+        """Name M, N and K. A letter that is two of them keeps its name as K, else as M."""
+        taken, sides = set(self.header.dims), list[str]()
+        for entries, name in ((self.inner, "K"), (self.lead, "M"), (self.columns, "N")):
+            own = str(entries[0]) if len(entries) == 1 else ""
+            if own in sides or not own.isidentifier():
+                own = next(x for x in (name, f"{name}_all", 2 * name) if x not in taken)
+            sides.append(own)
+            taken.add(own)
+        k, m, n = sides
+        self.dims = m, n, k
+        inner, lead = set(_sum(self.inner)), set(_sum(self.lead))
+        self.row_names = {x: m for x in lead & inner if x}
+        self.column_names = {x: n for x in self.total if x and x in inner | lead}
+        for entries, names in ((self.lead, self.row_names), (self.columns, self.column_names)):
+            if names and len(entries) > 1:
+                raise ValueError(f"gemm: dim {next(iter(names))} stands twice; use another name")
+
+    def read(self, entries: Sequence[Entry], *, output: bool) -> _Read | None:
+        """What a shape is over; None where that is nothing a program takes."""
+        core = [i for i, e in enumerate(entries) if e != 1]
+        own, lead = [entries[i] for i in core], len(self.lead)
+        rows, turned = own[:lead] == self.lead, False
+        if not own:
+            return _Read((), (), tuple(entries))
+        if rows and len(own) == lead and self._word(own):  # a square product's
+            rows = core[0] == 0 if len(entries) > 1 else output
+        of_rows = core[:lead] if rows else []
+        over = [i for i in core if i not in of_rows]
+        word = self._word([entries[i] for i in over])
+        if over and word is None and lead == 1 and own[1:] == self.lead:
+            of_rows, over, turned = core[1:], core[:1], True
+            word = self._word(own[:1])
+        if over and word is None:
+            return None
+        shape = self._renamed(entries, of_rows, self.row_names)
+        shape = self._renamed(shape, over, self.column_names)
+        sides = [(self.dims[0], of_rows), (word or "", over)]
+        sides = [(name, places) for name, places in sides if places]
+        axes = tuple(tuple(shape[i] for i in places) for _, places in sides)
+        last = axes[-1] if over and len(over) > 1 else ()
+        tail = tuple(e if isinstance(e, int) else -1 for e in last)
+        return _Read(tuple(name for name, _ in sides), axes, shape, turned, tail)
+
+    def _word(self, over: Sequence[Entry]) -> str | None:
+        """Columns in terms of N, such as "N/2"."""
+        share, n = _product(over), self.dims[1]
+        if share == self.total:
+            return n
+        if share is None or len(self.total) > 1 or share.keys() != self.total.keys():
+            return None
+        ratio = next(iter(share.values())) / next(iter(self.total.values()))
+        factor = f"{ratio.numerator}*" if ratio.numerator > 1 else ""
+        return f"{factor}{n}" + (f"/{ratio.denominator}" if ratio.denominator > 1 else "")
+
+    def _renamed(
+        self, entries: Sequence[Entry], at: Sequence[int], names: Mapping[str, str]
+    ) -> tuple[Entry, ...]:
+        """A shape with the dims at some places by their names there."""
+        found = list(entries)
+        for i in at:
+            if isinstance(entry := found[i], str) and (dim := parts(entry)[1]) in names:
+                found[i] = entry.replace(dim, names[dim])
+        return tuple(found)
+
+    def _operand(self, names: tuple[str, ...]) -> tuple[Shape, Place]:
+        """A or B."""
+        (m, n, k), first = self.dims, names == self.first
+        own, at = (m, self.at) if first else (n, self.to)
+        found = list[Part]()
+        for x in names:
+            shape = self._shape(x)
+            outer = [i for i, e in enumerate(shape) if i != at % len(shape) and e != 1]
+            shape = self._renamed(shape, outer, self.row_names if first else self.column_names)
+            axes = tuple(shape[i] for i in outer), (shape[at],)
+            found.append(Part(x, {"": shape}, {"": axes}, turned=at == 0))
+        halves = self.header.pairs == "halves" and not first
+        element = self.header.inputs[names[0]].dtype
+        # The tensor core reads 8-bit operands along K only.
+        narrow = "float8_e4m3fn" in self.header.types.get(element, (element,))
+        packed = len(names) > 1 or halves or (narrow and at == 0)
+        axis = int(self.along_k)
+        place = Place(
+            "_".join(names), tuple(found), axis, _shares(found, axis), halves, packed=packed
+        )
+        return Shape("", {"": (own, k)}), place
+
+    def _other(
+        self, group: tuple[str, ...], tensors: Mapping[str, Output], *, output: bool
+    ) -> tuple[Shape, Place] | None:
+        """A tensor that is neither A nor B; None where it is nothing a program takes."""
+        found, shape = list[Part](), Shape("", {})
+        for x in group:
+            parameter, cases = tensors[x].shape
+            reads = {case: self.read(entries, output=output) for case, entries in cases.items()}
+            known = {case: read for case, read in reads.items() if read is not None}
+            if known.keys() != reads.keys():
+                return None
+            turned = any(read.turned for read in known.values())
+            shapes = {case: read.shape for case, read in known.items()}
+            axes = {case: read.axes for case, read in known.items()}
+            tail = next(iter(known.values())).tail
+            found.append(Part(x, shapes, axes, parameter, turned, tail))
+            shape = Shape(parameter, {case: read.canonical for case, read in known.items()})
+        axis = max(map(len, shape.cases.values())) - 1
+        whole = (*self.dims[:axis], self.dims[1])
+        if len(group) > 1:
+            shape = Shape("", {"": whole})
+        halves = self.header.pairs == "halves" and whole in shape.cases.values()
+        if halves and (axis or output) and len(group) == 1:
+            raise ValueError(
+                f"{group[0]}: its columns would have to be moved, since the kernel has pairs "
+                "(j, j + N/2) side by side; give each half a tensor of its own"
+            )
+        packed = not output and (halves or len(group) > 1 or found[0].turned)
+        axis = max(axis, 0)
+        shares = _shares(found, axis)
+        return shape, Place("_".join(group), tuple(found), axis, shares, halves, packed=packed)
+
+    def _groups(self, tensors: Mapping[str, Output], *, output: bool) -> list[tuple[str, ...]]:
+        """Names in order, those that lie side by side in one canonical tensor together."""
+        names, groups = list(tensors), list[tuple[str, ...]]()
+        while names:
+            x, count = names[0], 1
+            gemm = next((g for g in (self.first, self.second) if not output and x in g), None)
+            shapes = [tensors[y].shape.cases.get("") for y in names]
+            if output and x in self.header.split:
+                count = len(self.header.split)
+            elif output:
+                count = self._filling([tensors[y] for y in names])
+            elif gemm is None and len(self.columns) > 1:
+                vectors = [(entry,) for entry in self.columns]
+                count = len(vectors) if shapes[: len(vectors)] == vectors else 1
+            groups.append(gemm or tuple(names[:count]))
+            names = [y for y in names if y not in groups[-1]]
+        return groups
+
+    def _filling(self, tensors: Sequence[Output]) -> int:
+        """How many tensors, from the first on, have the product's columns together; 1 if none."""
+        total, lead = Sum(), len(self.lead)
+        for i, tensor in enumerate(tensors):
+            shape = [e for e in tensor.shape.cases.get("", ()) if e != 1]
+            share = _product(shape[lead:]) if shape[:lead] == self.lead else None
+            if share is None or tensor.dtype != tensors[0].dtype:
+                return 1
+            for dim, some in share.items():
+                total[dim] = total.get(dim, Fraction(0)) + some
+            if total == self.total:
+                # Two of half the columns are what two gates give, unless B is of two parts itself.
+                gates = self.header.pairs == "halves" or self.columns[0] in self.dims
+                halves = i == 1 and {dim: 2 * some for dim, some in share.items()} == total
+                return 1 if halves and gates else i + 1
+        return 1
+
+    def layout(self) -> tuple[dict[str, Any], Layout | None]:
+        """What `canonical` gives."""
+        header, unread = self.header, list[str]()
+        made: dict[str, Any] = {"inputs": {}, "outputs": {}}
+        places: dict[str, list[Place]] = {"inputs": [], "outputs": []}
+        for key, tensors in (("inputs", header.inputs), ("outputs", header.outputs)):
+            output = key == "outputs"
+            for group in self._groups(tensors, output=output):
+                first = tensors[group[0]]
+                if any(
+                    tensors[x].model_copy(update={"shape": first.shape}) != first for x in group
+                ):
+                    raise ValueError(f"{', '.join(group)} become one tensor; declare them alike")
+                gemm = not output and group in (self.first, self.second)
+                found = self._operand(group) if gemm else self._other(group, tensors, output=output)
+                if found is None:
+                    unread.append(group[0])
+                    made[key][group[0]] = first
+                    continue
+                shape, place = found
+                if output and self._reduced(first, shape):
+                    place = replace(place, dtype=first.dtype)
+                    first = first.model_copy(update={"dtype": "float32"})
+                made[key][place.name] = first.model_copy(update={"shape": shape})
+                places[key].append(place)
+        a, b = "_".join(self.first), "_".join(self.second)
+        moved = any(
+            place.halves or place.packed or any(part.turned for part in place.parts)
+            for place in (*places["inputs"], *places["outputs"])
+        )
+        if made["inputs"] == header.inputs and made["outputs"] == header.outputs and not moved:
+            return {}, None
+        if unread:
+            shape = next(iter({**header.inputs, **header.outputs}[unread[0]].shape.cases.values()))
+            lead = ", ".join(map(str, self.lead))
+            raise ValueError(
+                f"{unread[0]}: shape {[*shape]} is not over rows [{lead}], over columns "
+                f"{self.columns}, or over both"
+            )
+        units = {"": 1} | {x: dim.multiple_of for x, dim in header.dims.items()}
+        own = {**self.row_names, **self.column_names}
+        shapes = header.check_shapes, header.bench_shapes
+        checks, benches = ([self._all(sizes) for sizes in some] for some in shapes)
+        layout = Layout(
+            (a, b),
+            self.dims,
+            self._renamed(self.lead, range(len(self.lead)), self.row_names),
+            self._renamed(self.columns, range(len(self.columns)), self.column_names),
+            tuple(self.inner),
+            {**units, **{new: units[old] for old, new in own.items()}},
+            (*checks, *benches),
+            tuple(places["inputs"]),
+            tuple(places["outputs"]),
+        )
+        m, n, k = self.dims
+        made["dims"] = {
+            m: Dim(multiple_of=math.prod(_step([e], units) for e in self.lead)),
+            n: Dim(multiple_of=_step(self.columns, units)),
+            k: Dim(multiple_of=_step(self.inner, units)),
+        }
+        made["check_shapes"], made["bench_shapes"] = (
+            tuple(map(layout.extents, some)) for some in (checks, benches)
+        )
+        return {**made, "gemm": (a, b)}, layout
+
+    def _reduced(self, output: Output, shape: Shape) -> bool:
+        """Whether an output is a reduction to 16 bits; what an index gathers may have them."""
+        m, n, _ = self.dims
+        gathers = any(
+            x.dtype in ("int32", "int64")
+            and [e for e in x.shape.cases.get("", ()) if e != 1] == self.lead
+            for x in self.header.inputs.values()
+        )
+        vectors = {(n,)} if gathers else {(n,), (m,)}
+        narrow = {*HALVES}.issuperset(self.header.types.get(output.dtype, (output.dtype,)))
+        return narrow and vectors.issuperset(shape.cases.values())
+
+    def _all(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Declared sizes, with those of dims that have two names."""
+        declared = self.header.dims
+        if sizes.keys() != declared.keys():
+            got, known = ", ".join(sizes) or "none", ", ".join(declared)
+            raise ValueError(f"sizes are given for {got}; expected {known}")
+        names = {**self.row_names, **self.column_names}
+        return {**sizes, **{new: sizes[old] for old, new in names.items()}}
+
+
+def _step(entries: Sequence[Entry], units: Mapping[str, int]) -> int:
+    """What a sum of entries is a multiple of."""
+    steps = (int(share * units.get(dim, 1)) for dim, share in _sum(entries).items())
+    return math.gcd(*steps) or 1
+
+
+def _shares(found: Sequence[Part], axis: int) -> tuple[int, ...]:
+    """What each of several parts has of the axis they lie along; none where sizes alone tell."""
+    if len(found) < 2:
+        return ()
+    sums = [_product(part.axes[""][axis]) or {} for part in found]
+    if len({*map(tuple, sums)}) > 1 or len(sums[0]) != 1:
+        return ()
+    shares = [share for some in sums for share in some.values()]
+    unit = Fraction(1, math.lcm(*(share.denominator for share in shares)))
+    return tuple(int(share / unit) for share in shares)

@@ -1,0 +1,262 @@
+"""How the tensors that a spec declares lie in those that a kernel takes and gives.
+
+Programs, the lowering and the judge know one form: A (M, K), B (N, K), tiles (M, N), vectors (M,)
+and (N,), and pairs of adjacent columns. A spec may speak in another one. A `Layout` says of each
+tensor where its elements are in that form: each is in one place, and none is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Entry = int | str
+Axes = tuple[tuple[Entry, ...], ...]
+"""For each axis of a canonical tensor, the declared entries that are flattened into it."""
+
+ENTRY = re.compile(r"(?:([1-9]\d*)\*)?([A-Za-z_]\w*)(?:/([1-9]\d*))?")
+
+
+def parts(entry: str) -> tuple[int, str, int]:
+    """Factor, dim and divisor of a shape's entry."""
+    factor, dim, divisor = ENTRY.findall(entry)[0]
+    return int(factor or 1), dim, int(divisor or 1)
+
+
+def extent(entry: Entry, sizes: Mapping[str, int]) -> int:
+    """A shape's entry at `sizes`."""
+    if isinstance(entry, int):
+        return entry
+    factor, dim, divisor = parts(entry)
+    return factor * sizes[dim] // divisor
+
+
+def _letters(entries: Iterable[Entry]) -> list[str]:
+    return list(dict.fromkeys(parts(e)[1] for e in entries if isinstance(e, str)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A declared tensor.
+
+    Attributes:
+        name: Its name.
+        shape: As declared, by the value of `parameter`; by "" where it depends on none.
+        axes: What of it each canonical axis holds, by the same values.
+        parameter: The static parameter that its shape depends on, if any.
+        turned: Whether the axes stand in the other order in it.
+        tail: Its trailing dimensions, -1 for what is not a number, where its columns are several.
+    """
+
+    name: str
+    shape: Mapping[str, tuple[Entry, ...]]
+    axes: Mapping[str, Axes]
+    parameter: str = ""
+    turned: bool = False
+    tail: tuple[int, ...] = ()
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Dimensions of extent 1 that the canonical tensor lacks, from the last one, -1."""
+        (shape,), (axes,) = self.shape.values(), self.axes.values()
+        kept = sum(map(len, axes))
+        if kept == len(shape):
+            return ()
+        return tuple(i - len(shape) for i, entry in enumerate(shape) if entry == 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a canonical tensor is made of.
+
+    Attributes:
+        name: Of the canonical tensor.
+        parts: What lies side by side along `axis`.
+        axis: Of the canonical tensor.
+        shares: What each part has of the axis, in proportion; empty where sizes alone tell.
+        halves: Whether entries 2j and 2j + 1 along the axis are entries j and j + n/2 of the parts.
+        dtype: The declared type of an output that is computed in float32; empty where it is the
+            canonical one.
+        packed: Whether a caller has to bring it into canonical form, because a view cannot.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    axis: int = 0
+    shares: tuple[int, ...] = ()
+    halves: bool = False
+    dtype: str = ""
+    packed: bool = False
+
+    def apart(
+        self, tensor: Any, sizes: Mapping[str, int], binding: Mapping[str, str], **number: Any
+    ) -> dict[str, Any]:
+        """The declared tensors of a canonical one, or of a number: one of dtype and device
+        `number`."""
+        import torch
+
+        if self.halves:
+            whole = tensor.movedim(self.axis, 0)
+            tensor = torch.cat([whole[0::2], whole[1::2]]).movedim(0, self.axis)
+        found, start = dict[str, Any](), 0
+        for part in self.parts:
+            case = binding.get(part.parameter, "")
+            shape = [extent(e, sizes) for e in part.shape[case]]
+            if not shape:
+                found[part.name] = tensor
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                found[part.name] = torch.full(shape, tensor, **number)
+                continue
+            piece = tensor
+            if len(self.parts) > 1:
+                along = math.prod(extent(e, sizes) for e in part.axes[case][self.axis])
+                piece = tensor.narrow(self.axis, start, along)
+                start += along
+            found[part.name] = (piece.mT if part.turned else piece).reshape(shape)
+        return found
+
+    def together(
+        self, tensors: Mapping[str, Any], sizes: Mapping[str, int], binding: Mapping[str, str]
+    ) -> Any:
+        """The canonical tensor of declared ones: the inverse of `apart`."""
+        import torch
+
+        pieces = []
+        for part in self.parts:
+            axes = part.axes[binding.get(part.parameter, "")]
+            shape = [math.prod(extent(e, sizes) for e in axis) for axis in axes]
+            value = tensors[part.name].reshape(shape[::-1] if part.turned else shape)
+            pieces.append(value.mT if part.turned else value)
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
+        return interleaved(whole, self.axis) if self.halves else whole
+
+
+def interleaved(whole: torch.Tensor, axis: int) -> torch.Tensor:
+    """`whole` with the entries of its two halves along `axis` in turn."""
+    import torch
+
+    first, second = whole.movedim(axis, 0).chunk(2)
+    return torch.stack([first, second], 1).flatten(0, 1).movedim(0, axis)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A spec's own form beside the canonical one.
+
+    Attributes:
+        gemm: Names of the canonical A and B.
+        dims: Names of the canonical M, N and K.
+        rows: Declared entries whose product is M.
+        columns: Declared entries whose sum is N.
+        inner: Declared entries whose sum is K.
+        multiples: What each declared dim is a multiple of.
+        known: Declared sizes that stand for their canonical ones, the first one first.
+        inputs, outputs: In canonical order.
+    """
+
+    gemm: tuple[str, str]
+    dims: tuple[str, str, str]
+    rows: tuple[Entry, ...]
+    columns: tuple[Entry, ...]
+    inner: tuple[Entry, ...]
+    multiples: Mapping[str, int]
+    known: tuple[Mapping[str, int], ...]
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+
+    def extents(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Canonical sizes of declared ones."""
+        m = math.prod(extent(e, sizes) for e in self.rows)
+        n, k = (sum(extent(e, sizes) for e in some) for some in (self.columns, self.inner))
+        return dict(zip(self.dims, (m, n, k), strict=True))
+
+    def sizes(self, canonical: Mapping[str, int]) -> dict[str, int]:
+        """Declared sizes of canonical ones: known ones, or else some that have these extents."""
+        given = {dim: canonical[dim] for dim in self.dims}
+        for known in self.known:
+            if self.extents(known) == given:
+                return dict(known)
+        m, n, k = given.values()
+        found = dict(self.known[0])
+        for total, entries in ((n, self.columns), (k, self.inner)):
+            found |= self._summed(total, entries, found)
+        return found | self._factors(m)
+
+    def _summed(
+        self, total: int, entries: Sequence[Entry], known: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Sizes at which `entries` have this sum: as known, but for the first dim's."""
+        letters = _letters(entries)
+        if not letters:
+            return {}
+        share = {x: max(1, total // len(entries) // self.multiples[x]) for x in letters[1:]}
+        found = {x: min(known[x], n * self.multiples[x]) for x, n in share.items()}
+        unit = self.multiples[letters[0]]
+        none = extent_sum(entries, {**found, letters[0]: 0})
+        step = extent_sum(entries, {**found, letters[0]: unit}) - none
+        return found | {letters[0]: max(1, (total - none) // step) * unit}
+
+    def _factors(self, total: int) -> dict[str, int]:
+        """Sizes of the rows' dims, none 1 if that can be."""
+        letters, found = _letters(self.rows), dict[str, int]()
+        left = total // math.prod(e for e in self.rows if isinstance(e, int))
+        for i, letter in enumerate(letters[:-1]):
+            unit = self.multiples[letter]
+            rest = math.prod(self.multiples[x] for x in letters[i + 1 :])
+            fits = [d for d in range(unit, math.isqrt(left) + 1, unit) if left % (d * rest) == 0]
+            found[letter] = fits[-1] if fits else unit
+            left //= found[letter]
+        return found | {letters[-1]: left} if letters else found
+
+    def declared(
+        self,
+        inputs: Mapping[str, Any],
+        binding: Mapping[str, str],
+        *,
+        number: torch.dtype | None = None,
+    ) -> dict[str, Any]:
+        """Declared inputs of canonical ones; tensors of one number have dtype `number`, by default
+        float32."""
+        import torch
+
+        sizes, found = self._sizes_of(inputs), dict[str, Any]()
+        about = {"dtype": number or torch.float32, "device": inputs[self.gemm[0]].device}
+        for place in self.inputs:
+            found |= place.apart(inputs[place.name], sizes, binding, **about)
+        return found
+
+    def canonical(
+        self, outputs: Mapping[str, Any], inputs: Mapping[str, Any], binding: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Canonical outputs of declared ones, which were computed of these canonical inputs.
+
+        Raises:
+            ValueError: An output has another shape than declared.
+        """
+        sizes = self._sizes_of(inputs)
+        for part in (part for place in self.outputs for part in place.parts):
+            declared = part.shape[binding.get(part.parameter, "")]
+            due, got = tuple(extent(e, sizes) for e in declared), tuple(outputs[part.name].shape)
+            if got != due:
+                raise ValueError(f"output {part.name!r} is {got}; expected {due} {[*declared]}")
+        found = {p.name: p.together(outputs, sizes, binding) for p in self.outputs}
+        for place in self.outputs:
+            if place.dtype and found[place.name].element_size() == 2:
+                found[place.name] = found[place.name].float()
+        return found
+
+    def _sizes_of(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        a, b = (inputs[name] for name in self.gemm)
+        return self.sizes(dict(zip(self.dims, (a.shape[0], b.shape[0], a.shape[1]), strict=True)))
+
+
+def extent_sum(entries: Iterable[Entry], sizes: Mapping[str, int]) -> int:
+    """The sum of entries at `sizes`."""
+    return sum(extent(e, sizes) for e in entries)

@@ -1,0 +1,216 @@
+"""Specs in layouts other than the kernel's own, from the text to a call on the user's tensors.
+
+Each reference is plain PyTorch on tensors as a user has them, and the call has to give what it gives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge.imported import check_imported
+from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.generated.kernel import Kernel
+from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.program import Program
+from coda_agent.specs import Spec, admit, draw_inputs, load_spec
+
+FLOAT = "dtype: float32"
+
+
+def spec(
+    gemm: str,
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    body: str,
+    *,
+    header: str = "",
+) -> Spec:
+    def listed(tensors: Mapping[str, str]) -> str:
+        return "".join(f"  {x}: {said}\n" for x, said in tensors.items())
+
+    lines = "".join(f"    {line}\n" for line in body.split("; "))
+    text = (
+        f"---\nname: probe\ngemm: {gemm}\ninputs:\n{listed(inputs)}outputs:\n{listed(outputs)}"
+        f"{header}---\n```python reference\nimport torch\nimport torch.nn.functional as F\n\n\n"
+        f"def reference({', '.join(inputs)}):\n{lines}```\n"
+    )
+    return load_spec(Path("probe.md"), text=text)
+
+
+LAYOUTS: dict[str, Any] = {
+    "B is (K, N)": lambda: spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[K, N]", "b": "[N]"},
+        {"y": "[M, N]"},
+        "return F.gelu(x @ w + b)",
+    ),
+    "A is (K, M)": lambda: spec(
+        "[x, w]",
+        {"x": "[K, M]", "w": "[K, N]"},
+        {"y": "[M, N]"},
+        "return torch.relu(x.T @ w)",
+    ),
+    "the result transposed": lambda: spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[N, K]"},
+        {"y": "[N, M]"},
+        "return torch.tanh(w @ x.T)",
+    ),
+    "a batch": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[N, K]", "res": "[B, T, N]"},
+        {"y": "[B, T, N]"},
+        "return res + F.linear(x, w)",
+    ),
+    "a batch in extents of 1": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[K, N]", "r": f"{{shape: [B, T, 1], {FLOAT}}}", "b": "[1, 1, N]"},
+        {
+            "y": "[B, T, N]",
+            "s": f"{{shape: [B, T, 1], {FLOAT}}}",
+            "c": f"{{shape: [1, 1, N], {FLOAT}}}",
+        },
+        "h = x @ w * r + b; s = h.float().square().sum(-1, keepdim=True); "
+        "return h.to(x.dtype), s, h.float().sum((0, 1), keepdim=True)",
+    ),
+    "K is N": lambda: spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[K, K]", "res": "[M, K]", "b": "[K]"},
+        {"y": "[M, K]"},
+        "return res + F.linear(x, w, b)",
+    ),
+    "M is N": lambda: spec(
+        "[q, k]",
+        {"q": "[S, D]", "k": "[S, D]", "r": f"{{shape: [S, 1], {FLOAT}}}", "b": "[S]"},
+        {"y": "[S, S]", "top": f"{{shape: [S], {FLOAT}}}"},
+        "z = (q @ k.T).float() * r + b; return z.to(q.dtype), z.amax(-1)",
+    ),
+    "extents of 1": lambda: spec(
+        "[x, w]",
+        {
+            "x": "[M, K]",
+            "w": "[N, K]",
+            "r": f"{{shape: [M, 1], {FLOAT}}}",
+            "b": "[1, N]",
+            "s": f"{{shape: [1], {FLOAT}}}",
+        },
+        {"y": "[M, N]", "m": f"{{shape: [M, 1], {FLOAT}}}"},
+        "h = (F.linear(x, w) * r + b) * s; return h.to(x.dtype), h.float().mean(-1, keepdim=True)",
+    ),
+    "heads": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[N, K]", "b": "[N]"},
+        {"y": "[B, T, N/64, 64]"},
+        "return F.linear(x, w, b).unflatten(-1, (-1, 64))",
+    ),
+    "sums of 16 bits": lambda: spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[N, K]"},
+        {"y": "[M, N]", "s": "[M, 1]", "c": "[N]"},
+        "y = F.linear(x, w); z = y.float(); "
+        "return y, z.square().mean(-1, keepdim=True).to(x.dtype), z.amax(0).to(x.dtype)",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def composed(request: pytest.FixtureRequest) -> tuple[Spec, Program]:
+    made = LAYOUTS[request.param]()
+    return made, load(Composer().write(made, lambda *_: None))["probe"]
+
+
+def drawn(made: Spec, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
+    """The user's tensors, by no means of the layout's own."""
+    generator, found = torch.Generator().manual_seed(7), {}
+    for name, tensor in made.declared.inputs.items():
+        shape = [e if isinstance(e, int) else _extent(e, sizes) for e in tensor.shape.cases[""]]
+        value = torch.randn(shape, generator=generator)
+        found[name] = value.to(torch.float32 if tensor.dtype == "float32" else dtype)
+    return found
+
+
+def _extent(entry: str, sizes: Mapping[str, int]) -> int:
+    """ "4*N", "N/2" and "N" at `sizes`."""
+    return eval(entry.replace("/", "//"), dict(sizes))
+
+
+def called(kernel: Kernel, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    for name, place in kernel.packing.items():
+        given[name] = kernel.pack(**{part.name: given.pop(part.name) for part in place.parts})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = kernel(**given)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def namespace(made: Spec) -> Any:
+    space: dict[str, Any] = {}
+    exec(made.reference_source, space)
+    return space["reference"]
+
+
+def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Program]) -> None:
+    made, program = composed
+    admit(made)
+    kernel = Kernel(made, {"probe": program}, {}, frozenset(), f"layout_{made.digest[7:19]}")
+    sizes = {d: 3 if d == "B" else 64 if d != "M" else 40 for d in made.declared.dims}
+    given = drawn(made, sizes, torch.bfloat16)
+    exact = namespace(made)(**{x: v.double() for x, v in given.items()})
+    plain = namespace(made)(**given)
+    exact, plain = (x if isinstance(x, tuple) else (x,) for x in (exact, plain))
+    for out, due, like in zip(called(kernel, dict(given)), exact, plain, strict=True):
+        assert (out.shape, out.dtype) == (like.shape, like.dtype)
+        allowed = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-20
+        assert (out.double() - due.double()).norm() <= allowed * due.double().norm()
+
+
+def test_the_judge_agrees(composed: tuple[Spec, Program]) -> None:
+    made, program = composed
+    assert not check_meaning(made, {"probe": program}, seed=1)
+    given = {"device": "cpu", "tuned": {}, "refused": ()}
+    assert not check_imported(made, {"probe": program}, ["bfloat16"], **given)
+
+
+def test_no_element_is_lost_or_doubled(composed: tuple[Spec, Program]) -> None:
+    """Declared inputs and back again are the canonical ones, bit for bit."""
+    made, _ = composed
+    layout = made.layout
+    assert layout is not None
+    for sizes in made.check_shapes:
+        inputs = draw_inputs(made, sizes, made.default_types(), seed=1)
+        own = layout.sizes(sizes)
+        assert layout.extents(own) == dict(sizes)
+        declared = layout.declared(inputs, {})
+        for place in layout.inputs:
+            value = inputs[place.name]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(place.together(declared, own, {}), value)
+            else:
+                assert declared[place.name].item() == value
+
+
+def test_other_sizes_have_declared_ones_too() -> None:
+    """The judge takes M, N and K that no shape of the spec has."""
+    layout = LAYOUTS["a batch"]().layout
+    for m, n, k in ((129, 272, 8), (4096, 16, 2056), (7, 16, 8)):
+        own = layout.sizes({"M": m, "N": n, "K": k})
+        assert (own["B"] * own["T"], own["N"], own["K"]) == (m, n, k)
+    assert layout.sizes({"M": 4096, "N": 16, "K": 8})["B"] > 1
+
+
+def test_a_reference_that_gives_another_shape_is_refused() -> None:
+    made = spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[N, K]"},
+        {"y": "[B, T, N]"},
+        "return F.linear(x, w).transpose(0, 1)",
+    )
+    with pytest.raises(SpecError, match=r"output 'y' is \(1, 2, 16\); expected \(2, 1, 16\)|is \("):
+        admit(made)
