@@ -4,8 +4,8 @@
   follows, in the candidate language; after the line `END` come `WHY` and `reference`.
 - `reference(**inputs)` is plain PyTorch in the dtype of its inputs; it returns outputs by name.
 - Inputs are drawn as is usual for their kinds. The constant `INPUTS` says by name which are not: a
-  number, "positive", or the mean and scale of a normal draw. Tensors that no such draw gives are
-  returned by a function `inputs(generator, M, N)`.
+  number, "positive", "whole" for small integers, or the mean and scale of a normal draw. Tensors
+  that no such draw gives are returned by a function `inputs(generator, M, N)`.
 - A program whose N must be a multiple of more than 16 says so by the constant `N_MULTIPLE`.
 - A new demonstration is a new module in this folder; nothing has to be registered.
 """

@@ -48,6 +48,8 @@ def draw(
         match how.get(x, _USUAL.get(kind, {})):
             case "positive":
                 drawn[x] = 0.5 + _normal(generator, shape).abs()
+            case "whole":
+                drawn[x] = _normal(generator, shape).round().to(torch.bfloat16)
             case "column":
                 drawn[x] = _columns(generator, m, n)
             case {**said}:

@@ -3,7 +3,7 @@
 Each module says in its own `__all__` what of it is the language.
 """
 
-from coda_agent.primitives import activations, elementary, ops, resources
+from coda_agent.primitives import activations, elementary, ops, resources, rounding
 from coda_agent.primitives.activations import *
 from coda_agent.primitives.derivatives import derivative
 from coda_agent.primitives.elementary import *
@@ -14,6 +14,7 @@ from coda_agent.primitives.program import Program, epilogue
 from coda_agent.primitives.ptx import ptx
 from coda_agent.primitives.resources import *
 from coda_agent.primitives.rotary import rotary, rotate
+from coda_agent.primitives.rounding import *
 
 __all__ = ["Program", "derivative", "epilogue", "gather", "interleave", "pairs", "ptx"]
 __all__ += ["rotary", "rotate"]
@@ -21,4 +22,5 @@ __all__ += activations.__all__
 __all__ += elementary.__all__
 __all__ += ops.__all__
 __all__ += resources.__all__
+__all__ += rounding.__all__
 __all__.sort()  # pyright: ignore[reportUnsupportedDunderAll]

@@ -136,6 +136,27 @@ def fused(x: Any, y: Any, z: Any) -> Any:
     return cute.math.fma(x, y, z)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def assembly(code: str, arity: int = 1) -> Callable[..., Any]:
+    """PTX on float32 registers, `$0` the result and `$1` … the arguments, as a function."""
+
+    def call(*args: Any) -> Any:
+        from cutlass import Float32
+        from cutlass._mlir.dialects import llvm
+
+        values = [Float32(a).ir_value() for a in args]
+        # Early clobber: $0 may be written before the last argument is read.
+        constraints = "=&f" + ",f" * arity
+        # Free of side effects, so that equal ones are computed once and unused ones not at all.
+        return Float32(
+            llvm.inline_asm(
+                Float32.mlir_type, values, f"{{ {code} }}", constraints,
+                has_side_effects=False, is_align_stack=False,
+            )
+        )  # fmt: skip
+
+    return call
+
+
 def nearest(x: Any) -> Any:
     """The nearest integer, for |x| < 2²²."""
     # Adding 1.5·2²³ leaves no bit for the fraction, on the FMA pipe; FRND shares MUFU's. As an fma,

@@ -120,8 +120,8 @@ def forget() -> None:
 
 # The modules that decide what a graph compiles to.
 _LOWERING = (
-    "graph operation fast_math ops elementary pairwise gather ptx kinds resources reductions lower "
-    "masked_sum stores wide head_table elementwise"
+    "graph operation fast_math ops elementary rounding pairwise gather ptx kinds resources "
+    "reductions lower masked_sum stores wide head_table elementwise"
 )
 
 

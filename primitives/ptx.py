@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.fast_math import assembly
 from coda_agent.primitives.graph import Operand, Value, record
 from coda_agent.primitives.operation import MOVES, OPS, Op, as_tensors
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
@@ -213,21 +214,5 @@ def _assembly(
     statements: Sequence[Statement], registers: Mapping[str, str], arity: int
 ) -> Callable[..., Any]:
     declared = [f".reg .{type} {name}" for name, type in registers.items() if name[0] != "$"]
-    code = " ".join(f"{text};" for text in [*declared, *(s.text for s in statements)])
-
-    def call(*args: Any) -> Any:
-        from cutlass import Float32
-        from cutlass._mlir.dialects import llvm
-
-        values = [Float32(a).ir_value() for a in args]
-        # Early clobber: $0 may be written before the last argument is read.
-        constraints = "=&f" + ",f" * arity
-        # Free of side effects, so that equal ones are computed once and unused ones not at all.
-        return Float32(
-            llvm.inline_asm(
-                Float32.mlir_type, values, f"{{ {code} }}", constraints,
-                has_side_effects=False, is_align_stack=False,
-            )
-        )  # fmt: skip
-
-    return call
+    texts = [*declared, *(s.text for s in statements)]
+    return assembly(" ".join(f"{text};" for text in texts), arity)

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.rounding import rounded as rounding
 from coda_agent.specs.format import Spec
-from coda_agent.specs.reference import draw_inputs, run_reference, storage
+from coda_agent.specs.reference import cast_to, draw_inputs, narrow, run_reference, storage
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,13 @@ _REDRAWS = 3
 # How far a row is moved, and the least number of elements of which chance makes no two moves alike.
 _STEP, _ALIKE = 1e-6, 8
 _LIMIT_S = 60.0
+# Functions of torch that move values and compute nothing.
+_MOVES = frozenset(
+    """
+    cat chunk clone concat contiguous detach expand flatten flip movedim permute repeat reshape roll
+    split squeeze stack t transpose unbind unflatten unsqueeze view __getitem__ __get__
+    """.split()  # noqa: SIM905
+)
 
 
 def admit(spec: Spec, *, limit_s: float = _LIMIT_S) -> None:
@@ -115,7 +123,7 @@ def _misdeclared(
     inputs = draw_inputs(spec, sizes, types, seed=0, binding=binding)
     versions = {k: v._version for k, v in inputs.items() if isinstance(v, torch.Tensor)}
     declared = {spec.dtype_of(name, types) for name in (*spec.inputs, *spec.outputs)}
-    with _rounding_at_stores_only({getattr(torch, name) for name in declared}):
+    with _rounding_is_meant(spec, {getattr(torch, name) for name in declared}):
         outputs = run_reference(spec, inputs, binding=binding)
     for name, version in versions.items():
         if getattr(inputs[name], "_version", version) != version:
@@ -128,16 +136,19 @@ def _misdeclared(
     return ""
 
 
-def _rounding_at_stores_only(declared: Collection[torch.dtype]) -> AbstractContextManager[object]:
-    """Refuse, within, to compute on a value rounded to 8 bits, or to 16 in a type that the spec
-    does not declare: the exact run knows nothing of that rounding, and a program has none. To the
-    declared 16-bit types PyTorch's plain path rounds between any two operations, which is noise."""
+def _rounding_is_meant(
+    spec: Spec, declared: Collection[torch.dtype]
+) -> AbstractContextManager[object]:
+    """Refuse, within, to compute on a value rounded to 8 bits, or to 16 in a type that this run
+    does not declare, but where the exact run rounds as well: a cast to a `narrow` type, moves, and
+    a cast on. Anything else that rounds is lost on it."""
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves
 
-    # By address; the tensors are kept, so that none is used again.
-    rounded: dict[int, torch.Tensor] = {}
+    # By address, with whether the exact run follows; the tensors are kept, so that none is used
+    # again.
+    rounded: dict[int, tuple[torch.Tensor, bool]] = {}
 
     def rounds(source: torch.dtype, target: torch.dtype) -> bool:
         if not (source.is_floating_point and target.is_floating_point):
@@ -159,16 +170,22 @@ def _rounding_at_stores_only(declared: Collection[torch.dtype]) -> AbstractConte
             if name.endswith("_like") or name.startswith("new_"):
                 return result  # it reads no values
             written = tensors(args[:1] if name == "__setitem__" else result)
+            cast = cast_to(func, args, kwargs or {})
             for source, target in itertools.product(tensors((args, kwargs)), written):
-                known = storage(source) in rounded
-                if known and source.dtype != target.dtype:
+                known, followed = rounded.get(storage(source), (None, False))
+                fresh = known is not None and storage(target) != storage(source)
+                on = cast if followed and cast else source.dtype
+                if fresh and (target.dtype != on or (not cast and name not in _MOVES)):
+                    short = str(source.dtype).removeprefix("torch.")
                     raise SpecError(
-                        f"the reference rounds to {str(source.dtype).removeprefix('torch.')} and "
-                        "computes on; a program rounds only at stores: return the value as an "
-                        "output of that type, or leave the cast out"
+                        f"the reference rounds to {short} and computes on with {name}; a program "
+                        "computes in float32: cast a rounded value on by .to() before anything "
+                        "else, return it as an output of that type, or leave the cast out"
                     )
-                if known or rounds(source.dtype, target.dtype):
-                    rounded[storage(target)] = target
+                if rounds(source.dtype, target.dtype):
+                    rounded[storage(target)] = target, cast is not None and narrow(spec, cast)
+                elif known is not None and target.dtype == source.dtype:
+                    rounded[storage(target)] = target, followed
             return result
 
     return Watch()
@@ -201,7 +218,15 @@ def _degeneracy(
     moved = [exact({**inputs, operand: other[operand]}) for operand in spec.gemm]
     if not any(all(not torch.equal(truth[n], run[n]) for run in moved) for n in spec.outputs):
         return f"no output depends on both GEMM operands, {' and '.join(spec.gemm)}"
-    if fault := _needless(spec, inputs, truth, exact):
+
+    def smooth(values: Values) -> dict[str, torch.Tensor]:
+        """The exact reference without roundings, which small moves of its inputs do not change."""
+        return run_reference(
+            spec, values, binding=binding, exact=True,
+            touch=lambda function, args, result: args[0] if function is rounding else result,
+        )  # fmt: skip
+
+    if fault := _needless(spec, inputs, smooth(inputs), smooth):
         return fault
     drawn = [draw_inputs(spec, sizes, types, seed=1 + i, binding=binding) for i in range(_REDRAWS)]
     left_out = {

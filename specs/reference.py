@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.rounding import rounded
 from coda_agent.specs.format import Spec, evaluate
 
 if TYPE_CHECKING:
@@ -182,11 +183,14 @@ def run_reference(
 ) -> dict[str, torch.Tensor]:
     """Run the reference; `exact` makes every floating value in it float64, casts included.
 
+    What is cast to a `narrow` type and computed on is rounded to it in every run: there rounding is
+    what the reference means.
+
     Args:
         spec: The spec.
         inputs: What `draw_inputs` gives.
         binding: The static parameters.
-        exact: Whether nothing is rounded to the spec's element types.
+        exact: Whether nothing else is rounded to the spec's element types.
         baseline: Run what a user would run instead, where the spec has such a function.
         wide: Another type than float64 for an exact run.
         touch: In an exact run, called with every torch function, its arguments and its result;
@@ -209,7 +213,7 @@ def run_reference(
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     widened[name] = value.to(wide)
             given = as_declared(spec, widened, binding, number=wide)
-            with _widened(wide, touch):
+            with _widened(wide, functools.partial(narrow, spec), touch):
                 outputs = function(**given)
         else:
             outputs = function(**as_declared(spec, inputs, binding))
@@ -242,14 +246,52 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def narrow(spec: Spec, dtype: torch.dtype) -> bool:
+    """Whether a cast to `dtype` that is computed on means rounding: to 8 bits, or to 16 in a type
+    that the spec does not declare. To its own 16-bit types PyTorch's plain path rounds between any
+    two operations, which is noise."""
+    tensors = [t for s in (spec, spec.declared) for t in (*s.inputs.values(), *s.outputs.values())]
+    declared = {name for t in tensors for name in spec.types.get(t.dtype, (t.dtype,))}
+    known = str(dtype).removeprefix("torch.") in declared
+    return dtype.is_floating_point and (dtype.itemsize == 1 or (dtype.itemsize == 2 and not known))
+
+
+def cast_to(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The element type that a call of torch casts its first argument to, or None."""
+    import torch
+
+    tensor = torch.Tensor
+    named = {tensor.float: torch.float32, tensor.half: torch.float16}
+    named |= {tensor.bfloat16: torch.bfloat16, tensor.double: torch.float64}
+    if function not in (tensor.to, tensor.type):
+        return named.get(function)
+    given = (v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype))
+    return next(given, None)
+
+
 @contextmanager
-def _widened(wide: torch.dtype, touch: Touch | None) -> Iterator[None]:
-    """Make every cast to a floating dtype, and every new floating tensor, `wide`."""
+def _widened(
+    wide: torch.dtype, narrow: Callable[[torch.dtype], bool], touch: Touch | None
+) -> Iterator[None]:
+    """Make every cast to a floating dtype, and every new floating tensor, `wide`.
+
+    What was cast to a narrow type is rounded to it once it is cast on. Until then it is exact: the
+    kernel that stores it rounds it, by itself.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
+    from torch.utils._pytree import tree_leaves
 
     tensor = torch.Tensor
     casts = (tensor.float, tensor.half, tensor.bfloat16, tensor.double)
+    # By address, with the type; the tensors are kept, so that no address is used again.
+    pending: dict[int, tuple[torch.dtype, torch.Tensor]] = {}
+
+    def pend(result: Any, dtype: torch.dtype) -> Any:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, tensor) and leaf.is_floating_point():
+                pending[storage(leaf)] = dtype, leaf
+        return result
 
     class Widened(TorchFunctionMode):
         def __torch_function__(
@@ -264,8 +306,19 @@ def _widened(wide: torch.dtype, touch: Touch | None) -> Iterator[None]:
             dtypes = any(isinstance(value, torch.dtype) for value in extra)
             if (func is tensor.view and dtypes) or (func is tensor.type and extra and not dtypes):
                 raise TypeError("Tensor.view(dtype) and Tensor.type(name): use .to(dtype) instead")
+            target = cast_to(func, args, keywords)
+            moved = [x for x in tree_leaves((args, keywords)) if isinstance(x, tensor)]
+            held = next((pending[at][0] for x in moved if (at := storage(x)) in pending), None)
+            if held and target and target is not held:
+                value = rounded(args[0], held)
+                result = touch(rounded, (args[0], held), value) if touch else value
+                return pend(result, target) if narrow(target) else result
+            if target and narrow(target) and args[0].is_floating_point():
+                return pend(args[0].to(wide).clone(), target)
             if func in casts:
                 result = args[0].to(wide, **keywords)
+            elif held and not target:
+                return pend(func(*args, **keywords), held)
             else:
                 result = func(*map(widen, args), **{k: widen(v) for k, v in keywords.items()})
             return touch(func, (*args, *keywords.values()), result) if touch else result

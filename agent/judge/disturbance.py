@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.compare import SAFETY
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.primitives.operation import OPS
+from coda_agent.primitives.rounding import rounded
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +96,13 @@ def disturbed(
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if function is rounded:
+            # What lies near a tie may fall to either side: half of the runs take it up, half down.
+            value, dtype = args
+            size = value.nan_to_num(0.0, 0.0, 0.0).square().mean(-1, keepdim=True).sqrt()
+            near = _OPERATION * value.abs() + root * size
+            way = sign if seed % 2 else -sign
+            return rounded(value + way * finer * SAFETY * near, dtype)
         if tensors and storage(tensors[0]) == storage(result):
             return result  # a view
         error = errors().get(getattr(function, "__name__", ""))
@@ -110,7 +119,8 @@ def disturbed(
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()
-    noisy = wide + wide * (finer * product * math.sqrt(a.shape[1]) * noise(wide))
+    root = product * math.sqrt(a.shape[1])
+    noisy = wide + wide * (finer * root * noise(wide))
     return run_reference(
         spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=touch
     )

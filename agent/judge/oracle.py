@@ -12,7 +12,7 @@ import random
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import (
     BASELINE_LIMIT,
@@ -20,6 +20,7 @@ from coda_agent.agent.judge.compare import (
     addend_rounding,
     allowance,
     bound,
+    largest_change,
     measure,
     store_rounding,
     unit_of,
@@ -28,6 +29,7 @@ from coda_agent.agent.judge.disturbance import approximations_shaken, disturbed
 from coda_agent.agent.judge.records import Inputs
 from coda_agent.agent.judge.structures import Structure, structures
 from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.rounding import rounded
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +118,13 @@ def make_case(
     if structure:
         generator = torch.Generator(device).manual_seed(seed + 1)
         inputs |= structure.change(inputs, spec, generator, factor)
-    truth = run_reference(spec, inputs, binding=binding, exact=True)
+    called = set[object]()
+
+    def noted(function: object, _: object, result: Any) -> Any:
+        called.add(function)
+        return result
+
+    truth = run_reference(spec, inputs, binding=binding, exact=True, touch=noted)
     try:
         plain = run_reference(spec, inputs, binding=binding, baseline=device == "cuda")
     except SpecError:
@@ -129,6 +137,12 @@ def make_case(
     errors = {o: measure(plain[o], t) for o, t in truth.items()}
     held: Inputs = {o: inputs[i] for o, i in spec.updated(binding).items() if o in truth}
     addends = {o: addend_rounding(truth[o], dtypes[o], h) for o, h in held.items()}
+    runs = [disturbed(spec, inputs, binding, seed + i) for i in range(probes)]
+    # Where the reference rounds and computes on, a tie may fall to either side.
+    jumps = {o: largest_change(truth[o], [r[o] for r in runs]) for o in truth if rounded in called}
+    for o, jump in jumps.items():
+        size = truth[o].nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-300)
+        addends[o] = addends.get(o, 0.0) + float(jump.norm() / size)
     bounds = {
         o: bound(e, spec.dtype_of(o, types), spec.tolerance.multiple, addends.get(o, 0.0))
         for o, e in errors.items()
@@ -139,13 +153,13 @@ def make_case(
                 f"{spec.path}: the baseline's {o} is {error.norm:.2e} of its norm away from "
                 "the reference"
             )
-    runs = [disturbed(spec, inputs, binding, seed + i) for i in range(probes)]
     allowed = {
         o: allowance(t, dtypes[o], [r[o] for r in runs], held.get(o))
         for o, t in truth.items()
         if probes
     }
     rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
+    rounding |= {o: rounding[o] + jump for o, jump in jumps.items() if o in rounding}
     exact = []
     for o in _representable(spec, inputs, binding, truth) if structure and structure.exact else ():
         if truth[o].ndim == 1:

@@ -57,7 +57,8 @@ RULES = {
         _in(
             "primitives",
             "__init__ activations auxiliary derivatives elementary gather graph interpret kinds "
-            "operation ops pairwise program ptx ptx_run reductions resources rotary",
+            "operation ops pairwise program ptx ptx_run reductions resources rotary "
+            "rounding",
         )
         + _in("specs", "__init__ canonical defaults faults format layout load reference")
     ),

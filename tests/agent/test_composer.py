@@ -54,6 +54,7 @@ from coda_agent.primitives import (
     softplus,
     swiglu,
     tanh,
+    to_e4m3,
 )
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.interpret import interpret
@@ -496,8 +497,13 @@ def mean_of_squares(acc: Any) -> Any:
     return {"D": acc, "s": acc * acc}
 
 
+@epilogue(O=Tile)
+def fake_quantised(acc: Any, r: ColVector) -> Any:
+    return {"O": to_e4m3(acc * r) * 2.0}
+
+
 @epilogue(D=Tile, s=RowMin)
-def smallest(acc):
+def smallest(acc: Any) -> Any:
     return {"D": acc, "s": acc}
 
 
@@ -625,7 +631,7 @@ SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
             "return {'O': torch.inner(A, B)}",
             "return {'O': (B @ A.T).T}",
             "return {'O': torch.bmm(A[None], B.T[None])[0]}",
-            "return {'O': (A.half() @ B.half().T).to(torch.bfloat16).float().contiguous()}",
+            "return {'O': (A.double() @ B.double().T).float().contiguous()}",
             "return {'O': 1.0 * (A @ B.T) + 0.0}",
             "x = (A @ B.T).view(A.shape[0], -1, 2);return {'O': torch.stack(x.unbind(-1), -1).flatten(-2)}",
             "x = A @ B.T;return {'O': torch.cat((x[:, 0::2, None], x[:, 1::2, None]), -1).reshape(x.shape)}",
@@ -930,6 +936,16 @@ SPELLINGS: list[tuple[Program, str, str, list[str]]] = [
             MM + "return {'D': D, 's': torch.max(D.abs(), dim=-1).values}",
             MM + "return {'D': D, 's': D.abs().max(1, keepdim=True)[0].flatten()}",
             MM + "return {'D': D, 's': torch.linalg.vector_norm(D, math.inf, dim=-1)}",
+        ],
+    ),
+    (
+        fake_quantised,
+        "r",
+        O,
+        [
+            MM + "q = (D * r[:, None]).to(torch.float8_e4m3fn);return {'O': q.float() * 2}",
+            MM + "q = (r[:, None] * D).to(dtype=torch.float8_e4m3fn).T;"
+            "return {'O': 2 * q.to(D.dtype).T}",
         ],
     ),
     (

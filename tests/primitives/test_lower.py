@@ -549,6 +549,9 @@ NOT_FINITE = {
     "sinh",
     "softplus",
     "sqrt",
+    "to_bfloat16",
+    "to_e5m2",
+    "to_float16",
 }  # for some finite argument, in fp32
 
 

@@ -421,11 +421,9 @@ def test_a_sound_toy_is_admitted() -> None:
 SCALES = "k * u[:, None] * y[:, None]"
 E4M3 = "torch.float8_e4m3fn"
 ROUNDED_ON = {
-    "back to the type it had": f"O = z.to({E4M3}).to(A.dtype)",
     "into a buffer": f"q = torch.empty(8, 16, dtype={E4M3})\nq[:, ::2] = z[:, 1::2]\nO = q.bfloat16()",
-    "an operand": f"O = (A.to({E4M3}).to(A.dtype) @ B.T * u[:, None]).to(A.dtype)",
-    "views of it": f"O = torch.stack([z.to({E4M3}).T] * 2)[1].mT.to(A.dtype)",
-    "a type that the spec does not know": "O = (z.half() * 2).to(A.dtype)",
+    "arithmetic in a type that the spec does not know": "O = (z.half() * 2).to(A.dtype)",
+    "the type of another tensor": f"O = z.to(A.to({E4M3})).to(A.dtype)",
     "a comparison": f"O = z * (z.to({E4M3}) != 1)",
 }
 
@@ -438,7 +436,38 @@ def test_a_rounding_that_no_program_does_is_refused(name: str) -> None:
     with pytest.raises(SpecError) as caught:
         admit(toy(body))
     said = str(caught.value)
-    assert said.startswith(f"toy.md:{line}: the reference rounds to {kind} and computes on; ")
+    assert said.startswith(f"toy.md:{line}: the reference rounds to {kind} and computes on with ")
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (f"x.to({E4M3}).to(A.dtype)", torch.float8_e4m3fn),
+        (f"torch.stack([x.to(dtype={E4M3}).T] * 2)[1].mT.float()", torch.float8_e4m3fn),
+        ("x.to(torch.float8_e5m2).double()", torch.float8_e5m2),
+        ("x.half().float()", torch.float16),
+        ("x.bfloat16().float()", None),  # the spec's own type: noise
+    ],
+)
+def test_a_rounding_that_is_computed_on_is_part_of_the_truth(cast: str, dtype: Any) -> None:
+    spec = toy(f"x = A @ B.T * {SCALES}\nreturn {{'O': ({cast} * 3).to(A.dtype)}}")
+    admit(spec)
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=0)
+    wide = {x: v.double() if isinstance(v, torch.Tensor) else v for x, v in inputs.items()}
+    x = wide["A"] @ wide["B"].T * wide["k"] * wide["u"][:, None] * wide["y"][:, None]
+    expected = x if dtype is None else x.float().to(dtype).double()
+    assert dtype is None or not torch.equal(expected, x)
+    torch.testing.assert_close(
+        run_reference(spec, inputs, exact=True)["O"], expected * 3, rtol=1e-14, atol=0.0
+    )
+
+
+def test_what_is_stored_in_eight_bits_stays_exact_in_the_truth() -> None:
+    body = f"q = (A @ B.T * {SCALES}).to({E4M3})\nreturn {{'O': q}}"
+    spec, plain = toy(body, dtype="float8_e4m3fn"), toy(f"return {{'O': A @ B.T * {SCALES}}}")
+    inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=0)
+    exact = (run_reference(s, inputs, exact=True)["O"] for s in (spec, plain))
+    assert torch.equal(*exact)
 
 
 def test_roundings_at_stores_and_to_the_own_type_are_admitted() -> None:

@@ -11,14 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from coda_agent.agent.authors.composer.across import Across
 from coda_agent.agent.authors.composer.aten import ACROSS, VIEWS, WHOLE_ROW, meaning, truth
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.capture import Captured
-from coda_agent.agent.authors.composer.expression import AGAIN, REDUCTIONS, Expr, const, leaf, walk
+from coda_agent.agent.authors.composer.expression import (
+    AGAIN,
+    REDUCTIONS,
+    Expr,
+    apply,
+    const,
+    leaf,
+    walk,
+)
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
+from coda_agent.agent.authors.composer.rounding import before_store, rounding
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.resources import (
     ColIndex,
@@ -190,6 +200,8 @@ class _Rewriter:
         """`x` in another type: the same number, but where a condition is made of it."""
         import torch
 
+        if dtype is not None and (name := rounding(self.spec, dtype)):
+            return self._apply(partial(apply, name), [x], {})
         if dtype is None or dtype.is_floating_point or dtype == source or self.across.is_index(x):
             return x
         if dtype is torch.bool:
@@ -363,7 +375,8 @@ class _Rewriter:
                 f" is computed by {expr.op!r}; a kernel writes full or half tiles, and [{m}] or"
                 f" [{n}] only as a reduction itself, [{m}] also as a gather"
             )
-        return expr, alone.get(expr.op, kind.__name__)
+        dtype = self.spec.dtype_of(name, self.spec.default_types())
+        return before_store(expr, dtype), alone.get(expr.op, kind.__name__)
 
 
 # What arithmetic on conditions is.

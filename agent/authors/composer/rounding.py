@@ -1,0 +1,35 @@
+"""Casts of a reference that mean rounding, as the operations that round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coda_agent.agent.authors.composer.expression import Expr
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.rounding import ROUNDINGS
+from coda_agent.specs.reference import narrow
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+
+def rounding(spec: Spec, dtype: torch.dtype) -> str:
+    """The operation that a cast to `dtype` is; empty where it rounds nothing that the reference
+    means.
+
+    Raises:
+        ProgramError: no operation rounds to that type.
+    """
+    if not narrow(spec, dtype):
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ROUNDINGS:
+        raise ProgramError(f"rounds to {name}; a program rounds to {', '.join(ROUNDINGS)}")
+    return ROUNDINGS[name]
+
+
+def before_store(value: Expr, dtype: str) -> Expr:
+    """An output of type `dtype` without the rounding that its store does anyway."""
+    return value.args[0] if value.op == ROUNDINGS.get(dtype) else value

@@ -1,0 +1,122 @@
+"""Rounding as an operation of its own: to narrower element types and back.
+
+A program rounds at its stores anyway. What rounds here is computed on: fake quantisation, and
+statistics of what will be stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coda_agent.primitives.fast_math import assembly
+from coda_agent.primitives.operation import Edge, elementwise, kept
+
+__all__ = [
+    "to_bfloat16",
+    "to_e4m3",
+    "to_e5m2",
+    "to_float16",
+]
+
+ROUNDINGS = {
+    "bfloat16": "to_bfloat16",
+    "float16": "to_float16",
+    "float8_e4m3fn": "to_e4m3",
+    "float8_e5m2": "to_e5m2",
+}
+"""The operation that rounds to an element type and back, by torch's name of the type."""
+
+
+def rounded(x: Any, dtype: Any) -> Any:
+    """A floating tensor rounded to `dtype` and back to its own type: to nearest, ties to even.
+
+    e4m3 has no infinity, and releases of PyTorch differ in what they make of a value beyond it.
+    Here it saturates, as the GPU's conversion does.
+    """
+    import torch
+
+    held = x.clamp(-448.0, 448.0) if dtype is torch.float8_e4m3fn else x
+    # Through float32, as torch rounds float64 to 8 bits, whatever its release.
+    return held.float().to(dtype).to(x.dtype)
+
+
+def _through(half: str) -> Any:
+    """The conversion to a 16-bit type and back."""
+    return assembly(f".reg .b16 h; cvt.rn.{half}.f32 h, $1; cvt.f32.{half} $0, h;")
+
+
+# Both 8-bit conversions take pairs, and give their own back through float16, which holds them all.
+_EIGHT = (
+    ".reg .b16 h, low, high; .reg .b32 both; .reg .f32 zero; mov.f32 zero, 0f00000000; "
+    "cvt.rn.satfinite.{0}x2.f32 h, zero, $1; cvt.rn.f16x2.{0}x2 both, h; "
+    "mov.b32 {{low, high}}, both; cvt.f32.f16 $0, low;"
+)
+# From halfway beyond the largest number, 57344, e5m2 is infinite.
+_INFINITE = (
+    " .reg .pred p; .reg .f32 size; abs.f32 size, $1; setp.ge.f32 p, size, 0f47700000; "
+    "@p copysign.f32 $0, $1, 0f7f800000;"
+)
+
+
+def _cast(lowering: Any, *, finite: bool = False) -> Any:
+    return elementwise(
+        lowering,
+        # What PyTorch's casts have: the gradient passes through.
+        derivative=lambda z, x, dx: dx,
+        edge=kept if finite else lambda x: Edge(x.zero, x.zero),
+    )
+
+
+@_cast(_through("bf16"))
+def to_bfloat16(x: Any) -> Any:
+    """x rounded to bfloat16, ties to even, and computed on in float32.
+
+    Cost: two conversions. `derivative` passes through, as PyTorch's does.
+
+        return {"O": to_bfloat16(acc) * 2.0}
+    """
+    import torch
+
+    return rounded(x, torch.bfloat16)
+
+
+@_cast(_through("f16"))
+def to_float16(x: Any) -> Any:
+    """x rounded to float16, ties to even, infinite beyond 65504.
+
+    Cost: two conversions. `derivative` passes through, as PyTorch's does.
+
+        return {"O": to_float16(acc) * 2.0}
+    """
+    import torch
+
+    return rounded(x, torch.float16)
+
+
+@_cast(assembly(_EIGHT.format("e4m3")), finite=True)
+def to_e4m3(x: Any) -> Any:
+    """x rounded to FP8 e4m3 (3 bits of fraction), ties to even; saturates at ±448, NaN stays NaN.
+
+    Cost: three conversions. `derivative` passes through, as PyTorch's does. Use it for fake
+    quantisation, where PyTorch writes `.to(torch.float8_e4m3fn)` and casts back; before 2.13 its
+    casts gave NaN beyond 448, so a reference clamps first.
+
+        return {"O": to_e4m3(acc * 16.0) * 0.0625}
+    """
+    import torch
+
+    return rounded(x, torch.float8_e4m3fn)
+
+
+@_cast(assembly(_EIGHT.format("e5m2") + _INFINITE))
+def to_e5m2(x: Any) -> Any:
+    """x rounded to FP8 e5m2 (2 bits of fraction), ties to even, infinite from 61440 on.
+
+    Cost: three conversions and three instructions that keep infinity. `derivative` passes through,
+    as PyTorch's does.
+
+        return {"O": to_e5m2(acc * 16.0) * 0.0625}
+    """
+    import torch
+
+    return rounded(x, torch.float8_e5m2)

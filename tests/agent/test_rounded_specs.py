@@ -1,0 +1,105 @@
+"""Specs that round and compute on: composed, and judged on the rounding as on anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.agent.judge.numerics import check_numerics
+from coda_agent.agent.judge.runners import run_interpreter
+from coda_agent.primitives import ColVector, Tile, epilogue, to_e4m3, to_e5m2
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.admission import admit
+
+SPEC = """---
+name: fake
+level: compose
+summary: fake quantisation
+types: {T: [bfloat16]}
+dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}
+gemm: [A, B]
+inputs:
+  A: {shape: [M, K], dtype: T, draw: normal}
+  B: {shape: [N, K], dtype: T, draw: {normal: {std: K**-0.5}}}
+  r: {shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]}
+outputs:
+  O: {shape: [M, N], dtype: T}
+check_shapes: [{M: 256, N: 512, K: 1024}, {M: 33, N: 48, K: 16}]
+bench_shapes: [{M: 4096, N: 4096, K: 4096}]
+tolerance: {multiple: 2.0}
+target: 0.9
+---
+```python reference
+import torch
+
+
+def reference(A, B, r):
+    r = r[:, None]
+    q = ((A @ B.T).float() / r).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"O": (q.float() * r).to(A.dtype)}
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return load_spec(Path("fake.md"), text=SPEC)
+
+
+@epilogue(O=Tile)
+def without(acc, r: ColVector):
+    return {"O": acc / r * r}
+
+
+@epilogue(O=Tile)
+def another(acc, r: ColVector):
+    return {"O": to_e5m2(acc / r) * r}
+
+
+@epilogue(O=Tile)
+def unsaturated(acc, r: ColVector):
+    return {"O": to_e4m3(acc * 2.0 / r) * r * 0.5}
+
+
+@pytest.mark.parametrize("program", [without, another, unsaturated], ids=lambda p: p.name)
+def test_another_rounding_is_another_function(spec: Spec, program: Program) -> None:
+    (finding,) = check_meaning(spec, {"fake": program}, seed=1)
+    assert "O is another function of the inputs" in finding.message
+
+
+def test_it_is_admitted_composed_and_right(spec: Spec) -> None:
+    admit(spec)
+    text = Composer().write(spec, lambda *_: None)
+    assert "to_e4m3(" in text
+    programs = load(text)
+    assert check_meaning(spec, programs) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_float32_falls_on_either_side_of_a_tie(spec: Spec, seed: int) -> None:
+    """A kernel's sums err in their last bits, and near a tie a whole step of e4m3 follows."""
+    programs = load(Composer().write(spec, lambda *_: None))
+    tiles = {("fake", "bfloat16"): (TileConfig(128, 128),)}
+    moved = 0
+
+    def erring(
+        spec: Spec, program: Program, inputs: Any, config: TileConfig, dtypes: Any
+    ) -> dict[str, torch.Tensor]:
+        nonlocal moved
+        near = {**inputs, "r": inputs["r"] * (1 + 2.0**-18)}
+        right, found = (run_interpreter(spec, program, x, config, dtypes) for x in (inputs, near))
+        moved += int((right["O"] != found["O"]).sum())
+        return found
+
+    report = check_numerics(
+        spec, programs, tiles, device="cpu", progress=lambda *_: None, run=erring, seed=seed
+    )
+    assert report.findings == ()
+    assert moved > 5
