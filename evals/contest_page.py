@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -41,14 +41,17 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
     by_size = {size: [c for c in cells if c["size"] == size] for size in sizes}
     labels = {name: one.label for name, one in contenders().items()}
     shown = {n: labels[n] for n in labels if n != "gemm" and any(n in c["times"] for c in cells)}
-    streamed = any(regime(c, "steady")["of_gemm"] for c in cells)
-    notes = _notes(cells, shown)
+    streamed = any(c.get("steady", {}).get("of_gemm") for c in cells)
+    said = (_note(cell, name, label) for cell in cells for name, label in shown.items())
+    notes = {note: i for i, note in enumerate(dict.fromkeys(filter(None, said)), 1)}
+    over = {"over torch.compile": "over compile", "over max-autotune": "over compile_max"}
+    over |= {"over torch.compile, steady": "steady over compile"} if streamed else {}
     page = pages.write(
         root / "docs" / f"{suite.name}-suite.md", "contest.md",
         suite=suite, benchmark=benchmark, record=file.relative_to(root).as_posix(), limit=LIMIT,
         rounds=max(c["rounds"] for c in cells),
         tables={size: _table(here, shown, notes, streamed) for size, here in by_size.items()},
-        streamed=streamed, notes=notes, over_compile=_over_compile(by_size, streamed),
+        streamed=streamed, notes=notes, over_compile=means(("S", "kernels"), by_size, over),
         independent=_independent(root, suite), few_rows=FEW_ROWS,
         machines=dict.fromkeys(pages.machine(c["machine"]) for c in cells),
         missing=[k for k in benchmark.kernels if k not in {c["kernel"] for c in cells}],
@@ -68,13 +71,8 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
     return [file, page, chart]
 
 
-def _notes(cells: Iterable[Cell], shown: dict[str, str]) -> dict[str, int]:
-    """Notes on contenders that do less or nothing, numbered in the order of the tables."""
-    said = (_note(cell, name, label) for cell in cells for name, label in shown.items())
-    return {note: i for i, note in enumerate(dict.fromkeys(filter(None, said)), 1)}
-
-
 def _note(cell: Cell, name: str, label: str) -> str:
+    """How a contender does less than ours, or why nothing."""
     said = cell["notes"].get(name) or cell["absent"].get(name)
     return f"{label}: {said}" if said else ""
 
@@ -88,53 +86,38 @@ def _table(
         odd = ", ".join(f"{d} = {v}" for d, v in cell["sizes"].items() if v != cell["size"])
         return f"{cell['kernel']} ({odd})" if odd else cell["kernel"]
 
-    def median(name: str) -> Callable[[Cell], str]:
-        return lambda cell: f"{cell['times'][name]['median_us']:.1f}"
-
-    def share(name: str) -> Callable[[Cell], str]:
-        def says(cell: Cell) -> str:
-            ratio, note = cell["of_gemm"].get(name), _note(cell, name, shown[name])
-            text = f"{ratio['ratio']:.3f}" if ratio else "–"
-            if ratio and name == "ours":
-                text = pages.interval(ratio)
-            return f"{text} [{notes[note]}]" if note else text
-
-        return says
-
-    def stream(cell: Cell) -> str:
-        ratio = regime(cell, "steady")["of_gemm"].get("ours")
-        return pages.interval(ratio) if ratio else "–"
+    def share(cell: Cell, name: str, label: str) -> str:
+        field, note = f"of_gemm[{name}]", _note(cell, name, label)
+        text = pages.interval(field) if name == "ours" else f"{{{field}[ratio]:.3f}}"
+        return pages.filled(text, cell) + (f" [{notes[note]}]" if note else "")
 
     rows = pages.tabulate(cells, {
-        "kernel": kernel, "tile": lambda c: c["tiles"]["ours"],
-        "GEMM, µs": median("gemm"), "ours, µs": median("ours"),
-        **{label: share(name) for name, label in shown.items()},
-        "ours, steady": stream if streamed else None,
+        "kernel": kernel, "tile": "{tiles[ours]}",
+        "GEMM, µs": "{times[gemm][median_us]:.1f}", "ours, µs": "{times[ours][median_us]:.1f}",
+        **{label: lambda c, n=name, x=label: share(c, n, x) for name, label in shown.items()},
+        **({"ours, steady": pages.interval("steady[of_gemm][ours]")} if streamed else {}),
     })  # fmt: skip
-    means = [mean(cells, "of_gemm", name) for name in shown]
-    means += [mean([regime(c, "steady") for c in cells], "of_gemm", "ours")] * streamed
-    return [*rows, ["**geometric mean**", "", "", "", *means]]
+    of_gemm = [mean(cells, "of_gemm", name) for name in shown]
+    of_gemm += [mean(cells, "steady", "of_gemm", "ours")] * streamed
+    return [*rows, ["**geometric mean**", "", "", "", *of_gemm]]
 
 
-def _over_compile(by_size: dict[int, list[Cell]], streamed: bool) -> pages.Rows:
-    def over(name: str, where: str = "warm") -> Callable[[int], str]:
-        return lambda size: mean([regime(c, where) for c in by_size[size]], "over", name)
-
-    return pages.tabulate(by_size, {
-        "S": int, "kernels": lambda size: len(by_size[size]),
-        "over torch.compile": over("compile"), "over max-autotune": over("compile_max"),
-        "over torch.compile, steady": over("compile", "steady") if streamed else None,
-    })  # fmt: skip
-
-
-def regime(cell: Cell, name: str) -> Cell:
-    """A cell's figures of a regime, as it has those of the warm one itself."""
-    return cell if name == "warm" else cell.get(name, {"times": {}, "of_gemm": {}, "over": {}})
+def means(
+    head: Sequence[str], groups: Mapping[Any, Sequence[Cell]], fields: Mapping[str, str]
+) -> pages.Rows:
+    """A row for each group of cells: its name, how many there are, and the mean of each field, as
+    "steady over compile"."""
+    return [(*head, *fields), *(
+        (name, len(cells), *(mean(cells, *field.split()) for field in fields.values()))
+        for name, cells in groups.items()
+    )]  # fmt: skip
 
 
-def mean(cells: Sequence[Cell], figure: str, name: str) -> str:
-    """The geometric mean of a contender's ratios, and over how many cells where some lack it."""
-    ratios = [c[figure][name]["ratio"] for c in cells if name in c[figure]]
+def mean(cells: Sequence[Cell], *field: str) -> str:
+    """The geometric mean of the ratios that cells have in a field, and over how many of them where
+    some lack it."""
+    found = (functools.reduce(lambda part, key: part.get(key, {}), field, c) for c in cells)
+    ratios = [ratio["ratio"] for ratio in found if ratio]
     of = f" of {len(ratios)}" * (len(ratios) < len(cells))
     return f"{geometric_mean(ratios):.3f}{of}" if ratios else "–"
 
@@ -163,13 +146,13 @@ def _independent(root: Path, suite: Suite) -> dict[str, Any]:
             said = (f"{ratio:.3f} ({kernel})" for ratio, kernel in ends)
             ahead.append((size, g, f"{raw / paper:.3f}", *said, f"{final / paper:.3f}"))
     shapes = pages.tabulate(found["shapes"], {
-        "kernel": itemgetter("kernel"),
+        "kernel": "{kernel}",
         "M×N×K": lambda c: pages.label(c["sizes"]),
-        "tile": itemgetter("tile"),
-        "cuBLAS, µs": itemgetter("gemm_us"),
-        "of cuBLAS, idle": lambda c: f"{c['of_gemm']:.3f}",
-        "over torch.compile, idle": lambda c: f"{c['over_compile']['idle']:.2f}",
-        "warm": lambda c: f"{c['over_compile']['warm']:.2f}",
+        "tile": "{tile}",
+        "cuBLAS, µs": "{gemm_us}",
+        "of cuBLAS, idle": "{of_gemm:.3f}",
+        "over torch.compile, idle": "{over_compile[idle]:.2f}",
+        "warm": "{over_compile[warm]:.2f}",
         "host µs a call: ours / compile / torch.mm":
             lambda c: " / ".join(map(str, c["host_us"] or ["–"])),
     })  # fmt: skip

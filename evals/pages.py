@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,12 +74,29 @@ def write_record(path: Path, head: Mapping[str, Any], cells: Mapping[str, Any]) 
     write_whole(path, text)
 
 
-def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], object] | None]) -> Rows:
+def tabulate(items: Iterable[T], columns: Mapping[str, str | Callable[[T], object]]) -> Rows:
     """A table with a row an item, the head first: what `table`, `named`, the templates' macro of
-    that name and a terminal's `columns` show. By head it is said what a column says of an item;
-    None leaves the column out."""
-    shown = {head: says for head, says in columns.items() if says}
-    return [tuple(shown), *(tuple(says(item) for says in shown.values()) for item in items)]
+    that name and a terminal's `columns` show. By head there is a function of an item, or a text
+    that is `filled` with it."""
+
+    def says(column: str | Callable[[T], object], item: Any) -> object:
+        return filled(column, item) if isinstance(column, str) else column(item)
+
+    return [tuple(columns), *(tuple(says(c, item) for c in columns.values()) for item in items)]
+
+
+def filled(text: str, item: Mapping[str, Any]) -> str:
+    """A text with fields of a record, as "{times[ours][median_us]:.1f}"; where the record lacks
+    one, a dash."""
+    try:
+        return text.format(**item)
+    except KeyError:
+        return "–"
+
+
+def interval(field: str) -> str:
+    """The text of a ratio with its interval, to be `filled` with a record that has it there."""
+    return "{0[ratio]:.3f} ({0[low]:.3f}–{0[high]:.3f})".replace("{0", f"{{{field}")
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
@@ -124,11 +140,6 @@ def label(sizes: Mapping[str, int]) -> str:
     return "×".join(map(str, extents))
 
 
-def interval(ratio: Mapping[str, float]) -> str:
-    """A ratio with its interval."""
-    return "{ratio:.3f} ({low:.3f}–{high:.3f})".format(**ratio)
-
-
 def machine(about: Mapping[str, Any]) -> str:
     """The GPU, or the device, and the versions on it."""
     gpu = about.get("gpu", {})
@@ -141,27 +152,16 @@ def machine(about: Mapping[str, Any]) -> str:
 def speed(cells: Iterable[Mapping[str, Any]]) -> Rows:
     """The performance gate's cells that hold times. Ratios of the steady regime are there where a
     cell has them."""
-
-    def median(name: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda cell: f"{cell['times'][name]['median_us']:.1f}"
-
-    def ratio(key: str, regime: str = "") -> Callable[[Mapping[str, Any]], str]:
-        def says(cell: Mapping[str, Any]) -> str:
-            found = cell.get(regime, {}) if regime else cell
-            return interval(found[key]) if key in found else "–"
-
-        return says
-
-    timed = [c for c in cells if "times" in c]
-    streamed = any("of_gemm" in c.get("steady", {}) for c in timed)
-    ratios = {"of_gemm": "of GEMM", "over_compile": "over compile"}
+    timed = [{**c, "shape": label(c["sizes"])} for c in cells if "times" in c]
+    ratios = {"of GEMM": "of_gemm", "over compile": "over_compile"}
+    if any("of_gemm" in c.get("steady", {}) for c in timed):
+        ratios |= {f"{name}, steady": f"steady[{key}]" for name, key in ratios.items()}
     return tabulate(timed, {
-        "dtype": itemgetter("dtype"),
-        "shape": lambda c: label(c["sizes"]),
-        **{f"{name}, µs": median(key) for key, name in TIMED.items()},
-        **{name: ratio(key) for key, name in ratios.items()},
-        **{f"{name}, steady": ratio(key, "steady") for key, name in ratios.items() if streamed},
-        "TFLOP/s": lambda c: f"{c['tflops']:.0f}",
-        "floor, µs": lambda c: f"{c['floor_us']:.1f}",
-        "tile": itemgetter("tile"),
+        "dtype": "{dtype}",
+        "shape": "{shape}",
+        **{f"{name}, µs": f"{{times[{key}][median_us]:.1f}}" for key, name in TIMED.items()},
+        **{name: interval(key) for name, key in ratios.items()},
+        "TFLOP/s": "{tflops:.0f}",
+        "floor, µs": "{floor_us:.1f}",
+        "tile": "{tile}",
     })  # fmt: skip

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from coda_agent.evals import pages, svg
 from coda_agent.evals.contest import contenders
-from coda_agent.evals.contest_page import FEW_ROWS, Cell, mean, regime
+from coda_agent.evals.contest_page import FEW_ROWS, Cell, means
 from coda_agent.evals.definitions import Suite
 
 _OWN = ("ours", "gemm")
 RANGES = {"1 to 128": (1, 128), "256 to 1024": (256, 1024), "2048 and more": (2048, 1 << 40),
           f"up to {FEW_ROWS}": (1, FEW_ROWS), "all": (1, 1 << 40)}  # fmt: skip
 """Ranges of rows that are summed up."""
+_MEANS = {
+    "over torch.compile, warm": "over compile", "steady": "steady over compile",
+    "in a loop": "loop over compile", "of cuBLAS, warm": "of_gemm ours",
+    "of cuBLAS, steady": "steady of_gemm ours", "over the best other, warm": "over best",
+}  # fmt: skip
+_FIGURES = {
+    "Over torch.compile, warm": "{over[compile][ratio]:.2f}",
+    "Of the bare cuBLAS product's speed, warm": "{of_gemm[ours][ratio]:.2f}",
+    "Over torch.compile, in a loop": "{loop[over][compile][ratio]:.2f}",
+    "Microseconds a call in a loop": "{loop[times][ours][median_us]:.0f}",
+    "Tile": "{tiles[ours]}",
+}
+"""A table each: kernels down, rows across."""
+_PLACE = "{model}, {kernel}, {product}, {size} rows"
+_SLOWER = f"{_PLACE}: {pages.interval('over[compile]')}, {{tiles[ours]}}"
+_ABSENT = f"{_PLACE}: {{absent[ours]}}"
 
 
 def write_page(root: Path, suite: Suite) -> list[Path]:
@@ -37,19 +53,19 @@ def write_page(root: Path, suite: Suite) -> list[Path]:
         m: rows for m in benchmark.models if (rows := _rows(c for c in cells if c["model"] == m))
     }
     compared = [c for c in cells if "compile" in c["over"]]
-    looped = [c for c in cells if "compile" in regime(c, "loop")["over"]]
+    looped = [c for c in cells if "compile" in c.get("loop", {}).get("over", {})]
+    within = {
+        n: [c for c in cells if low <= c["size"] <= high] for n, (low, high) in RANGES.items()
+    }
     pages.write(
         page, "shapes.md", suite=suite, cells=cells, record=file.relative_to(root).as_posix(),
-        places=len(places), chart=chart.name, summary=_summary(cells),
+        places=len(places), chart=chart.name, summary=means(("rows", "cells"), within, _MEANS),
         compared=len(compared), few_rows=FEW_ROWS, widths=benchmark.models,
-        slower=[
-            f"{_place(c)}: {pages.interval(c['over']['compile'])}, {c['tiles']['ours']}"
-            for c in compared if c["over"]["compile"]["high"] < 1
-        ],
+        slower=[pages.filled(_SLOWER, c) for c in compared if c["over"]["compile"]["high"] < 1],
         loops=[(c["size"] <= FEW_ROWS, c["loop"]["over"]["compile"]["high"] < 1) for c in looped],
         tables={model: _tables(rows, sizes) for model, rows in models.items()},
         rounds=max((c["rounds"] for c in cells), default=0),
-        unmeasured=[f"{_place(c)}: {c['absent']['ours']}" for _, c in known if c not in cells],
+        unmeasured=[pages.filled(_ABSENT, c) for _, c in known if c not in cells],
         machines=dict.fromkeys(pages.machine(c["machine"]) for c in cells),
     )  # fmt: skip
     heat = {
@@ -73,51 +89,13 @@ def _rows(cells: Iterable[Cell]) -> dict[str, dict[int, Cell]]:
     return found
 
 
-def _place(cell: Cell) -> str:
-    return f"{cell['model']}, {cell['kernel']}, {cell['product']}, {cell['size']} rows"
+def _tables(rows: dict[str, dict[int, Cell]], sizes: Iterable[int]) -> dict[str, pages.Rows]:
+    """A table for each figure."""
 
+    def across(text: str, by_size: dict[int, Cell]) -> list[str]:
+        return [pages.filled(text, by_size[s]) if s in by_size else "" for s in sizes]
 
-def _summary(cells: Sequence[Cell]) -> pages.Rows:
-    """Geometric means by range of rows."""
-
-    def within(name: str, where: str = "warm") -> list[Cell]:
-        low, high = RANGES[name]
-        return [regime(cell, where) for cell in cells if low <= cell["size"] <= high]
-
-    def means(where: str, figure: str, contender: str) -> Callable[[str], str]:
-        return lambda name: mean(within(name, where), figure, contender)
-
-    return pages.tabulate(RANGES, {
-        "rows": str, "cells": lambda name: len(within(name)),
-        "over torch.compile, warm": means("warm", "over", "compile"),
-        "steady": means("steady", "over", "compile"), "in a loop": means("loop", "over", "compile"),
-        "of cuBLAS, warm": means("warm", "of_gemm", "ours"),
-        "of cuBLAS, steady": means("steady", "of_gemm", "ours"),
-        "over the best other, warm": means("warm", "over", "best"),
-    })  # fmt: skip
-
-
-def _tables(rows: dict[str, dict[int, Cell]], sizes: Sequence[int]) -> dict[str, pages.Rows]:
-    """A table for each figure: kernels down, rows across."""
-
-    def shown(where: str, figure: str, name: str, key: str, digits: int) -> Callable[[Cell], str]:
-        def says(cell: Cell) -> str:
-            found = regime(cell, where)[figure].get(name)
-            return f"{found[key]:.{digits}f}" if found else "–"
-
-        return says
-
-    def column(says: Callable[[Cell], str], size: int) -> Callable[[str], str]:
-        return lambda row: says(rows[row][size]) if size in rows[row] else ""
-
-    figures = {
-        "Over torch.compile, warm": shown("warm", "over", "compile", "ratio", 2),
-        "Of the bare cuBLAS product's speed, warm": shown("warm", "of_gemm", "ours", "ratio", 2),
-        "Over torch.compile, in a loop": shown("loop", "over", "compile", "ratio", 2),
-        "Microseconds a call in a loop": shown("loop", "times", "ours", "median_us", 0),
-        "Tile": lambda cell: cell["tiles"]["ours"],
-    }
     return {
-        head: pages.tabulate(rows, {"kernel": str, **{str(s): column(says, s) for s in sizes}})
-        for head, says in figures.items()
+        head: [("kernel", *sizes), *((row, *across(text, rows[row])) for row in rows)]
+        for head, text in _FIGURES.items()
     }
