@@ -20,7 +20,6 @@ from coda_agent.agent.judge.records import (
     GATES,
     CompileReport,
     Failure,
-    Figures,
     GateResult,
     Level,
     NumericsReport,
@@ -29,9 +28,6 @@ from coda_agent.agent.judge.records import (
     Record,
     RefusedTile,
     Sizes,
-    Timed,
-    Timing,
-    Untimed,
     Verdict,
     WorstError,
     rank,
@@ -45,20 +41,20 @@ Standing = Level | Literal["revoked"]
 """Every level that evidence can have."""
 
 
-class GpuDriver(Record):
+class GpuDriver(Record, extra="ignore"):
     """The GPU of a machine, and its driver."""
 
     name: str
     driver_version: str | None = None
 
 
-class SandboxTier(Record):
+class SandboxTier(Record, extra="ignore"):
     """The tier that candidates were compiled in."""
 
     tier: str
 
 
-class Machine(Record):
+class Machine(Record, extra="ignore"):
     """Where a gate ran: what may move a figure, and nothing that changes from minute to minute."""
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -72,11 +68,7 @@ class Machine(Record):
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> Self:
         """The lasting part of a verdict's environment."""
-        found = {key: environment[key] for key in cls.model_fields if environment.get(key)}
-        for key, kind in (("gpu", GpuDriver), ("sandbox", SandboxTier)):
-            if key in found:
-                found[key] = {name: found[key].get(name) for name in kind.model_fields}
-        return cls.model_validate(found)
+        return cls.model_validate({key: found for key, found in environment.items() if found})
 
 
 class GateEvidence(Record):
@@ -131,22 +123,23 @@ class Compiled(Record):
         )
 
 
-class Median(Record):
+class Median(Record, from_attributes=True):
     """A contender's median time in microseconds, its 95 % interval, and the rounds that count."""
 
     median_us: float
     interval_us: tuple[float, float]
     rounds: int
 
-    @classmethod
-    def of(cls, timing: Timing) -> Self:
-        """A timing without its rounds."""
-        rounds = len(timing.times_us)
-        return cls(median_us=timing.median_us, interval_us=timing.interval_us, rounds=rounds)
+
+class Ratios(Record, from_attributes=True):
+    """How many times faster the kernel is than both baselines."""
+
+    of_gemm: Ratio
+    over_compile: Ratio
 
 
-class Cell(Record):
-    """One program in one element type at one shape: its times, or the error that stands for them.
+class Cell(Record, from_attributes=True):
+    """A `Timed` or `Untimed` in short: its times, or the error that stands for them.
 
     Attributes:
         program: Its name, where it is not the default program.
@@ -167,22 +160,7 @@ class Cell(Record):
     of_gemm: Ratio | None = None
     over_compile: Ratio | None = None
     times: dict[str, Median] | None = None
-    steady: dict[str, Ratio] | Failure | None = None
-
-    @classmethod
-    def of(cls, measured: Timed | Untimed) -> Self:
-        """What a measurement came to."""
-        about = measured.model_dump(include={"program", "dtype", "sizes", "error"})
-        if isinstance(measured, Untimed):
-            return cls.model_validate(about)
-        steady = measured.steady
-        if isinstance(steady, Figures):
-            steady = {"of_gemm": steady.of_gemm, "over_compile": steady.over_compile}
-        return cls(
-            **about, tile=measured.tile, tflops=measured.tflops, floor_us=measured.floor_us,
-            of_gemm=measured.of_gemm, over_compile=measured.over_compile, steady=steady,
-            times={name: Median.of(timing) for name, timing in measured.times.items()},
-        )  # fmt: skip
+    steady: Ratios | Failure | None = None
 
 
 class Refused(Record):
@@ -249,8 +227,8 @@ class Evidence(Record):
         if isinstance(report := reports.get("numerics"), NumericsReport):
             saw |= {"ran": report.ran, "worst": {k: _rounded(w) for k, w in report.worst.items()}}
         if isinstance(report := reports.get("performance"), PerformanceReport):
-            saw["cells"] = tuple(map(Cell.of, report.cells))
-            saw["variants"] = tuple(map(Cell.of, report.variants))
+            saw["cells"] = tuple(map(Cell.model_validate, report.cells))
+            saw["variants"] = tuple(map(Cell.model_validate, report.variants))
         return cls(
             kernel=kernel, level=level, author=author, run=run, date=date,
             digests=dict(sorted(verdict.digests.items())), machines={name: machine},

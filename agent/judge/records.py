@@ -202,6 +202,11 @@ class Timing(Record):
     times_us: tuple[float, ...]
     clock: Clock | None = None
 
+    @property
+    def rounds(self) -> int:
+        """How many count."""
+        return len(self.times_us)
+
 
 class Figures(Record):
     """The kernel, as `ours`, beside the bare GEMM and the reference under torch.compile."""
