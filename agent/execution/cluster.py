@@ -19,10 +19,10 @@ import queue
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
-from coda_agent.agent.execution.answers import Refused
 from coda_agent.agent.execution.local import Local
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, read_job
 from coda_agent.agent.judge.machine import Gpu
@@ -119,15 +119,14 @@ class Cluster:
         ]
         # Only the reports come here; the objects stay where they are until a GPU needs them.
         reports = [
-            self._client.submit(_report, b, key=f"report-{b.key}", resources={"CPU": 1})
+            self._client.submit(itemgetter(0), b, key=f"report-{b.key}", resources={"CPU": 1})
             for b in self._built
         ]
         named = {future.key: job for future, job in zip(reports, jobs, strict=True)}
         with self._client.as_current():
             for done, future in enumerate(as_completed(reports), 1):
                 progress(done, named[future.key])
-        found = [_result(future) for future in reports]
-        return [_compile_error(f) if isinstance(f, Refused) else f for f in found]
+        return [_result(future) for future in reports]
 
     def grade(self, job: Job[ReportT], progress: Progress) -> Outcome[ReportT]:
         if job.kind == "sanitize":
@@ -156,10 +155,6 @@ class Cluster:
         here = self._local.environment("cpu")
         # Candidates are traced here, so this machine's sandbox is the one that held them.
         return {**here, **self._environment, "sandbox": here["sandbox"], "device": device}
-
-
-def _compile_error(refused: Refused) -> CompileError:
-    return CompileError(refused.message, hint=refused.hint)
 
 
 def _digest(job: dict[str, Any]) -> str:
@@ -211,19 +206,15 @@ def _require(judge: str) -> None:
         raise MachineError(f"worker {platform.node()} has another judge", hint=_SAME)
 
 
-def _compile(data: dict[str, Any], judge: str) -> tuple[BuiltObject | Refused, str, bytes]:
+def _compile(data: dict[str, Any], judge: str) -> tuple[BuiltObject | CompileError, str, bytes]:
     """What a compile job gave, and the object it left in the cache, by name."""
     _require(judge)
     try:
         built = BuiltObject.model_validate(_here().pool().run(data))
     except CompileError as error:
-        return Refused.of(error), "", b""
+        return error, "", b""
     path = Path(built.object)
     return built, path.relative_to(cache_directory().resolve()).as_posix(), path.read_bytes()
-
-
-def _report(built: tuple[BuiltObject | Refused, str, bytes]) -> BuiltObject | Refused:
-    return built[0]
 
 
 def _grade(
