@@ -62,7 +62,7 @@ def admit(spec: Spec, *, limit_s: float = _LIMIT_S) -> None:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         torch.set_num_threads(1)  # a fork has none of OpenMP's threads, and would wait for them
         try:
-            answer.send((_refusal(spec), ""))
+            answer.send((refusal(spec), ""))
         except SpecError as error:
             answer.send((error.message, ""))
         except Exception:
@@ -77,25 +77,29 @@ def admit(spec: Spec, *, limit_s: float = _LIMIT_S) -> None:
     child.start()
     answer.close()
     try:
-        refusal, bug = found.recv()
+        fault, bug = found.recv()
     except EOFError:
         child.join()
         status = child.exitcode or 0
-        refusal, bug = f"{spec.path}: the reference ended its process, exit status {status}", ""
+        fault, bug = f"{spec.path}: the reference ended its process, exit status {status}", ""
         if status == -signal.SIGALRM:
-            refusal = f"{spec.path}: the reference took longer than {limit_s:g} s at a check shape"
+            fault = f"{spec.path}: the reference took longer than {limit_s:g} s at a check shape"
     finally:
         child.kill()
         child.join()
         found.close()
     if bug:
         raise RuntimeError(f"in admission:\n{bug}")
-    if refusal:
-        raise SpecError(refusal)
+    if fault:
+        raise SpecError(fault)
 
 
-def _refusal(spec: Spec) -> str:
-    """The first fault of a spec, or an empty string."""
+def refusal(spec: Spec) -> str:
+    """The first fault of a spec, or an empty string; runs its reference in this process.
+
+    Raises:
+        SpecError: The reference raises, or returns something else than its outputs.
+    """
     shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     for binding in spec.bindings():
         for sizes in shapes:

@@ -50,11 +50,11 @@ def completed(header: Header, source: str) -> dict[str, Any]:
             dims[name] = Dim(multiple_of=math.lcm(least, *divisors))
     sizes = dict.fromkeys(rows[-1:], _M) | dict.fromkeys(columns, _N) | dict.fromkeys(inner, _K)
     checks = [
-        {d: _up(sizes.get(d, _OTHER)[i], dim.multiple_of) for d, dim in dims.items()}
+        {d: up(sizes.get(d, _OTHER)[i], dim.multiple_of) for d, dim in dims.items()}
         for i in range(len(_M))
     ]
     benches = [
-        {d: _up(size if d in sizes else _FEW, dim.multiple_of) for d, dim in dims.items()}
+        {d: up(size if d in sizes else _FEW, dim.multiple_of) for d, dim in dims.items()}
         for size in _BENCH
     ]
     return {
@@ -86,7 +86,8 @@ def _bytes(dtype: str, types: dict[str, tuple[str, ...]]) -> int:
     return min(DTYPES.get(choice, 2) for choice in types.get(dtype, (dtype,)))
 
 
-def _up(size: int, unit: int) -> int:
+def up(size: int, unit: int) -> int:
+    """The next multiple of `unit`."""
     return -(-size // unit) * unit
 
 
@@ -113,7 +114,8 @@ def _summary(name: str, source: str) -> str:
     for node in _functions(source):
         said = (ast.get_docstring(node) or "").strip()
         returns = [n.value for n in node.body if isinstance(n, ast.Return) and n.value]
-        found = said or (ast.unparse(returns[-1]) if returns else found)
+        formula = ast.unparse(returns[-1]) if returns else ""
+        found = said or (formula if "(" in formula.removeprefix("(") else found)
     line = found.splitlines()[0].strip()
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1].rstrip()}…"
 

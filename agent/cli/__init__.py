@@ -24,6 +24,8 @@ class _Root(TyperGroup):
         scores = "mutants", "diagnosis", "by_hand", "corpus", "latency", "timing"
         settings["commands"] = [
             *lazily("basics", "init", "doctor"),
+            group("spec", "Draft a spec from a function, check one, copy a shipped one.",
+                  *lazily("spec", "new", "check", "copy")),
             *lazily("kernels", "check"),
             *lazily("tuning", "tune", "fit", "warm"),
             *lazily("measuring", "bench"),

@@ -90,11 +90,11 @@ RULES = {
 OUTSIDE = {
     *_in("agent/judge", "diagnosis executor job provenance records rules survey"),
     *_in("primitives", "catalogue dispatch errors fit objects suggest"),
-    *_in("specs", "admission"),
+    *_in("specs", "admission draft source tracing"),
     *_in("generated", "tables tuning"),
 }
 """Modules that decide no verdict: transport, records, words of findings, admission of specs, what a
-user measured for shapes of his own, and which of the right tiles is run."""
+user measured for shapes of his own, drafts of specs, and which of the right tiles is run."""
 
 
 class Locked(BaseModel):

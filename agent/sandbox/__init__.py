@@ -119,11 +119,12 @@ def _wrapped(tier: str, command: list[str]) -> list[str]:
     git = [p for p in hidden if p.name == ".git"]
     if tier == "landlock":
         # Of /proc not even the process's own folder: a rule for it holds until the kernel drops its
-        # caches (measured), and a fork has another. Compiled objects are the same without.
+        # caches (measured), and a fork has another. Compiled objects are the same without. But at
+        # its first cast to float16 torch reads what the processor is, or refuses all such casts.
         shown = [*_visible(Path("/"), [*hidden, Path("/dev"), Path("/proc")])]
         for path in _needed(hidden):
             shown += _visible(path, git)
-        read = [*map(str, shown), *_DEVICES]
+        read = [*map(str, shown), *_DEVICES, "/proc/cpuinfo"]
         return launcher.confined(command, {"read": read, "write": [str(cache), *_DEVICES[:3]]})
     if (program := shutil.which("bwrap")) is None:
         raise MachineError("bwrap was not found", hint="the package bubblewrap has it")

@@ -1,0 +1,147 @@
+"""Commands that make and check specs."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coda_agent.agent import references
+from coda_agent.agent.cli.report import Reply, reported
+from coda_agent.agent.cli.targets import Json, here, sharing
+from coda_agent.agent.workspace import find, packaged_specs, resolve_spec
+from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
+from coda_agent.primitives.objects import write_whole
+from coda_agent.primitives.suggest import near_matches
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.draft import Example
+from coda_agent.specs.format import DTYPES
+from coda_agent.specs.source import Source, axes_of, extracted, located
+
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
+
+
+@reported
+@sharing("sandbox")
+def new(
+    function: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION|FILE.py:FUNCTION|-", help="- reads stdin.")
+    ],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SIZES[:TYPE]",
+            help="An argument's sizes or dims, such as x=4096,4096 or x=M,K or t=4096:int64;"
+            " x= for a number.",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The spec's; else the function's.")] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> Reply:
+    """Draft a spec from a PyTorch function and an example of its shapes."""
+    workspace = find()
+    source = _source(function)
+    called = name or source.name
+    if not called.isidentifier() or "__" in called:
+        hint = "--name gives another"
+        raise CodaError(f"{called!r} is no name of a spec: letters, digits and _", hint=hint)
+    path = workspace.specs / f"{called}.md"
+    _free(path, force=force)
+    text = references.drafted(source, _examples(source, shape or []), called)
+    write_whole(path, text)
+    spec = load_spec(path)
+    return Reply(_about(spec), f"{path}: {_line(spec)}\nnext: coda-agent generate {called}")
+
+
+@reported
+@sharing("sandbox")
+def check(
+    spec: Annotated[str, typer.Argument(help="A spec's path or name.")], as_json: Json = False
+) -> Reply:
+    """Parse SPEC and admit it, in the sandbox; no program is written or judged."""
+    found = load_spec(resolve_spec(spec, here()))
+    references.admitted(found)
+    return Reply(_about(found), f"{found.path}: {_line(found)}")
+
+
+@reported
+def copy(
+    spec: Annotated[str, typer.Argument(help="A shipped spec's name.")],
+    force: Force = False,
+    as_json: Json = False,
+) -> Reply:
+    """Copy a shipped spec into the workspace, to change it there."""
+    known = packaged_specs()
+    if spec not in known:
+        raise WorkspaceError(f"no shipped spec {spec!r}", hint=near_matches(spec, known))
+    path = find().specs / f"{spec}.md"
+    _free(path, force=force)
+    write_whole(path, known[spec].read_text("utf-8"))
+    return Reply({"spec": spec, "path": path}, f"{path}: copied; rename it if you change it")
+
+
+def _free(path: Path, *, force: bool) -> None:
+    if path.exists() and not force:
+        raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
+
+
+def _source(function: str) -> Source:
+    if function == "-":
+        return extracted(sys.stdin.read(), "stdin")
+    path, called = located(function)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as text: {error}") from error
+    return extracted(text, str(path), called)
+
+
+def _examples(source: Source, given: list[str]) -> dict[str, Example]:
+    """An example for each argument: of --shape, or of its annotation.
+
+    Raises:
+        CodaError: an option or an argument that there is no example of.
+    """
+    shapes: dict[str, Example] = {}
+    known = [argument.name for argument in source.arguments]
+    for option in given:
+        name, sign, rest = option.partition("=")
+        sizes, _, dtype = rest.partition(":")
+        axes = axes_of(sizes)
+        if not sign or (sizes.strip() and not axes) or dtype not in ("", *DTYPES):
+            types = ", ".join(DTYPES)
+            hint = f"expected NAME=SIZES, such as x=4096,4096 or t=4096:int64; types are {types}"
+            raise CodaError(f"--shape {option!r} is no example", hint=hint)
+        if name not in known:
+            raise CodaError(
+                f"{source.name} has no argument {name!r}", hint=near_matches(name, known)
+            )
+        shapes[name] = Example(axes, dtype or ("T" if axes else "float32"))
+    for argument in source.arguments:
+        if argument.name in shapes or argument.default:
+            continue
+        if argument.axes is None:
+            hint = f"give --shape {argument.name}=SIZES, or a default"
+            message = f"{source.where}:{argument.line}: nothing says what {argument.name} is"
+            raise CodaError(message, hint=hint)
+        shapes[argument.name] = Example(argument.axes, argument.dtype or "T")
+    return {x: shapes[x] for x in known if x in shapes}
+
+
+def _about(spec: Spec) -> dict[str, object]:
+    return {
+        "spec": spec.name, "path": spec.path, "summary": spec.summary, "digest": spec.digest,
+        "inputs": {x: list(spec.symbolic_shape(x)) for x in spec.inputs},
+        "outputs": {x: list(spec.symbolic_shape(x)) for x in spec.outputs},
+    }  # fmt: skip
+
+
+def _line(spec: Spec) -> str:
+    """What a spec is, on one line."""
+
+    def faces(names: Iterable[str]) -> str:
+        return ", ".join(f"{x} {list(spec.symbolic_shape(x))}".replace("'", "") for x in names)
+
+    return f"{faces(spec.inputs)} -> {faces(spec.outputs)}"

@@ -1,0 +1,477 @@
+"""A spec out of a function and example shapes.
+
+The function is run, so this belongs into a sandboxed process: on symbolic sizes, which tell the
+product and the dims, and at small ragged sizes, which tell what it returns. What is written has
+passed the parser and admission.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs.admission import refusal
+from coda_agent.specs.defaults import TYPES, up
+from coda_agent.specs.load import load_spec
+from coda_agent.specs.source import Source
+from coda_agent.specs.tracing import Trace, traced
+
+if TYPE_CHECKING:
+    import torch
+
+Entry = int | str
+
+_FILE = "<reference>"
+_UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
+"""What sizes may have to be multiples of beside what TMA asks, such as a head's width."""
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+_DIVISIBLE = 11520  # by what a part of a dim is likely to be
+_CONSTANT = 8
+"""The largest extent of its own that is taken for a number rather than for a dim's size."""
+_VALUES = re.compile("DataDependent|data-dependent|meta tensor", re.IGNORECASE)
+"""What errors say where a value is asked of a tensor that has none."""
+_DRAWS = ("normal", "{uniform: [0.5, 1.5]}")
+"""How what is no operand of the product is drawn; the second suits roots and logarithms."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example of an input.
+
+    Attributes:
+        axes: Sizes, or letters of dims; () for a number.
+        dtype: Its element type; "T" for the one that a spec leaves open.
+    """
+
+    axes: tuple[Entry, ...]
+    dtype: str = "T"
+
+
+def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
+    """The text of a spec for the function.
+
+    Args:
+        source: The function.
+        examples: By argument, in the function's order; what is left out stays at its default.
+        name: Of the spec.
+
+    Raises:
+        SpecError: The function cannot be run on these, multiplies nothing, does something beside
+            computing, or is refused by the parser or by admission.
+    """
+    with _blaming(source):
+        return _Draft(source, examples, name).text()
+
+
+@contextmanager
+def _blaming(source: Source) -> Iterator[None]:
+    """Say where in the user's own file a fault lies; and refuse to print."""
+
+    class Mute(StringIO):
+        def write(self, text: str, /) -> int:
+            raise SpecError("the function prints; a reference only computes: leave the output out")
+
+    try:
+        with redirect_stdout(Mute()), redirect_stderr(Mute()):
+            yield
+    except Exception as error:  # the function is foreign code: anything may come out of it
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno or 0 for frame in frames if frame.filename == _FILE]
+        said = (str(error).strip().splitlines() or ["no message"])[0]
+        hint = ""
+        if isinstance(error, SpecError):
+            said, hint = error.message, error.hint
+            if found := re.fullmatch(rf"{_FILE}(?::(\d+))?: (.*)", said):
+                lines, said = [int(found[1] or 0)], found[2]
+        elif isinstance(error, OSError) or "cannot be opened" in said:
+            said = "the function opens a file or a connection; a reference only computes"
+        else:
+            said = f"the function raises {type(error).__name__}: {said}"
+        line = next((source.lines[n - 1] for n in reversed(lines) if 0 < n <= len(source.lines)), 0)
+        where = f"{source.where}:{line}" if line else source.where
+        raise SpecError(f"{where}: {said}", hint=hint) from None
+
+
+class _Draft:
+    """What is known of the function so far.
+
+    Attributes:
+        example: Each input's shape in numbers.
+        letters: The dim of each symbol of the trace.
+        shapes: Each input's shape in dims.
+        sizes: The example's size of each dim.
+        units: What each dim is declared a multiple of.
+        open: The dims that an extent may be which no operation ties to another.
+    """
+
+    def __init__(self, source: Source, examples: Mapping[str, Example], name: str) -> None:
+        self.source, self.examples, self.name = source, examples, name
+        space: dict[str, Any] = {}
+        exec(compile(source.block, _FILE, "exec"), space)
+        self.function: Callable[..., Any] = space["reference"]
+        letters = {a for e in examples.values() for a in e.axes if isinstance(a, str)}
+        # Sizes that no other has, since a size that is met twice could be one dim.
+        self.sizes = {x: 1024 * p for x, p in zip(sorted(letters), _PRIMES, strict=False)}
+        self.example = {
+            name: tuple(self.sizes[a] if isinstance(a, str) else a for a in e.axes)
+            for name, e in examples.items()
+        }
+        self.letters: dict[Any, str] = {}
+        self.shapes: dict[str, tuple[Entry, ...]] = {}
+        self.units: dict[str, int] = {}
+        self.open: dict[Any, list[str]] = {}
+
+    def text(self) -> str:
+        trace = self._traced()
+        first, second = self._operands(trace)
+        self._name_dims(trace, first, second)
+        self._find_units()
+        self._check_sizes()
+        outputs, types = self._outputs()
+        halves = self._halves(outputs, second[0])
+        gemm = ", ".join(f"[{', '.join(s)}]" if len(s) > 1 else s[0] for s in (first, second))
+        faults: list[str] = []
+        for choices, draw in itertools.product(dict.fromkeys([types, types[:1]]), _DRAWS):
+            front = self._front(gemm, halves, second, outputs, choices, draw)
+            head = f"# {self.name}\n\nDrafted from `{self.source.name}` of {self.source.where}."
+            text = f"\n---\n\n{head}\n\n```python reference\n{self.source.block}```\n"
+            # The check shapes that are the default are written, to be seen and changed.
+            checks = load_spec(_FILE, text=f"---\n{front}{text}").declared.check_shapes
+            front += "".join(["\ncheck_shapes:", *(f"\n  - {_sizes(sizes)}" for sizes in checks)])
+            spec = load_spec(_FILE, text=(text := f"---\n{front}{text}"))
+            if not (fault := refusal(spec)):
+                return text
+            # Its lines are those of the text; those of the block are what is known of the source.
+            line = re.match(rf"{_FILE}:(\d+)", fault)
+            number = str(int(line[1]) - spec.reference_line + 1) if line else ""
+            faults.append(fault.replace(line[1], number, 1) if line else fault)
+        raise SpecError(faults[0])
+
+    def _dtype(self, name: str, chosen: str) -> torch.dtype:
+        import torch
+
+        dtype = self.examples[name].dtype
+        return getattr(torch, chosen if dtype == "T" else dtype)
+
+    def _traced(self) -> Trace:
+        """The trace at the example's sizes."""
+        alike: dict[str, list[tuple[str, int]]] = {}
+        for name, example in self.examples.items():
+            for i, axis in enumerate(example.axes):
+                if isinstance(axis, str):
+                    alike.setdefault(axis, []).append((name, i))
+        dtypes = {name: self._dtype(name, TYPES[0]) for name in self.examples}
+        try:
+            return traced(self.function, self.example, dtypes, alike)
+        except SpecError:
+            raise
+        except Exception as error:
+            said = self._own_fault(error)
+            if _VALUES.search(f"{type(said).__name__} {said}"):
+                fault = SpecError(
+                    "control flow, or a Python number, depends on a value of an input",
+                    hint="use torch.where, or pass the number as an argument with a default",
+                )
+                raise fault.with_traceback(error.__traceback__) from None
+            raise said from None
+
+    def _own_fault(self, error: Exception) -> Exception:
+        """What the function raises at the example's sizes as numbers, rather than as symbols."""
+        try:
+            self.function(**self._inputs(self.example, TYPES[0], "meta"))
+        except Exception as own:  # the function is foreign code
+            given = ", ".join(f"{n} {list(s)}" for n, s in self.example.items())
+            own.args = (f"{(str(own).strip().splitlines() or ['no message'])[0]}, with {given}",)
+            return own
+        return error
+
+    def _operands(self, trace: Trace) -> tuple[list[str], list[str]]:
+        """The inputs that are A, and those that are B; several of one lie side by side."""
+        pairs: dict[tuple[str, str], None] = {}
+        for left, right in trace.products:
+            pair = [
+                next(
+                    (n for n in side.inputs if len(trace.shapes[n]) > 1 and k in trace.shapes[n]),
+                    "",
+                )
+                for side, k in ((left, left.shape[-1]), (right, right.shape[-2]))
+            ]
+            used = {name for pair in pairs for name in pair}
+            if not all(pair) or any(len(side.inputs & used) > 1 for side in (left, right)):
+                raise SpecError(
+                    "the function multiplies what a product gave; a kernel has one product",
+                    hint="give the first product as an argument, or make a kernel of each",
+                )
+            pairs[pair[0], pair[1]] = None
+        if not pairs:
+            hint = "a kernel is a product such as x @ w.T, and what is computed with it"
+            raise SpecError(f"{self.source.name} multiplies no two matrices", hint=hint)
+        first, second = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
+        if len(first) > 1 and len(first) != len(second):
+            listed = ", ".join(f"{a} with {b}" for a, b in pairs)
+            hint = "a kernel has one product: of one tensor with a weight, or with several"
+            raise SpecError(f"the function multiplies {listed}", hint=hint)
+        return first, second
+
+    def _name_dims(self, trace: Trace, first: Sequence[str], second: Sequence[str]) -> None:
+        for name, example in self.examples.items():
+            for axis, symbol, size in zip(
+                example.axes, trace.shapes[name], self.example[name], strict=True
+            ):
+                if not _numeric(symbol):
+                    self.letters |= {symbol: axis} if isinstance(axis, str) else {}
+                elif size > 1 and name in (*first, *second):
+                    hint = (
+                        "a kernel is for all sizes: pass the number as an argument with a default"
+                    )
+                    message = f"{self.source.name} needs a size of {name} to be {size}"
+                    raise SpecError(message, hint=hint)
+        inner = next(x.shape[-1] for x, _ in trace.products)
+        rows = [s for s in trace.shapes[first[0]] if s != inner and not _numeric(s)]
+        wanted = ["M"] if len(rows) == 1 else ["B", *(f"S{i}" for i in range(2, len(rows))), "S"]
+        self.rows = [self._letter(s, x) for s, x in zip(rows, wanted, strict=True)]
+        columns = [s for n in second for s in trace.shapes[n] if s != inner and not _numeric(s)]
+        self.columns = [self._letter(s, "N") for s in dict.fromkeys(columns)]
+        self.inner = self._letter(inner, "K")
+        for name, shape in trace.shapes.items():
+            for symbol, size in zip(shape, self.example[name], strict=True):
+                if symbol in self.letters:
+                    self.sizes.setdefault(self.letters[symbol], size)
+        for name, shape in trace.shapes.items():
+            sizes = zip(shape, self.example[name], strict=True)
+            self.shapes[name] = tuple(self._entry(trace, symbol, size) for symbol, size in sizes)
+
+    def _letter(self, symbol: Any, wanted: str) -> str:
+        taken = {*self.letters.values(), *self.examples}
+        names = itertools.chain([wanted], (f"{wanted}{i}" for i in itertools.count(2)))
+        return self.letters.setdefault(symbol, next(x for x in names if x not in taken))
+
+    def _entry(self, trace: Trace, symbol: Any, size: int) -> Entry:
+        """An input's extent, in a dim."""
+        if symbol in self.letters or _numeric(symbol):
+            return self.letters.get(symbol) or int(symbol)
+        for sides in trace.equal:
+            other = next((o for s, o in (sides, sides[::-1]) if s == symbol), None)
+            free = getattr(other, "free_symbols", set())
+            if other is not None and free and free <= self.letters.keys():
+                units = dict.fromkeys(self.letters.values(), _DIVISIBLE)
+                tried = [_distinct(units), _distinct(units, 5)]
+                known = [{s: t[x] for s, x in self.letters.items()} for t in tried]
+                return self._matched(tried, [int(other.subs(k)) for k in known])
+        if size <= _CONSTANT:
+            return size
+        alike = [x for x in (*self.rows, *self.columns, self.inner) if self.sizes[x] == size]
+        self.open[symbol] = [*dict.fromkeys(alike), "L"]
+        return symbol
+
+    def _matched(self, tried: Sequence[Mapping[str, int]], found: Sequence[int]) -> Entry:
+        """Extents at some sizes as a dim, a part or a multiple of one, or a number.
+
+        Raises:
+            SpecError: They are nothing of that kind.
+        """
+        if len({*found}) == 1:
+            return found[0]
+        parts = [(f, q) for q in (1, 2, 4, 8, 16, 32, 64, 128) for f in (1, 2, 3)]
+        for (factor, divisor), letter in itertools.product(parts, tried[0]):
+            if all(t[letter] * factor == e * divisor for t, e in zip(tried, found, strict=True)):
+                front = f"{factor}*" if factor > 1 else ""
+                return f"{front}{letter}" + (f"/{divisor}" if divisor > 1 else "")
+        raise SpecError(
+            f"an extent of {found[0]} at {dict(tried[0])} is no dim, nor a part or multiple of one",
+            hint="return the tensor before it is cut or put together",
+        )
+
+    def _run(self, sizes: Mapping[str, int], chosen: str) -> dict[str, torch.Tensor]:
+        """The outputs at `sizes`, by name."""
+        return self._named(self.function(**self._inputs(self._extents(sizes), chosen)))
+
+    def _extents(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {
+            name: tuple(e if isinstance(e, int) else _extent(e, sizes) for e in shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def _inputs(
+        self, shapes: Mapping[str, tuple[int, ...]], chosen: str, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Values in [0.5, 1.5]; of integers 1."""
+        import torch
+
+        torch.manual_seed(0)
+        inputs: dict[str, Any] = {}
+        for name, shape in shapes.items():
+            dtype, values = self._dtype(name, chosen), torch.rand(shape, device=device) + 0.5
+            values = values if dtype.is_floating_point else values.fill_(1)
+            inputs[name] = values.to(dtype) if shape else 0.75
+        return inputs
+
+    def _named(self, returned: Any) -> dict[str, torch.Tensor]:
+        import torch
+
+        if isinstance(returned, dict):
+            found = {str(name): value for name, value in returned.items()}
+        else:
+            values = [*returned] if isinstance(returned, tuple | list) else [returned]
+            names = self.source.returned
+            if len(names) != len(values) or {*names} & {*self.shapes}:
+                names = [f"out{i + 1}" for i in range(len(values))] if len(values) > 1 else ["out"]
+            found = dict(zip(names, values, strict=True))
+        for name, value in found.items():
+            if not isinstance(value, torch.Tensor):
+                what = "nothing" if value is None else f"a {type(value).__name__}"
+                hint = "return a tensor, a tuple of tensors or a dict of them"
+                raise SpecError(f"the function returns {what} for {name}", hint=hint)
+        return found
+
+    def _find_units(self) -> None:
+        """What dims must be multiples of, so that a kernel takes them and the function runs; and
+        which dim an extent is that no operation ties to another."""
+        eight = any(self._dtype(x, TYPES[0]).itemsize == 1 for x in self.examples)
+        least = {**dict.fromkeys(self.columns, 16), self.inner: 16 if eight else 8}
+        least |= {x: 8 for x in self.columns if self.sizes[x] % 16}
+        given, fault = self.shapes, None
+        for choice in itertools.islice(itertools.product(*self.open.values()), 64):
+            own = (f"L{i}" if x == "L" else x for i, x in enumerate(choice, 1))
+            chosen = dict(zip(self.open, own, strict=True))
+            self.shapes = {n: tuple(chosen.get(e, e) for e in s) for n, s in given.items()}
+            entries = [_parts(e) for s in self.shapes.values() for e in s if isinstance(e, str)]
+            dims = list(dict.fromkeys([*self.letters.values(), *(dim for _, dim, _ in entries)]))
+            for unit, some in itertools.product(_UNITS, (self.columns, [self.inner], dims)):
+                units = {x: math.lcm(least.get(x, 1), unit if x in some else 1) for x in dims}
+                units |= {x: math.lcm(units[x], q) for _, x, q in entries}
+                try:
+                    self._run(_distinct(units), TYPES[0])
+                except SpecError:
+                    raise
+                except Exception as error:  # the function's own
+                    fault = fault or error
+                else:
+                    self.units = units
+                    for name, shape in self.shapes.items():
+                        for x, size in zip(shape, self.example[name], strict=True):
+                            self.sizes.setdefault(str(x), size)
+                    return
+        raise fault or AssertionError("one choice at least is tried")
+
+    def _check_sizes(self) -> None:
+        for name, shape in self.shapes.items():
+            for x, size in zip(shape, self.example[name], strict=True):
+                if size % (unit := self.units.get(str(x), 1)):
+                    message = (
+                        f"{name} has a size of {size}; a kernel takes multiples of {unit} there"
+                    )
+                    raise SpecError(message, hint=f"pad it to {up(size, unit)}")
+
+    def _outputs(self) -> tuple[dict[str, tuple[tuple[Entry, ...], str]], tuple[str, ...]]:
+        """Shape and element type of each output, and the choices of T."""
+        tried = [_distinct(self.units), _distinct(self.units, 5)]
+        one, two = (self._run(sizes, TYPES[0]) for sizes in tried)
+        types = TYPES
+        try:
+            other = {o: value.dtype for o, value in self._run(tried[0], TYPES[1]).items()}
+        except RuntimeError:  # it names a type that only the first goes with
+            other = {o: value.dtype for o, value in one.items()}
+        found: dict[str, tuple[tuple[Entry, ...], str]] = {}
+        for o, value in one.items():
+            extents = zip(value.shape, two[o].shape, strict=True)
+            shape = tuple(self._matched(tried, pair) for pair in extents)
+            dtype = str(value.dtype).removeprefix("torch.")
+            if dtype == TYPES[0]:
+                dtype, types = ("T", types) if other[o] != value.dtype else ("T", TYPES[:1])
+            found[o] = shape, dtype
+        return found, types
+
+    def _halves(self, outputs: Mapping[str, tuple[tuple[Entry, ...], str]], b: str) -> bool:
+        """Whether the first column of what has half the columns comes of columns 0 and N/2."""
+        import torch
+
+        half = f"{self.columns[0]}/2"
+        narrow = [o for o, (shape, _) in outputs.items() if half in shape]
+        if not narrow or len(self.columns) > 1:
+            return False
+        sizes = _distinct(self.units)
+        inputs = self._inputs(self._extents(sizes), TYPES[0])
+        before = self._named(self.function(**inputs))[narrow[0]]
+        axis = self.shapes[b].index(self.columns[0])
+        inputs[b] = inputs[b].clone()
+        inputs[b].select(axis, 1).mul_(-2)
+        after = self._named(self.function(**inputs))[narrow[0]]
+        at = outputs[narrow[0]][0].index(half)
+        return torch.equal(before.select(at, 0), after.select(at, 0))
+
+    def _front(
+        self,
+        gemm: str,
+        halves: bool,
+        second: Sequence[str],
+        outputs: Mapping[str, tuple[tuple[Entry, ...], str]],
+        types: tuple[str, ...],
+        draw: str,
+    ) -> str:
+        """The front matter."""
+        operands = gemm.replace("[", "").replace("]", "").split(", ")
+        eight = self.examples[operands[0]].dtype != "T"
+        lines = [f"name: {self.name}"]
+        if self.source.summary:
+            lines.append(f"summary: {_quoted(self.source.summary)}")
+        if not eight:
+            lines.append(f"types: {{T: [{', '.join(types)}]}}")
+        lines.append("dims:")
+        for x, unit in self.units.items():
+            lines.append(f"  {x}: {{{f'multiple_of: {unit}' if unit > 1 else ''}}}")
+        lines += [f"gemm: [{gemm}]", *["pairs: halves"] * halves, "inputs:"]
+        for x, shape in self.shapes.items():
+            dtype = self.examples[x].dtype
+            drawn = draw if x not in operands else "normal"
+            if x in second and not eight:
+                drawn = f"{{normal: {{std: {self.inner}**-0.5}}}}"
+            if dtype.startswith("int"):
+                drawn = f"{{integers: [0, {self.columns[0]}]}}"
+            lines.append(f"  {x}: {{{_face(shape, dtype, eight)}, draw: {drawn}}}")
+        lines.append("outputs:")
+        lines += [f"  {o}: {{{_face(*face, eight)}}}" for o, face in outputs.items()]
+        if all(isinstance(a, int) for e in self.examples.values() for a in e.axes):
+            lines += ["bench_shapes:", f"  - {_sizes({x: self.sizes[x] for x in self.units})}"]
+        return "\n".join(lines)
+
+
+def _numeric(symbol: Any) -> bool:
+    return isinstance(symbol, int) or bool(symbol.is_number)
+
+
+def _distinct(units: Mapping[str, int], start: int = 0) -> dict[str, int]:
+    """A size for each dim, all of them different; others from another `start`."""
+    return {x: u * _PRIMES[(start + i) % len(_PRIMES)] for i, (x, u) in enumerate(units.items())}
+
+
+def _parts(entry: str) -> tuple[int, str, int]:
+    factor, _, rest = entry.rpartition("*")
+    dim, _, divisor = rest.partition("/")
+    return int(factor or 1), dim, int(divisor or 1)
+
+
+def _extent(entry: str, sizes: Mapping[str, int]) -> int:
+    factor, dim, divisor = _parts(entry)
+    return factor * sizes[dim] // divisor
+
+
+def _face(shape: Iterable[Entry], dtype: str, eight: bool) -> str:
+    dtype = TYPES[0] if eight and dtype == "T" else dtype
+    return f"shape: [{', '.join(map(str, shape))}], dtype: {dtype}"
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return f"{{{', '.join(f'{x}: {size}' for x, size in sizes.items())}}}"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,128 @@
+"""What a function's run on symbolic sizes tells: which inputs it multiplies, and which of their
+extents must be equal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
+"""Matrix products of ATen, and the place of their first operand."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product: the inputs it is made of, and its extents."""
+
+    inputs: frozenset[str]
+    shape: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run told.
+
+    Attributes:
+        shapes: Each input's extents: equal symbols must be equal, numbers may be no others.
+        products: The operands of each matrix product, in order.
+        equal: Other expressions that must be equal.
+    """
+
+    shapes: dict[str, tuple[Any, ...]]
+    products: list[tuple[Operand, Operand]]
+    equal: list[tuple[Any, Any]]
+
+
+def traced(
+    function: Callable[..., Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    alike: Mapping[str, list[tuple[str, int]]],
+) -> Trace:
+    """Run `function` on tensors without values, whose extents are symbols.
+
+    Args:
+        function: Takes the inputs by name.
+        shapes: An example of each input's shape.
+        dtypes: Of each input.
+        alike: Axes (input, place) that are one dim, by its letter.
+
+    Raises:
+        Exception: Whatever the function raises, or what needs values raises.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    environment = ShapeEnv(duck_shape=False)
+    fake = FakeTensorMode(shape_env=environment)
+    origins: dict[int, frozenset[str]] = {}
+    kept: list[torch.Tensor] = []  # so that no id is used again
+    products: list[tuple[Operand, Operand]] = []
+
+    def note(tensor: torch.Tensor, names: frozenset[str]) -> None:
+        kept.append(tensor)
+        origins[id(tensor)] = names
+
+    def tensors(tree: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            taken = [origins.get(id(t), frozenset[str]()) for t in tensors((args, kwargs))]
+            for tensor in tensors(result):
+                note(tensor, frozenset[str]().union(*taken))
+            name = func.overloadpacket.__name__
+            if name in _PRODUCTS:
+                sides = args[_PRODUCTS[name] :][:2]
+                left, right = (Operand(origins[id(t)], tuple(t.shape)) for t in sides)
+                products.append((left, right))
+            return result
+
+    inputs: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        sizes = [DimDynamic.DYNAMIC] * len(shape)
+        real = torch.empty(shape, dtype=dtypes[name], device="meta")
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+        inputs[name] = fake.from_tensor(real, symbolic_context=context)
+        note(inputs[name], frozenset({name}))
+    for places in alike.values():
+        first, *others = (inputs[name].shape[axis] for name, axis in places)
+        for other in others:
+            bool(first == other)  # what is asked is noted as an equality
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with fake, Watch():
+            function(**inputs)
+    finally:
+        log.setLevel(level)
+
+    def known(shape: Any) -> tuple[Any, ...]:
+        exprs = [s.node.expr if isinstance(s, torch.SymInt) else s for s in shape]
+        return tuple(environment.replace(e) if not isinstance(e, int) else e for e in exprs)
+
+    guards = [environment.replace(guard.expr) for guard in environment.guards]
+    return Trace(
+        {name: known(tensor.shape) for name, tensor in inputs.items()},
+        [
+            (Operand(a.inputs, known(a.shape)), Operand(b.inputs, known(b.shape)))
+            for a, b in products
+        ],
+        [(g.lhs, g.rhs) for g in guards if type(g).__name__ == "Equality"],
+    )

@@ -1,0 +1,137 @@
+"""`coda-agent spec`, and what runs of a user's: in the sandbox, and nowhere else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coda_agent.agent import references, workspace
+from coda_agent.agent.cli import app
+from coda_agent.agent.execution.child import Child
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs import load_spec
+from coda_agent.specs.draft import Example
+from coda_agent.specs.source import extracted
+
+MODULE = """\
+import pathlib
+import torch
+
+pathlib.Path("ran").touch()
+
+def ffn_gate(x, w, b, scale=0.5):
+    return torch.relu(x @ w.T + b) * scale
+
+def make():
+    def inner(x, w):
+        return x @ w.T
+    return inner
+"""
+SHAPES = ["--shape", "x=4096,4096", "--shape", "w=14336,4096", "--shape", "b=14336"]
+runner = CliRunner()
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
+    made, _ = workspace.init(tmp_path / "kernels")
+    (made.root / "my_model.py").write_text(MODULE)
+    monkeypatch.chdir(made.root)
+    return made
+
+
+def test_from_a_function_to_a_spec(where: workspace.Workspace) -> None:
+    done = runner.invoke(app, ["spec", "new", "my_model:ffn_gate", *SHAPES, "--json"])
+    assert done.exit_code == 0, done.output
+    assert not Path("ran").exists()
+    said = json.loads(done.stdout)
+    assert said["inputs"] == {"x": ["M", "K"], "w": ["N", "K"], "b": ["N"]}
+    spec = load_spec(where.specs / "ffn_gate.md")
+    assert said["digest"] == spec.digest and spec.bench_shapes == (
+        {"M": 4096, "N": 14336, "K": 4096},
+    )
+    again = runner.invoke(app, ["spec", "new", "my_model:ffn_gate", *SHAPES])
+    assert again.exit_code == 2 and "is there already (--force overwrites it)" in again.output
+    checked = runner.invoke(app, ["spec", "check", "ffn_gate"])
+    assert checked.exit_code == 0
+    assert "ffn_gate.md: x [M, K], w [N, K], b [N] -> out [M, N]" in checked.output
+    flat = spec.text.replace("* scale\n", "* 0\n")
+    spec.path.write_text(flat)
+    refused = runner.invoke(app, ["spec", "check", "ffn_gate"])
+    assert refused.exit_code == 2 and "output 'out' is all zero" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "message"),
+    [
+        (["my_model:ffn_gat", *SHAPES], "", "no function 'ffn_gat' in "),
+        (["absent:f"], "", "no module 'absent' with Python source"),
+        (["absent.py:f"], "", "no file at absent.py"),
+        (["my_model:make.inner", *SHAPES[:4]], "", "inner is within the function make (write it"),
+        (["my_model:ffn_gate"], "", "my_model.py:6: nothing says what x is (give --shape x=SIZES"),
+        (["my_model:ffn_gate", "--shape", "y=3"], "", "ffn_gate has no argument 'y'"),
+        (["my_model:ffn_gate", "--shape", "x=3;4"], "", "--shape 'x=3;4' is no example (expected"),
+        (["my_model:ffn_gate", "--shape", "x=3:bool"], "", "'x=3:bool' is no example"),
+        (["my_model:ffn_gate", *SHAPES, "--name", "a-b"], "", "'a-b' is no name of a spec"),
+        (["-"], "hello world", "stdin is no Python: invalid syntax, line 1"),
+        (["-"], "x = 3", "stdin defines no function"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    where: workspace.Workspace, args: list[str], stdin: str, message: str
+) -> None:
+    done = runner.invoke(app, ["spec", "new", *args], input=stdin)
+    assert done.exit_code == 2 and message in done.output
+    assert done.output.count("\n") == 1 and done.output.startswith("error: ")
+    assert not [*where.specs.glob("*.md")] and not Path("ran").exists()
+
+
+@pytest.fixture(scope="module")
+def child() -> Any:
+    """One worker for all, since it imports for seconds; `references` starts one for each call."""
+    made: list[Child] = []
+
+    def call(job: dict[str, Any], where: str, limit_s: float) -> str:
+        return references.asked(made[0], job, where, limit_s)
+
+    made.append(references.child())
+    yield call
+    made[0].close()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("torch.save(torch.ones(1), '{path}')", "m.py:3: the function "),
+        ("math.inf.__class__.__base__.__subclasses__()[0].x", "m.py:3: the function raises Attrib"),
+        ("print(3)", "m.py:3: the function prints; a reference only computes"),
+        ("while True: pass", "m.py: the function did not end in 5 s (a reference only computes)"),
+        ("x = x @ torch.ones(1 << 40)", "m.py:3: the function raises RuntimeError: "),
+        ("torch._C._cuda_init", "m.py:3: the function raises AttributeError: "),
+        ("torch.os.kill(torch.os.getppid(), 9)", "m.py:3: the function opens a file or a conn"),
+        ("torch.os._exit(3)", "m.py: the function ended its process"),
+        ("torch.os.system('touch {path}'); x.y", "m.py:3: the function raises AttributeError"),
+        ("open_ = torch.os.open('{path}', 65); x", "m.py:3: the function opens a file or a conn"),
+    ],
+)
+def test_a_function_that_does_more_than_compute(
+    child: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    path = tmp_path / "made"
+    text = f"import math, torch\ndef f(x, w):\n    {body.format(path=path)}\n    return x @ w.T\n"
+    monkeypatch.setattr(references, "_result", child)
+    examples = {"x": Example((64, 32)), "w": Example((48, 32))}
+    with pytest.raises(SpecError) as caught:
+        references.drafted(extracted(text, "m.py"), examples, "f", limit_s=5.0)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert not path.exists()
+
+
+def test_a_shipped_spec_is_copied(where: workspace.Workspace) -> None:
+    assert runner.invoke(app, ["spec", "copy", "gemm_symlog"]).exit_code == 0
+    assert load_spec(where.specs / "gemm_symlog.md").name == "gemm_symlog"
+    again = runner.invoke(app, ["spec", "copy", "gemm_symlog"])
+    assert again.exit_code == 2 and "is there already" in again.output
+    unknown = runner.invoke(app, ["spec", "copy", "gemm_symlo"])
+    assert unknown.exit_code == 2 and "no shipped spec 'gemm_symlo' (did you mean" in unknown.output

@@ -1,0 +1,133 @@
+"""Drafts: what is read off a function, against what its author would have declared. The functions
+here are ours, so they run in this process; `tests/agent/test_references.py` runs what is not."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from coda_agent.primitives.errors import SpecError
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.draft import Example, draft
+from coda_agent.specs.source import extracted
+
+S = 4096
+SQUARE = {"x": (S, S), "w": (S, S)}
+
+
+def drafted(body: str, shapes: dict[str, Any], **types: str) -> tuple[Spec, dict[str, Any]]:
+    """The spec, and its front matter as it is written."""
+    names = ", ".join(shapes)
+    text = f"import math\nimport torch\nimport torch.nn.functional as F\ndef f({names}):\n"
+    text += "".join(f"    {line}\n" for line in body.splitlines())
+    examples = {
+        x: Example(axes, types.get(x, "T" if axes else "float32")) for x, axes in shapes.items()
+    }
+    written = draft(extracted(text, "model.py"), examples, "f")
+    return load_spec("f.md", text=written), yaml.safe_load(written.split("---\n")[1])
+
+
+def faces(spec: Spec) -> dict[str, tuple[Any, str]]:
+    tensors = {**spec.inputs, **spec.outputs}
+    return {x: (list(spec.symbolic_shape(x)), tensor.dtype) for x, tensor in tensors.items()}
+
+
+def test_a_linear_layer() -> None:
+    spec, front = drafted("y = torch.relu(x @ w.T + b)\nreturn y", SQUARE | {"b": (S,)})
+    assert faces(spec) == {
+        "x": (["M", "K"], "T"), "w": (["N", "K"], "T"), "b": (["N"], "T"), "y": (["M", "N"], "T")
+    }  # fmt: skip
+    assert front["gemm"] == ["x", "w"] and spec.default_types() == {"T": "bfloat16"}
+    assert front["dims"] == {"M": {}, "N": {"multiple_of": 16}, "K": {"multiple_of": 8}}
+    assert front["inputs"]["w"]["draw"] == {"normal": {"std": "K**-0.5"}}
+    assert front["check_shapes"][1] == {"M": 77, "N": 272, "K": 64}
+    assert front["bench_shapes"] == [{"M": S, "N": S, "K": S}]
+    assert spec.summary == "f, as its reference computes it."
+
+
+def test_equal_sizes_are_told_apart_by_what_is_computed() -> None:
+    spec, _ = drafted(
+        "z = (x @ w.T).float() * r[:, None] * c + t\nreturn z.to(x.dtype), z.sum(0), z.amax(-1)",
+        SQUARE | {"r": (S,), "c": (S,), "t": (S, S)}, r="float32",
+    )  # fmt: skip
+    found = faces(spec)
+    assert [found[x][0] for x in "rct"] == [["M"], ["N"], ["M", "N"]]
+    assert [found[x] for x in ("out1", "out2", "out3")] == [
+        (["M", "N"], "T"), (["N"], "float32"), (["M"], "float32")
+    ]  # fmt: skip
+
+
+def test_dims_that_no_operation_ties_are_tried() -> None:
+    body = "z = (x @ w.T).float()\nreturn z.gather(1, t[:, None]).squeeze(1), torch.logsumexp(z, 1)"
+    spec, front = drafted(body, SQUARE | {"t": (S,)}, t="int64")
+    assert faces(spec)["t"] == (["M"], "int64")
+    assert front["inputs"]["t"]["draw"] == {"integers": [0, "N"]}
+
+
+def test_parts_of_columns_and_heads() -> None:
+    spec, _ = drafted(
+        "z = x @ w.T\nreturn F.silu(z[:, ::2]) * z[:, 1::2] + c", SQUARE | {"c": (S, S // 2)}
+    )
+    assert faces(spec)["c"][0] == ["M", "N/2"] == faces(spec)["out"][0]
+    spec, _ = drafted("return ((x @ w.T).unflatten(-1, (-1, 96)) * g).flatten(-2)", {
+        "x": (S, S), "w": (32 * 96, S), "g": (96,)
+    })  # fmt: skip
+    assert faces(spec)["g"][0] == [96] and spec.dims["N"].multiple_of == 96
+
+
+def test_letters_stay_as_they_were_given() -> None:
+    spec, front = drafted("return (x @ w.T).tanh()", {"x": ("tokens", "D"), "w": ("F", "D")})
+    assert faces(spec)["out"] == (["tokens", "F"], "T") and "bench_shapes" not in front
+
+
+def test_what_a_root_takes_is_positive() -> None:
+    _, front = drafted("return (x @ w.T) * torch.sqrt(v)", SQUARE | {"v": (S,)})
+    assert front["inputs"]["v"]["draw"] == {"uniform": [0.5, 1.5]}
+
+
+def test_element_types() -> None:
+    spec, front = drafted(
+        "return ((x.float() @ w.float().T) * s).bfloat16()", SQUARE | {"s": ()},
+        x="float8_e4m3fn", w="float8_e4m3fn",
+    )  # fmt: skip
+    assert faces(spec)["out"][1] == "bfloat16" and "types" not in front
+    assert spec.dims["K"].multiple_of == 16 and faces(spec)["s"] == ([], "float32")
+    spec, _ = drafted("return (x @ w.T).relu().bfloat16()", SQUARE)
+    assert spec.types == {"T": ("bfloat16",)}
+
+
+@pytest.mark.parametrize(
+    ("body", "shapes", "message"),
+    [
+        ("return x + w", SQUARE, "model.py: f multiplies no two matrices (a kernel is a product"),
+        (
+            "return (x @ w.T) @ v.T", SQUARE | {"v": (64, S)},
+            "model.py: the function multiplies what a product gave; a kernel has one product (give",
+        ),
+        (
+            "return x @ w.T", {"x": (S, S), "w": (S, 128)},
+            "model.py:5: the function raises RuntimeError: a and b must have same reduction dim",
+        ),
+        (
+            "if x.sum() > 0:\n    x = -x\nreturn x @ w.T", SQUARE,
+            "model.py:5: control flow, or a Python number, depends on a value of an input (use",
+        ),
+        ("print(x)\nreturn x @ w.T", SQUARE, "model.py:5: the function prints; a reference only"),
+        ("y = x @ w.T\nreturn y, 'a'", SQUARE, "model.py: the function returns a str for out2"),
+        ("y = x @ w.T\nreturn None", SQUARE, "model.py: the function returns nothing for out"),
+        (
+            "return (x @ w.T) / math.sqrt(x.shape[1])", SQUARE,
+            "model.py: f needs a size of x to be 4096 (a kernel is for all sizes: pass the number",
+        ),
+        (
+            "return x @ w.T", {"x": (S, S), "w": (50257, S)},
+            "model.py: w has a size of 50257; a kernel takes multiples of 8 there (pad it to 50264)",
+        ),
+        ("raise ValueError", SQUARE, "model.py:5: the function raises ValueError: no message"),
+        ("return (x @ w.T) * 0", SQUARE, "model.py: f: output 'out' is all zero"),
+    ],
+)  # fmt: skip
+def test_refusals_speak_of_the_function(body: str, shapes: Any, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        drafted(body, shapes)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
