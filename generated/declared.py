@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.specs.layout import Layout, Place, interleaved
+from coda_agent.specs.layout import Layout, Place, halved, interleaved
 
 if TYPE_CHECKING:
     import torch
@@ -109,15 +109,11 @@ class Declared:
         Raises:
             LaunchError: No such input is packed, or the extents leave the proportion open.
         """
-        import torch
-
         if (place := self.packing.get(name)) is None:
             known = ", ".join(self.packing) or "none"
             raise LaunchError(f"{self.name}: {name!r} is not packed, expected one of {known}")
-        whole, axis = packed, place.axis
-        if place.halves:
-            moved = packed.movedim(axis, 0)
-            whole = torch.cat([moved[0::2], moved[1::2]]).movedim(0, axis)
+        axis = place.axis
+        whole = halved(packed, axis) if place.halves else packed
         if extents is None and not place.shares:
             raise LaunchError(f"{self.name}: unpack of {name!r} needs extents, one for each part")
         unit = whole.shape[axis] // (sum(place.shares) or 1)

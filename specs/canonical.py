@@ -220,9 +220,10 @@ class Product:
             shape = Shape("", {"": whole})
         halves = self.header.pairs == "halves" and whole in shape.cases.values()
         if halves and (axis or output) and len(group) == 1:
+            instead = "declare and return its halves, and name them in `split`"
             raise ValueError(
-                f"{group[0]}: its columns would have to be moved, since the kernel has pairs "
-                "(j, j + N/2) side by side; give each half a tensor of its own"
+                f"{group[0]}: with `pairs: halves` a kernel has columns j and j + N/2 of {[*whole]} "
+                f"side by side; {instead if output else 'only a vector can be packed like this'}"
             )
         packed = not output and (halves or len(group) > 1 or found[0].turned)
         axis = max(axis, 0)
@@ -359,8 +360,8 @@ def _step(entries: Sequence[Entry], units: Mapping[str, int]) -> int:
 
 def _shares(found: Sequence[Part], axis: int) -> tuple[int, ...]:
     """What each of several parts has of the axis they lie along; none where sizes alone tell."""
-    if len(found) < 2:
-        return ()
+    if len(found) == 1:
+        return (1,)
     sums = [_product(part.axes[""][axis]) or {} for part in found]
     if len({*map(tuple, sums)}) > 1 or len(sums[0]) != 1:
         return ()

@@ -101,9 +101,7 @@ class Place:
         `number`."""
         import torch
 
-        if self.halves:
-            whole = tensor.movedim(self.axis, 0)
-            tensor = torch.cat([whole[0::2], whole[1::2]]).movedim(0, self.axis)
+        tensor = halved(tensor, self.axis) if self.halves else tensor
         found, start = dict[str, Any](), 0
         for part in self.parts:
             case = binding.get(part.parameter, "")
@@ -144,6 +142,14 @@ def interleaved(whole: torch.Tensor, axis: int) -> torch.Tensor:
 
     first, second = whole.movedim(axis, 0).chunk(2)
     return torch.stack([first, second], 1).flatten(0, 1).movedim(0, axis)
+
+
+def halved(whole: torch.Tensor, axis: int) -> torch.Tensor:
+    """The inverse of `interleaved`."""
+    import torch
+
+    moved = whole.movedim(axis, 0)
+    return torch.cat([moved[0::2], moved[1::2]]).movedim(0, axis)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, apply, make
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.specs.layout import interleaved
 
 
 class Across:
@@ -57,6 +58,8 @@ class Across:
     def _whole(self, codes: Any) -> tuple[str, Expr]:
         """Which dim the rows of a matrix are, and the full tile, or half of one, that it holds."""
         shape = tuple(codes.shape)
+        if self.layout.in_halves(shape):
+            codes = interleaved(codes, -1)  # in which order is summed does not matter
         frame = self.layout.frame(shape)
         left = _LEFT.get((frame.dims, frame.flipped)) if frame else None
         if 1 in shape or frame is None or left is None:

@@ -53,10 +53,13 @@ class Unusable:
 
 
 class Layout:
-    """Expressions as elements of tensors, at one trace's extents of M, N, N/2, 2*N and K."""
+    """Expressions as elements of tensors, at one trace's extents of M, N, N/2, 2*N and K.
 
-    def __init__(self, extents: Mapping[str, int]) -> None:
-        self.extents = extents
+    With `halves` a spec has columns j and j + N/2 of the product where a kernel has 2j and 2j + 1.
+    """
+
+    def __init__(self, extents: Mapping[str, int], *, halves: bool = False) -> None:
+        self.extents, self.halves = extents, halves
         self._numbers: dict[Expr, int] = {}
         self._exprs: list[Expr] = []
 
@@ -80,6 +83,27 @@ class Layout:
         full = self._grid(expr, frame.dims)
         return Elements((full.mT if frame.flipped else full).reshape(shape))
 
+    def taken(
+        self, codes: torch.Tensor, expr: Expr, dims: tuple[str, str]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rows and columns of a matrix `expr` whose elements `codes` (R, C) are; None where
+        they are others."""
+        width = self.extents[dims[1]]
+        at = codes - (self._number(expr) << _SHIFT)
+        if not codes.numel() or at.min() < 0 or at.max() >= self.extents[dims[0]] * width:
+            return None
+        rows, columns = at[:, 0] // width, at[0] % width
+        same = at == rows[:, None] * width + columns
+        return (rows, columns) if bool(same.all()) else None
+
+    def in_halves(self, shape: tuple[int, ...]) -> bool:
+        """Whether the columns of such a tensor are in another order than a kernel's."""
+        return self.halves and shape[-1:] == (self.extents["N"],)
+
+    def select(self, expr: Expr, columns: torch.Tensor) -> torch.Tensor:
+        """Codes of some columns of a full (M, N) expression."""
+        return self._grid(expr, ("M", "N"))[:, columns]
+
     def constants(self, values: torch.Tensor) -> Elements:
         """A tensor whose values are known; few different ones, or it would be an operand."""
         import torch
@@ -101,11 +125,24 @@ class Layout:
             codes = codes.reshape([self.extents[d] for d in reversed(frame.dims)]).mT
         found = self._find(codes.reshape([self.extents[d] for d in frame.dims]), frame.dims)
         if found is None:
+            if self._is_half(elements, shape):
+                raise ProgramError(
+                    "takes half of the product's columns, as `chunk` does; declare `pairs: halves`,"
+                    " and the kernel takes a packed weight that has rows j and j + N/2 side by side"
+                )
             raise ProgramError(
                 "moves values between rows or columns; a kernel can only take adjacent column pairs"
                 " (2j, 2j + 1) apart or put them together"
             )
         return found
+
+    def _is_half(self, elements: Elements, shape: tuple[int, ...]) -> bool:
+        """Whether it is the first or the second half of the columns of something."""
+        codes, half = elements.codes.broadcast_to(shape), self.extents["N/2"]
+        if shape[-1:] != (half,) or len(self.sources(elements)) != 1:
+            return False
+        columns = (codes & ((1 << _SHIFT) - 1)) % (2 * half)
+        return not bool((columns.diff(dim=-1) != 1).any() or (columns[..., 0] % half).any())
 
     def sources(self, elements: Elements) -> list[Expr]:
         """The expressions that `elements` takes values from."""

@@ -39,8 +39,10 @@ from coda_agent.primitives.resources import (
     Tile,
     WideTile,
 )
+from coda_agent.specs.layout import extent, halved, interleaved
 
 if TYPE_CHECKING:
+    import torch
     import torch
     from torch import fx
 
@@ -75,7 +77,8 @@ class _Rewriter:
     def __init__(self, captured: Captured) -> None:
         self.captured, self.spec = captured, captured.spec
         m, n, k = (captured.sizes[d] for d in self.spec.gemm_dims)
-        self.layout = Layout({"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n, "K": k})
+        extents = {"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n, "K": k}
+        self.layout = Layout(extents, halves=self.spec.declared.pairs == "halves")
         self.across = Across(self.layout, self._apply)
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
@@ -246,6 +249,29 @@ class _Rewriter:
         frame = self.layout.frame(shape)
         if frame is None:
             raise ProgramError(f"works on a shape {shape} that is neither (M, N) nor part of it")
+        if self.layout.in_halves(shape):
+            paired = partial(self._ordered, order=interleaved)
+            args, kwargs = map(paired, args), {k: paired(v) for k, v in kwargs.items()}
+            result = self._elementwise(function, list(args), kwargs, shape, frame)
+            return self._ordered(result, order=halved)
+        return self._elementwise(function, args, kwargs, shape, frame)
+
+    def _ordered(self, value: Any, order: Callable[..., torch.Tensor]) -> Any:
+        """A value whose columns are all the product's in another order; any other as it is."""
+        if not _tensor(value) or not self.layout.in_halves(tuple(self._lift(value).codes.shape)):
+            return value
+        return Elements(order(self._lift(value).codes, -1))
+
+    def _elementwise(
+        self,
+        function: Callable[..., Expr],
+        args: list[Any],
+        kwargs: Mapping[str, Any],
+        shape: tuple[int, ...],
+        frame: Frame,
+    ) -> Elements:
+        import torch
+
         seen, wide = shape, frame.dims == ("M", "2*N")
         if wide:
             seen, frame = tuple(self.layout.extents[d] for d in "MN"), Frame(("M", "N"))
@@ -272,6 +298,8 @@ class _Rewriter:
         if not (isinstance(x, Elements) and isinstance(y, Elements)):
             raise ProgramError(self._layout_of_gemm())
         *_, m, k = x.codes.shape
+        if (found := self._packed(x.codes, y.codes.mT)) is not None:
+            return found
         left, scale = self._side(x, (m, k))
         right, other = self._side(Elements(y.codes.mT), (y.codes.shape[-1], k))
         if {left, right} != {"M", "N"} or x.codes.numel() != m * k:
@@ -279,6 +307,49 @@ class _Rewriter:
         shape = (*x.codes.shape[:-1], y.codes.shape[-1])
         frame = Frame(("M", "N"), flipped=left == "N")
         return self.layout.write(self.acc * scale * other, shape, frame)
+
+    def _packed(self, x: torch.Tensor, y: torch.Tensor) -> Elements | None:
+        """A product of some of B's rows over some of K, as packed operands have them; None where it
+        is none. One over a part of K is a value of its own, and with the others it is the whole."""
+        import torch
+
+        a, b = (self.leaves[name] for name in self.spec.gemm)
+        if self.spec.layout is None or x.shape[:-2].numel() != 1 or y.shape[:-2].numel() != 1:
+            return None
+        one, other = x.reshape(x.shape[-2:]), y.reshape(y.shape[-2:])
+        for first, second, turned in ((one, other, False), (other, one, True)):
+            left = self.layout.taken(first, a, ("M", "K"))
+            right = self.layout.taken(second, b, ("N", "K"))
+            if not left or not right or not torch.equal(left[1], right[1]):
+                continue
+            if not torch.equal(left[0], torch.arange(self.layout.extents["M"])):
+                continue
+            start, stop = int(left[1][0]), int(left[1][-1]) + 1
+            if not torch.equal(left[1], torch.arange(start, stop)):
+                continue
+            codes = self.layout.select(self._summed(start, stop), right[0])
+            codes = codes.mT if turned else codes
+            return Elements(codes.reshape(*x.shape[:-1], y.shape[-2]))
+        return None
+
+    def _summed(self, start: int, stop: int) -> Expr:
+        """The product over a range of K; over the last one the whole without the others."""
+        ends = [0]
+        layout = self.spec.layout
+        for entry in layout.inner if layout else ():
+            ends.append(ends[-1] + extent(entry, layout.sizes(self.captured.sizes)))
+        parts = [leaf("part", f"part {i}", 0, self.acc.dims) for i in range(len(ends) - 2)]
+        if (start, stop) == (0, ends[-1]):
+            return self.acc
+        if (start, stop) not in zip(ends, ends[1:], strict=False):
+            raise ProgramError(self._layout_of_gemm())
+        i = ends.index(start)
+        if i < len(parts):
+            return parts[i]
+        rest = self.acc
+        for part in parts:
+            rest = rest - part
+        return rest
 
     def _layout_of_gemm(self) -> str:
         a, b = self.spec.gemm
@@ -367,6 +438,11 @@ class _Rewriter:
             expr = self.layout.read(value, shape, Frame(kind.dims))
         except ProgramError as error:
             raise ProgramError(f" {error.message}") from None
+        if any(e.op == "part" for e in walk(list(canonical([expr])))):
+            raise ProgramError(
+                f" does not add the products of {self.spec.declared.gemm[0]} alike; a kernel sums them"
+                " in one: scale one of the operands instead"
+            )
         if any(e.op == "centred" for e in walk([expr])):
             raise ProgramError(f" {AGAIN}")
         alone = {op: r.kind for op, r in REDUCTIONS.items()} | {"gather": "RowGather"}
