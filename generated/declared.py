@@ -86,11 +86,7 @@ class Declared:
             raise LaunchError(
                 f"{self.name}: {', '.join(tensors)} are not packed, expected {known or 'nothing'}"
             )
-        pieces = []
-        for part in place.parts:
-            value = tensors[part.name]
-            value = value.mT if part.turned else value
-            pieces.append(value.squeeze(part.units) if part.units else value)
+        pieces = [part.straight(tensors[part.name]) for part in place.parts]
         whole = torch.cat(pieces, place.axis)
         whole = interleaved(whole, place.axis) if place.halves else whole
         return whole.contiguous()

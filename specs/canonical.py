@@ -220,10 +220,12 @@ class Product:
             shape = Shape("", {"": whole})
         halves = self.header.pairs == "halves" and whole in shape.cases.values()
         if halves and (axis or output) and len(group) == 1:
-            instead = "declare and return its halves, and name them in `split`"
+            instead = "only a vector can be packed so"
+            if output:
+                instead = "declare and return its halves, and name them in `split`"
             raise ValueError(
-                f"{group[0]}: with `pairs: halves` a kernel has columns j and j + N/2 of {[*whole]} "
-                f"side by side; {instead if output else 'only a vector can be packed like this'}"
+                f"{group[0]}: with `pairs: halves` a kernel has columns j and j + N/2 together; "
+                f"{instead}"
             )
         packed = not output and (halves or len(group) > 1 or found[0].turned)
         axis = max(axis, 0)

@@ -70,6 +70,11 @@ class Part:
             return ()
         return tuple(i - len(shape) for i, entry in enumerate(shape) if entry == 1)
 
+    def straight(self, value: torch.Tensor) -> torch.Tensor:
+        """The view of a declared tensor whose axes stand as in the canonical one."""
+        value = value.mT if self.turned else value
+        return value.squeeze(self.units) if self.units else value
+
 
 @dataclass(frozen=True)
 class Place:

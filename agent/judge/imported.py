@@ -104,11 +104,9 @@ def _fault(kernel: Kernel, spec: Spec, case: Case, binding: Mapping[str, str], e
 def _packed(kernel: Kernel, given: dict[str, Any]) -> str:
     """Packs what the kernel takes packed, in `given`; words where unpacking does not restore it."""
     for name, place in kernel.packing.items():
-        names = [part.name for part in place.parts]
-        parts = {x: given.pop(x) for x in names}
+        parts = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**parts)
-        turned = [parts[p.name].mT if p.turned else parts[p.name] for p in place.parts]
-        extents = [value.squeeze().shape[place.axis] for value in turned]
+        extents = [p.straight(parts[p.name]).shape[place.axis] for p in place.parts]
         for x, value in kernel.unpack(name, given[name], extents).items():
             if not same(value, parts[x]):
                 return f"does not unpack {x} as it was packed"

@@ -1283,7 +1283,7 @@ REFUSED = [
     ("", O, MM + "return {'O': D[:, D.argmax(-1)][:, :1] + D}", "argmax: needs a whole row"),
     ("", O, MM + "return {'O': D.roll(1, -1)}", "output 'O' moves values between rows or columns"),
     ("", H, MM + "g, u = D.chunk(2, -1);return {'H': F.silu(g) * u}",
-     r"silu: moves values between rows or columns; a kernel can only take adjacent column pairs"),
+     r"silu: takes half of the product's columns, as `chunk` does; declare `pairs: halves`"),
     ("W", "V", MM + "g, u = W.chunk(2, -1);return {'V': torch.cat((D * u, D * g), -1)}",
      "mul: moves values between rows or columns"),
     ("W", O, GW + "return {'O': D * g + u}", "1 WideTile operands and 0 outputs, expected one of each"),

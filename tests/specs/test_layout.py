@@ -17,7 +17,7 @@ from coda_agent.agent.authors.composer import Composer, load
 from coda_agent.agent.judge.imported import check_imported
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.generated.kernel import Kernel
-from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, admit, draw_inputs, load_spec
 
@@ -117,6 +117,44 @@ LAYOUTS: dict[str, Any] = {
         "y = F.linear(x, w); z = y.float(); "
         "return y, z.square().mean(-1, keepdim=True).to(x.dtype), z.amax(0).to(x.dtype)",
     ),
+    "gate and up as halves": lambda: spec(
+        "[x, w]",
+        {
+            "x": "[B, T, K]",
+            "w": "[2*F, K]",
+            "b": "[2*F]",
+            "r": f"{{shape: [B, T, 1], {FLOAT}}}",
+        },
+        {"y": "[B, T, F]", "s": f"{{shape: [B, T], {FLOAT}}}"},
+        "h = F.linear(x, w, b) * r; gate, up = h.chunk(2, dim=-1); "
+        "return (F.silu(gate) * up).to(x.dtype), h.float().square().mean(-1)",
+        header="pairs: halves\n",
+    ),
+    "gate and up as two weights": lambda: spec(
+        "[x, [w_gate, w_up]]",
+        {"x": "[M, K]", "w_gate": "[K, F]", "w_up": "[K, F]", "b_gate": "[F]", "b_up": "[F]"},
+        {"gate": "[M, F]", "up": "[M, F]", "y": "[M, F]"},
+        "gate, up = x @ w_gate + b_gate, x @ w_up + b_up; return gate, up, F.silu(gate) * up",
+        header="pairs: halves\nsplit: [gate, up]\n",
+    ),
+    "queries, keys and values of three weights": lambda: spec(
+        "[x, [wq, wk, wv]]",
+        {"x": "[B, T, K]", "wq": "[4*H, K]", "wk": "[H, K]", "wv": "[H, K]"},
+        {"q": "[B, T, H/16, 64]", "k": "[B, T, H/64, 64]", "v": "[B, T, H/64, 64]"},
+        "d = lambda w: F.linear(x, w).unflatten(-1, (-1, 64)); return d(wq), d(wk), d(wv)",
+    ),
+    "queries, keys and values of one": lambda: spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[3*N, K]", "b": "[3*N]"},
+        {"q": "[M, N]", "k": "[M, N]", "v": "[M, N]"},
+        "return F.linear(x, w, b).chunk(3, -1)",
+    ),
+    "a sum of two products": lambda: spec(
+        "[[x, xa], [w, b]]",
+        {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]", "bias": "[N]"},
+        {"y": "[M, N]"},
+        "return F.gelu(F.linear(x, w) + F.linear(xa, b) + bias)",
+    ),
 }
 
 
@@ -143,7 +181,12 @@ def _extent(entry: str, sizes: Mapping[str, int]) -> int:
 
 def called(kernel: Kernel, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     for name, place in kernel.packing.items():
-        given[name] = kernel.pack(**{part.name: given.pop(part.name) for part in place.parts})
+        own = {part.name: given.pop(part.name) for part in place.parts}
+        given[name] = kernel.pack(**own)
+        assert f"{name} = probe.pack(" in (kernel.__doc__ or "")
+        extents = None if place.shares else [x.shape[place.axis] for x in own.values()]
+        back = kernel.unpack(name, given[name], extents)
+        assert all(torch.equal(back[x], value) for x, value in own.items())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         found = kernel(**given)
@@ -203,6 +246,63 @@ def test_other_sizes_have_declared_ones_too() -> None:
         own = layout.sizes({"M": m, "N": n, "K": k})
         assert (own["B"] * own["T"], own["N"], own["K"]) == (m, n, k)
     assert layout.sizes({"M": 4096, "N": 16, "K": 8})["B"] > 1
+
+
+def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
+    made = LAYOUTS["gate and up as two weights"]()
+    program = load(Composer().write(made, lambda *_: None))["probe"]
+    kernel = Kernel(made, {"probe": program}, {}, frozenset(), "layout_pairs")
+    gate, up = torch.randn(8, 32), torch.randn(8, 32)
+    packed = kernel.pack(w_gate=gate, w_up=up)
+    assert packed.is_contiguous()
+    assert torch.equal(packed[0::2], gate.mT)
+    assert torch.equal(packed[1::2], up.mT)
+    with pytest.raises(LaunchError, match="w_gate are not packed, expected w_gate, w_up; b_gate"):
+        kernel.pack(w_gate=gate)
+    with pytest.raises(LaunchError, match="'x' is not packed, expected one of w_gate_w_up, b_gate"):
+        kernel.unpack("x", packed)
+
+
+@pytest.mark.parametrize(
+    ("gemm", "inputs", "outputs", "header", "message"),
+    [
+        ("[x, w]", {"w": "[N, Q]"}, {}, "", r"gemm: shapes x \['M', 'K'\] and w \['N', 'Q'\] share"),
+        ("[x, [w, v]]", {"w": "[N, K]", "v": "[N, Q]"}, {}, "", "gemm: x and w, v do not fit; expect"),
+        ("[x, [w, v]]", {"w": "[N, K]", "v": "[Q, K]"}, {}, "", "name them as multiples of one dim"),
+        ("[x, w]", {"w": "[K, N]", "c": "[M, 3]"}, {}, "", r"c: shape \['M', 3\] is not over rows"),
+        ("[x, w]", {"w": "[N, K]", "c": "[M, N]"}, {}, "pairs: halves\n", "only a vector can be"),
+        ("[x, w]", {"w": "[N, K]"}, {"z": "[M, N]"}, "pairs: halves\n", "name them in `split`"),
+        ("[x, [w, v]]", {"w": "[N, K]", "v": "{shape: [N, K], draw: {uniform: [0, 1]}}"}, {}, "",
+         "w, v become one tensor; declare them alike"),
+    ],
+)  # fmt: skip
+def test_what_has_no_layout_is_refused(
+    gemm: str, inputs: dict[str, str], outputs: dict[str, str], header: str, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec(gemm, {"x": "[M, K]", **inputs}, outputs or {"y": "[M, N]"}, "pass", header=header)
+
+
+def test_halves_that_are_not_declared_are_named() -> None:
+    made = spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[N, K]"},
+        {"y": "[M, N/2]"},
+        "a, b = F.linear(x, w).chunk(2, -1); return F.silu(a) * b",
+    )
+    with pytest.raises(ProgramError, match="declare `pairs: halves`"):
+        Composer().write(made, lambda *_: None)
+
+
+def test_products_that_are_weighed_differently_are_refused() -> None:
+    made = spec(
+        "[[x, xa], [w, b]]",
+        {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]"},
+        {"y": "[M, N]"},
+        "return F.linear(x, w) + 2 * F.linear(xa, b)",
+    )
+    with pytest.raises(ProgramError, match="does not add the products of x xa alike"):
+        Composer().write(made, lambda *_: None)
 
 
 def test_a_reference_that_gives_another_shape_is_refused() -> None:

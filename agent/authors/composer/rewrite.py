@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -42,7 +43,6 @@ from coda_agent.primitives.resources import (
 from coda_agent.specs.layout import extent, halved, interleaved
 
 if TYPE_CHECKING:
-    import torch
     import torch
     from torch import fx
 
@@ -335,13 +335,13 @@ class _Rewriter:
     def _summed(self, start: int, stop: int) -> Expr:
         """The product over a range of K; over the last one the whole without the others."""
         ends = [0]
-        layout = self.spec.layout
-        for entry in layout.inner if layout else ():
-            ends.append(ends[-1] + extent(entry, layout.sizes(self.captured.sizes)))
+        if (layout := self.spec.layout) is not None:
+            sizes = layout.sizes(self.captured.sizes)
+            ends += itertools.accumulate(extent(entry, sizes) for entry in layout.inner)
         parts = [leaf("part", f"part {i}", 0, self.acc.dims) for i in range(len(ends) - 2)]
         if (start, stop) == (0, ends[-1]):
             return self.acc
-        if (start, stop) not in zip(ends, ends[1:], strict=False):
+        if (start, stop) not in itertools.pairwise(ends):
             raise ProgramError(self._layout_of_gemm())
         i = ends.index(start)
         if i < len(parts):
@@ -440,8 +440,8 @@ class _Rewriter:
             raise ProgramError(f" {error.message}") from None
         if any(e.op == "part" for e in walk(list(canonical([expr])))):
             raise ProgramError(
-                f" does not add the products of {self.spec.declared.gemm[0]} alike; a kernel sums them"
-                " in one: scale one of the operands instead"
+                f" does not add the products of {self.spec.declared.gemm[0]} alike; a kernel sums"
+                " them in one: scale an operand instead"
             )
         if any(e.op == "centred" for e in walk([expr])):
             raise ProgramError(f" {AGAIN}")
