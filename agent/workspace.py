@@ -313,3 +313,20 @@ def init(path: Path) -> tuple[Workspace, list[str]]:
         (root / "README.md").write_bytes(_README.read_bytes())
         made.append("README.md")
     return Workspace(root, top), made
+
+
+def commit_made(workspace: Workspace, made: list[str]) -> str:
+    """Commit what `init` made, beside whatever is staged; returns what is left to do, or "".
+
+    A file that git knew before may hold the user's own changes too, so it is left to him.
+    """
+    files = [name for name in made if name != ".git"]
+    todo = f"git add {' '.join(files)} && git commit"
+    if not files or run_git(workspace.root, "ls-files", "--", *files):
+        return f"not committed: {todo}" if files else ""
+    try:
+        run_git(workspace.root, "add", "--", *files)
+        run_git(workspace.root, "commit", "--quiet", "-m", "A coda-agent workspace", "--", *files)
+    except GitError as error:
+        return f"not committed ({error.message}): {todo}"
+    return ""

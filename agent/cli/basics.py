@@ -15,13 +15,19 @@ from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
+_EXAMPLE = """an example, in that folder:
+  coda-agent spec copy gemm_bias_act      # or: coda-agent spec new FILE.py:FUNCTION
+  coda-agent generate gemm_bias_act"""
+
 
 @reported
 def init(path: Annotated[Path, typer.Argument()] = Path(), as_json: Json = False) -> Reply:
     """Make a workspace: specs/, generated/, logs/ under git."""
     made, new = workspace.init(path)
+    left = workspace.commit_made(made, new)
     text = f"workspace {made.root}" + ("".join(f"\n  + {item}" for item in new) or " (unchanged)")
-    return Reply({"workspace": made.root, "made": new}, text)
+    text += f"\n{left}" * bool(left) + f"\n{_EXAMPLE}" * bool(new)
+    return Reply({"workspace": made.root, "made": new, "left": left}, text)
 
 
 @reported

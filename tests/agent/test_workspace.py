@@ -33,6 +33,35 @@ def test_init_keeps_what_is_there(tmp_path: Path) -> None:
     assert not (tmp_path / "README.md").exists()
 
 
+def test_init_leaves_a_clean_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{kind}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{kind}_EMAIL", "a@b")
+    made, new = workspace.init(tmp_path / "w")
+    (made.root / "mine").touch()
+    git(made.root, "add", "mine")
+    assert workspace.commit_made(made, new) == ""
+    assert git(made.root, "status", "--porcelain", "-uall") == "A  mine\n"
+    assert git(made.root, "show", "--format=%s", "--name-only").split("\n\n")[1].split() == sorted(
+        set(new) - {".git"}
+    )
+    assert workspace.commit_made(*workspace.init(made.root)) == ""
+    (made.root / ".gitignore").write_text("build/\n")  # git knows it
+    said = workspace.commit_made(*workspace.init(made.root))
+    assert said == "not committed: git add .gitignore && git commit"
+    assert git(made.root, "log", "--oneline").count("\n") == 1
+
+
+def test_init_says_what_to_commit_where_git_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, new = workspace.init(tmp_path / "w")
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    said = workspace.commit_made(made, new)
+    assert said.startswith("not committed (git commit failed: ") and "git add " in said
+
+
 def test_init_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
     with pytest.raises(WorkspaceError, match="is a file"):
