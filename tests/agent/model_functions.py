@@ -303,7 +303,7 @@ EXAMPLES = {
     "vae_conv1x1_group_norm": "x=96,80 weight=128,80 bias=128 g=128 b=128",
     "vit_patch_embed": "patches=2,48,80 weight=128,80 bias=128 pos_embed=48,128",
     "layer_scale_drop_path": "x=96,128 h=96,80 w=128,80 b=128 gamma=128 keep=96",
-    "resnet_conv1x1": "x=2,48,80 weight=128,80 running_mean=128:float32 running_var=128:float32+"
+    "resnet_conv1x1": "x=2,48,80 weight=128,80 running_mean=128:float32 running_var=128:float32"
     " g=128:float32 b=128:float32",
     "mobilenet_block": "x=96,80 weight=128,80 bias=128",
     "clip_logits": "image_features=96,80 text_features=128,80 logit_scale=:float32",
@@ -319,4 +319,4 @@ EXAMPLES = {
     "fp8_quantised_gelu": "x=96,80 w=128,80 scale=:float32",
     "int8_weight_only": "x=96,80 w_int8=128,80:int8 scales=128",
 }
-"""Shapes of the arguments, `name=shape:type`; a `+` says that values are positive."""
+"""Shapes of the arguments, as `coda-agent spec new --shape` takes them."""
