@@ -1238,69 +1238,69 @@ def test_a_shared_value_is_computed_once() -> None:
 
 REFUSED = [
     ("", O, "return {'O': torch.ones(A.shape[0], B.shape[0])}", "depends on no input"),
-    ("C", O, "return {'O': C * 2}", r"no output needs a GEMM, expected A @ B.T"),
-    ("C", O, MM + "return {'O': D @ C.T @ C}", r"probe.md:26: mm: is a second GEMM; a kernel has one"),
-    ("", O, "return {'O': A @ B.T + A @ A.T @ A @ B.T}", "mm: is not the spec's GEMM, A Bᵀ"),
+    ("C", O, "return {'O': C * 2}", r"no output needs the product of A and B"),
+    ("C", O, MM + "return {'O': D @ C.T @ C}", r"probe.md:26: `return .*`: mm: is a second GEMM; a kernel has one"),
+    ("", O, "return {'O': A @ B.T + A @ A.T @ A @ B.T}", "mm: is not the product of A with B"),
     ("", O, "return {'O': A @ (B * B).T}", "B enters the GEMM through 'mul'"),
     ("", O, "return {'O': F.silu(A) @ B.T}", "A enters the GEMM through 'mul'"),
-    ("", O, "return {'O': F.rms_norm(A, A.shape[-1:]) @ B.T}", "mean: only a reduction over all col"),
-    ("", O, MM + "return {'O': torch.softmax(D, -1)}", "25: _softmax: needs a whole row"),
+    ("", O, "return {'O': F.rms_norm(A, A.shape[-1:]) @ B.T}", "mean: reduces other than all columns of each row"),
+    ("", O, MM + "return {'O': torch.softmax(D, -1)}", "25: `.*`: softmax: needs a whole row"),
     ("", O, MM + "return {'O': D.cumsum(-1)}", "cumsum: needs a whole row"),
-    ("", O, MM + "return {'O': torch.log_softmax(D, -1)}", "_log_softmax: needs a whole row"),
+    ("", O, MM + "return {'O': torch.log_softmax(D, -1)}", "log_softmax: needs a whole row"),
     ("r", DS, MM + "return {'D': D, 's': r * D.logsumexp(-1)}", "mul: scales a log-sum-exp"),
     ("", DS, MM + "return {'D': D, 's': -D.logsumexp(-1)}", "neg: uses a row reduction again"),
-    ("", DN, MM + "return {'D': D, 'n': D.logsumexp(0)}", "logsumexp: only a sum or a maximum over"),
-    ("", DN, MM + "return {'D': D, 'n': D.mean(0)}", "mean: only a sum or a maximum over all rows"),
-    ("", H, MM + "return {'H': D.view(D.shape[0], -1, 2).logsumexp(-1)}", "only a reduction over all"),
-    ("", DN, MM + "return {'D': D, 'n': D.sum(0) / D.shape[0]}", "may use its sizes as numbers"),
+    ("", DN, MM + "return {'D': D, 'n': D.logsumexp(0)}", "logsumexp: takes other than a sum or a maximum over"),
+    ("", DN, MM + "return {'D': D, 'n': D.mean(0)}", "mean: takes other than a sum or a maximum over all rows"),
+    ("", H, MM + "return {'H': D.view(D.shape[0], -1, 2).logsumexp(-1)}", "reduces other than all columns of each row"),
+    ("", DN, MM + "return {'D': D, 'n': D.sum(0) / D.shape[0]}", "uses a size as a number"),
     ("", O, MM + "return {'O': D / D.norm(dim=0)}", "div: uses a row reduction again"),
-    ("", DS, MM + "return {'D': D, 's': D.sum()[None].expand(D.shape[0])}", "only a reduction over"),
+    ("", DS, MM + "return {'D': D, 's': D.sum()[None].expand(D.shape[0])}", "reduces other than all columns"),
     ("", O, MM + "return {'O': (D - D.amax(-1, True)).exp()}", "'O' uses a row reduction again"),
     ("", O, MM + "return {'O': D / D.norm(dim=-1, keepdim=True)}", "div: uses a row reduction again"),
     ("", O, MM + "s = D.square().mean(-1, keepdim=True);return {'O': D * torch.rsqrt(s + 1e-6)}",
-     r"probe.md:26: add: uses a row reduction again in the same kernel"),
+     r"probe.md:26: `.*`: add: uses a row reduction again in the same kernel"),
     ("", O, MM + "return {'O': D - D.amax(-1, keepdim=True)}", "uses a row reduction again"),
     ("", DS, MM + "return {'D': D, 's': D.norm(dim=-1)}", "output 's' is computed by 'sqrt'"),
-    ("r", DS, MM + "return {'D': D, 's': r * D.amax(-1)}", "maximum or minimum can be scaled by"),
+    ("r", DS, MM + "return {'D': D, 's': r * D.amax(-1)}", "scales a maximum or minimum by other than a pos"),
     ("", "D s", MM + "return {'D': D, 's': D[:, 0]}", "'s' moves values|is computed by"),
     ("index", O, MM + "return {'O': D.gather(1, index[:, None].expand_as(D))}",
-     "gather: only one element of each row can be taken"),
+     "gather: takes other than one element of each row"),
     ("index", DS, MM + "return {'D': D, 's': D[:, 0::2].gather(1, index[:, None])[:, 0]}",
-     "only one element of each full-width row"),
+     "takes elements of what is no tensor of full width"),
     ("index b", DS, MM + "return {'D': D, 's': b.expand_as(D).gather(1, index[:, None])[:, 0]}",
-     "gather: reduces a value that is the same|only one element of each full-width row"),
+     "gather: reduces a value that is the same|takes elements of what is no tensor of full width"),
     ("r", DS, MM + "return {'D': D, 's': D.gather(1, r[:, None].long())[:, 0]}",
      "casts to torch.int64"),
     ("index", O, MM + "return {'O': D * index[:, None]}", "mul: computes with 'index'"),
     ("index", DS, MM + "return {'D': D, 's': D.gather(1, index[:, None] + 1)[:, 0]}",
-     "add: computes with 'index'; an index only selects columns"),
+     "add: computes with 'index', and an index only selects columns"),
     ("index", O, "return {'O': (A * index[:, None]) @ B.T}", "computes with 'index'"),
-    ("index", DS, MM + "s = D[index, index];return {'D': D, 's': s}", "x.arange.M., index"),
-    ("index", O, MM + "return {'O': D[index]}", "index: only one element of each row can be taken"),
+    ("index", DS, MM + "s = D[index, index];return {'D': D, 's': s}", "index: takes other than one element of each row"),
+    ("index", O, MM + "return {'O': D[index]}", "index: takes other than one element of each row"),
     ("index", O, MM + "return {'O': D - D.gather(1, index[:, None])}", "uses a gathered element again"),
     ("index", DS, MM + "s = D.logsumexp(-1) - D.gather(1, index[:, None])[:, 0];"
      "return {'D': D, 's': s}", "sub: uses a row reduction again"),
     ("", O, MM + "return {'O': D[:, D.argmax(-1)][:, :1] + D}", "argmax: needs a whole row"),
     ("", O, MM + "return {'O': D.roll(1, -1)}", "output 'O' moves values between rows or columns"),
     ("", H, MM + "g, u = D.chunk(2, -1);return {'H': F.silu(g) * u}",
-     r"silu: takes half of the product's columns, as `chunk` does; declare `pairs: halves`"),
+     r"silu: takes half of the product's columns, as `chunk` does .declare `pairs: halves`"),
     ("W", "V", MM + "g, u = W.chunk(2, -1);return {'V': torch.cat((D * u, D * g), -1)}",
      "mul: moves values between rows or columns"),
     ("W", O, GW + "return {'O': D * g + u}", "1 WideTile operands and 0 outputs, expected one of each"),
     ("W", "V", MM + "return {'V': torch.softmax(W, -1) * D.repeat_interleave(2, -1)}",
-     "_softmax: needs a whole row"),
+     "softmax: needs a whole row"),
     ("half", H, MM + GU + "return {'H': g * half}", r"mul: input 'half' is float32 \[M, N/2\]"),
     ("", O, MM + "return {'O': D + torch.empty(D.shape)}", "cannot hold the constant nan"),
     ("", O, MM + "return {'O': F.dropout(D, 0.5)}", "bernoulli: draws random numbers"),
-    ("", O, MM + "return {'O': D.int().float()}", r"_to_copy: casts to torch.int32"),
+    ("", O, MM + "return {'O': D.int().float()}", r"to_copy: casts to torch.int32"),
     ("", O, MM + "return {'O': torch.lgamma(D)}", "lgamma: has no counterpart among the primitives"),
-    ("", O, MM + "return {'O': D * torch.arange(D.shape[1])}", "a table of constants must be an input"),
+    ("", O, MM + "return {'O': D * torch.arange(D.shape[1])}", "computes with a table of constants"),
     ("alpha", O, MM + "return {'O': D if alpha > 1 else -D}",
-     "probe.md:26: the reference cannot be traced: control flow"),
-    ("", O, MM + "return {'O': D + D.shape[1]}", "'O' is off by .*the reference may use its sizes"),
+     "probe.md:26: `.*`: control flow"),
+    ("", O, MM + "return {'O': D + D.shape[1]}", "'O' is off by .*the reference uses a size"),
     ("C", O, MM + "C.add_(1);return {'O': D + C}", "copy_: writes to an input in place"),
-    ("r", "D O", MM + "return {'D': D, 'O': r[:, None].expand_as(D)}", r"its value is \(M, 1\)"),
-    ("", O, "return {'O': A @ B}", "probe.md:24: the reference cannot be traced"),
+    ("r", "D O", MM + "return {'D': D, 'O': r[:, None].expand_as(D)}", "'O' is the same in every row or column"),
+    ("", O, "return {'O': A @ B}", "probe.md:24: `.*`: the reference raises at sizes that the spec allows \\(M = 7, N"),
 ]  # fmt: skip
 
 
@@ -1310,7 +1310,7 @@ def test_what_no_program_expresses_is_refused(
 ) -> None:
     with pytest.raises(ProgramError, match=message) as raised:
         Composer().write(spec(body, inputs, outputs), lambda *_: None)
-    assert "\n" not in str(raised.value)
+    assert raised.value.hint and "\n" not in str(raised.value)
 
 
 IN_PLACE = "in_place: {output: O, input: C}"
@@ -1367,5 +1367,5 @@ def test_one_index_may_select_from_several_values() -> None:
 
 
 def test_an_input_named_like_a_primitive_is_refused() -> None:
-    with pytest.raises(ProgramError, match="input 'tanh' has a name of the language; rename it"):
+    with pytest.raises(ProgramError, match=r"input 'tanh' has a name of the language \(rename it"):
         compose(spec(MM + "return {'O': D * r[:, None]}", "r", "O", {"r": "tanh"}))

@@ -301,7 +301,7 @@ def test_products_that_are_weighed_differently_are_refused() -> None:
         {"y": "[M, N]"},
         "return F.linear(x, w) + 2 * F.linear(xa, b)",
     )
-    with pytest.raises(ProgramError, match="does not add the products of x xa alike"):
+    with pytest.raises(ProgramError, match="does not add the products of x, xa alike"):
         Composer().write(made, lambda *_: None)
 
 

@@ -89,9 +89,10 @@ def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None
         error = _error(got[name], expected)
         if not error <= TOLERANCE:
             raise ProgramError(
-                f"{program.name}: composed output {name!r} is off by {error:.1e} of the"
-                f" reference's largest value at {dict(sizes)}, expected at most {TOLERANCE:.0e}",
-                hint="the reference may use its sizes as numbers; a program cannot see them",
+                f"{program.name}: the program composed for output {name!r} is off by {error:.1e} of"
+                f" the reference's largest value at {dict(sizes)}",
+                hint="where the reference uses a size as a number, a program cannot: give the"
+                " number as an input, or as an argument with a default",
             )
 
 

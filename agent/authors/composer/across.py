@@ -46,14 +46,17 @@ class Across:
             if (reduction.aten, reduction.left) == (op, left):
                 made = make(name, value, dims=frozenset({left}), value=extent)
                 return self.layout.write(made, shape, Frame((left,)))
-        raise ProgramError("only a sum or a maximum over all rows of each column is available")
+        raise ProgramError(
+            "takes other than a sum or a maximum over all rows of each column",
+            hint="return the tensor and reduce it with torch",
+        )
 
     def extreme(self, op: str, x: Elements, *over: Any) -> Any:
         """The maximum or minimum; over a dim, PyTorch returns its position too."""
         found = self.reduce(op, x, *over)
         if not over:
             return found
-        return [found, Unusable("the position of a maximum or minimum is not available")]
+        return [found, Unusable("uses the position of a maximum or minimum", _OUTSIDE)]
 
     def _whole(self, codes: Any) -> tuple[str, Expr]:
         """Which dim the rows of a matrix are, and the full tile, or half of one, that it holds."""
@@ -64,12 +67,15 @@ class Across:
         left = _LEFT.get((frame.dims, frame.flipped)) if frame else None
         if 1 in shape or frame is None or left is None:
             raise ProgramError(
-                "only a reduction over all columns of each row, or all rows of each column, is"
-                " available"
+                "reduces other than all columns of each row, or all rows of each column",
+                hint=_OUTSIDE,
             )
         value = self.layout.read(Elements(codes), shape, frame)
         if len(value.dims) != 2:
-            raise ProgramError("reduces a value that is the same in every row or column")
+            raise ProgramError(
+                "reduces a value that is the same in every row or column",
+                hint="multiply it by the number of rows or columns, given as an input",
+            )
         return left, value
 
     def is_index(self, value: Any) -> bool:
@@ -81,13 +87,13 @@ class Across:
     def gather(self, x: Elements, dim: int, index: Any, **_: Any) -> Elements:
         """One element of each row, in the column that an integer input names."""
         if not self.is_index(index):
-            raise ProgramError("takes columns from other than an integer input [M] of the spec")
+            raise ProgramError("takes columns by other than an integer input", hint=_BY_INPUT)
         rows, columns = (v.codes.movedim(dim, -1) for v in (x, index))
         if columns.shape[:-1] != rows.shape[:-1] or columns.shape[-1] != 1:
-            raise ProgramError("only one element of each row can be taken")
+            raise ProgramError("takes other than one element of each row", hint=_BY_INPUT)
         left, value = self._whole(rows.reshape(-1, rows.shape[-1]))
         if left != "M" or value.dims != {"M", "N"}:
-            raise ProgramError("only one element of each full-width row can be taken")
+            raise ProgramError("takes elements of what is no tensor of full width", hint=_OUTSIDE)
         flat = columns.flatten()
         which = self.layout.read(Elements(flat), tuple(flat.shape), Frame(("M",)))
         made = make("gather", value, which, dims=frozenset({"M"}))
@@ -106,8 +112,11 @@ class Across:
                 return Elements(
                     self.gather(x, dim, Elements(index.unsqueeze(dim))).codes.squeeze(dim)
                 )
-        raise ProgramError("only one element of each row can be taken, x[arange(M), index]")
+        raise ProgramError("takes other than one element of each row", hint=_BY_INPUT)
 
+
+_OUTSIDE = "return the tensor itself, and do this with torch or in the next kernel"
+_BY_INPUT = "x.gather(1, index[:, None]) takes the columns that an integer input names, one a row"
 
 # A reduction of two values, if it is no sum.
 _JOINED: dict[str, Callable[..., Expr]] = {

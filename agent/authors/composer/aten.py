@@ -22,6 +22,10 @@ ACROSS = frozenset(
     """.split()  # noqa: SIM905
 )
 WHOLE_ROW = "needs a whole row before its result is known, but a kernel sees one tile of it"
+ROW_STATISTICS = (
+    "return the tensor and what it takes of each row (amax, sum, mean, logsumexp), and apply that"
+    " in the next kernel"
+)
 
 
 def _clamp(x: Expr, low: Expr | float | None = None, high: Expr | float | None = None) -> Expr:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -58,13 +59,23 @@ class Captured:
         return "\n".join(str(node.format_node()) for node in self.module.graph.nodes)
 
 
-def distinct_sizes(spec: Spec) -> dict[str, int]:
-    """An extent for each dim such that all of them, and half and twice the columns, differ."""
+def distinct_sizes(spec: Spec, *, named: bool = False) -> dict[str, int]:
+    """An extent for each dim such that all of them, and half and twice the columns, differ.
+
+    With `named`, each is a multiple of what its sizes in the spec have in common, or the only one:
+    a reference may hold a head's width, or a whole size, as a number.
+    """
     rows, columns, _ = spec.gemm_dims
+    shapes = (*spec.check_shapes, *spec.bench_shapes)
     sizes: dict[str, int] = {}
     taken: set[int] = {1, 2}
     for name, dim in spec.dims.items():
-        step = dim.multiple_of * (2 if name == columns and dim.multiple_of % 2 else 1)
+        own = {shape[name] for shape in shapes}
+        if named and len(own) == 1:
+            sizes[name] = own.pop()
+            continue
+        least = math.gcd(*own) if named else dim.multiple_of
+        step = least * (2 if name == columns and least % 2 else 1)
         if name == rows and spec.layout and len(spec.layout.rows) > 1:
             step *= 4  # a leading dim that is not 1 shows what is done to it
         for prime in itertools.chain(_PRIMES, itertools.count(53, 2)):
@@ -87,6 +98,16 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
         ProgramError: The reference cannot be traced: it branches on values or raises.
         SpecError: The reference block itself is broken.
     """
+    try:
+        return _captured(spec, binding, distinct_sizes(spec))
+    except ProgramError as error:
+        try:
+            return _captured(spec, binding, distinct_sizes(spec, named=True))
+        except ProgramError:
+            raise error from None
+
+
+def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> Captured:
     import torch
     import torch.fx.traceback as notes
     from torch._decomp import get_decompositions
@@ -95,7 +116,7 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     reference = canonical_reference(spec, binding)
-    sizes, types = distinct_sizes(spec), spec.default_types()
+    types = spec.default_types()
     shapes = {name: spec.shape_of(name, sizes, binding) for name in spec.inputs}
     line = spec.reference_line
 
@@ -131,11 +152,17 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
             if frame.tb_frame.f_code.co_filename == str(spec.path):
                 line = frame.tb_lineno
             frame = frame.tb_next
+        where = f"{spec.path}:{line}: `{spec.text.splitlines()[line - 1].strip()}`: "
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if "data-dependent" in reason or "DataDependent" in type(error).__name__:
-            reason = "control flow, or a Python number, depends on a value of an input"
-        fault = f"{spec.path}:{line}: the reference cannot be traced: {reason}"
-        raise ProgramError(fault) from None
+            fault = "control flow, or a Python number, depends on a value of an input"
+            hint = "use torch.where, or give the number as an argument with a default"
+        else:
+            known = spec.layout.sizes(sizes) if spec.layout else sizes
+            at = ", ".join(f"{x} = {known[x]}" for x in spec.declared.dims if x in known)
+            fault = f"the reference raises at sizes that the spec allows ({at}): {reason}"
+            hint = "say as `multiple_of` of a dim what the reference takes, or mend the reference"
+        raise ProgramError(where + fault, hint=hint) from None
     finally:
         logger.setLevel(level)
     module.graph.eliminate_dead_code()

@@ -60,7 +60,7 @@ class _Function:
         clash = [n for n in [*program.operands, "acc"] if n in primitives.__all__]
         if clash or "acc" in program.operands:
             name = (clash or ["acc"])[0]
-            raise ProgramError(f"input {name!r} has a name of the language; rename it")
+            raise ProgramError(f"input {name!r} has a name of the language", hint="rename it")
         self.taken = {*program.operands, "acc", *primitives.__all__}
         self.names: dict[Expr, str] = {}
         self.statements: list[str] = []
@@ -176,7 +176,8 @@ class _Function:
                 return self._call(op, expr.args), _ATOM
             case op:
                 raise ProgramError(
-                    f"{self.program.name}: {op!r} has no counterpart among the primitives"
+                    f"{self.program.name}: {op!r} has no counterpart among the primitives",
+                    hint="write it with other operations",
                 )
 
     def _call(self, name: str, args: Iterable[Expr]) -> str:
@@ -273,7 +274,8 @@ class _Mathematics(_Function):
 def _number(value: float) -> str:
     """A constant as a program holds it; its literals are finite."""
     if math.isnan(value):
-        raise ProgramError(f"a program cannot hold the constant {value}")
+        message = f"a program cannot hold the constant {value}"
+        raise ProgramError(message, hint="compute it from finite numbers, or give it as an input")
     if math.isinf(value):
         return "-log(0.0)" if value > 0 else "log(0.0)"
     return repr(math.copysign(3.4028234e38, value) if abs(value) == _LARGEST else value)

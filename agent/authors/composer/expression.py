@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 from coda_agent.primitives.errors import ProgramError
 
-AGAIN = (
-    "uses a row reduction again in the same kernel, but a row spans many tiles; return the"
-    " reduction as an output and apply it in the next kernel"
-)
+AGAIN = "uses a row reduction again in the same kernel, but a row spans many tiles"
+NEXT = "return the reduction as an output, and apply it in the next kernel"
 
 
 class Reduction(NamedTuple):
@@ -197,11 +195,12 @@ def make(op: str, *args: Expr, dims: frozenset[str] | None = None, value: float 
         ProgramError: An argument is known only when the kernel is done, or is an index.
     """
     if any(a.reduced for a in args) and (op != "sqrt" or args[0].op not in ("row_sum", "col_sum")):
-        raise ProgramError(AGAIN)
+        raise ProgramError(AGAIN, hint=NEXT)
     if op != "gather":
         for arg in args:
             if arg.op == "index":
-                raise ProgramError(f"computes with {arg.name!r}; an index only selects columns")
+                message = f"computes with {arg.name!r}, and an index only selects columns"
+                raise ProgramError(message, hint="give it as an input of a floating type too")
             if arg.op == "gather":
                 return _within_gather(op, args, arg.args[1])
     if dims is None:
@@ -227,8 +226,8 @@ def _within_gather(op: str, args: tuple[Expr, ...], index: Expr) -> Expr:
     inner = [a.args[0] if a.op == "gather" else a for a in args]
     if any((a.op == "gather" and a.args[1] != index) or not a.dims <= {"M"} for a in args):
         raise ProgramError(
-            "uses a gathered element again in the same kernel, where most of its row is not;"
-            " return it as an output"
+            "uses a gathered element again in the same kernel, where most of its row is not",
+            hint="return it as an output, and use it in the next kernel",
         )
     return make("gather", make(op, *inner), index, dims=frozenset({"M"}))
 
@@ -239,11 +238,13 @@ def _scaled(x: Expr, scale: Expr) -> Expr:
     if scale.is_number(1.0):
         return x
     if scale.reduction or scale.op == "gather" or not scale.dims <= x.dims:
-        raise ProgramError(AGAIN)
+        raise ProgramError(AGAIN, hint=NEXT)
     if x.op == "row_logsumexp":
-        raise ProgramError("scales a log-sum-exp, which no scale of its terms does")
+        raise ProgramError("scales a log-sum-exp, which no scale of its terms does", hint=NEXT)
     if x.op.endswith(("_max", "_min")) and not (scale.op == "const" and scale.value > 0):
-        raise ProgramError("a maximum or minimum can be scaled by a positive constant only")
+        raise ProgramError(
+            "scales a maximum or minimum by other than a positive constant", hint=NEXT
+        )
     if x.op == "row_sum" and scale.op == "const" and abs(scale.value * x.value - 1) < 1e-12:
         return make("row_mean", x.args[0], dims=x.dims, value=x.value)
     return make(x.op, x.args[0] * scale, dims=x.dims, value=x.value)

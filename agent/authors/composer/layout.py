@@ -47,9 +47,10 @@ class Elements:
 
 @dataclass(frozen=True)
 class Unusable:
-    """A value that an epilogue cannot take; an error only where it is used."""
+    """A value that an epilogue cannot take, and what to do; an error only where it is used."""
 
     reason: str
+    hint: str
 
 
 class Layout:
@@ -110,7 +111,10 @@ class Layout:
 
         distinct, which = torch.unique(values.double(), return_inverse=True)
         if len(distinct) > 4:
-            raise ProgramError("a table of constants must be an input of the spec")
+            raise ProgramError(
+                "computes with a table of constants",
+                hint="give the table to the reference as an input",
+            )
         codes = [self._number(const(float(v))) << _SHIFT for v in distinct]
         return Elements(torch.tensor(codes, dtype=torch.int64)[which].reshape(values.shape))
 
@@ -127,12 +131,14 @@ class Layout:
         if found is None:
             if self._is_half(elements, shape):
                 raise ProgramError(
-                    "takes half of the product's columns, as `chunk` does; declare `pairs: halves`,"
-                    " and the kernel takes a packed weight that has rows j and j + N/2 side by side"
+                    "takes half of the product's columns, as `chunk` does",
+                    hint="declare `pairs: halves`: the kernel then takes a packed weight, which has"
+                    " rows j and j + N/2 side by side",
                 )
             raise ProgramError(
-                "moves values between rows or columns; a kernel can only take adjacent column pairs"
-                " (2j, 2j + 1) apart or put them together"
+                "moves values between rows or columns; a kernel combines columns 2j and 2j + 1",
+                hint="store the weight's rows so that what meets is adjacent, or declare"
+                " `pairs: halves` where column j meets j + N/2",
             )
         return found
 

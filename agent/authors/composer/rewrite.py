@@ -16,11 +16,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from coda_agent.agent.authors.composer.across import Across
-from coda_agent.agent.authors.composer.aten import ACROSS, VIEWS, WHOLE_ROW, meaning, truth
+from coda_agent.agent.authors.composer.aten import (
+    ACROSS,
+    ROW_STATISTICS,
+    VIEWS,
+    WHOLE_ROW,
+    meaning,
+    truth,
+)
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.capture import Captured
 from coda_agent.agent.authors.composer.expression import (
     AGAIN,
+    NEXT,
     REDUCTIONS,
     Expr,
     apply,
@@ -103,23 +111,37 @@ class _Rewriter:
                     try:
                         env[node] = self._node(node, args, dict(kwargs))
                     except ProgramError as error:
-                        raise ProgramError(f"{self._where(node)}: {error.message}") from None
-                    except (TypeError, KeyError) as error:
-                        # An argument that the vocabulary has no name for, such as softplus's beta.
-                        reason = f"is called in a way that is not understood: {error}"
-                        raise ProgramError(f"{self._where(node)}: {reason}") from None
+                        message = f"{self._where(node)}: {error.message}"
+                        raise ProgramError(message, hint=error.hint) from None
+                    except (TypeError, KeyError):
+                        message = f"{self._where(node)}: takes an argument that no primitive has"
+                        raise ProgramError(message, hint=_SPELLED) from None
         values, outputs = self._outputs(returned)
         used = {e.name for e in walk(list(values.values())) if e.op in ("operand", "index")}
         operands = {name: kind for name, kind in self.kinds.items() if name in used}
         if not any(e == self.acc for e in walk(list(values.values()))):
-            raise ProgramError(
-                f"{self.spec.path}: no output needs a GEMM, expected {' @ '.join(self.spec.gemm)}.T"
-            )
+            message = f"no output needs the product of {' and '.join(self._operands())}"
+            hint = "return what is computed with it"
+            raise ProgramError(f"{self.spec.path}: {message}", hint=hint)
         return Rewritten(self.spec.variant(self.captured.binding), operands, outputs, values)
 
     def _where(self, node: fx.Node) -> str:
-        line = node.meta.get("custom", {}).get("line", self.spec.reference_line)
-        return f"{self.spec.path}:{line}: {_name(node)}"
+        line = node.meta.get("custom", {}).get("line")
+        op = _name(node).lstrip("_")
+        if line is None:
+            return f"{self.spec.path}:{self.spec.reference_line}: {op}"
+        return f"{self.spec.path}:{line}: `{self.spec.text.splitlines()[line - 1].strip()}`: {op}"
+
+    def _operands(self) -> list[str]:
+        """A and B as the user declares them."""
+        return [side.replace(" ", ", ") for side in self.spec.declared.gemm]
+
+    def _words(self, shape: Iterable[int]) -> str:
+        """A shape of the trace in the spec's dims."""
+        m, n, k = self.spec.gemm_dims
+        names = {"M": m, "N": n, "K": k, "N/2": f"{n}/2", "2*N": f"2*{n}"}
+        known = {extent: names[x] for x, extent in self.layout.extents.items()}
+        return f"[{', '.join(known.get(extent, '…' if extent > 1 else '1') for extent in shape)}]"
 
     def _input(self, position: int, name: str) -> Elements | Unusable:
         symbolic = self.spec.symbolic_shape(name, self.captured.binding)
@@ -138,7 +160,8 @@ class _Rewriter:
             (m, n, _), dtype = self.spec.gemm_dims, self.spec.inputs[name].dtype
             return Unusable(
                 f"input {name!r} is {dtype} [{', '.join(map(str, symbolic))}]; an epilogue takes"
-                f" floating [], [{m}], [{n}], [{m}, {n}], [{m}, 2*{n}] and integer [{m}]"
+                f" floating [], [{m}], [{n}], [{m}, {n}], [{m}, 2*{n}] and integer [{m}]",
+                f"expand it to [{m}, {n}] first, or use it in the next kernel",
             )
         op = "index" if kind is ColIndex else "operand"
         self.leaves[name] = expr = leaf(op, name, position, frozenset(frame.dims))
@@ -157,13 +180,15 @@ class _Rewriter:
         op, target = _name(node), cast("Callable[..., Any]", node.target)
         evaluated = op == "rrelu_with_noise" and not any(args[4:5])
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not evaluated:
-            raise ProgramError("draws random numbers")
+            raise ProgramError(
+                "draws random numbers", hint="draw them before, and give them as an input"
+            )
         flat: list[Any] = tree_leaves((args, kwargs))
         for value in flat:
             if isinstance(value, Unusable) and op != "getitem":
-                raise ProgramError(value.reason)
+                raise ProgramError(value.reason, hint=value.hint)
         if op == "copy_":
-            raise ProgramError("writes to an input in place")
+            raise ProgramError("writes to an input in place", hint=_IN_PLACE)
         if not any(isinstance(value, Elements) for value in flat):
             if getattr(kwargs.get("dtype"), "is_floating_point", False):
                 kwargs["dtype"] = torch.float64  # of 0.1 float32 keeps half of the digits
@@ -194,8 +219,9 @@ class _Rewriter:
             return self._view(op, target, args, kwargs)
         function = meaning(_LOGICAL.get(op, op) if _dtype(node) is torch.bool else op)
         if function is None:
-            missing = "has no counterpart among the primitives"
-            raise ProgramError(WHOLE_ROW if op in ACROSS else missing)
+            if op in ACROSS:
+                raise ProgramError(WHOLE_ROW, hint=ROW_STATISTICS)
+            raise ProgramError("has no counterpart among the primitives", hint=_SPELLED)
         result = self._apply(function, args, kwargs)
         return [result, None] if op == "log_sigmoid_forward" else result
 
@@ -212,7 +238,8 @@ class _Rewriter:
         if source is not None and not source.is_floating_point and dtype.itemsize >= 4:
             return x
         raise ProgramError(
-            f"casts to {dtype}; an epilogue computes in float32, where torch.trunc gives integers"
+            f"casts to {dtype}, and an epilogue computes in float32",
+            hint="torch.trunc and torch.round give whole numbers",
         )
 
     def _lift(self, value: Any) -> Elements:
@@ -248,7 +275,10 @@ class _Rewriter:
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
         frame = self.layout.frame(shape)
         if frame is None:
-            raise ProgramError(f"works on a shape {shape} that is neither (M, N) nor part of it")
+            raise ProgramError(
+                f"works on a shape {self._words(shape)} that is neither (M, N) nor part of it",
+                hint="return the tensor itself, and do this in the next kernel or with torch",
+            )
         if self.layout.in_halves(shape):
             paired = partial(self._ordered, order=interleaved)
             args, kwargs = map(paired, args), {k: paired(v) for k, v in kwargs.items()}
@@ -296,14 +326,14 @@ class _Rewriter:
 
     def _gemm(self, x: Any, y: Any) -> Elements:
         if not (isinstance(x, Elements) and isinstance(y, Elements)):
-            raise ProgramError(self._layout_of_gemm())
+            raise self._other_product()
         *_, m, k = x.codes.shape
         if (found := self._packed(x.codes, y.codes.mT)) is not None:
             return found
         left, scale = self._side(x, (m, k))
         right, other = self._side(Elements(y.codes.mT), (y.codes.shape[-1], k))
         if {left, right} != {"M", "N"} or x.codes.numel() != m * k:
-            raise ProgramError(self._layout_of_gemm())
+            raise self._other_product()
         shape = (*x.codes.shape[:-1], y.codes.shape[-1])
         frame = Frame(("M", "N"), flipped=left == "N")
         return self.layout.write(self.acc * scale * other, shape, frame)
@@ -342,7 +372,7 @@ class _Rewriter:
         if (start, stop) == (0, ends[-1]):
             return self.acc
         if (start, stop) not in itertools.pairwise(ends):
-            raise ProgramError(self._layout_of_gemm())
+            raise self._other_product()
         i = ends.index(start)
         if i < len(parts):
             return parts[i]
@@ -351,17 +381,21 @@ class _Rewriter:
             rest = rest - part
         return rest
 
-    def _layout_of_gemm(self) -> str:
-        a, b = self.spec.gemm
-        return f"is not the spec's GEMM, {a} {b}ᵀ with {a} (M, K) and {b} (N, K); a kernel has one"
+    def _other_product(self) -> ProgramError:
+        a, b = self._operands()
+        message = f"is not the product of {a} with {b} that `gemm` declares; a kernel has one"
+        return ProgramError(message, hint="declare what is multiplied, or make a kernel of each")
 
     def _side(self, elements: Any, shape: tuple[int, int]) -> tuple[str, Expr]:
         """Which rows an operand of the GEMM has, and the scale that commutes past it."""
         frame = self.layout.frame(shape)
         if any(e == self.acc for e in walk(self.layout.sources(elements))):
-            raise ProgramError("is a second GEMM; a kernel has one")
+            raise ProgramError(
+                "is a second GEMM; a kernel has one",
+                hint="make a kernel of each: the first's output is an input of the second",
+            )
         if frame is None or frame.flipped or frame.dims not in (("M", "K"), ("N", "K")):
-            raise ProgramError(self._layout_of_gemm())
+            raise self._other_product()
         rows = frame.dims[0]
         name = self.spec.gemm[rows == "N"]
         value = self.layout.read(Elements(elements.codes.reshape(shape)), shape, frame)
@@ -379,10 +413,11 @@ class _Rewriter:
                 other = expr.args[1] if inside[0] == expr.args[0] else expr.args[0]
                 return scale * other if expr.op == "mul" else scale / other
         if expr.op == "operand":
-            raise ProgramError(self._layout_of_gemm())
+            raise self._other_product()
         raise ProgramError(
             f"{name} enters the GEMM through {expr.op!r}; only a scale per row of it, or a scalar,"
-            " commutes past the product"
+            " commutes past the product",
+            hint=f"compute it where {name} is written, and give the result as the input",
         )
 
     def _outputs(self, returned: Any) -> tuple[dict[str, Expr], dict[str, str]]:
@@ -395,11 +430,12 @@ class _Rewriter:
             try:
                 values[name], outputs[name] = self._output(name, value)
             except ProgramError as error:
-                raise ProgramError(f"{where}{error.message}") from None
+                raise ProgramError(f"{where}{error.message}", hint=error.hint) from None
             if name in updated:
                 if outputs[name] != "Tile":
                     m, n, _ = self.spec.gemm_dims
-                    raise ProgramError(f"{where}: a kernel updates only [{m}, {n}] in place")
+                    message = f"{where}: a kernel updates only [{m}, {n}] in place"
+                    raise ProgramError(message, hint="leave `in_place` out")
                 # Stored as what is added to the old value, which cancels.
                 outputs[name] = "AddTile"
                 values[name] -= self.leaves[updated[name]]
@@ -409,7 +445,8 @@ class _Rewriter:
                 if self.leaves[old] in walk([value]):
                     raise ProgramError(
                         f"{self.spec.path}: output {output!r} needs {old!r}, which {name!r}"
-                        f" overwrites; a kernel only adds to it, {name} = {old} + ..."
+                        f" overwrites; a kernel only adds to it, {name} = {old} + ...",
+                        hint="leave `in_place` out",
                     )
         return values, outputs
 
@@ -420,41 +457,52 @@ class _Rewriter:
             ProgramError: A kernel cannot write it; the message continues the output's name.
         """
         if not isinstance(value, Elements):
-            reason = value.reason if isinstance(value, Unusable) else "depends on no input"
-            raise ProgramError(f": {reason}")
+            if isinstance(value, Unusable):
+                raise ProgramError(f": {value.reason}", hint=value.hint)
+            raise ProgramError(": depends on no input", hint="leave the output out")
         m, n, _ = self.spec.gemm_dims
         stored = (Tile, HalfTile, WideTile)
         kinds = {self._declared(kind): kind for kind in (*stored, ColVector, RowVector)}
         symbolic = self.spec.symbolic_shape(name, self.captured.binding)
         shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
         if symbolic not in kinds or value.codes.shape != shape:
-            extents = value.codes.shape if symbolic in kinds else symbolic
+            words = f"[{', '.join(map(str, symbolic))}]"
+            words = self._words(value.codes.shape) if symbolic in kinds else words
             raise ProgramError(
-                f" is [{', '.join(map(str, extents))}]; a kernel writes [{m}, {n}], [{m}, {n}/2],"
-                f" [{m}, 2*{n}] and reductions"
+                f" is {words}; a kernel writes [{m}, {n}], [{m}, {n}/2], [{m}, 2*{n}] and"
+                " reductions",
+                hint="return what it is made of, and put it together with torch",
             )
         kind = kinds[symbolic]
         try:
             expr = self.layout.read(value, shape, Frame(kind.dims))
         except ProgramError as error:
-            raise ProgramError(f" {error.message}") from None
+            raise ProgramError(f" {error.message}", hint=error.hint) from None
         if any(e.op == "part" for e in walk(list(canonical([expr])))):
             raise ProgramError(
-                f" does not add the products of {self.spec.declared.gemm[0]} alike; a kernel sums"
-                " them in one: scale an operand instead"
+                f" does not add the products of {self._operands()[0]} alike; a kernel sums them in"
+                " one",
+                hint="scale an operand instead",
             )
         if any(e.op == "centred" for e in walk([expr])):
-            raise ProgramError(f" {AGAIN}")
+            raise ProgramError(f" {AGAIN}", hint=NEXT)
         alone = {op: r.kind for op, r in REDUCTIONS.items()} | {"gather": "RowGather"}
         if (kind in stored) == (expr.op in alone):
             raise ProgramError(
                 f" is computed by {expr.op!r}; a kernel writes full or half tiles, and [{m}] or"
-                f" [{n}] only as a reduction itself, [{m}] also as a gather"
+                f" [{n}] only as a reduction itself, [{m}] also as a gather",
+                hint="return the reduction itself, and compute with it in the next kernel",
+            )
+        if kind in stored and len(expr.dims) < 2:
+            raise ProgramError(
+                " is the same in every row or column", hint="return it without the other dim"
             )
         dtype = self.spec.dtype_of(name, self.spec.default_types())
         return before_store(expr, dtype), alone.get(expr.op, kind.__name__)
 
 
+_SPELLED = "write it with elementary operations; `level: extend` asks an author for one of its own"
+_IN_PLACE = "return a new tensor; `in_place` in the front matter lets a kernel overwrite an input"
 # What arithmetic on conditions is.
 _LOGICAL = {"add": "logical_or", "mul": "logical_and"} | {
     f"bitwise_{name}": f"logical_{name}" for name in ("and", "or", "xor", "not")

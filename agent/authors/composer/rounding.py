@@ -26,7 +26,8 @@ def rounding(spec: Spec, dtype: torch.dtype) -> str:
         return ""
     name = str(dtype).removeprefix("torch.")
     if name not in ROUNDINGS:
-        raise ProgramError(f"rounds to {name}; a program rounds to {', '.join(ROUNDINGS)}")
+        hint = f"a program rounds to {', '.join(ROUNDINGS)}"
+        raise ProgramError(f"rounds to {name}", hint=hint)
     return ROUNDINGS[name]
 
 
