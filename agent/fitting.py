@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from coda_agent.agent.judge import compile_gate, survey_candidate
 from coda_agent.agent.judge.rules import given
@@ -14,7 +15,7 @@ from coda_agent.agent.workspace import Kernel
 from coda_agent.generated.tables import Entry, Table, read, width
 from coda_agent.primitives.dispatch import Regret, Shape
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.fit import fit, held_back, undisturbed
+from coda_agent.primitives.fit import Times, fit, held_back, undisturbed
 from coda_agent.specs import load_spec
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _WIDTHS = (1024, 2048, 4096, 6144, 8192, 14336, 28672)
+_DEPTHS = (256, 512, *_WIDTHS)
 # Beyond these, tiles are as fast to one another as there. Every tile has outputs of its own.
 _WORK, _WEIGHTS, _OUTPUTS = 2**38, 2**28, 2**26
 # The inverse of x⁴ = x + 1, whose powers spread a sequence evenly in three dimensions (Roberts,
@@ -39,18 +41,29 @@ def shapes(count: int) -> list[Shape]:
     i = 0
     while len(found) < count:
         i += 1
-        u, v, w = ((0.5 + i * _SPREAD**power) % 1 for power in (1, 2, 3))
+        u, v, w = ((0.75 + i * _SPREAD**power) % 1 for power in (1, 2, 3))
         if len(found) % 2:
-            sizes = (_ROWS, u), (_WIDTHS, v), (_WIDTHS, w)
+            sizes = (_ROWS, u), (_WIDTHS, v), (_DEPTHS, w)
             m, n, k = (known[int(at * len(known))] for known, at in sizes)
         else:
             m = round(2 ** (14 * u))
             m = m if m < 128 else 16 * round(m / 16)
-            n, k = 128 * round(2 ** (2.5 + 6 * v)), 64 * round(2 ** (3 + 6 * w))
+            n, k = 128 * round(2 ** (2.5 + 6 * v)), 64 * round(2 ** (2 + 7 * w))
         fits = m * n * k <= _WORK and n * k <= _WEIGHTS and m * n <= _OUTPUTS
         if fits and (m, n, k) not in found:
             found.append((m, n, k))
     return found
+
+
+class _Due(NamedTuple):
+    """A kernel to measure: by name; its spec, whose bench shapes are those to measure; its
+    candidate's text; its program's digest; and what was measured of it before."""
+
+    name: str
+    spec: Spec
+    text: str
+    digest: str
+    held: Mapping[Shape, Times]
 
 
 def fit_tables(
@@ -64,7 +77,8 @@ def fit_tables(
     say: Callable[[str], None],
 ) -> Path | None:
     """Measures kernels one after the other on this GPU, and writes the table after each, so that
-    what was measured stays. While one is measured the next is compiled.
+    what was measured stays. While one is measured the next is compiled. Where the table has the
+    same program by the same versions of rules, only the shapes that it lacks are measured.
 
     Args:
         folder: Of the kernels; the table goes to its `dispatch/`.
@@ -72,7 +86,7 @@ def fit_tables(
         executor: What carries out the jobs.
         observer: Told of gates.
         count: Shapes of each.
-        fresh: Whether to measure again what the table has of the same program by the same rules.
+        fresh: Whether to measure again what the table has, and to drop its other shapes.
         say: Told a line for each kernel.
 
     Returns:
@@ -86,45 +100,57 @@ def fit_tables(
     gpu = usable(executor, "cuda")
     assert gpu is not None  # "cuda" demands one
     path, wanted = None, shapes(count)
-    work = [(k, _spec(k, wanted), k.program.read_text("utf-8")) for k in kernels]
     table = read(folder, gpu.name)
-    ahead: Future[None] | None = None
-    with ThreadPoolExecutor(1) as thread:
-        for i, (kernel, spec, text) in enumerate(work):
-            digest = executor.load(text)[spec.variant(spec.bindings()[0])].digest
-            known = table and table.kernels.get(kernel.name)
-            if known and not fresh and (known.program, known.rules) == (digest, given("compile")):
+    work: list[_Due] = []
+    for kernel in kernels:
+        spec, text = load_spec(kernel.spec), kernel.program.read_text("utf-8")
+        digest = executor.load(text)[spec.variant(spec.bindings()[0])].digest
+        held: Mapping[Shape, Times] = {}
+        known = table.kernels.get(kernel.name) if table and not fresh else None
+        if table and known and _stands(known, digest):
+            held = known.model(table.sms).measured()
+            if held.keys() >= set(wanted):
                 say(f"{kernel.name}: known, {_said(known.regret)}")
                 continue
+        due = [dict(zip(spec.gemm_dims, s, strict=True)) for s in wanted if s not in held]
+        spec = spec.model_copy(update={"bench_shapes": tuple(due)})
+        work.append(_Due(kernel.name, spec, text, digest, held))
+    ahead: Future[None] | None = None
+    with ThreadPoolExecutor(1) as thread:
+        for due, following in zip_longest(work, work[1:]):
             if ahead:
                 ahead.result()
-            following = work[i + 1 : i + 2]
-            ahead = thread.submit(_compile, executor, *following[0][1:]) if following else None
+            ahead = thread.submit(_compile, executor, following) if following else None
             try:
-                found = survey_candidate(spec, text, executor, observer=observer)
-                entry = _entry(found, digest, executor)
+                found = survey_candidate(due.spec, due.text, executor, observer=observer)
+                entry = _entry(found, due, executor)
             except CodaError as error:
-                say(f"{kernel.name}: {error}")
+                say(f"{due.name}: {error}")
                 continue
-            entries = {**(table.kernels if table else {}), kernel.name: entry}
+            entries = {**(table.kernels if table else {}), due.name: entry}
             table = Table(gpu=gpu.name, sms=found.sms, kernels=dict(sorted(entries.items())))
             path = table.write(folder)
-            say(f"{kernel.name}: {_said(entry.regret)}")
+            say(f"{due.name}: {_said(entry.regret)}")
     return path
 
 
-def _spec(kernel: Kernel, wanted: Sequence[Shape]) -> Spec:
-    spec = load_spec(kernel.spec)
-    sizes = tuple(dict(zip(spec.gemm_dims, shape, strict=True)) for shape in wanted)
-    return spec.model_copy(update={"bench_shapes": sizes})
+def _stands(entry: Entry, digest: str) -> bool:
+    """Whether what was measured is of this program, by these versions of rules. Sources that are
+    not those of the lock count as its version: a time is no verdict."""
+    then, now = (
+        {name: version.partition("+")[0] for name, version in rules.items()}
+        for rules in (entry.rules, given("compile"))
+    )
+    return (entry.program, then) == (digest, now)
 
 
-def _compile(executor: Executor, spec: Spec, text: str) -> None:
+def _compile(executor: Executor, due: _Due) -> None:
     """Fills the object cache with what a survey needs."""
+    spec = due.spec
     name, (m, n, k) = spec.variant(spec.bindings()[0]), spec.gemm_dims
     jobs = compile_gate.jobs_for(
         spec,
-        executor.load(text),
+        executor.load(due.text),
         [*next(iter(spec.types.values()), ["bfloat16"])][:1],
         all_tiles=True,
         newer=False,
@@ -133,8 +159,8 @@ def _compile(executor: Executor, spec: Spec, text: str) -> None:
     executor.map([job for job in jobs if job.program.name == name], lambda *_: None)
 
 
-def _entry(found: Survey, digest: str, executor: Executor) -> Entry:
-    measured = {
+def _entry(found: Survey, due: _Due, executor: Executor) -> Entry:
+    measured = dict(due.held) | {
         (s.m, s.n, s.k): {found.configs[label]: us for label, us in s.us.items()}
         for s in found.shapes
     }
@@ -145,7 +171,7 @@ def _entry(found: Survey, digest: str, executor: Executor) -> Entry:
     kept = {key: machine[key] for key in ("cuda", "packages") if key in machine}
     kept["driver"] = machine.get("gpu", {}).get("driver_version")
     return Entry.of(
-        fit(measured, **about), program=digest, dtype=found.dtype, regret=regret, machine=kept,
+        fit(measured, **about), program=due.digest, dtype=found.dtype, regret=regret, machine=kept,
         date=datetime.now(UTC).date().isoformat(), rules=given("compile"),
     )  # fmt: skip
 

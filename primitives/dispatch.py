@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int, int]
 """(M, N, K)."""
-# Octaves of M, N and K over which a miss of the formula fades.
-_REACH = (1.5, 1.5, 1.5)
-# How much evidence, in measured shapes at distance zero, the formula itself counts as.
-_TRUST = 0.1
+# Octaves of M, N and K over which a miss of the formula fades; how much closer, in their squares, a
+# shape must be to outweigh others; and how much evidence, in measured shapes at distance zero, the
+# formula itself counts as. Where shapes were held back, others near these values did as well.
+_REACH = 1.5
+_CLOSE = 0.05
+_TRUST = 0.03
 # Configurations are corrected that the formula puts within this factor of the fastest.
 _CONTENDS = 1.4
 # Sharpness of the roofline's edge: where work and memory take equally long, a kernel takes 2^(1/4)
@@ -200,20 +202,32 @@ class Model:
 
     def _near(self, shape: Shape) -> list[tuple[int, float]]:
         """Measured shapes that matter here, with their weights."""
-        x, y, z = (math.log2(size) / r for size, r in zip(shape, _REACH, strict=True))
+        x, y, z = _place(shape)
         found = []
         for i, (u, v, w) in enumerate(self._places):
             square = (x - u) ** 2 + (y - v) ** 2 + (z - w) ** 2
             if square < 8:
-                found.append((i, math.exp(-square / 2)))
+                found.append((i, math.exp(-square / 2) / (1 + square / _CLOSE)))
         return found
 
     @cached_property
     def _places(self) -> list[tuple[float, ...]]:
-        return [
-            tuple(math.log2(size) / r for size, r in zip(shape, _REACH, strict=True))
-            for shape in self.shapes
-        ]
+        return list(map(_place, self.shapes))
+
+    def measured(self) -> dict[Shape, dict[TileConfig, float]]:
+        """The times that it was fitted to, by shape: microseconds, to a thousandth of each."""
+        return {
+            shape: {
+                config: self._formula_us(config, shape) * math.exp(miss)
+                for config, misses in (self.misses or {}).items()
+                if (miss := misses[i]) is not None
+            }
+            for i, shape in enumerate(self.shapes)
+        }
+
+
+def _place(shape: Shape) -> tuple[float, ...]:
+    return tuple(math.log2(size) / _REACH for size in shape)
 
 
 def prior(program: Program, shape: Shape, gpu: Gpu, *, element_bytes: int = 2) -> Model:

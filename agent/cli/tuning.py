@@ -111,7 +111,7 @@ def warm(
 def fit(
     kernels: targets.Kernels = None,
     every: targets.All = False,
-    count: Annotated[int, typer.Option(min=24, help="Shapes to measure, of each kernel.")] = 72,
+    count: Annotated[int, typer.Option(min=24, help="Shapes to measure, of each kernel.")] = 120,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure what is known, too.")] = False,
     as_json: Json = False,
 ) -> Reply:

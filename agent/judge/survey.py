@@ -22,7 +22,7 @@ from coda_agent.primitives.tiles import TileConfig, offered
 from coda_agent.specs import Spec
 
 # All configurations, then those that may be the fastest.
-_ROUNDS, _MORE, _NEAR = 2, 4, 1.33
+_ROUNDS, _MORE, _NEAR = 2, 6, 1.33
 _PRODUCTS = 2
 _CHECKED = ((77, 288, 320), (48, 512, 4096))
 
