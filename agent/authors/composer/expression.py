@@ -17,7 +17,7 @@ from typing import NamedTuple
 from coda_agent.primitives.errors import ProgramError
 
 AGAIN = "uses a row reduction again in the same kernel, but a row spans many tiles"
-NEXT = "return the reduction as an output, and apply it in the next kernel"
+NEXT = "return the reduction as an output and apply it in the next kernel"
 
 
 class Reduction(NamedTuple):
