@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.samples import Samples
+from coda_agent.primitives.errors import LaunchError
 from coda_agent.specs import draw_inputs
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ _LONGEST_US, _FEWEST = 20e3, 5
 TIMED = {
     "call": "the public function, called eagerly for final values",
     "mm": "torch.mm(out=…) of operands as large, in 16 bits",
-    "lookup": "of a call: reading what its plan depends on",
+    "lookup": "of a call: finding its plan",
     "allocation": "of a call: making its buffers",
     "launch": "of a call: the launch itself",
-    "folds": "of a call: folding partials",
+    "folds": "of a call: folding partials, all in one launch",
     "compiled": "the function under torch.compile(fullgraph=True)",
     "compiled mm": "torch.mm under torch.compile",
 }
@@ -79,8 +80,6 @@ def measure(
     """
     import torch
 
-    from coda_agent.primitives.launch import signature
-
     spec = kernel.spec
     sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     drawn = draw_inputs(spec, sizes, spec.default_types(), seed=0, device=device)
@@ -91,17 +90,18 @@ def measure(
     product, right = left.new_empty(m, n), right.t()
     with torch.no_grad():
         kernel(*values)
-        plan = list(variant.function.plans.values())[-1]
-        a, b = (values[i] for i in variant.gemm)
-        operands = variant.named(values)
-        buffers = plan.buffers(operands)
+        plan = variant.recent.find(values, None)
+        if plan is None:
+            raise LaunchError(f"{spec.name}: no plan was kept of its call")
+        inputs = variant.inputs(values)
+        buffers = plan.buffers(inputs)
         calls: dict[str, Callable[[], Any]] = {
             "call": lambda: kernel(*values),
             "mm": lambda: torch.mm(left, right, out=product),
-            "lookup": lambda: signature(values),
-            "allocation": lambda: plan.buffers(operands),
-            "launch": lambda: plan.bound(a, b, operands, buffers),
-            "folds": lambda: [fold(buffers[o]) for o, fold in plan.folds],
+            "lookup": lambda: variant.recent.find(values, None),
+            "allocation": lambda: plan.buffers(inputs),
+            "launch": lambda: plan.bound(inputs, buffers),
+            "folds": lambda: plan.finish and plan.finish(list(buffers)),
         }
         if compiled:
             torch._dynamo.reset()  # another kernel's guards would be tried first

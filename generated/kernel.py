@@ -82,7 +82,10 @@ class Kernel:
         self._scalars = tuple(map(self._inputs.index, scalars(spec)))
         declared = Declared(spec.name, spec.layout, (element, *types)) if spec.layout else None
         self._declared = declared
-        self._returned = {key: variant.returned for key, variant in self.variants.items()}
+        self._returned = {
+            tuple(x.values()): tuple(o for o in spec.outputs if o not in spec.updated(x))
+            for x in spec.bindings()
+        }
         outputs = tuple(spec.declared.outputs)
         self._updated = {
             tuple(x.values()): (outputs.index(o), self._inputs.index(i))
@@ -101,8 +104,8 @@ class Kernel:
                 number, or a float32 tensor of one element on the others' device; torch.compile
                 specialises on a number, and not on what a tensor holds. Where some are tensors, a
                 number costs a launch that fills one.
-            block_size: None gives final reductions, each by a launch of its own; an integer the raw
-                float32 partials of blocks of that many columns (or rows, where rows are reduced
+            block_size: None gives final reductions, by one launch more; an integer the raw float32
+                partials of blocks of that many columns (or rows, where rows are reduced
                 over), from one launch. Inputs whose strides or address TMA cannot load are copied
                 first.
             inputs: Inputs by name, and the spec's static parameters.
@@ -114,27 +117,18 @@ class Kernel:
         Raises:
             LaunchError: wrong arguments, shapes, dtypes or layouts; the message names the tensor.
         """
-        static = self._choice(inputs) if self._parameters else {}
-        key = tuple(static.values())
-        values = list(args)
+        key = self._choice(inputs) if self._parameters else ()
+        values: Sequence[Any] = args
         if inputs or len(args) != len(self._inputs):
-            values += self._named(args, inputs)
+            values = (*args, *self._named(args, inputs))
         given = values
         if self._declared:
             values = self._declared.entered(values)
-        filled = self._scalars and self._filled(values)
-        parts = None if self._traced() else signature(values)
-        if parts is None:
-            self._check(values)
-            op = self.ops[key].Tensor if filled else self.ops[key].default
-            block = {} if block_size is None else {"block_size": block_size}
-            results = op(*values, **static, **block)
-        else:  # what the operator runs, without the dispatcher
-            try:
-                results = self.variants[key](values, block_size, parts)
-            except LaunchError:
-                self._check(values)  # may know it by the input's name
-                raise
+        variant = None if self._traced() else self.variants[key]
+        if variant and (plan := variant.recent.find(values, block_size)):
+            results = variant.run(plan, values)
+        else:
+            results = self._anew(variant, key, list(values), block_size)
         if self._declared:
             names, element = self._returned[key], values[self._a].dtype
             results = self._declared.left(names, results, element, raw=block_size is not None)
@@ -169,15 +163,39 @@ class Kernel:
             raise LaunchError(f"{self.__name__} takes every tensor as its spec declares it")
         return self._declared
 
-    def _choice(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _anew(
+        self,
+        variant: Variant | None,
+        key: tuple[str, ...],
+        values: list[Any],
+        block_size: int | None,
+    ) -> Any:
+        """The results where no plan of such a call is known, or by the operator where calls are
+        traced, without `variant`."""
+        filled = self._scalars and self._filled(values)
+        if variant is None or signature(values) is None:
+            self._check(values)
+            op = self.ops[key].Tensor if filled else self.ops[key].default
+            static: dict[str, Any] = dict(zip(self._parameters, key, strict=True))
+            if block_size is not None:
+                static["block_size"] = block_size
+            return op(*values, **static)
+        try:  # what the operator runs, without the dispatcher
+            return variant(values, block_size)
+        except LaunchError:
+            self._check(values)  # may know it by the input's name
+            raise
+
+    def _choice(self, inputs: dict[str, Any]) -> tuple[str, ...]:
         """The static parameters, which are taken out of `inputs`."""
-        static = {p: inputs.pop(p, known[0]) for p, known in self._parameters.items()}
-        for p, value in static.items():
-            if value not in (known := self._parameters[p]):
+        chosen = []
+        for p, known in self._parameters.items():
+            if (value := inputs.pop(p, known[0])) not in known:
                 raise LaunchError(
                     f"{self.__name__}: {p} is {value!r}, expected one of {', '.join(known)}"
                 )
-        return static
+            chosen.append(value)
+        return tuple(chosen)
 
     def _named(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
         """The inputs that follow `args` in the spec's order."""
@@ -218,7 +236,7 @@ class Kernel:
             or torch._C._are_functorch_transforms_active()
         )
 
-    def _check(self, values: list[Any]) -> None:
+    def _check(self, values: Sequence[Any]) -> None:
         """Refuse what is no tensor, or no number where one may be."""
         import torch
 

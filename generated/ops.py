@@ -12,17 +12,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.function import ProgramFunction
+from coda_agent.primitives.launch import signature
+from coda_agent.primitives.plan import CallPlan
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
+
+# What is kept of a variant's calls: shapes, and of each what else differs.
+_SHAPES, _LAYOUTS = 1024, 4
+_NUMBERS = (float, int)
 
 
 @lru_cache(maxsize=1)
@@ -37,6 +43,64 @@ def scalars(spec: Spec) -> list[str]:
     return [name for name, x in spec.inputs.items() if set(x.shape.cases.values()) == {()}]
 
 
+class Recent:
+    """Plans of earlier calls, found by one check of a call's tensors in C++.
+
+    The check is torch.compile's own: types, shapes, strides, dtypes, devices, whether a gradient is
+    required, what else dispatch goes by, and that no two are the same. It takes a third of what
+    `signature` and a look-up take.
+
+    Args:
+        a, b: Places of the GEMM's operands among the inputs.
+        scalars: Places of inputs that may be numbers.
+    """
+
+    def __init__(self, a: int, b: int, scalars: Sequence[int]) -> None:
+        self._a, self._b, self._scalars = a, b, scalars
+        self._kept: dict[Any, list[tuple[Callable[..., bool], CallPlan]]] = {}
+
+    def find(self, values: Sequence[Any], block_size: int | None) -> CallPlan | None:
+        """The plan of an earlier call with such inputs."""
+        tensors = self._tensors(values) if self._scalars else values
+        try:
+            key = block_size, len(tensors), values[self._a].shape, values[self._b].shape
+        except AttributeError:  # no tensors
+            return None
+        for suits, plan in self._kept.get(key, ()):
+            if suits(*tensors):
+                return plan if _aligned(tensors) else None
+        return None
+
+    def keep(self, values: Sequence[Any], block_size: int | None, plan: CallPlan) -> None:
+        """Keep the plan of a call whose inputs have a `signature`; not where a number is beside
+        scalars in memory, or an address is no multiple of 16 bytes."""
+        from torch._C._dynamo import guards
+
+        tensors = self._tensors(values)
+        make = getattr(guards, "TensorGuards", None)
+        if make is None or any(type(x) in _NUMBERS for x in tensors) or not _aligned(tensors):
+            return
+        suits = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        key = block_size, len(tensors), values[self._a].shape, values[self._b].shape
+        if len(self._kept) >= _SHAPES:
+            self._kept.clear()
+        self._kept[key] = [(suits, plan), *self._kept.get(key, ())][:_LAYOUTS]
+
+    def _tensors(self, values: Sequence[Any]) -> Sequence[Any]:
+        """All inputs, or those beside the scalars where these are numbers."""
+        for i in self._scalars:
+            if type(values[i]) not in _NUMBERS:
+                return values
+        return [x for i, x in enumerate(values) if i not in self._scalars]
+
+
+def _aligned(tensors: Sequence[Any]) -> bool:
+    addresses = 0
+    for t in tensors:
+        addresses |= t.data_ptr()
+    return not addresses & 15
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """A kernel with its static parameters chosen, as a function of inputs in the spec's order.
@@ -44,20 +108,22 @@ class Variant:
     Attributes:
         name: The kernel's.
         function: Its program.
-        gemm: Places of A and B.
-        operands: The program's other operands and their places.
-        kept: Of them, what is added to in a program's output but must not change: it is copied.
-        updated: Outputs that overwrite an input, and its place.
-        returned: The other outputs.
+        operands: Names of the program's operands, in its order.
+        places: Those of A, B and the operands among the inputs.
+        kept: Whether what the program adds to, its last operand, must not change: it is copied.
+        updated: Places of outputs that overwrite an input, and that input's.
+        returned: Places of the other outputs.
+        recent: Plans of earlier calls.
     """
 
     name: str
     function: ProgramFunction
-    gemm: tuple[int, int]
-    operands: tuple[tuple[str, int], ...]
-    kept: str | None
-    updated: tuple[tuple[str, int], ...]
-    returned: tuple[str, ...]
+    operands: tuple[str, ...]
+    places: tuple[int, ...]
+    kept: bool
+    updated: tuple[tuple[int, int], ...]
+    returned: tuple[int, ...]
+    recent: Recent
 
     @classmethod
     def of(cls, spec: Spec, binding: Mapping[str, str], function: ProgramFunction) -> Variant:
@@ -65,78 +131,92 @@ class Variant:
         places = {x: i for i, x in enumerate(spec.inputs)}
         updated, place = spec.updated(binding), spec.in_place
         operands = {x: i for x, i in places.items() if x not in spec.gemm}
-        kept = None
-        if place and function.program.accumulated:
+        adds = place is not None and function.program.accumulated is not None
+        if place and adds:
             operands[place.output] = operands.pop(place.input)
-            kept = None if updated else place.output
-        a, b = spec.gemm
+        # Another than the program's is refused when it is called.
+        order = dict.fromkeys([*function.operands, *operands])
+        operands = {o: operands[o] for o in order if o in operands}
+        outputs = list(function.program.outputs)
+        a, b = (places[x] for x in spec.gemm)
         return cls(
             spec.name,
             function,
-            (places[a], places[b]),
-            tuple(operands.items()),
-            kept,
-            tuple((o, places[x]) for o, x in updated.items()),
-            tuple(o for o in spec.outputs if o not in updated),
+            tuple(operands),
+            (a, b, *operands.values()),
+            adds and not updated,
+            tuple((outputs.index(o), places[x]) for o, x in updated.items()),
+            tuple(outputs.index(o) for o in spec.outputs if o not in updated),
+            Recent(a, b, [places[x] for x in scalars(spec)]),
         )
 
-    def __call__(
-        self, values: Sequence[Any], block_size: int | None = None, key: Hashable = None
-    ) -> Any:
+    def __call__(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """The outputs that overwrite no input: a tuple, a single one alone, None if there is none.
 
         Args:
             values: The inputs; `updated` ones change.
             block_size: As a kernel's.
-            key: The `signature` of `values`, if the caller has made it.
 
         Raises:
             LaunchError: an input requires a gradient, or does not fit.
         """
-        import torch
-
-        a, b = self.gemm
-        operands = self.named(values)
-        key = None if key is None else (block_size, key)
-        plan = self.function.plans.get(key)
+        plan = self.recent.find(values, block_size)
         if plan is not None:
-            results = plan(values[a], values[b], operands)
-        else:
-            results = self.function(values[a], values[b], operands, block_size=block_size, key=key)
-        for o, i in self.updated:
-            if results[o] is not values[i]:
-                values[i].copy_(results[o])
-            elif key is not None:  # past the dispatcher: what autograd saved would not know
-                torch.autograd.graph.increment_version(values[i])
-        return self._returned(results)
+            return self.run(plan, values)
+        parts = signature(values)
+        key = None if parts is None else (block_size, parts)
+        a, b, operands = self._named(values)
+        results = self.function(a, b, operands, block_size=block_size, key=key)
+        if plan := self.function.plans.get(key):
+            self.recent.keep(values, block_size, plan)
+        return self._returned(values, [results[o] for o in self.function.program.outputs])
+
+    def run(self, plan: CallPlan, values: Sequence[Any]) -> Any:
+        """The same, by the plan of a call with such inputs."""
+        return self._returned(values, plan(self.inputs(values)))
 
     def fake(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """The same for tensors without data."""
-        a, b = self.gemm
-        operands = self.named(values)
-        return self._returned(
-            self.function.fake(values[a], values[b], operands, block_size=block_size)
-        )
+        a, b, operands = self._named(values)
+        results = self.function.fake(a, b, operands, block_size=block_size)
+        return self._returned(None, [results[o] for o in self.function.program.outputs])
 
-    def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The program's operands, of inputs that require no gradient."""
+    def inputs(self, values: Sequence[Any]) -> list[Any]:
+        """A, B and the operands, as a plan takes them."""
+        inputs = [values[i] for i in self.places]
+        if self.kept:
+            import torch
+
+            inputs[-1] = inputs[-1].clone(memory_format=torch.contiguous_format)
+        return inputs
+
+    def _named(self, values: Sequence[Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """A, B and the operands, of inputs that require no gradient."""
         import torch
 
-        if torch.is_grad_enabled():
-            for value in values:
-                if getattr(value, "requires_grad", False):
-                    raise LaunchError(
-                        f"{self.name} has no backward pass, but an input requires a gradient",
-                        hint="call it under torch.no_grad(), or detach the input",
-                    )
-        operands = {o: values[i] for o, i in self.operands}
-        if o := self.kept:
-            operands[o] = operands[o].clone(memory_format=torch.contiguous_format)
-        return operands
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values):
+            raise LaunchError(
+                f"{self.name} has no backward pass, but an input requires a gradient",
+                hint="call it under torch.no_grad(), or detach the input",
+            )
+        a, b, *operands = self.inputs(values)
+        return a, b, dict(zip(self.operands, operands, strict=True))
 
-    def _returned(self, results: Mapping[str, torch.Tensor]) -> Any:
-        returned = tuple([results[o] for o in self.returned])
-        return returned if len(returned) > 1 else returned[0] if returned else None
+    def _returned(self, values: Sequence[Any] | None, results: Sequence[torch.Tensor]) -> Any:
+        if values is not None and self.updated:
+            self._update(values, results)
+        if len(self.returned) == 1:
+            return results[self.returned[0]]
+        return tuple([results[i] for i in self.returned]) or None
+
+    def _update(self, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+        import torch
+
+        for i, place in self.updated:
+            if results[i] is not values[place]:
+                values[place].copy_(results[i])
+            else:  # or what autograd saved would not know
+                torch.autograd.graph.increment_version(values[place])
 
 
 Variants = Mapping[tuple[str, ...], Variant]
@@ -172,10 +252,11 @@ def _define(name: str, spec: Spec, variants: Variants, defaults: dict[str, str])
     def body(
         call: Callable[..., Any], *args: Any, block_size: int | None = None, **static: str
     ) -> Any:
-        key = tuple((defaults | static).values())
-        if key not in variants:
+        key = tuple([static.get(p, default) for p, default in defaults.items()])
+        variant = variants.get(key)
+        if variant is None:
             raise LaunchError(f"coda_agent::{name} has no variant {', '.join(key)}")
-        return call(variants[key], args, block_size)
+        return call(variant, args, block_size)
 
     library, numbers = _library(), scalars(spec)
     results = ", ".join(["Tensor"] * (len(spec.outputs) - len(updated)))

@@ -95,7 +95,8 @@ class ProgramFunction:
                 self.plans.clear()
             if key is not None:
                 self.plans[key] = plan
-        return plan(a, b, operands)
+        results = plan((a, b, *[operands[o] for o in self.operands]))
+        return dict(zip(self.program.outputs, results, strict=True))
 
     def fake(
         self,
@@ -138,7 +139,7 @@ class ProgramFunction:
             self.program,
             a.reshape(m, -1),
             b,
-            {o: kind.flat(operands[o], m) for o, kind in self._operands.items()},
+            {o: kind.flat(operands[o], m) for o, kind in self.operands.items()},
             dtypes=self._dtypes(a.dtype),
             block=config.tile_n,
             row_block=config.tile_m,
@@ -166,8 +167,8 @@ class ProgramFunction:
         return {}
 
     @cached_property
-    def _operands(self) -> dict[str, type[Resource]]:
-        """Kinds of the operands, and of what is added to."""
+    def operands(self) -> dict[str, type[Resource]]:
+        """Kinds of the operands, and at last of what is added to."""
         added = {o: kind for o, kind in self.program.outputs.items() if kind.accumulates}
         return {**self.program.operands, **added}
 
@@ -236,10 +237,10 @@ class ProgramFunction:
                 f"N, K = {n}, {k}, expected positive, N a multiple of {n_step} and K of {k_step}",
                 hint="TMA moves rows in units of 16 bytes; pad the weight",
             )
-        if len(operands) > len(self._operands):
-            unknown = sorted(set(operands) - set(self._operands))
+        if len(operands) > len(self.operands):
+            unknown = sorted(set(operands) - set(self.operands))
             raise self._error(f"no operand is named {unknown[0]!r}")
-        for o, kind in self._operands.items():
+        for o, kind in self.operands.items():
             if fault := self._fault(o, kind, operands.get(o), a, lead, n):
                 raise self._error(f"operand {o!r} {fault}")
         return math.prod(lead), n, k, lead
@@ -293,5 +294,5 @@ def _say_interpreted(device: str) -> None:
     warnings.warn(
         f"coda-agent: no Hopper GPU behind tensors on {device}; kernels are interpreted by PyTorch "
         "(correct, not fast)",
-        stacklevel=6,  # the line that calls a kernel
+        stacklevel=7,  # the line that calls a kernel
     )

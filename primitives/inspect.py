@@ -107,13 +107,13 @@ def launches(
         config: Where it is unfused, cuBLAS's product comes first, counted as one launch; where
             cuBLAS sums parts of K in a kernel of its own, there is one more.
         shape: (M, N), on which it depends what an unfused form leaves to fold.
-        raw: Whether reductions stay partials; else a launch folds each.
+        raw: Whether reductions stay partials; else one launch folds all.
     """
     if config is None or config.fused:
-        return 1 + (0 if raw else len(program.reductions))
+        return 1 + (not raw and len(program.reductions) > 0)
     m, n = shape
     kinds = program.reductions.values()
-    return 2 + sum(kind.block(config) < (m if kind.over_rows else n) for kind in kinds)
+    return 2 + any(kind.block(config) < (m if kind.over_rows else n) for kind in kinds)
 
 
 def inspect_program(

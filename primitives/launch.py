@@ -1,6 +1,7 @@
 """Compile and launch lowered programs on 2-D operands.
 
 - `bind` resolves a launch once; what it gives enqueues again and again, for a few us of host time.
+- A launch's inputs are A, B and the operands in the program's order, its outputs in theirs.
 - `block` of a raw reduction is the tile's width, so partial buffers depend on the configuration.
 - Operands obey TMA: one unit stride, the other a multiple of 16 bytes, 16-byte aligned.
   `function.py` arranges that for callers.
@@ -8,10 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives import unfused
@@ -92,26 +94,23 @@ class Bound:
         program: The program.
         config: The tile configuration.
         enqueue: Launches on the current stream of the tensors' device, which is the current one.
+            Takes inputs and outputs.
     """
 
     program: Program
     config: TileConfig
-    enqueue: Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any], Mapping[str, Any]], None]
+    enqueue: Callable[[Sequence[Any], Sequence[torch.Tensor]], None]
 
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        operands: Mapping[str, Any],
-        outputs: Mapping[str, torch.Tensor],
-    ) -> None:
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Run on tensors of the shapes, strides, dtypes and device it was bound to, and numbers or
-        tensors where those were."""
+        tensors where those were. Further inputs are passed over."""
         instead = launcher.get()
         if instead is _launch:
-            self.enqueue(a, b, operands, outputs)
+            self.enqueue(inputs, outputs)
         else:
-            instead(self.program, a, b, operands, outputs, self.config)
+            operands = dict(zip(self.program.operands, inputs[2:], strict=False))
+            named = dict(zip(self.program.outputs, outputs, strict=True))
+            instead(self.program, *inputs[:2], operands, named, self.config)
 
 
 def bind(
@@ -179,7 +178,8 @@ def _launch(
         if key is not None:
             _BOUND[key] = bound
     if run:
-        bound.enqueue(a, b, operands, outputs)
+        inputs = a, b, *(operands[o] for o in program.operands)
+        bound.enqueue(inputs, [outputs[o] for o in program.outputs])
     return bound
 
 
@@ -199,33 +199,32 @@ def _fused(
 ) -> Callable[..., None]:
     """The launch of the kernel whose epilogue is `program`."""
     plan = _plan(program, a, b, operands, outputs, config)
-    of = {name: o for o, name in kernel_names(program).items()}
-    take: dict[str | None, Callable[[Any], Any]] = {}
-    for o, kind in program.operands.items():
+    swap, parts = config.swap_ab, plan.split_k > 1
+    # Where the values of a launch lie: None, outputs, inputs, and at last where parts of K meet.
+    a_at = len(program.outputs) + 1
+    named = (*program.outputs, None, None, *program.operands)
+    at = {name: 1 + named.index(o) for o, name in kernel_names(program).items()}
+    at |= {"split_k_semaphore": -2, "split_k_workspace": -1} if parts else {}
+    gemm = itemgetter(a_at + swap, a_at + (not swap), at.get("D", 0), at.get("c", 0))
+    epilogue = itemgetter(*[at.get(name, 0) for name in plan.arg_template])
+    makes: list[tuple[int, Callable[[Any], Any]]] = [(a_at + 1, _transposed)] if swap else []
+    for i, (o, kind) in enumerate(program.operands.items(), a_at + 2):
         if kind.vector:
-            take[o] = _row
+            makes.append((i, _row))
         elif not kind.dims:
-            take[o] = _address if hasattr(operands[o], "data_ptr") else float
-    if plan.split_k > 1:
-        of |= _PARTS
-    # In the order of the kernel's arguments; what it does not take is None.
-    places = [(o := of.get(name), take.get(o)) for name in plan.arg_template]
-    d, c = of.get("D"), of.get("c")
+            makes.append((i, _address if hasattr(operands[o], "data_ptr") else float))
     # Just compiled, quack's function is a wrapper that parses keywords; from the cache it is bare.
     call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
     scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
-    swap, parts = config.swap_ab, plan.split_k > 1
     rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
 
-    def enqueue(
-        a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any], outputs: Mapping[str, Any]
-    ) -> None:
-        values: dict[str | None, Any] = {None: None, **operands, **outputs}
+    def enqueue(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        values = [None, *outputs, *inputs]
+        for i, make in makes:
+            values[i] = make(values[i])
         if parts:
-            values |= _parts_meet(rows, columns, config, a.device)
-        arguments = tuple([f(values[o]) if f else values[o] for o, f in places])
-        first, second = (b.mT, a) if swap else (a, b)
-        call(first, second, values[d], values[c], arguments, scheduler, None, None, None)
+            values += _parts_meet(rows, columns, config, inputs[0].device)
+        call(*gemm(values), epilogue(values), scheduler, None, None, None)
 
     return enqueue
 
@@ -234,12 +233,13 @@ def _row(vector: torch.Tensor) -> torch.Tensor:
     return vector.unsqueeze(0)  # quack takes vectors with a batch dimension
 
 
+def _transposed(b: torch.Tensor) -> torch.Tensor:
+    return b.mT
+
+
 def _address(scalar: torch.Tensor) -> int:
     return scalar.data_ptr()
 
-
-# quack's names of what the CTAs that share an output tile meet at, and ours, which no operand has.
-_PARTS = {"split_k_semaphore": "flag of each tile", "split_k_workspace": "sums of each tile"}
 
 # Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between
 # kernels, and kernels of one stream may share them.
@@ -248,9 +248,9 @@ _FLAGS: dict[tuple[int, int], torch.Tensor] = {}
 
 def _parts_meet(
     rows: int, columns: int, config: TileConfig, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """A flag and float32 sums for each tile of the kernel's output, in whole clusters and in
-    quack's layout; the sums need no first value."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the CTAs that share an output tile meet: a flag and float32 sums for each tile of the
+    kernel's output, in whole clusters and in quack's layout; the sums need no first value."""
     import torch
 
     down = -(-rows // (config.tile_m * config.cluster_m)) * config.cluster_m
@@ -264,12 +264,10 @@ def _parts_meet(
     elif flags is None or flags.numel() < tiles:
         flags = _FLAGS[key] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=device)
     sums = torch.empty(tiles * area, dtype=torch.float32, device=device)
-    return {
-        _PARTS["split_k_semaphore"]: flags.as_strided((down, across, 1), (across, 1, tiles)),
-        _PARTS["split_k_workspace"]: sums.as_strided(
-            (area, down, across, 1), (1, across * area, area, tiles * area)
-        ),
-    }
+    return (
+        flags.as_strided((down, across, 1), (across, 1, tiles)),
+        sums.as_strided((area, down, across, 1), (1, across * area, area, tiles * area)),
+    )
 
 
 def _plan(

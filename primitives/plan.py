@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.launch import Bound, allocate, bind
+from coda_agent.primitives.memory import allocator
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import TileConfig
@@ -23,64 +24,62 @@ from coda_agent.primitives.tiles import TileConfig
 if TYPE_CHECKING:
     import torch
 
-    Fold = Callable[[torch.Tensor], torch.Tensor]
+    from coda_agent.primitives.fold import Folds
+
+    View = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class CallPlan:
-    """How a program runs on tensors of one signature.
+    """How a program runs on tensors of one signature. Its inputs are A, B, the operands in the
+    program's order, and what is added to in place; outputs are in the program's order.
 
     Attributes:
         bound: The launch.
         device: That of all tensors.
         elsewhere: Whether another one is current; None where there is only one.
         empty: Allocates on the current device.
-        made: Name, shape, strides and dtype of each output; no shape of what is added to in place.
-        ready: Operands that are not passed as they are, and what makes them so.
-        gemm: The same for A and B, if for either.
-        folds: By output, what follows the launch.
+        made: Shape, strides and dtype of each output.
+        added: Place of the output that is added to in place, if there is one.
+        ready: Places of inputs that are not passed as they are, and what makes them so.
+        finish: What follows the launch, if anything.
     """
 
     bound: Bound
     device: torch.device
     elsewhere: Callable[[], bool] | None
     empty: Callable[..., torch.Tensor]
-    made: tuple[tuple[str, tuple[int, ...] | None, tuple[int, ...], torch.dtype], ...]
-    ready: tuple[tuple[str, Fold], ...]
-    gemm: tuple[Fold, Fold] | None
-    folds: tuple[tuple[str, Fold], ...]
+    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
+    added: int | None
+    ready: tuple[tuple[int, View], ...]
+    finish: Finish | None
 
-    def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        """The outputs, by name; what is added to in place is the caller's tensor."""
+    def __call__(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The outputs; what is added to in place is the caller's tensor."""
         if self.elsewhere is not None and self.elsewhere():
             import torch
 
             with torch.cuda.device(self.device):
-                return self(a, b, operands)
-        given = operands
-        if self.gemm:
-            a, b = self.gemm[0](a), self.gemm[1](b)
+                return self(inputs)
+        given = inputs
         if self.ready:
-            operands = {**given, **{o: made(given[o]) for o, made in self.ready}}
-        outputs = self.buffers(operands)
-        self.bound(a, b, operands, outputs)
-        for o, fold in self.folds:
-            outputs[o] = fold(outputs[o])
-        if (o := self.bound.program.accumulated) is not None:
-            if outputs[o].data_ptr() != given[o].data_ptr():
-                given[o].copy_(outputs[o].reshape(given[o].shape))
-            outputs[o] = given[o]
+            inputs = list(given)
+            for i, make in self.ready:
+                inputs[i] = make(inputs[i])
+        outputs = self.buffers(inputs)
+        self.bound(inputs, outputs)
+        if self.finish:
+            self.finish(outputs)
+        if self.added is not None:
+            if outputs[self.added].data_ptr() != given[-1].data_ptr():
+                given[-1].copy_(outputs[self.added].reshape(given[-1].shape))
+            outputs[self.added] = given[-1]
         return outputs
 
-    def buffers(self, operands: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What the kernel writes to: new buffers, and the operand that is added to."""
+    def buffers(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """What the kernel writes to: new buffers, and the input that is added to."""
         empty = self.empty
-        return {
-            o: operands[o] if shape is None else empty(shape, strides, dtype)
-            for o, shape, strides, dtype in self.made
-        }
+        return [inputs[-1] if made is None else empty(*made) for made in self.made]
 
 
 def resolve(
@@ -112,79 +111,109 @@ def resolve(
     lead, n = a.shape[:-1], b.shape[0]
     m = lead.numel()
     kinds: dict[str, type[Resource]] = {**program.operands}
-    if o := program.accumulated:
-        kinds[o] = program.outputs[o]
-    ready, flat = list[tuple[str, Any]](), dict(operands)
-    for o, kind in kinds.items():
-        if kind.dims:
-            make = partial(_flat_and_ready, kind=kind, m=m, flat=len(lead) > 1)
-            if (made := make(operands[o])) is not operands[o]:
-                ready.append((o, make))
-                flat[o] = made
+    if added := program.accumulated:
+        kinds[added] = program.outputs[added]
     # The tensor core reads FP8 operands along K only.
     either = a.element_size() > 1
-    gemm = partial(_rows_ready, either_major=either), partial(tma_ready, either_major=either)
-    first, second = gemm[0](a), gemm[1](b)
+    makes: list[View | None] = [
+        partial(_rows_ready, either_major=either),
+        partial(tma_ready, either_major=either),
+        *(
+            partial(_flat_and_ready, kind=kind, m=m, flat=len(lead) > 1) if kind.dims else None
+            for kind in kinds.values()
+        ),
+    ]
+    given = [a, b, *(operands[o] for o in kinds)]
+    flat = [make(x) if make else x for make, x in zip(makes, given, strict=True)]
+    ready = [(i, make) for i, make in enumerate(makes) if make and flat[i] is not given[i]]
     outputs = allocate(program, m, n, dtypes, config, "meta")
     made = [
-        (o, None if o == program.accumulated else tuple(t.shape), t.stride(), t.dtype)
-        for o, t in outputs.items()
+        None if o == added else (tuple(t.shape), t.stride(), t.dtype) for o, t in outputs.items()
     ]
-    if o := program.accumulated:
-        outputs[o] = flat[o]
-    folds = list[tuple[str, Any]](finishes(program, m, n, config, raw=raw).items())
-    if len(lead) > 1:
-        folds += [
-            (o, partial(_with_lead, lead=lead))
-            for o, kind in program.outputs.items()
-            if kind.dims[:1] == ("M",) and o != program.accumulated
-        ]
+    if added:
+        outputs[added] = flat[-1]
     several, index = torch.cuda.device_count() > 1, a.device.index
     with torch.cuda.device(a.device) if several else nullcontext():
-        bound = bind(program, first, second, flat, outputs, config)
+        named = dict(zip(kinds, flat[2:], strict=True))
+        bound = bind(program, flat[0], flat[1], named, outputs, config)
+    finish = Finish(program, m, n, config, raw=raw, lead=lead)
     return CallPlan(
         bound,
         a.device,
         (lambda: torch.cuda.current_device() != index) if several else None,
-        _empty(a.device),
+        allocator(a.device),
         tuple(made),
+        made.index(None) if added else None,
         tuple(ready),
-        gemm if first is not a or second is not b else None,
-        tuple(folds),
+        finish if finish.steps else None,
     )
 
 
-def _empty(device: torch.device) -> Callable[..., torch.Tensor]:
-    import torch
-    from torch._C._dynamo import guards
+class Finish:
+    """Makes of the outputs that a kernel wrote what the caller wants, in their list.
 
-    # What code of torch.compile calls: 1 us of an H200's host, where torch.empty takes 2.
-    if device.type == "cuda" and (fast := getattr(guards, "_empty_strided_cuda", None)):
-        return fast
-    return lambda shape, strides, dtype: torch.empty_strided(
-        shape, strides, dtype=dtype, device=device
-    )
+    Partials over rows are turned to (N, blocks), and unless `raw` all are folded to their final
+    values, in one launch. What an unfused form leaves of one block is final. Outputs of rows get
+    the leading dimensions `lead` of A, if it has several.
+    """
 
+    def __init__(
+        self,
+        program: Program,
+        m: int,
+        n: int,
+        config: TileConfig,
+        *,
+        raw: bool = False,
+        lead: tuple[int, ...] = (),
+    ) -> None:
+        self._folded: list[tuple[int, type[Reduction], int, int]] = []
+        self._views: list[tuple[int, View]] = []
+        self._bound: Folds | None = None
+        for i, (o, kind) in enumerate(program.outputs.items()):
+            if issubclass(kind, Reduction):
+                extent, block = m if kind.over_rows else n, kind.block(config)
+                if program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF:
+                    extent, block = extent // 2, block // 2
+                if not config.fused and block >= extent:
+                    self._views.append((i, _single))
+                elif not raw:
+                    self._folded.append((i, kind, extent, block))
+                elif kind.over_rows:
+                    self._views.append((i, _turned))
+            if len(lead) > 1 and kind.dims[:1] == ("M",) and o != program.accumulated:
+                self._views.append((i, partial(_with_lead, lead=lead)))
 
-def finishes(
-    program: Program, m: int, n: int, config: TileConfig, *, raw: bool = False
-) -> dict[str, Fold]:
-    """By reduction, what makes of a kernel's partials what the caller wants: those over rows are
-    turned to (N, blocks), and unless `raw` all are folded to their final values. What an unfused
-    form leaves of one block is final."""
-    found: dict[str, Any] = {}
-    for o, kind in program.reductions.items():
-        half = program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF
-        folded, block = m if kind.over_rows else n, kind.block(config)
-        if half:
-            folded, block = folded // 2, block // 2
-        if not config.fused and block >= folded:
-            found[o] = _single
-        elif not raw:
-            found[o] = _Folded(kind, folded, block)
-        elif kind.over_rows:
-            found[o] = _turned
-    return found
+    @property
+    def steps(self) -> int:
+        return len(self._folded) + len(self._views)
+
+    def __call__(self, outputs: list[torch.Tensor]) -> None:
+        """The first call binds the launch; later partials must lie in memory as its own."""
+        if self._folded:
+            raws = [outputs[i] for i, *_ in self._folded]
+            fold = self._bound or self._bind(raws)
+            for (i, *_), t in zip(self._folded, fold(raws), strict=True):
+                outputs[i] = t
+        for i, view in self._views:
+            outputs[i] = view(outputs[i])
+
+    def _bind(self, raws: list[torch.Tensor]) -> Folds:
+        def turned(raws: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            parts = zip(self._folded, raws, strict=True)
+            return [t.mT if kind.over_rows else t for (_, kind, *_), t in parts]
+
+        if raws[0].device.type == "cpu":
+            self._bound = lambda raws: [
+                kind.finalise(t, *sizes)
+                for (_, kind, *sizes), t in zip(self._folded, turned(raws), strict=True)
+            ]
+        else:
+            from coda_agent.primitives.fold import folding
+
+            ways = [kind.way(*sizes) for _, kind, *sizes in self._folded]
+            self._bound = folding(turned(raws), ways)
+        return self._bound
 
 
 def finalised(
@@ -195,8 +224,9 @@ def finalised(
     config: TileConfig,
 ) -> dict[str, torch.Tensor]:
     """What a kernel wrote, with every reduction folded to its final values."""
-    folds = finishes(program, m, n, config)
-    return {o: folds[o](t) if o in folds else t for o, t in outputs.items()}
+    results = [outputs[o] for o in program.outputs]
+    Finish(program, m, n, config)(results)
+    return dict(zip(program.outputs, results, strict=True))
 
 
 def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
@@ -239,19 +269,3 @@ def _single(t: torch.Tensor) -> torch.Tensor:
 
 def _turned(t: torch.Tensor) -> torch.Tensor:
     return t.mT
-
-
-class _Folded:
-    """Final values of partials that always lie in memory as the first ones do."""
-
-    def __init__(self, kind: type[Reduction], folded: int, block: int) -> None:
-        self._kind, self._sizes = kind, (folded, block)
-        self._bound: Fold | None = None
-
-    def __call__(self, t: torch.Tensor) -> torch.Tensor:
-        if self._bound is None:
-            turned = t.mT if self._kind.over_rows else t
-            if not t.is_cuda:
-                return self._kind.finalise(turned, *self._sizes)
-            self._bound = self._kind.folding(turned, *self._sizes)
-        return self._bound(t)

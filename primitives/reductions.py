@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.primitives.graph import Shape
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
 class Reduction(Output):
     """A reduction of a tile's rows or columns: float32 partials a tile, then a finaliser.
 
-    Partials are folded in fp32 before any rounding. Final values are one small launch more.
+    Partials are folded in fp32 before any rounding. Final values of all of a program's reductions
+    are one small launch more.
 
     Attributes:
         combine: "add", "max", "min" or "logsumexp".
@@ -79,23 +79,21 @@ class Reduction(Output):
     def finalise(cls, raw: torch.Tensor, folded: int, block: int) -> torch.Tensor:
         """Fold `partials` of blocks of `block` out of `folded` elements, over the last
         dimension."""
+        way = cls.way(folded, block)
         if (raw.is_cuda or raw.is_meta) and raw.dtype.itemsize == 4:
-            return cls.folding(raw, folded, block)(raw)
-        weight = block / folded if cls.mean else 1.0
+            from coda_agent.primitives.fold import fold
+
+            return fold(raw, *way)
         if cls.combine == "logsumexp":
             return raw.logsumexp(-1)
         if cls.combine in ("max", "min"):
             return raw.amax(-1) if cls.combine == "max" else raw.amin(-1)
-        return raw.sum(-1) * weight
+        return raw.sum(-1) * way[1]
 
     @classmethod
-    def folding(
-        cls, raw: torch.Tensor, folded: int, block: int
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What finalises float32 `raw` on a GPU, and partials that lie in memory as it does."""
-        from coda_agent.primitives.fold import folding
-
-        return folding(raw, cls.combine, block / folded if cls.mean else 1.0)
+    def way(cls, folded: int, block: int) -> tuple[str, float, float]:
+        """How `fold.py` finalises partials of blocks of `block` out of `folded` elements."""
+        return cls.combine, block / folded if cls.mean else 1.0, 0.0
 
     @classmethod
     def store(cls, lowering: Any, o: str) -> Any:

@@ -9,7 +9,7 @@ workspace of 4·M·N bytes from torch's allocator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -77,22 +77,25 @@ def resolve(
         _one(a.device)  # now, since a CUDA graph may capture the launches
     # Just compiled, the function is a wrapper that parses keywords; from the cache it is bare.
     call = getattr(compiled, "_tvm_ffi_function", None) or compiled
-    take = [
-        (o, _taken(operands[o]) if kind is Scalar else None) for o, kind in program.operands.items()
+    # Scalars in memory are vectors there.
+    makes = [
+        (i, _vector if hasattr(operands[o], "data_ptr") else float)
+        for i, (o, kind) in enumerate(program.operands.items())
+        if kind is Scalar
     ]
+    count = len(program.operands)
 
-    def enqueue(
-        a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any], outputs: Mapping[str, Any]
-    ) -> None:
-        values = [f(operands[o]) if f else operands[o] for o, f in take]
-        call((product(a, b), *values, *[outputs[o] for o in program.outputs]))
+    def enqueue(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        a, b, *values = inputs
+        for i, make in makes:
+            values[i] = make(values[i])
+        call((product(a, b), *values[:count], *outputs))
 
     return enqueue
 
 
-def _taken(scalar: Any) -> Callable[[Any], Any]:
-    """How the kernel takes a scalar: a number as it is, one in memory as a vector."""
-    return float if not hasattr(scalar, "data_ptr") else lambda one: one.reshape(1)
+def _vector(scalar: torch.Tensor) -> torch.Tensor:
+    return scalar.reshape(1)
 
 
 def prepare(

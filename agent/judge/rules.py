@@ -66,8 +66,8 @@ RULES = {
     "lowering": Rule(
         _in(
             "primitives",
-            "elementwise fast_math fold function head_table launch lower masked_sum plan stores "
-            "target tiles unfused wide",
+            "elementwise fast_math fold function head_table launch lower masked_sum memory plan "
+            "stores target tiles unfused wide",
         )
     ),
     "static": Rule(_in("agent/judge", "static"), ("walk", "language")),

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 from coda_agent import generated
 from coda_agent.evals import host_time
@@ -18,14 +17,12 @@ def test_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def bind(program: Any, a: Any, b: Any, operands: Any, outputs: Any, config: Any) -> Bound:
         def slowly(*_: Any) -> None:
             time.sleep(2e-3)
-            for o in outputs:
-                assert o in ("D", "O", "s")
 
         return Bound(program, config, slowly)
 
     monkeypatch.setattr(function, "supported", lambda _: True)
     monkeypatch.setattr(plan, "bind", bind)
-    monkeypatch.setattr(plan._Folded, "__call__", lambda *_: time.sleep(1e-3) or torch.zeros(1))
+    monkeypatch.setattr(plan.Finish, "__call__", lambda *_: time.sleep(1e-3))
     kernel = generated.gemm_residual_partial_rmsnorm
     for variant in kernel.variants.values():
         variant.function.plans.clear()

@@ -107,6 +107,14 @@ def given(
     return tensor(M, K), tensor(N, K), operands, allocate(program, M, N, dtypes, config, "cpu")
 
 
+def listed(
+    program: Program, a: Any, b: Any, operands: dict[str, Any], outputs: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Inputs and outputs as a bound launch takes them."""
+    inputs = [a, b, *(operands[o] for o in program.operands)]
+    return inputs, [outputs[o] for o in program.outputs]
+
+
 def flat(x: Any, known: set[int]) -> list[Any]:
     """What a call passes, in order; tensors as their layout, with the address if it is known."""
     if isinstance(x, tuple):
@@ -129,7 +137,7 @@ def test_a_bound_launch_passes_what_quack_passes(
     bound = bind(program, *given(program, config, seed=1), config)
     assert not calls
     a, b, operands, outputs = given(program, config, seed=2)
-    bound(a, b, operands, outputs)
+    bound(*listed(program, a, b, operands, outputs))
     values = module._by_kernel_name(program, operands, outputs)
     plan = module._plan(program, a, b, operands, outputs, config)
     d, c = values.pop("D", None), values.pop("c", None)
@@ -156,9 +164,9 @@ def test_a_launcher_that_was_set_sees_bound_launches(
 
     bound = bind(added, *given(added, PLAIN), PLAIN)
     request.addfinalizer(partial(launcher.reset, launcher.set(telling)))
-    bound(*given(added, PLAIN))
+    bound(*listed(added, *given(added, PLAIN)))
     again = bind(added, *given(added, PLAIN), PLAIN)
     assert seen == [("added", True), ("added", False)] and len(calls) == 1
-    again(*given(added, PLAIN))
+    again(*listed(added, *given(added, PLAIN)))
     launch(added, *given(added, PLAIN), PLAIN)
     assert len(seen) == 4 and len(calls) == 3

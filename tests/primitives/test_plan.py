@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -67,10 +67,10 @@ class Launches:
         expected = [facts(t) for t in (a, b, *(operands[o] for o in program.operands))]
         shapes = {o: (t.shape, t.dtype) for o, t in outputs.items()}
 
-        def enqueue(
-            a: Any, b: Any, operands: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
-        ) -> None:
-            given = {o: operands[o] for o in program.operands}
+        def enqueue(inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+            a, b, *rest = inputs
+            given = dict(zip(program.operands, rest, strict=False))
+            outputs = dict(zip(program.outputs, results, strict=True))
             assert [facts(t) for t in (a, b, *given.values())] == expected
             assert {o: (t.shape, t.dtype) for o, t in outputs.items()} == shapes
             if o := program.accumulated:

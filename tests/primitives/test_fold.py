@@ -1,0 +1,48 @@
+"""Partials of several reductions folded in one launch, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Triton reads the variable when it is imported. The interpreter has no dependent launches.
+SCRIPT = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from coda_agent.primitives import fold
+
+fold.gdc_wait = lambda: None
+torch.manual_seed(0)
+raws = [
+    torch.rand(77, 3), torch.rand(5, 300).mT, torch.randn(1000, 300), torch.randn(8, 20),
+    torch.randn(8, 20), torch.rand(9, 4), torch.full((4, 3), float("-inf")),
+]
+ways = [
+    ("add", 0.5, 0.0), ("max", 1.0, 0.0), ("logsumexp", 1.0, 0.0), ("min", 1.0, 0.0),
+    ("max", 1.0, 0.0), ("rstd", 0.25, 1e-3), ("logsumexp", 1.0, 0.0),
+]
+
+def folded(raws, ways):
+    outs = [torch.full(t.shape[:1], float("nan")) for t in raws]
+    grid, rest = fold.prepared(raws, ways)
+    fold._fold[grid](tuple(raws), tuple(outs), *rest)
+    return outs
+
+for raw, (combine, weight, eps), found in zip(raws, ways, folded(raws, ways), strict=True):
+    raw64 = raw.double()
+    want = {
+        "add": raw64.sum(-1) * weight, "max": raw64.amax(-1), "min": raw64.amin(-1),
+        "logsumexp": raw64.logsumexp(-1), "rstd": (raw64.sum(-1) * weight + eps).rsqrt(),
+    }[combine]
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, folded([raw], [(combine, weight, eps)])[0])
+print("all folded")
+"""
+
+
+def test_folds_joined_are_those_alone() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True
+    )
+    assert run.stdout.strip() == "all folded", run.stderr[-2000:]
