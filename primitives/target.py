@@ -71,12 +71,13 @@ def compile_blind(
     output_dtypes: Mapping[str, str],
     *,
     read_scalars: bool = False,
-    transposed: bool = False,
+    turned: str = "",
 ) -> dict[str, Any]:
     """Compile `program` for `arch` on meta tensors and report what came out.
 
     With `read_scalars` the kernel reads scalars from device memory, as those of tensors are, and
-    else takes numbers. `transposed` has B (N, K) as the transpose of a contiguous matrix.
+    else takes numbers. `turned` names those of A and B that are transposes of
+    contiguous matrices, as "B".
 
     Returns:
         `object` (path of the cached object file), `shared_bytes` (dynamic, None when the object
@@ -110,8 +111,8 @@ def compile_blind(
         forget()
         unfused.forget()
         outputs = allocate(program, _M, _N, dtypes, config, "meta")
-        a, b = meta(_M, _K, name=dtype), meta(_N, _K, name=dtype)
-        b = meta(_K, _N, name=dtype).mT if transposed else b
+        a = meta(_K, _M, name=dtype).mT if "A" in turned else meta(_M, _K, name=dtype)
+        b = meta(_K, _N, name=dtype).mT if "B" in turned else meta(_N, _K, name=dtype)
         launch(program, a, b, operands, outputs, config, run=False)
     path = record.get("object")
     if path is None or not Path(path).exists():

@@ -241,6 +241,12 @@ class Spec(Header):
         (m, k), (n, _) = (self.symbolic_shape(name) for name in self.gemm)
         return str(m), str(n), str(k)
 
+    @property
+    def turned(self) -> str:
+        """Those of A and B that a user has as transposes of contiguous matrices: "", "A", "B" or
+        "AB"."""
+        return self.layout.turned if self.layout else ""
+
     def default_types(self) -> dict[str, str]:
         """The first choice of every symbolic element type."""
         return {name: choices[0] for name, choices in self.types.items()}

@@ -182,6 +182,13 @@ class Layout:
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
 
+    @property
+    def turned(self) -> str:
+        """Those of A and B that a call gets as transposed views."""
+        places = {place.name: place for place in self.inputs}
+        found = zip("AB", (places[name] for name in self.gemm), strict=True)
+        return "".join(x for x, p in found if p.parts[0].turned and not p.packed)
+
     def extents(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Canonical sizes of declared ones."""
         m = math.prod(extent(e, sizes) for e in self.rows)

@@ -42,7 +42,8 @@ def draw_inputs(
     """Draw every input as the spec says: in float32 on `device`, then cast to its element type.
 
     Returns:
-        Contiguous tensors of the declared shapes and dtypes; scalars (shape []) as floats.
+        Tensors of the canonical shapes and dtypes, contiguous or the transposes of contiguous ones,
+        as a user has them; scalars (shape []) as floats.
 
     Raises:
         SpecError: Sizes, types or binding that the spec does not allow.
@@ -52,6 +53,7 @@ def draw_inputs(
     generator = torch.Generator(device).manual_seed(seed)
     known = spec.layout.sizes(sizes) | dict(sizes) if spec.layout else sizes
     inputs: dict[str, torch.Tensor | float] = {}
+    turned = [x for side, x in zip("AB", spec.gemm, strict=True) if side in spec.turned]
     for name, tensor in spec.inputs.items():
         shape = spec.shape_of(name, sizes, binding)
         values = torch.empty(shape, dtype=torch.float32, device=device)
@@ -68,6 +70,8 @@ def draw_inputs(
             case "constant":
                 values.fill_(args[0])
         cast = values.to(getattr(torch, spec.dtype_of(name, types)))
+        if name in turned and not shape[0] * cast.element_size() % 16:  # else TMA takes none such
+            cast = cast.mT.contiguous().mT
         inputs[name] = cast if cast.ndim else float(cast)
     return inputs
 

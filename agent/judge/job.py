@@ -65,7 +65,8 @@ class CompileJob(Record):
         dtype: Of A and B.
         operand_dtypes, output_dtypes: Of the other tensors, by name.
         read_scalars: Whether scalars are tensors, not numbers.
-        transposed: Whether B is the transpose of a contiguous matrix.
+        turned: Those of A and B that are transposes of contiguous matrices, as "B".
+        transposed: Whether B is what the spec does not have it as, a transpose or none.
     """
 
     kind: Literal["compile"] = "compile"
@@ -77,6 +78,7 @@ class CompileJob(Record):
     operand_dtypes: dict[str, str]
     output_dtypes: dict[str, str]
     read_scalars: bool = False
+    turned: str = ""
     transposed: bool = False
 
     @classmethod
@@ -94,6 +96,7 @@ class CompileJob(Record):
             dtype=dtype(spec.gemm[0]) if spec else element,
             operand_dtypes={o: dtype(o) for o in program.operands},
             output_dtypes={o: dtype(o) for o in program.outputs},
+            turned=spec.turned if spec else "",
         )  # fmt: skip
 
     def run(self) -> BuiltObject:
@@ -104,9 +107,10 @@ class CompileJob(Record):
         """
         use_cache()
         types = self.dtype, self.operand_dtypes, self.output_dtypes
+        turned = "".join({*self.turned} ^ ({"B"} if self.transposed else set()))
         built = compile_blind(
             self.program, self.config, self.arch, *types,
-            read_scalars=self.read_scalars, transposed=self.transposed,
+            read_scalars=self.read_scalars, turned=turned,
         )  # fmt: skip
         return BuiltObject.model_validate(built)
 

@@ -226,9 +226,12 @@ class TileCheck:
         layout = structure.layout if structure else ""
         alias = structure.alias if structure else None
         key = tuple(case.sizes.items()), layout, alias
+        a, b = self.spec.gemm
+        turned = {a} if "A" in self.spec.turned else set()
+        turned |= {b} if ("B" in self.spec.turned) != (layout == "transposed") else set()
         if key not in self.places:
             place = {
-                name: _room(value, layout, turned=name == self.spec.gemm[1])
+                name: _room(value, layout, turned=name in turned)
                 for name, value in case.inputs.items()
                 if hasattr(value, "shape")
             }
@@ -286,14 +289,14 @@ class TileCheck:
 
 
 def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:
-    """Memory for a tensor (M,), (M, N) or (N, K). It is contiguous, or has a row stride beyond its
-    extent and begins 16 bytes into its storage. `turned` asks for rows as columns in memory."""
+    """Memory for a tensor (M,), (M, N) or (N, K). It is contiguous, or with a layout has a row
+    stride beyond its extent and begins 16 bytes into its storage. With `turned` it is so too, and
+    its rows are columns in memory."""
     import torch
 
-    if not layout:
+    if not (layout or turned):
         return torch.empty_like(value, memory_format=torch.contiguous_format)
     step = max(4, 16 // value.element_size())  # quack loads indices by 32 bytes
-    turned = turned and layout == "transposed"
     rows, columns = reversed(value.shape) if turned else (1, *value.shape)[-2:]
     stride = columns + step + -columns % step
     room = torch.empty(step + rows * stride, dtype=value.dtype, device=value.device)[step:]

@@ -37,7 +37,7 @@ class Structure:
         exact: Whether outputs without rounding must match: tiles bit for bit, vectors to 2⁻²⁰.
         planted: Whether results are NaN or infinite somewhere.
         layout: "" is contiguous. "padded" has a stride and an offset. "transposed" is padded too,
-            and B has N as its unit stride.
+            and B has N as its unit stride, or K where the spec's own has N.
         alias: Two inputs that are one tensor.
     """
 

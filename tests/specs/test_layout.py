@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge.compile_gate import jobs_for
 from coda_agent.agent.judge.imported import check_imported
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.generated.kernel import Kernel
@@ -246,6 +247,22 @@ def test_other_sizes_have_declared_ones_too() -> None:
         own = layout.sizes({"M": m, "N": n, "K": k})
         assert (own["B"] * own["T"], own["N"], own["K"]) == (m, n, k)
     assert layout.sizes({"M": 4096, "N": 16, "K": 8})["B"] > 1
+
+
+def test_a_user_has_what_is_drawn_compiled_and_timed() -> None:
+    """Where a call gets transposed views, the judge's tensors are such too."""
+    made = LAYOUTS["A is (K, M)"]()
+    first, second = (
+        draw_inputs(made, sizes, made.default_types(), seed=1) for sizes in made.check_shapes[1:3]
+    )
+    strides = [[torch.as_tensor(x).stride() for x in found.values()] for found in (first, second)]
+    assert strides == [[(64, 1), (1, 272)], [(1, 200), (1, 336)]]  # TMA cannot load rows of 77
+    program = load(Composer().write(made, lambda *_: None))["probe"]
+    jobs = jobs_for(made, {"probe": program}, ["bfloat16"], all_tiles=False, newer=True)
+    assert {job.arch for job in jobs} == {"sm_90a", "sm_100a", "sm_120a"}
+    assert {job.turned for job in jobs} == {"AB"}
+    straight = jobs[0].model_copy(update={"turned": ""})
+    assert jobs[0].run().object != straight.run().object
 
 
 def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
