@@ -19,6 +19,7 @@ from coda_agent.evals import definitions
 from coda_agent.evals.judge import report, selection
 from coda_agent.evals.judge.against_itself import KERNEL, score_timing
 from coda_agent.evals.judge.by_hand import SETS
+from coda_agent.evals.judge.generated import score_generated
 from coda_agent.evals.judge.scores import Judge, score_corpus, score_latency, score_mutants
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.objects import use_cache
@@ -74,6 +75,19 @@ def corpus(
         record = score_corpus(judge, *selection.right(find(), count), repeat=repeat)
         refused = any(c["refused"] for c in record["cells"].values())
         return _reply(judge, record, {"corpus": record}, refused)
+
+
+@reported
+def generated(
+    count: Annotated[int, typer.Option(min=1, help="So many functions.")] = 5000,
+    seed: Seed = 1, as_json: Json = False,
+) -> Reply:  # fmt: skip
+    """Compose PyTorch functions written at random, and judge what comes of it, on all cores;
+    resumes."""
+    with _judge("cpu", as_json) as judge:
+        record = score_generated(judge, count, seed=seed)
+        faulty = any(c["faults"] for c in record["cells"].values())
+        return _reply(judge, record, {"generated": record}, faulty)
 
 
 @reported

@@ -30,12 +30,23 @@ _PRODUCT_8 = 2.0**-16  # the same for 8 bits, of which tensor cores keep about 1
 # MUFU.TANH errs by up to 2^-11 of its range, not of its result. So does what is composed of it.
 _RANGE = 2.0**-15
 # Functions of torch that are no operation of the vocabulary, and what their error scales with.
-_COMPOSED = {"softmax": "range", "silu": "argument", "mish": "argument"} | dict.fromkeys(
-    (
-        "exp2", "expm1", "log2", "log1p", "logsumexp", "reciprocal", "pow", "__pow__", "__rpow__",
-        "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
-    ),
-    "result",
+_COMPOSED = (
+    dict.fromkeys(("glu", "mish", "silu"), "argument")
+    | dict.fromkeys(
+        (
+            "log_sigmoid", "logaddexp", "logaddexp2", "logit", "sinc", "softmax", "special_expit",
+            "special_ndtr", "tanhshrink",
+        ),
+        "range",
+    )
+    | dict.fromkeys(
+        (
+            "celu", "elu", "exp2", "expm1", "float_power", "hypot", "log10", "log1p", "log2",
+            "logsumexp", "pow", "reciprocal", "selu", "softsign", "xlogy", "__pow__", "__rpow__",
+            "true_divide", "__truediv__", "__rtruediv__", "__rdiv__",
+        ),
+        "result",
+    )
 )  # fmt: skip
 # Noise is cut out of so many random numbers; drawing one for each element of a tensor takes longer.
 _POOL = 1 << 16
@@ -113,7 +124,8 @@ def disturbed(
             weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE
             # The slope errs as well, for references that differentiate: |x| has one, and so has a
             # term whose value is 0.
-            size, finite = tensors[0].abs(), tensors[0].nan_to_num()
+            argument = tensors[0] if tensors[0].shape == result.shape else result
+            size, finite = argument.abs(), argument.nan_to_num()
             off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
         return result + off
 

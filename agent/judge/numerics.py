@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from coda_agent.agent.judge.compare import Errors, distances, same, within
+from coda_agent.agent.judge.compare import Errors, distances, measure, same, within
 from coda_agent.agent.judge.diagnosis import HINT, diagnosed
 from coda_agent.agent.judge.oracle import Case, make_cases
 from coda_agent.agent.judge.records import (
@@ -211,6 +211,9 @@ class TileCheck:
         # One wait for the device a case.
         found = dict(zip(case.truth, (Errors(*e) for e in errors.tolist()), strict=True))
         for o, error in found.items():
+            if not within(error, case.bounds[o]) and o in (certain := case.certain()):
+                out = self._judged(case, o, results[o])
+                error = measure(out, case.truth[o], certain[o], case.rounding.get(o))
             if not within(error, case.bounds[o]):
                 return self._wrong(case, o, results[o], again[o], error, stale.get(o))
             if not same(results[o], again[o]):

@@ -117,6 +117,17 @@ def _corpus(record: Record) -> dict[str, Any]:
     }
 
 
+def _generated(record: Record) -> dict[str, Any]:
+    cells = record["cells"].values()
+    layers, refused = Counter[str](), Counter[str]()
+    for cell in cells:
+        layers.update(cell["layers"])
+        refused.update(cell["refused"])
+    rows = [["refusal", "times"], *([said, str(n)] for said, n in refused.most_common(20))]
+    faults = [fault for cell in cells for fault in cell["faults"]]
+    return {"layers": layers, "refusals": rows, "faults": faults}
+
+
 def _latency(record: Record) -> dict[str, Any]:
     cells = {name: cell["seconds"] for name, cell in record["cells"].items()}
     gates = [gate for gate in next(iter(cells.values()))[0] if gate != "whole"]
@@ -144,6 +155,7 @@ FIGURES = {
     "by-hand-found": _fates,
     "by-hand-blind": _fates,
     "corpus": _corpus,
+    "generated": _generated,
     "latency": _latency,
     "timing": lambda record: {},
     "exploits": _exploits,

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from coda_agent.agent.authors.composer.expression import Expr, const, make, negative, uses, walk
 from coda_agent.agent.authors.composer.recognise import known_product
 
+_ROUNDED = ("floor", "trunc", "round_even", "rint")
+
 
 def canonical(roots: list[Expr]) -> list[Expr]:
     """The canonical form of each of `roots`, which may share values."""
@@ -65,11 +67,19 @@ class _Form:
         self, expr: Expr, root: bool = False, minus: bool = False
     ) -> Iterator[tuple[Expr, bool]]:
         """Terms of a sum, and whether they are subtracted."""
-        if not root and (self.count[expr] > 1 or expr.op not in ("add", "neg")):
+        apart = self.count[expr] > 1 or expr.op not in ("add", "neg") or _remnant(expr)
+        if not root and apart:
             yield expr, minus
             return
         for arg in expr.args:
             yield from self._terms(arg, minus=minus ^ (expr.op == "neg"))
+
+
+def _remnant(expr: Expr) -> bool:
+    """Whether it is what rounding leaves, x - trunc(x): in a longer sum x would cancel late, and
+    take the digits of other terms along."""
+    inner = [a.args[0] if a.op == "neg" else a for a in expr.args]
+    return expr.op == "add" and any(a.op in _ROUNDED for a in inner)
 
 
 def _extremum(op: str, args: list[Expr], *, inner: bool) -> Expr:
