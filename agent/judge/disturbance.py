@@ -127,7 +127,7 @@ def disturbed(
             argument = tensors[0] if tensors[0].shape == result.shape else result
             size, finite = argument.abs(), argument.nan_to_num()
             off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
-        return result + off
+        return result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()

@@ -149,8 +149,9 @@ def _coefficient(expr: Expr) -> tuple[float, list[Expr]]:
 def _sum(terms: list[Expr]) -> Expr:
     constant = sum(t.value for t in terms if t.op == "const")
     rest = [t for t in terms if t.op != "const"]
+    # Only of an input: an infinite product less itself is NaN.
     for term in [t for t in rest if t.op == "neg"]:
-        if term.args[0] in rest:
+        if term.args[0] in rest and term.args[0].op == "operand":
             rest.remove(term)
             rest.remove(term.args[0])
     rest.sort(key=lambda t: (negative(t), min(t.key), t.key))

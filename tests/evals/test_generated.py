@@ -1,0 +1,56 @@
+"""Functions written at random: the composer refuses them in a line, or is right, and the judge says
+the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coda_agent.agent.authors.composer import Composer
+from coda_agent.evals.judge import generated
+from coda_agent.evals.judge.scores import Judge
+
+SETTINGS: dict[str, Any] = {
+    "derandomize": True,
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+@settings(max_examples=150, **SETTINGS)
+@given(st.data())
+def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
+    spec = generated.reference(lambda options: data.draw(st.sampled_from(options)))
+    found = generated.judged(spec, None, seed=1)
+    assert found["layer"] in ("not admitted", "refused", "right"), found["said"]
+    assert "\n" not in found.get("said", "")
+
+
+def test_the_judge_agrees_with_the_interpreter() -> None:
+    cells = [generated.tried(3, number) for number in range(25)]
+    assert {c["layer"] for c in cells} == {"not admitted", "refused", "right"}
+
+
+@pytest.mark.parametrize(("old", "new"), [("maximum(", "minimum("), ("0.25", "0.26")])
+def test_a_wrong_program_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    lines = {"D": "A @ B.T", "x1": "torch.maximum(D, E)", "O": "x1.masked_fill(x1 > 1, 0.25)"}
+    picks = iter(["A @ B.T", range(1, 6)[1], "binary", "E", "torch.maximum({x}, {y})", "unary",
+                  "{x}.masked_fill({x} > 1, 0.25)", 1, 1, 1, "T", "", "float32"])  # fmt: skip
+    spec = generated.reference(lambda options: next(picks))
+    assert all(line in spec.reference_source for line in lines.values())
+    judge = Judge(Path(), "cpu")
+    assert generated.judged(spec, judge, seed=1) == {"layer": "right"}
+    write = Composer.write
+    monkeypatch.setattr(Composer, "write", lambda *a: _imported(write(*a).replace(old, new)))
+    found = generated.judged(spec, judge, seed=1)
+    assert found["layer"] == "wrong" and found["said"].startswith("O is off by")
+
+
+def _imported(text: str) -> str:
+    head, _, body = text.partition("@epilogue")
+    start = head.index("from coda_agent")
+    names = "Tile, epilogue, greater, maximum, minimum, where"
+    return f"{head[:start]}from coda_agent.primitives import {names}\n\n\n@epilogue{body}"
