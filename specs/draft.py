@@ -21,13 +21,14 @@ from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.admission import refusal
 from coda_agent.specs.defaults import TYPES, up
 from coda_agent.specs.load import load_spec
-from coda_agent.specs.source import Source
+from coda_agent.specs.source import Source, with_tensors
 from coda_agent.specs.tracing import Trace, traced
 
 if TYPE_CHECKING:
     import torch
 
 Entry = int | str
+_Face = tuple[tuple[Entry, ...], str]
 
 _FILE = "<reference>"
 _UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
@@ -68,7 +69,15 @@ def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
             computing, or is refused by the parser or by admission.
     """
     with _blaming(source):
-        return _Draft(source, examples, name).text()
+        try:
+            return _Draft(source, examples, name).text()
+        except (AttributeError, TypeError) as error:
+            # A reference is called with numbers as floats, which have no methods of tensors.
+            numbers = [x for x, example in examples.items() if not example.axes]
+            if not numbers or "float" not in str(error):
+                raise
+            source = with_tensors(source, numbers)
+            return _Draft(source, examples, name).text()
 
 
 @contextmanager
@@ -110,6 +119,7 @@ class _Draft:
         sizes: The example's size of each dim.
         units: What each dim is declared a multiple of.
         open: The dims that an extent may be which no operation ties to another.
+        fixed: The size of each dim that the function holds as a number.
     """
 
     def __init__(self, source: Source, examples: Mapping[str, Example], name: str) -> None:
@@ -128,6 +138,7 @@ class _Draft:
         self.shapes: dict[str, tuple[Entry, ...]] = {}
         self.units: dict[str, int] = {}
         self.open: dict[Any, list[str]] = {}
+        self.fixed: dict[str, int] = {}
 
     def text(self) -> str:
         trace = self._traced()
@@ -136,16 +147,17 @@ class _Draft:
         self._find_units()
         self._check_sizes()
         outputs, types = self._outputs()
-        halves = self._halves(outputs, second[0])
+        pairs = self._pairs(outputs, first, second)
         gemm = ", ".join(f"[{', '.join(s)}]" if len(s) > 1 else s[0] for s in (first, second))
         faults: list[str] = []
         for choices, draw in itertools.product(dict.fromkeys([types, types[:1]]), _DRAWS):
-            front = self._front(gemm, halves, second, outputs, choices, draw)
+            front = self._front(gemm, pairs, second, outputs, choices, draw)
             head = f"# {self.name}\n\nDrafted from `{self.source.name}` of {self.source.where}."
             text = f"\n---\n\n{head}\n\n```python reference\n{self.source.block}```\n"
             # The check shapes that are the default are written, to be seen and changed.
             checks = load_spec(_FILE, text=f"---\n{front}{text}").declared.check_shapes
-            front += "".join(["\ncheck_shapes:", *(f"\n  - {_sizes(sizes)}" for sizes in checks)])
+            checks = [f"\n  - {_sizes({**sizes, **self.fixed})}" for sizes in checks]
+            front += "".join(["\ncheck_shapes:", *checks])
             spec = load_spec(_FILE, text=(text := f"---\n{front}{text}"))
             if not (fault := refusal(spec)):
                 return text
@@ -199,7 +211,11 @@ class _Draft:
         for left, right in trace.products:
             pair = [
                 next(
-                    (n for n in side.inputs if len(trace.shapes[n]) > 1 and k in trace.shapes[n]),
+                    (
+                        n
+                        for n, s in trace.shapes.items()
+                        if n in side.inputs and len(s) > 1 and k in s
+                    ),
                     "",
                 )
                 for side, k in ((left, left.shape[-1]), (right, right.shape[-2]))
@@ -223,23 +239,32 @@ class _Draft:
 
     def _name_dims(self, trace: Trace, first: Sequence[str], second: Sequence[str]) -> None:
         for name, example in self.examples.items():
-            for axis, symbol, size in zip(
-                example.axes, trace.shapes[name], self.example[name], strict=True
-            ):
-                if not _numeric(symbol):
-                    self.letters |= {symbol: axis} if isinstance(axis, str) else {}
-                elif size > 1 and name in (*first, *second):
+            for axis, symbol in zip(example.axes, trace.shapes[name], strict=True):
+                if isinstance(axis, str) and not _numeric(symbol):
+                    self.letters[symbol] = axis
+        inner = next(x.shape[-1] for x, _ in trace.products)
+        for name in (*first, *second):
+            for symbol, size in zip(trace.shapes[name], self.example[name], strict=True):
+                if not _numeric(symbol) or size == 1:
+                    continue
+                if name in first or symbol == inner:
                     hint = (
-                        "a kernel is for all sizes: pass the number as an argument with a default"
+                        "a kernel is for all sizes: give the number as an argument with a default"
                     )
                     message = f"{self.source.name} needs a size of {name} to be {size}"
                     raise SpecError(message, hint=hint)
-        inner = next(x.shape[-1] for x, _ in trace.products)
+                self.fixed[self._letter(symbol, "N")] = size
         rows = [s for s in trace.shapes[first[0]] if s != inner and not _numeric(s)]
         wanted = ["M"] if len(rows) == 1 else ["B", *(f"S{i}" for i in range(2, len(rows))), "S"]
         self.rows = [self._letter(s, x) for s, x in zip(rows, wanted, strict=True)]
-        columns = [s for n in second for s in trace.shapes[n] if s != inner and not _numeric(s)]
-        self.columns = [self._letter(s, "N") for s in dict.fromkeys(columns)]
+        columns: dict[Any, int] = {}
+        for name in second:
+            columns |= dict(zip(trace.shapes[name], self.example[name], strict=True))
+        columns = {s: size for s, size in columns.items() if s not in (inner, 1)}
+        for s, size in columns.items():  # weights of one size are of one dim
+            known = [x for x in columns if x in self.letters and columns[x] == size]
+            self.letters.setdefault(s, self.letters[known[0]] if known else self._letter(s, "N"))
+        self.columns = list(dict.fromkeys(self.letters[s] for s in columns))
         self.inner = self._letter(inner, "K")
         for name, shape in trace.shapes.items():
             for symbol, size in zip(shape, self.example[name], strict=True):
@@ -263,7 +288,7 @@ class _Draft:
             free = getattr(other, "free_symbols", set())
             if other is not None and free and free <= self.letters.keys():
                 units = dict.fromkeys(self.letters.values(), _DIVISIBLE)
-                tried = [_distinct(units), _distinct(units, 5)]
+                tried = [self._distinct(units), self._distinct(units, 5)]
                 known = [{s: t[x] for s, x in self.letters.items()} for t in tried]
                 return self._matched(tried, [int(other.subs(k)) for k in known])
         if size <= _CONSTANT:
@@ -272,13 +297,21 @@ class _Draft:
         self.open[symbol] = [*dict.fromkeys(alike), "L"]
         return symbol
 
+    def _distinct(self, units: Mapping[str, int] | None = None, start: int = 0) -> dict[str, int]:
+        """A size for each dim, all of them different; others from another `start`."""
+        sizes = (units or self.units).items()
+        primes = itertools.cycle(_PRIMES[start:] + _PRIMES[:start])
+        return {
+            x: unit * prime for (x, unit), prime in zip(sizes, primes, strict=False)
+        } | self.fixed
+
     def _matched(self, tried: Sequence[Mapping[str, int]], found: Sequence[int]) -> Entry:
         """Extents at some sizes as a dim, a part or a multiple of one, or a number.
 
         Raises:
             SpecError: They are nothing of that kind.
         """
-        if len({*found}) == 1:
+        if len({*found}) == 1 and not any(size % found[0] == 0 for size in self.fixed.values()):
             return found[0]
         parts = [(f, q) for q in (1, 2, 4, 8, 16, 32, 64, 128) for f in (1, 2, 3)]
         for (factor, divisor), letter in itertools.product(parts, tried[0]):
@@ -286,8 +319,8 @@ class _Draft:
                 front = f"{factor}*" if factor > 1 else ""
                 return f"{front}{letter}" + (f"/{divisor}" if divisor > 1 else "")
         raise SpecError(
-            f"an extent of {found[0]} at {dict(tried[0])} is no dim, nor a part or multiple of one",
-            hint="return the tensor before it is cut or put together",
+            f"an extent of {found[0]} where {_sizes(tried[0])[1:-1]} is no dim, nor a part of one",
+            hint="return it as the product has it; give one dim of rows where they are flattened",
         )
 
     def _run(self, sizes: Mapping[str, int], chosen: str) -> dict[str, torch.Tensor]:
@@ -347,9 +380,9 @@ class _Draft:
             dims = list(dict.fromkeys([*self.letters.values(), *(dim for _, dim, _ in entries)]))
             for unit, some in itertools.product(_UNITS, (self.columns, [self.inner], dims)):
                 units = {x: math.lcm(least.get(x, 1), unit if x in some else 1) for x in dims}
-                units |= {x: math.lcm(units[x], q) for _, x, q in entries}
+                units |= {x: math.lcm(units[x], q) for _, x, q in entries} | self.fixed
                 try:
-                    self._run(_distinct(units), TYPES[0])
+                    self._run(self._distinct(units), TYPES[0])
                 except SpecError:
                     raise
                 except Exception as error:  # the function's own
@@ -371,16 +404,16 @@ class _Draft:
                     )
                     raise SpecError(message, hint=f"pad it to {up(size, unit)}")
 
-    def _outputs(self) -> tuple[dict[str, tuple[tuple[Entry, ...], str]], tuple[str, ...]]:
+    def _outputs(self) -> tuple[dict[str, _Face], tuple[str, ...]]:
         """Shape and element type of each output, and the choices of T."""
-        tried = [_distinct(self.units), _distinct(self.units, 5)]
+        tried = [self._distinct(), self._distinct(start=5)]
         one, two = (self._run(sizes, TYPES[0]) for sizes in tried)
         types = TYPES
         try:
             other = {o: value.dtype for o, value in self._run(tried[0], TYPES[1]).items()}
         except RuntimeError:  # it names a type that only the first goes with
             other = {o: value.dtype for o, value in one.items()}
-        found: dict[str, tuple[tuple[Entry, ...], str]] = {}
+        found: dict[str, _Face] = {}
         for o, value in one.items():
             extents = zip(value.shape, two[o].shape, strict=True)
             shape = tuple(self._matched(tried, pair) for pair in extents)
@@ -390,30 +423,42 @@ class _Draft:
             found[o] = shape, dtype
         return found, types
 
-    def _halves(self, outputs: Mapping[str, tuple[tuple[Entry, ...], str]], b: str) -> bool:
-        """Whether the first column of what has half the columns comes of columns 0 and N/2."""
-        import torch
+    def _changed(self, x: str, row: int | None = None) -> dict[str, torch.Tensor]:
+        """Where outputs change with input `x`, or with one of its rows over columns."""
+        inputs = self._inputs(self._extents(self._distinct()), TYPES[0])
+        before = self._named(self.function(**inputs))
+        inputs[x] = inputs[x].clone()
+        part = inputs[x]
+        if row is not None:
+            part = part.select(self.shapes[x].index(self.columns[0]), row)
+        part.copy_(-2 * part.float())
+        after = self._named(self.function(**inputs))
+        return {o: before[o] != after[o] for o in before}
 
+    def _pairs(
+        self, outputs: Mapping[str, _Face], first: Sequence[str], second: Sequence[str]
+    ) -> list[str]:
+        """Lines of the front matter that say which columns of the product go together."""
         half = f"{self.columns[0]}/2"
-        narrow = [o for o, (shape, _) in outputs.items() if half in shape]
-        if not narrow or len(self.columns) > 1:
-            return False
-        sizes = _distinct(self.units)
-        inputs = self._inputs(self._extents(sizes), TYPES[0])
-        before = self._named(self.function(**inputs))[narrow[0]]
-        axis = self.shapes[b].index(self.columns[0])
-        inputs[b] = inputs[b].clone()
-        inputs[b].select(axis, 1).mul_(-2)
-        after = self._named(self.function(**inputs))[narrow[0]]
-        at = outputs[narrow[0]][0].index(half)
-        return torch.equal(before.select(at, 0), after.select(at, 0))
+        if len(second) == 1:
+            narrow = [(o, shape.index(half)) for o, (shape, _) in outputs.items() if half in shape]
+            for o, axis in narrow[:1]:
+                # Of halves the first column needs columns 0 and N/2, and not the adjacent one.
+                alone = self._changed(second[0], 1)[o].select(axis, 0)
+                return [] if alone.any() else ["pairs: halves"]
+            return []
+        by = [{o for o, where in self._changed(x).items() if where.any()} for x in second]
+        if len(first) > 1 or not set[str].intersection(*by):
+            return []
+        own = [o for o in outputs if sum(o in some for some in by) == 1]
+        return ["pairs: halves", *[f"split: [{', '.join(own)}]"] * (len(own) == len(second))]
 
     def _front(
         self,
         gemm: str,
-        halves: bool,
+        pairs: Sequence[str],
         second: Sequence[str],
-        outputs: Mapping[str, tuple[tuple[Entry, ...], str]],
+        outputs: Mapping[str, _Face],
         types: tuple[str, ...],
         draw: str,
     ) -> str:
@@ -428,7 +473,7 @@ class _Draft:
         lines.append("dims:")
         for x, unit in self.units.items():
             lines.append(f"  {x}: {{{f'multiple_of: {unit}' if unit > 1 else ''}}}")
-        lines += [f"gemm: [{gemm}]", *["pairs: halves"] * halves, "inputs:"]
+        lines += [f"gemm: [{gemm}]", *pairs, "inputs:"]
         for x, shape in self.shapes.items():
             dtype = self.examples[x].dtype
             drawn = draw if x not in operands else "normal"
@@ -446,11 +491,6 @@ class _Draft:
 
 def _numeric(symbol: Any) -> bool:
     return isinstance(symbol, int) or bool(symbol.is_number)
-
-
-def _distinct(units: Mapping[str, int], start: int = 0) -> dict[str, int]:
-    """A size for each dim, all of them different; others from another `start`."""
-    return {x: u * _PRIMES[(start + i) % len(_PRIMES)] for i, (x, u) in enumerate(units.items())}
 
 
 def _parts(entry: str) -> tuple[int, str, int]:

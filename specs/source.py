@@ -14,7 +14,7 @@ import symtable
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coda_agent.primitives.errors import SpecError
@@ -120,6 +120,23 @@ def extracted(text: str, where: str, function: str | None = None) -> Source:
         said = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
         raise SpecError(f"{where} is no Python: {said}") from None
     return _Module(text, tree, where).source(function)
+
+
+def with_tensors(source: Source, names: Sequence[str]) -> Source:
+    """The same with these arguments, which are numbers, made tensors without dims first."""
+    node = next(
+        n for n in ast.parse(source.block).body
+        if isinstance(n, ast.FunctionDef) and n.name == "reference"
+    )  # fmt: skip
+    first = node.body[ast.get_docstring(node) is not None :][0]
+    lines = [*zip(source.block.splitlines(), source.lines, strict=True)]
+    made = [(f"{' ' * first.col_offset}{x} = torch.as_tensor({x})", 0) for x in names]
+    lines[first.lineno - 1 : first.lineno - 1] = made
+    if "import torch" not in [line for line, _ in lines]:
+        at = 2 * (lines[0][0] == "from __future__ import annotations")
+        lines[at:at] = [("import torch", 0), ("", 0), ("", 0)]
+    block = "".join(f"{line}\n" for line, _ in lines)
+    return replace(source, block=block, lines=tuple(number for _, number in lines))
 
 
 class _Module:

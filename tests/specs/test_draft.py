@@ -75,6 +75,39 @@ def test_parts_of_columns_and_heads() -> None:
     assert faces(spec)["g"][0] == [96] and spec.dims["N"].multiple_of == 96
 
 
+def test_several_weights_and_columns_that_are_cut() -> None:
+    gate = {"x": (S, S), "wg": (S, S), "wu": (S, S)}
+    _, front = drafted("return F.silu(x @ wg.T) * (x @ wu.T)", gate)
+    assert (front["gemm"], front["pairs"]) == (["x", ["wg", "wu"]], "halves")
+    assert front["outputs"]["out"]["shape"] == ["M", "N"] and "split" not in front
+    _, front = drafted("g, u = x @ wg.T, x @ wu.T\ny = F.silu(g) * u\nreturn g, u, y", gate)
+    assert (front["pairs"], front["split"]) == ("halves", ["g", "u"])
+    _, front = drafted("q, k = x @ wg, x @ wu\nreturn q, k", gate)
+    assert "pairs" not in front and front["inputs"]["wu"]["shape"] == ["K", "N"]
+    cut = "g, u = (x @ w.T).chunk(2, -1)\nreturn g * u"
+    assert drafted(cut, SQUARE)[1]["pairs"] == "halves"
+    assert "pairs" not in drafted("z = x @ w.T\nreturn z[:, ::2] * z[:, 1::2]", SQUARE)[1]
+
+
+def test_a_size_that_is_held_as_a_number() -> None:
+    spec, front = drafted(
+        "q, k, v = (x @ w.T + b).split([128, 64, 64], dim=-1)\nreturn q, k, v",
+        {"x": (2, 48, S), "w": (256, S), "b": (256,)},
+    )
+    assert [front["outputs"][o]["shape"] for o in "qkv"] == [
+        ["B", "S", "N/2"], ["B", "S", "N/4"], ["B", "S", "N/4"]
+    ]  # fmt: skip
+    assert {sizes["N"] for sizes in front["check_shapes"] + front["bench_shapes"]} == {256}
+    assert front["inputs"]["b"]["shape"] == ["N"] and spec.gemm == ("x", "w")
+
+
+def test_a_number_that_is_used_as_a_tensor() -> None:
+    body = "# CLIP\nreturn scale.exp() * x @ w.T"
+    spec, _ = drafted(body, SQUARE | {"scale": ()})
+    assert faces(spec)["scale"] == ([], "float32")
+    assert "    # CLIP\n    scale = torch.as_tensor(scale)\n    return scale.exp()" in spec.text
+
+
 def test_letters_stay_as_they_were_given() -> None:
     spec, front = drafted("return (x @ w.T).tanh()", {"x": ("tokens", "D"), "w": ("F", "D")})
     assert faces(spec)["out"] == (["tokens", "F"], "T") and "bench_shapes" not in front
@@ -117,7 +150,7 @@ def test_element_types() -> None:
         ("y = x @ w.T\nreturn None", SQUARE, "model.py: the function returns nothing for out"),
         (
             "return (x @ w.T) / math.sqrt(x.shape[1])", SQUARE,
-            "model.py: f needs a size of x to be 4096 (a kernel is for all sizes: pass the number",
+            "model.py: f needs a size of x to be 4096 (a kernel is for all sizes: give the number",
         ),
         (
             "return x @ w.T", {"x": (S, S), "w": (50257, S)},
