@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coda_agent.primitives.fold import fold
+from coda_agent.primitives.fold import fold, folding
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +38,19 @@ def test_each_shape_and_layout_twice(combine: str) -> None:
                 torch.testing.assert_close(
                     got.double(), expected(given, combine), rtol=1e-5, atol=1e-5
                 )
+
+
+def test_several_in_one_launch_twice() -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    ways = [("add", 0.25, 0.0), ("max", 1.0, 0.0), ("logsumexp", 1.0, 0.0), ("min", 1.0, 0.0)]
+    layouts = (77, 3), (300, 5), (1000, 300), (16, 1)
+    for _ in range(2):
+        raws = [torch.rand(*shape, generator=g, device="cuda") for shape in layouts]
+        raws[1] = raws[1].mT.contiguous().mT
+        for t, raw, way in zip(folding(raws, ways)(raws), raws, ways, strict=True):
+            assert torch.equal(t, fold(raw, *way))
+            want = raw.double().amin(-1) if way[0] == "min" else expected(raw, way[0])
+            torch.testing.assert_close(t.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_on_another_stream() -> None:

@@ -11,7 +11,17 @@ from coda_agent.agent.execution import executor
 from coda_agent.agent.judge.clocks import DeviceClock
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.generated.kernel import Kernel
-from coda_agent.primitives import ColIndex, Program, RowGather, Tile, epilogue, gather
+from coda_agent.primitives import (
+    ColIndex,
+    ColSum,
+    Program,
+    RowGather,
+    RowMax,
+    RowMean,
+    Tile,
+    epilogue,
+    gather,
+)
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.inspect import launches
 from coda_agent.primitives.objects import use_cache
@@ -27,6 +37,11 @@ SPLIT = TileConfig(128, 128, 1, 1, True, split_k=2)
 @epilogue(Z=Tile, t=RowGather)
 def gathering(acc, y: ColIndex):
     return {"Z": acc, "t": gather(acc, y)}
+
+
+@epilogue(D=Tile, s=RowMean, top=RowMax, g=ColSum)
+def reducing(acc):
+    return {"D": acc, "s": acc * acc, "top": acc, "g": acc}
 
 
 def given(kernel: Kernel, binding: dict[str, str]) -> dict[str, Any]:
@@ -101,6 +116,18 @@ def integers(seed: int, k: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = (77, k), (272, k)
     a, b = (torch.randint(-2, 3, s, generator=g, device="cuda") for s in shapes)
     return a.bfloat16(), b.bfloat16()
+
+
+def test_reductions_are_folded_in_one_launch(gpu: DeviceClock) -> None:
+    run = ProgramFunction(reducing, {"D": "float32"}, untuned)
+    for seed in range(2):
+        a, b = integers(seed)
+        found = ran(gpu, lambda: run(a, b, {}))  # noqa: B023
+        assert len(found) == launches(reducing) == 2 and found[1] == "_fold", found
+        got, exact = run(a, b, {}), a.double() @ b.double().T
+        assert torch.equal(got["top"].double(), exact.amax(1))
+        assert torch.equal(got["g"].double(), exact.sum(0))
+        torch.testing.assert_close(got["s"].double(), (exact * exact).mean(1), rtol=1e-5, atol=0)
 
 
 def test_parts_of_k_meet_at_flags_that_the_last_one_clears(gpu: DeviceClock) -> None:
