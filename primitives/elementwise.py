@@ -23,6 +23,8 @@ from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.math import Pair
 
 from coda_agent.primitives.graph import Shape
+from coda_agent.primitives.group_fold import exchanged, parts, replayed, which_of
+from coda_agent.primitives.groups import GroupTile, spans
 from coda_agent.primitives.lower import apply
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import (
@@ -130,6 +132,8 @@ class Elementwise:
                 elif kind is RowGather:
                     index = values[self.nodes[self.root[o].args[1]].name]
                     self._gather(stores[o], results[o], index, row)
+                elif issubclass(kind, GroupTile):
+                    self._store_group(stores[o], results[o][0], kind.width, row)
                 else:
                     made = _converted(results[o], stores[o].element_type)
                     if o in held:
@@ -163,16 +167,24 @@ class Elementwise:
         """The outputs' values in this thread's columns of a row."""
         step = 2 if self.program.paired else 1
         found: dict[str, list[Any]] = {o: [] for o in self.program.outputs}
+        elements = []
         for e in range(COLUMNS // step):
             operands = {
                 o: _lane(value, e, COLUMNS // step) if isinstance(value, list) else value
                 for o, value in values.items()
             }
-            replayed = self.program.graph.replay(_lane(acc, e, COLUMNS // step), operands, apply)
-            for o, i in self.program.graph.outputs.items():
-                value = replayed[i]
+            elements.append((_lane(acc, e, COLUMNS // step), operands))
+        columns = replayed(self.program.graph, elements, apply, self._statistic)
+        for o, i in self.program.graph.outputs.items():
+            for value in columns[i]:
                 found[o] += [*value] if isinstance(value, tuple) else [value]
         return found
+
+    def _statistic(self, node: int, values: list[Any]) -> list[Any]:
+        """Of a group: a thread's columns lie in one, and so do those of the next threads."""
+        graph = self.program.graph
+        which, lanes = which_of(graph.nodes[node].op), spans(graph)[node] // COLUMNS
+        return [exchanged(which, parts(which, values), lanes)] * len(values)
 
     @cute.jit
     def _gather(self, out, values, index, row):
@@ -184,6 +196,12 @@ class Elementwise:
         nowhere = ((index < 0) | (index >= n)) & (start == 0)
         if (here | nowhere) & row.inside:
             out[row.index] = found.to(out.element_type)
+
+    @cute.jit
+    def _store_group(self, out, value, width, row):
+        start = row.place.start
+        if row.inside & row.place.inside & (start % width == 0):
+            out[row.index, start // width] = Float32(value).to(out.element_type)
 
     @cute.jit
     def _finish(self, place, stores, partials):
@@ -357,7 +375,7 @@ def compile_elementwise(program: Program, config: TileConfig, types: Sequence[An
         elif o in program.reductions:
             tensors.append(fake(dtype, 2, rows=program.reductions[o].over_rows))
         else:
-            single = kind in (ColVector, ColIndex, RowGather)
+            single = kind in (ColVector, ColIndex, RowGather) or issubclass(kind, GroupTile)
             tensors.append(fake(dtype, len(kind.dims), rows=not single))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = Elementwise(program, config)

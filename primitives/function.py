@@ -213,7 +213,8 @@ class ProgramFunction:
     def _steps(self, element: torch.dtype) -> tuple[int, int]:
         """What N and K must be multiples of."""
         sizes = (d.itemsize for d in self._dtypes(element).values())
-        return steps(element.itemsize, sizes, half=HalfTile in self.program.outputs.values())
+        half = HalfTile in self.program.outputs.values()
+        return steps(element.itemsize, sizes, half=half, group=self.program.group)
 
     def _check(
         self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]

@@ -104,12 +104,20 @@ class Graph:
     def const(self, value: float) -> Value:
         return self.add(Node("const", (), Shape.SCALAR, value=float(value)))
 
-    def replay(self, acc: Any, operands: Mapping[str, Any], apply: Callable[..., Any]) -> list[Any]:
+    def replay(
+        self,
+        acc: Any,
+        operands: Mapping[str, Any],
+        apply: Callable[..., Any],
+        known: Mapping[int, Any] | None = None,
+    ) -> list[Any]:
         """Compute every node: `apply(op, *arguments)` gives operations their meaning on the
-        caller's kind of value."""
+        caller's kind of value; `known` are values of some nodes."""
         values: list[Any] = []
-        for n in self.nodes:
+        for i, n in enumerate(self.nodes):
             match n.op:
+                case _ if known and i in known:
+                    value = known[i]
                 case "acc":
                     value = acc
                 case "operand":

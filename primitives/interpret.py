@@ -75,7 +75,7 @@ def interpret(
             found = kind.partials(value, extent)
             results[name] = found if raw else kind.finalise(found, folded, extent)
         else:
-            stored = value.expand(acc.shape[0], *value.shape[1:]).contiguous()
+            stored = kind.taken(value.expand(acc.shape[0], *value.shape[1:])).contiguous()
             exact = compute is torch.float64
             results[name] = stored if exact else _rounded(stored, dtypes[name])
             if kind.accumulates:

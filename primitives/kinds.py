@@ -37,8 +37,15 @@ class Resource:
     @classmethod
     def extents(cls, m: int, n: int) -> tuple[int, ...]:
         """Its shape at one size."""
-        sizes = {"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n}
-        return tuple(sizes[d] for d in cls.dims)
+        sizes = {"M": m, "N": n, "2*N": 2 * n}
+        return tuple(sizes[d] if d in sizes else n // int(d[2:]) for d in cls.dims)
+
+    @classmethod
+    def named(cls, m: str, n: str) -> tuple[str, ...]:
+        """Its shape where M and N are called so; a dim of its own says that it is."""
+        words = {"M": m, "N": n, "2*N": f"2*{n}"}
+        own = (d.replace("N", n, 1) if d.startswith("N/") else f"{d} of its own" for d in cls.dims)
+        return tuple(words.get(d, other) for d, other in zip(cls.dims, own, strict=True))
 
     @classmethod
     def fault(cls, value: Any, lead: tuple[int, ...], n: int) -> str:
@@ -111,6 +118,11 @@ class Output(Resource):
     def buffer(cls, m: int, n: int, config: TileConfig) -> tuple[int, ...]:
         """Shape of its buffer as the kernel writes it."""
         return cls.extents(m, n)
+
+    @classmethod
+    def taken(cls, value: Any) -> Any:
+        """What it holds of a value (rows, columns)."""
+        return value
 
     @classmethod
     def store(cls, lowering: Any, o: str) -> Any:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.graph import Graph, Shape
+from coda_agent.primitives.groups import spans
 from coda_agent.primitives.kinds import Operand
 from coda_agent.primitives.operation import MOVES, Edge
 from coda_agent.primitives.program import Program
@@ -60,6 +61,7 @@ def _bind(program: Program, block: int) -> Any:
     )
     mode = "acc_pair" if program.paired else "packed_cd_b16x2" if program.wide else None
     return Mod(
+        replay,
         fn,
         outputs=tuple(op for name, op in found.items() if name not in sinks),
         ops=ops,
@@ -120,8 +122,8 @@ def forget() -> None:
 
 # The modules that decide what a graph compiles to.
 _LOWERING = (
-    "graph operation fast_math ops elementary rounding pairwise gather ptx kinds resources "
-    "reductions lower masked_sum stores wide head_table elementwise"
+    "graph operation fast_math ops elementary rounding pairwise gather groups ptx kinds resources "
+    "reductions lower masked_sum stores wide head_table group_fold group_store elementwise"
 )
 
 
@@ -139,7 +141,7 @@ class Replay:
     def __init__(self, program: Program, block: int) -> None:
         self.program = program
         self.names = kernel_names(program)
-        self.block = block
+        self.block, self.apply = block, apply
         self.indices = {
             o: kind.load(self.names[o])
             for o, kind in program.operands.items()
@@ -172,7 +174,11 @@ class Replay:
     def __call__(self, acc: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         graph, outputs = self.program.graph, self.program.outputs
         operands = {o: values.get(self.names[o]) for o in self.program.operands}
-        replayed = graph.replay(acc, operands, apply)
+        known = {}
+        for i in spans(graph):
+            value = values[f"group_{i}"]
+            known[i] = value[0] if graph.nodes[i].shape is Shape.HALF else value
+        replayed = graph.replay(acc, operands, apply, known)
         results = {}
         for o, kind in outputs.items():
             value = replayed[graph.outputs[o]]

@@ -95,6 +95,10 @@ MOVES: dict[str, Op] = {}
 """Operations that move elements and compute nothing; `cute` takes their lanes as they come."""
 
 
+GROUPS: dict[str, Op] = {}
+"""Statistics of groups of adjacent columns; `cute` is never called, since they need the others."""
+
+
 def elementwise(
     cute: Callable[..., Any], **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

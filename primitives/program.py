@@ -11,6 +11,7 @@ from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
+from coda_agent.primitives.groups import check, spans
 from coda_agent.primitives.kinds import Operand, Output
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
@@ -56,6 +57,13 @@ class Program:
     @cached_property
     def reductions(self) -> dict[str, type[Reduction]]:
         return {k: v for k, v in self.outputs.items() if issubclass(v, Reduction)}
+
+    @cached_property
+    def group(self) -> int:
+        """Columns of the accumulator in the widest group that it takes a statistic of, or stores an
+        element of; 0 without. N is a multiple of it, and so is a tile's width."""
+        stored = (getattr(kind, "width", 0) for kind in self.outputs.values())
+        return max([*spans(self.graph).values(), *stored], default=0)
 
     @cached_property
     def digest(self) -> str:
@@ -196,6 +204,7 @@ def _finished(traced: Program, result: Any) -> Program:
     if not any(n.op == "acc" for n in nodes):
         raise ProgramError(f"{name}: no output depends on the accumulator")
     _check_stores(program)
+    check(program.graph, program.operands, program.wide)
     return program
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
+from coda_agent.primitives.groups import GROUP_TILES
 from coda_agent.primitives.kinds import FLOATS, HALVES, Operand, Output
 from coda_agent.primitives.operation import Edge
 from coda_agent.primitives.reductions import (
@@ -318,17 +319,19 @@ OPERAND_KINDS: dict[str, type[Operand]] = {
     for kind in (Tile, HeadTable, WideTile, ColVector, RowVector, Scalar, ColIndex)
 }
 OUTPUT_KINDS: dict[str, type[Output]] = {
-    kind.__name__: kind for kind in (Tile, HalfTile, WideTile, AddTile, RowGather, *REDUCTIONS)
+    kind.__name__: kind
+    for kind in (Tile, HalfTile, WideTile, AddTile, RowGather, *GROUP_TILES, *REDUCTIONS)
 }
 """What a program may declare, by name."""
 
 
-def steps(element: int, outputs: Iterable[int], *, half: bool) -> tuple[int, int]:
+def steps(element: int, outputs: Iterable[int], *, half: bool, group: int = 0) -> tuple[int, int]:
     """What N and K must be multiples of, since TMA moves rows in units of 16 bytes.
 
     Args:
         element: Bytes of an element of A and B.
         outputs: Bytes of an element of each output.
         half: Whether an output has half width.
+        group: Columns of the widest group.
     """
-    return (32 if half else 16) // min(*outputs, 2), 16 // element
+    return max((32 if half else 16) // min(*outputs, 2), group), 16 // element

@@ -25,6 +25,7 @@ from quack.epilogue.ops import ColVecReduce, ColVecSelect, TileStore
 from quack.gemm_runtime import host
 from quack.rounding import RoundingMode
 
+from coda_agent.primitives.groups import spans
 from coda_agent.primitives.wide import wide_access
 
 
@@ -136,8 +137,9 @@ class PairStore(TileStore):
 class Mod(frontend.EpiMod):
     """An EpiMod whose kernels also write their `PairStore`s, and never wait for ever."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, replay: Any, *args: Any, **kwargs: Any) -> None:
         self._ours: dict[type, type] = {}
+        self.replay = replay
         super().__init__(*args, **kwargs)
 
     def gemm(self, A: Any, B: Any, D: Any, C: Any = None, **options: Any) -> Any:
@@ -166,8 +168,17 @@ class Mod(frontend.EpiMod):
     def _mint(self, *key: Any) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         minted = super()._mint(*key)
         if minted not in self._ours:
-            self._ours[minted] = _checked(minted)
+            self._ours[minted] = _checked(_grouped(minted, self.replay))
         return self._ours[minted]
+
+
+def _grouped(minted: Any, replay: Any) -> Any:
+    """`minted`, with the statistics of groups that the program has."""
+    if not spans(replay.program.graph):
+        return minted
+    from coda_agent.primitives.group_fold import with_groups
+
+    return type(minted.__name__, (minted,), with_groups(minted, replay))
 
 
 def _checked(minted: Any) -> type:

@@ -145,6 +145,12 @@ _TRANSPOSED: tuple[tuple[int, TileConfig], ...] = (
 )
 
 
+def carries(program: Program, arch: str) -> bool:
+    """Whether a kernel of the architecture can carry the program. On SM120 two warps share the
+    columns of a row, which statistics of groups do not cross."""
+    return not program.group or arch != "sm_120a"
+
+
 def offered(
     program: Program, shapes: Iterable[tuple[int, int, int]] = ()
 ) -> tuple[TileConfig, ...]:
@@ -158,14 +164,15 @@ def offered(
             Unfused forms are there for up to 1024 rows.
     """
     plain = not program.paired and all(kind.transposes for kind in program.operands.values())
-    plain &= all(kind is Tile for kind in program.outputs.values())
+    plain &= all(kind is Tile for kind in program.outputs.values()) and not program.group
     shapes = tuple(shapes)
     fewest = min((m for m, _, _ in shapes), default=math.inf)
     if any(-(-m // 128) * -(-n // 128) < _STARVED for m, n, _ in shapes):
         fewest = 0
     few = STREAMING + (_TRANSPOSED if plain else ())
     found = *SM90_CONFIGS, *(c for most, c in few if fewest <= most)
-    fused = tuple(c for c in found if not program.paired or c.tile_n % 32 == 0)
+    step = max(program.group, 32 if program.paired else 1)
+    fused = tuple(c for c in found if c.tile_n % step == 0)
     return fused + (unfused_forms(program) if any(m <= FEW_ROWS for m, _, _ in shapes) else ())
 
 

@@ -12,7 +12,7 @@ from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import OUTPUT_KINDS
 from coda_agent.primitives.target import is_mma
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, carries, offered
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.executor import Executor
@@ -86,7 +86,7 @@ def jobs_for(
             tiles = offered(program, shapes) if all_tiles else (default,)
             targets = [("sm_90a", c) for c in tiles if among is None or c in among]
             if newer and element == types[0]:
-                targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER]
+                targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER if carries(program, a)]
             jobs += [CompileJob.of(program, tile, arch, spec, element) for arch, tile in targets]
     # Compiled by the child that runs it, this one alone took 3 s of the 6 s of numerics on an H200.
     ahead = (job for job in jobs if all_tiles and (job.arch, job.config) == ("sm_90a", default))
@@ -137,12 +137,11 @@ def _tensor_faults(
 ) -> Iterator[tuple[str, str]]:
     """Tensors of another shape, or of a type that their kind is not made for."""
     m, n, _ = spec.gemm_dims
-    names = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
     for name, kind in {**program.operands, **program.outputs}.items():
         if name not in spec.inputs and name not in spec.outputs:
             continue
         declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
-        expected = tuple(names.get(d, f"{d} of its own") for d in kind.dims)
+        expected = kind.named(m, n)
         said = f"{program.name}: {name} is {kind.__name__}"
         if declared != expected:
             shown, wanted = ", ".join(expected), ", ".join(declared)

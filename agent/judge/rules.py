@@ -56,9 +56,8 @@ RULES = {
     "language": Rule(
         _in(
             "primitives",
-            "__init__ activations auxiliary derivatives elementary gather graph interpret kinds "
-            "operation ops pairwise program ptx ptx_run reductions resources rotary "
-            "rounding",
+            "__init__ activations auxiliary derivatives elementary gather graph groups interpret "
+            "kinds operation ops pairwise program ptx ptx_run reductions resources rotary rounding",
         )
         + _in("specs", "__init__ canonical defaults faults format layout load reference")
     ),
@@ -66,8 +65,8 @@ RULES = {
     "lowering": Rule(
         _in(
             "primitives",
-            "elementwise fast_math fold function head_table launch lower masked_sum memory plan "
-            "stores target tiles unfused wide",
+            "elementwise fast_math fold function group_fold group_store head_table launch lower "
+            "masked_sum memory plan stores target tiles unfused wide",
         )
     ),
     "static": Rule(_in("agent/judge", "static"), ("walk", "language")),

@@ -7,6 +7,7 @@ from typing import Any
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, apply, make
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.groups import WIDTHS
 from coda_agent.specs.layout import interleaved
 
 
@@ -41,6 +42,8 @@ class Across:
             pair = (Elements(codes[..., i]) for i in (0, 1))
             joined = self.apply(_JOINED.get(op, Expr.__add__), pair, {})
             return Elements(joined.codes.reshape(shape))
+        if group := self._group(op, codes):
+            return Elements(group.codes[..., ::extent].reshape(shape))
         left, value = self._whole(codes.reshape(-1, extent))
         for name, reduction in REDUCTIONS.items():
             if (reduction.aten, reduction.left) == (op, left):
@@ -57,6 +60,17 @@ class Across:
         if not over:
             return found
         return [found, Unusable("uses the position of a maximum or minimum", _OUTSIDE)]
+
+    def _group(self, op: str, codes: Any) -> Elements | None:
+        """A statistic over the last dim, where that is a group of adjacent columns."""
+        m, extent = self.layout.extents["M"], codes.shape[-1]
+        columns = {self.layout.extents[d]: d for d in ("N", "N/2")}.get(codes.numel() // m)
+        if extent not in WIDTHS or columns is None or op not in _GROUPED:
+            return None
+        shape, frame = (m, self.layout.extents[columns]), Frame(("M", columns))
+        value = self.layout.read(Elements(codes.reshape(shape)), shape, frame)
+        made = make(_GROUPED[op], value, dims=frozenset(frame.dims), value=extent)
+        return self.layout.write(made, shape, frame)
 
     def _whole(self, codes: Any) -> tuple[str, Expr]:
         """Which dim the rows of a matrix are, and the full tile, or half of one, that it holds."""
@@ -124,6 +138,7 @@ _JOINED: dict[str, Callable[..., Expr]] = {
     "amin": partial(apply, "minimum"),
     "mean": lambda x, y: (x + y) * 0.5,
 }
+_GROUPED = {"sum": "group_sum", "mean": "group_mean", "amax": "group_max", "amin": "group_min"}
 # What a reduction of each row of such a matrix leaves.
 _LEFT: dict[tuple[tuple[str, ...], bool], str] = {
     (("M", "N"), False): "M",

@@ -169,6 +169,9 @@ class _Function:
                 return f"{self._within(x, _PRODUCT)} / {self._within(y, _SIGN)}", _PRODUCT
             case "neg":
                 return f"-{self._within(expr.args[0], _SIGN)}", _SIGN
+            case op if op.startswith("group_"):
+                self.imports.add(op)
+                return f"{op}({self._render(expr.args[0])[0]}, {int(expr.value)})", _ATOM
             case op if op.startswith("d_"):
                 self.imports |= {"derivative", op[2:]}
                 return f"derivative({op[2:]}, {self._render(expr.args[0])[0]})", _ATOM

@@ -258,6 +258,25 @@ def _centred(maximum: Expr) -> Expr | None:
     return make("centred", x, dims=x.dims)
 
 
+def group_width(expr: Expr) -> int:
+    """In how many adjacent columns an expression is the same, for it is made of statistics of
+    groups; 0 where it is not."""
+    widths = set[int]()
+    stack, seen = [expr], set[Expr]()
+    while stack:
+        e = stack.pop()
+        if e in seen or e.dims <= {"M"}:
+            continue
+        seen.add(e)
+        if e.op.startswith("group_"):
+            widths.add(int(e.value))
+        elif e.args:
+            stack += e.args
+        else:
+            return 0
+    return min(widths, default=0)
+
+
 def walk(roots: list[Expr]) -> Iterator[Expr]:
     """Every expression below `roots`, once, arguments first."""
     seen: set[Expr] = set()

@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.authors.composer.expression import Expr, const, make
+from coda_agent.agent.authors.composer.expression import Expr, const, group_width, make
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.groups import WIDTHS
+from coda_agent.primitives.kinds import Resource
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +80,29 @@ class Layout:
             if len(dims) == 2 and tuple(extents) == wanted[::-1]:
                 return Frame(dims, flipped=True)
         return None
+
+    def group(self, shape: tuple[int, ...]) -> int:
+        """The width of the groups of adjacent columns that `shape` has an element for; 0 where it
+        has not."""
+        rows, count = self.extents["M"], math.prod(shape)
+        wide = (self.extents[columns] * rows for columns in ("N", "N/2"))
+        found = (width for whole in wide for width in WIDTHS if count * width == whole)
+        return next(found, 0) if rows in shape else 0
+
+    def over_group(self, codes: torch.Tensor, width: int) -> torch.Tensor:
+        """One element for each group as the same in each of its columns, (M, columns)."""
+        return codes.reshape(self.extents["M"], -1).repeat_interleave(width, -1)
+
+    def stored(self, elements: Elements, shape: tuple[int, ...], kind: type[Resource]) -> Expr:
+        """What an output of a kind holds.
+
+        Raises:
+            ProgramError: as `read`.
+        """
+        if width := getattr(kind, "width", 0):
+            full = Elements(self.over_group(elements.codes, width))
+            return self.read(full, tuple(full.codes.shape), Frame(("M", "N")))
+        return self.read(elements, shape, Frame(kind.dims))
 
     def write(self, expr: Expr, shape: tuple[int, ...], frame: Frame) -> Elements:
         """`expr` broadcast over a tensor of `shape`."""
@@ -164,6 +189,10 @@ class Layout:
             if expr.dims <= set(dims) and torch.equal(codes, self._grid(expr, dims)):
                 return expr
             columns = dims[-1] if dims else ""
+            if columns in expr.dims and (width := group_width(expr)):
+                first = self._grid(expr, dims)[..., ::width]
+                if torch.equal(codes, first.repeat_interleave(width, -1)):
+                    return expr
             double = _DOUBLE.get(columns)
             if double in expr.dims:
                 whole = self._grid(expr, (*dims[:-1], double))

@@ -39,6 +39,7 @@ from coda_agent.agent.authors.composer.expression import (
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.agent.authors.composer.rounding import before_store, rounding
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.groups import GROUP_TILES
 from coda_agent.primitives.resources import (
     ColIndex,
     ColVector,
@@ -170,8 +171,7 @@ class _Rewriter:
     def _declared(self, kind: type) -> tuple[int | str, ...]:
         """The shape of a resource in the spec's words."""
         m, n, _ = self.spec.gemm_dims
-        words = {"M": m, "N": n, "N/2": f"{n}/2", "2*N": f"2*{n}"}
-        return tuple(words[d] for d in kind.dims)
+        return kind.named(m, n)
 
     def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
@@ -274,6 +274,13 @@ class _Rewriter:
         tensors = [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
         frame = self.layout.frame(shape)
+        if frame is None and (width := self.layout.group(shape)):
+            # What is one for each group is computed as if for each column.
+            over = (self.layout.over_group(t.codes.broadcast_to(shape), width) for t in tensors)
+            given = [Elements(next(over)) if _tensor(v) else v for v in args]
+            named = {k: Elements(next(over)) if _tensor(v) else v for k, v in kwargs.items()}
+            codes = self._apply(function, given, named).codes
+            return Elements(codes[..., ::width].reshape(shape))
         if frame is None:
             raise ProgramError(
                 f"works on a shape {self._words(shape)} that is neither (M, N) nor part of it",
@@ -461,7 +468,7 @@ class _Rewriter:
                 raise ProgramError(f": {value.reason}", hint=value.hint)
             raise ProgramError(": depends on no input", hint="leave the output out")
         m, n, _ = self.spec.gemm_dims
-        stored = (Tile, HalfTile, WideTile)
+        stored = (Tile, HalfTile, WideTile, *GROUP_TILES)
         kinds = {self._declared(kind): kind for kind in (*stored, ColVector, RowVector)}
         symbolic = self.spec.symbolic_shape(name, self.captured.binding)
         shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
@@ -475,7 +482,7 @@ class _Rewriter:
             )
         kind = kinds[symbolic]
         try:
-            expr = self.layout.read(value, shape, Frame(kind.dims))
+            expr = self.layout.stored(value, shape, kind)
         except ProgramError as error:
             raise ProgramError(f" {error.message}", hint=error.hint) from None
         if any(e.op == "part" for e in walk(list(canonical([expr])))):

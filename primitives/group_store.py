@@ -1,0 +1,90 @@
+"""Where groups of columns lie in a thread's registers, and the store of an element of each.
+
+Only the lowering imports this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, cute
+from quack.compile_utils import make_fake_tensor
+from quack.epilogue.ops import EpiOp, _lane_warp_info_n
+
+
+class Places:
+    """Where a thread's elements of a subtile lie, as far as that is the same for all threads: an
+    element's column is that plus less than 8, the thread's place in its quad."""
+
+    def __init__(self, ctx: Any) -> None:
+        shape = (ctx.tile_M, ctx.tile_N)
+        self.coordinates = ctx.partition_for_epilogue_fn(cute.make_identity_tensor(shape))
+        layout = self.coordinates[None, None, None, 0, 0].layout
+        along = (cute.make_layout(shape, stride=stride) for stride in ((1, 0), (0, 1)))
+        axes = [cute.composition(axis, layout) for axis in along]
+        self.offsets = [
+            [int(cute.crd2idx(i, axis)) for i in range(cute.size(layout))] for axis in axes
+        ]
+        copy = ctx.tiled_copy_t2r or ctx.tiled_copy_r2s
+        self.lanes, warps, *_ = _lane_warp_info_n(copy, ctx.tiled_copy_t2r is None, ctx.tidx)
+        apart = {column % 8 for column in self.offsets[1]} - {0, 1}
+        if warps > 1 or (self.lanes > 1 and (self.lanes != 4 or apart)):
+            raise NotImplementedError("its warps share rows, and with them groups of columns")
+        subtile = cute.zipped_divide(cute.make_layout(shape), ctx.epi_tile).shape[0]
+        self.columns = cute.size(subtile[1])
+
+    def of(self, coord: Any, i: int) -> tuple[Any, int]:
+        """Which of the thread's rows, and the column in the tile, of element `i` of a subtile."""
+        rows, columns = self.offsets
+        return (coord[0], rows[i]), coord[1] * self.columns + columns[i]
+
+
+class GroupStore(EpiOp):
+    """Stores the value in the first column of each group, from the registers that hold it."""
+
+    fn_port = "sink"
+
+    def __init__(self, name: str, width: int) -> None:
+        super().__init__(name)
+        self.width = width
+
+    def config_key(self) -> tuple[int]:
+        return (self.width,)
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        dtype, rank = key
+        shape = (fctx.m, cute.sym_int())
+        shape = shape if rank == 2 else (fctx.l, *shape)
+        return make_fake_tensor(dtype, shape, leading_dim=rank - 1, divisibility=1)
+
+    def host_validate(self, value: Any, **context: Any) -> None:
+        """Nothing: `allocate` made the tensor."""
+
+    def param_fields(self) -> list[tuple[str, type, None]]:
+        return [(self.name, object, None)]
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        return {self.name: getattr(args, self.name)}
+
+    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> tuple[Any, ...]:
+        out = param if cute.rank(param) == 2 else param[ctx.batch_idx, None, None]
+        first = ctx.tile_coord_mnkl[0] * ctx.tile_M, ctx.tile_coord_mnkl[1] * ctx.tile_N
+        return out, Places(ctx), first
+
+    def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> tuple[Any, ...]:
+        return *state, epi_coord
+
+    def fn_sink_flush(self, gemm: Any, state: Any, frag: Any, scale: Any = None) -> None:
+        out, places, first, coord = state
+        at = places.coordinates[None, None, None, coord[0], coord[1]]
+        for i in range(cute.size(frag)):
+            if places.of(coord, i)[1] % self.width == 0:
+                row, column = at[i][0], at[i][1]
+                group = (first[1] + column) // self.width
+                value = Float32(frag[i]).to(out.element_type)
+                self._write(out, first[0] + row, group, column % self.width, value)
+
+    @cute.jit
+    def _write(self, out, row, group, beside, value):
+        if (beside == 0) & (row < out.shape[0]) & (group < out.shape[1]):
+            out[row, group] = value

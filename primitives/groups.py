@@ -1,0 +1,174 @@
+"""Statistics over groups of adjacent columns, which flow back into the tile.
+
+A group lies in one tile and one warp, so a kernel has its statistic before it stores anything: it
+visits the accumulator once for the statistics and once for the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Graph, Node, Shape, Value
+from coda_agent.primitives.kinds import FLOATS, Operand, Output
+from coda_agent.primitives.operation import GROUPS, Degree, Op, kept, nonlinear
+
+__all__ = ["GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
+__all__ += ["group_max", "group_mean", "group_min", "group_sum"]
+
+WIDTHS = (16, 32, 64, 128)
+
+
+def group_sum(x: Value, width: int) -> Value:
+    """The sum of each group of `width` adjacent columns of x (M, N), in each column of the group.
+
+    `width` is 16, 32, 64 or 128 and divides N; of a half-width x at most 64. x is computed from the
+    accumulator, vectors and numbers: tiles arrive too late. Cost: x is computed twice, and each
+    thread folds its columns and exchanges two words a group.
+
+        return {"O": acc / group_sum(exp(acc), 64)}
+    """
+    return _recorded("sum", x, width)
+
+
+def group_mean(x: Value, width: int) -> Value:
+    """The mean of each group of `width` adjacent columns; see `group_sum`.
+
+    Use it for GroupNorm, and for the RMS norms of queries and keys, a head being a group.
+
+        return {"O": acc * rsqrt(group_mean(acc * acc, 64) + 1e-6)}
+    """
+    return _recorded("sum", x, width) * (1.0 / width)
+
+
+def group_max(x: Value, width: int) -> Value:
+    """The maximum of each group of `width` adjacent columns; see `group_sum`. NaN stays NaN.
+
+    Use it for the scales of quantisation in blocks of 1 x 128, and for a softmax over a group.
+
+        amax = group_max(absolute(acc), 128)
+        return {"O": acc * (448.0 / amax), "amax": amax}
+    """
+    return _recorded("max", x, width)
+
+
+def group_min(x: Value, width: int) -> Value:
+    """The minimum of each group of `width` adjacent columns; see `group_max`.
+
+    return {"O": acc - group_min(acc, 32)}
+    """
+    return _recorded("min", x, width)
+
+
+def _recorded(which: str, x: Value, width: int) -> Value:
+    if width not in WIDTHS:
+        raise ProgramError(f"group_{which}(): width is {width!r}, expected one of {WIDTHS}")
+    if not isinstance(x, Value) or x.shape not in (Shape.TILE, Shape.HALF):
+        raise ProgramError(f"group_{which}() takes a value (M, N) or (M, N/2)")
+    if x.shape is Shape.HALF and width > 64:
+        raise ProgramError(
+            f"group_{which}(): {width} columns of half width are {2 * width} of the accumulator, "
+            "expected at most 128"
+        )
+    return x.graph.add(Node(f"group_{which} {width}", (x.index,), x.shape))
+
+
+def folded(which: str, x: Any, width: int) -> Any:
+    """The meaning in torch."""
+    groups = x.unflatten(-1, (-1, width))
+    found = {"sum": groups.sum, "max": groups.amax, "min": groups.amin}[which](-1, keepdim=True)
+    return found.expand_as(groups).flatten(-2)
+
+
+def _untraced(*_: Any) -> Any:
+    raise AssertionError("a group's statistic needs its other elements")
+
+
+for _which in ("sum", "max", "min"):
+    for _width in WIDTHS:
+        _name = f"group_{_which} {_width}"
+        GROUPS[_name] = Op(
+            _name,
+            partial(folded, _which, width=_width),
+            _untraced,
+            arity=1,
+            call=partial(_recorded, _which, width=_width),
+            edge=kept,
+            degree=(lambda x: Degree(x)) if _which == "sum" else nonlinear,
+        )
+
+
+def spans(graph: Graph) -> dict[int, int]:
+    """How many columns of the accumulator a group has, by the statistic's node."""
+    found = {}
+    for i, node in enumerate(graph.nodes):
+        if node.op in GROUPS:
+            found[i] = int(node.op.split()[1]) * (2 if node.shape is Shape.HALF else 1)
+    return found
+
+
+def statistics(graph: Graph) -> Graph:
+    """What of a graph its groups' statistics need, each an output named by its node there."""
+    below = Graph(graph.nodes, {str(i): i for i in spans(graph)})
+    return below.prune()
+
+
+def check(graph: Graph, operands: Mapping[str, type[Operand]], wide: bool) -> None:
+    """Raises:
+    ProgramError: a statistic needs what a kernel does not have in time.
+    """
+    found = spans(graph)
+    if found and wide:
+        raise ProgramError("a program with a WideTile has no statistics of groups")
+    for node in statistics(graph).nodes if found else ():
+        if node.op == "operand" and node.shape in (Shape.TILE, Shape.INDEX):
+            raise ProgramError(
+                f"a group's statistic needs {node.name!r}, a {operands[node.name].__name__}, which "
+                "is loaded after it",
+                hint="take it of the accumulator, vectors and numbers alone",
+            )
+
+
+class GroupTile(Output):
+    """An output (M, N / width) of one element for each group of adjacent columns.
+
+    Attributes:
+        width: Columns a group.
+    """
+
+    values = (Shape.TILE,)
+    stored = FLOATS
+    element_bytes = 4
+    width = 0
+
+    @classmethod
+    def taken(cls, value: Any) -> Any:
+        return value[:, :: cls.width]
+
+    @classmethod
+    def store(cls, lowering: Any, o: str) -> Any:
+        from coda_agent.primitives.group_store import GroupStore
+
+        return GroupStore(lowering.names[o], cls.width)
+
+
+_DOC = """An output (M, N/{0}): the value in the first of each {0} adjacent columns.
+
+Of float32 or 16 bits; costs 4·M·N/{0} bytes in float32. Use it for what a `group_max` or
+`group_mean` of that width gave.
+
+    @epilogue(D=Tile, s=GroupTile{0})
+    def amax(acc):
+        return {{"D": acc, "s": group_max(absolute(acc), {0})}}
+"""
+
+
+def _kind(width: int) -> type[GroupTile]:
+    facts = {"width": width, "dims": ("M", f"N/{width}"), "__doc__": _DOC.format(width)}
+    return type(f"GroupTile{width}", (GroupTile,), {**facts, "__module__": __name__})
+
+
+GroupTile16, GroupTile32, GroupTile64, GroupTile128 = map(_kind, WIDTHS)
+GROUP_TILES = (GroupTile16, GroupTile32, GroupTile64, GroupTile128)

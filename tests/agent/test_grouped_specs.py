@@ -1,0 +1,177 @@
+"""Specs with statistics over groups of adjacent columns: composed as PyTorch spells them, and judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge.compile_gate import check_signature, jobs_for
+from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.agent.judge.numerics import check_numerics
+from coda_agent.primitives import (
+    ColVector,
+    GroupTile128,
+    HalfTile,
+    Program,
+    RowVector,
+    Tile,
+    absolute,
+    epilogue,
+    exp,
+    group_max,
+    group_mean,
+    group_sum,
+    pairs,
+    rsqrt,
+    silu,
+)
+from coda_agent.primitives.tiles import TileConfig, offered
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.admission import admit
+
+SPEC = """---
+name: grouped
+level: compose
+summary: statistics of groups
+types: {T: [bfloat16]}
+dims: {M: {}, N: {multiple_of: 128}, K: {multiple_of: 8}}
+gemm: [A, B]
+inputs:
+  A: {shape: [M, K], dtype: T, draw: normal}
+  B: {shape: [N, K], dtype: T, draw: {normal: {std: K**-0.5}}}
+  r: {shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]}
+  g: {shape: [N], dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]}
+outputs:
+<outputs>
+check_shapes: [{M: 77, N: 384, K: 64}]
+bench_shapes: [{M: 4096, N: 4096, K: 4096}]
+tolerance: {multiple: 2.0}
+target: 0.9
+---
+```python reference
+import torch
+import torch.nn.functional as F
+
+
+def reference(A, B, r, g):
+    x = (A @ B.T).float() * g + r[:, None]
+<body>
+```
+"""
+FULL, HALF = ("  O: {shape: [M, %s], dtype: T}" % n for n in ("N", "N/2"))  # noqa: UP031
+SCALED = f"{FULL}\n  s: {{shape: [M, N/128], dtype: float32}}"
+
+
+@epilogue(O=Tile)
+def rms(acc, r: ColVector, g: RowVector):
+    x = acc * g + r
+    return {"O": x * rsqrt(group_mean(x * x, 64) + 1e-6)}
+
+
+@epilogue(O=Tile)
+def normalised(acc, r: ColVector, g: RowVector):
+    e = exp((acc * g + r) * r)
+    return {"O": e / group_sum(e, 32)}
+
+
+@epilogue(O=Tile, s=GroupTile128)
+def scaled(acc, r: ColVector, g: RowVector):
+    x = acc * g + r
+    s = group_max(absolute(x), 128) * (1 / 448)
+    return {"O": x / s, "s": s}
+
+
+@epilogue(O=HalfTile)
+def gated(acc, r: ColVector, g: RowVector):
+    gate, up = pairs(acc * g + r)
+    h = silu(gate) * up
+    return {"O": h - group_mean(h, 16)}
+
+
+CASES = [
+    (
+        rms,
+        FULL,
+        [
+            "h = x.view(x.shape[0], -1, 64)",
+            "n = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)",
+            "return {'O': n.reshape(x.shape).to(A.dtype)}",
+        ],
+    ),
+    (
+        rms,
+        FULL,
+        [
+            "m = (x * x).unflatten(1, (-1, 64)).mean(2).add(1e-6).rsqrt()",
+            "return {'O': (x * m.repeat_interleave(64, 1)).to(A.dtype)}",
+        ],
+    ),
+    (
+        normalised,
+        FULL,
+        [
+            "e = (x * r[:, None]).exp().unflatten(-1, (-1, 32))",
+            "return {'O': (e / e.sum(-1, keepdim=True)).flatten(1).to(A.dtype)}",
+        ],
+    ),
+    (
+        scaled,
+        SCALED,
+        [
+            "s = x.abs().view(x.shape[0], -1, 128).amax(-1) / 448",
+            "q = x.view(x.shape[0], -1, 128) / s[..., None]",
+            "return {'O': q.view_as(x).to(A.dtype), 's': s}",
+        ],
+    ),
+    (
+        gated,
+        HALF,
+        [
+            "h = (F.silu(x[:, 0::2]) * x[:, 1::2]).unflatten(-1, (-1, 16))",
+            "return {'O': (h - h.mean(-1, keepdim=True)).flatten(1).to(A.dtype)}",
+        ],
+    ),
+]
+
+
+def spec_of(outputs: str, body: list[str]) -> Spec:
+    text = SPEC.replace("<outputs>", outputs).replace("<body>", "\n".join(f"    {b}" for b in body))
+    return load_spec(Path("grouped.md"), text=text)
+
+
+@pytest.mark.parametrize(
+    ("program", "outputs", "body"), CASES, ids=[f"{p.name}{i}" for i, (p, *_) in enumerate(CASES)]
+)
+def test_as_pytorch_spells_it(program: Program, outputs: str, body: list[str]) -> None:
+    spec = spec_of(outputs, body)
+    admit(spec)
+    programs = load(Composer().write(spec, lambda *_: None))
+    assert programs["grouped"].digest == program.digest
+    assert check_signature(spec, programs) == []
+    assert check_meaning(spec, programs) == []
+    tiles = {("grouped", "bfloat16"): (TileConfig(128, 128),)}
+    report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
+    assert report.findings == ()
+
+
+def test_another_width_is_another_function() -> None:
+    spec = spec_of(*CASES[0][1:])
+
+    @epilogue(O=Tile)
+    def wider(acc, r: ColVector, g: RowVector):
+        x = acc * g + r
+        return {"O": x * rsqrt(group_mean(x * x, 128) + 1e-6)}
+
+    (finding,) = check_meaning(spec, {"grouped": wider})
+    assert "another function" in finding.message
+
+
+def test_tiles_and_architectures_that_carry_groups() -> None:
+    assert {c.tile_n % 128 for c in offered(scaled)} == {0}
+    assert {c.tile_n % 64 for c in offered(rms, [(16, 4096, 4096)])} == {0}
+    assert not any(c.swap_ab for c in offered(rms, [(16, 4096, 4096)]))
+    spec = spec_of(*CASES[3][1:])
+    jobs = jobs_for(spec, {"grouped": scaled}, ["bfloat16"], all_tiles=False, newer=True)
+    assert [job.arch for job in jobs] == ["sm_90a", "sm_100a"]
