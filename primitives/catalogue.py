@@ -16,12 +16,14 @@ KINDS = (
     "load, store",
     "store",
     "pairwise",
+    "group",
     "select",
     "reduction",
     "elementwise",
     "extension",
 )
 _FUNCTIONS = {
+    **dict.fromkeys(("group_max", "group_mean", "group_min", "group_sum"), "group"),
     "pairs": "pairwise",
     "interleave": "pairwise",
     "rotary": "pairwise",

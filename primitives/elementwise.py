@@ -174,8 +174,12 @@ class Elementwise:
                 for o, value in values.items()
             }
             elements.append((_lane(acc, e, COLUMNS // step), operands))
-        columns = replayed(self.program.graph, elements, apply, self._statistic)
-        for o, i in self.program.graph.outputs.items():
+        graph = self.program.graph
+        if spans(graph):
+            columns = replayed(graph, elements, apply, self._statistic)
+        else:
+            columns = [*zip(*(graph.replay(*element, apply) for element in elements), strict=True)]
+        for o, i in graph.outputs.items():
             for value in columns[i]:
                 found[o] += [*value] if isinstance(value, tuple) else [value]
         return found

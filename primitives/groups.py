@@ -48,8 +48,7 @@ def group_max(x: Value, width: int) -> Value:
 
     Use it for the scales of quantisation in blocks of 1 x 128, and for a softmax over a group.
 
-        amax = group_max(absolute(acc), 128)
-        return {"O": acc * (448.0 / amax), "amax": amax}
+        return {"O": acc * (448.0 / group_max(absolute(acc), 128))}
     """
     return _recorded("max", x, width)
 

@@ -88,8 +88,8 @@ def test_loads_and_stores_come_first() -> None:
     order = list(dict.fromkeys(e.kind for e in ENTRIES))
     assert order == list(KINDS)
     assert order == [
-        "program", "load", "load, store", "store", "pairwise", "select", "reduction", "elementwise",
-        "extension",
+        "program", "load", "load, store", "store", "pairwise", "group", "select", "reduction",
+        "elementwise", "extension",
     ]  # fmt: skip
 
 

@@ -643,7 +643,8 @@ def test_declaring_a_wrong_kind(kind: Any, label: str) -> None:
         epilogue(O=kind)
     assert str(error.value) == (
         f"output 'O' is declared as {label}, expected one of Tile, HalfTile, WideTile, "
-        "AddTile, RowGather, RowSum, RowMean, RowMax, RowMin, RowLogSumExp, ColSum, ColMax"
+        "AddTile, RowGather, GroupTile16, GroupTile32, GroupTile64, "
+        "GroupTile128, RowSum, RowMean, RowMax, RowMin, RowLogSumExp, ColSum, ColMax"
     )
 
 
