@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.primitives.kinds import HALVES
 from coda_agent.specs.format import Dim, Header, Output, Shape
-from coda_agent.specs.layout import Axes, Entry, Layout, Part, Place, parts
+from coda_agent.specs.layout import Axes, Entry, Layout, Part, Place, extent, parts
 
 Sum = dict[str, Fraction]
 """An extent as a sum of dims; "" stands for 1."""
@@ -69,6 +69,7 @@ class Product:
     """The product of a header, and what else stands in terms of it.
 
     Attributes:
+        halves: Whether columns j and j + N/2 are the pairs.
         lead: Entries whose product is M.
         columns: Entries whose sum is N.
         inner: Entries whose sum is K.
@@ -106,6 +107,20 @@ class Product:
                 "says what each has; name them as multiples of one dim, such as 4*N and N"
             )
         self._name_dims()
+        self.halves = header.pairs == "halves" or self._of_two_gates()
+
+    def _of_two_gates(self) -> bool:
+        """Whether B is two alike and some output has the columns of one: so pairs are of one column
+        of each. Two outputs that together have all columns are rather the two products."""
+        if self.along_k or len(self.columns) != 2 or self.columns[0] != self.columns[1]:
+            return False
+        reads = [
+            self.read(entries, output=True)
+            for tensor in self.header.outputs.values()
+            for entries in tensor.shape.cases.values()
+        ]
+        narrow = [read for read in reads if read and f"{self.dims[1]}/2" in read.canonical]
+        return len(narrow) not in (0, 2)
 
     def _shape(self, operand: str) -> tuple[Entry, ...]:
         return self.header.inputs[operand].shape.cases[""]
@@ -186,7 +201,7 @@ class Product:
             shape = self._renamed(shape, outer, self.row_names if first else self.column_names)
             axes = tuple(shape[i] for i in outer), (shape[at],)
             found.append(Part(x, {"": shape}, {"": axes}, turned=at == 0))
-        halves = self.header.pairs == "halves" and not first
+        halves = self.halves and not first
         element = self.header.inputs[names[0]].dtype
         # The tensor core reads 8-bit operands along K only.
         narrow = "float8_e4m3fn" in self.header.types.get(element, (element,))
@@ -218,7 +233,7 @@ class Product:
         whole = (*self.dims[:axis], self.dims[1])
         if len(group) > 1:
             shape = Shape("", {"": whole})
-        halves = self.header.pairs == "halves" and whole in shape.cases.values()
+        halves = self.halves and whole in shape.cases.values()
         if halves and (axis or output) and len(group) == 1:
             instead = "only a vector can be packed so"
             if output:
@@ -262,7 +277,7 @@ class Product:
                 total[dim] = total.get(dim, Fraction(0)) + some
             if total == self.total:
                 # Two of half the columns are what two gates give, unless B is of two parts itself.
-                gates = self.header.pairs == "halves" or self.columns[0] in self.dims
+                gates = self.halves or self.columns[0] in self.dims
                 halves = i == 1 and {dim: 2 * some for dim, some in share.items()} == total
                 return 1 if halves and gates else i + 1
         return 1
@@ -302,9 +317,11 @@ class Product:
         if unread:
             shape = next(iter({**header.inputs, **header.outputs}[unread[0]].shape.cases.values()))
             lead = ", ".join(map(str, self.lead))
+            whole = [*self.lead, *self.columns]
+            step = f"; expand it to {whole} in the call" * ({*shape} <= {1, *whole})
             raise ValueError(
                 f"{unread[0]}: shape {[*shape]} is not over rows [{lead}], over columns "
-                f"{self.columns}, or over both"
+                f"{self.columns}, or over both{step}"
             )
         units = {"": 1} | {x: dim.multiple_of for x, dim in header.dims.items()}
         own = {**self.row_names, **self.column_names}
@@ -324,8 +341,8 @@ class Product:
         m, n, k = self.dims
         made["dims"] = {
             m: Dim(multiple_of=math.prod(_step([e], units) for e in self.lead)),
-            n: Dim(multiple_of=_step(self.columns, units)),
-            k: Dim(multiple_of=_step(self.inner, units)),
+            n: _dim(self.columns, header.dims, units),
+            k: _dim(self.inner, header.dims, units),
         }
         made["check_shapes"], made["bench_shapes"] = (
             tuple(map(layout.extents, some)) for some in (checks, benches)
@@ -352,6 +369,14 @@ class Product:
             raise ValueError(f"sizes are given for {got}; expected {known}")
         names = {**self.row_names, **self.column_names}
         return {**sizes, **{new: sizes[old] for old, new in names.items()}}
+
+
+def _dim(entries: Sequence[Entry], dims: Mapping[str, Dim], units: Mapping[str, int]) -> Dim:
+    """The dim of a sum of entries, which has one extent if each of them has."""
+    known = {x: dim.only for x, dim in dims.items() if dim.only}
+    fixed = known.keys() | {""} >= _sum(entries).keys()
+    only = sum(extent(e, known) for e in entries) if fixed else None
+    return Dim(multiple_of=_step(entries, units), only=only)
 
 
 def _step(entries: Sequence[Entry], units: Mapping[str, int]) -> int:

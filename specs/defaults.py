@@ -50,11 +50,14 @@ def completed(header: Header, source: str) -> dict[str, Any]:
             dims[name] = Dim(multiple_of=math.lcm(least, *divisors))
     sizes = dict.fromkeys(rows[-1:], _M) | dict.fromkeys(columns, _N) | dict.fromkeys(inner, _K)
     checks = [
-        {d: up(sizes.get(d, _OTHER)[i], dim.multiple_of) for d, dim in dims.items()}
+        {d: dim.only or up(sizes.get(d, _OTHER)[i], dim.multiple_of) for d, dim in dims.items()}
         for i in range(len(_M))
     ]
     benches = [
-        {d: up(size if d in sizes else _FEW, dim.multiple_of) for d, dim in dims.items()}
+        {
+            d: dim.only or up(size if d in sizes else _FEW, dim.multiple_of)
+            for d, dim in dims.items()
+        }
         for size in _BENCH
     ]
     return {

@@ -79,7 +79,10 @@ def faults(spec: Spec) -> Iterator[str]:
 def _tensor_faults(spec: Header, name: str, tensor: Output) -> Iterator[str]:
     if tensor.dtype not in (*DTYPES, *spec.types):
         known = ", ".join([*spec.types, *DTYPES])
-        yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}"
+        step = "; multiply in float8_e4m3fn, or bring it to the type of A before" * (
+            tensor.dtype in ("int8", "uint8")
+        )
+        yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}{step}"
     parameter, cases = tensor.shape
     if parameter and set(cases) != set(spec.parameters.get(parameter, ())):
         yield f"{name}: shape cases {', '.join(cases)} are not the values of {parameter!r}"
@@ -107,7 +110,7 @@ def _kernel_faults(spec: Spec) -> Iterator[str]:
         if a != b or a not in GEMM_DTYPES:
             yield (
                 f"gemm: {spec.gemm[0]} is {a} and {spec.gemm[1]} {b}; expected one type for both, "
-                f"of {', '.join(GEMM_DTYPES)}"
+                f"of {', '.join(GEMM_DTYPES)}, since a tensor core multiplies no two types"
             )
         for o, binding in itertools.product(spec.outputs, spec.bindings()):
             yield from _output_faults(spec, o, spec.dtype_of(o, types), binding)

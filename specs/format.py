@@ -151,6 +151,8 @@ class Dim(_Model):
     """A symbolic extent."""
 
     multiple_of: int = Field(default=1, ge=1)
+    only: int | None = None
+    """The one extent that it has, if any."""
 
 
 class Output(_Model):
@@ -350,6 +352,8 @@ class Spec(Header):
                 raise SpecError(
                     f"{self.name}: {name}={size}; expected a positive multiple of {unit}"
                 )
+            if size != (only := self.dims[name].only or size):
+                raise SpecError(f"{self.name}: {name}={size}; this reference is for {only} alone")
 
     def _tensor(self, name: str) -> Output:
         tensor = self.inputs.get(name) or self.outputs.get(name)

@@ -189,6 +189,11 @@ class Layout:
         found = zip("AB", (places[name] for name in self.gemm), strict=True)
         return "".join(x for x, p in found if p.parts[0].turned and not p.packed)
 
+    @property
+    def halves(self) -> bool:
+        """Whether the declared columns j and j + N/2 of the product are a pair."""
+        return any(place.halves for place in self.inputs if place.name == self.gemm[1])
+
     def extents(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Canonical sizes of declared ones."""
         m = math.prod(extent(e, sizes) for e in self.rows)

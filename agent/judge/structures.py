@@ -89,7 +89,7 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
         Structure(f"A times {large:g} or less", _scaled, base, (large, large / 32, 4.0)),
         Structure(f"A times {small:g}", _scaled, base, (small,)),
     ]
-    if free:
+    if free and spec.dims[k].only is None:
         found.append(Structure("long K", _as_drawn, long, everywhere=True))
     if wide:
         found.append(Structure("Inf in A", _plant, base, (math.inf,), True, planted=True))

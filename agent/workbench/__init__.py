@@ -359,7 +359,24 @@ def programs_to_define(spec: Spec) -> str:
         added = "".join(f"; {o} is an AddTile: what is added to {x}" for o, x in updated.items())
         said = f"operands after acc: {operands or 'none'}{added}"
         lines.append(f"- {spec.variant(binding)}: {said}")
-    return "\n".join([*lines, f"Outputs of each, in this order: {', '.join(spec.outputs)}"])
+    lines.append(f"Outputs of each, in this order: {', '.join(spec.outputs)}")
+    return "\n".join(lines + _canonical(spec))
+
+
+def _canonical(spec: Spec) -> list[str]:
+    """What a program sees in the place of the declared tensors, where that is something else."""
+    if (layout := spec.layout) is None:
+        return []
+    lines = ["The spec has its tensors as a user does. A program reads and writes these instead:"]
+    for place in (*layout.inputs, *layout.outputs):
+        shape = ", ".join(map(str, spec.symbolic_shape(place.name)))
+        said = [f"- {place.name} ({shape})"]
+        if len(place.parts) > 1:
+            said.append(f"{', '.join(part.name for part in place.parts)} side by side")
+        if place.halves:
+            said.append("entries 2j and 2j + 1 are entries j and j + N/2 of the spec's")
+        lines.append("; ".join(said))
+    return lines
 
 
 def _pick(known: dict[str, Any], name: str, what: str) -> Any:

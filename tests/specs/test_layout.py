@@ -17,6 +17,8 @@ from coda_agent.agent.authors.composer import Composer, load
 from coda_agent.agent.judge.compile_gate import jobs_for
 from coda_agent.agent.judge.imported import check_imported
 from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.agent.judge.structures import structures
+from coda_agent.agent.workbench import programs_to_define
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
@@ -155,6 +157,18 @@ LAYOUTS: dict[str, Any] = {
         {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]", "bias": "[N]"},
         {"y": "[M, N]"},
         "return F.gelu(F.linear(x, w) + F.linear(xa, b) + bias)",
+    ),
+    "columns that are numbers": lambda: spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[256, K]", "b": "[256]"},
+        {"q": "[M, 128]", "k": "[M, 64]", "v": "[M, 64]"},
+        "return F.linear(x, w, b).split([128, 64, 64], dim=-1)",
+    ),
+    "a K that is held as a number": lambda: spec(
+        "[q, k]",
+        {"q": "[B, T, 64]", "k": "[S, 64]"},
+        {"y": "[B, T, S]"},
+        "return torch.tanh(q @ k.T / q.size(-1) ** 0.5)",
     ),
 }
 
@@ -298,6 +312,26 @@ def test_what_has_no_layout_is_refused(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         spec(gemm, {"x": "[M, K]", **inputs}, outputs or {"y": "[M, N]"}, "pass", header=header)
+
+
+def test_two_weights_whose_columns_meet_are_halves() -> None:
+    made = spec(
+        "[x, [w, v]]",
+        {"x": "[M, K]", "w": "[N, K]", "v": "[N, K]"},
+        {"y": "[M, N]"},
+        "return F.linear(x, w).sigmoid() * F.linear(x, v)",
+    )
+    assert "y=HalfTile" in Composer().write(made, lambda *_: None)
+    said = programs_to_define(made)
+    assert "- w_v (N_all, K); w, v side by side; entries 2j and 2j + 1 are entries j and" in said
+    assert "- y (M, N_all/2)" in said
+
+
+def test_an_extent_that_is_a_number_stays_it() -> None:
+    made = LAYOUTS["a K that is held as a number"]()
+    assert all(case.sizes["K"] == 64 for case in structures(made, {}, "bfloat16"))
+    with pytest.raises(SpecError, match="K=128; this reference is for 64 alone"):
+        draw_inputs(made, {"M": 8, "S": 16, "K": 128}, made.default_types(), seed=0)
 
 
 def test_halves_that_are_not_declared_are_named() -> None:

@@ -69,10 +69,12 @@ def distinct_sizes(spec: Spec, *, named: bool = False) -> dict[str, int]:
     shapes = (*spec.check_shapes, *spec.bench_shapes)
     sizes: dict[str, int] = {}
     taken: set[int] = {1, 2}
-    for name, dim in spec.dims.items():
+    ordered = sorted(spec.dims.items(), key=lambda item: item[1].only is None)
+    for name, dim in ordered:
         own = {shape[name] for shape in shapes}
-        if named and len(own) == 1:
-            sizes[name] = own.pop()
+        if (named and len(own) == 1) or dim.only:
+            sizes[name] = dim.only or own.pop()
+            taken |= {sizes[name], sizes[name] // 2, sizes[name] * 2} if dim.only else set()
             continue
         least = math.gcd(*own) if named else dim.multiple_of
         step = least * (2 if name == columns and least % 2 else 1)

@@ -87,7 +87,7 @@ class _Rewriter:
         self.captured, self.spec = captured, captured.spec
         m, n, k = (captured.sizes[d] for d in self.spec.gemm_dims)
         extents = {"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n, "K": k}
-        self.layout = Layout(extents, halves=self.spec.declared.pairs == "halves")
+        self.layout = Layout(extents, halves=bool(self.spec.layout and self.spec.layout.halves))
         self.across = Across(self.layout, self._apply)
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
