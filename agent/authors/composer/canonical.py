@@ -149,9 +149,10 @@ def _coefficient(expr: Expr) -> tuple[float, list[Expr]]:
 def _sum(terms: list[Expr]) -> Expr:
     constant = sum(t.value for t in terms if t.op == "const")
     rest = [t for t in terms if t.op != "const"]
-    # Only of an input: an infinite product less itself is NaN.
+    # Only of an input, or of a product that no kernel has by itself: an infinite one less itself is
+    # NaN.
     for term in [t for t in rest if t.op == "neg"]:
-        if term.args[0] in rest and term.args[0].op == "operand":
+        if term.args[0] in rest and term.args[0].op in ("operand", "part"):
             rest.remove(term)
             rest.remove(term.args[0])
     rest.sort(key=lambda t: (negative(t), min(t.key), t.key))
