@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives import unfused
@@ -207,12 +207,13 @@ def _fused(
     at |= {"split_k_semaphore": -2, "split_k_workspace": -1} if parts else {}
     gemm = itemgetter(a_at + swap, a_at + (not swap), at.get("D", 0), at.get("c", 0))
     epilogue = itemgetter(*[at.get(name, 0) for name in plan.arg_template])
-    makes: list[tuple[int, Callable[[Any], Any]]] = [(a_at + 1, _transposed)] if swap else []
+    makes: list[tuple[int, Callable[[Any], Any]]] = [(a_at + 1, attrgetter("mT"))] if swap else []
     for i, (o, kind) in enumerate(program.operands.items(), a_at + 2):
-        if kind.vector:
-            makes.append((i, _row))
+        if kind.vector:  # quack takes vectors with a batch dimension
+            makes.append((i, methodcaller("unsqueeze", 0)))
         elif not kind.dims:
-            makes.append((i, _address if hasattr(operands[o], "data_ptr") else float))
+            in_memory = hasattr(operands[o], "data_ptr")
+            makes.append((i, methodcaller("data_ptr") if in_memory else float))
     # Just compiled, quack's function is a wrapper that parses keywords; from the cache it is bare.
     call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
     scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
@@ -227,18 +228,6 @@ def _fused(
         call(*gemm(values), epilogue(values), scheduler, None, None, None)
 
     return enqueue
-
-
-def _row(vector: torch.Tensor) -> torch.Tensor:
-    return vector.unsqueeze(0)  # quack takes vectors with a batch dimension
-
-
-def _transposed(b: torch.Tensor) -> torch.Tensor:
-    return b.mT
-
-
-def _address(scalar: torch.Tensor) -> int:
-    return scalar.data_ptr()
 
 
 # Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
@@ -176,11 +177,11 @@ class Finish:
                 if program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF:
                     extent, block = extent // 2, block // 2
                 if not config.fused and block >= extent:
-                    self._views.append((i, _single))
+                    self._views.append((i, methodcaller("reshape", -1)))
                 elif not raw:
                     self._folded.append((i, kind, extent, block))
                 elif kind.over_rows:
-                    self._views.append((i, _turned))
+                    self._views.append((i, attrgetter("mT")))
             if len(lead) > 1 and kind.dims[:1] == ("M",) and o != program.accumulated:
                 self._views.append((i, partial(_with_lead, lead=lead)))
 
@@ -261,11 +262,3 @@ def _rows_ready(a: torch.Tensor, either_major: bool) -> torch.Tensor:
 
 def _with_lead(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
     return t.reshape(*lead, *t.shape[1:])
-
-
-def _single(t: torch.Tensor) -> torch.Tensor:
-    return t.reshape(-1)
-
-
-def _turned(t: torch.Tensor) -> torch.Tensor:
-    return t.mT

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import CompileError
@@ -79,7 +80,7 @@ def resolve(
     call = getattr(compiled, "_tvm_ffi_function", None) or compiled
     # Scalars in memory are vectors there.
     makes = [
-        (i, _vector if hasattr(operands[o], "data_ptr") else float)
+        (i, methodcaller("reshape", 1) if hasattr(operands[o], "data_ptr") else float)
         for i, (o, kind) in enumerate(program.operands.items())
         if kind is Scalar
     ]
@@ -92,10 +93,6 @@ def resolve(
         call((product(a, b), *values[:count], *outputs))
 
     return enqueue
-
-
-def _vector(scalar: torch.Tensor) -> torch.Tensor:
-    return scalar.reshape(1)
 
 
 def prepare(
