@@ -10,9 +10,12 @@ import pytest
 from coda_agent.agent.authors.composer import Composer, load
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.static import check_source
 from coda_agent.agent.workspace import packaged_specs
+from coda_agent.primitives import Program
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec, admit, load_spec
 
 SPECS = {name: load_spec(path) for name, path in packaged_specs().items()}
@@ -21,12 +24,13 @@ EXTEND = sorted(name for name, spec in CATALOGUE.items() if spec.level == "exten
 SOLUTIONS = Path(__file__).with_name("solutions")
 
 
-def judged(spec: Spec, text: str) -> None:
-    """Accepts `text` where the gates that need no compiler do."""
+def judged(spec: Spec, text: str) -> dict[str, Program]:
+    """The programs of `text`, if static and meaning accept it and its own instructions are right."""
     assert check_source(text, [spec.variant(binding) for binding in spec.bindings()]) == []
     programs = load(text)
     assert check_instructions(programs) == []
     assert check_meaning(spec, programs) == []
+    return programs
 
 
 def test_how_many_there_are() -> None:
@@ -46,4 +50,9 @@ def test_an_author_writes_what_the_composer_cannot(name: str) -> None:
     admit(CATALOGUE[name])
     with pytest.raises(ProgramError):
         Composer().write(CATALOGUE[name], lambda *_: None)
-    judged(CATALOGUE[name], (SOLUTIONS / f"{name}.py").read_text("utf-8"))
+    programs = judged(CATALOGUE[name], (SOLUTIONS / f"{name}.py").read_text("utf-8"))
+    tiles = {(name, "bfloat16"): (DEFAULT_CONFIGS["sm_90a"],)}
+    outcome = check_numerics(
+        CATALOGUE[name], programs, tiles, device="cpu", progress=lambda *_: None
+    )
+    assert list(outcome.findings) == []

@@ -1,7 +1,11 @@
-from coda_agent.primitives import RowVector, Tile, epilogue, interleave, pairs, sigmoid
+from coda_agent.primitives import RowVector, Tile, epilogue, exp, interleave, maximum, pairs
 
 
 @epilogue(O=Tile)
 def gemm_pair_softmax(acc, bias: RowVector):
     even, odd = pairs(acc + bias)
-    return {"O": interleave(sigmoid(even - odd), sigmoid(odd - even))}
+    top = maximum(even, odd)
+    left = exp(even - top)
+    right = exp(odd - top)
+    total = left + right
+    return {"O": interleave(left / total, right / total)}
