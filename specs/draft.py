@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.admission import refusal
 from coda_agent.specs.defaults import TYPES, up
+from coda_agent.specs.front_matter import Face, front_matter, sizes_listed
+from coda_agent.specs.layout import Entry, extent, parts
 from coda_agent.specs.load import load_spec
 from coda_agent.specs.source import Source, with_tensors
-from coda_agent.specs.tracing import Trace, traced
+from coda_agent.specs.tracing import Trace, operands, traced
 
 if TYPE_CHECKING:
     import torch
 
-Entry = int | str
-_Face = tuple[tuple[Entry, ...], str]
 
 _FILE = "<reference>"
 _UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
@@ -142,22 +142,20 @@ class _Draft:
 
     def text(self) -> str:
         trace = self._traced()
-        first, second = self._operands(trace)
+        first, second = operands(trace, self.source.name)
         self._name_dims(trace, first, second)
         self._find_units()
         self._check_sizes()
         outputs, types = self._outputs()
         pairs = self._pairs(outputs, first, second)
-        gemm = ", ".join(f"[{', '.join(s)}]" if len(s) > 1 else s[0] for s in (first, second))
         faults: list[str] = []
         for choices, draw in itertools.product(dict.fromkeys([types, types[:1]]), _DRAWS):
-            front = self._front(gemm, pairs, second, outputs, choices, draw)
+            front = self._front(first, second, outputs, choices, draw, pairs)
             head = f"# {self.name}\n\nDrafted from `{self.source.name}` of {self.source.where}."
-            text = f"\n---\n\n{head}\n\n```python reference\n{self.source.block}```\n"
+            text = f"---\n\n{head}\n\n```python reference\n{self.source.block}```\n"
             # The check shapes that are the default are written, to be seen and changed.
             checks = load_spec(_FILE, text=f"---\n{front}{text}").declared.check_shapes
-            checks = [f"\n  - {_sizes({**sizes, **self.fixed})}" for sizes in checks]
-            front += "".join(["\ncheck_shapes:", *checks])
+            front += sizes_listed("check_shapes", ({**c, **self.fixed} for c in checks))
             spec = load_spec(_FILE, text=(text := f"---\n{front}{text}"))
             if not (fault := refusal(spec)):
                 return text
@@ -166,6 +164,33 @@ class _Draft:
             number = str(int(line[1]) - spec.reference_line + 1) if line else ""
             faults.append(fault.replace(line[1], number, 1) if line else fault)
         raise SpecError(faults[0])
+
+    def _front(
+        self,
+        first: Sequence[str],
+        second: Sequence[str],
+        outputs: Mapping[str, Face],
+        types: tuple[str, ...],
+        draw: str,
+        pairs: Sequence[str],
+    ) -> str:
+        given = {x: example.dtype for x, example in self.examples.items()}
+        eight = given[first[0]] != "T"
+        inputs: dict[str, Face] = {}
+        for x, shape in self.shapes.items():
+            drawn = "normal" if x in first or x in second else draw
+            if x in second and not eight:
+                drawn = f"{{normal: {{std: {self.inner}**-0.5}}}}"
+            if given[x].startswith("int"):
+                drawn = f"{{integers: [0, {self.columns[0]}]}}"
+            inputs[x] = Face(shape, given[x], drawn)
+        front = front_matter(
+            self.name, self.source.summary, () if eight else types, self.units, (first, second),
+            pairs, inputs, outputs,
+        )  # fmt: skip
+        if all(isinstance(a, int) for e in self.examples.values() for a in e.axes):
+            front += sizes_listed("bench_shapes", [{x: self.sizes[x] for x in self.units}])
+        return front
 
     def _dtype(self, name: str, chosen: str) -> torch.dtype:
         import torch
@@ -204,38 +229,6 @@ class _Draft:
             own.args = (f"{(str(own).strip().splitlines() or ['no message'])[0]}, with {given}",)
             return own
         return error
-
-    def _operands(self, trace: Trace) -> tuple[list[str], list[str]]:
-        """The inputs that are A, and those that are B; several of one lie side by side."""
-        pairs: dict[tuple[str, str], None] = {}
-        for left, right in trace.products:
-            pair = [
-                next(
-                    (
-                        n
-                        for n, s in trace.shapes.items()
-                        if n in side.inputs and len(s) > 1 and k in s
-                    ),
-                    "",
-                )
-                for side, k in ((left, left.shape[-1]), (right, right.shape[-2]))
-            ]
-            used = {name for pair in pairs for name in pair}
-            if not all(pair) or any(len(side.inputs & used) > 1 for side in (left, right)):
-                raise SpecError(
-                    "the function multiplies what a product gave; a kernel has one product",
-                    hint="give the first product as an argument, or make a kernel of each",
-                )
-            pairs[pair[0], pair[1]] = None
-        if not pairs:
-            hint = "a kernel is a product such as x @ w.T, and what is computed with it"
-            raise SpecError(f"{self.source.name} multiplies no two matrices", hint=hint)
-        first, second = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
-        if len(first) > 1 and len(first) != len(second):
-            listed = ", ".join(f"{a} with {b}" for a, b in pairs)
-            hint = "a kernel has one product: of one tensor with a weight, or with several"
-            raise SpecError(f"the function multiplies {listed}", hint=hint)
-        return first, second
 
     def _name_dims(self, trace: Trace, first: Sequence[str], second: Sequence[str]) -> None:
         for name, example in self.examples.items():
@@ -318,20 +311,17 @@ class _Draft:
             if all(t[letter] * factor == e * divisor for t, e in zip(tried, found, strict=True)):
                 front = f"{factor}*" if factor > 1 else ""
                 return f"{front}{letter}" + (f"/{divisor}" if divisor > 1 else "")
-        raise SpecError(
-            f"an extent of {found[0]} where {_sizes(tried[0])[1:-1]} is no dim, nor a part of one",
-            hint="return it as the product has it; give one dim of rows where they are flattened",
-        )
+        at = ", ".join(f"{x} = {size}" for x, size in tried[0].items())
+        message = f"an extent of {found[0]} where {at} is no dim, nor a part of one"
+        hint = "return it as the product has it; give one dim of rows where they are flattened"
+        raise SpecError(message, hint=hint)
 
     def _run(self, sizes: Mapping[str, int], chosen: str) -> dict[str, torch.Tensor]:
         """The outputs at `sizes`, by name."""
         return self._named(self.function(**self._inputs(self._extents(sizes), chosen)))
 
     def _extents(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        return {
-            name: tuple(e if isinstance(e, int) else _extent(e, sizes) for e in shape)
-            for name, shape in self.shapes.items()
-        }
+        return {name: tuple(extent(e, sizes) for e in shape) for name, shape in self.shapes.items()}
 
     def _inputs(
         self, shapes: Mapping[str, tuple[int, ...]], chosen: str, device: str = "cpu"
@@ -376,7 +366,7 @@ class _Draft:
             own = (f"L{i}" if x == "L" else x for i, x in enumerate(choice, 1))
             chosen = dict(zip(self.open, own, strict=True))
             self.shapes = {n: tuple(chosen.get(e, e) for e in s) for n, s in given.items()}
-            entries = [_parts(e) for s in self.shapes.values() for e in s if isinstance(e, str)]
+            entries = [parts(e) for s in self.shapes.values() for e in s if isinstance(e, str)]
             dims = list(dict.fromkeys([*self.letters.values(), *(dim for _, dim, _ in entries)]))
             for unit, some in itertools.product(_UNITS, (self.columns, [self.inner], dims)):
                 units = {x: math.lcm(least.get(x, 1), unit if x in some else 1) for x in dims}
@@ -399,12 +389,10 @@ class _Draft:
         for name, shape in self.shapes.items():
             for x, size in zip(shape, self.example[name], strict=True):
                 if size % (unit := self.units.get(str(x), 1)):
-                    message = (
-                        f"{name} has a size of {size}; a kernel takes multiples of {unit} there"
-                    )
-                    raise SpecError(message, hint=f"pad it to {up(size, unit)}")
+                    message = f"{name} has a size of {size}; a kernel takes multiples of {unit}"
+                    raise SpecError(f"{message} there", hint=f"pad it to {up(size, unit)}")
 
-    def _outputs(self) -> tuple[dict[str, _Face], tuple[str, ...]]:
+    def _outputs(self) -> tuple[dict[str, Face], tuple[str, ...]]:
         """Shape and element type of each output, and the choices of T."""
         tried = [self._distinct(), self._distinct(start=5)]
         one, two = (self._run(sizes, TYPES[0]) for sizes in tried)
@@ -413,14 +401,14 @@ class _Draft:
             other = {o: value.dtype for o, value in self._run(tried[0], TYPES[1]).items()}
         except RuntimeError:  # it names a type that only the first goes with
             other = {o: value.dtype for o, value in one.items()}
-        found: dict[str, _Face] = {}
+        found: dict[str, Face] = {}
         for o, value in one.items():
             extents = zip(value.shape, two[o].shape, strict=True)
             shape = tuple(self._matched(tried, pair) for pair in extents)
             dtype = str(value.dtype).removeprefix("torch.")
             if dtype == TYPES[0]:
                 dtype, types = ("T", types) if other[o] != value.dtype else ("T", TYPES[:1])
-            found[o] = shape, dtype
+            found[o] = Face(shape, dtype)
         return found, types
 
     def _changed(self, x: str, row: int | None = None) -> dict[str, torch.Tensor]:
@@ -436,12 +424,12 @@ class _Draft:
         return {o: before[o] != after[o] for o in before}
 
     def _pairs(
-        self, outputs: Mapping[str, _Face], first: Sequence[str], second: Sequence[str]
+        self, outputs: Mapping[str, Face], first: Sequence[str], second: Sequence[str]
     ) -> list[str]:
         """Lines of the front matter that say which columns of the product go together."""
         half = f"{self.columns[0]}/2"
         if len(second) == 1:
-            narrow = [(o, shape.index(half)) for o, (shape, _) in outputs.items() if half in shape]
+            narrow = [(o, f.shape.index(half)) for o, f in outputs.items() if half in f.shape]
             for o, axis in narrow[:1]:
                 # Of halves the first column needs columns 0 and N/2, and not the adjacent one.
                 alone = self._changed(second[0], 1)[o].select(axis, 0)
@@ -453,65 +441,6 @@ class _Draft:
         own = [o for o in outputs if sum(o in some for some in by) == 1]
         return ["pairs: halves", *[f"split: [{', '.join(own)}]"] * (len(own) == len(second))]
 
-    def _front(
-        self,
-        gemm: str,
-        pairs: Sequence[str],
-        second: Sequence[str],
-        outputs: Mapping[str, _Face],
-        types: tuple[str, ...],
-        draw: str,
-    ) -> str:
-        """The front matter."""
-        operands = gemm.replace("[", "").replace("]", "").split(", ")
-        eight = self.examples[operands[0]].dtype != "T"
-        lines = [f"name: {self.name}"]
-        if self.source.summary:
-            lines.append(f"summary: {_quoted(self.source.summary)}")
-        if not eight:
-            lines.append(f"types: {{T: [{', '.join(types)}]}}")
-        lines.append("dims:")
-        for x, unit in self.units.items():
-            lines.append(f"  {x}: {{{f'multiple_of: {unit}' if unit > 1 else ''}}}")
-        lines += [f"gemm: [{gemm}]", *pairs, "inputs:"]
-        for x, shape in self.shapes.items():
-            dtype = self.examples[x].dtype
-            drawn = draw if x not in operands else "normal"
-            if x in second and not eight:
-                drawn = f"{{normal: {{std: {self.inner}**-0.5}}}}"
-            if dtype.startswith("int"):
-                drawn = f"{{integers: [0, {self.columns[0]}]}}"
-            lines.append(f"  {x}: {{{_face(shape, dtype, eight)}, draw: {drawn}}}")
-        lines.append("outputs:")
-        lines += [f"  {o}: {{{_face(*face, eight)}}}" for o, face in outputs.items()]
-        if all(isinstance(a, int) for e in self.examples.values() for a in e.axes):
-            lines += ["bench_shapes:", f"  - {_sizes({x: self.sizes[x] for x in self.units})}"]
-        return "\n".join(lines)
-
 
 def _numeric(symbol: Any) -> bool:
     return isinstance(symbol, int) or bool(symbol.is_number)
-
-
-def _parts(entry: str) -> tuple[int, str, int]:
-    factor, _, rest = entry.rpartition("*")
-    dim, _, divisor = rest.partition("/")
-    return int(factor or 1), dim, int(divisor or 1)
-
-
-def _extent(entry: str, sizes: Mapping[str, int]) -> int:
-    factor, dim, divisor = _parts(entry)
-    return factor * sizes[dim] // divisor
-
-
-def _face(shape: Iterable[Entry], dtype: str, eight: bool) -> str:
-    dtype = TYPES[0] if eight and dtype == "T" else dtype
-    return f"shape: [{', '.join(map(str, shape))}], dtype: {dtype}"
-
-
-def _sizes(sizes: Mapping[str, int]) -> str:
-    return f"{{{', '.join(f'{x}: {size}' for x, size in sizes.items())}}}"
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.primitives.errors import SpecError
+
 if TYPE_CHECKING:
     import torch
 
@@ -126,3 +128,35 @@ def traced(
         ],
         [(g.lhs, g.rhs) for g in guards if type(g).__name__ == "Equality"],
     )
+
+
+def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
+    """The inputs that are A, and those that are B; several of one lie side by side.
+
+    Raises:
+        SpecError: `function` multiplies nothing, or more than one product.
+    """
+
+    def of(side: Operand, inner: Any) -> str:
+        held = [x for x, shape in trace.shapes.items() if len(shape) > 1 and inner in shape]
+        return next((x for x in held if x in side.inputs), "")
+
+    pairs: dict[tuple[str, str], None] = {}
+    for left, right in trace.products:
+        pair = of(left, left.shape[-1]), of(right, right.shape[-2])
+        used = {name for pair in pairs for name in pair}
+        if not all(pair) or any(len(side.inputs & used) > 1 for side in (left, right)):
+            raise SpecError(
+                "the function multiplies what a product gave; a kernel has one product",
+                hint="give the first product as an argument, or make a kernel of each",
+            )
+        pairs[pair] = None
+    if not pairs:
+        hint = "a kernel is a product such as x @ w.T, and what is computed with it"
+        raise SpecError(f"{function} multiplies no two matrices", hint=hint)
+    first, second = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
+    if len(first) > 1 and len(first) != len(second):
+        listed = ", ".join(f"{a} with {b}" for a, b in pairs)
+        hint = "a kernel has one product: of one tensor with a weight, or with several"
+        raise SpecError(f"the function multiplies {listed}", hint=hint)
+    return first, second
