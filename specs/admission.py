@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded as rounding
 from coda_agent.specs.format import Spec
+from coda_agent.specs.layout import shown
 from coda_agent.specs.reference import cast_to, draw_inputs, narrow, run_reference, storage
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def _misdeclared(
         shape, dtype = spec.shape_of(name, sizes, binding), spec.dtype_of(name, types)
         got = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
         if got != (shape, dtype):
-            return f"output {name!r} is {got[1]} {got[0]}; expected {dtype} {shape}"
+            faces = f"{got[1]} {shown(got[0])}; expected {dtype} {shown(shape)}"
+            return f"output {name!r} is {faces}, as it is declared"
     return ""
 
 
@@ -212,16 +214,17 @@ def _degeneracy(
     for name in spec.outputs:
         for value in (rounded[name].double(), truth[name].double()):
             if not value.isfinite().all():
-                return f"output {name!r} has non-finite values"
+                return f"output {name!r} has non-finite values; expected a `draw` without"
             if not value.any():
-                return f"output {name!r} is all zero"
+                return f"output {name!r} is all zero; expected a `draw` on which it is not"
             if value.numel() > 1 and (value == value.flatten()[0]).all():
-                return f"output {name!r} is constant"
+                return f"output {name!r} is constant; expected a `draw` on which it varies"
         if torch.equal(truth[name], redrawn[name]):
-            return f"output {name!r} is constant: it depends on no input"
+            return f"output {name!r} is constant: it depends on no input; leave it out"
     moved = [exact({**inputs, operand: other[operand]}) for operand in spec.gemm]
     if not any(all(not torch.equal(truth[n], run[n]) for run in moved) for n in spec.outputs):
-        return f"no output depends on both GEMM operands, {' and '.join(spec.gemm)}"
+        operands = " and ".join(spec.gemm)
+        return f"no output depends on both GEMM operands, {operands}; return what they give"
 
     def smooth(values: Values) -> dict[str, torch.Tensor]:
         """The exact reference without roundings, which small moves of its inputs do not change."""
@@ -302,12 +305,12 @@ def _swallowed(
                 guesses[f"another {name}'s values"] = exact.roll(1, axis)
         for what, guess in guesses.items():
             if exact.numel() > 1 and distance(o, guess) <= 1:
-                return f"output {o!r} is within its tolerance of {what}"
+                return f"output {o!r} is within its tolerance of {what}; draw what moves it more"
         if exact.ndim == 2 and min(exact.shape) > 2:
             first, second = torch.linalg.svdvals(exact)[:2]
             if second < 1e-3 * first:
-                return f"output {o!r} is a column times a row: it needs no GEMM"
+                return f"output {o!r} is a column times a row: it needs no GEMM; return the factors"
     for x, runs in left_out.items():
         if max(distance(o, run[o]) for run in runs for o in truth) <= 1:
-            return f"no output depends on {x!r} by more than its tolerance"
+            return f"no output depends on {x!r} by more than its tolerance; draw larger ones"
     return ""

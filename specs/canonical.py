@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.primitives.kinds import HALVES
 from coda_agent.specs.format import Dim, Header, Output, Shape
-from coda_agent.specs.layout import Axes, Entry, Layout, Part, Place, extent, parts
+from coda_agent.specs.layout import Axes, Entry, Layout, Part, Place, extent, parts, shown
 
 Sum = dict[str, Fraction]
 """An extent as a sum of dims; "" stands for 1."""
@@ -84,8 +84,8 @@ class Product:
         found = next((w for w in ways if len(b) == 2 and a[w[0]] == b[w[1]]), None)
         if found is None:
             raise ValueError(
-                f"gemm: shapes {self.first[0]} {[*a]} and {self.second[0]} {[*b]} share no dim to "
-                "sum over; expected [M, K] or [K, M], and [N, K] or [K, N]"
+                f"gemm: shapes {self.first[0]} {shown(a)} and {self.second[0]} {shown(b)} share no "
+                "dim to sum over; expected [M, K] or [K, M], and [N, K] or [K, N]"
             )
         self.at, self.to = found
         self.along_k = len(self.first) > 1
@@ -103,8 +103,8 @@ class Product:
         self.total = _sum(self.columns)
         if len(self.total) > 1:
             raise ValueError(
-                f"gemm: columns {self.columns} are of several dims, so that no size of the product "
-                "says what each has; name them as multiples of one dim, such as 4*N and N"
+                f"gemm: columns {shown(self.columns)} are of several dims, so that no size of the "
+                "product says what each has; name them as multiples of one dim, such as 4*N and N"
             )
         self._name_dims()
         self.halves = header.pairs == "halves" or self._of_two_gates()
@@ -294,7 +294,8 @@ class Product:
                 if any(
                     tensors[x].model_copy(update={"shape": first.shape}) != first for x in group
                 ):
-                    raise ValueError(f"{', '.join(group)} become one tensor; declare them alike")
+                    some = ", ".join(group)
+                    raise ValueError(f"{some} are one tensor of the kernel; declare them alike")
                 gemm = not output and group in (self.first, self.second)
                 found = self._operand(group) if gemm else self._other(group, tensors, output=output)
                 if found is None:
@@ -318,10 +319,15 @@ class Product:
             shape = next(iter({**header.inputs, **header.outputs}[unread[0]].shape.cases.values()))
             lead = ", ".join(map(str, self.lead))
             whole = [*self.lead, *self.columns]
-            step = f"; expand it to {whole} in the call" * ({*shape} <= {1, *whole})
+            within = {*shape} <= {1, *whole}
+            step = (
+                f"expand it to {shown(whole)} in the call"
+                if within
+                else "use it in the next kernel"
+            )
             raise ValueError(
-                f"{unread[0]}: shape {[*shape]} is not over rows [{lead}], over columns "
-                f"{self.columns}, or over both{step}"
+                f"{unread[0]}: shape {shown(shape)} is not over rows [{lead}], over columns "
+                f"{shown(self.columns)}, or over both; {step}"
             )
         units = {"": 1} | {x: dim.multiple_of for x, dim in header.dims.items()}
         own = {**self.row_names, **self.column_names}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from coda_agent.primitives.kinds import GEMM_DTYPES
 from coda_agent.specs.format import DTYPES, Header, Output, Spec, evaluate
-from coda_agent.specs.layout import parts
+from coda_agent.specs.layout import parts, shown
 
 
 def declared_faults(spec: Header) -> Iterator[str]:
@@ -28,7 +28,7 @@ def declared_faults(spec: Header) -> Iterator[str]:
             yield f"name {name!r} is declared twice among inputs, outputs and parameters"
     for name, choices in {**spec.types, **spec.parameters}.items():
         if not choices or len(set(choices)) != len(choices):
-            yield f"{name!r} lists {list(choices)}; expected one or more distinct choices"
+            yield f"{name!r} lists {shown(choices)}; expected one or more distinct choices"
     for name, choices in spec.types.items():
         for dtype in sorted(set(choices) - set(DTYPES)):
             yield f"type {name}: unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}"
@@ -44,13 +44,16 @@ def faults(spec: Spec) -> Iterator[str]:
     """What contradicts what in a canonical spec; lazily likewise."""
     a, b = (spec.inputs[name].shape.cases.get("", ()) for name in spec.gemm)
     if len(a) != 2 or len(b) != 2 or a[1] != b[1] or len({*a, *b} & set(spec.dims)) != 3:
-        got = f"{spec.gemm[0]} {list(a)} and {spec.gemm[1]} {list(b)}"
+        got = f"{spec.gemm[0]} {shown(a)} and {spec.gemm[1]} {shown(b)}"
         yield f"gemm: shapes {got}; expected [M, K] and [N, K] over three dims"
     if (place := spec.in_place) is not None:
         pair = spec.outputs.get(place.output), spec.inputs.get(place.input)
         faces = [(t.shape, t.dtype) for t in pair if t is not None]
         if len(faces) < 2 or faces[0] != faces[1]:
-            yield f"in_place: expected an output and an input of one shape and dtype, got {place}"
+            yield (
+                f"in_place: {place.output} and {place.input} are not an output and an input of one "
+                "shape and dtype; expected such a pair"
+            )
         for name, value in place.when.items():
             if value not in spec.parameters.get(name, ()):
                 yield f"in_place: no {name}={value}; expected a parameter and one of its values"
@@ -61,7 +64,11 @@ def faults(spec: Spec) -> Iterator[str]:
         for fault, declaration in size_faults(spec, sizes):
             yield f"{fault}; declare {declaration}"
         for name, tensor in spec.inputs.items():
-            kind, args = tensor.draw.kind, [evaluate(arg, known) for arg in tensor.draw.args]
+            try:
+                kind, args = tensor.draw.kind, [evaluate(arg, known) for arg in tensor.draw.args]
+            except ValueError as error:
+                yield f"inputs.{name}.draw: {error}"
+                continue
             if kind == "normal" and args[0] <= 0:
                 yield f"inputs.{name}.draw: expected a positive std, got {args[0]}"
             bounds = [math.floor(arg) for arg in args] if kind == "integers" else args

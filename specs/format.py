@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.resources import steps
-from coda_agent.specs.layout import ENTRY, Layout, extent
+from coda_agent.specs.layout import ENTRY, Layout, extent, shown
 
 DTYPES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8
@@ -96,7 +96,7 @@ def _parse_entries(raw: Any) -> tuple[int | str, ...]:
         good = isinstance(entry, str) and ENTRY.fullmatch(entry)
         if entry is raw or not (good or (type(entry) is int and entry > 0)):
             raise ValueError(
-                f"expected a list of dims, DIM/INT, INT*DIM and positive ints, got {raw!r}"
+                f"expected a list of dims, DIM/INT, INT*DIM and positive ints, got {shown(raw)}"
             )
     return tuple(entries)
 
@@ -122,7 +122,7 @@ def _parse_draw(raw: Any) -> Draw:
             return Draw(kind, tuple(args))
     raise ValueError(
         "expected `normal`, `normal: {std: X}`, `uniform: [LO, HI]`, `constant: X` or"
-        f" `integers: [LO, HI]`, got {raw!r}"
+        f" `integers: [LO, HI]`, got {shown(raw)}"
     )
 
 
@@ -132,14 +132,16 @@ def _parse_domain(raw: Any) -> tuple[float, float]:
     if isinstance(raw, list) and len(raw) == 2 and all(type(x) in (int, float) for x in raw):
         if -math.inf < raw[0] < raw[1] < math.inf:
             return float(raw[0]), float(raw[1])
-    raise ValueError(f"expected `positive` or [LO, HI], two numbers, got {raw!r}")
+    raise ValueError(f"expected `positive` or [LO, HI], two numbers, got {shown(raw)}")
 
 
 def _parse_gemm(raw: Any) -> tuple[str, ...]:
     sides = [side.split() if isinstance(side, str) else side for side in raw or ()]
     names = [x for side in sides if isinstance(side, list) for x in side or [None]]
     if len(sides) != 2 or len(names) < 2 or not all(isinstance(x, str) for x in names):
-        raise ValueError(f"expected two inputs, each of which may be a list of some, got {raw!r}")
+        raise ValueError(
+            f"expected two inputs, each of which may be a list of some, got {shown(raw)}"
+        )
     return tuple(" ".join(side) for side in sides)
 
 

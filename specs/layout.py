@@ -29,6 +29,13 @@ def parts(entry: str) -> tuple[int, str, int]:
     return int(factor or 1), dim, int(divisor or 1)
 
 
+def shown(value: Any) -> str:
+    """A value of the front matter as it is written there."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shown(x)}' for key, x in value.items())}}}"
+    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
 def extent(entry: Entry, sizes: Mapping[str, int]) -> int:
     """A shape's entry at `sizes`."""
     if isinstance(entry, int):

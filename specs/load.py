@@ -17,6 +17,7 @@ from coda_agent.specs.canonical import canonical
 from coda_agent.specs.defaults import completed
 from coda_agent.specs.faults import declared_faults, faults
 from coda_agent.specs.format import Header, Spec
+from coda_agent.specs.layout import shown
 
 _FRONT = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
 _BLOCK = re.compile(r"^```python reference[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -135,7 +136,7 @@ def _first(error: ValidationError, front: str) -> str:
     expected += str(context.get("expected", ""))
     for bound, words in (("gt", "a number greater than"), ("ge", "a number of at least")):
         expected = f"{words} {context[bound]:g}" if bound in context else expected
-    return f"{line}{where}: expected {expected}, got {fault['input']!r}"
+    return f"{line}{where}: expected {expected}, got {shown(fault['input'])}"
 
 
 def _line(front: str, loc: tuple[int | str, ...]) -> int:

@@ -1,5 +1,6 @@
 """The spec parser: what it reads, and the one line it says about each kind of bad spec."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -201,26 +202,29 @@ def test_digest_ignores_line_ends_only() -> None:
         ("N: {multiple_of: 16}", "N: {multiple: 16}", "unknown key 'dims.N.multiple'"),
         ("gemm: [A, B]\n", "", "missing key 'gemm'"),
         ("level: compose", "level: hard", "line 3: level: expected one of 'compose', 'repar"),
-        ("target: 0.97", "target: fast", "line 27: target: expected a number, got 'fast'"),
+        ("target: 0.97", "target: fast", "line 27: target: expected a number, got fast"),
         ("target: 0.97", "target: -1", "target: expected a number greater than 0, got -1"),
         ("tolerance: {multiple: 2.0}", "tolerance: 2", "tolerance: expected keys and values"),
         ("N: {multiple_of: 16}", "N: {multiple_of: 0}", "expected a number of at least 1, got 0"),
         ("N: {multiple_of: 16}", "N: {multiple_of: x}", "N.multiple_of: expected a whole number"),
         ("  - {M: 3, N: 16", "  - {M: a, N: 16", "line 23: check_shapes.0.M: expected a whole"),
         ("inputs:\n", "inputs:\n  1: [M]\n", "line 15: inputs.1: expected text, got 1"),
-        ("{T: [bfloat16, float16]}", "{T: bfloat16}", "types.T: expected a list, got 'bfloat16'"),
+        ("{T: [bfloat16, float16]}", "{T: bfloat16}", "types.T: expected a list, got bfloat16"),
         ("name: scaled", "name: scaled-gemm", "name 'scaled-gemm' must be a Python identifier"),
         ("[none, relu]", "[a__b, relu]", "name 'a__b' must be a Python identifier"),
-        ("[none, relu]", "[relu, relu]", "'act' lists ['relu', 'relu']; expected"),
+        ("[none, relu]", "[relu, relu]", "'act' lists [relu, relu]; expected"),
         ("[bfloat16, float16]", "[bfloat16, half]", "type T: unknown dtype 'half'; expected one"),
         ("[M, K], dtype: T", "[M, K], dtype: S", "A: unknown dtype 'S'; expected one of T, bfloat"),
         ("[M, 3]", "[M, Q]", "y: dim 'Q' is not declared; expected one of M, N, K"),
         ("[M, N/2]", "[M, Z/2]", "D: dim 'Z' is not declared"),
-        (*IN_PLACE, "in_place: expected an output and an input of one shape and dtype"),
+        (
+            *IN_PLACE,
+            "in_place: D and y are not an output and an input of one shape and dtype; expected",
+        ),
         (
             "gemm: [A, B]",
             "gemm: [A, B]\nin_place: {output: D, input: z}",
-            "in_place: expected an output and an input",
+            "in_place: D and z are not an output and an input",
         ),
         (
             "gemm: [A, B]\n",
@@ -238,8 +242,8 @@ def test_digest_ignores_line_ends_only() -> None:
         ("parameter: per, ", "", "inputs.v.shape: a shape by cases needs `parameter: NAME`"),
         ("row: [M]", "line: [M]", "v: shape cases column, line are not the values of 'per'"),
         ("gemm: [A, B]", "gemm: [A, W]", "gemm: 'W' is not an input; expected two of A, B, v, x"),
-        ("gemm: [A, B]", "gemm: [A, v]", "gemm: shapes A ['M', 'K'] and v []; expected [M, K]"),
-        ("B: {shape: [N, K]", "B: {shape: [K, N]", "y: shape ['M', 3] is not over rows [M], over"),
+        ("gemm: [A, B]", "gemm: [A, v]", "gemm: shapes A [M, K] and v []; expected [M, K]"),
+        ("B: {shape: [N, K]", "B: {shape: [K, N]", "y: shape [M, 3] is not over rows [M], over"),
         ("gemm: [A, B]", "gemm: [A]", "line 10: gemm: expected two inputs, each of which may be"),
         ("  D: {", "  A: {", "name 'A' is declared twice among inputs, outputs and parameters"),
         ("  - {M: 3, N: 16", "  - {M: 3, N: 17", "N=17; expected a positive multiple of 16"),
@@ -274,7 +278,7 @@ def test_bad_specs(old: str, new: str, message: str) -> None:
     said = str(caught.value)
     line = GOOD[: GOOD.index("def reference")].count("\n") + 1
     assert said.startswith("here/scaled.md: ") and message.replace("{line}", str(line)) in said
-    assert "\n" not in said
+    assert "\n" not in said and not re.search(r"Input should|\['|pydantic|=\[", said)
 
 
 def test_a_vector_gathered_by_an_index_may_have_16_bits() -> None:
@@ -368,8 +372,8 @@ def test_what_a_short_spec_leaves_out() -> None:
     ("edit", "message"),
     [
         (("gemm: [x, w]", "gemm: [x, v]"), "gemm: 'v' is not an input; expected two of x, w, i"),
-        (("w: [N, K]", "w: [N, Q]"), "gemm: shapes x ['M', 'K'] and w ['N', 'Q'] share no dim"),
-        (("y: [M, N/2]", "y: M"), "line 5: outputs.y: expected keys and values, got 'M'"),
+        (("w: [N, K]", "w: [N, Q]"), "gemm: shapes x [M, K] and w [N, Q] share no dim"),
+        (("y: [M, N/2]", "y: M"), "line 5: outputs.y: expected keys and values, got M"),
         (("def reference", "def other"), "block defines reference 0 times"),
         (("def reference", "def"), "line 10: reference has a syntax error"),
     ],

@@ -297,14 +297,14 @@ def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
 @pytest.mark.parametrize(
     ("gemm", "inputs", "outputs", "header", "message"),
     [
-        ("[x, w]", {"w": "[N, Q]"}, {}, "", r"gemm: shapes x \['M', 'K'\] and w \['N', 'Q'\] share"),
+        ("[x, w]", {"w": "[N, Q]"}, {}, "", r"gemm: shapes x \[M, K\] and w \[N, Q\] share"),
         ("[x, [w, v]]", {"w": "[N, K]", "v": "[N, Q]"}, {}, "", "gemm: x and w, v do not fit; expect"),
         ("[x, [w, v]]", {"w": "[N, K]", "v": "[Q, K]"}, {}, "", "name them as multiples of one dim"),
-        ("[x, w]", {"w": "[K, N]", "c": "[M, 3]"}, {}, "", r"c: shape \['M', 3\] is not over rows"),
+        ("[x, w]", {"w": "[K, N]", "c": "[M, 3]"}, {}, "", r"c: shape \[M, 3\] is not over rows"),
         ("[x, w]", {"w": "[N, K]", "c": "[M, N]"}, {}, "pairs: halves\n", "only a vector can be"),
         ("[x, w]", {"w": "[N, K]"}, {"z": "[M, N]"}, "pairs: halves\n", "name them in `split`"),
         ("[x, [w, v]]", {"w": "[N, K]", "v": "{shape: [N, K], draw: {uniform: [0, 1]}}"}, {}, "",
-         "w, v become one tensor; declare them alike"),
+         "w, v are one tensor of the kernel; declare them alike"),
     ],
 )  # fmt: skip
 def test_what_has_no_layout_is_refused(

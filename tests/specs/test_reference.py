@@ -399,8 +399,8 @@ def test_an_output_that_left_float64_is_refused() -> None:
         ("return {'O': B[:, :8].T * 1}", "no output depends on both GEMM operands, A and B"),
         ("return {'O': (A @ B.T).log()}", "output 'O' has non-finite values"),
         ("return {'O': A @ B.T / 0}", "output 'O' has non-finite values"),
-        ("return {'O': B @ A.T}", "output 'O' is bfloat16 (16, 8); expected bfloat16 (8, 16)"),
-        ("return {'O': (A @ B.T).float()}", "output 'O' is float32 (8, 16); expected bfloat16"),
+        ("return {'O': B @ A.T}", "output 'O' is bfloat16 [16, 8]; expected bfloat16 [8, 16]"),
+        ("return {'O': (A @ B.T).float()}", "output 'O' is float32 [8, 16]; expected bfloat16"),
         ("return {'O': A.mul_(2) @ B.T}", "the reference changes its input 'A' in place"),
     ],
 )
@@ -483,7 +483,7 @@ def test_roundings_at_stores_and_to_the_own_type_are_admitted() -> None:
 
 def test_each_element_type_has_to_give_what_is_declared() -> None:
     spec = toy(f"return {{'O': (A @ B.T * {SCALES}).bfloat16()}}", types="[bfloat16, float16]")
-    with pytest.raises(SpecError, match=r"output 'O' is bfloat16 \(8, 16\); expected float16"):
+    with pytest.raises(SpecError, match=r"output 'O' is bfloat16 \[8, 16\]; expected float16"):
         admit(spec)
 
 
