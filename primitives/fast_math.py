@@ -92,6 +92,7 @@ def remainder(x: Any, y: Any) -> Any:
     left = fused(-_math("floor")(size * reciprocal(unit)), unit, size)
     left = _chosen(_compared("OLT", left, 0.0), left + unit, left)
     left = _chosen(_compared("OGE", left, unit), left - unit, left)
+    left = _chosen(_compared("OEQ", unit, math.inf), size, left)
     return _math("copysign")(left, Float32(x))
 
 

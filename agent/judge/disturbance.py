@@ -27,6 +27,7 @@ _OPERATION = 2.0**-24  # in float32
 _APPROXIMATION = 2.0**-22  # by an approximation of the special-function unit
 _PRODUCT = 2.0**-25  # one product of a GEMM whose operands have 16 bits
 _PRODUCT_8 = 2.0**-16  # the same for 8 bits, of which tensor cores keep about 14 bits of a sum
+_FLUSHED = 2.0**-126
 # MUFU.TANH errs by up to 2^-11 of its range, not of its result. So does what is composed of it.
 _RANGE = 2.0**-15
 # Functions of torch that are no operation of the vocabulary, and what their error scales with.
@@ -118,7 +119,10 @@ def disturbed(
             return result  # a view
         error = errors().get(getattr(function, "__name__", ""))
         unit = _APPROXIMATION if error == "result" else _OPERATION
-        off = result * (finer * unit * noise(result))
+        share = noise(result)
+        off = result * (finer * unit * share)
+        if finer == 1.0:  # float32 flushes what is less to 0, where a sign or a ceiling jumps
+            off += (_FLUSHED * share).where(result != 0, 0.0)
         if error in ("range", "argument"):
             # All elements get the same error: an approximation errs alike for like arguments.
             weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE

@@ -58,6 +58,8 @@ _CONSTANT = 2.0**-24
 # most. x + (1 - cos(2x)) / 2 loses that much near 10^-8, where log(1 + x) loses nearly all.
 _ROUNDING = 2.0**-52
 _HALF = 2.0**-26
+# torch's softplus is x itself above 20, which is less than log(1 + e^x) by this share.
+_CUT = 2.0**-33
 # Binary exponents of the numbers of a type.
 _EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
 _WIDEST = (-126, 127)
@@ -274,7 +276,8 @@ def _of_rounding(
             continue
         if node.op == "const" and float(torch.tensor(node.value).bfloat16()) == node.value:
             continue  # short numbers are meant exactly
-        moved, share = (constants, _CONSTANT) if node.op == "const" else (operations, _ROUNDING)
+        share = _CUT if node.op == "softplus" else _ROUNDING
+        moved, share = (constants, _CONSTANT) if node.op == "const" else (operations, share)
         graph = _scaled(program.graph, i, 1 + share)
         other = replayed(spec, dataclasses.replace(program, graph=graph), inputs)[o]
         moved += (other.clamp(-top, top) - out).abs().nan_to_num(0.0, 0.0, 0.0)

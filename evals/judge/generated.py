@@ -29,10 +29,22 @@ from coda_agent.specs.admission import admit
 Choose = Callable[[Sequence[Any]], Any]
 """Takes one of a sequence: `random.Random(seed).choice`, or a draw of hypothesis."""
 
-PRODUCTS = """
+# Declared A and B, and ways to write their product; the first as often as the others together.
+_ROWS = (
+    "[M, K]",
+    "[N, K]",
+    """
 A @ B.T | F.linear(A, B) | torch.mm(A, B.mT) | (B @ A.T).T | torch.einsum('mk,nk->mn', A, B)
 (A.float() @ B.float().T) | torch.matmul(A, B.transpose(0, 1)) | 2 * (A @ B.T) | (A * 0.5) @ B.T
-"""
+""",
+)
+LAYOUTS = (_ROWS,) * 3 + (
+    ("[M, K]", "[K, N]", "A @ B | torch.mm(A, B) | F.linear(A, B.T)"),
+    ("[K, M]", "[N, K]", "A.T @ B.T | torch.einsum('km,nk->mn', A, B)"),
+    ("[S, M, K]", "[N, K]", "A @ B.T | F.linear(A, B) | torch.einsum('smk,nk->smn', A, B)"),
+)
+# Where a reference overflows in float64 and goes on, or names what depends on its element type, it
+# has no one meaning: hence clamps before `exp`, and the numbers of `nan_to_num`.
 UNARY = """
 F.relu({x}) | F.silu({x}) | F.gelu({x}) | F.gelu({x}, approximate='tanh') | torch.tanh({x})
 torch.sigmoid({x}) | {x}.abs() | -{x} | {x} * 0.5 | {x} + 1 | {x} / 3 | 2 - {x} | {x}.square()
@@ -42,14 +54,16 @@ torch.rsqrt({x}.square() + 1) | torch.ceil(3 * {x}) | torch.round({x}) | torch.t
 torch.sin({x}) | torch.cos({x}) | torch.atan({x}) | torch.asinh({x}) | torch.erf({x})
 torch.sign({x}) | F.hardswish({x}) | F.mish({x}) | F.leaky_relu({x}, 0.1) | F.leaky_relu({x}, 2.0)
 F.softshrink({x}) | F.hardshrink({x}) | F.hardtanh({x}) | F.logsigmoid({x}) | F.relu6({x})
-torch.expm1({x}.clamp(max=3)) | 1 / ({x}.abs() + 1) | {x}.nan_to_num() | {x} % 1.5 | {x}.frac()
+torch.expm1({x}.clamp(max=3)) | 1 / ({x}.abs() + 1) | {x} % 1.5 | {x}.frac()
+{x}.nan_to_num(0.0, 9.0, -9.0) | torch.log(1 + torch.exp({x}.clamp(max=60))) | {x} ** 3
 ({x} > 0) * {x} | torch.where({x} < 0, {x}, 0.3) | {x}.masked_fill({x} > 1, 0.25) | F.selu({x})
-{x} * torch.sigmoid({x}) | torch.exp2({x}.clamp(max=4)) | torch.log(1 + torch.exp({x})) | {x} ** 3
+{x} * torch.sigmoid({x}) | torch.exp2({x}.clamp(max=4))
 ({x}.abs() + 0.1) ** 1.5 | F.threshold({x}, 0.1, 0.0) | F.tanhshrink({x}) | F.softsign({x})
 torch.heaviside({x}, torch.ones_like({x})) | torch.sinh({x}.clamp(-2, 2)) | {x}.float()
-{x}.T.contiguous().T | {x}[None][0] | {x}.reshape({x}.shape) | {x}.unsqueeze(-1).squeeze(-1)
+{x}.mT.contiguous().mT | {x}[None][0] | {x}.reshape({x}.shape) | {x}.unsqueeze(-1).squeeze(-1)
 torch.sum(torch.stack([{x}, {x}]), 0) | ({x} == {x}).float() * {x} | {x}.to(A.dtype)
 torch.logical_and({x} > 0, {x} < 1) * {x} | torch.addcmul({x}, {x}, {x}, value=0.5) | {x}.sinc()
+{x}.to(torch.float8_e4m3fn).to({x}.dtype) | {x}.clone().mul_(2) | torch.round({x}, decimals=1)
 """
 BINARY = """
 {x} + {y} | {x} - {y} | {x} * {y} | {x} / ({y}.abs() + 1) | torch.maximum({x}, {y})
@@ -63,36 +77,37 @@ torch.div({x}, {y}.abs() + 1, rounding_mode='floor') | torch.fmax({x}, {y})
 torch.clamp({x}, -{y}.abs(), {y}.abs()) | ({y}.abs() + 0.5) ** {x}.clamp(-2, 2)
 """
 PAIRS = """
-torch.stack((-{x}[:, 1::2], {x}[:, 0::2]), -1).flatten(-2)
+torch.stack((-{x}[..., 1::2], {x}[..., 0::2]), -1).flatten(-2)
 {x}.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-torch.stack(({x}[:, 0::2] * 2, {x}[:, 1::2] + 1), dim=-1).reshape({x}.shape)
+torch.stack(({x}[..., 0::2] * 2, {x}[..., 1::2] + 1), dim=-1).reshape({x}.shape)
 """
 HALVES = """
-{x}[:, 0::2] | {x}[:, 1::2] | F.silu({x}[:, 0::2]) * {x}[:, 1::2]
-{x}.reshape({x}.shape[0], -1, 2).sum(-1) | F.glu({x}.unflatten(-1, (-1, 2)), -1).squeeze(-1)
+{x}[..., 0::2] | {x}[..., 1::2] | F.silu({x}[..., 0::2]) * {x}[..., 1::2]
+{x}.unflatten(-1, (-1, 2)).sum(-1) | F.glu({x}.unflatten(-1, (-1, 2)), -1).squeeze(-1)
 """
 UNTAKEN = """
 {x}.softmax(-1) | {x}.cumsum(-1) | {x}.roll(1, -1) | {x} - {x}.mean(-1, keepdim=True)
 torch.lgamma({x}.abs() + 1) | {x}.sort(-1).values | {x}.flip(-1) | F.layer_norm({x}, {x}.shape[-1:])
-{x} + {x}.shape[0] | {x} * torch.arange({x}.shape[1]) | {x} @ {x}.T @ {x} | {x}.tril()
+{x} + {x}.shape[0] | {x} * torch.arange({x}.shape[-1]) | {x} @ {x}.T @ {x} | {x}.tril()
 """
 ROWS = """
-{x}.sum(-1) | {x}.mean(-1) | {x}.amax(-1) | {x}.logsumexp(-1) | {x}.square().mean(1)
+{x}.sum(-1) | {x}.mean(-1) | {x}.amax(-1) | {x}.logsumexp(-1) | {x}.square().mean(-1)
 torch.linalg.vector_norm({x}, dim=-1) ** 2 | {x}.abs().max(-1).values | ({x} > 0).float().sum(-1)
-2 * {x}.sum(-1) | {x}.gather(1, index[:, None])[:, 0] | {x}[torch.arange({x}.shape[0]), index]
+2 * {x}.sum(-1) | {x}.amin(-1) | {x}.gather(-1, index[..., None])[..., 0]
+{x}[torch.arange({x}.shape[0]), index]
 """
 COLUMNS = "{x}.sum(0) | {x}.amax(0) | {x}.abs().sum(dim=0) | ({x} * {x}).sum(0)"
 INPUTS = {"C": "[M, N]", "E": "[M, N]", "r": "[M]", "b": "[N]", "index": "[M]"}
+_VECTORS = (("r[..., None]", "[M]"), ("r", "[M, 1]"))
 _BATCH = 100
 _SPEC = """---
 name: {name}
-dims: {{M: {{}}, N: {{multiple_of: 16}}, K: {{multiple_of: 8}}}}
 gemm: [A, B]
 inputs:
 {inputs}
 outputs:
 {outputs}
-check_shapes: [{{M: 1, N: 16, K: 8}}, {{M: 37, N: 48, K: 24}}]
+check_shapes: [{{M: 1, N: 16, K: 8{one}}}, {{M: 37, N: 48, K: 24{two}}}]
 ---
 ```python reference
 import torch
@@ -114,7 +129,11 @@ class _Written:
 
     def __init__(self, choose: Choose) -> None:
         self.choose = choose
-        self.lines = [f"D = {choose(_listed(PRODUCTS))}"]
+        a, b, products = choose(LAYOUTS)
+        self.batched = a.startswith("[S")
+        self.row, r = choose(_VECTORS)
+        self.inputs = {"A": a, "B": b, **INPUTS, "r": r}
+        self.lines = [f"D = {choose(_listed(products))}"]
         self.tiles, self.halves = ["D"], list[str]()
 
     def assign(self, values: list[str], expression: str) -> str:
@@ -125,7 +144,7 @@ class _Written:
 
     def other(self) -> str:
         """What a full-width value may be combined with."""
-        return self.choose([*self.tiles, "C", "E", "r[:, None]", "b", "b[None, :]", "0.5"])
+        return self.choose([*self.tiles, "C", "E", self.row, "b", "b[None, :]", "0.5"])
 
     def step(self) -> None:
         x = self.tiles[-1]
@@ -153,7 +172,7 @@ class _Written:
             found["H"] = ("[M, N/2]", x)
         if choose(range(3)) == 0:
             found["s"] = ("[M]", choose(_listed(ROWS)).format(x=choose(self.tiles)))
-        if choose(range(5)) == 0:
+        if choose(range(5)) == 0 and not self.batched:
             found["n"] = ("[N]", choose(_listed(COLUMNS)).format(x=choose(self.tiles)))
         return found
 
@@ -169,11 +188,11 @@ def reference(choose: Choose, name: str = "generated") -> Spec:
         written.step()
     outputs = written.outputs()
     text = "\n".join([*written.lines, *(value for _, value in outputs.values())])
-    inputs = {"A": "[M, K]", "B": "[N, K]"}
-    inputs |= {x: s for x, s in INPUTS.items() if _used(x, text)}
+    inputs = {x: s for x, s in written.inputs.items() if x in ("A", "B") or _used(x, text)}
+    lead = "[S, M" if written.batched else "[M"
     declared, returned, lines = [], [], []
     for x, shape in inputs.items():
-        about = f"shape: {shape}"
+        about = f"shape: {shape.replace('[M', lead)}"
         if x == "index":
             about += ", dtype: int64, draw: {integers: [0, 16]}"
         elif x not in ("A", "B"):
@@ -184,12 +203,13 @@ def reference(choose: Choose, name: str = "generated") -> Spec:
         single = shape in ("[M]", "[N]") and "index" not in value
         dtype = "float32" if single else choose(["T", "float32"]) if o != "H" else "T"
         cast = ".float()" if dtype == "float32" else ".to(A.dtype)"
-        lines.append(f"  {o}: {{shape: {shape}, dtype: {dtype}}}")
+        lines.append(f"  {o}: {{shape: {shape.replace('[M', lead)}, dtype: {dtype}}}")
         returned.append(f'"{o}": ({value}){cast}')
     body = [*written.lines, f"return {{{', '.join(returned)}}}"]
     spec = _SPEC.format(
         name=name, inputs="\n".join(declared), outputs="\n".join(lines), names=", ".join(inputs),
         body="\n".join(f"    {line}" for line in body),
+        one=", S: 1" * written.batched, two=", S: 2" * written.batched,
     )  # fmt: skip
     return load_spec(Path(f"{name}.md"), text=spec)
 

@@ -113,9 +113,10 @@ def _remainder(x: Expr, y: Expr | float) -> Expr:
 def _divided(x: Expr, y: Expr | float, rounding_mode: str | None = None) -> Expr:
     if rounding_mode is None:
         return x / y
-    # What the remainder leaves is a multiple, so that the rounded quotient is right.
-    left = apply("fmod", x, y) if rounding_mode == "trunc" else _remainder(x, y)
-    return apply("round_even", (x - left) / y)
+    # What fmod leaves is a multiple, so that the rounded quotient is right.
+    left = apply("fmod", x, y)
+    quotient = apply("round_even", (x - left) / y)
+    return quotient if rounding_mode == "trunc" else quotient - apply("greater", 0.0, left * y)
 
 
 def _rounded(x: Expr, decimals: Expr | float = 0.0) -> Expr:
