@@ -30,14 +30,14 @@ def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
 
 
 def test_the_judge_agrees_with_the_interpreter() -> None:
-    cells = [generated.tried(3, number) for number in range(25)]
+    cells = [generated.tried(31, number) for number in range(25)]
     assert {c["layer"] for c in cells} == {"not admitted", "refused", "right"}
 
 
 @pytest.mark.parametrize(("old", "new"), [("maximum(", "minimum("), ("0.25", "0.26")])
 def test_a_wrong_program_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     lines = {"D": "A @ B.T", "x1": "torch.maximum(D, E)", "O": "x1.masked_fill(x1 > 1, 0.25)"}
-    picks = iter(["A @ B.T", range(1, 6)[1], "binary", "E", "torch.maximum({x}, {y})", "unary",
+    picks = iter([generated.LAYOUTS[0], ("r", "[M, 1]"), "A @ B.T", 2, "binary", "E", "torch.maximum({x}, {y})", "unary",
                   "{x}.masked_fill({x} > 1, 0.25)", 1, 1, 1, "T", "", "float32"])  # fmt: skip
     spec = generated.reference(lambda options: next(picks))
     assert all(line in spec.reference_source for line in lines.values())
