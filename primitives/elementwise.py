@@ -26,6 +26,7 @@ from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.group_fold import exchanged, parts, replayed, which_of
 from coda_agent.primitives.groups import GroupTile, spans
 from coda_agent.primitives.lower import apply
+from coda_agent.primitives.placed_tiles import placed
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import (
     ColIndex,
@@ -122,7 +123,7 @@ class Elementwise:
         rows = [_Row(place, first + i) for i in range(self.at_once)]
         loaded = [self._load(row, product, tensors, stores) for row in rows]
         for row, (acc, values, held) in zip(rows, loaded, strict=True):
-            results = self._replayed(acc, {**fixed, **values})
+            results = self._replayed(acc, {**fixed, **values}, row)
             for o, kind in self.program.outputs.items():
                 if o in self.down:
                     _fold_rows(self.down[o].combine, sums[o], results[o], row.inside)
@@ -163,7 +164,9 @@ class Elementwise:
         }
         return _loaded(product, row.read, column, COLUMNS), values, held
 
-    def _replayed(self, acc: list[Any], values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def _replayed(
+        self, acc: list[Any], values: Mapping[str, Any], row: Any
+    ) -> dict[str, list[Any]]:
         """The outputs' values in this thread's columns of a row."""
         step = 2 if self.program.paired else 1
         found: dict[str, list[Any]] = {o: [] for o in self.program.outputs}
@@ -175,12 +178,21 @@ class Elementwise:
             }
             elements.append((_lane(acc, e, COLUMNS // step), operands))
         graph = self.program.graph
+        columns = [row.place.start + j for j in range(COLUMNS)]
+        count = COLUMNS // step
+        known = {
+            node: [_lane(drawn, e, count) for e in range(count)]
+            for node in self.program.placed
+            for drawn in (placed(graph, node, row.index, columns, values),)
+        }
         if spans(graph):
-            columns = replayed(graph, elements, apply, self._statistic)
+            found_at = replayed(graph, elements, apply, self._statistic, known)
         else:
-            columns = [*zip(*(graph.replay(*element, apply) for element in elements), strict=True)]
+            there = [{node: v[e] for node, v in known.items()} for e in range(count)]
+            each = zip(elements, there, strict=True)
+            found_at = [*zip(*(graph.replay(*x, apply, at) for x, at in each), strict=True)]
         for o, i in graph.outputs.items():
-            for value in columns[i]:
+            for value in found_at[i]:
                 found[o] += [*value] if isinstance(value, tuple) else [value]
         return found
 

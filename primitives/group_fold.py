@@ -22,13 +22,9 @@ from coda_agent.primitives.fast_math import binary
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.group_store import Places
 from coda_agent.primitives.groups import spans, statistics
+from coda_agent.primitives.placed_tiles import fed, name_of
 
 _arch: Any = cute.arch
-
-
-def name_of(node: int) -> str:
-    """What the storing visit calls a statistic."""
-    return f"group_{node}"
 
 
 def which_of(op: str) -> str:
@@ -58,15 +54,16 @@ def replayed(
     elements: list[tuple[Any, Mapping[str, Any]]],
     apply: Callable[..., Any],
     statistic: Callable[[int, list[Any]], list[Any]],
+    known: Mapping[int, list[Any]],
 ) -> list[list[Any]]:
     """Every node of `graph` at every element, which is an accumulator and operands; `apply` gives
     operations their meaning, and `statistic` that of a node, element by element, of its argument's
-    values."""
+    values. Some nodes' values are `known`."""
     found: list[list[Any]] = []
     groups = spans(graph)
     for i, node in enumerate(graph.nodes):
-        if i in groups:
-            found.append(statistic(i, found[node.args[0]]))
+        if i in groups or i in known:
+            found.append(known[i] if i in known else statistic(i, found[node.args[0]]))
             continue
         match node.op:
             case "acc":
@@ -139,7 +136,7 @@ def with_groups(base: Any, replay: Any) -> dict[str, Any]:
             }
             return [totals[key] for key in keys]
 
-        found = replayed(below, elements, replay.apply, statistic)
+        found = replayed(below, elements, replay.apply, statistic, {})
         # Pruning keeps the order of nodes.
         self.group_found = {
             node: {at: v for (at, _), v in zip(self.group_parts, found[inner], strict=True)}
@@ -155,7 +152,7 @@ def with_groups(base: Any, replay: Any) -> dict[str, Any]:
                 value = self.group_found[node][coord, i - i % paired]
                 tile[i] = value[i % paired] if isinstance(value, tuple) else value
             tiles[name_of(node)] = tile
-        self._epi_mod_operands = (*base._epi_mod_operands, *((name, "tile") for name in tiles))
+        fed(self, tiles)
         return base.epi_visit_subtile(self, params, {**tensors, **tiles}, acc, *rest)
 
     def begin_loop(self: Any, params: Any, tensors: Any, coord: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.kinds import FLOATS, Operand, Output
-from coda_agent.primitives.operation import GROUPS, Degree, Op, kept, nonlinear
+from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, nonlinear
 
 __all__ = ["GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
 __all__ += ["group_max", "group_mean", "group_min", "group_sum"]
@@ -119,8 +119,8 @@ def check(graph: Graph, operands: Mapping[str, type[Operand]], wide: bool) -> No
     ProgramError: a statistic needs what a kernel does not have in time.
     """
     found = spans(graph)
-    if found and wide:
-        raise ProgramError("a program with a WideTile has no statistics of groups")
+    if wide and any(n.op in (*GROUPS, *PLACED) for n in graph.nodes):
+        raise ProgramError("a program with a WideTile has no statistics of groups and no places")
     for node in statistics(graph).nodes if found else ():
         if node.op == "operand" and node.shape in (Shape.TILE, Shape.INDEX):
             raise ProgramError(
@@ -128,6 +128,8 @@ def check(graph: Graph, operands: Mapping[str, type[Operand]], wide: bool) -> No
                 "is loaded after it",
                 hint="take it of the accumulator, vectors and numbers alone",
             )
+        if node.op in PLACED:
+            raise ProgramError(f"a group's statistic cannot take {node.op}() in")
 
 
 class GroupTile(Output):

@@ -122,8 +122,9 @@ def forget() -> None:
 
 # The modules that decide what a graph compiles to.
 _LOWERING = (
-    "graph operation fast_math ops elementary rounding pairwise gather groups ptx kinds resources "
-    "reductions lower masked_sum stores wide head_table group_fold group_store elementwise"
+    "graph operation fast_math ops elementary rounding pairwise gather groups placed placed_tiles "
+    "ptx kinds resources reductions lower masked_sum stores wide head_table group_fold "
+    "group_store elementwise"
 )
 
 
@@ -175,8 +176,8 @@ class Replay:
         graph, outputs = self.program.graph, self.program.outputs
         operands = {o: values.get(self.names[o]) for o in self.program.operands}
         known = {}
-        for i in spans(graph):
-            value = values[f"group_{i}"]
+        for i in (*spans(graph), *self.program.placed):
+            value = values[f"node_{i}"]
             known[i] = value[0] if graph.nodes[i].shape is Shape.HALF else value
         replayed = graph.replay(acc, operands, apply, known)
         results = {}

@@ -99,6 +99,10 @@ GROUPS: dict[str, Op] = {}
 """Statistics of groups of adjacent columns; `cute` is never called, since they need the others."""
 
 
+PLACED: dict[str, Op] = {}
+"""What follows from an element's place; `cute` is never called, since values do not tell it."""
+
+
 def elementwise(
     cute: Callable[..., Any], **facts: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -13,6 +13,7 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.groups import check, spans
 from coda_agent.primitives.kinds import Operand, Output
+from coda_agent.primitives.operation import PLACED
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS, AddTile, WideTile
@@ -64,6 +65,11 @@ class Program:
         element of; 0 without. N is a multiple of it, and so is a tile's width."""
         stored = (getattr(kind, "width", 0) for kind in self.outputs.values())
         return max([*spans(self.graph).values(), *stored], default=0)
+
+    @cached_property
+    def placed(self) -> list[int]:
+        """Nodes that follow from an element's place."""
+        return [i for i, n in enumerate(self.graph.nodes) if n.op in PLACED]
 
     @cached_property
     def digest(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.fast_math import assembly
 from coda_agent.primitives.graph import Operand, Value, record
-from coda_agent.primitives.operation import GROUPS, MOVES, OPS, Op, as_tensors
+from coda_agent.primitives.operation import GROUPS, MOVES, OPS, PLACED, Op, as_tensors
 from coda_agent.primitives.ptx_run import MNEMONICS, Statement, form, forms, run
 
 MEANINGS = {
@@ -74,7 +74,8 @@ def operation(name: str) -> Op:
     Raises:
         ProgramError: there is none, or its PTX is refused.
     """
-    return OPS.get(name) or MOVES.get(name) or GROUPS.get(name) or _brought(name)
+    known = next((table[name] for table in (OPS, MOVES, GROUPS, PLACED) if name in table), None)
+    return known or _brought(name)
 
 
 @lru_cache(maxsize=256)

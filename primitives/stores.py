@@ -173,12 +173,16 @@ class Mod(frontend.EpiMod):
 
 
 def _grouped(minted: Any, replay: Any) -> Any:
-    """`minted`, with the statistics of groups that the program has."""
-    if not spans(replay.program.graph):
-        return minted
-    from coda_agent.primitives.group_fold import with_groups
+    """`minted`, with the statistics of groups and the values of places that the program has."""
+    if spans(replay.program.graph):
+        from coda_agent.primitives.group_fold import with_groups
 
-    return type(minted.__name__, (minted,), with_groups(minted, replay))
+        minted = type(minted.__name__, (minted,), with_groups(minted, replay))
+    if nodes := replay.program.placed:
+        from coda_agent.primitives.placed_tiles import with_places
+
+        minted = type(minted.__name__, (minted,), with_places(minted, replay, nodes))
+    return minted
 
 
 def _checked(minted: Any) -> type:

@@ -164,7 +164,8 @@ def offered(
             Unfused forms are there for up to 1024 rows.
     """
     plain = not program.paired and all(kind.transposes for kind in program.operands.values())
-    plain &= all(kind is Tile for kind in program.outputs.values()) and not program.group
+    plain &= all(kind is Tile for kind in program.outputs.values())
+    plain &= not program.group and not program.placed
     shapes = tuple(shapes)
     fewest = min((m for m, _, _ in shapes), default=math.inf)
     if any(-(-m // 128) * -(-n // 128) < _STARVED for m, n, _ in shapes):

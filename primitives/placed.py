@@ -1,0 +1,171 @@
+"""Values that follow from an element's place alone: its row, its column, and random numbers.
+
+Philox4x32-10 (Salmon et al., 2011) is counter-based: the numbers of an element depend on the seed,
+the offset and its place, on no tile and no launch, so a backward pass can draw them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Node, Operand, Shape, Value
+from coda_agent.primitives.operation import PLACED, Degree, Edge, Op
+
+__all__ = ["column_index", "dropout", "philox_uniform", "row_index"]
+
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+_WORD = 0xFFFFFFFF
+
+
+def row_index(x: Value) -> Value:
+    """The row of each element of x (M, N), from 0; a float32, so exact below 2²⁴.
+
+    Costs an addition. Use it with `column_index` for triangular masks.
+
+        return {"O": where(greater_equal(row_index(acc), column_index(acc)), acc, 0.0)}
+    """
+    return _placed("row_index", x)
+
+
+def column_index(x: Value) -> Value:
+    """The column of each element of x (M, N), from 0; see `row_index`.
+
+    return {"O": acc * column_index(acc)}
+    """
+    return _placed("column_index", x)
+
+
+def philox_uniform(x: Value, seed: Operand, offset: Operand) -> Value:
+    """A random number in [0, 1) for each element of x (M, N), of 24 bits, by Philox4x32-10.
+
+    `seed` and `offset` are numbers or `Scalar`s, whole and below 2²⁴. The key is (seed, 0) and the
+    counter (row, column // 4, offset, 0), of which the element takes word column % 4. So the same
+    seed, offset and place give the same number in any tile. `philox(seed, offset, rows, columns)`
+    of `coda_agent.primitives.placed` gives them all in torch. Cost: 40 integer instructions an
+    element.
+
+        return {"O": acc + philox_uniform(acc, 7, 0)}
+    """
+    return _placed("philox_uniform", x, seed, offset)
+
+
+def dropout(x: Value, p: float, seed: Operand, offset: Operand) -> Value:
+    """x (M, N) with each element 0 with probability `p`, and else divided by 1 - p.
+
+    Kept are the elements whose `philox_uniform` is at least `p`, a number below 1. The numbers are
+    not those of torch.nn.functional.dropout, whose order follows its launch.
+
+        return {"O": dropout(acc, 0.1, 7, 0)}
+    """
+    from coda_agent.primitives.ops import step
+
+    if not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise ProgramError(f"dropout(): p is {p!r}, expected a number from 0 to below 1")
+    # The least number of 24 bits that is kept: exact in float32, where p need not be.
+    least = math.ceil(p * 2**24) / 2**24
+    dropped = step(least - philox_uniform(x, seed, offset))
+    return x * ((1.0 - dropped) * (1.0 / (1.0 - p)))
+
+
+def _placed(op: str, x: Value, *numbers: Operand) -> Value:
+    if not isinstance(x, Value) or x.shape is not Shape.TILE:
+        raise ProgramError(f"{op}() takes a value (M, N), of whose elements it tells the place")
+    found = [n if isinstance(n, Value) else x.graph.const(_whole(op, n)) for n in numbers]
+    for value in found:
+        if value.shape is not Shape.SCALAR or value.graph.nodes[value.index].args:
+            raise ProgramError(f"{op}() takes seed and offset as they are given, not computed")
+    acc = x.graph.add(Node("acc", (), Shape.TILE))
+    return x.graph.add(Node(op, (acc.index, *(v.index for v in found)), Shape.TILE))
+
+
+def _whole(op: str, number: object) -> float:
+    if not isinstance(number, (int, float)) or number != int(number) or not 0 <= number < 2**24:
+        raise ProgramError(f"{op}() got {number!r}, expected a whole number from 0 to below 2²⁴")
+    return float(number)
+
+
+def _product(a: Any, b: int) -> tuple[Any, Any]:
+    """High and low words of the product of words, on int64 tensors, which hold no 64 bits more."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    total = (low >> 16) + high
+    return total >> 16, ((total & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def words(
+    counter: tuple[Any, Any, Any, Any],
+    key: tuple[Any, ...],
+    product: Callable[[Any, int], tuple[Any, Any]],
+    word: Callable[[Any], Any] = lambda number: number,
+) -> list[Any]:
+    """The four words of Philox4x32-10. `product` gives high and low words of a product, `word` a
+    constant."""
+    a, b, c, d = counter
+    for i in range(ROUNDS):
+        if i:
+            key = tuple(_sum(k, w, word) for k, w in zip(key, WEYL, strict=True))
+        first, second = map(word, key)
+        (high, low), (upper, lower) = product(a, MULTIPLIERS[0]), product(c, MULTIPLIERS[1])
+        a, b, c, d = upper ^ b ^ first, lower, high ^ d ^ second, low
+    return [a, b, c, d]
+
+
+def _sum(key: Any, weyl: int, word: Callable[[Any], Any]) -> Any:
+    if isinstance(key, int):
+        return (key + weyl) & _WORD
+    return (key + word(weyl)) & word(_WORD)
+
+
+def philox(seed: float, offset: float, rows: int, columns: int, device: Any = None) -> Any:
+    """What `philox_uniform` gives for an (rows, columns) tile, in float64.
+
+    The reference of a spec may call it.
+    """
+    import torch
+
+    row = torch.arange(rows, device=device)[:, None]
+    fourth = torch.arange(-(-columns // 4), device=device)[None]
+    zero = torch.zeros_like(row + fourth)
+    seed, offset = (int(x) & _WORD for x in (seed, offset))
+    counter = row + zero, fourth + zero, zero + offset, zero
+    drawn = torch.stack(words(counter, (zero + seed, 0), _product), -1)
+    return (drawn.flatten(-2)[:, :columns] >> 8).double() * 2.0**-24
+
+
+def _uniform(x: Any, seed: Any, offset: Any) -> Any:
+    return philox(float(seed), float(offset), *x.shape, device=x.device).to(x.dtype)
+
+
+def _rows(x: Any) -> Any:
+    return _columns(x.mT).mT
+
+
+def _columns(x: Any) -> Any:
+    import torch
+
+    return torch.arange(x.shape[1], device=x.device).to(x.dtype).expand(x.shape)
+
+
+def _untraced(*_: Any) -> Any:
+    raise AssertionError("a place is not known by the values there")
+
+
+for _name, _torch, _call, _flops in (
+    ("row_index", _rows, row_index, 0),
+    ("column_index", _columns, column_index, 0),
+    ("philox_uniform", _uniform, philox_uniform, 40),
+):
+    PLACED[_name] = Op(
+        _name,
+        _torch,
+        _untraced,
+        arity=3 if _flops else 1,
+        call=_call,
+        flops=_flops,
+        edge=lambda *_: Edge(False, True),
+        degree=lambda *_: Degree.CONSTANT,
+    )
