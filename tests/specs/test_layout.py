@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge.compare import same
 from coda_agent.agent.judge.compile_gate import jobs_for
 from coda_agent.agent.judge.imported import check_imported
 from coda_agent.agent.judge.meaning import check_meaning
@@ -158,6 +159,17 @@ LAYOUTS: dict[str, Any] = {
         {"y": "[M, N]"},
         "return F.gelu(F.linear(x, w) + F.linear(xa, b) + bias)",
     ),
+    "FP8 with scales of rows and columns": lambda: spec(
+        "[x, w]",
+        {
+            "x": "{shape: [M, K], dtype: float8_e4m3fn}",
+            "w": "{shape: [K, N], dtype: float8_e4m3fn}",
+            "sx": f"{{shape: [M, 1], {FLOAT}, draw: {{uniform: [0.5, 1.5]}}}}",
+            "sw": f"{{shape: [1, N], {FLOAT}, draw: {{uniform: [0.5, 1.5]}}}}",
+        },
+        {"y": "{shape: [M, N], dtype: bfloat16}"},
+        "return ((x.float() @ w.float()) * sx * sw).bfloat16()",
+    ),
     "columns that are numbers": lambda: spec(
         "[x, w]",
         {"x": "[M, K]", "w": "[256, K]", "b": "[256]"},
@@ -185,7 +197,7 @@ def drawn(made: Spec, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str,
     for name, tensor in made.declared.inputs.items():
         shape = [e if isinstance(e, int) else _extent(e, sizes) for e in tensor.shape.cases[""]]
         value = torch.randn(shape, generator=generator)
-        found[name] = value.to(torch.float32 if tensor.dtype == "float32" else dtype)
+        found[name] = value.to(dtype if tensor.dtype == "T" else getattr(torch, tensor.dtype))
     return found
 
 
@@ -201,7 +213,7 @@ def called(kernel: Kernel, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         assert f"{name} = probe.pack(" in (kernel.__doc__ or "")
         extents = None if place.shares else [x.shape[place.axis] for x in own.values()]
         back = kernel.unpack(name, given[name], extents)
-        assert all(torch.equal(back[x], value) for x, value in own.items())
+        assert all(same(back[x], value) for x, value in own.items())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         found = kernel(**given)
@@ -220,6 +232,9 @@ def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Pr
     kernel = Kernel(made, {"probe": program}, {}, frozenset(), f"layout_{made.digest[7:19]}")
     sizes = {d: 3 if d == "B" else 64 if d != "M" else 40 for d in made.declared.dims}
     given = drawn(made, sizes, torch.bfloat16)
+    narrow = [x for x, value in given.items() if value.element_size() == 1]
+    # No product reads 8 bits along N.
+    assert kernel.packing.keys() & narrow == ({"w"} if narrow else set())
     exact = namespace(made)(**{x: v.double() for x, v in given.items()})
     plain = namespace(made)(**given)
     exact, plain = (x if isinstance(x, tuple) else (x,) for x in (exact, plain))
@@ -249,7 +264,7 @@ def test_no_element_is_lost_or_doubled(composed: tuple[Spec, Program]) -> None:
         for place in layout.inputs:
             value = inputs[place.name]
             if isinstance(value, torch.Tensor):
-                assert torch.equal(place.together(declared, own, {}), value)
+                assert same(place.together(declared, own, {}), value)
             else:
                 assert declared[place.name].item() == value
 
@@ -332,6 +347,15 @@ def test_an_extent_that_is_a_number_stays_it() -> None:
     assert all(case.sizes["K"] == 64 for case in structures(made, {}, "bfloat16"))
     with pytest.raises(SpecError, match="K=128; this reference is for 64 alone"):
         draw_inputs(made, {"M": 8, "S": 16, "K": 128}, made.default_types(), seed=0)
+
+
+def test_a_square_weight_is_that_of_linear() -> None:
+    made = spec(
+        "[x, w]", {"x": "[M, K]", "w": "[K, K]"}, {"y": "[M, K]"}, "return torch.tanh(x @ w)"
+    )
+    with pytest.raises(ProgramError, match="the reference raises at sizes") as caught:
+        Composer().write(made, lambda *_: None)
+    assert caught.value.hint == "w is read as [N, K]; where it is [K, N], name its two dims apart"
 
 
 def test_halves_that_are_not_declared_are_named() -> None:

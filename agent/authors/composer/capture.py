@@ -164,6 +164,9 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
             at = ", ".join(f"{x} = {known[x]}" for x in spec.declared.dims if x in known)
             fault = f"the reference raises at sizes that the spec allows ({at}): {reason}"
             hint = "say as `multiple_of` of a dim what the reference takes, or mend the reference"
+            square = spec.declared.inputs.get(b := spec.declared.gemm[1])
+            if square and len({*square.shape.cases[""]}) == 1:
+                hint = f"{b} is read as [N, K]; where it is [K, N], name its two dims apart"
         raise ProgramError(where + fault, hint=hint) from None
     finally:
         logger.setLevel(level)
