@@ -211,7 +211,13 @@ def same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits (torch.equal knows no 8-bit floats, and no NaN)."""
     import torch
 
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    def bits(value: torch.Tensor) -> torch.Tensor:
+        value = value.contiguous()
+        if value.stride(-1) != 1:  # a single column may have any stride
+            value = value.clone(memory_format=torch.contiguous_format)
+        return value.view(torch.uint8)
+
+    return torch.equal(bits(x), bits(y))
 
 
 def within(errors: Errors, limit: Errors) -> bool:
