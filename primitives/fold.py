@@ -155,7 +155,8 @@ def folding(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> Folds:
     if known := _BOUND.get(key):
         return known
     grid, rest = prepared(raws, ways)
-    made = [(t.shape[:1], (1,), torch.float32) for t in raws]
+    # torch 2.11 takes a tuple and no `torch.Size`.
+    made = [((t.shape[0],), (1,), torch.float32) for t in raws]
     empty = allocator(device)
     outs = [empty(*x) for x in made]
     if raws[0].is_meta:
