@@ -248,6 +248,9 @@ class _Draft:
                     raise SpecError(message, hint=hint)
                 self.fixed[self._letter(symbol, "N")] = size
         rows = [s for s in trace.shapes[first[0]] if s != inner and not _numeric(s)]
+        if not rows:
+            hint = "give it more, such as 4096: the kernel takes any number of them"
+            raise SpecError(f"the example of {first[0]} has one row", hint=hint)
         wanted = ["M"] if len(rows) == 1 else ["B", *(f"S{i}" for i in range(2, len(rows))), "S"]
         self.rows = [self._letter(s, x) for s, x in zip(rows, wanted, strict=True)]
         columns: dict[Any, int] = {}
@@ -435,7 +438,8 @@ class _Draft:
                 alone = self._changed(second[0], 1)[o].select(axis, 0)
                 return [] if alone.any() else ["pairs: halves"]
             return []
-        by = [{o for o, where in self._changed(x).items() if where.any()} for x in second]
+        wide = {o for o, face in outputs.items() if self.columns[0] in face.shape}
+        by = [wide & {o for o, where in self._changed(x).items() if where.any()} for x in second]
         if len(first) > 1 or not set[str].intersection(*by):
             return []
         own = [o for o in outputs if sum(o in some for some in by) == 1]

@@ -115,9 +115,10 @@ def _kernel_faults(spec: Spec) -> Iterator[str]:
     for types in spec.type_choices():
         a, b = (spec.dtype_of(name, types) for name in spec.gemm)
         if a != b or a not in GEMM_DTYPES:
+            why = "a tensor core multiplies no two types" if a != b else "kernels are of these"
             yield (
                 f"gemm: {spec.gemm[0]} is {a} and {spec.gemm[1]} {b}; expected one type for both, "
-                f"of {', '.join(GEMM_DTYPES)}, since a tensor core multiplies no two types"
+                f"of {', '.join(GEMM_DTYPES)}, since {why}: cast what is given in the call"
             )
         for o, binding in itertools.product(spec.outputs, spec.bindings()):
             yield from _output_faults(spec, o, spec.dtype_of(o, types), binding)

@@ -150,6 +150,10 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
                 "the function multiplies what a product gave; a kernel has one product",
                 hint="give the first product as an argument, or make a kernel of each",
             )
+        if pair[0] == pair[1] or sum(e != 1 for e in trace.shapes[pair[1]]) > 2:
+            what = "with itself" if pair[0] == pair[1] else f"with a batch of matrices, {pair[1]}"
+            hint = "take one matrix as an argument of its own, and call the kernel for each"
+            raise SpecError(f"{function} multiplies {pair[0]} {what}", hint=hint)
         pairs[pair] = None
     if not pairs:
         hint = "a kernel is a product such as x @ w.T, and what is computed with it"

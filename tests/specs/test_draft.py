@@ -84,6 +84,8 @@ def test_several_weights_and_columns_that_are_cut() -> None:
     assert (front["pairs"], front["split"]) == ("halves", ["g", "u"])
     _, front = drafted("q, k = x @ wg, x @ wu\nreturn q, k", gate)
     assert "pairs" not in front and front["inputs"]["wu"]["shape"] == ["K", "N"]
+    _, front = drafted("return torch.cat([x @ wg, x @ wu], -1)", gate)
+    assert "pairs" not in front and front["outputs"]["out"]["shape"] == ["M", "2*N"]
     cut = "g, u = (x @ w.T).chunk(2, -1)\nreturn g * u"
     assert drafted(cut, SQUARE)[1]["pairs"] == "halves"
     assert "pairs" not in drafted("z = x @ w.T\nreturn z[:, ::2] * z[:, 1::2]", SQUARE)[1]
@@ -156,6 +158,12 @@ def test_element_types() -> None:
             "return x @ w.T", {"x": (S, S), "w": (50257, S)},
             "model.py: w has a size of 50257; a kernel takes multiples of 8 there (pad it to 50264)",
         ),
+        (
+            "return torch.bmm(x, w)", {"x": (4, S, S), "w": (4, S, S)},
+            "model.py: f multiplies x with a batch of matrices, w (take one matrix as an argument",
+        ),
+        ("return x @ x.T", {"x": (S, S)}, "model.py: f multiplies x with itself (take one matrix"),
+        ("return x @ w.T", {"x": (1, S), "w": (S, S)}, "model.py: the example of x has one row (g"),
         ("raise ValueError", SQUARE, "model.py:5: the function raises ValueError: no message"),
         ("return (x @ w.T) * 0", SQUARE, "model.py: f: output 'out' is all zero"),
     ],

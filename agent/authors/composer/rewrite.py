@@ -162,7 +162,7 @@ class _Rewriter:
             return Unusable(
                 f"input {name!r} is {dtype} [{', '.join(map(str, symbolic))}]; an epilogue takes"
                 f" floating [], [{m}], [{n}], [{m}, {n}], [{m}, 2*{n}] and integer [{m}]",
-                f"expand it to [{m}, {n}] first, or use it in the next kernel",
+                "repeat or expand it to one of these in the call, or use it in the next kernel",
             )
         op = "index" if kind is ColIndex else "operand"
         self.leaves[name] = expr = leaf(op, name, position, frozenset(frame.dims))
