@@ -101,8 +101,7 @@ def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
     for o, kind in program.outputs.items():
         single = issubclass(kind, Reduction) or kind is RowGather
         outputs[o] = {"shape": [*kind.dims], "dtype": "float32" if single else "bfloat16"}
-    entries = [str(e) for tensor in outputs.values() for e in tensor["shape"]]
-    unit = math.lcm(32, *(int(e.partition("/")[2]) for e in entries if "/" in e))
+    unit = math.lcm(32, *(p.group or 1 for p in demo.programs))  # they share a reference
     sizes = {**_SHAPE, "unit": unit, "few": -(-288 // unit) * unit, "n": -(-352 // unit) * unit}
     source = inspect.getsource(demo.reference).replace("def reference", "def demonstrated", 1)
     text = render("demonstration.md", name=program.name, inputs=inputs, outputs=outputs,
