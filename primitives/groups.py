@@ -146,7 +146,10 @@ class GroupTile(Output):
 
     @classmethod
     def taken(cls, value: Any) -> Any:
-        return value[:, :: cls.width]
+        import torch
+
+        # Of one row and one group, `contiguous` would leave the strides that are not.
+        return value[:, :: cls.width].clone(memory_format=torch.contiguous_format)
 
     @classmethod
     def store(cls, lowering: Any, o: str) -> Any:
