@@ -6,12 +6,15 @@ statistics of what will be stored.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from coda_agent.primitives.fast_math import assembly
 from coda_agent.primitives.operation import Edge, elementwise, kept
 
 __all__ = [
+    "stochastic_bfloat16",
+    "stochastic_e4m3",
     "to_bfloat16",
     "to_e4m3",
     "to_e5m2",
@@ -38,6 +41,24 @@ def rounded(x: Any, dtype: Any) -> Any:
     held = x.clamp(-448.0, 448.0) if dtype is torch.float8_e4m3fn else x
     # Through float32, as torch rounds float64 to 8 bits, whatever its release.
     return held.float().to(dtype).to(x.dtype)
+
+
+def stochastic(x: Any, u: Any, dtype: Any) -> Any:
+    """A floating tensor rounded to one of the two neighbours in `dtype`: away from 0 where the
+    share of the step that it is beyond the lower one, plus u in [0, 1), reaches 1.
+
+    The reference of a spec may call it, with numbers of `coda_agent.primitives.placed.philox`.
+    """
+    import torch
+
+    info = torch.finfo(dtype)
+    # Below the normal numbers the step is that of the least of them, which is added meanwhile.
+    lift = torch.where(x.abs() < info.smallest_normal, info.smallest_normal, 0.0).to(x.dtype)
+    size = (x.abs() + lift).double()
+    step = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 1) * info.eps
+    found = ((size / step + u).floor() * step - lift).to(x.dtype)
+    found = found.clamp(max=info.max) if dtype.itemsize == 1 else found
+    return torch.where(x.isfinite() | ((dtype.itemsize == 1) & x.isinf()), found.copysign(x), x)
 
 
 def _through(half: str) -> Any:
@@ -120,3 +141,52 @@ def to_e5m2(x: Any) -> Any:
     import torch
 
     return rounded(x, torch.float8_e5m2)
+
+
+def _drawn(bits: int, low: str, top: str = "") -> Any:
+    """The rounding of $1 whose fraction has `bits` too many, with $2 in [0, 1): what is added to
+    them carries as often as they are large. Below `low` the step does not shrink."""
+    return assembly(
+        ".reg .f32 size, lift, share; .reg .b32 word, add; .reg .pred p; "
+        f"abs.f32 size, $1; setp.lt.f32 p, size, {low}; mov.f32 lift, 0f00000000; "
+        f"@p mov.f32 lift, {low}; add.f32 size, size, lift; "
+        f"mul.f32 share, $2, 0f{(127 + bits) << 23:08x}; cvt.rzi.u32.f32 add, share; "
+        f"mov.b32 word, size; add.u32 word, word, add; and.b32 word, word, {-(1 << bits)}; "
+        f"mov.b32 size, word; sub.f32 size, size, lift; {top} copysign.f32 $0, $1, size; "
+        "testp.notanumber.f32 p, $1; @p mov.f32 $0, $1;",
+        arity=2,
+    )
+
+
+_stochastic = partial(
+    elementwise,
+    flops=4,
+    derivative=lambda z, x, u, dx, du: dx,
+    edge=lambda x, u: Edge(x.zero, x.zero),
+)
+
+
+@_stochastic(_drawn(16, "0f00800000"))
+def stochastic_bfloat16(x: Any, u: Any) -> Any:
+    """x rounded to one of its neighbours in bfloat16, by u in [0, 1): on average it is x.
+
+    Cost: ten instructions. Use it with `philox_uniform`, for weights and states kept in 16 bits.
+
+        return {"O": stochastic_bfloat16(acc, philox_uniform(acc, 7, 0))}
+    """
+    import torch
+
+    return stochastic(x, u, torch.bfloat16)
+
+
+@_stochastic(_drawn(20, "0f3c800000", "min.f32 size, size, 0f43e00000;"))
+def stochastic_e4m3(x: Any, u: Any) -> Any:
+    """x rounded to one of its neighbours in e4m3, by u in [0, 1); saturates at ±448.
+
+    Cost: twelve instructions. See `stochastic_bfloat16`.
+
+        return {"O": stochastic_e4m3(acc, philox_uniform(acc, 7, 0))}
+    """
+    import torch
+
+    return stochastic(x, u, torch.float8_e4m3fn)

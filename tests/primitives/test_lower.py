@@ -549,6 +549,8 @@ NOT_FINITE = {
     "sinh",
     "softplus",
     "sqrt",
+    "stochastic_bfloat16",
+    "stochastic_e4m3",
     "to_bfloat16",
     "to_e5m2",
     "to_float16",

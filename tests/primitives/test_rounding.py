@@ -13,11 +13,14 @@ from coda_agent.primitives import (
     epilogue,
     floor,
     round_even,
+    stochastic_bfloat16,
+    stochastic_e4m3,
     to_bfloat16,
     to_e4m3,
     to_e5m2,
     to_float16,
 )
+from coda_agent.primitives.placed import philox
 
 # Bits of the fraction, least exponent of a normal number, largest number.
 FORMATS = {
@@ -77,3 +80,23 @@ def test_derivatives_are_those_of_pytorch() -> None:
     assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
     operations = [n.op for n in slopes.graph.nodes]
     assert "to_e4m3" not in operations and "round_even" in operations
+
+
+@pytest.mark.parametrize("atom", [stochastic_bfloat16, stochastic_e4m3], ids=lambda a: a.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stochastic_rounding_is_right_on_average_and_to_a_neighbour(atom, dtype) -> None:
+    to = torch.bfloat16 if atom is stochastic_bfloat16 else torch.float8_e4m3fn
+    u = philox(1, 2, 512, 512).flatten()
+    for x in (1.03, -3.7e-3, 300.3, -(2.0**-11), 447.9, 0.0, 2.0):
+        found = atom(torch.full_like(u, x, dtype=dtype), u.to(dtype))
+        assert found.dtype is dtype
+        assert torch.equal(found, found.to(to).to(dtype))  # it holds them
+        values = found.unique()
+        assert len(values) <= 2 and values.min() <= x <= values.max()
+        step = float(values.max() - values.min())
+        assert abs(float(found.double().mean()) - x) <= 4 * step / 2 / 512 + abs(x) * 2**-30
+    ends = torch.tensor([1e9, math.inf, -math.inf, math.nan], dtype=dtype)
+    got = atom(ends, torch.full((4,), 0.5, dtype=dtype)).nan_to_num(7.0, 8.0, -8.0).tolist()
+    wide = float(torch.tensor(1e9).bfloat16())
+    assert got[1:] == ([8.0, -8.0, 7.0] if to is torch.bfloat16 else [448.0, -448.0, 7.0])
+    assert abs(got[0] - wide) <= 2**22 if to is torch.bfloat16 else got[0] == 448.0
