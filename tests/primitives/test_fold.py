@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
+
+import pytest
+import torch
+
+from coda_agent.primitives import fold
 
 # Triton reads the variable when it is imported. The interpreter has no dependent launches.
 SCRIPT = """
@@ -46,3 +52,17 @@ def test_folds_joined_are_those_alone() -> None:
         [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True
     )
     assert run.stdout.strip() == "all folded", run.stderr[-2000:]
+
+
+def test_buffers_are_asked_for_as_torch_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[type, type]] = []
+
+    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        asked.append((type(shape), type(strides)))
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+    monkeypatch.setattr(fold, "allocator", lambda _: empty)
+    raws = [torch.empty(77, 3, device="meta"), torch.empty(5, 300, device="meta").mT]
+    outs = fold.folding(raws, [("add", 0.5, 0.0), ("max", 1.0, 0.0)])(raws)
+    assert [t.shape for t in outs] == [(77,), (300,)]
+    assert asked == [(tuple, tuple)] * 2  # a torch.Size is refused on a GPU

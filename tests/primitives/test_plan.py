@@ -130,6 +130,9 @@ def test_a_second_call_is_a_lookup_with_other_numbers(launches: Launches) -> Non
         a, b, operands = given(seed)
         assert_right(run, a, b, {**operands, "beta": float(seed)})
     assert launches.bound == 1
+    (plan,) = run.plans.values()
+    # On a GPU a torch.Size is refused.
+    assert {type(x) for shape, strides, _ in plan.made for x in (shape, strides)} == {tuple}
 
 
 def offset(t: torch.Tensor) -> torch.Tensor:
