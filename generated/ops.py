@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
@@ -53,10 +54,12 @@ class Recent:
     Args:
         a, b: Places of the GEMM's operands among the inputs.
         scalars: Places of inputs that may be numbers.
+        count: How many inputs there are.
     """
 
-    def __init__(self, a: int, b: int, scalars: Sequence[int]) -> None:
+    def __init__(self, a: int, b: int, scalars: Sequence[int], count: int) -> None:
         self._a, self._b, self._scalars = a, b, scalars
+        self._others = itemgetter(*[i for i in range(count) if i not in scalars])
         self._kept: dict[Any, list[tuple[Callable[..., bool], CallPlan]]] = {}
 
     def find(self, values: Sequence[Any], block_size: int | None) -> CallPlan | None:
@@ -91,7 +94,7 @@ class Recent:
         for i in self._scalars:
             if type(values[i]) not in _NUMBERS:
                 return values
-        return [x for i, x in enumerate(values) if i not in self._scalars]
+        return self._others(values)
 
 
 def _aligned(tensors: Sequence[Any]) -> bool:
@@ -147,7 +150,7 @@ class Variant:
             adds and not updated,
             tuple((outputs.index(o), places[x]) for o, x in updated.items()),
             tuple(outputs.index(o) for o in spec.outputs if o not in updated),
-            Recent(a, b, [places[x] for x in scalars(spec)]),
+            Recent(a, b, [places[x] for x in scalars(spec)], len(places)),
         )
 
     def __call__(self, values: Sequence[Any], block_size: int | None = None) -> Any:

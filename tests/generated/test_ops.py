@@ -68,7 +68,7 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("memory", [False, True], ids=["numbers", "memory"])
 @pytest.mark.parametrize("change", [*SAME, *OTHER])
 def test_a_plan_serves_calls_of_its_signature_alone(change: str, memory: bool) -> None:
-    recent, plan, values = Recent(0, 1, [2, 3]), object(), inputs()
+    recent, plan, values = Recent(0, 1, [2, 3], 5), object(), inputs()
     if memory:
         values[2:4] = torch.tensor(0.5), torch.tensor(2.0)
     recent.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
@@ -83,7 +83,7 @@ def test_a_plan_serves_calls_of_its_signature_alone(change: str, memory: bool) -
 
 
 def test_what_is_not_kept_is_not_found() -> None:
-    recent, plan = Recent(0, 1, [2, 3]), object()
+    recent, plan = Recent(0, 1, [2, 3], 5), object()
     a, b, _, t, v = inputs()
     for values in ([a, offset(b), 0.5, t, v], [a, b, torch.tensor(0.5), t, v], [a, a, 0.5, t, v]):
         recent.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
@@ -92,7 +92,7 @@ def test_what_is_not_kept_is_not_found() -> None:
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_SHAPES", 3)
-    recent, b = Recent(0, 1, []), torch.ones(16, 32)
+    recent, b = Recent(0, 1, [], 2), torch.ones(16, 32)
     layouts = [torch.ones(8, 32 + 8 * i)[:, :32] for i in range(6)]
     for i, a in enumerate(layouts):
         recent.keep([a, b], None, i)  # pyright: ignore[reportArgumentType]
