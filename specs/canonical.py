@@ -90,6 +90,8 @@ class Product:
         self.at, self.to = found
         self.along_k = len(self.first) > 1
         self.lead = [e for e in (a[1:] if self.at == 0 else a[:-1]) if e != 1]
+        if not any(isinstance(entry, str) for entry in self.lead):
+            raise ValueError(f"gemm: {self.first[0]} {shown(a)} has no dim of rows; name it")
         self.inner = [self._shape(x)[self.at] for x in self.first]
         columns = [self._shape(x)[1 - self.to] for x in self.second]
         wanted = self.inner if self.along_k else self.inner * len(columns)
@@ -200,7 +202,7 @@ class Product:
             outer = [i for i, e in enumerate(shape) if i != at % len(shape) and e != 1]
             shape = self._renamed(shape, outer, self.row_names if first else self.column_names)
             axes = tuple(shape[i] for i in outer), (shape[at],)
-            found.append(Part(x, {"": shape}, {"": axes}, turned=at == 0))
+            found.append(Part(x, {"": shape}, {"": axes}, turned=at == 0, units=_units([shape])))
         halves = self.halves and not first
         element = self.header.inputs[names[0]].dtype
         # The tensor core reads 8-bit operands along K only.
@@ -227,7 +229,8 @@ class Product:
             shapes = {case: read.shape for case, read in known.items()}
             axes = {case: read.axes for case, read in known.items()}
             tail = next(iter(known.values())).tail
-            found.append(Part(x, shapes, axes, parameter, turned, tail))
+            units = _units(shapes.values())
+            found.append(Part(x, shapes, axes, parameter, turned, tail, units))
             shape = Shape(parameter, {case: read.canonical for case, read in known.items()})
         axis = max(map(len, shape.cases.values())) - 1
         whole = (*self.dims[:axis], self.dims[1])
@@ -375,6 +378,18 @@ class Product:
             raise ValueError(f"sizes are given for {got}; expected {known}")
         names = {**self.row_names, **self.column_names}
         return {**sizes, **{new: sizes[old] for old, new in names.items()}}
+
+
+def _units(shapes: Iterable[Sequence[Entry]]) -> tuple[int, ...]:
+    """Dimensions of extent 1, from the last one, -1.
+
+    Raises:
+        ValueError: They are not the same in all shapes of a tensor.
+    """
+    found = {tuple(i - len(s) for i, e in enumerate(s) if e == 1) for s in shapes}
+    if len(found) > 1:
+        raise ValueError("a tensor's shapes by cases have different dims of 1; leave these out")
+    return found.pop()
 
 
 def _dim(entries: Sequence[Entry], dims: Mapping[str, Dim], units: Mapping[str, int]) -> Dim:

@@ -59,6 +59,7 @@ class Part:
         parameter: The static parameter that its shape depends on, if any.
         turned: Whether the axes stand in the other order in it.
         tail: Its trailing dimensions, -1 for what is not a number, where its columns are several.
+        units: Its dimensions of extent 1 that the canonical tensor lacks, the last one being -1.
     """
 
     name: str
@@ -67,15 +68,7 @@ class Part:
     parameter: str = ""
     turned: bool = False
     tail: tuple[int, ...] = ()
-
-    @property
-    def units(self) -> tuple[int, ...]:
-        """Dimensions of extent 1 that the canonical tensor lacks, from the last one, -1."""
-        (shape,), (axes,) = self.shape.values(), self.axes.values()
-        kept = sum(map(len, axes))
-        if kept == len(shape):
-            return ()
-        return tuple(i - len(shape) for i, entry in enumerate(shape) if entry == 1)
+    units: tuple[int, ...] = ()
 
     def straight(self, value: torch.Tensor) -> torch.Tensor:
         """The view of a declared tensor whose axes stand as in the canonical one."""

@@ -35,6 +35,7 @@ def spec(
     body: str,
     *,
     header: str = "",
+    arguments: str = "",
 ) -> Spec:
     def listed(tensors: Mapping[str, str]) -> str:
         return "".join(f"  {x}: {said}\n" for x, said in tensors.items())
@@ -43,7 +44,7 @@ def spec(
     text = (
         f"---\nname: probe\ngemm: {gemm}\ninputs:\n{listed(inputs)}outputs:\n{listed(outputs)}"
         f"{header}---\n```python reference\nimport torch\nimport torch.nn.functional as F\n\n\n"
-        f"def reference({', '.join(inputs)}):\n{lines}```\n"
+        f"def reference({arguments or ', '.join(inputs)}):\n{lines}```\n"
     )
     return load_spec(Path("probe.md"), text=text)
 
@@ -347,6 +348,40 @@ def test_an_extent_that_is_a_number_stays_it() -> None:
     assert all(case.sizes["K"] == 64 for case in structures(made, {}, "bfloat16"))
     with pytest.raises(SpecError, match="K=128; this reference is for 64 alone"):
         draw_inputs(made, {"M": 8, "S": 16, "K": 128}, made.default_types(), seed=0)
+
+
+def test_cases_of_a_parameter_have_layouts_of_their_own() -> None:
+    made = spec(
+        "[x, w]",
+        {
+            "x": "[B, T, K]",
+            "w": "[K, N]",
+            "v": "{shape: {parameter: per, column: [N], row: [B, T]}}",
+        },
+        {"y": "[B, T, N]"},
+        'return x @ w + (v if per == "column" else v[..., None])',
+        header="parameters: {per: [column, row]}\n",
+        arguments="x, w, v, per",
+    )
+    admit(made)
+    programs = load(Composer().write(made, lambda *_: None))
+    assert not check_meaning(made, programs, seed=1)
+    given = {"device": "cpu", "tuned": {}, "refused": ()}
+    assert not check_imported(made, programs, ["bfloat16"], **given)
+
+
+def test_torch_compile_sees_one_operator_and_views() -> None:
+    made = LAYOUTS["queries, keys and values of three weights"]()
+    program = load(Composer().write(made, lambda *_: None))["probe"]
+    kernel = Kernel(made, {"probe": program}, {}, frozenset(), "layout_compiled")
+    x, w = torch.randn(2, 3, 64).bfloat16(), torch.randn(384, 64).bfloat16()
+    compiled = torch.compile(kernel, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outs, plain = compiled(x, w), kernel(x, w)
+    assert [tuple(out.shape) for out in outs] == [(2, 3, 4, 64), (2, 3, 1, 64), (2, 3, 1, 64)]
+    assert all(torch.equal(out, same) for out, same in zip(outs, plain, strict=True))
+    assert len({out.untyped_storage().data_ptr() for out in plain}) == 1
 
 
 def test_a_square_weight_is_that_of_linear() -> None:
