@@ -6,8 +6,9 @@
 - Variants that overwrite an input are an operator of their own, `<name>_`. It returns the other
   outputs.
 - All checks happen inside, in the fake kernels too, which are `Variant.fake`.
-- Plain `Library` registrations: their dispatch costs 4 us a call, `torch.library.custom_op`'s 18
-  (torch 2.13 on a CPU), beside kernels of 20 us and more.
+- Plain `Library` registrations: one that does nothing takes 2 us of an H200's host, and under
+  torch.compile 26, where a compiled `torch.mm` takes 43 (torch 2.11). `torch.library.custom_op`
+  costs 18 us a call where this costs 4 (torch 2.13 on a CPU).
 """
 
 from __future__ import annotations
