@@ -40,6 +40,15 @@ class Declared:
         )
         self.outputs = {place.name: _Leaving.of(place, types) for place in layout.outputs}
 
+    @property
+    def hint(self) -> str:
+        """How a caller gets what is packed."""
+        lines = []
+        for name, place in self.packing.items():
+            given = ", ".join(f"{part.name}={part.name}" for part in place.parts)
+            lines.append(f"{name} = {self.name}.pack({given}), once")
+        return "; ".join(lines)
+
     def entered(self, values: Sequence[Any]) -> list[Any]:
         """Canonical inputs of a caller's.
 

@@ -204,11 +204,13 @@ class Kernel:
         if len(args) + len(inputs) == len(names) and all([x in inputs for x in rest]):
             return [inputs[x] for x in rest]
         if len(args) > len(names):
-            raise LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}")
+            hint = self._declared.hint if self._declared else ""
+            raise LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}", hint=hint)
         for x in inputs:
             if x not in rest:
                 raise LaunchError(
-                    f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}"
+                    f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}",
+                    hint=self._declared.hint if self._declared else "",
                 )
         missing = next(x for x in rest if x not in inputs)
         raise LaunchError(f"{name}: input {missing!r} is missing")
@@ -335,11 +337,8 @@ def _documentation(spec: Spec) -> str:
         [line(*item) for item in tensors.items()] for tensors in (declared.inputs, declared.outputs)
     )
     said = [spec.summary, "", "Args:", *inputs, "", "Returns:", *outputs]
-    for place in spec.layout.inputs if spec.layout else ():
-        if place.packed:
-            parts = ", ".join(f"{part.name}={part.name}" for part in place.parts)
-            names = " and ".join(part.name for part in place.parts)
-            said += ["", f"In the place of {names}: {place.name} = {spec.name}.pack({parts})"]
+    if spec.layout and (packed := Declared(spec.name, spec.layout, ()).hint):
+        said += ["", "Packed:", *(f"    {line}" for line in packed.split("; "))]
     return "\n".join(said)
 
 

@@ -211,7 +211,7 @@ def called(kernel: Kernel, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     for name, place in kernel.packing.items():
         own = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**own)
-        assert f"{name} = probe.pack(" in (kernel.__doc__ or "")
+        assert f"    {name} = probe.pack(" in (kernel.__doc__ or "")
         extents = None if place.shares else [x.shape[place.axis] for x in own.values()]
         back = kernel.unpack(name, given[name], extents)
         assert all(same(back[x], value) for x, value in own.items())
@@ -304,6 +304,9 @@ def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
     assert packed.is_contiguous()
     assert torch.equal(packed[0::2], gate.mT)
     assert torch.equal(packed[1::2], up.mT)
+    with pytest.raises(LaunchError, match="takes 3 inputs, got 5") as caught:
+        kernel(*[gate] * 5)
+    assert caught.value.hint.startswith("w_gate_w_up = probe.pack(w_gate=w_gate, w_up=w_up), once")
     with pytest.raises(LaunchError, match="w_gate are not packed, expected w_gate, w_up; b_gate"):
         kernel.pack(w_gate=gate)
     with pytest.raises(LaunchError, match="'x' is not packed, expected one of w_gate_w_up, b_gate"):
