@@ -168,31 +168,30 @@ class Elementwise:
         self, acc: list[Any], values: Mapping[str, Any], row: Any
     ) -> dict[str, list[Any]]:
         """The outputs' values in this thread's columns of a row."""
-        step = 2 if self.program.paired else 1
-        found: dict[str, list[Any]] = {o: [] for o in self.program.outputs}
+        graph, count = self.program.graph, COLUMNS // (2 if self.program.paired else 1)
         elements = []
-        for e in range(COLUMNS // step):
+        for e in range(count):
             operands = {
-                o: _lane(value, e, COLUMNS // step) if isinstance(value, list) else value
+                o: _lane(value, e, count) if isinstance(value, list) else value
                 for o, value in values.items()
             }
-            elements.append((_lane(acc, e, COLUMNS // step), operands))
-        graph = self.program.graph
-        columns = [row.place.start + j for j in range(COLUMNS)]
-        count = COLUMNS // step
-        known = {
-            node: [_lane(drawn, e, count) for e in range(count)]
-            for node in self.program.placed
-            for drawn in (placed(graph, node, row.index, columns, values),)
-        }
+            elements.append((_lane(acc, e, count), operands))
+        known = dict[int, list[Any]]()
+        for node in self.program.placed:
+            columns = [row.place.start + j for j in range(COLUMNS)]
+            drawn = placed(graph, node, row.index, columns, values)
+            known[node] = [_lane(drawn, e, count) for e in range(count)]
         if spans(graph):
-            found_at = replayed(graph, elements, apply, self._statistic, known)
+            nodes = replayed(graph, elements, apply, self._statistic, known)
         else:
-            there = [{node: v[e] for node, v in known.items()} for e in range(count)]
-            each = zip(elements, there, strict=True)
-            found_at = [*zip(*(graph.replay(*x, apply, at) for x, at in each), strict=True)]
+            each = [
+                graph.replay(x, operands, apply, {node: v[e] for node, v in known.items()})
+                for e, (x, operands) in enumerate(elements)
+            ]
+            nodes = [*zip(*each, strict=True)]
+        found: dict[str, list[Any]] = {o: [] for o in self.program.outputs}
         for o, i in graph.outputs.items():
-            for value in found_at[i]:
+            for value in nodes[i]:
                 found[o] += [*value] if isinstance(value, tuple) else [value]
         return found
 

@@ -18,7 +18,7 @@ class Places:
 
     def __init__(self, ctx: Any) -> None:
         shape = (ctx.tile_M, ctx.tile_N)
-        self.coordinates = ctx.partition_for_epilogue_fn(cute.make_identity_tensor(shape))
+        self.coordinates: Any = ctx.partition_for_epilogue_fn(cute.make_identity_tensor(shape))
         layout = self.coordinates[None, None, None, 0, 0].layout
         along = (cute.make_layout(shape, stride=stride) for stride in ((1, 0), (0, 1)))
         axes = [cute.composition(axis, layout) for axis in along]
@@ -30,8 +30,8 @@ class Places:
         apart = {column % 8 for column in self.offsets[1]} - {0, 1}
         if warps > 1 or (self.lanes > 1 and (self.lanes != 4 or apart)):
             raise NotImplementedError("its warps share rows, and with them groups of columns")
-        subtile = cute.zipped_divide(cute.make_layout(shape), ctx.epi_tile).shape[0]
-        self.columns = cute.size(subtile[1])
+        subtiles: Any = cute.zipped_divide(cute.make_layout(shape), ctx.epi_tile).shape
+        self.columns = cute.size(subtiles[0][1])
 
     def of(self, coord: Any, i: int) -> tuple[Any, int]:
         """Which of the thread's rows, and the column in the tile, of element `i` of a subtile."""
@@ -48,7 +48,7 @@ class GroupStore(EpiOp):
         super().__init__(name)
         self.width = width
 
-    def config_key(self) -> tuple[int]:
+    def config_key(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (self.width,)
 
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:

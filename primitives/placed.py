@@ -97,7 +97,7 @@ def _product(a: Any, b: int) -> tuple[Any, Any]:
 
 
 def words(
-    counter: tuple[Any, Any, Any, Any],
+    counter: tuple[Any, ...],
     key: tuple[Any, ...],
     product: Callable[[Any, int], tuple[Any, Any]],
     word: Callable[[Any], Any] = lambda number: number,
