@@ -146,7 +146,7 @@ class _Draft:
         self._name_dims(trace, first, second)
         self._find_units()
         self._check_sizes()
-        outputs, types = self._outputs()
+        outputs, types = self._cut()
         pairs = self._pairs(outputs, first, second)
         faults: list[str] = []
         for choices, draw in itertools.product(dict.fromkeys([types, types[:1]]), _DRAWS):
@@ -309,7 +309,7 @@ class _Draft:
         """
         if len({*found}) == 1 and not any(size % found[0] == 0 for size in self.fixed.values()):
             return found[0]
-        parts = [(f, q) for q in (1, 2, 4, 8, 16, 32, 64, 128) for f in (1, 2, 3)]
+        parts = [(f, q) for q in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128) for f in (1, 2, 3)]
         for (factor, divisor), letter in itertools.product(parts, tried[0]):
             if all(t[letter] * factor == e * divisor for t, e in zip(tried, found, strict=True)):
                 front = f"{factor}*" if factor > 1 else ""
@@ -394,6 +394,19 @@ class _Draft:
                 if size % (unit := self.units.get(str(x), 1)):
                     message = f"{name} has a size of {size}; a kernel takes multiples of {unit}"
                     raise SpecError(f"{message} there", hint=f"pad it to {up(size, unit)}")
+
+    def _cut(self) -> tuple[dict[str, Face], tuple[str, ...]]:
+        """The outputs, where need be of columns that three divides, as `chunk(3)` cuts them."""
+        try:
+            return self._outputs()
+        except SpecError as fault:
+            units = dict(self.units)
+            self.units |= {x: 3 * units[x] for x in self.columns if x not in self.fixed}
+            try:
+                self._check_sizes()
+                return self._outputs()
+            except SpecError:
+                raise fault from None
 
     def _outputs(self) -> tuple[dict[str, Face], tuple[str, ...]]:
         """Shape and element type of each output, and the choices of T."""

@@ -26,6 +26,12 @@ def emit(spec: Spec, programs: list[Rewritten]) -> str:
     """The complete text of a candidate with these programs, in this order."""
     functions = [_Function(program, spec.gemm) for program in programs]
     names = sorted({"epilogue"}.union(*(f.imports for f in functions)))
+    operands = dict.fromkeys(name for program in programs for name in program.operands)
+    for name in operands:
+        if name in ("acc", *names):
+            raise ProgramError(
+                f"input {name!r} has a name that the program needs", hint="rename it"
+            )
     line = f"from coda_agent.primitives import {', '.join(names)}"
     if len(line) > 100:
         line = "from coda_agent.primitives import (\n" + "".join(f"    {n},\n" for n in names) + ")"
@@ -57,10 +63,6 @@ class _Function:
         self.stored = {k: e.args[0] if e.reduction else e for k, e in self.values.items()}
         self.uses = uses(list(self.stored.values()))
         self.imports: set[str] = {*program.operands.values(), *program.outputs.values()}
-        clash = [n for n in [*program.operands, "acc"] if n in primitives.__all__]
-        if clash or "acc" in program.operands:
-            name = (clash or ["acc"])[0]
-            raise ProgramError(f"input {name!r} has a name of the language", hint="rename it")
         self.taken = {*program.operands, "acc", *primitives.__all__}
         self.names: dict[Expr, str] = {}
         self.statements: list[str] = []
