@@ -11,8 +11,9 @@ import itertools
 import math
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def _blaming(source: Source) -> Iterator[None]:
             raise SpecError("the function prints; a reference only computes: leave the output out")
 
     try:
-        with redirect_stdout(Mute()), redirect_stderr(Mute()):
+        with redirect_stdout(Mute()), warnings.catch_warnings(action="ignore"):
             yield
     except Exception as error:  # the function is foreign code: anything may come out of it
         frames = traceback.extract_tb(error.__traceback__)
