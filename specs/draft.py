@@ -156,7 +156,7 @@ class _Draft:
             text = f"---\n\n{head}\n\n```python reference\n{self.source.block}```\n"
             # The check shapes that are the default are written, to be seen and changed.
             checks = load_spec(_FILE, text=f"---\n{front}{text}").declared.check_shapes
-            front += sizes_listed("check_shapes", ({**c, **self.fixed} for c in checks))
+            front += sizes_listed("check_shapes", checks)
             spec = load_spec(_FILE, text=(text := f"---\n{front}{text}"))
             if not (fault := refusal(spec)):
                 return text
@@ -184,14 +184,23 @@ class _Draft:
                 drawn = f"{{normal: {{std: {self.inner}**-0.5}}}}"
             if given[x].startswith("int"):
                 drawn = f"{{integers: [0, {self.columns[0]}]}}"
-            inputs[x] = Face(shape, given[x], drawn)
+            inputs[x] = Face(self._numbers(shape), given[x], drawn)
+        outputs = {o: face._replace(shape=self._numbers(face.shape)) for o, face in outputs.items()}
+        units = {x: unit for x, unit in self.units.items() if x not in self.fixed}
         front = front_matter(
-            self.name, self.source.summary, () if eight else types, self.units, (first, second),
+            self.name, self.source.summary, () if eight else types, units, (first, second),
             pairs, inputs, outputs,
         )  # fmt: skip
         if all(isinstance(a, int) for e in self.examples.values() for a in e.axes):
-            front += sizes_listed("bench_shapes", [{x: self.sizes[x] for x in self.units}])
+            front += sizes_listed("bench_shapes", [{x: self.sizes[x] for x in units}])
         return front
+
+    def _numbers(self, shape: Sequence[Entry]) -> tuple[Entry, ...]:
+        """A shape with dims of one size as that size."""
+        return tuple(
+            extent(e, self.fixed) if isinstance(e, str) and parts(e)[1] in self.fixed else e
+            for e in shape
+        )
 
     def _dtype(self, name: str, chosen: str) -> torch.dtype:
         import torch
@@ -448,9 +457,10 @@ class _Draft:
         if len(second) == 1:
             narrow = [(o, f.shape.index(half)) for o, f in outputs.items() if half in f.shape]
             for o, axis in narrow[:1]:
-                # Of halves the first column needs columns 0 and N/2, and not the adjacent one.
-                alone = self._changed(second[0], 1)[o].select(axis, 0)
-                return [] if alone.any() else ["pairs: halves"]
+                # Of halves the first column needs columns 0 and N/2.
+                middle = extent(half, self._distinct())
+                meets = self._changed(second[0], middle)[o].select(axis, 0)
+                return ["pairs: halves"] * bool(meets.any())
             return []
         wide = {o for o, face in outputs.items() if self.columns[0] in face.shape}
         by = [wide & {o for o, where in self._changed(x).items() if where.any()} for x in second]
