@@ -68,7 +68,7 @@ def traced(
     from torch.utils._pytree import tree_leaves
 
     environment = ShapeEnv(duck_shape=False)
-    fake = FakeTensorMode(shape_env=environment)
+    fake = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)  # constants
     origins: dict[int, frozenset[str]] = {}
     kept: list[torch.Tensor] = []  # so that no id is used again
     products: list[tuple[Operand, Operand]] = []
