@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded as rounding
+from coda_agent.specs.effects import forbid_effects
 from coda_agent.specs.format import Spec
 from coda_agent.specs.layout import shown
 from coda_agent.specs.reference import cast_to, draw_inputs, narrow, run_reference, storage
@@ -61,6 +62,7 @@ def admit(spec: Spec, *, limit_s: float = _LIMIT_S) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
+        forbid_effects()
         torch.set_num_threads(1)  # a fork has none of OpenMP's threads, and would wait for them
         try:
             answer.send((refusal(spec), ""))

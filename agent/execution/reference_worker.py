@@ -13,6 +13,7 @@ from coda_agent.agent.execution.child import ChildError, forked, serve
 from coda_agent.primitives.errors import CodaError, SpecError
 from coda_agent.specs.admission import refusal
 from coda_agent.specs.draft import Example, draft
+from coda_agent.specs.effects import forbid_effects
 from coda_agent.specs.load import load_spec
 from coda_agent.specs.source import Source, extracted
 
@@ -32,6 +33,7 @@ def handle(job: dict[str, Any]) -> Any:
     """The answer to one job."""
 
     def run() -> Any:
+        forbid_effects()
         try:
             return Ok(result=_result(job)).model_dump()
         except CodaError as error:

@@ -90,7 +90,7 @@ RULES = {
 OUTSIDE = {
     *_in("agent/judge", "diagnosis executor job provenance records rules survey"),
     *_in("primitives", "catalogue dispatch errors fit objects suggest"),
-    *_in("specs", "admission draft front_matter source tracing"),
+    *_in("specs", "admission draft effects front_matter source tracing"),
     *_in("generated", "tables tuning"),
 }
 """Modules that decide no verdict: transport, records, words of findings, admission of specs, what a

@@ -111,8 +111,8 @@ def child() -> Any:
         ("torch._C._cuda_init", "m.py:3: the function raises AttributeError: "),
         ("torch.os.kill(torch.os.getppid(), 9)", "m.py:3: the function opens a file or a conn"),
         ("torch.os._exit(3)", "m.py: the function ended its process"),
-        ("torch.os.system('touch {path}'); x.y", "m.py:3: the function raises AttributeError"),
-        ("open_ = torch.os.open('{path}', 65); x", "m.py:3: the function opens a file or a conn"),
+        ("torch.os.system('touch {path}')", "m.py:3: the function starts a program (a reference"),
+        ("open_ = torch.os.open('{path}', 65); x", "m.py:3: the function opens a file for writing"),
     ],
 )
 def test_a_function_that_does_more_than_compute(

@@ -533,3 +533,21 @@ def test_a_reference_that_ends_its_process_is_refused() -> None:
         SpecError, match=r"^toy\.md: the reference ended its process, exit status 3$"
     ):
         admit(toy("import os; os._exit(3)"))
+
+
+@pytest.mark.parametrize(
+    ("effect", "message"),
+    [
+        ("import os; os.system('touch {path}')", "starts a program"),
+        ("import subprocess; subprocess.run(['touch', '{path}'])", "starts a program"),
+        ("torch.os.open('{path}', 65)", "opens a file for writing"),
+        ("torch.os.remove('{path}')", "removes a file"),
+    ],
+)
+def test_a_reference_that_does_more_than_compute_is_refused(
+    tmp_path: Path, effect: str, message: str
+) -> None:
+    path = tmp_path / "made"
+    with pytest.raises(SpecError, match=rf":\d+: the function {message} \(a reference"):
+        admit(toy(f"{effect.format(path=path)}; return {{'O': A @ B.T}}"))
+    assert not path.exists()
