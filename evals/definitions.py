@@ -267,7 +267,7 @@ class Suite(_Model):
         header: dict[str, Any] = yaml.safe_load(front)
         for key, new in changes.items():
             if new:  # in the spec's own order: the text decides the digest
-                header[key] = [{d: s[d] for d in (*spec.dims, *s) if d in s} for s in new]
+                header[key] = [{d: s[d] for d in (*spec.declared.dims, *s) if d in s} for s in new]
         front = yaml.safe_dump(header, sort_keys=False, default_flow_style=None, width=120)
         return load_spec(path, text=f"---\n{front}---\n{rest}")
 

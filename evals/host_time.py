@@ -84,19 +84,20 @@ def measure(
     sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     drawn = draw_inputs(spec, sizes, spec.default_types(), seed=0, device=device)
     values: list[Any] = list(drawn.values())
+    taken = kernel.given(values)
     variant = next(iter(kernel.variants.values()))
     m, n, k = (sizes[dim] for dim in spec.gemm_dims)
     left, right = (torch.zeros(r, k, dtype=torch.bfloat16, device=device) for r in (m, n))
     product, right = left.new_empty(m, n), right.t()
     with torch.no_grad():
-        kernel(*values)
+        kernel(*taken)
         plan = variant.recent.find(values, None)
         if plan is None:
             raise LaunchError(f"{spec.name}: no plan was kept of its call")
         inputs = variant.inputs(values)
         buffers = plan.buffers(inputs)
         calls: dict[str, Callable[[], Any]] = {
-            "call": lambda: kernel(*values),
+            "call": lambda: kernel(*taken),
             "mm": lambda: torch.mm(left, right, out=product),
             "lookup": lambda: variant.recent.find(values, None),
             "allocation": lambda: plan.buffers(inputs),
@@ -107,7 +108,7 @@ def measure(
             torch._dynamo.reset()  # another kernel's guards would be tried first
             ours = torch.compile(lambda *given: kernel(*given), fullgraph=True)
             bare = torch.compile(lambda x, y: torch.mm(x, y), fullgraph=True)
-            calls |= {"compiled": lambda: ours(*values), "compiled mm": lambda: bare(left, right)}
+            calls |= {"compiled": lambda: ours(*taken), "compiled mm": lambda: bare(left, right)}
         return HostTime(spec.name, len(spec.outputs), _timed(calls, device, rounds))
 
 

@@ -71,6 +71,17 @@ class Declared:
             found[i] = value.squeeze(units) if units else value
         return found
 
+    def given(self, values: Sequence[Any]) -> list[Any]:
+        """What `entered` makes canonical inputs of, with one dimension of rows."""
+        found = list(values)
+        for i, _, turned, columns, units in self.inputs:
+            value = found[i]
+            if hasattr(value, "shape"):
+                value = value.mT if turned else value
+                value = value.unflatten(-1, (-1, *[1] * (columns - 1))) if columns else value
+                found[i] = _with_units(value, units)
+        return found
+
     def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:
         """Declared outputs of canonical ones, in order; raw partials stay as they are."""
         values = results if isinstance(results, tuple) else () if results is None else (results,)

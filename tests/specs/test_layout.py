@@ -23,7 +23,7 @@ from coda_agent.agent.workbench import programs_to_define
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
-from coda_agent.specs import Spec, admit, draw_inputs, load_spec
+from coda_agent.specs import Spec, admit, draw_inputs, load_spec, run_reference
 
 FLOAT = "dtype: float32"
 
@@ -250,6 +250,20 @@ def test_the_judge_agrees(composed: tuple[Spec, Program]) -> None:
     assert not check_meaning(made, {"probe": program}, seed=1)
     given = {"device": "cpu", "tuned": {}, "refused": ()}
     assert not check_imported(made, {"probe": program}, ["bfloat16"], **given)
+
+
+def test_canonical_inputs_are_given_in_the_declared_layout(composed: tuple[Spec, Program]) -> None:
+    made, program = composed
+    kernel = Kernel(made, {"probe": program}, {}, frozenset(), f"given_{made.digest[7:19]}")
+    inputs = draw_inputs(made, made.check_shapes[2], made.default_types(), seed=1)
+    exact = list(run_reference(made, inputs, exact=True).values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = kernel(*kernel.given(list(inputs.values())))
+    found = found if isinstance(found, tuple) else (found,)
+    assert sum(x.numel() for x in found) == sum(x.numel() for x in exact)
+    norms = [sum(float(x.double().square().sum()) for x in some) for some in (found, exact)]
+    assert abs(norms[0] / norms[1] - 1) < 0.01
 
 
 def test_no_element_is_lost_or_doubled(composed: tuple[Spec, Program]) -> None:
