@@ -181,7 +181,8 @@ class _Draft:
         for x, shape in self.shapes.items():
             drawn = "normal" if x in first or x in second else draw
             if x in second and not eight:
-                drawn = f"{{normal: {{std: {self.inner}**-0.5}}}}"
+                k = self.fixed.get(self.inner, self.inner)
+                drawn = f"{{normal: {{std: {k}**-0.5}}}}"
             if given[x].startswith("int"):
                 drawn = f"{{integers: [0, {self.columns[0]}]}}"
             inputs[x] = Face(self._numbers(shape), given[x], drawn)
@@ -250,13 +251,13 @@ class _Draft:
             for symbol, size in zip(trace.shapes[name], self.example[name], strict=True):
                 if not _numeric(symbol) or size == 1:
                     continue
-                if name in first or symbol == inner:
-                    hint = (
-                        "a kernel is for all sizes: give the number as an argument with a default"
-                    )
+                if list(trace.shapes[name]).count(symbol) > 1 or (
+                    name in first and symbol != inner
+                ):
                     message = f"{self.source.name} needs a size of {name} to be {size}"
+                    hint = "a kernel takes any number of rows: give the number as an argument"
                     raise SpecError(message, hint=hint)
-                self.fixed[self._letter(symbol, "N")] = size
+                self.fixed[self._letter(symbol, "K" if symbol == inner else "N")] = size
         rows = [s for s in trace.shapes[first[0]] if s != inner and not _numeric(s)]
         if not rows:
             hint = "give it more, such as 4096: the kernel takes any number of them"

@@ -103,6 +103,12 @@ def test_a_size_that_is_held_as_a_number() -> None:
     assert front["inputs"]["b"]["shape"] == [256] and spec.declared.gemm == ("x", "w")
 
 
+def test_a_width_that_is_held_as_a_number() -> None:
+    _, front = drafted("return (x @ w.T) / math.sqrt(x.size(-1))", {"x": (S, 80), "w": (S, 80)})
+    assert [front["inputs"][x]["shape"] for x in "xw"] == [["M", 80], ["N", 80]]
+    assert front["inputs"]["w"]["draw"] == {"normal": {"std": "80**-0.5"}}
+
+
 def test_a_number_that_is_used_as_a_tensor() -> None:
     body = "# CLIP\nreturn scale.exp() * x @ w.T"
     spec, _ = drafted(body, SQUARE | {"scale": ()})
@@ -151,8 +157,8 @@ def test_element_types() -> None:
         ("y = x @ w.T\nreturn y, 'a'", SQUARE, "model.py: the function returns a str for out2"),
         ("y = x @ w.T\nreturn None", SQUARE, "model.py: the function returns nothing for out"),
         (
-            "return (x @ w.T) / math.sqrt(x.shape[1])", SQUARE,
-            "model.py: f needs a size of x to be 4096 (a kernel is for all sizes: give the number",
+            "return (x @ w.T) / math.sqrt(x.shape[0])", SQUARE,
+            "model.py: f needs a size of x to be 4096 (a kernel takes any number of rows: give t",
         ),
         (
             "return x @ w.T", {"x": (S, S), "w": (50257, S)},
