@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,7 +89,7 @@ class Layout:
         rows, count = self.extents["M"], math.prod(shape)
         wide = (self.extents[columns] * rows for columns in ("N", "N/2"))
         found = (width for whole in wide for width in WIDTHS if count * width == whole)
-        return next(found, 0) if rows in shape else 0
+        return next(found, 0) if rows in itertools.accumulate(shape, operator.mul) else 0
 
     def over_group(self, codes: torch.Tensor, width: int) -> torch.Tensor:
         """One element for each group as the same in each of its columns, (M, columns)."""
