@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from coda_agent.primitives.errors import ProgramError
@@ -126,7 +127,12 @@ def philox(seed: float, offset: float, rows: int, columns: int, device: Any = No
     The reference of a spec may call it.
     """
     import torch
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+    if get_proxy_mode() is not None:  # in a trace it stays what it is
+        operator, _ = _traced()
+        # Without a tensor among its arguments a trace takes it for a constructor of constants.
+        return operator(torch.empty(0, device=device), seed, offset, rows, columns)
     row = torch.arange(rows, device=device)[:, None]
     fourth = torch.arange(-(-columns // 4), device=device)[None]
     zero = torch.zeros_like(row + fourth)
@@ -134,6 +140,25 @@ def philox(seed: float, offset: float, rows: int, columns: int, device: Any = No
     counter = row + zero, fourth + zero, zero + offset, zero
     drawn = torch.stack(words(counter, (zero + seed, 0), _product), -1)
     return (drawn.flatten(-2)[:, :columns] >> 8).double() * 2.0**-24
+
+
+@lru_cache(maxsize=1)
+def _traced() -> tuple[Any, Any]:
+    """`philox` as an operator of torch that traces record and nothing runs; and its library, which
+    takes the operator along when it goes."""
+    import torch
+
+    library = torch.library.Library("coda_agent_placed", "DEF")
+    given = "Tensor like, Scalar seed, Scalar offset, SymInt rows, SymInt columns"
+    library.define(f"philox({given}) -> Tensor")
+    library.impl("philox", _shaped, "CompositeExplicitAutograd")
+    return torch.ops.coda_agent_placed.philox, library
+
+
+def _shaped(like: Any, seed: Any, offset: Any, rows: int, columns: int) -> Any:
+    import torch
+
+    return like.new_empty(rows, columns, dtype=torch.float64)
 
 
 def _uniform(x: Any, seed: Any, offset: Any) -> Any:

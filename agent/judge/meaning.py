@@ -151,7 +151,7 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
         return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
 
     def given(inputs: Inputs) -> Inputs:
-        return {x: v if v.ndim else float(v) for x, v in inputs.items()}
+        return {x: v if getattr(v, "ndim", 0) else float(v) for x, v in inputs.items()}
 
     yield "", given(drawn())
     a, b = spec.gemm

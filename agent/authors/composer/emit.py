@@ -12,6 +12,7 @@ from coda_agent import primitives
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, negative, uses, walk
 from coda_agent.agent.authors.composer.rewrite import Rewritten
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.operation import PLACED
 from coda_agent.specs import Spec
 
 _GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu", "sigmoid": "glu"}
@@ -174,6 +175,10 @@ class _Function:
             case op if op.startswith("group_"):
                 self.imports.add(op)
                 return f"{op}({self._render(expr.args[0])[0]}, {int(expr.value)})", _ATOM
+            case op if op in PLACED:
+                self.imports.add(op)
+                given = ["acc", *(self._render(a)[0] for a in expr.args)]
+                return f"{op}({', '.join(given)})", _ATOM
             case op if op.startswith("d_"):
                 self.imports |= {"derivative", op[2:]}
                 return f"derivative({op[2:]}, {self._render(expr.args[0])[0]})", _ATOM

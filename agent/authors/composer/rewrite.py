@@ -34,6 +34,7 @@ from coda_agent.agent.authors.composer.expression import (
     apply,
     const,
     leaf,
+    make,
     walk,
 )
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
@@ -189,6 +190,10 @@ class _Rewriter:
                 raise ProgramError(value.reason, hint=value.hint)
         if op == "copy_":
             raise ProgramError("writes to an input in place", hint=_IN_PLACE)
+        if op in ("tril", "triu"):
+            return self._triangle(op, *args)
+        if op == "philox":
+            return self._places("philox_uniform", tuple(args[3:]), *args[1:3])
         if not any(isinstance(value, Elements) for value in flat):
             if getattr(kwargs.get("dtype"), "is_floating_point", False):
                 kwargs["dtype"] = torch.float64  # of 0.1 float32 keeps half of the digits
@@ -241,6 +246,26 @@ class _Rewriter:
             f"casts to {dtype}, and an epilogue computes in float32",
             hint="torch.trunc and torch.round give whole numbers",
         )
+
+    def _triangle(self, op: str, x: Any, diagonal: int = 0) -> Elements:
+        """x below a diagonal, or above it, and else 0."""
+        shape = tuple(x.codes.shape)
+        row, column = (self._places(f"{name}_index", shape) for name in ("row", "column"))
+        if op == "triu":
+            row, column, diagonal = column, row, -diagonal
+
+        def masked(x: Expr, row: Expr, column: Expr) -> Expr:
+            return apply("where", apply("greater_equal", row + float(diagonal), column), x, 0.0)
+
+        return self._apply(masked, [x, row, column], {})
+
+    def _places(self, op: str, shape: tuple[int, ...], *numbers: Any) -> Elements:
+        """What follows from an element's place, over all (M, N)."""
+        if shape != tuple(self.layout.extents[d] for d in "MN"):
+            raise ProgramError(f"draws numbers for {list(shape)}; a kernel's are [M, N]")
+        given = [self.layout.read(self._lift(x), (), Frame(())) for x in numbers]
+        made = make(op, *given, dims=frozenset("MN"))
+        return self.layout.write(made, shape, Frame(("M", "N")))
 
     def _lift(self, value: Any) -> Elements:
         import torch
