@@ -246,6 +246,10 @@ class Product:
                 f"{instead}"
             )
         packed = not output and (halves or len(group) > 1 or found[0].turned)
+        place = self.header.in_place
+        added = {*group} & {place.input, place.output} if place else set[str]()
+        if added and (packed or found[0].turned):
+            raise ValueError(f"in_place: a kernel adds to {added.pop()} as [M, N] alone")
         axis = max(axis, 0)
         shares = _shares(found, axis)
         return shape, Place("_".join(group), tuple(found), axis, shares, halves, packed=packed)

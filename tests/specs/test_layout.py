@@ -335,6 +335,8 @@ def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
         ("[x, [w, v]]", {"w": "[N, K]", "v": "[Q, K]"}, {}, "", "name them as multiples of one dim"),
         ("[x, w]", {"w": "[K, N]", "c": "[M, 3]"}, {}, "", r"c: shape \[M, 3\] is not over rows"),
         ("[x, w]", {"w": "[N, K]", "c": "[M, N]"}, {}, "pairs: halves\n", "only a vector can be"),
+        ("[x, w]", {"w": "[N, K]", "c": "[N, M]"}, {"y": "[N, M]"},
+         "in_place: {output: y, input: c}\n", "in_place: a kernel adds to c as"),
         ("[x, w]", {"w": "[N, K]"}, {"z": "[M, N]"}, "pairs: halves\n", "name them in `split`"),
         ("[x, [w, v]]", {"w": "[N, K]", "v": "{shape: [N, K], draw: {uniform: [0, 1]}}"}, {}, "",
          "w, v are one tensor of the kernel; declare them alike"),
