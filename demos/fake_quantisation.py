@@ -18,8 +18,8 @@ def fake_quantisation(acc, scale: Scalar):
 
 WHY = """
 - The rounding is an operation, since its result is computed on; a store rounds by itself.
-- It saturates at 448 like the GPU's conversion. The reference clamps: PyTorch's own cast gave NaN
-  there before 2.13.
+- It saturates at 448 like the GPU's conversion. The reference clamps: releases of PyTorch differ in
+  what their cast gives beyond.
 - It costs three conversions an element. They share a unit with the transcendental functions.
 """
 

@@ -119,8 +119,8 @@ def to_e4m3(x: Any) -> Any:
     """x rounded to FP8 e4m3 (3 bits of fraction), ties to even; saturates at ±448, NaN stays NaN.
 
     Cost: three conversions. `derivative` passes through, as PyTorch's does. Use it for fake
-    quantisation, where PyTorch writes `.to(torch.float8_e4m3fn)` and casts back; before 2.13 its
-    casts gave NaN beyond 448, so a reference clamps first.
+    quantisation, where PyTorch writes `.to(torch.float8_e4m3fn)` and casts back; its releases
+    differ beyond 448, so a reference clamps first.
 
         return {"O": to_e4m3(acc * 16.0) * 0.0625}
     """
