@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.specs.layout import Layout, Place, halved, interleaved
+from coda_agent.specs.layout import Layout, Place, halved, interleaved, shown
 
 if TYPE_CHECKING:
     import torch
@@ -106,9 +106,14 @@ class Declared:
             raise LaunchError(
                 f"{self.name}: {', '.join(tensors)} are not packed, expected {known or 'nothing'}"
             )
-        pieces = [part.straight(tensors[part.name]) for part in place.parts]
-        whole = torch.cat(pieces, place.axis)
-        whole = interleaved(whole, place.axis) if place.halves else whole
+        try:
+            pieces = [part.straight(tensors[part.name]) for part in place.parts]
+            whole = torch.cat(pieces, place.axis)
+            whole = interleaved(whole, place.axis) if place.halves else whole
+        except (IndexError, RuntimeError):
+            got = ", ".join(f"{x} {tuple(value.shape)}" for x, value in tensors.items())
+            due = ", ".join(f"{p.name} {shown(p.shape[''])}" for p in place.parts)
+            raise LaunchError(f"{self.name}: {got} cannot be packed, expected {due}") from None
         return whole.contiguous()
 
     def unpack(
@@ -137,6 +142,7 @@ class Declared:
         found = {}
         for part, piece in zip(place.parts, whole.split(list(extents), axis), strict=True):
             value = piece.mT if part.turned else piece
+            value = value.unflatten(-1, part.tail) if part.tail else value
             found[part.name] = _with_units(value, part.units)
         return found
 

@@ -73,6 +73,7 @@ class Part:
     def straight(self, value: torch.Tensor) -> torch.Tensor:
         """The view of a declared tensor whose axes stand as in the canonical one."""
         value = value.mT if self.turned else value
+        value = value.flatten(-len(self.tail)) if self.tail else value
         return value.squeeze(self.units) if self.units else value
 
 

@@ -321,6 +321,10 @@ def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
     with pytest.raises(LaunchError, match="takes 3 inputs, got 5") as caught:
         kernel(*[gate] * 5)
     assert caught.value.hint.startswith("w_gate_w_up = probe.pack(w_gate=w_gate, w_up=w_up), once")
+    with pytest.raises(
+        LaunchError, match=r"w_up \(8, 3\) cannot be packed, expected w_gate \[K, F\]"
+    ):
+        kernel.pack(w_gate=gate, w_up=up[:, :3])
     with pytest.raises(LaunchError, match="w_gate are not packed, expected w_gate, w_up; b_gate"):
         kernel.pack(w_gate=gate)
     with pytest.raises(LaunchError, match="'x' is not packed, expected one of w_gate_w_up, b_gate"):
