@@ -169,10 +169,12 @@ class _Module:
             }
             lines += [("", 0)] * bool(lines and texts) + sorted(texts)
         others = [s for s in self.tree.body if id(s) in statements and s not in imports]
-        constants = [o for o in others if not isinstance(o, ast.FunctionDef)]
-        for statement in [*constants, *(o for o in others if o not in constants)]:
-            gap = (statement is constants[0]) if statement in constants else 2
+        last: ast.stmt | None = None
+        for statement in others:  # in the module's order, in which constants may hold functions
+            functions = isinstance(statement, ast.FunctionDef) or isinstance(last, ast.FunctionDef)
+            gap = 2 if functions else last is None
             lines += [("", 0)] * gap * bool(lines) + self._text(statement)
+            last = statement
         own = self._text(node)
         named = re.compile(rf"(\s*def\s+){re.escape(node.name)}\b")
         at = next(i for i, (line, _) in enumerate(own) if named.match(line))
