@@ -268,6 +268,9 @@ class _Draft:
         for name in second:
             columns |= dict(zip(trace.shapes[name], self.example[name], strict=True))
         columns = {s: size for s, size in columns.items() if s not in (inner, 1)}
+        if not columns:
+            hint = "use torch.mv, or pad it with rows to 16"
+            raise SpecError(f"{second[0]} has one row, so the product has one column", hint=hint)
         for s, size in columns.items():  # weights of one size are of one dim
             known = [x for x in columns if x in self.letters and columns[x] == size]
             self.letters.setdefault(s, self.letters[known[0]] if known else self._letter(s, "N"))

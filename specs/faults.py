@@ -86,9 +86,11 @@ def faults(spec: Spec) -> Iterator[str]:
 def _tensor_faults(spec: Header, name: str, tensor: Output) -> Iterator[str]:
     if tensor.dtype not in (*DTYPES, *spec.types):
         known = ", ".join([*spec.types, *DTYPES])
-        step = "; multiply in float8_e4m3fn, or bring it to the type of A before" * (
-            tensor.dtype in ("int8", "uint8")
-        )
+        step = {
+            "int8": "; multiply in float8_e4m3fn, or bring it to the type of A before",
+            "uint8": "; multiply in float8_e4m3fn, or bring it to the type of A before",
+            "bool": "; give or return numbers, and compare them in the call",
+        }.get(tensor.dtype, "")
         yield f"{name}: unknown dtype {tensor.dtype!r}; expected one of {known}{step}"
     parameter, cases = tensor.shape
     if parameter and set(cases) != set(spec.parameters.get(parameter, ())):

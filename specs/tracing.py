@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products of ATen, and the place of their first operand."""
+_BROADCASTING = ("addcdiv", "addcmul", "lerp")
+"""What torch 2.11 cannot broadcast over symbolic sizes but by its decomposition."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def traced(
         Exception: Whatever the function raises, or what needs values raises.
     """
     import torch
+    from torch._decomp import decomposition_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import (
         DimDynamic,
@@ -84,7 +87,9 @@ def traced(
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            result = func(*args, **(kwargs or {}))
+            broadcasting = func.overloadpacket.__name__ in _BROADCASTING
+            called = decomposition_table[func] if broadcasting else func
+            result = called(*args, **(kwargs or {}))
             taken = [origins.get(id(t), frozenset[str]()) for t in tensors((args, kwargs))]
             for tensor in tensors(result):
                 note(tensor, frozenset[str]().union(*taken))

@@ -19,6 +19,12 @@ from coda_agent.specs.draft import Example
 from coda_agent.specs.format import DTYPES
 from coda_agent.specs.source import Source, axes_of, extracted, located
 
+_CAST = {
+    "bool": "such as a mask of 0 and 1 that is compared with 0",
+    "int8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
+    "uint8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
+}
+"""Types that a user has and a kernel does not, and what to do."""
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
 
 
@@ -113,6 +119,8 @@ def _examples(source: Source, given: list[str]) -> dict[str, Example]:
         if not sign or (sizes.strip() and not axes) or dtype not in ("", *DTYPES):
             types = ", ".join(DTYPES)
             hint = f"expected NAME=SIZES, such as x=4096,4096 or t=4096:int64; types are {types}"
+            if dtype in _CAST:
+                hint = f"no kernel reads {dtype}: give {name} in another type, {_CAST[dtype]}"
             raise CodaError(f"--shape {option!r} is no example", hint=hint)
         if name not in known:
             raise CodaError(

@@ -1243,7 +1243,7 @@ REFUSED = [
     ("", O, "return {'O': A @ B.T + A @ A.T @ A @ B.T}", "mm: is not the product of A with B"),
     ("", O, "return {'O': A @ (B * B).T}", "B enters the GEMM through 'mul'"),
     ("", O, "return {'O': F.silu(A) @ B.T}", "A enters the GEMM through 'mul'"),
-    ("", O, "return {'O': F.rms_norm(A, A.shape[-1:]) @ B.T}", "mean: reduces other than all columns of each row"),
+    ("", O, "return {'O': F.rms_norm(A, A.shape[-1:]) @ B.T}", "mean: reduces over the columns of an operand, before"),
     ("", O, MM + "return {'O': torch.softmax(D, -1)}", "25: `.*`: softmax: needs a whole row"),
     ("", O, MM + "return {'O': D.cumsum(-1)}", "cumsum: needs a whole row"),
     ("", O, MM + "return {'O': torch.log_softmax(D, -1)}", "log_softmax: needs a whole row"),

@@ -57,6 +57,14 @@ def test_equal_sizes_are_told_apart_by_what_is_computed() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "body", ["torch.addcmul(z, t, v)", "torch.addcdiv(z, t, v)", "torch.lerp(z, t, v)"]
+)
+def test_what_broadcasts_over_symbolic_sizes(body: str) -> None:
+    spec, _ = drafted(f"z = x @ w.T\nreturn {body}", SQUARE | {"t": (S, S), "v": (S,)})
+    assert [faces(spec)[x][0] for x in ("v", "out")] == [["N"], ["M", "N"]]
+
+
 def test_dims_that_no_operation_ties_are_tried() -> None:
     body = "z = (x @ w.T).float()\nreturn z.gather(1, t[:, None]).squeeze(1), torch.logsumexp(z, 1)"
     spec, front = drafted(body, SQUARE | {"t": (S,)}, t="int64")
@@ -170,6 +178,15 @@ def test_element_types() -> None:
         ),
         ("return x @ x.T", {"x": (S, S)}, "model.py: f multiplies x with itself (take one matrix"),
         ("return x @ w.T", {"x": (1, S), "w": (S, S)}, "model.py: the example of x has one row (g"),
+        (
+            "return (x @ w.T).squeeze(-1)", {"x": (S, S), "w": (1, S)},
+            "model.py: w has one row, so the product has one column (use torch.mv, or pad it",
+        ),
+        (
+            "return x @ w.T > 0", SQUARE,
+            "model.py: out: unknown dtype 'bool'; expected one of T, bfloat16, float16, float32, "
+            "float8_e4m3fn, int32, int64; give or return numbers, and compare them in the call",
+        ),
         ("raise ValueError", SQUARE, "model.py:5: the function raises ValueError: no message"),
         ("return (x @ w.T) * 0", SQUARE, "model.py: f: output 'out' is all zero"),
     ],

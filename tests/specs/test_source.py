@@ -89,6 +89,14 @@ def test_a_function_takes_along_what_it_needs() -> None:
     ]
 
 
+def test_a_constant_may_hold_functions() -> None:
+    text = "def act(x):\n    return x.relu()\n\nACTS = {'relu': act}\n\n"
+    source = extracted(f"{text}def f(x, w, kind='relu'):\n    return ACTS[kind](x @ w.T)\n", "m.py")
+    space: dict[str, Any] = {}
+    exec(source.block, space)
+    assert space["ACTS"] == {"relu": space["act"]}
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -79,6 +79,12 @@ class Across:
             codes = interleaved(codes, -1)  # in which order is summed does not matter
         frame = self.layout.frame(shape)
         left = _LEFT.get((frame.dims, frame.flipped)) if frame else None
+        if self.layout.extents.get("K") == shape[-1]:
+            raise ProgramError(
+                "reduces over the columns of an operand, before the product",
+                hint="do this with torch in the call, or give the statistic as an argument and "
+                "scale the product's rows or columns by it",
+            )
         if 1 in shape or frame is None or left is None:
             raise ProgramError(
                 "reduces other than all columns of each row, or all rows of each column",
