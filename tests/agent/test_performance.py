@@ -323,7 +323,7 @@ def test_a_search_leaves_out_whom_the_clocks_disagree_about(
     samples = {
         FIRST.label: Samples((3.0,)), SECOND.label: Samples((), None, "the clocks disagree"),
     }  # fmt: skip
-    monkeypatch.setattr(tuner, "interleave", lambda runs, rounds: samples)
+    monkeypatch.setattr(tuner, "interleave", lambda runs, rounds, warmup: samples)
     cell: Any = SimpleNamespace(run=lambda config: config)
     ranked = tuner.Problem._ranked
     assert ranked(cell, [FIRST, SECOND], 9) == [(FIRST, 3.0)]
