@@ -18,8 +18,7 @@ def choose(acc, C: Tile):
 # --- end of program ---
 
 WHY = """
-- A comparison gives 1 or 0, so products of conditions are "and", and `1 - c` is "not". In the kernel
-  it sets a predicate, by which `where` selects.
+- A comparison gives 1 or 0, so products of conditions are "and", and `1 - c` is "not".
 - Both values are computed, and one is taken. What is not taken may be infinite: eᶻ - 1 of a large z
   here. `greater(acc, 0.0) * acc` would give NaN of an infinite z.
 - `exp(acc) - 1.0` has few digits left near 0, and a program whose result loses them is refused;
