@@ -61,9 +61,9 @@ def integers(acc, C: Tile):
     """Rounding to integers, what it leaves, and where nothing is left."""
     z = 4.0 * acc
     left = fmod(z, C + 1.0)
-    sign = copysign(1.0, z)
+    size = copysign(z, C)
     whole = floor(z) + trunc(z) + round_even(z) + left
-    return {"whole": where(equal(left, 0.0) + greater_equal(C, 3.0), sign, whole)}
+    return {"whole": where(equal(left, 0.0) + greater_equal(C, 3.0), size, whole)}
 
 
 # --- end of program ---
@@ -86,11 +86,10 @@ def reference(A, B, C):
     z = x.clamp(-0.9, 0.9)
     left = torch.fmod(4 * x, C + 1)
     whole = (4 * x).floor() + (4 * x).trunc() + (4 * x).round() + left
-    sign = torch.where(x < 0, -1.0, 1.0)
     return {
         "angles": x.sin() + x.cos() + z.tan(),
         "inverse": z.asin() + z.acos() + x.atan() + torch.atan2(x, C),
         "hyperbolic": z.sinh() + z.cosh() + x.asinh() + (C + 1).acosh() + z.atanh(),
         "tails": x.erfc() + z.exp2() + C.log2() + C.log1p() + C**z,
-        "whole": torch.where((left == 0) | (C >= 3), sign, whole),
+        "whole": torch.where((left == 0) | (C >= 3), torch.copysign(4 * x, C), whole),
     }
