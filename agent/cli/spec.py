@@ -20,7 +20,7 @@ from coda_agent.specs.format import DTYPES
 from coda_agent.specs.source import Source, axes_of, extracted, located
 
 _CAST = {
-    "bool": "such as a mask of 0 and 1 that is compared with 0",
+    "bool": "such as a mask of 0 and 1 of which the function asks `> 0`",
     "int8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
     "uint8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
 }
