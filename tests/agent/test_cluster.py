@@ -111,7 +111,8 @@ def test_a_trial_on_a_gpu_elsewhere(
     compiled = verdict.report(CompileReport)
     assert compiled
     kept = list((folder / "cache").glob("*/*.o"))
-    assert len(kept) == len(compiled.kernels) > 1 and all(
+    # One more than is reported: the default tile for transposed operands.
+    assert len(kept) == len(compiled.kernels) + 1 > 2 and all(
         path.stat().st_size > 1000 for path in kept
     )
     assert any(line.startswith("compile sm_90a") for line in told)

@@ -226,7 +226,7 @@ def test_what_cannot_be_opened_is_said_and_leaves_no_run(where: workspace.Worksp
         for spec in ("gemm_swigl", "", "/" + "x" * 10_000, str(where.root / "refused.md")):
             lost = await call("read_spec", spec)
             assert lost.is_error and len(said(lost).splitlines()) == 1
-        assert "output 'O' is bfloat16 (77, 136); expected float32" in said(lost)
+        assert "output 'O' is bfloat16 [77, 136]; expected float32" in said(lost)
 
     (where.root / "refused.md").write_text(REFUSED.replace("gemm_swiglu", "refused"))
     talk_to(Desk(where, "cpu", commit=True), body)
