@@ -276,7 +276,7 @@ def test_a_refused_spec_opens_no_run(where: workspace.Workspace) -> None:
     spec = where.specs / "mine.md"
     spec.write_text(REFUSED.replace("gemm_swiglu", "mine"))
     code, said = run_tool("read_spec", "--spec", "mine", "--device", "cpu")
-    assert code == 2 and "output 'O' is bfloat16 (77, 136); expected float32" in said
+    assert code == 2 and "output 'O' is bfloat16 [77, 136]; expected float32" in said
     assert runs.everything(where) == []
     assert run_tool("submit", "--run", "last")[0] == 2
 
