@@ -453,7 +453,9 @@ def test_a_rounding_that_is_computed_on_is_part_of_the_truth(cast: str, dtype: A
     spec = toy(f"x = A @ B.T * {SCALES}\nreturn {{'O': ({cast} * 3).to(A.dtype)}}")
     admit(spec)
     inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=0)
-    wide = {x: v.double() if isinstance(v, torch.Tensor) else v for x, v in inputs.items()}
+    wide: dict[str, Any] = {
+        x: v.double() if isinstance(v, torch.Tensor) else v for x, v in inputs.items()
+    }
     x = wide["A"] @ wide["B"].T * wide["k"] * wide["u"][:, None] * wide["y"][:, None]
     expected = x if dtype is None else x.float().to(dtype).double()
     assert dtype is None or not torch.equal(expected, x)
