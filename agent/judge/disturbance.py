@@ -49,6 +49,9 @@ _COMPOSED = (
         "result",
     )
 )  # fmt: skip
+# Logarithms of sums, the largest term of which is 1: rounding the sum errs as a share of 1, however
+# small the result.
+_OF_ONE = ("log_softmax", "logsumexp")
 # Noise is cut out of so many random numbers; drawing one for each element of a tensor takes longer.
 _POOL = 1 << 16
 
@@ -123,6 +126,8 @@ def disturbed(
         off = result * (finer * unit * share)
         if finer == 1.0:  # float32 flushes what is less to 0, where a sign or a ceiling jumps
             off += (_FLUSHED * share).where(result != 0, 0.0)
+        if getattr(function, "__name__", "") in _OF_ONE:
+            off += finer * unit * share
         if error in ("range", "argument"):
             # All elements get the same error: an approximation errs alike for like arguments.
             weight = chance.uniform(0.75, 1.25) * chance.choice((-1, 1)) * sign * finer * _RANGE

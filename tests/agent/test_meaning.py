@@ -191,3 +191,12 @@ def test_a_kernels_documentation_names_its_domains(tmp_path: Path) -> None:
     )
     documented: Any = load_kernel(tmp_path).__doc__
     assert "r: (M,) float32, positive" in documented
+
+
+@pytest.mark.parametrize("seed", [4, 5, 50, 55])
+def test_a_logarithm_of_a_sum_near_1_errs_as_the_sum_does(seed: int) -> None:
+    """torch's own logsumexp has lost digits there that log1p keeps, and the program was refused."""
+    root = Path(__file__).parents[2]
+    spec = load_spec(root / "specs/catalogue/gemm_log_mixture.md")
+    text = (root / "tests/agent/solutions/gemm_log_mixture.py").read_text("utf-8")
+    assert check_meaning(spec, load_programs(text), seed=seed) == []

@@ -39,7 +39,8 @@ def kernels(variants: list[Subject]) -> list[Subject]:
 @pytest.fixture(scope="module")
 def demonstrated() -> dict[str, Subject]:
     right, left_out = corpus.demonstrations(demos())
-    assert left_out == ["rope_by_head"]  # it needs a table
+    # A table, which a spec cannot draw; and a rounding that a spec in bfloat16 cannot mean.
+    assert left_out == ["rope_by_head", "stored_squares"]
     return {r.name.removeprefix("demonstration "): r for r in right}
 
 
