@@ -199,4 +199,5 @@ def test_a_logarithm_of_a_sum_near_1_errs_as_the_sum_does(seed: int) -> None:
     root = Path(__file__).parents[2]
     spec = load_spec(root / "specs/catalogue/gemm_log_mixture.md")
     text = (root / "tests/agent/solutions/gemm_log_mixture.py").read_text("utf-8")
-    assert check_meaning(spec, load_programs(text), seed=seed) == []
+    programs = {name: Program.from_dict(data) for name, data in load_programs(text).items()}
+    assert check_meaning(spec, programs, seed=seed) == []
