@@ -18,6 +18,7 @@ from coda_agent.specs.effects import forbid_effects
 from coda_agent.specs.format import Spec
 from coda_agent.specs.layout import shown
 from coda_agent.specs.reference import cast_to, draw_inputs, narrow, run_reference, storage
+from coda_agent.specs.tracing import tensors
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +153,6 @@ def _rounding_is_meant(
     a cast on. Anything else that rounds is lost on it."""
     import torch
     from torch.overrides import TorchFunctionMode
-    from torch.utils._pytree import tree_leaves
 
     # By address, with whether the exact run follows; the tensors are kept, so that none is used
     # again.
@@ -165,9 +165,6 @@ def _rounding_is_meant(
             return False
         one, other = torch.finfo(source), torch.finfo(target)
         return other.eps > one.eps or other.max < one.max
-
-    def tensors(tree: Any) -> list[torch.Tensor]:
-        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
     class Watch(TorchFunctionMode):
         def __torch_function__(

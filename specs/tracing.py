@@ -42,6 +42,14 @@ class Trace:
     equal: list[tuple[Any, Any]]
 
 
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among a call's arguments or results."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def traced(
     function: Callable[..., Any],
     shapes: Mapping[str, tuple[int, ...]],
@@ -68,7 +76,6 @@ def traced(
         StatelessSymbolicContext,
     )
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     environment = ShapeEnv(duck_shape=False)
     fake = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)  # constants
@@ -79,9 +86,6 @@ def traced(
     def note(tensor: torch.Tensor, names: frozenset[str]) -> None:
         kept.append(tensor)
         origins[id(tensor)] = names
-
-    def tensors(tree: Any) -> list[torch.Tensor]:
-        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
