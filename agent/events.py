@@ -175,11 +175,11 @@ class Requested(Event, frozen=True):
 
     type: Literal["request"] = "request"
     digest: str = ""
-    worst_usd: float
+    worst_usd: float | None
 
 
 class Responded(Event, frozen=True):
-    """A whole answer of a model, and what it cost."""
+    """A whole answer of a model, and what it cost; None where its price is unknown."""
 
     type: Literal["response"] = "response"
     id: str = ""
@@ -188,7 +188,7 @@ class Responded(Event, frozen=True):
     stop_reason: str = ""
     stop_details: dict[str, Any] | None = None
     usage: dict[str, Any]
-    usd: float
+    usd: float | None
     seconds: float = 0.0
 
 
@@ -200,7 +200,7 @@ class RequestFailed(Event, frozen=True):
     wait_s: float | None = None
     """How long until the next attempt; None where there is none."""
     usage: dict[str, Any] = {}
-    usd: float
+    usd: float | None
 
 
 class LimitReached(Event, frozen=True):

@@ -1,4 +1,4 @@
-"""Values as JSON holds them, and the time as logs and records write it."""
+"""Values as JSON holds them, money as people read it, and the time as logs and records write it."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,6 +19,11 @@ def plain(value: object) -> Any:
         return [plain(item) for item in cast(Iterable[object], value)]
     dump = getattr(value, "model_dump", None)
     return plain(dump()) if callable(dump) else str(value)
+
+
+def dollars(usd: float | None) -> str:
+    """An amount as people read it; None is unknown."""
+    return "unknown" if usd is None else f"${usd:.2f}"
 
 
 def utc_now() -> str:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from coda_agent.agent import events as e
 from coda_agent.agent.log import read_events
+from coda_agent.agent.plain import dollars
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import WorkspaceError
@@ -70,7 +71,7 @@ def timeline(run: Run) -> "RenderableType":
     head = f"{run.id}\n{about.kind} of {about.spec} by {about.author}: {about.outcome}"
     head += f" ({about.reason or about.error})" * bool(about.reason or about.error)
     head += f", {about.level}" * bool(about.level) + f", commit {about.commit}" * bool(about.commit)
-    head += f"; {about.steps} steps, ${about.spent.usd:.2f}" * bool(about.steps)
+    head += f"; {about.steps} steps, {dollars(about.spent.usd)}" * bool(about.steps)
     return Group(Text(head), Text(), table)
 
 

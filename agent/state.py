@@ -19,20 +19,26 @@ CHECKS = ("static", "compile", "interpret", "gpu", "benchmark", "submit")
 
 
 class Spent(Kept):
-    """What was used up.
+    """What was used up; None where nobody knows.
 
     `usd` holds what a killed process had set aside for a call: it is billed, and nobody saw the
     bill. GPU seconds are those of gates that ran on a GPU and of profiles, without compiling.
+    `received` counts the characters that the author was sent: the prompt and the results of tools.
     """
 
-    usd: NonNegativeFloat = 0.0
-    tokens: NonNegativeInt = 0
+    usd: NonNegativeFloat | None = 0.0
+    tokens: NonNegativeInt | None = 0
     wall_s: NonNegativeFloat = 0.0
     gpu_s: NonNegativeFloat = 0.0
+    received: NonNegativeInt | None = None
 
-    def plus(self, **more: float) -> Self:
-        """With more used up."""
-        now = {key: getattr(self, key) + value for key, value in more.items()}
+    def plus(self, **more: float | None) -> Self:
+        """With more used up; what is unknown stays so."""
+
+        def sum_of(before: float | None, added: float | None) -> float | None:
+            return None if before is None or added is None else before + added
+
+        now = {key: sum_of(getattr(self, key), value) for key, value in more.items()}
         return self.model_copy(update=now)
 
 
@@ -80,6 +86,8 @@ class RunState:
         level: The kernel's level after the last full trial.
         failure: The exception that ended the run.
         writing: Whether the author is at work and has neither saved a text nor called a tool.
+        metered: Whether the program itself drives the author. What an agent at the tools spends on
+            its model is not known here.
         reserved_usd: Dollars set aside for the call that is under way.
     """
 
@@ -104,10 +112,11 @@ class RunState:
     failure: e.RunFailed | None = None
     finished: bool = False
     writing: bool = False
+    metered: bool = False
     gates: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """The gates of the last verdict by name: `passed`, None where it was skipped, and `seconds`."""
-    spent: Spent = field(default_factory=Spent)
-    reserved_usd: float = 0.0
+    spent: Spent = field(default_factory=lambda: Spent(received=0))
+    reserved_usd: float | None = 0.0
     steps: int = 0
     """Answers of a model."""
     time: datetime | None = None
@@ -137,7 +146,7 @@ class RunState:
         about = {key: getattr(self, key) for key in keys}
         return about | {"usd": self.spent.usd, "steps": self.steps}
 
-    def _spend(self, **more: float) -> None:
+    def _spend(self, **more: float | None) -> None:
         self.spent = self.spent.plus(**more)
 
     def apply(self, event: e.Event) -> None:
@@ -152,6 +161,8 @@ class RunState:
                 self.spec, self.author = event.spec, event.author
                 self.device, self.commits = event.device, event.commit
                 self.withheld, self.options = event.withheld, event.options
+                if self.kind == "generate":
+                    self._spend(usd=None, tokens=None)
             case e.RunResumed():
                 self._spend(usd=self.reserved_usd)
                 self.reserved_usd = 0.0
@@ -161,14 +172,22 @@ class RunState:
                 self.admitted = event.digest
             case e.AuthorStarted():
                 self.writing = True
+                if not self.metered:
+                    self.metered = True
+                    self.spent = self.spent.model_copy(update={"usd": 0.0, "tokens": 0})
+            case e.Prompted():
+                self._spend(received=event.characters)
+            case e.Turned():
+                self._spend(received=len(event.note))
             case e.ToolStarted():
                 self.writing = False
             case e.CandidateSaved():
                 self.writing, self.candidate = False, event.text
             case e.TipsGiven():
                 self.tips |= event.arms
-            case e.ToolFinished(name="profile", gpu=True):
-                self._spend(gpu_s=event.seconds)
+            case e.ToolFinished():
+                profiled = event.name == "profile" and event.gpu
+                self._spend(received=len(event.text), gpu_s=event.seconds * profiled)
             case e.Judged():
                 self._judged(event)
             case e.Stored():

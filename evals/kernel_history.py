@@ -9,6 +9,7 @@ from pathlib import Path
 from coda_agent.agent import execution
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.judge.static import check_source
+from coda_agent.agent.plain import dollars
 from coda_agent.agent.runs import history
 from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
 from coda_agent.evals.archive import raw
@@ -77,4 +78,6 @@ def _cost(run: Path) -> str:
     if not events:
         return ""
     first, last = (datetime.fromisoformat(events[i].time) for i in (0, -1))
-    return f"{about.steps} steps, ${about.spent.usd:.2f}, {(last - first).total_seconds():.0f} s"
+    return (
+        f"{about.steps} steps, {dollars(about.spent.usd)}, {(last - first).total_seconds():.0f} s"
+    )

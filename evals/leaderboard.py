@@ -7,6 +7,7 @@
 """
 
 import io
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,9 @@ class Board:
 
     def _spent(self, metric: metrics.Metric, author: str) -> str:
         found = metrics.per_solution(self.trials[author], metric)
-        return "–" if found is None else f"{found:.2f}" if found < 100 else f"{found:,.0f}"
+        if found is None or math.isnan(found):
+            return "–" if found is None else "unknown"
+        return f"{found:.2f}" if found < 100 else f"{found:,.0f}"
 
     @cached_property
     def matrix(self) -> pages.Rows:

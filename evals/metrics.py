@@ -239,6 +239,7 @@ def curve(
 ) -> list[tuple[float, float]]:
     """Score at budget: (budget, score reached within it) at each budget where the score rises,
     from 0 on. A trial's score is that of its best verdict so far; `solved` takes a full trial.
+    A verdict of which nobody knows what it took has no budget that reaches it.
     """
     rises: list[tuple[float, float]] = []
     for records in groups.values():
@@ -248,8 +249,9 @@ def curve(
                 reached = step.roofline or 0.0
                 if shown == "solved":
                     reached = float(step.submitted and record.solved)
-                if reached > best:
-                    rises.append((float(getattr(step, resource)), weight * (reached - best)))
+                took = getattr(step, resource)
+                if reached > best and took is not None:
+                    rises.append((float(took), weight * (reached - best)))
                     best = reached
     points, total = {0.0: 0.0}, 0.0
     for budget, rise in sorted(rises):
@@ -265,15 +267,21 @@ def attempts(record: TrialRecord) -> float:
 
 
 @metric("dollars", "cost", column="USD")
-def dollars(record: TrialRecord) -> float:
+def dollars(record: TrialRecord) -> float | None:
     """What the model's calls cost."""
     return record.spent.usd
 
 
 @metric("tokens", "cost")
-def tokens(record: TrialRecord) -> float:
+def tokens(record: TrialRecord) -> float | None:
     """Of the model's calls, read and written."""
     return record.spent.tokens
+
+
+@metric("characters received", "cost", column="characters received")
+def received(record: TrialRecord) -> float | None:
+    """That the author was sent: the prompt and the results of tools. Older records do not say."""
+    return record.spent.received
 
 
 @metric("wall", "cost", unit="s")
@@ -289,10 +297,12 @@ def gpu_s(record: TrialRecord) -> float:
 
 
 def per_solution(records: Iterable[TrialRecord], value: Value) -> float | None:
-    """What was spent on all trials, over how many solved; None where none did."""
+    """What was spent on all trials, over how many solved. None where none did, NaN where it is
+    unknown of a trial."""
     counted = [record for record in records if record.counts]
     good = sum(record.solved for record in counted)
-    return math.fsum(value(record) or 0.0 for record in counted) / good if good else None
+    spent = [math.nan if (v := value(record)) is None else v for record in counted]
+    return math.fsum(spent) / good if good else None
 
 
 def _mean(trials: numpy.ndarray) -> numpy.ndarray:

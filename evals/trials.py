@@ -161,7 +161,7 @@ def run(
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     task, record = running.pop(future), future.result()
                     write_record(folder, record)
-                    if record.counts or record.spent.usd or task.key in again:
+                    if record.counts or record.spent.usd != 0 or task.key in again:
                         found.append(record)
                         told(task, record)
                     else:

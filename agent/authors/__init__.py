@@ -3,11 +3,12 @@
 A kind of author is one module or package of this folder, registered by its `AUTHOR`, a `Kind`. The
 commands, `doctor`, `--help` and evaluations know of it from there alone. A name is `KIND` or
 `KIND:WHICH`, and the kind says what WHICH is: `claude:MODEL`, `replay:RUN`. Registering imports
-neither torch nor an SDK.
+neither torch nor an SDK. An agent that works at the tools is no kind; it has a name of its own.
 """
 
 import math
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Options:
     budget: Budget = field(default_factory=Budget)
     holdout: float = 0.0
     """Share of the matching tips that is held back."""
+    base_url: str = ""
+    """The server that has the model; Anthropic's, or the SDK's own setting, where it is empty."""
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> "Options":
@@ -53,6 +56,8 @@ class Author(ABC):
     """What evidence and logs call it."""
     limits = ""
     """What it may spend, said before it begins."""
+    in_dollars = True
+    """Whether it knows what it spends in dollars."""
     gpu_limit_s = math.inf
     """Seconds of GPU work in its run, the full trial left aside."""
 
@@ -100,8 +105,9 @@ class Kind:
     Attributes:
         name: What `--author` takes.
         spelling: The names it takes, for `--help`.
+        meaning: What it is, in a sentence for a reader of results.
         precedence: Of the kinds whose need is met, the highest is the author where none is named.
-            At 0 it writes for some specs only, and has to be named.
+            At 0 it has to be named.
         deterministic: Whether all its trials at a spec are alike.
         aided: Whether it reads the tips, demonstrations, profiles and diagnoses that an ablation
             withholds.
@@ -109,6 +115,7 @@ class Kind:
 
     name: str
     spelling: str
+    meaning: str
     precedence = 0
     deterministic = False
     aided = False
@@ -162,6 +169,24 @@ def kind_of(name: str) -> tuple[Kind, str]:
     return kinds()[kind], which
 
 
+def agents_name(name: str) -> str:
+    """The name of an agent that works at the tools, which is none of an author's here.
+
+    Raises:
+        CodaError: it is, or is no name.
+    """
+    if not re.fullmatch(r"[\w.:@/+ -]{1,80}", name) or name.partition(":")[0] in kinds():
+        hint = "such as agent:MODEL"
+        raise CodaError(f"{name!r} cannot be the name of an agent at the tools", hint=hint)
+    return name
+
+
+def meaning(name: str) -> str:
+    """What an author of this name is, in a sentence."""
+    kind = kinds().get(name.partition(":")[0])
+    return kind.meaning if kind else "An agent at the tools, over MCP or from a shell."
+
+
 def make(name: str, options: Options, workspace: Workspace) -> Author:
     """The author called `name`.
 
@@ -175,7 +200,7 @@ def make(name: str, options: Options, workspace: Workspace) -> Author:
 
 
 def _by_precedence() -> list[Kind]:
-    """The kinds that write for any spec, the first choice last."""
+    """The kinds that need no name, the first choice last."""
     found = (kind for kind in kinds().values() if kind.precedence)
     return sorted(found, key=lambda kind: kind.precedence)
 

@@ -21,6 +21,7 @@ class _Recorded(Kind):
     """`replay:RUN` is a run of logs/trajectories; `replay` stands for each of them."""
 
     name = spelling = "replay"
+    meaning = "Recorded runs of agents at the tools, repeated before today's judge."
     deterministic = True
 
     def make(self, which: str, options: Options, workspace: Workspace) -> Author:

@@ -45,6 +45,9 @@ Effort = Annotated[
 Fallback = Annotated[str | None, typer.Option(help="Model to ask where the first refuses.")]
 PriceIn = Annotated[float | None, typer.Option(help="USD per million tokens of prompt.")]
 PriceOut = Annotated[float | None, typer.Option(help="USD per million tokens of answer.")]
+BaseUrl = Annotated[
+    str, typer.Option(help="Server of the Messages API, for claude or messages:MODEL.")
+]
 Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold back (A/B).")]
 
 
@@ -61,6 +64,7 @@ def generate(
     limit: Limits = None,
     price_in: PriceIn = None,
     price_out: PriceOut = None,
+    base_url: BaseUrl = "",
     tip_holdout: Holdout = 0.0,
     no_commit: NoCommit = False,
     as_json: Json = False,
@@ -72,8 +76,13 @@ def generate(
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
     if not 0 <= tip_holdout <= 1:
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
-    options = authors.Options(model or "", effort, fallback_model, price, budget, tip_holdout)
+    options = authors.Options(
+        model or "", effort, fallback_model, price, budget, tip_holdout, base_url
+    )
     who = _made(author or authors.default(), options, workspace, silent=as_json)
+    if max_usd is not None and not who.in_dollars:
+        hint = "give --price-in and --price-out, or --limit tokens=N instead"
+        raise CodaError("--max-usd needs the model's price, which is not known", hint=hint)
     with progress(silent=as_json) as observer:
         outcome = pipeline.generate(
             workspace, path, who, observer, device=device, commit=not no_commit
@@ -86,13 +95,13 @@ def generate(
 def resume(
     run: RunName, max_usd: MaxUsd = None, limit: Limits = None, as_json: Json = False
 ) -> Reply:
-    """Go on with a run of claude where it stopped, by its own limits unless others are given."""
+    """Go on with a model's run where it stopped, by its own limits unless others are given."""
     workspace = find()
     found = past.find(workspace, run)
     first = past.state(found)
     if not first.options:
         hint = "coda-agent tool works at any run; replay judges a recorded one again"
-        raise CodaError(f"{found.id} is not a run of claude", hint=hint)
+        raise CodaError(f"{found.id} is not a run of claude or messages", hint=hint)
     options = authors.Options.of(first.options)
     budget = options.budget.changed(max_usd, limit or [])
     who = _made(str(first.author), replace(options, budget=budget), workspace, silent=as_json)

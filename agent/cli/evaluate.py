@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coda_agent.agent import authors
-from coda_agent.agent.cli.authoring import Effort, PriceIn, PriceOut, price_of
+from coda_agent.agent.cli.authoring import BaseUrl, Effort, PriceIn, PriceOut, price_of
 from coda_agent.agent.cli.report import Reply, columns, reported
 from coda_agent.agent.cli.targets import DeviceOption, Json, sharing
 from coda_agent.agent.device import Device
+from coda_agent.agent.plain import dollars
 from coda_agent.agent.workspace import find
 from coda_agent.evals import comparison, definitions, metrics, records, trials
 from coda_agent.evals.record_files import read_records, trials_folder
@@ -52,11 +53,12 @@ def run(
     effort: Effort = "high",
     price_in: PriceIn = None,
     price_out: PriceOut = None,
+    base_url: BaseUrl = "",
     out: Out = None,
     as_json: Json = False,
 ) -> Reply:
     """Try authors on a suite. What is done is kept; run it again to go on."""
-    options = authors.Options(effort=effort, price=price_of(price_in, price_out))
+    options = authors.Options(effort=effort, price=price_of(price_in, price_out), base_url=base_url)
     session = _Session(suite, author, device, out, options, silent=as_json)
     found = session.tried(count, jobs, only or [], repeat=repeat)
     together = session.suite.groups
@@ -80,11 +82,12 @@ def ablate(
     effort: Effort = "high",
     price_in: PriceIn = None,
     price_out: PriceOut = None,
+    base_url: BaseUrl = "",
     out: Out = None,
     as_json: Json = False,
 ) -> Reply:
     """Try an author with a part of its help and without, and say what the part is worth."""
-    options = authors.Options(effort=effort, price=price_of(price_in, price_out))
+    options = authors.Options(effort=effort, price=price_of(price_in, price_out), base_url=base_url)
     session = _Session(suite, [author], device, out, options, silent=as_json)
     parts = comparison.withheld(session.workspace, author, without, session.device)
     arms = [session.tried(count, jobs, only or [], without=w) for w in ((), parts)]
@@ -157,7 +160,7 @@ def _watched(plan: trials.Plan, *, silent: bool) -> Iterator[_Told]:
             said = f": {record.reason}" if record.reason else ""
             typer.echo(
                 f"{task.author} {task.spec} {task.trial}: {record.outcome}{said} "
-                f"({record.spent.wall_s:.0f} s, ${record.spent.usd:.2f}; {left} left)"
+                f"({record.spent.wall_s:.0f} s, {dollars(record.spent.usd)}; {left} left)"
             )
 
     def table() -> Table:

@@ -11,6 +11,7 @@ from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.cli.report import REFUSED, Reply, columns, progress, reported
 from coda_agent.agent.cli.targets import DeviceOption, Json, RunName, sharing
+from coda_agent.agent.plain import dollars
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import find
 
@@ -44,7 +45,7 @@ def runs(as_json: Json = False) -> Reply:
     found = [(run, past.state(run)) for run in past.everything(find())]
     rows = [
         (r.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "",
-         f"${s.spent.usd:.2f}")
+         dollars(s.spent.usd))
         for r, s in found
     ]  # fmt: skip
     return Reply([{"run": r.id, **s.record()} for r, s in found], columns(rows) or "no runs yet")

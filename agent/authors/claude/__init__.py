@@ -3,15 +3,19 @@
 - `loop`: the author, a step function over what its run's events say.
 - `conversation`: what was said, a fold over these events.
 - `client`: one turn of the model over HTTP. `answer`: what a turn's stream amounts to.
+
+`../messages.py` registers it for the models of other servers.
 """
 
 import os
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from coda_agent.agent.authors import Author, Kind, Need, Options
 from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.workspace import Workspace
+from coda_agent.primitives.errors import CodaError
 
 DEFAULT_MODEL = "claude-opus-5-5"
 
@@ -21,9 +25,23 @@ def model_named(name: str = "") -> str:
     return name or os.environ.get("CODA_AGENT_MODEL") or DEFAULT_MODEL
 
 
+def server_named(url: str) -> str:
+    """The server at a URL, which may end in the API's /v1; empty where none is named.
+
+    Raises:
+        CodaError: it is no URL of HTTP, or has a password in it, which logs would keep.
+    """
+    parts = urlsplit(url)
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc):
+        hint = "a token goes into ANTHROPIC_API_KEY or ANTHROPIC_AUTH_TOKEN"
+        raise CodaError("--base-url is no http://HOST[:PORT][/PATH]", hint=hint)
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class _Claude(Kind):
     name = "claude"
     spelling = "claude or claude:MODEL"
+    meaning = "A model of Anthropic's at the tools, driven by this program."
     precedence = 2
     aided = True
 
@@ -35,7 +53,8 @@ class _Claude(Kind):
         return f"claude:{model_named(which)}"
 
     def make(self, which: str, options: Options, workspace: Workspace) -> Author:
-        return Claude(replace(options, model=model_named(which or options.model)))
+        model = model_named(which or options.model)
+        return Claude(replace(options, model=model, base_url=server_named(options.base_url)))
 
 
 AUTHOR = _Claude()

@@ -48,6 +48,7 @@ class Client:
     Args:
         key: API key or token, by the name of its variable.
         fallback: The model that answers where the first refuses.
+        base_url: The server; empty for Anthropic's, or the SDK's own setting.
         clock: Seconds; `sleep` waits for some. Tests bring their own.
     """
 
@@ -55,10 +56,12 @@ class Client:
         self,
         key: dict[str, str],
         fallback: str | None = None,
+        base_url: str = "",
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._key, self._fallback, self.clock, self.sleep = key, fallback, clock, sleep
+        self._base_url = base_url or None
         self._deadline = float("inf")
         self._sdk: Anthropic | None = None
 
@@ -73,6 +76,7 @@ class Client:
 
             chain = [BetaFallbackParam(model=self._fallback)] if self._fallback else []
             self._sdk = Anthropic(
+                base_url=self._base_url,
                 api_key=self._key.get("ANTHROPIC_API_KEY"),
                 auth_token=self._key.get("ANTHROPIC_AUTH_TOKEN"),
                 max_retries=0,

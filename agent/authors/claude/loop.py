@@ -20,6 +20,7 @@ from typing import Any
 from coda_agent.agent import events as e
 from coda_agent.agent import prompt
 from coda_agent.agent.authors import Author, Options
+from coda_agent.agent.authors.claude.answer import Broken
 from coda_agent.agent.authors.claude.client import Client, Stopped
 from coda_agent.agent.authors.claude.conversation import INTERRUPTED, Conversation
 from coda_agent.agent.budget import Prices, tokens
@@ -55,29 +56,36 @@ NO_KEY_HINT = (
 class Claude(Author):
     """The author.
 
+    Args:
+        name: Whose model it is: `claude`, or `messages` for one of another server. That one's price
+            may be unknown, and it may need no key.
+
     Raises:
         CodaError: there is no key, or the model's price is not known.
     """
-
-    name = "claude"
 
     def __init__(
         self,
         options: Options,
         *,
+        name: str = "claude",
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.options = options
-        key = KEYS.take()
+        self.options, self.name = options, name
+        self.elsewhere = name != "claude"
+        key = KEYS.take() or ({"ANTHROPIC_API_KEY": "none"} if self.elsewhere else {})
         if not key:
             raise CodaError(NO_KEY, hint=NO_KEY_HINT)
-        self.prices = Prices(options.model, options.price)
-        if options.fallback:
-            self.prices.tiers(options.fallback)
-        self.client = Client(key, options.fallback, clock, sleep)
-        budget = options.budget
-        self.limits = f"{options.model}: at most ${budget.usd:.2f}, {budget.steps} steps, "
+        self.prices: Prices | None = None
+        if options.price or not self.elsewhere:
+            self.prices = Prices(options.model, options.price)
+            if options.fallback:
+                self.prices.tiers(options.fallback)
+        self.client = Client(key, options.fallback, options.base_url, clock, sleep)
+        self.in_dollars, budget = self.prices is not None, options.budget
+        most = f"${budget.usd:.2f}" if self.prices else f"{budget.tokens} tokens (price unknown)"
+        self.limits = f"{options.model}: at most {most}, {budget.steps} steps, "
         self.limits += f"{budget.minutes:g} minutes"
 
     def settings(self) -> dict[str, Any]:
@@ -138,16 +146,18 @@ class Claude(Author):
             return ""
         return IDLE if talk.stop_reason == "end_turn" else CUT.format(why=talk.stop_reason)
 
-    def _worst(self, talk: Conversation) -> tuple[dict[str, Any], float]:
-        """The most the next call can take, as a usage block and in dollars. Two models may answer
-        where the first may refuse, and each twice where the server may summarise first."""
+    def _worst(self, talk: Conversation) -> tuple[dict[str, Any], float | None]:
+        """The most the next call can take, as a usage block and in dollars, where prices are known.
+        Two models may answer where the first may refuse, and each twice where the server may
+        summarise first."""
         assert talk.request is not None
         read = talk.context + math.ceil(talk.new_characters / _CHARACTERS_PER_TOKEN)
         most = talk.request["max_tokens"]
         models = [model for model in (self.options.model, self.options.fallback) if model]
         edits = talk.request.get("context_management", {}).get("edits", [])
         rounds = 1 + any(read + most >= edit["trigger"]["value"] for edit in edits)
-        usd = rounds * sum(self.prices.worst(read, most, model) for model in models)
+        prices = self.prices
+        usd = prices and rounds * sum(prices.worst(read, most, model) for model in models)
         entry = {"input_tokens": read, "output_tokens": most}
         return {"assumed": "the worst", "iterations": [entry] * rounds * len(models)}, usd
 
@@ -155,9 +165,9 @@ class Claude(Author):
         """The budget that leaves room for one more call and no second."""
         budget, (worst, usd) = self.options.budget, self._worst(talk)
         spent = bench.state.spent
-        if spent.usd + 2 * usd > budget.usd:
+        if spent.usd is not None and usd is not None and spent.usd + 2 * usd > budget.usd:
             return f"${budget.usd:.2f}; ${spent.usd:.2f} spent, the next call may cost ${usd:.2f}"
-        if spent.tokens + 2 * tokens(worst) > budget.tokens:
+        if (spent.tokens or 0) + 2 * tokens(worst) > budget.tokens:
             return f"{budget.tokens} tokens; {spent.tokens} used"
         if bench.state.steps + 1 >= budget.steps:
             return f"{budget.steps} steps"
@@ -177,20 +187,21 @@ class Claude(Author):
 
         def over() -> bool:
             after = bench.state.spent.plus(usd=most_usd, tokens=tokens(worst))
-            return after.usd > budget.usd or after.tokens > budget.tokens
+            return (after.usd or 0.0) > budget.usd or (after.tokens or 0) > budget.tokens
 
         if over() or bench.state.steps >= budget.steps:
             return f"budget: {talk.limit}"
         assert talk.request is not None
         request = {**talk.request, "messages": talk.messages}
-        bench.log.append(e.Requested(digest=talk.digest, worst_usd=round(most_usd, 4)))
+        reserved = None if most_usd is None else round(most_usd, 4)
+        bench.log.append(e.Requested(digest=talk.digest, worst_usd=reserved))
         start = time.monotonic()
 
         def bill(usage: dict[str, Any] | None) -> dict[str, Any]:
             # What cannot be known, or priced, was reserved, and is taken to have cost just that.
             with contextlib.suppress(CodaError):
                 if usage is not None:
-                    return {"usage": usage, "usd": self.prices.cost(usage)}
+                    return {"usage": usage, "usd": self.prices and self.prices.cost(usage)}
             return {"usage": worst, "usd": most_usd}
 
         def failed(error: str, wait_s: float | None, usage: dict[str, Any] | None) -> None:
@@ -222,7 +233,7 @@ class Claude(Author):
             told: Any = info.get("capabilities")
             for name in (*path, "supported"):
                 told = told.get(name) if isinstance(told, dict) else None
-            return told is not False
+            return told is True if self.elsewhere else told is not False
 
         most = min(MAX_TOKENS, size("max_tokens", MAX_TOKENS))
         trigger = max(50_000, round(COMPACT_AT * size("max_input_tokens", 200_000)))
@@ -238,8 +249,9 @@ class Claude(Author):
             "max_tokens": most,
             "tools": sent["tools"],
             "system": sent["system"],
-            "cache_control": {"type": "ephemeral"},
         }
+        if not self.elsewhere:
+            request["cache_control"] = {"type": "ephemeral"}
         if can("thinking", "types", "adaptive"):
             request["thinking"] = {"type": "adaptive", "display": "summarized"}
         if can("effort"):
@@ -256,6 +268,8 @@ class Claude(Author):
         Raises:
             CodaError: there is no such model, or it is retired.
             Stopped: the API cannot be asked.
+
+        Another server than Anthropic's need not say anything.
         """
         import anthropic
 
@@ -267,6 +281,8 @@ class Claude(Author):
         try:
             info = self.client.model(name, 60 * self.options.budget.minutes, failed)
         except Stopped as stop:
+            if self.elsewhere and isinstance(stop.__cause__, anthropic.APIStatusError | Broken):
+                return {}
             if not isinstance(stop.__cause__, anthropic.NotFoundError):
                 raise
             known = ""

@@ -61,6 +61,7 @@ class Composer(Writer):
 
 class _Composing(Kind):
     name = spelling = "composer"
+    meaning = "Rewrites the reference by rules, without a model."
     precedence = 1
     deterministic = True
 
