@@ -1,9 +1,9 @@
 """Authors: whoever writes candidates.
 
-A kind of author is one module or package of this folder, registered by its `AUTHOR`, a `Kind`. The
-commands, `doctor`, `--help` and evaluations know of it from there alone. A name is `KIND` or
-`KIND:WHICH`, and the kind says what WHICH is: `claude:MODEL`, `replay:RUN`. Registering imports
-neither torch nor an SDK. An agent that works at the tools is no kind; it has a name of its own.
+A kind of author is one module or package of this folder, registered by its `AUTHOR`: a `Kind`, or
+several. The commands, `doctor`, `--help` and evaluations know of it from there alone. A name is
+`KIND` or `KIND:WHICH`, and the kind says what WHICH is: `claude:MODEL`, `replay:RUN`. Registering
+imports neither torch nor an SDK. An agent that works at the tools is no kind; its name is its own.
 """
 
 import math
@@ -152,7 +152,8 @@ class Kind:
 def kinds() -> dict[str, Kind]:
     """Every kind of author by its name, the deterministic ones first."""
     modules = (module.name for module in pkgutil.iter_modules(__path__))
-    found: list[Kind] = [import_module(f"{__name__}.{name}").AUTHOR for name in modules]
+    authors = (import_module(f"{__name__}.{name}").AUTHOR for name in modules)
+    found: list[Kind] = [kind for a in authors for kind in (a if isinstance(a, tuple) else (a,))]
     return {kind.name: kind for kind in sorted(found, key=lambda k: (not k.deterministic, k.name))}
 
 

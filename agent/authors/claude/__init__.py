@@ -3,8 +3,6 @@
 - `loop`: the author, a step function over what its run's events say.
 - `conversation`: what was said, a fold over these events.
 - `client`: one turn of the model over HTTP. `answer`: what a turn's stream amounts to.
-
-`../messages.py` registers it for the models of other servers.
 """
 
 import os
@@ -57,4 +55,25 @@ class _Claude(Kind):
         return Claude(replace(options, model=model, base_url=server_named(options.base_url)))
 
 
-AUTHOR = _Claude()
+class _Messages(Kind):
+    """The same author under a name that does not claim whose model it is.
+
+    Such a server may know less than Anthropic's, so it is asked for nothing but what it says it can
+    do. Its prices are the user's to tell; where they are unknown, budgets are in tokens.
+    """
+
+    name = "messages"
+    spelling = "messages:MODEL"
+    meaning = "A model of another server that speaks the Messages API, driven by this program."
+    aided = True
+
+    def make(self, which: str, options: Options, workspace: Workspace) -> Author:
+        server = server_named(options.base_url or os.environ.get("ANTHROPIC_BASE_URL", ""))
+        model = which or options.model
+        if not (server and model):
+            hint = "coda-agent generate SPEC --author messages:MODEL --base-url http://HOST:PORT"
+            raise CodaError("the author messages needs a model's name and --base-url", hint=hint)
+        return Claude(replace(options, model=model, base_url=server), name=self.name)
+
+
+AUTHOR = _Claude(), _Messages()

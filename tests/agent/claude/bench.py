@@ -70,7 +70,9 @@ def log_of(where: Workspace) -> list[Event]:
 
 
 def spent_usd(where: Workspace) -> float:
-    return RunState.of(log_of(where)).spent.usd
+    usd = RunState.of(log_of(where)).spent.usd
+    assert usd is not None
+    return usd
 
 
 def types(where: Workspace, *wanted: str) -> list[str]:
