@@ -126,9 +126,10 @@ def server(desk: Desk) -> "Server[Any]":
             is_error=not result.ok,
         )
 
+    told = {**prompt.instructions(), "specs": f"# The specs\n\n{_specs(desk.workspace)}"}
     return Server(
         "coda-agent",
-        instructions=f"{prompt.instructions()}\n\n# The specs\n\n{_specs(desk.workspace)}",
+        instructions=prompt.joined(told),
         on_list_tools=list_tools,
         on_call_tool=call_tool,
     )

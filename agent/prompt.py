@@ -8,16 +8,15 @@ bytes, which is what a prompt cache is keyed by.
 import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coda_agent.agent import tips as tips_module
 from coda_agent.agent.judge import static
 from coda_agent.agent.tips import Tip
-from coda_agent.agent.workbench import feedback, programs_to_define, shown
+from coda_agent.agent.workbench import feedback, programs_to_define, shown, vocabulary
 from coda_agent.demos import Demo, demos
-from coda_agent.primitives.catalogue import entries
 from coda_agent.specs import Spec
 
 DEMOS = 4
@@ -28,35 +27,33 @@ CHARACTERS_PER_TOKEN = 3.0
 _TASK = Path(__file__).with_name("task.md")
 
 
-def system(withheld: Sequence[str] = ()) -> str:
-    """The part that is the same for every spec, without what is `withheld` of `WITHHELD`."""
-    return "\n\n".join([instructions(withheld), f"# The vocabulary\n\n{_primitives()}"])
+def common(withheld: Sequence[str] = ()) -> dict[str, str]:
+    """What is the same for every spec, by name, without what is `withheld` of `WITHHELD`."""
+    names = "What one of them does in full, `read_primitive` says.\n\n" + vocabulary()
+    return {**instructions(withheld), "vocabulary": f"# The vocabulary\n\n{names}"}
 
 
-def instructions(withheld: Sequence[str] = ()) -> str:
-    """Task, language, feedback and tools, without the vocabulary."""
-    guide = "\n".join(f"- {tool.name}: {tool.description}" for tool in shown(withheld).values())
+def instructions(withheld: Sequence[str] = ()) -> dict[str, str]:
+    """Task, language and feedback by name; tools describe themselves."""
     grammar = inspect.cleandoc(feedback.__doc__ or "")
     if "diagnosis" in withheld:
         grammar = "One line: whether the candidate passed, or at which gate it failed."
-    return "\n\n".join(
-        [
-            f"# The task\n\n{_TASK.read_text('utf-8').strip()}",
-            f"# The language\n\n{_body(static.__doc__)}",
-            f"# What the judge says\n\n{grammar}",
-            f"# The tools\n\n{guide}",
-        ]
-    )
+    return {
+        "task": f"# The task\n\n{_TASK.read_text('utf-8').strip()}",
+        "language": f"# The language\n\n{_body(static.__doc__)}",
+        "what the judge says": f"# What the judge says\n\n{grammar}",
+    }
 
 
-def opening(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> str:
-    """The part for one spec: the spec, demonstrations, tips."""
-    parts = [f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"]
+def opening(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> dict[str, str]:
+    """What is for one spec, by name: the spec, demonstrations, tips."""
+    parts = {"spec": f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"}
     for demo in demos_for(spec) if "demos" not in withheld else ():
-        parts.append(f"# Demonstration: {demo.name}\n\n```python\n{demo.text.strip()}\n```")
+        program = f"```python\n{demo.text.strip()}\n```"
+        parts[f"demonstration {demo.name}"] = f"# Demonstration: {demo.name}\n\n{program}"
     if lines := [f"- {tip.line()}" for tip in tips]:
-        parts.append("# Tips from earlier runs\n\n" + "\n".join(lines))
-    return "\n\n".join(parts)
+        parts["tips"] = "# Tips from earlier runs\n\n" + "\n".join(lines)
+    return parts
 
 
 def demos_for(spec: Spec) -> list[Demo]:
@@ -78,7 +75,7 @@ def demos_for(spec: Spec) -> list[Demo]:
 
 def request(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> dict[str, Any]:
     """Tools, system text and first message of a conversation, with their cache breakpoints, and
-    without what is `withheld`.
+    without what is `withheld`. The vocabulary is in the text, so `list_primitives` is not offered.
 
     An hour, not five minutes: a compilation, or a wait for a GPU, may outlast the shorter one.
     """
@@ -86,14 +83,20 @@ def request(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> di
     tools: list[dict[str, Any]] = [
         {"name": tool.name, "description": tool.description, "input_schema": tool.schema()}
         for tool in shown(withheld).values()
+        if tool.name != "list_primitives"
     ]
     tools[-1] |= hour
-    first = [{"type": "text", "text": opening(spec, tips, withheld), **hour}]
+    first = [{"type": "text", "text": joined(opening(spec, tips, withheld)), **hour}]
     return {
         "tools": tools,
-        "system": [{"type": "text", "text": system(withheld), **hour}],
+        "system": [{"type": "text", "text": joined(common(withheld)), **hour}],
         "messages": [{"role": "user", "content": first}],
     }
+
+
+def joined(parts: Mapping[str, str]) -> str:
+    """Parts as one text."""
+    return "\n\n".join(parts.values())
 
 
 def tips_for(spec: Spec, tips: tips_module.Tips) -> list[Tip]:
@@ -104,10 +107,6 @@ def tips_for(spec: Spec, tips: tips_module.Tips) -> list[Tip]:
 def estimated_tokens(sent: object) -> int:
     """A guess at the tokens of a request, from its characters."""
     return round(len(json.dumps(sent, ensure_ascii=False)) / CHARACTERS_PER_TOKEN)
-
-
-def _primitives() -> str:
-    return "\n\n".join(f"## {entry.signature}  [{entry.kind}]\n{entry.doc}" for entry in entries())
 
 
 def _body(doc: str | None) -> str:

@@ -1,7 +1,7 @@
 """Commands around authors: have a kernel written, go on with it, and work at the bench by hand."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ import typer
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent import prompt as prompting
 from coda_agent.agent import runs as past
-from coda_agent.agent.authors.claude import model_named
+from coda_agent.agent.authors.claude import model_named, server_named
 from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.cli.report import REFUSED, Reply, columns, outcomes, progress, reported
@@ -113,7 +113,9 @@ def resume(
 @reported
 def prompt(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
+    cost: Annotated[bool, typer.Option("--cost", help="What each part costs, instead.")] = False,
     model: Model = None,
+    base_url: BaseUrl = "",
     as_json: Json = False,
 ) -> Reply:
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
@@ -121,25 +123,39 @@ def prompt(
     loaded = load_spec(resolve_spec(spec, workspace))
     tips = prompting.tips_for(loaded, Tips.of(workspace)) if workspace else []
     sent = prompting.request(loaded, tips)
-    count, how = _tokens(sent, model_named(model or ""))
-    if as_json:
-        return Reply({**sent, "tokens": count, "counted": how == "counted"})
-    parts = [f"# The tools, as schemas\n\n{json.dumps(sent['tools'], indent=1)}"]
-    parts += [sent["system"][0]["text"], sent["messages"][0]["content"][0]["text"]]
-    return Reply(sent, "\n\n".join([*parts, f"[{count} tokens, {how}]"]))
+    schemas = json.dumps(sent["tools"], indent=1)
+    texts = {**prompting.common(), **prompting.opening(loaded, tips)}
+    little = {"messages": [{"role": "user", "content": "x"}]}
+    alone = [{"messages": [{"role": "user", "content": text}]} for text in texts.values()]
+    asked = [sent, little, {**little, "tools": sent["tools"]}, *alone] if cost else [sent]
+    server = server_named(base_url)
+    (total, *counts), how = _tokens(asked, model_named(model or ""), server)
+    counted = how == "counted"
+    if not cost:
+        shown = f"# The tools, as schemas\n\n{schemas}", prompting.joined(texts)
+        text = "\n\n".join([*shown, f"[{total} tokens, {how}]"])
+        return Reply({**sent, "tokens": total, "counted": counted}, text)
+    sizes = {"tools": len(json.dumps(sent["tools"])), **{k: len(v) for k, v in texts.items()}}
+    rows = [(name, size, count - counts[0])
+            for (name, size), count in zip(sizes.items(), counts[1:], strict=True)]  # fmt: skip
+    rows.append(("all", sum(sizes.values()), total))
+    parts = [dict(zip(("part", "characters", "tokens"), row, strict=True)) for row in rows]
+    text = columns([("part", "characters", "tokens"), *rows])
+    return Reply({"parts": parts, "counted": counted}, f"{text}\n[tokens {how}]")
 
 
-def _tokens(sent: dict[str, Any], model: str) -> tuple[int, str]:
-    """The tokens of a request: counted by the API where a key is set, else estimated."""
+def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[list[int], str]:
+    """The tokens of requests: counted by the API where a key is set, else estimated."""
+    guessed = [prompting.estimated_tokens(sent) for sent in asked]
     if not (key := KEYS.take()):
-        return prompting.estimated_tokens(sent), "estimated: no key is set to count them"
+        return guessed, "estimated: no key is set to count them"
     import anthropic
 
+    count = Client(key, base_url=server).sdk.messages.count_tokens
     try:
-        counted = Client(key).sdk.messages.count_tokens(model=model, **sent)
+        return [count(model=model, **sent).input_tokens for sent in asked], "counted"
     except anthropic.APIError as error:
-        return prompting.estimated_tokens(sent), f"estimated: {error.message}"
-    return counted.input_tokens, "counted"
+        return guessed, f"estimated: {error.message}"
 
 
 @reported

@@ -208,8 +208,7 @@ class Workbench:
     @tool()
     def list_primitives(self) -> Result:
         """Every name a program may use, with its kind and a summary."""
-        rows = [f"{entry.signature}  [{entry.kind}]  {entry.summary}" for entry in entries()]
-        return Result(text="\n".join(rows), data={"names": [e.name for e in entries()]})
+        return Result(text=vocabulary(), data={"names": [e.name for e in entries()]})
 
     @tool()
     def read_primitive(self, name: Name) -> Result:
@@ -347,6 +346,11 @@ class Workbench:
         """Ends the run without a kernel, and says what stands in the way."""
         self.log.append(e.GaveUp(reason=reason))
         return Result(text="the run is over; the candidate is kept")
+
+
+def vocabulary() -> str:
+    """A line for each primitive: how it is called, its kind, a summary."""
+    return "\n".join(f"{e.signature}  [{e.kind}]  {e.summary}" for e in entries())
 
 
 def programs_to_define(spec: Spec) -> str:

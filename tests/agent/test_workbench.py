@@ -184,7 +184,9 @@ def test_tools_are_described_for_others() -> None:
         assert tool.description.endswith(".") and tool.schema()["additionalProperties"] is False
 
 
-def test_the_prompt_is_whole_and_the_same_each_time(where: workspace.Workspace) -> None:
+def test_the_prompt_is_whole_and_the_same_each_time(
+    where: workspace.Workspace, bench: Workbench
+) -> None:
     spec = load_spec(ROOT / "specs" / "gemm_rope.md")
     tips = prompt.tips_for(spec, Tips(ROOT / "logs" / "tips.jsonl"))
     first, second = (json.dumps(prompt.request(spec, tips)) for _ in range(2))
@@ -196,9 +198,15 @@ def test_the_prompt_is_whole_and_the_same_each_time(where: workspace.Workspace) 
         "RowLogSumExp",
         "# The language",
         "one returned dict. No",
-        "submit:",
     ):
         assert name in system
+    # The list of the vocabulary is in the text, and details are read by a tool: nothing is both.
+    assert "columns interleaved" not in system and "columns interleaved" in say(
+        bench, "read_primitive", name="swiglu"
+    )
+    offered = [tool["name"] for tool in said["tools"]]
+    assert [name for name in TOOLS if name not in offered] == ["list_primitives"]
+    assert say(bench, "list_primitives") in system
     assert (
         spec.text.strip() in opening and "# Demonstration: rot" in opening and "rotation" in opening
     )
@@ -210,6 +218,14 @@ def test_the_prompt_is_printed_with_its_tokens(where: workspace.Workspace) -> No
     assert "tokens, estimated: no key is set to count them]" in shown
     document = json.loads(runner.invoke(app, ["prompt", "gemm_rope", "--json"]).stdout)
     assert document["counted"] is False and 3000 < document["tokens"] < 60_000
+    cost = json.loads(runner.invoke(app, ["prompt", "gemm_rope", "--cost", "--json"]).stdout)
+    *parts, whole = cost["parts"]
+    assert [part["part"] for part in parts[:6]] == [
+        "tools", "task", "language", "what the judge says", "vocabulary", "spec"]  # fmt: skip
+    assert whole["characters"] == sum(part["characters"] for part in parts)
+    assert whole["tokens"] == document["tokens"] and cost["counted"] is False
+    text = document["system"][0]["text"]
+    assert sum(part["characters"] for part in parts[1:5]) == len(text) - 3 * len("\n\n")
 
 
 def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) -> None:

@@ -604,6 +604,8 @@ def test_the_command_line_counts_generates_and_resumes(
     monkeypatch.chdir(where.root)
     serve([])
     assert "[12345 tokens, counted]" in run("prompt", "gemm_swiglu").stdout
+    cost = run("prompt", "gemm_swiglu", "--cost").stdout
+    assert cost.endswith("[tokens counted]\n") and re.search(r"^all  .* 12345$", cost, re.MULTILINE)
     serve([WHOLE[0], error(401, "authentication_error", "bad key")])
     stopped = run("generate", "gemm_swiglu", "--device", "cpu", "--max-usd", "4")
     assert stopped.exit_code == 3 and "bad key" in stopped.stderr
