@@ -6,16 +6,17 @@ be left and taken up again (`reopened`).
 """
 
 import contextlib
+import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from coda_agent import specs
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
-from coda_agent.agent import execution, judge, publish, runs
+from coda_agent.agent import execution, judge, publish, references, runs
 from coda_agent.agent.authors import Author
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer, Verdict
@@ -74,7 +75,9 @@ class Outcome:
 def _admit(spec_path: Path, text: str) -> None:
     """Admission of a spec's text, once a process: it takes up to a second, and trials, resumed runs
     and sessions open the same spec again and again. What raises is tried again."""
-    specs.admit(load_spec(spec_path, text=text))
+    # Authors and gates need torch next; a worker takes as long to import it.
+    threading.Thread(target=importlib.import_module, args=("torch",)).start()
+    references.admitted(load_spec(spec_path, text=text))
 
 
 @contextlib.contextmanager

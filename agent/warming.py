@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coda_agent.agent import doctor
-from coda_agent.agent.execution.local import Local
+from coda_agent.agent.execution.local import here
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.records import Observer
 from coda_agent.agent.pipeline import check_shape
@@ -101,12 +101,12 @@ def _forms(program: Program, tile: TileConfig, spec: Spec, element: str) -> list
 def _gpu(function: Function, name: str | None) -> str:
     """The name of the GPU that tiles are dispatched for."""
     if name is None:
-        here = [gpu.name for gpu in doctor.gpus()]
-        if not here:
+        names = [gpu.name for gpu in doctor.gpus()]
+        if not names:
             raise MachineError(
                 "no GPU here", hint='name the one kernels will run on: --gpu "NVIDIA H200"'
             )
-        return here[0]
+        return names[0]
     known = {*function.tuned, *(function.user.gpus() if function.user else ())}
     spec = function.spec
     dtypes = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}
@@ -139,7 +139,7 @@ def compiled(jobs: Sequence[CompileJob], folds: Sequence[Fold], observer: Observ
         observer("gate.progress", about)
 
     failed, new = dict[str, str](), 0
-    for job, built in zip(jobs, Local().map(jobs, tell), strict=True):
+    for job, built in zip(jobs, here().map(jobs, tell), strict=True):
         if isinstance(built, CompileError):
             failed[_note(job)] = str(built)
         else:

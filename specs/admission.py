@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
-import multiprocessing
-import signal
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded as rounding
-from coda_agent.specs.effects import forbid_effects
 from coda_agent.specs.format import Spec
 from coda_agent.specs.layout import shown
 from coda_agent.specs.reference import cast_to, draw_inputs, narrow, run_reference, storage
@@ -32,7 +28,6 @@ _ADMISSION_ELEMENTS = 64
 _REDRAWS = 3
 # How far a row is moved, and the least number of elements of which chance makes no two moves alike.
 _STEP, _ALIKE = 1e-6, 8
-_LIMIT_S = 60.0
 # Functions of torch that move values and compute nothing.
 _MOVES = frozenset(
     """
@@ -42,67 +37,18 @@ _MOVES = frozenset(
 )
 
 
-def admit(spec: Spec, *, limit_s: float = _LIMIT_S) -> None:
+def admit(spec: Spec) -> None:
     """Run the reference on CPU, for every binding and element type, and refuse a spec that proves
     nothing, or whose reference means what no program does.
 
     Uses the smallest check shape of several rows whose outputs are not tiny. The reference runs in
-    a forked process of one thread, which takes 30 ms more and ends with the limit wherever the
-    reference is.
+    this process; one that is not ours belongs into a sandboxed worker.
 
     Raises:
-        SpecError: An output of another shape or dtype than declared, non-finite, zero or
-            constant; an input changed in place; no output that needs both GEMM operands and their
-            product; something that could be left out, or guessed, within the tolerance; a value
-            that is rounded and computed on; or no answer within `limit_s` seconds.
-    """
-    import torch
-
-    def fork() -> None:
-        # The default action ends a process whatever it is busy with, also when its parent is gone.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        forbid_effects()
-        torch.set_num_threads(1)  # a fork has none of OpenMP's threads, and would wait for them
-        try:
-            answer.send((refusal(spec), ""))
-        except SpecError as error:
-            answer.send((error.message, ""))
-        except Exception:
-            answer.send(("", traceback.format_exc()))
-
-    if spec.has_baseline:
-        # Decorators of torch.compiler import it, which takes 2 s: once here, not in every fork.
-        importlib.import_module("torch._dynamo")
-    context = multiprocessing.get_context("fork")
-    found, answer = context.Pipe(duplex=False)
-    child = context.Process(target=fork, daemon=True)
-    child.start()
-    answer.close()
-    try:
-        fault, bug = found.recv()
-    except EOFError:
-        child.join()
-        status = child.exitcode or 0
-        fault, bug = f"{spec.path}: the reference ended its process, exit status {status}", ""
-        if status == -signal.SIGALRM:
-            fault = f"{spec.path}: the reference took longer than {limit_s:g} s at a check shape"
-    finally:
-        child.kill()
-        child.join()
-        found.close()
-    if bug:
-        raise RuntimeError(f"in admission:\n{bug}")
-    if fault:
-        raise SpecError(fault)
-
-
-def refusal(spec: Spec) -> str:
-    """The first fault of a spec, or an empty string; runs its reference in this process.
-
-    Raises:
-        SpecError: The reference raises, or returns something else than its outputs.
+        SpecError: The reference raises; an output of another shape or dtype than declared,
+            non-finite, zero or constant; an input changed in place; no output that needs both GEMM
+            operands and their product; something that could be left out, or guessed, within the
+            tolerance; or a value that is rounded and computed on.
     """
     shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     for binding in spec.bindings():
@@ -112,14 +58,11 @@ def refusal(spec: Spec) -> str:
                 break
         else:
             sizes = shapes[-1]
-        for types in spec.type_choices():
-            fault = _misdeclared(spec, sizes, types, binding)
-            if fault:
-                return f"{spec.path}: {spec.variant(binding)}: {fault}"
-        fault = _degeneracy(spec, sizes, spec.default_types(), binding)
-        if fault:
-            return f"{spec.path}: {spec.variant(binding)}: {fault}"
-    return ""
+        checks = [partial(_misdeclared, spec, sizes, x, binding) for x in spec.type_choices()]
+        checks.append(partial(_degeneracy, spec, sizes, spec.default_types(), binding))
+        for check in checks:
+            if fault := check():
+                raise SpecError(f"{spec.path}: {spec.variant(binding)}: {fault}")
 
 
 def _misdeclared(

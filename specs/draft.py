@@ -19,7 +19,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
-from coda_agent.specs.admission import refusal
+from coda_agent.specs.admission import admit
 from coda_agent.specs.defaults import TYPES, up
 from coda_agent.specs.front_matter import Face, front_matter, sizes_listed
 from coda_agent.specs.layout import Entry, extent, parts
@@ -149,7 +149,7 @@ class _Draft:
         self._check_sizes()
         outputs, types = self._cut()
         pairs = self._pairs(outputs, first, second)
-        faults: list[str] = []
+        faults: list[SpecError] = []
         for choices, draw in itertools.product(dict.fromkeys([types, types[:1]]), _DRAWS):
             front = self._front(first, second, outputs, choices, draw, pairs)
             head = f"# {self.name}\n\nDrafted from `{self.source.name}` of {self.source.where}."
@@ -158,13 +158,16 @@ class _Draft:
             checks = load_spec(_FILE, text=f"---\n{front}{text}").declared.check_shapes
             front += sizes_listed("check_shapes", checks)
             spec = load_spec(_FILE, text=(text := f"---\n{front}{text}"))
-            if not (fault := refusal(spec)):
+            try:
+                admit(spec)
                 return text
-            # Its lines are those of the text; those of the block are what is known of the source.
-            line = re.match(rf"{_FILE}:(\d+)", fault)
-            number = str(int(line[1]) - spec.reference_line + 1) if line else ""
-            faults.append(fault.replace(line[1], number, 1) if line else fault)
-        raise SpecError(faults[0])
+            except SpecError as error:
+                # Its lines are those of the text; those of the block are what the source has.
+                line = re.match(rf"{_FILE}:(\d+)", error.message)
+                number = str(int(line[1]) - spec.reference_line + 1) if line else ""
+                said = error.message.replace(line[1], number, 1) if line else error.message
+                faults.append(SpecError(said, hint=error.hint))
+        raise faults[0]
 
     def _front(
         self,

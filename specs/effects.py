@@ -43,4 +43,5 @@ def forbid_effects() -> None:
         if did:
             raise SpecError(f"the function {did}", hint="a reference only computes")
 
+    sys.dont_write_bytecode = True
     sys.addaudithook(refuse)

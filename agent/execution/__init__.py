@@ -28,9 +28,9 @@ def executor() -> Executor:
 @lru_cache(maxsize=1)
 def _executor(name: str) -> Executor:
     if not name:
-        from coda_agent.agent.execution.local import Local
+        from coda_agent.agent.execution.local import here
 
-        return Local()
+        return here()
     kind, _, address = name.partition("://")
     if kind != "dask" or ":" not in address:
         raise CodaError(f"no executor {name!r}", hint="expected dask://HOST:PORT")
@@ -54,6 +54,6 @@ def hopper() -> Gpu:
     Raises:
         MachineError: there is no Hopper GPU.
     """
-    from coda_agent.agent.execution.local import Local
+    from coda_agent.agent.execution.local import here
 
-    return demanded(Local().gpu())
+    return demanded(here().gpu())

@@ -18,12 +18,11 @@ import platform
 import queue
 import uuid
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
-from coda_agent.agent.execution.local import Local
+from coda_agent.agent.execution.local import here
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
@@ -62,7 +61,7 @@ class Cluster:
         atexit.register(self.close)
         self._built: list[Any] = []
         self._environment: dict[str, Any] = {}
-        self._local = Local()
+        self._local = here()
         try:
             self._check(address)
         except MachineError:
@@ -152,9 +151,9 @@ class Cluster:
         self._client.close()
 
     def environment(self, device: str) -> dict[str, Any]:
-        here = self._local.environment("cpu")
+        local = self._local.environment("cpu")
         # Candidates are traced here, so this machine's sandbox is the one that held them.
-        return {**here, **self._environment, "sandbox": here["sandbox"], "device": device}
+        return {**local, **self._environment, "sandbox": local["sandbox"], "device": device}
 
 
 def _digest(job: dict[str, Any]) -> str:
@@ -184,13 +183,8 @@ def _result(future: Any) -> Any:
 # What follows runs on workers.
 
 
-@lru_cache(maxsize=1)
-def _here() -> Local:
-    return Local()
-
-
 def _gpu() -> Gpu | None:
-    return _here().gpu()
+    return here().gpu()
 
 
 def _judge() -> str:
@@ -210,7 +204,7 @@ def _compile(data: dict[str, Any], judge: str) -> tuple[BuiltObject | CompileErr
     """What a compile job gave, and the object it left in the cache, by name."""
     _require(judge)
     try:
-        built = BuiltObject.model_validate(_here().pool().run(data))
+        built = BuiltObject.model_validate(here().pool().run(data))
     except CompileError as error:
         return error, "", b""
     path = Path(built.object)
@@ -226,12 +220,12 @@ def _grade(
     _require(judge)
     for _, name, image in objects:
         _keep(name, image)
-    worker, here, job = get_worker(), _here(), read_job(data)
+    worker, local, job = get_worker(), here(), read_job(data)
 
     def tell(done: int, total: int, note: str) -> None:
         worker.log_event(topic, (done, total, note))
 
-    return here.grade(job, tell).model_dump(mode="json"), here.environment(job.device)
+    return local.grade(job, tell).model_dump(mode="json"), local.environment(job.device)
 
 
 def _keep(name: str, data: bytes) -> None:

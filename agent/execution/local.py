@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from coda_agent.agent.execution.device import Device, exclusive, find_gpus, is_free
@@ -99,6 +100,12 @@ class Local:
 
     def environment(self, device: str) -> dict[str, Any]:
         return environment(device, (self._used or self.gpu()) if device == "cuda" else None)
+
+
+@lru_cache(maxsize=1)
+def here() -> Local:
+    """This machine, for what runs here whatever the executor."""
+    return Local()
 
 
 def _prepare(device: Device, job: PrepareJob) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Self
 
-from coda_agent.agent.execution.answers import Ok, Refused, read_answer
-from coda_agent.agent.execution.child import Child, ChildError, Limits
+from coda_agent.agent.execution.answers import Answer, Ok, Refused, read_answer
+from coda_agent.agent.execution.child import START_TIMEOUT_S, Child, ChildError, Limits
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.sandbox import Sandbox, choose
 from coda_agent.primitives.errors import CompileError, ProgramError
@@ -68,16 +68,30 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def answer(
+        self, job: dict[str, Any], timeout_s: float, *, first: dict[str, Any] | None = None
+    ) -> Answer:
+        """What a worker answers to one job, after another of which the time does not count.
+
+        Raises:
+            ChildError: none came; the worker is gone, and the next job starts it anew.
+        """
+        worker = self._idle.get()
+        try:
+            if first:
+                worker.call(first, timeout_s=START_TIMEOUT_S)
+            return read_answer(worker.call(job, timeout_s=timeout_s))
+        finally:
+            self._idle.put(worker)
+
     def run(self, job: dict[str, Any], timeout_s: float | None = None) -> Any:
         """One job's result, as data.
 
         Raises:
             CompileError: the job failed, died, or ran out of time; the message says which.
         """
-        worker = self._idle.get()
         try:
-            said = worker.call(job, timeout_s=timeout_s or TIMEOUTS_S[job["kind"]])
-            answer = read_answer(said)
+            answer = self.answer(job, timeout_s or TIMEOUTS_S[job["kind"]])
         except ChildError as error:
             why = {
                 "timeout": f"{error.detail}; the worker was killed",
@@ -85,8 +99,6 @@ class CompilePool:
                 "malformed": f"the compile worker was killed: {error.detail}",
             }
             raise CompileError(why[error.kind]) from error
-        finally:
-            self._idle.put(worker)
         match answer:
             case Ok(result=result):
                 return result

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from coda_agent import specs
-from coda_agent.agent import execution, pipeline, publish
+from coda_agent.agent import execution, pipeline, publish, references
 from coda_agent.agent import workspace as workspaces
 from coda_agent.agent.accept import accept, raise_or_revoke, store_tuned
 from coda_agent.agent.cli.report import told
@@ -439,7 +438,7 @@ def test_nothing_is_judged_for_a_place_that_is_not_fit(
     spec = where.specs / "gemm_swiglu.md"
     spec.write_bytes(workspaces.packaged_specs()["gemm_swiglu"].read_bytes())
     runs = where.root / "logs" / "runs"
-    monkeypatch.setattr(specs, "admit", lambda _: None)
+    monkeypatch.setattr(references, "admitted", lambda _: None)
     with pipeline.opened(where, spec, "a", lambda *_: None) as bench:
         run = bench.run
     swiglu: Any = SimpleNamespace(name="gemm_swiglu", summary="D", text=spec.read_text())

@@ -13,8 +13,7 @@ from mcp import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp_types import Implementation
 
-from coda_agent import specs
-from coda_agent.agent import judge, workspace
+from coda_agent.agent import judge, references, workspace
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.provenance import digests
@@ -130,7 +129,7 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any spec is admitted and any candidate passes: what follows is about runs."""
     monkeypatch.setattr(judge, "judge_candidate", proved)
-    monkeypatch.setattr(specs, "admit", lambda spec: None)
+    monkeypatch.setattr(references, "admitted", lambda spec: None)
 
 
 def talk_to(desk: Desk, body: Callable[[Callable[..., Any]], Any]) -> None:

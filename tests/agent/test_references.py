@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from coda_agent.agent import references, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.execution.child import Child
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs import load_spec
 from coda_agent.specs.draft import Example
@@ -54,7 +52,7 @@ def test_from_a_function_to_a_spec(where: workspace.Workspace) -> None:
     again = runner.invoke(app, ["spec", "new", "my_model:ffn_gate", *SHAPES])
     assert again.exit_code == 2 and "is there already (--force overwrites it)" in again.output
     checked = runner.invoke(app, ["spec", "check", "ffn_gate"])
-    assert checked.exit_code == 0
+    assert checked.exit_code == 0, checked.output
     assert "ffn_gate.md: x [M, K], w [N, K], b [N] -> out [M, N]" in checked.output
     flat = spec.text.replace("* scale\n", "* 0\n")
     spec.path.write_text(flat)
@@ -91,19 +89,6 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not [*where.specs.glob("*.md")] and not Path("ran").exists()
 
 
-@pytest.fixture(scope="module")
-def child() -> Any:
-    """One worker for all, since it imports for seconds; `references` starts one for each call."""
-    made: list[Child] = []
-
-    def call(job: dict[str, Any], where: str, limit_s: float) -> str:
-        return references.asked(made[0], job, where, limit_s)
-
-    made.append(references.child())
-    yield call
-    made[0].close()
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -114,21 +99,42 @@ def child() -> Any:
         ("x = x @ torch.ones(1 << 40)", "m.py:3: the function raises RuntimeError: "),
         ("torch._C._cuda_init", "m.py:3: the function raises AttributeError: "),
         ("torch.os.kill(torch.os.getppid(), 9)", "m.py:3: the function opens a file or a conn"),
-        ("torch.os._exit(3)", "m.py: the function ended its process"),
+        ("torch.os._exit(3)", "m.py: the function ended without a result: exit status 3"),
         ("torch.os.system('touch {path}')", "m.py:3: the function starts a program (a reference"),
         ("open_ = torch.os.open('{path}', 65); x", "m.py:3: the function opens a file for writing"),
     ],
 )
-def test_a_function_that_does_more_than_compute(
-    child: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
-) -> None:
+def test_a_function_that_does_more_than_compute(tmp_path: Path, body: str, message: str) -> None:
     path = tmp_path / "made"
     text = f"import math, torch\ndef f(x, w):\n    {body.format(path=path)}\n    return x @ w.T\n"
-    monkeypatch.setattr(references, "_result", child)
     examples = {"x": Example((64, 32)), "w": Example((48, 32))}
     with pytest.raises(SpecError) as caught:
         references.drafted(extracted(text, "m.py"), examples, "f", limit_s=5.0)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("while True: pass", "toy.md: the function did not end in 5 s"),
+        ("import os; os._exit(3)", "toy.md: the function ended without a result: exit status 3"),
+        ("import os; os.system('touch {path}')", "toy.md:62: the function starts a program (a"),
+        ("import subprocess; subprocess.run(['ls'])", "toy.md:62: the function starts a program ("),
+        ("torch.os.open('{path}', 65)", "toy.md:62: the function opens a file for writing (a ref"),
+        ("torch.os.remove('{path}')", "toy.md:62: the function removes a file (a reference only"),
+    ],
+)
+def test_no_spec_is_admitted_whose_reference_does_more_than_compute(
+    tmp_path: Path, body: str, message: str
+) -> None:
+    path = tmp_path / "made"
+    text = workspace.packaged_specs()["gemm_symlog"].read_text("utf-8")
+    head, found, rest = text.partition("):\n")
+    spec = load_spec("toy.md", text=f"{head}{found}    {body.format(path=path)}\n{rest}")
+    with pytest.raises(SpecError) as caught:
+        references.admitted(spec, limit_s=5.0)
+    assert str(caught.value).startswith(message), str(caught.value)
     assert not path.exists()
 
 
