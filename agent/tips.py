@@ -60,9 +60,14 @@ class Tip:
         """Success rate where it was shown, with one success and one failure added (Laplace)."""
         return (self.shown.successes + 1) / (self.shown.runs + 2)
 
+    @property
+    def evidence(self) -> str:
+        """What it rests on: the run, the check that failed for lack of it, and what was found."""
+        return f"{self.run}: {self.failing}" if self.run else self.failing
+
     def line(self) -> str:
         """As an author reads it."""
-        return f"[{self.id}] ({', '.join(self.tags)}) {self.text}"
+        return f"[{self.id}] ({', '.join(self.tags)}) {self.text} (seen: {self.evidence})"
 
     def p_value(self) -> float | None:
         """One-sided Fisher test that showing it helps; None where an arm is empty."""
@@ -86,7 +91,8 @@ class Tips:
         return cls(workspace.root / "logs" / "tips.jsonl")
 
     def all(self) -> dict[str, Tip]:
-        """Every tip that was not pruned, with its counts, by id.
+        """Every tip that was not pruned, with its counts, by id. What became of the run that wrote
+        a tip is not counted for it: that one had learned it by itself.
 
         Raises:
             CodaError: a line is not a record.
@@ -98,12 +104,15 @@ class Tips:
                 kind = record.pop("kind")
                 if kind == "tip":
                     tips.setdefault(record.pop("id"), Tip(**record))
-                elif kind == "pruned":
-                    tips.pop(record["tip"], None)
-                elif (key := (record["tip"], record["run"])) not in seen and key[0] in tips:
-                    seen.add(key)
-                    arm: Arm = getattr(tips[key[0]], record["arm"])
-                    arm.runs, arm.successes = arm.runs + 1, arm.successes + record["success"]
+                    continue
+                id = record["tip"]
+                if kind == "pruned":
+                    tips.pop(id, None)
+                elif (run := record["run"]) and id in tips and run != tips[id].run:
+                    arm: Arm = getattr(tips[id], record["arm"])
+                    if (id, run) not in seen:
+                        arm.runs, arm.successes = arm.runs + 1, arm.successes + record["success"]
+                    seen.add((id, run))
             except (KeyError, TypeError, AttributeError) as error:
                 raise CodaError(f"{self.path}:{number} is no record of a tip: {error}") from error
         return tips

@@ -85,10 +85,11 @@ def tips(
         gone = store.prune(None if prune == ["auto"] else prune)
         return Reply([tip.id for tip in gone], "\n".join(f"removed {t.line()}" for t in gone))
     known = sorted(store.all().values(), key=lambda tip: (-tip.worth, tip.id))
-    rows: list[tuple[str, ...]] = [("tip", "shown", "helped", "held back", "without", "p", "text")]
+    rows: list[tuple[str, ...]] = [("tip", "shown", "solved", "held back", "solved", "p", "text")]
     for tip in known:
         p = tip.p_value()
         cells = (tip.shown.runs, tip.shown.successes, tip.held.runs, tip.held.successes)
-        rows.append((tip.id, *map(str, cells), "-" if p is None else f"{p:.2f}", tip.text))
+        rows.append((tip.id, *map(str, cells), "-" if p is None else f"{p:.2f}",
+                     f"{tip.text} (seen: {tip.evidence})"))  # fmt: skip
     document = [{"id": t.id, **vars(t), "p_value": t.p_value()} for t in known]
     return Reply(document, columns(rows) if known else "no tips yet")

@@ -233,7 +233,8 @@ class Workbench:
         self, query: Annotated[str, _told("Words: primitives, symptoms, outputs.")]
     ) -> Result:
         """Tips from earlier runs that match some words, the most useful first."""
-        found = Tips.of(self.workspace).search(query)
+        known = Tips.of(self.workspace).search(query)
+        found = [tip for tip in known if tip.run != self.run.id]  # what it wrote, it knows
         if not found:
             return Result(text="no tip matches these words")
         self.log.append(e.TipsGiven(arms={tip.id: "shown" for tip in found}))
@@ -318,16 +319,17 @@ class Workbench:
         """Keeps what an attempt taught, for later runs. Names a failing and a passing attempt."""
         attempts = {attempt.number: attempt for attempt in self.state.attempts}
         before, after = attempts.get(failing), attempts.get(passing)
-        if not before or before.passed or not after or not after.passed:
+        if not (before and not before.passed and after and after.passed and failing < passing):
             said = ", ".join(
                 f"{n} {'passed' if a.passed else 'failed'}" for n, a in attempts.items()
             )
-            message = "a tip needs an attempt that failed and one that passed"
+            message = "a tip needs an attempt that failed and a later one that passed"
             raise ToolError(f"{message}; there are: {said or 'none'}")
+        finding = " ".join(before.judgement.finding.split())[:160]
         tip = Tip(
             text=text, tags=tags, author=str(self.state.author), run=self.run.id,
-            failing=f"{before.check} {before.candidate}: {before.judgement.finding}",
-            passing=f"{after.check} {after.candidate}",
+            failing=f"check {failing}, {before.check}: {finding}",
+            passing=f"check {passing}, {after.check}",
         )  # fmt: skip
         programs = [kernel.program.read_text("utf-8") for kernel in self.workspace.kernels()]
         programs += [self.state.candidate, best.text if (best := self.state.best) else ""]

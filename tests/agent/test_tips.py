@@ -47,6 +47,17 @@ def test_worth_is_counted_by_arm_and_a_run_counts_once(tips: Tips) -> None:
     assert math.isclose(found.p_value() or 0, 2 / 3)
 
 
+def test_the_run_that_wrote_a_tip_says_nothing_of_its_worth(tips: Tips) -> None:
+    mine = Tip("Mine.", ["any"], "me", "check 1, interpret: O is wrong", "check 2", run="r1")
+    tips.add(mine, [])
+    for run in ("r1", "r2"):
+        tips.record_outcomes(run, {mine.id: "shown"}, success=True)
+    (found,) = tips.all().values()
+    assert found.shown == Arm(1, 1)
+    assert found.line().endswith("Mine. (seen: r1: check 1, interpret: O is wrong)")
+    assert tip("Theirs.").line().endswith("Theirs. (seen: check 1: wrong)")
+
+
 def test_fisher_against_a_table_known_from_the_literature() -> None:
     """The lady tasting tea: 3 of 4 right is p = 17/70, 4 of 4 is 1/70."""
     tea = tip("Milk first.", "any")

@@ -145,14 +145,21 @@ def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
     say(bench, "write_candidate", text=WRONG)
     bench.call("check", {"level": "static"})
     given = {"text": "Imports come from one place.", "tags": ["any"], "failing": 1, "passing": 2}
-    assert "one that passed; there are: 1 failed" in fail(bench, "log_tip", **given)
+    assert "a later one that passed; there are: 1 failed" in fail(bench, "log_tip", **given)
     say(bench, "write_candidate", text=RIGHT)
     bench.call("check", {"level": "static"})
     assert "kept" in say(bench, "log_tip", **given)
     body = RIGHT[RIGHT.index("gate, up") :].replace("\n", " ")
     assert "no code" in fail(bench, "log_tip", **{**given, "text": f"Write {body}"})
     (tip,) = Tips.of(bench.workspace).all().values()
-    assert tip.run == bench.run.id and "only imports" in tip.failing and tip.author == "me"
+    assert tip.run == bench.run.id and tip.author == "me"
+    assert tip.evidence.startswith(f"{bench.run.id}: check 1, static: only imports")
+    # Its own run is not shown it, and is not counted for it.
+    assert say(bench, "search_tips", query="imports") == "no tip matches these words"
+    bench.call("submit", {})
+    bench.finish()
+    (tip,) = Tips.of(bench.workspace).all().values()
+    assert tip.shown.runs == 0 and bench.state.over == "accepted"
 
 
 def test_submit_commits_once_and_ends_the_run(bench: Workbench) -> None:
