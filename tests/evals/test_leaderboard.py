@@ -242,7 +242,9 @@ def check_alone(path: Path) -> None:
             attributes,
         )
         if href := attributes.get("href"):
-            assert ":" not in href and (path.parent / href.partition("#")[0]).is_file(), href
+            file, _, place = href.partition("#")
+            assert ":" not in href and (path.parent / (file or path.name)).is_file(), href
+            assert file or f'id="{place}"' in page.text, href
 
 
 def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
@@ -253,6 +255,7 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     records = [
         trial("gemm_rope", EVIL, program=f"# {EVIL}\n", audit=audit),
         trial("gemm_rope", "b|c", machine=tools),
+        trial("gemm_rope", "c", program="# b|c 1\n"),
     ]
     folder = store(where, records)
     (folder / f"{EVIL.replace('/', '')}.json").write_text("x")
@@ -268,16 +271,17 @@ def test_pages_link_programs_verdicts_and_logs_and_escape_the_rest(
     check_alone(beside.path)
     anchors = {a["id"] for _, a in beside.tags if "id" in a}
     names = [file_name(record.key).removesuffix(".json") for record in records]
-    parts = ("program", "verdict", "log")  # both have this run
+    parts = ("program", "verdict", "log")  # all have this run
     assert sorted(map(str, hrefs)) == sorted(
         f"index-trials.html#{name}.{part}" for name in names for part in parts
     )
     assert {str(href).partition("#")[2] for href in hrefs} < anchors
-    assert "# &lt;script&gt;alert" in beside.text and "# b|c 1" in beside.text
+    assert "# &lt;script&gt;alert" in beside.text and beside.text.count("# b|c 1") == 1
+    assert f'<a href="#{names[1]}.program">{names[1]}.program</a>' in beside.text
     assert "outcome: accepted" in beside.text and "is not an event" in beside.text  # the log
     log.unlink()
     run("leaderboard", "--html", "docs/board")
-    assert path.read_text("utf-8").count('<span class="dim">no log </span>') == 2
+    assert path.read_text("utf-8").count('<span class="dim">no log </span>') == 3
     assert page.text.count("&lt;script&gt;alert") >= 5  # table, curves, matrix, audit, problem
     markdown = (where.root / "docs" / "board.md").read_text("utf-8")
     assert "<" not in markdown and "b\\|c" in markdown
