@@ -6,32 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.agent.authors.composer import Composer, load
-from coda_agent.agent.judge.meaning import check_meaning
-from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.primitives import Scalar, Tile, dropout, epilogue
-from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
-from coda_agent.specs.admission import admit
+from tests.agent import verdicts
 
 SPEC = """---
 name: placed
-level: compose
-summary: values of places
 types: {T: [bfloat16]}
-dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}
 gemm: [A, B]
 inputs:
-  A: {shape: [M, K], dtype: T, draw: normal}
-  B: {shape: [N, K], dtype: T, draw: {normal: {std: K**-0.5}}}
-  C: {shape: [M, N], dtype: T, draw: normal}
+  A: {shape: [M, K]}
+  B: {shape: [N, K]}
+  C: {shape: [M, N]}
   seed: {shape: [], dtype: float32, draw: {integers: [0, 16777216]}}
 outputs:
-  O: {shape: [M, N], dtype: T}
+  O: {shape: [M, N]}
 check_shapes: [{M: 77, N: 384, K: 64}]
-bench_shapes: [{M: 4096, N: 4096, K: 4096}]
-tolerance: {multiple: 2.0}
-target: 0.9
 ---
 ```python reference
 from coda_agent.primitives.placed import philox
@@ -58,13 +48,9 @@ def spec_of(body: str) -> Spec:
 @pytest.mark.parametrize("name", BODIES)
 def test_it_is_admitted_composed_and_right(name: str) -> None:
     spec = spec_of(BODIES[name])
-    admit(spec)
-    programs = load(Composer().write(spec, lambda *_: None))
+    programs = verdicts.composed(spec)
     assert "philox_uniform" in {n.op for n in programs["placed"].graph.nodes}
-    assert check_meaning(spec, programs) == []
-    tiles = {("placed", "bfloat16"): (TileConfig(128, 128),)}
-    report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
-    assert report.findings == ()
+    verdicts.right(spec, programs)
 
 
 def test_another_seed_is_another_function() -> None:
@@ -72,5 +58,4 @@ def test_another_seed_is_another_function() -> None:
     def placed(acc, C: Tile, seed: Scalar):
         return {"O": C + dropout(acc, 0.1, 3, seed)}
 
-    (finding,) = check_meaning(spec_of(BODIES["dropout"]), {"placed": placed})
-    assert "another function" in finding.message
+    verdicts.refused(spec_of(BODIES["dropout"]), placed)

@@ -1,0 +1,40 @@
+"""The walk from a spec to its verdict without a GPU: admitted, composed, and judged."""
+
+from collections.abc import Mapping
+
+from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge.instructions import check_instructions
+from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.agent.judge.numerics import check_numerics
+from coda_agent.agent.judge.static import check_source
+from coda_agent.primitives import Program
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec, admit
+
+
+def composed(spec: Spec) -> dict[str, Program]:
+    """What the composer writes for a spec that is admitted, and meaning accepts, by name."""
+    admit(spec)
+    return judged(spec, Composer().write(spec, lambda *_: None))
+
+
+def judged(spec: Spec, text: str) -> dict[str, Program]:
+    """The programs of `text`, if static and meaning accept it and its own instructions are right."""
+    assert check_source(text, [spec.variant(binding) for binding in spec.bindings()]) == []
+    programs = load(text)
+    assert check_instructions(programs) == []
+    assert check_meaning(spec, programs) == []
+    return programs
+
+
+def right(spec: Spec, programs: Mapping[str, Program]) -> None:
+    """Numerics accepts the programs in bfloat16, interpreted in one tile."""
+    tiles = {(name, "bfloat16"): (TileConfig(128, 128),) for name in programs}
+    report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
+    assert report.findings == ()
+
+
+def refused(spec: Spec, program: Program) -> None:
+    """Meaning says that the spec's one program is another function."""
+    (finding,) = check_meaning(spec, {spec.name: program}, seed=1)
+    assert "O is another function of the inputs" in finding.message
