@@ -5,6 +5,7 @@ What no view brings into the kernel's form is packed once, by `pack`, and given 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,8 @@ class Declared:
         inputs: Of those that are not passed as they are, in canonical order: place, name, whether
             its two dimensions change places, how many its columns are, and which dimensions of
             extent 1 it loses.
+        tables: Of tables of part of the rows or columns: place, how many of their dimensions are
+            over rows, and which dimensions are of extent 1.
         outputs: What the declared outputs of each canonical one are, by its name.
         packing: Inputs that are given packed, by name.
     """
@@ -37,6 +40,12 @@ class Declared:
             for i, place in enumerate(layout.inputs)
             for part in place.parts
             if not place.packed and (part.turned or part.tail or part.units)
+        )
+        self.tables = tuple(
+            (i, part.table, tuple(e == 1 for e in next(iter(part.shape.values()))))
+            for i, place in enumerate(layout.inputs)
+            for part in place.parts
+            if part.table is not None
         )
         self.outputs = {place.name: _Leaving.of(place, types) for place in layout.outputs}
 
@@ -69,6 +78,10 @@ class Declared:
                         f"as its dimension {unit}"
                     )
             found[i] = value.squeeze(units) if units else value
+        for i, rows, units in self.tables:
+            if getattr(found[i], "ndim", None) == len(units):
+                extents = tuple(found[i].shape)
+                found[i] = found[i].reshape(math.prod(extents[:rows]), math.prod(extents[rows:]))
         return found
 
     def given(self, values: Sequence[Any]) -> list[Any]:
@@ -80,6 +93,12 @@ class Declared:
                 value = value.mT if turned else value
                 value = value.unflatten(-1, (-1, *[1] * (columns - 1))) if columns else value
                 found[i] = _with_units(value, units)
+        for i, rows, units in self.tables:
+            shape, sides = [1] * len(units), (range(rows), range(rows, len(units)))
+            for extent, at in zip(found[i].shape, sides, strict=True):
+                if extent > 1:
+                    shape[next(j for j in at if not units[j])] = extent
+            found[i] = found[i].reshape(shape)
         return found
 
     def left(self, names: Sequence[str], results: Any, element: torch.dtype, *, raw: bool) -> Any:

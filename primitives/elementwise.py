@@ -36,6 +36,8 @@ from coda_agent.primitives.resources import (
     RowVector,
     Scalar,
 )
+from coda_agent.primitives.table_load import any_strides, element
+from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import TileConfig
 
 _arch: Any = cute.arch
@@ -154,6 +156,10 @@ class Elementwise:
             elif kind is HeadTable:
                 s, w = tensors[o].shape
                 values[o] = _loaded(tensors[o], row.read % s, column % (w // COLUMNS), COLUMNS)
+            elif issubclass(kind, Table):
+                size, columns = (row.place.m, row.place.n), range(COLUMNS)
+                at = [row.place.start + j for j in columns]
+                values[o] = [element(kind, tensors[o], row.read, j, size) for j in at]
             elif kind.varies in (Shape.TILE, Shape.WIDE):
                 width = COLUMNS * (2 if kind.varies is Shape.WIDE else 1)
                 values[o] = _loaded(tensors[o], row.read, column, width)
@@ -387,6 +393,8 @@ def compile_elementwise(program: Program, config: TileConfig, types: Sequence[An
             tensors.append(Float32(0.0))
         elif kind is Scalar:
             tensors.append(fake(dtype, 1, rows=False))
+        elif issubclass(kind, Table):
+            tensors.append(any_strides(torch2cute_dtype_map[dtype]))
         elif o in program.reductions:
             tensors.append(fake(dtype, 2, rows=program.reductions[o].over_rows))
         else:

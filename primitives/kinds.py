@@ -29,10 +29,12 @@ class Resource:
     Attributes:
         dims: Its shape in terms of M and N; of a reduction that of its final value.
         element_bytes: Of an element; None where that is a matter of the call.
+        by_tma: Whether its strides and its address must suit TMA; else any will do.
     """
 
     dims: ClassVar[tuple[str, ...]]
     element_bytes: ClassVar[int | None] = None
+    by_tma: ClassVar[bool] = True
 
     @classmethod
     def extents(cls, m: int, n: int) -> tuple[int, ...]:

@@ -123,8 +123,8 @@ def forget() -> None:
 # The modules that decide what a graph compiles to.
 _LOWERING = (
     "graph operation fast_math ops elementary rounding pairwise gather groups placed placed_tiles "
-    "ptx kinds resources reductions lower masked_sum stores wide head_table group_fold "
-    "group_store elementwise"
+    "ptx kinds resources reductions lower masked_sum stores wide head_table tables table_load "
+    "group_fold group_store elementwise"
 )
 
 

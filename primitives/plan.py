@@ -120,7 +120,9 @@ def resolve(
         partial(_rows_ready, either_major=either),
         partial(tma_ready, either_major=either),
         *(
-            partial(_flat_and_ready, kind=kind, m=m, flat=len(lead) > 1) if kind.dims else None
+            partial(_flat_and_ready, kind=kind, m=m, flat=len(lead) > 1)
+            if kind.dims and kind.by_tma
+            else None
             for kind in kinds.values()
         ),
     ]

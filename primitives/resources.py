@@ -20,10 +20,17 @@ from coda_agent.primitives.reductions import (
     RowMin,
     RowSum,
 )
+from coda_agent.primitives.tables import (
+    TABLES,
+    PositionHeads,
+    PositionPairs,
+    PositionTable,
+    SampleHeads,
+    SampleTable,
+)
 
 if TYPE_CHECKING:
     import torch
-
 
 __all__ = [
     "AddTile",
@@ -33,6 +40,9 @@ __all__ = [
     "ColVector",
     "HalfTile",
     "HeadTable",
+    "PositionHeads",
+    "PositionPairs",
+    "PositionTable",
     "RowGather",
     "RowLogSumExp",
     "RowMax",
@@ -40,6 +50,8 @@ __all__ = [
     "RowMin",
     "RowSum",
     "RowVector",
+    "SampleHeads",
+    "SampleTable",
     "Scalar",
     "Tile",
     "WideTile",
@@ -316,7 +328,7 @@ class RowGather(Output):
 
 OPERAND_KINDS: dict[str, type[Operand]] = {
     kind.__name__: kind
-    for kind in (Tile, HeadTable, WideTile, ColVector, RowVector, Scalar, ColIndex)
+    for kind in (Tile, HeadTable, *TABLES, WideTile, ColVector, RowVector, Scalar, ColIndex)
 }
 OUTPUT_KINDS: dict[str, type[Output]] = {
     kind.__name__: kind

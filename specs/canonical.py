@@ -46,6 +46,7 @@ class _Read(NamedTuple):
     shape: tuple[Entry, ...]
     turned: bool = False
     tail: tuple[int, ...] = ()
+    table: int | None = None
 
 
 def _sum(entries: Iterable[Entry]) -> Sum:
@@ -171,6 +172,28 @@ class Product:
         tail = tuple(e if isinstance(e, int) else -1 for e in last)
         return _Read(tuple(name for name, _ in sides), axes, shape, turned, tail)
 
+    def _table(self, entries: Sequence[Entry]) -> _Read | None:
+        """What an input is over that has some of the rows' dims, or is repeated over columns."""
+        starts = self.lead[:1], self.lead[-1:]
+        for i in range(len(entries) + 1):
+            (over_rows, rows), (over, columns) = (
+                ([j for j in at if entries[j] != 1], [entries[j] for j in at if entries[j] != 1])
+                for at in (range(i), range(i, len(entries)))
+            )
+            r = 1 if not rows else self.dims[0] if rows == self.lead else rows[0]
+            if rows and rows != self.lead and rows not in starts:
+                continue
+            number, word = math.prod(e for e in columns if isinstance(e, int)), self._word(columns)
+            units = {"": 1} | {x: dim.multiple_of for x, dim in self.header.dims.items()}
+            each = all(isinstance(e, int) for e in columns)
+            if word is None and (not each or _step(self.columns, units) % number):
+                continue
+            shape = self._renamed(entries, over_rows, self.row_names)
+            shape = self._renamed(shape, over, self.column_names)
+            axes = tuple(tuple(shape[j] for j in at) for at in (over_rows, over))
+            return _Read((r, word or number), axes, shape, table=i)
+        return None
+
     def _word(self, over: Sequence[Entry]) -> str | None:
         """Columns in terms of N, such as "N/2"."""
         share, n = _product(over), self.dims[1]
@@ -222,15 +245,19 @@ class Product:
         for x in group:
             parameter, cases = tensors[x].shape
             reads = {case: self.read(entries, output=output) for case, entries in cases.items()}
+            whole = {*self.dims[:2], f"2*{self.dims[1]}"}
+            partly = any(not read or {*read.canonical} - whole for read in reads.values())
+            if partly and not output and len(group) == 1 and not tensors[x].dtype.startswith("int"):
+                reads = {case: self._table(entries) for case, entries in cases.items()}
             known = {case: read for case, read in reads.items() if read is not None}
             if known.keys() != reads.keys():
                 return None
             turned = any(read.turned for read in known.values())
             shapes = {case: read.shape for case, read in known.items()}
             axes = {case: read.axes for case, read in known.items()}
-            tail = next(iter(known.values())).tail
-            units = _units(shapes.values())
-            found.append(Part(x, shapes, axes, parameter, turned, tail, units))
+            first = next(iter(known.values()))
+            units = () if first.table is not None else _units(shapes.values())
+            found.append(Part(x, shapes, axes, parameter, turned, first.tail, units, first.table))
             shape = Shape(parameter, {case: read.canonical for case, read in known.items()})
         axis = max(map(len, shape.cases.values())) - 1
         whole = (*self.dims[:axis], self.dims[1])

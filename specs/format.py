@@ -323,7 +323,8 @@ class Spec(Header):
             SpecError: No such tensor, bad sizes, or an unknown binding.
         """
         self.check_sizes(sizes)
-        return tuple(extent(entry, sizes) for entry in self.symbolic_shape(tensor, binding))
+        known = {**self.layout.sizes(sizes), **sizes} if self.layout else sizes
+        return tuple(extent(entry, known) for entry in self.symbolic_shape(tensor, binding))
 
     def dtype_of(self, tensor: str, types: Mapping[str, str]) -> str:
         """Concrete element type of an input or output, `types` choosing the symbolic ones.

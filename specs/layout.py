@@ -60,6 +60,8 @@ class Part:
         turned: Whether the axes stand in the other order in it.
         tail: Its trailing dimensions, -1 for what is not a number, where its columns are several.
         units: Its dimensions of extent 1 that the canonical tensor lacks, the last one being -1.
+        table: Of a table of part of the rows or columns, which is canonical with one dimension of
+            each, how many of its dimensions are over rows; else None.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Part:
     turned: bool = False
     tail: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
+    table: int | None = None
 
     def straight(self, value: torch.Tensor) -> torch.Tensor:
         """The view of a declared tensor whose axes stand as in the canonical one."""

@@ -11,6 +11,7 @@ from coda_agent.agent.judge.records import CompiledKernel, Finding, Progress
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import OUTPUT_KINDS
+from coda_agent.primitives.tables import Table
 from coda_agent.primitives.target import is_mma
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, carries, offered
 
@@ -143,7 +144,8 @@ def _tensor_faults(
         declared = tuple(str(d) for d in spec.symbolic_shape(name, binding))
         expected = kind.named(m, n)
         said = f"{program.name}: {name} is {kind.__name__}"
-        if declared != expected:
+        table = issubclass(kind, Table) and len(declared) == 2
+        if declared != expected and not table:
             shown, wanted = ", ".join(expected), ", ".join(declared)
             yield f"{said}, ({shown}); the spec declares ({wanted})", ""
         read = program.operands.get(name)

@@ -58,7 +58,7 @@ RULES = {
             "primitives",
             "__init__ activations auxiliary derivatives elementary gather graph groups interpret "
             "kinds operation ops pairwise placed program ptx ptx_run reductions resources rotary "
-            "rounding",
+            "rounding tables",
         )
         + _in("specs", "__init__ canonical defaults faults format layout load reference")
     ),
@@ -67,7 +67,7 @@ RULES = {
         _in(
             "primitives",
             "elementwise fast_math fold function group_fold group_store head_table launch lower "
-            "masked_sum memory placed_tiles plan stores target tiles unfused wide",
+            "masked_sum memory placed_tiles plan stores table_load target tiles unfused wide",
         )
     ),
     "static": Rule(_in("agent/judge", "static"), ("walk", "language")),

@@ -155,7 +155,10 @@ def truth_argument(acc):
     return {"O": maximum(acc, True)}
 
 
-OPERANDS = "Tile, HeadTable, WideTile, ColVector, RowVector, Scalar, ColIndex"
+OPERANDS = (
+    "Tile, HeadTable, PositionTable, SampleTable, PositionPairs, PositionHeads, SampleHeads, "
+    "WideTile, ColVector, RowVector, Scalar, ColIndex"
+)
 ONE_WIDTH = "expected two values of one width, (M, N/2) or (M, N)"
 MIXED = (
     "{} mixes a full-width value with a half-width one (take both apart with pairs(), or join "

@@ -177,6 +177,57 @@ LAYOUTS: dict[str, Any] = {
         {"q": "[M, 128]", "k": "[M, 64]", "v": "[M, 64]"},
         "return F.linear(x, w, b).split([128, 64, 64], dim=-1)",
     ),
+    "a gate of each sample": lambda: spec(
+        "[h, w]",
+        {
+            "x": "[B, T, N]",
+            "h": "[B, T, K]",
+            "w": "[N, K]",
+            "scale": "[B, N]",
+            "gate": "[B, 1, N]",
+            "keep": "[B, 1, 1]",
+            "p": "[B]",
+        },
+        {"y": "[B, T, N]"},
+        "y = x + keep * gate * (1 + scale.unsqueeze(1)) * F.linear(h, w); "
+        "return y / (2 + torch.tanh(p.view(-1, 1, 1)))",
+    ),
+    "a position embedding": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[N, K]", "p": "[T, N]", "q": "[1, T, 1]"},
+        {"y": "[B, T, N]"},
+        "return F.linear(x, w) * (2 + q) + p",
+    ),
+    "a norm and a slope of each head": lambda: spec(
+        "[x, w]",
+        {
+            "x": "[B, T, K]",
+            "w": "[64*H, K]",
+            "g": "[64]",
+            "slope": "[H]",
+            "of": "[B, H]",
+            "pos": "[B, T]",
+        },
+        {"q": "[B, T, H, 64]"},
+        "q = F.linear(x, w).unflatten(-1, (-1, 64)); r = q.float().pow(2).mean(-1, keepdim=True); "
+        "q = q * torch.rsqrt(r + 1e-6) * (1 + g); "
+        "q = q + (slope * pos[..., None])[..., None]; "
+        "return (q * (1 + of[:, None, :, None])).to(x.dtype)",
+    ),
+    "cosines of each pair": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[64*H, K]", "cos": "[T, 32]", "sin": "[T, 32]"},
+        {"q": "[B, T, H, 64]"},
+        "q = F.linear(x, w).view(*x.shape[:2], -1, 32, 2); a, b = q.unbind(-1); "
+        "c, s = cos[:, None], sin[:, None]; "
+        "return torch.stack([a * c - b * s, a * s + b * c], -1).flatten(-2)",
+    ),
+    "a tensor of half the columns": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[2*N, K]", "d": "[B, T, N]"},
+        {"y": "[B, T, N]"},
+        "a, b = F.linear(x, w).unflatten(-1, (-1, 2)).unbind(-1); return d * F.silu(a) * b",
+    ),
     "a K that is held as a number": lambda: spec(
         "[q, k]",
         {"q": "[B, T, 64]", "k": "[S, 64]"},

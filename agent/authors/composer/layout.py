@@ -13,14 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coda_agent.agent.authors.composer.expression import Expr, const, group_width, make
+from coda_agent.agent.authors.composer.expression import Expr, const, group_width, leaf, make
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import WIDTHS
 from coda_agent.primitives.kinds import Resource
+from coda_agent.primitives.tables import TABLES, Table
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +62,17 @@ class Layout:
     """Expressions as elements of tensors, at one trace's extents of M, N, N/2, 2*N and K.
 
     With `halves` a spec has columns j and j + N/2 of the product where a kernel has 2j and 2j + 1.
+    `lead` are the extents of the dims of rows.
     """
 
-    def __init__(self, extents: Mapping[str, int], *, halves: bool = False) -> None:
-        self.extents, self.halves = extents, halves
+    def __init__(
+        self, extents: Mapping[str, int], *, halves: bool = False, lead: Sequence[int] = ()
+    ) -> None:
+        self.extents, self.halves, self.lead = extents, halves, [*lead]
         self._numbers: dict[Expr, int] = {}
         self._exprs: list[Expr] = []
+        # What the tile reads of a tensor, and which of the tensor's elements each of its own is.
+        self._tables: dict[Expr, list[tuple[Expr, torch.Tensor]]] = {}
 
     def frame(self, shape: tuple[int, ...]) -> Frame | None:
         """The dims that `shape` is over, its unit extents dropped, its rows joined and its columns
@@ -110,6 +116,51 @@ class Layout:
         """`expr` broadcast over a tensor of `shape`."""
         full = self._grid(expr, frame.dims)
         return Elements((full.mT if frame.flipped else full).reshape(shape))
+
+    def table(self, name: str, position: int, shape: tuple[int, ...]) -> Elements:
+        """A matrix of part of the rows or columns. As which kind of table a program reads it, the
+        `value` of its leaf tells: the place among `TABLES`."""
+        key, dims = (f"{position:04d}",), frozenset({"M", "N"})
+        return self.partly(
+            [
+                (Expr("operand", (), dims, name, float(i), key), at)
+                for i, kind in enumerate(TABLES)
+                if (at := self._places(kind, *shape)) is not None
+            ],
+            shape,
+        )
+
+    def partly(self, readings: list[tuple[Expr, torch.Tensor]], shape: tuple[int, ...]) -> Elements:
+        """A tensor that is part of the rows or columns: what the tile reads, if it reads so."""
+        import torch
+
+        raw = leaf("table", str(len(self._tables)), 0, frozenset({"M", "N"}))
+        self._tables[raw] = readings
+        codes = torch.arange(math.prod(shape)) + (self._number(raw) << _SHIFT)
+        return Elements(codes.reshape(shape))
+
+    def readings(self, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """Ways in which the tile may read such a tensor: which of the tensor's elements each of its
+        own, (M, N), is."""
+        for i in range(len(shape) + 1):
+            rows = [s for s in shape[:i] if s != 1]
+            sample = rows == self.lead[:1] != self.lead
+            if rows and not sample and rows not in (self.lead, self.lead[-1:]):
+                continue
+            for kind in TABLES:
+                at = self._places(kind, math.prod(rows), math.prod(shape[i:]))
+                if kind.sample == sample and at is not None:
+                    yield at
+
+    def _places(self, kind: type[Table], r: int, c: int) -> torch.Tensor | None:
+        """Which element of an (R, C) table each of the tile's reads; None where it does not fit."""
+        import torch
+
+        m, n = self.extents["M"], self.extents["N"]
+        if m % r or n % (c * (kind.step or 1)):
+            return None
+        rows, columns = kind.entry(torch.arange(m), torch.arange(n), (m, n), (r, c))
+        return rows[:, None] * c + columns
 
     def taken(
         self, codes: torch.Tensor, expr: Expr, dims: tuple[str, str]
@@ -190,6 +241,12 @@ class Layout:
             expr = self._exprs[number]
             if expr.dims <= set(dims) and torch.equal(codes, self._grid(expr, dims)):
                 return expr
+            for whole, at in self._tables.get(expr, ()):
+                places = at + (self._number(expr) << _SHIFT)
+                if dims == ("M", "N") and torch.equal(codes, places):
+                    return whole
+                if dims == ("M", "N/2") and torch.equal(codes, places[:, ::2]):
+                    return make("even", whole, dims=frozenset(dims))
             columns = dims[-1] if dims else ""
             if columns in expr.dims and (width := group_width(expr)):
                 first = self._grid(expr, dims)[..., ::width]

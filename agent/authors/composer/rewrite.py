@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -50,6 +51,7 @@ from coda_agent.primitives.resources import (
     Tile,
     WideTile,
 )
+from coda_agent.primitives.tables import TABLES
 from coda_agent.specs.layout import extent, halved, interleaved
 
 if TYPE_CHECKING:
@@ -88,7 +90,10 @@ class _Rewriter:
         self.captured, self.spec = captured, captured.spec
         m, n, k = (captured.sizes[d] for d in self.spec.gemm_dims)
         extents = {"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n, "K": k}
-        self.layout = Layout(extents, halves=bool(self.spec.layout and self.spec.layout.halves))
+        own = self.spec.layout
+        known = own.sizes(captured.sizes) if own else {}
+        lead = [extent(e, known) for e in own.rows] if own else [m]
+        self.layout = Layout(extents, halves=bool(own and own.halves), lead=lead)
         self.across = Across(self.layout, self._apply)
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
@@ -119,13 +124,28 @@ class _Rewriter:
                         message = f"{self._where(node)}: takes an argument that no primitive has"
                         raise ProgramError(message, hint=_SPELLED) from None
         values, outputs = self._outputs(returned)
-        used = {e.name for e in walk(list(values.values())) if e.op in ("operand", "index")}
-        operands = {name: kind for name, kind in self.kinds.items() if name in used}
+        used: dict[str, set[float]] = {}
+        for e in walk(list(values.values())):
+            if e.op in ("operand", "index"):
+                used.setdefault(e.name, set()).add(e.value)
+        operands = {x: self._kind(x, used[x]) for x in self.kinds if x in used}
         if not any(e == self.acc for e in walk(list(values.values()))):
             message = f"no output needs the product of {' and '.join(self._operands())}"
             hint = "return what is computed with it"
             raise ProgramError(f"{self.spec.path}: {message}", hint=hint)
         return Rewritten(self.spec.variant(self.captured.binding), operands, outputs, values)
+
+    def _kind(self, name: str, read: set[float]) -> str:
+        """The annotation of an operand; of a table by the ways in which it is read."""
+        if self.kinds[name] != "Table":
+            return self.kinds[name]
+        if len(read) > 1:
+            ways = " and ".join(sorted(TABLES[int(way)].__name__ for way in read))
+            raise ProgramError(
+                f"{self.spec.path}: reads input {name!r} in two ways, as {ways}",
+                hint="give it as two inputs",
+            )
+        return TABLES[int(read.pop())].__name__
 
     def _where(self, node: fx.Node) -> str:
         line = node.meta.get("custom", {}).get("line")
@@ -158,6 +178,9 @@ class _Rewriter:
             kind = known[symbolic]
             frame = Frame(kind.dims)
             self.kinds[name] = kind.__name__
+        elif len(symbolic) == 2 and not integer:
+            self.kinds[name] = "Table"
+            return self.layout.table(name, position, shape)
         else:
             (m, n, _), dtype = self.spec.gemm_dims, self.spec.inputs[name].dtype
             return Unusable(
@@ -299,6 +322,9 @@ class _Rewriter:
         tensors = [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
         frame = self.layout.frame(shape)
+        parts = any(e.op == "table" for t in tensors for e in self.layout.sources(t))
+        if frame is None and parts and (found := self._table_wise(function, args, kwargs, shape)):
+            return found
         if frame is None and (width := self.layout.group(shape)):
             # What is one for each group is computed as if for each column.
             over = (self.layout.over_group(t.codes.broadcast_to(shape), width) for t in tensors)
@@ -317,6 +343,29 @@ class _Rewriter:
             result = self._elementwise(function, list(args), kwargs, shape, frame)
             return self._ordered(result, order=halved)
         return self._elementwise(function, args, kwargs, shape, frame)
+
+    def _table_wise(
+        self,
+        function: Callable[..., Expr],
+        args: list[Any],
+        kwargs: Mapping[str, Any],
+        shape: tuple[int, ...],
+    ) -> Elements | None:
+        """A function of what is part of the rows or columns, computed as if of the whole tile."""
+        tile = Frame(("M", "N"))
+        found: list[tuple[Expr, torch.Tensor]] = []
+        for at in self.layout.readings(shape):
+
+            def over(value: Any, at: torch.Tensor = at) -> Any:
+                if not _tensor(value):
+                    return value
+                return Elements(self._lift(value).codes.broadcast_to(shape).flatten()[at])
+
+            full, named = tuple(at.shape), {k: over(v) for k, v in kwargs.items()}
+            with suppress(ProgramError):
+                whole = self._elementwise(function, [over(v) for v in args], named, full, tile)
+                found.append((self.layout.read(whole, full, tile), at))
+        return self.layout.partly(found, shape) if found else None
 
     def _ordered(self, value: Any, order: Callable[..., torch.Tensor]) -> Any:
         """A value whose columns are all the product's in another order; any other as it is."""

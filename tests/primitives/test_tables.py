@@ -1,0 +1,130 @@
+"""Tables of part of the rows or columns: which element each of the output reads, in every reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from coda_agent.primitives import (
+    HeadTable,
+    PositionHeads,
+    PositionPairs,
+    PositionTable,
+    SampleHeads,
+    SampleTable,
+    Tile,
+    epilogue,
+    group_mean,
+    rsqrt,
+)
+from coda_agent.primitives.errors import LaunchError
+from coda_agent.primitives.function import ProgramFunction, untuned
+from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import OPERAND_KINDS
+from coda_agent.primitives.tables import TABLES, Table
+from coda_agent.primitives.target import compile_blind
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, UNFUSED, TileConfig
+
+M, N, K = 12, 64, 8
+
+
+def added(kind: type[Table]) -> Program:
+    def program(acc, t):
+        return {"O": acc + t}
+
+    program.__annotations__["t"] = kind
+    return epilogue(O=Tile)(program)
+
+
+@epilogue(O=Tile)
+def normed(acc, g: PositionTable, slope: PositionHeads):
+    """The RMS norm of each head, with a weight, and a number of each head."""
+    return {"O": acc * rsqrt(group_mean(acc * acc, 64) + 1e-6) * g + slope}
+
+
+WHERE: dict[str, tuple[tuple[int, int], Callable[[int, int], tuple[int, int]]]] = {
+    "PositionTable": ((4, 16), lambda m, n: (m % 4, n % 16)),
+    "SampleTable": ((3, 64), lambda m, n: (m // 4, n)),
+    "PositionPairs": ((12, 32), lambda m, n: (m, n // 2)),
+    "PositionHeads": ((1, 4), lambda m, n: (0, n // 16)),
+    "SampleHeads": ((6, 2), lambda m, n: (m // 2, n // 32)),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.__name__)
+def test_an_element_reads_the_table_by_its_place(kind: type[Table]) -> None:
+    shape, where = WHERE[kind.__name__]
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(x, K, generator=generator).double() for x in (M, N))
+    table = torch.randn(shape, generator=generator)
+    got = interpret(
+        added(kind), a, b, {"t": table}, dtypes={"O": torch.float64}, compute=torch.float64
+    )["O"]
+    product = a @ b.T
+    for m in range(M):
+        for n in range(N):
+            assert got[m, n] == product[m, n] + table[where(m, n)].double()
+
+
+@pytest.fixture
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import quack.cache
+
+    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
+    yield
+
+
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize(
+    ("program", "arch", "config"),
+    [
+        (normed, "sm_90a", TileConfig(128, 192, 2, 1)),
+        (normed, "sm_90a", UNFUSED[0]),
+        (normed, "sm_100a", DEFAULT_CONFIGS["sm_100a"]),
+        (added(SampleHeads), "sm_120a", DEFAULT_CONFIGS["sm_120a"]),
+        (added(PositionPairs), "sm_90a", DEFAULT_CONFIGS["sm_90a"]),
+        (added(SampleTable), "sm_90a", DEFAULT_CONFIGS["sm_90a"]),
+    ],
+    ids=lambda x: x.name if isinstance(x, Program) else getattr(x, "label", x),
+)
+def test_it_compiles(program: Program, arch: str, config: TileConfig) -> None:
+    found = compile_blind(
+        program,
+        config,
+        arch,
+        "bfloat16",
+        dict.fromkeys(program.operands, "bfloat16"),
+        {"O": "bfloat16"},
+    )
+    assert found["registers"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        (SampleTable, (5, 64), r"has shape \(5, 64\), expected \(R, C\) with R a divisor of 12"),
+        (PositionTable, (12, 48), "C of 64"),
+        (PositionPairs, (12, 64), "C of 64 / 2"),
+        (PositionHeads, (4,), r"has shape \(4,\)"),
+    ],
+)
+def test_a_table_that_does_not_fit(kind: type[Table], shape: tuple[int, ...], message: str) -> None:
+    call = ProgramFunction(added(kind), {}, untuned)
+    a, b = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
+    with pytest.raises(LaunchError, match=message):
+        call(a, b, {"t": torch.randn(shape)})
+
+
+def test_kinds_are_known_by_name() -> None:
+    assert {kind.__name__ for kind in TABLES} <= OPERAND_KINDS.keys()
+    assert not issubclass(HeadTable, Table)  # TMA loads it
+    paired = epilogue(O=Tile)(_paired)
+    assert Program.from_dict(paired.to_dict()).operands["c"] is PositionPairs
+
+
+def _paired(acc, c: PositionPairs):
+    return {"O": acc * c}
