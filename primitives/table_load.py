@@ -54,7 +54,7 @@ def element(kind: Any, table: Any, row: Any, column: Any, size: Any) -> Any:
     """What the output reads of a table at a place, which may lie past the edge."""
     # Unsigned, because a signed division takes twice the instructions.
     within = [
-        Uint32(cutlass.min(Int32(x), Int32(n) - 1))  # pyright: ignore[reportAttributeAccessIssue]
+        Uint32(cutlass.min(Int32(x), Int32(n) - 1))  # pyright: ignore[reportPrivateImportUsage]
         for x, n in zip((row, column), size, strict=True)
     ]
     extents = ([Uint32(x) for x in some] for some in (size, table.shape))
