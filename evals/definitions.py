@@ -5,6 +5,7 @@ The digest leaves out how many trials there are, how they are summed up, and wha
 `coda-agent bench --suite` measures.
 """
 
+import contextlib
 import json
 import re
 import tomllib
@@ -291,6 +292,16 @@ def load(name: str, *folders: Path) -> Suite:
         raise CodaError(f"{path}: {_first(error)}") from None
     except (OSError, ValueError) as error:  # TOML's errors are ValueErrors, and so are Unicode's
         raise CodaError(f"{path}: {error}", hint="docs/evaluation.md has the format") from None
+
+
+def titles(*folders: Path) -> dict[str, str]:
+    """The titles of the packaged suites and of those in `folders`, by name; what is damaged is left
+    out."""
+    found: dict[str, str] = {}
+    for path in (path for folder in (FOLDER, *folders) for path in sorted(folder.glob("*.toml"))):
+        with contextlib.suppress(CodaError):
+            found[path.stem] = load(str(path)).title
+    return found
 
 
 def beside(folder: Path) -> dict[str, Suite]:

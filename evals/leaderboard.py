@@ -1,4 +1,4 @@
-"""The leaderboard: what trial records amount to, as rows for a terminal, Markdown and one page.
+"""The leaderboard: what trial records amount to, as rows for a terminal and pages.
 
 - There is one board for each suite, as it was when it was run, and device. No figure mixes two of
   either.
@@ -6,26 +6,19 @@
 - An entry is one author at one spec. Of several solved trials the one of median speed is shown.
 """
 
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
-import yaml
 from markupsafe import Markup
-from rich.console import Console
 
-from coda_agent.agent import runs
-from coda_agent.agent.workspace import Run
+from coda_agent.agent.authors.replay import AUTHOR as REPLAY
 from coda_agent.evals import metrics, pages, svg
-from coda_agent.evals.record_files import Problem, file_name
-from coda_agent.evals.records import TrialRecord
+from coda_agent.evals.records import Device, Level, TrialRecord
 from coda_agent.evals.staleness import Stale
-from coda_agent.primitives.errors import CodaError
 
 _GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")
 _BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds"}
@@ -87,14 +80,23 @@ class Board:
     """The trials of one suite on one kind of device.
 
     Attributes:
-        title: Name, digest, device and goal.
+        suite: Its name.
+        digest: Of its definition.
         trials: By author, those of an ablation under a name that says so.
         stale: Of each record.
     """
 
-    title: str
+    suite: str
+    digest: str
+    device: Device
+    goal: Level
     trials: Mapping[str, Sequence[TrialRecord]]
     stale: Stale
+
+    @property
+    def title(self) -> str:
+        """All that tells it from other boards."""
+        return f"{self.suite} ({self.digest[7:15]}, {self.device}, goal: {self.goal})"
 
     @cached_property
     def groups(self) -> dict[str, metrics.Groups]:
@@ -245,76 +247,15 @@ class Board:
 
 def boards(records: Iterable[TrialRecord], stale: Stale) -> list[Board]:
     """The boards, by suite; those of a suite's latest definition first."""
-    found: dict[tuple[str, str, str, str], dict[str, list[TrialRecord]]] = {}
+    found: dict[tuple[str, str, Device, Level], dict[str, list[TrialRecord]]] = {}
     for record in records:
         key = record.suite.name, record.suite.digest, record.machine.device, record.goal
-        author = f"{record.author}{''.join(f' without {part}' for part in record.without)}"
+        # Each recorded run is of one spec; together they are one author.
+        author = REPLAY.name if record.author.startswith(f"{REPLAY.name}:") else record.author
+        author += "".join(f" without {part}" for part in record.without)
         found.setdefault(key, {}).setdefault(author, []).append(record)
 
-    def age(key: tuple[str, str, str, str]) -> float:
+    def age(key: tuple[str, str, Device, Level]) -> float:
         return -max(t.finished.timestamp() for trials in found[key].values() for t in trials)
 
-    return [
-        Board(f"{key[0]} ({key[1][7:15]}, {key[2]}, goal: {key[3]})", found[key], stale)
-        for key in sorted(found, key=lambda key: (key[0], age(key)))
-    ]
-
-
-def write_markdown(path: Path, found: Sequence[Board], problems: Sequence[Problem]) -> Path:
-    """The same tables as Markdown."""
-    return pages.write(path, "leaderboard.md", boards=found, problems=_named(problems))
-
-
-def write_page(
-    path: Path, found: Sequence[Board], problems: Sequence[Problem], *, root: Path
-) -> Path:
-    """The page, and beside it one with program, verdict and run of each trial that is shown.
-
-    Runs are those of the workspace at `root`, told as `coda-agent run show` tells them.
-    """
-    shown = {_anchor(e.shown): e.shown for board in found for e in board.entries.values()}
-    trials = {name: _kept(trial, root) for name, trial in shown.items()}
-    beside = path.with_name(f"{path.stem}-trials.html")
-
-    def links(entry: Entry) -> dict[str, str]:
-        name = _anchor(entry.shown)
-        return {what: f"{beside.name}#{name}.{what}" for what in trials[name]}
-
-    pages.write(beside, "trials.html", trials=trials, board=path.name)
-    return pages.write(
-        path, "leaderboard.html", boards=found, problems=_named(problems), links=links
-    )
-
-
-def _anchor(trial: TrialRecord) -> str:
-    return file_name(trial.key).removesuffix(".json")
-
-
-def _kept(trial: TrialRecord, root: Path) -> dict[str, str]:
-    """What there is to read of a trial, without what is not kept."""
-    kept: dict[str, str] = {}
-    if trial.program is not None and trial.verdict:
-        kept["program"] = trial.program
-    record = trial.model_dump(mode="json", exclude={"program"})
-    kept["verdict"] = yaml.safe_dump(record, default_flow_style=None, sort_keys=False, width=120)
-    if log := trial.run.file(root):
-        kept["log"] = _told(Run(trial.run.id, log.parent))
-    return kept
-
-
-def _told(run: Run) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    try:
-        with console.capture() as told:
-            console.print(runs.timeline(run))
-    except CodaError as damage:
-        return str(damage)
-    return "\n".join(line.rstrip() for line in told.get().splitlines())
-
-
-def _named(problems: Sequence[Problem]) -> pages.Rows:
-    return pages.tabulate(problems, {
-        "file": lambda problem: problem.path.name,
-        "kind": lambda problem: problem.kind,
-        "why": lambda problem: problem.message,
-    })  # fmt: skip
+    return [Board(*key, found[key], stale) for key in sorted(found, key=lambda k: (k[0], age(k)))]

@@ -14,6 +14,7 @@ from coda_agent.agent.cli.targets import Json
 from coda_agent.agent.workspace import Workspace, find
 from coda_agent.evals import definitions, pages, record_files, regrading, staleness
 from coda_agent.evals import leaderboard as boarding
+from coda_agent.evals import leaderboard_page as paging
 from coda_agent.evals import scaling as evaluations
 from coda_agent.evals.records import Audit
 from coda_agent.primitives.errors import CodaError
@@ -39,20 +40,23 @@ def leaderboard(
     found = record_files.read_records(folder)
     stale = staleness.of_trials(workspace, definitions.beside(folder))
     boards = boarding.boards(found.records, stale)
+    titles = definitions.titles(workspace.root / "evals" / "suites")
+    overview = paging.Overview(boards, titles)
     written: list[Path] = []
     if html:
         page = html if html.suffix == ".html" else html / "index.html"
-        written.append(boarding.write_page(page, boards, found.problems, root=workspace.root))
+        written.append(paging.write_page(page, overview, found.problems, root=workspace.root))
     if markdown:
-        written.append(boarding.write_markdown(markdown, boards, found.problems))
+        written.append(paging.write_markdown(markdown, overview, found.problems))
     if publish:
         written.append(record_files.publish(workspace.root))
-    parts = [f"{board.title}: {board.first}\n\n{columns(board.ranking)}\n\n{columns(board.matrix)}"
+    parts = [columns(overview.matrix)] if boards else []
+    parts += [f"{board.title}: {board.first}\n\n{columns(board.ranking)}\n\n{columns(board.matrix)}"
              for board in boards]  # fmt: skip
     parts += [f"not counted: {problem}" for problem in found.problems]
     parts += [f"wrote {path}" for path in written]
     document = {
-        "boards": [board.record() for board in boards],
+        "overview": overview.record(), "boards": [board.record() for board in boards],
         "problems": [problem._asdict() for problem in found.problems], "written": written,
     }  # fmt: skip
     return Reply(document, "\n\n".join(parts) or f"no records in {folder}")
