@@ -1,21 +1,26 @@
 """The workbench over MCP: the same tools, for any agent that speaks the protocol, on stdio.
 
-- Every tool takes a spec's name besides its own input; each spec has one workbench, whose run is
-  logged and judged like any other, under the author `mcp:<client>`. A run that is over, or whose
-  spec is another by now, is followed by a new one at the next `read_spec`.
+- Every tool may name a spec besides its own input; else it is about the spec of the call before.
+  Each spec has one run, logged and judged like any other, under the author `mcp:<client>`. A run
+  that is over, or whose spec is another by now, is followed by a new one at the next `read_spec`.
+- The workspace's bench does the calls (`bench/`), one after the other, while this process answers
+  the connection and tells progress.
 - A fault of ours ends its run and leaves the others open.
-- Calls run one after the other in a thread, so that the connection answers and progress is told
-  meanwhile. What libraries print does not reach the client: the transport keeps stdout to itself.
 """
 
+import os
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent import pipeline, prompt
-from coda_agent.agent.workbench import NEXT, TOOLS, Workbench
+from coda_agent.agent import prompt
+from coda_agent.agent import runs as past
+from coda_agent.agent.bench.client import VARIABLE, Bench
+from coda_agent.agent.bench.desk import end, here
+from coda_agent.agent.device import Device
+from coda_agent.agent.reply import BUG, Reply, answered
+from coda_agent.agent.workbench import NEXT, TOOLS
 from coda_agent.agent.workbench.registry import Result
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
@@ -23,73 +28,84 @@ from coda_agent.primitives.errors import CodaError
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
 
-_SPEC = {"type": "string", "description": "Name of the spec this is about, or a path to one."}
+_SPEC = {
+    "type": "string",
+    "description": "Name of the spec this is about, or a path to one; else that of the last call.",
+}
 _EYES = ("gate.started", "gate.progress")
 """Events a client is told of while it waits."""
 
+Observer = Callable[[str, Any], None]
+Ask = Callable[[dict[str, Any], Observer], Reply]
+"""Has a call (`bench.desk.Call`, as data) done."""
+
+
+def bench(workspace: Workspace) -> Ask:
+    """The workspace's bench, or this process where there is to be none."""
+    if os.environ.get(VARIABLE) == "off":
+        return here
+    found = Bench(workspace.root, lambda _: None)
+
+    def ask(asked: dict[str, Any], observer: Observer) -> Reply:
+        reply = found.call(asked, observer)
+        reply.pop("printed")
+        return Reply(**reply)
+
+    return ask
+
 
 class Desk:
-    """The workbenches of one connection, by spec."""
+    """The runs of one connection, by spec."""
 
-    def __init__(self, workspace: Workspace, device: pipeline.Device, *, commit: bool) -> None:
-        self.workspace, self.commit = workspace, commit
-        self.device: pipeline.Device = device
-        self._open: dict[Path, tuple[Workbench, ExitStack]] = {}
+    def __init__(self, workspace: Workspace, device: Device, ask: Ask, *, commit: bool) -> None:
+        self.workspace, self.device, self.ask, self.commit = workspace, device, ask, commit
+        self._runs: dict[Path, str] = {}
+        self._last: Path | None = None
 
     def call(
-        self, name: str, given: dict[str, Any], client: str, observer: Callable[..., None]
+        self, name: str, given: dict[str, Any], client: str, observer: Observer
     ) -> tuple[Result, str]:
         """One tool call: its result, and the run it belongs to."""
         try:
-            path = self.workspace.resolve_spec(str(given.pop("spec", "")))
-            bench, stack = self._taken(path, name, client)
+            path = self._spec(given.pop("spec", None))
         except (CodaError, OSError) as error:
             return Result(ok=False, text=str(error)), ""
-        bench.log.observer = observer
-        try:
-            with stack:  # what is raised here fails the run
-                result = bench.call(name, given)
-                if bench.state.over and bench.reason is None:
-                    bench.finish()
-                self._open[path] = bench, stack.pop_all()
-        except Exception as error:
-            traceback.print_exc()
-            failed = f"this run failed: {type(error).__name__}: {error} ({NEXT})"
-            result = Result(ok=False, text=failed)
-        return result, bench.run.id
+        asked = {
+            "tool": name, "given": given, "run": self._runs.get(path), "spec": str(path),
+            "author": f"mcp:{client}", "device": self.device, "commit": self.commit,
+            "folder": str(self.workspace.root), "watched": True,
+        }  # fmt: skip
+        reply = answered(lambda: self.ask(asked, observer))
+        document: Any = reply.document
+        if "error" in document:
+            text = reply.text.removeprefix("error: ")
+            if reply.code == BUG:  # it ended the run
+                text = f"this run failed: {document['error']['message']} ({NEXT})"
+                self._runs.pop(path, None)
+            return Result(ok=False, text=text), ""
+        run, opened = document.pop("run"), document.pop("opened")
+        self._runs[path], self._last = run, path
+        result = Result.model_validate(document)
+        if opened:
+            result.text += f"\n\nrun {run}"
+        return result, run
 
-    def _taken(self, path: Path, name: str, client: str) -> tuple[Workbench, ExitStack]:
-        """The workbench of a spec and what closes it, out of those that are open."""
-        bench, stack = self._open.pop(path, (None, ExitStack()))
-        if bench and name == "read_spec":
-            spec = bench.spec
-            changed = self.workspace.differing_spec(spec.name, spec.text) is not None
-            if bench.state.over or (changed and self.commit):
-                _ended(bench, stack, "its spec was changed")
-                bench = None
-        if bench is None:
-            opened = pipeline.opened(
-                self.workspace, path, f"mcp:{client}", lambda *_: None,
-                device=self.device, commit=self.commit,
-            )  # fmt: skip
-            bench = stack.enter_context(opened)
-        return bench, stack
+    def _spec(self, name: Any) -> Path:
+        """The spec that is named, or that of the last call."""
+        if name is not None:
+            return self.workspace.resolve_spec(str(name))
+        if self._last is None:
+            raise CodaError("no run is open", hint="read_spec with a spec's name opens one")
+        return self._last
 
     def close(self) -> None:
         """Ends the runs that are still open; each can be taken up again."""
-        while self._open:
-            _, (bench, stack) = self._open.popitem()
+        while self._runs:
+            _, run = self._runs.popitem()
             try:
-                _ended(bench, stack, "the client left")
+                end(self.workspace, past.find(self.workspace, run), "the client left")
             except Exception:
                 traceback.print_exc()  # and the next one is ended all the same
-
-
-def _ended(bench: Workbench, stack: ExitStack, reason: str) -> None:
-    """Closes a run, which ends for `reason` where it has not ended."""
-    with stack:
-        if bench.reason is None:
-            bench.finish(reason, final=False)
 
 
 def server(desk: Desk) -> "Server[Any]":
@@ -123,7 +139,7 @@ def server(desk: Desk) -> "Server[Any]":
         return types.CallToolResult(
             content=[types.TextContent(type="text", text=result.text)],
             structured_content={"run": run, **result.model_dump(mode="json")},
-            is_error=not result.ok,
+            is_error=result.failed,
         )
 
     told = {**prompt.instructions(), "specs": f"# The specs\n\n{_specs(desk.workspace)}"}
@@ -136,11 +152,10 @@ def server(desk: Desk) -> "Server[Any]":
 
 
 def described(name: str) -> dict[str, Any]:
-    """A tool as MCP lists it: its schema with the spec as a further required field."""
+    """A tool as MCP lists it: its schema with the spec as a further field."""
     tool = TOOLS[name]
     schema = tool.schema()
     schema["properties"] = {"spec": _SPEC, **schema["properties"]}
-    schema["required"] = ["spec", *schema.get("required", [])]
     return {"name": name, "description": tool.description, "input_schema": schema}
 
 

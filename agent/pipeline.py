@@ -81,12 +81,13 @@ def _admit(spec_path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _logged(run: Run, observer: Observer, begin: e.Event) -> Iterator[RunLog]:
+def _logged(run: Run, observer: Observer, begin: e.Event | None) -> Iterator[RunLog]:
     """The log of a run, the event it begins with written; a failure is its last event."""
     KEYS.take()
     with RunLog(run.folder / "events.jsonl", observer) as log:
         try:
-            log.append(begin)
+            if begin:
+                log.append(begin)
             yield log
         except BaseException as error:
             message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
@@ -144,6 +145,9 @@ def reopened(
 ) -> Iterator[Workbench]:
     """The workbench of a run as its last process left it, with the spec it was started with.
 
+    A run that was left between two calls of tools goes on without an event of its own, so the time
+    between them is its author's.
+
     Raises:
         SpecError: its spec cannot be used.
         WorkspaceError: it is no run of an author, its spec is not the one that was admitted,
@@ -160,7 +164,9 @@ def reopened(
         raise WorkspaceError(f"{spec.path} was not admitted", hint="start another run")
     if state.commits and not state.over:
         publish.check_place(workspace, spec.name)
-    with _logged(run, observer, e.RunResumed(run=run.id, **(settings or {}))) as log:
+    ended = state.over is None and state.outcome in ("stopped", "failed")
+    resumed = e.RunResumed(run=run.id, **(settings or {})) if settings or ended else None
+    with _logged(run, observer, resumed) as log:
         if state.admitted is None:
             log.append(e.SpecAdmitted(path=spec.path.name, digest=spec.digest))
         yield Workbench(workspace, run, spec, log)

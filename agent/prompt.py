@@ -40,7 +40,7 @@ def instructions(withheld: Sequence[str] = ()) -> dict[str, str]:
         grammar = "One line: whether the candidate passed, or at which gate it failed."
     return {
         "task": f"# The task\n\n{_TASK.read_text('utf-8').strip()}",
-        "language": f"# The language\n\n{_body(static.__doc__)}",
+        "language": f"# The language\n\n{language()}",
         "what the judge says": f"# What the judge says\n\n{grammar}",
     }
 
@@ -107,6 +107,11 @@ def tips_for(spec: Spec, tips: tips_module.Tips) -> list[Tip]:
 def estimated_tokens(sent: object) -> int:
     """A guess at the tokens of a request, from its characters."""
     return round(len(json.dumps(sent, ensure_ascii=False)) / CHARACTERS_PER_TOKEN)
+
+
+def language() -> str:
+    """The rules of a candidate's text."""
+    return _body(static.__doc__)
 
 
 def _body(doc: str | None) -> str:

@@ -1,5 +1,6 @@
 """Past runs: finding one, and showing what happened in it."""
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def find(workspace: Workspace, name: str) -> Run:
-    """A run by its name, by any part of it that no other run has, as "last", or by its folder.
+    """A run by its name, by any part of it that no other run has, as "last", which is no replay,
+    or by its folder.
 
     Raises:
         WorkspaceError: there is none, or more than one.
@@ -25,12 +27,26 @@ def find(workspace: Workspace, name: str) -> Run:
         return Run(Path(name).resolve().name, Path(name).resolve())
     runs = {run.id: run for run in everything(workspace)}
     found = [id for id in runs if name in id]
-    if name == "last" and runs:
-        found = [max(runs)]
+    if name == "last":
+        newest = (id for id in sorted(runs, reverse=True) if not state(runs[id]).replays)
+        found = list(itertools.islice(newest, 1))
     if name in runs or len(found) == 1:
         return runs[name if name in runs else found[0]]
     hint = near_matches(name, found or runs) or "there are no runs yet"
     raise WorkspaceError(f"{len(found) or 'no'} runs are called {name!r}", hint=hint)
+
+
+def open_one(workspace: Workspace) -> Run:
+    """The latest run of an author that is not over and that no model drives.
+
+    Raises:
+        WorkspaceError: there is none.
+    """
+    for run in reversed(everything(workspace)):
+        about = state(run)
+        if about.kind == "generate" and not (about.over or about.replays or about.options):
+            return run
+    raise WorkspaceError("no run is open", hint="read_spec with a spec begins one")
 
 
 def everything(workspace: Workspace) -> list[Run]:

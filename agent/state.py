@@ -75,6 +75,7 @@ class RunState:
 
     Attributes:
         options: The author's options, where its run can be resumed.
+        replays: The run that this one repeats.
         commits: Whether what passes is committed.
         admitted: The digest of the spec, once it was admitted.
         candidate: The last text that was saved.
@@ -85,6 +86,7 @@ class RunState:
         commit: What was committed.
         level: The kernel's level after the last full trial.
         failure: The exception that ended the run.
+        begun: The call of a tool that has no result yet.
         writing: Whether the author is at work and has neither saved a text nor called a tool.
         metered: Whether the program itself drives the author. What an agent at the tools spends on
             its model is not known here.
@@ -95,6 +97,7 @@ class RunState:
     kind: str | None = None
     spec: str | None = None
     author: str | None = None
+    replays: str | None = None
     device: Device = "auto"
     commits: bool = True
     withheld: tuple[str, ...] = ()
@@ -111,6 +114,7 @@ class RunState:
     reason: str | None = None
     failure: e.RunFailed | None = None
     finished: bool = False
+    begun: e.ToolStarted | None = None
     writing: bool = False
     metered: bool = False
     gates: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -161,6 +165,7 @@ class RunState:
                 self.spec, self.author = event.spec, event.author
                 self.device, self.commits = event.device, event.commit
                 self.withheld, self.options = event.withheld, event.options
+                self.replays = event.replays
                 if self.kind == "generate":
                     self._spend(usd=None, tokens=None)
             case e.RunResumed():
@@ -168,6 +173,7 @@ class RunState:
                 self.reserved_usd = 0.0
                 if self.outcome in ("stopped", "failed"):
                     self.outcome, self.reason, self.failure = "running", None, None
+                    self.finished = False
             case e.SpecAdmitted():
                 self.admitted = event.digest
             case e.AuthorStarted():
@@ -180,12 +186,13 @@ class RunState:
             case e.Turned():
                 self._spend(received=len(event.note))
             case e.ToolStarted():
-                self.writing = False
+                self.writing, self.begun = False, event
             case e.CandidateSaved():
                 self.writing, self.candidate = False, event.text
             case e.TipsGiven():
                 self.tips |= event.arms
             case e.ToolFinished():
+                self.begun = None
                 profiled = event.name == "profile" and event.gpu
                 self._spend(received=len(event.text), gpu_s=event.seconds * profiled)
             case e.Judged():

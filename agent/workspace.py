@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.evidence import Evidence
+from coda_agent.agent.rooms import ROOMS
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
-ROOMS = ("specs", "generated", "logs")
 INIT_HINT = "`coda-agent init` makes one"
 
 _IGNORED = ("logs/runs/", "logs/raw/", "generated/.*/")

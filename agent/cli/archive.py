@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from coda_agent.agent.cli.report import REFUSED, Reply, reported
-from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.cli.options import Json
+from coda_agent.agent.cli.report import reported
+from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals import archive
 

@@ -1,9 +1,8 @@
 """Commands around authors: have a kernel written, go on with it, and work at the bench by hand."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -14,23 +13,15 @@ from coda_agent.agent import runs as past
 from coda_agent.agent.authors.claude import model_named, server_named
 from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
-from coda_agent.agent.cli.report import REFUSED, Reply, columns, outcomes, progress, reported
-from coda_agent.agent.cli.targets import (
-    DeviceOption,
-    Json,
-    NoCommit,
-    RunName,
-    here,
-    require_gpu,
-    sharing,
-)
+from coda_agent.agent.cli.options import DeviceOption, Json, NoCommit, RunName, sharing
+from coda_agent.agent.cli.report import columns, outcomes, progress, reported
+from coda_agent.agent.cli.targets import here, require_gpu
 from coda_agent.agent.keys import KEYS
-from coda_agent.agent.mcp import Desk, serve
+from coda_agent.agent.mcp import Desk, bench, serve
+from coda_agent.agent.reply import Reply
 from coda_agent.agent.tips import Tips
-from coda_agent.agent.workbench import TOOLS
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
-from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.primitives.suggest import near_matches
+from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import load_spec
 
 MaxUsd = Annotated[float | None, typer.Option(help="Most to spend on the model; 5 by default.")]
@@ -159,82 +150,11 @@ def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[l
 
 
 @reported
-@sharing("sandbox", "contended")
-def tool(
-    name: Annotated[str | None, typer.Argument(help="A tool; none lists them.")] = None,
-    given: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="@FILE reads a value.")
-    ] = None,
-    run: Annotated[str | None, typer.Option(help="The run to go on with.")] = None,
-    spec: Annotated[str | None, typer.Option(help="Start a run for this spec.")] = None,
-    author: Annotated[str, typer.Option(help="Who a new run says wrote it.")] = "cli",
-    device: DeviceOption = "auto",
-    no_commit: NoCommit = False,
-    as_json: Json = False,
-) -> Reply:
-    """Work at a run's bench: call one of an author's tools."""
-    if name is None:
-        document = [
-            {"name": t.name, "description": t.description, "input": t.schema()}
-            for t in TOOLS.values()
-        ]
-        rows = [(t.name, " ".join(t.schema()["properties"]), t.description) for t in TOOLS.values()]
-        return Reply(document, columns(rows))
-    if name not in TOOLS:
-        raise CodaError(f"no tool named {name!r}", hint=near_matches(name, TOOLS))
-    if (run is None) == (spec is None):
-        raise CodaError("name a run with --run, or start one with --spec", hint="coda-agent runs")
-    workspace = find()
-    with progress(silent=True) as observer:
-        if run is not None:
-            context = pipeline.reopened(workspace, past.find(workspace, run), observer)
-        else:
-            path = workspace.resolve_spec(str(spec))
-            context = pipeline.opened(
-                workspace, path, author, observer, device=device, commit=not no_commit
-            )
-        fields = TOOLS[name].schema()["properties"]
-        values = dict(_value(word, fields) for word in given or [])
-        TOOLS[name].parsed(values)  # what does not fit starts no run
-        with context as bench:
-            result = bench.call(name, values)
-            if bench.state.over and name in ("submit", "give_up") and result.ok:
-                bench.finish()
-    document = {"run": bench.run.id, **result.model_dump(mode="json")}
-    code = 0 if result.data.get("passed", True) else REFUSED
-    if not result.ok:
-        code = (MachineError if result.data.get("lacks") else CodaError).exit_code
-    return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code, err=not result.ok)
-
-
-def _value(word: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
-    """KEY=VALUE; a text is a file's after @ (@@ is an @ itself), a list is JSON or has commas."""
-    key, sign, value = word.partition("=")
-    if not sign:
-        raise CodaError(f"{word!r} is not KEY=VALUE", hint="text=@kernel.py reads a file")
-    if value.startswith("@@"):
-        return key, value[1:]
-    if value.startswith("@"):
-        try:
-            return key, Path(value[1:]).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            hint = "@@ stands for an @ that begins a text"
-            raise CodaError(f"{value[1:]} cannot be read as text: {error}", hint=hint) from error
-    if fields.get(key, {}).get("type") == "array" and not value.startswith("["):
-        return key, [part.strip() for part in value.split(",")]
-    if fields.get(key, {}).get("type") != "string" and value[:1] in ("[", "{"):
-        try:
-            return key, json.loads(value)
-        except ValueError as error:
-            raise CodaError(f"{key} is not JSON: {error}") from error
-    return key, value
-
-
-@reported
 @sharing("sandbox")
 def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
-    serve(Desk(find(), device, commit=not no_commit))
+    workspace = find()
+    serve(Desk(workspace, device, bench(workspace), commit=not no_commit))
     return Reply(None)
 
 

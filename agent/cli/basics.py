@@ -7,10 +7,11 @@ import typer
 
 from coda_agent.agent import workspace
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.report import Reply, columns, reported
-from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.cli.options import Json
+from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.doctor import diagnose
 from coda_agent.agent.explain import explain as explained
+from coda_agent.agent.reply import Reply
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from coda_agent.agent import authors
 from coda_agent.agent.cli.authoring import BaseUrl, Effort, PriceIn, PriceOut, price_of
-from coda_agent.agent.cli.report import Reply, columns, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, sharing
+from coda_agent.agent.cli.options import DeviceOption, Json, sharing
+from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.device import Device
 from coda_agent.agent.plain import dollars
+from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals import comparison, definitions, metrics, records, trials
 from coda_agent.evals.record_files import read_records, trials_folder

@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent.cli.report import REFUSED, Reply, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, require_gpu, sharing
+from coda_agent.agent.cli.options import DeviceOption, Json, sharing
+from coda_agent.agent.cli.report import reported
+from coda_agent.agent.cli.targets import require_gpu
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing as clock
+from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals import definitions
 from coda_agent.evals.judge import report, selection

@@ -8,9 +8,10 @@ import typer
 
 from coda_agent.agent import execution, pipeline
 from coda_agent.agent.cli import report, targets
-from coda_agent.agent.cli.report import Reply, columns, outcomes, progress, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, NoCommit, sharing
+from coda_agent.agent.cli.options import All, DeviceOption, Json, Kernels, NoCommit, sharing
+from coda_agent.agent.cli.report import columns, outcomes, progress, reported
 from coda_agent.agent.judge.records import GATES
+from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Kernel, Workspace, find
 from coda_agent.primitives.errors import CodaError
 
@@ -41,8 +42,8 @@ def check(
 @reported
 @sharing("sandbox", "contended")
 def verify(
-    kernels: targets.Kernels = None,
-    every: targets.All = False,
+    kernels: Kernels = None,
+    every: All = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Every gate, stale or not.")] = False,
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,

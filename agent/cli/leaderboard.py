@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from coda_agent.agent.cli.report import Reply, columns, reported
-from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.cli.options import Json
+from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Workspace, find
 from coda_agent.evals import definitions, pages, record_files, regrading, staleness
 from coda_agent.evals import leaderboard as boarding

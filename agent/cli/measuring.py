@@ -9,11 +9,12 @@ import typer
 
 from coda_agent.agent import shapes
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.report import Reply, columns, outcomes, reported
-from coda_agent.agent.cli.targets import Json, sharing
+from coda_agent.agent.cli.options import All, Json, Kernels, sharing
+from coda_agent.agent.cli.report import columns, outcomes, reported
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.machine import require_idle
+from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals import chain_error, contest, contest_page, definitions, host_time, shapes_page
 from coda_agent.evals.benchmarks import write_table
@@ -24,8 +25,8 @@ from coda_agent.primitives.objects import use_cache
 @reported
 @sharing("sandbox", "contended")
 def bench(
-    kernels: targets.Kernels = None,
-    every: targets.All = False,
+    kernels: Kernels = None,
+    every: All = False,
     suite: Annotated[
         str | None, typer.Option(help="A suite (paper, shapes), or KERNELs of it.")
     ] = None,

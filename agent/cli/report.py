@@ -5,49 +5,26 @@ pages and greps the same as it reads.
 """
 
 import contextlib
-import errno
 import functools
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
-from coda_agent.agent.judge.records import Finding, Observer, PerformanceReport
-from coda_agent.agent.pipeline import Outcome
 from coda_agent.agent.plain import plain
-from coda_agent.agent.workbench.feedback import lines_of
-from coda_agent.primitives.errors import CodaError
+from coda_agent.agent.reply import REFUSED, Reply, answered
 
 if TYPE_CHECKING:
     from rich.status import Status
 
+    from coda_agent.agent.judge.records import Observer
+    from coda_agent.agent.pipeline import Outcome
+
 
 P = ParamSpec("P")
-
-REFUSED, INTERRUPTED, BUG = 1, 130, 70
-"""Exit codes beside an error's own: 70 is sysexits' EX_SOFTWARE, so that a crash in CI is never
-taken for the judge's refusal."""
-_PLACES = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
-"""What says that a place cannot be used, which is the user's to mend, where no path comes with it:
-only a current folder that was removed is not found and has none."""
-_MOST_CHARACTERS = 1000
-"""Of an error's line: a path may be a few thousand long."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A command's answer: the document for --json, the text for people, the exit code, and whether
-    the text goes to stderr."""
-
-    document: object
-    text: str = ""
-    code: int = 0
-    err: bool = False
 
 
 def reported(command: Callable[P, Reply]) -> Callable[P, None]:
@@ -57,43 +34,12 @@ def reported(command: Callable[P, Reply]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("as_json"))
         with _stdout_to_stderr() if as_json else contextlib.nullcontext():
-            reply = _answer(functools.partial(command, *args, **kwargs))
+            reply = answered(functools.partial(command, *args, **kwargs))
         if said := json.dumps(plain(reply.document), indent=1) if as_json else reply.text:
             typer.echo(said, err=reply.err and not as_json)
         raise typer.Exit(reply.code)
 
     return run
-
-
-def _answer(command: Callable[[], Reply]) -> Reply:
-    try:
-        return command()
-    except CodaError as error:
-        return _failed(error, error.exit_code)
-    except KeyboardInterrupt:
-        return _failed(CodaError("interrupted"), INTERRUPTED)
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and (error.filename or error.errno in _PLACES):
-            return _failed(_unusable(error), CodaError.exit_code)
-        traceback.print_exc()
-        hint = "this is a fault of coda-agent; the trace above belongs in a report"
-        return _failed(CodaError(f"{type(error).__name__}: {error}", hint=hint), BUG)
-
-
-def _unusable(error: OSError) -> CodaError:
-    gone = "the current folder" if error.errno == errno.ENOENT else "the disk"
-    return CodaError(f"{error.filename or gone} cannot be used: {error.strerror}")
-
-
-def _failed(error: CodaError, code: int) -> Reply:
-    kind = type(error).__name__
-    about = {"kind": kind, "message": error.message, "hint": error.hint, "exit_code": code}
-    said = " ".join(str(error).split())
-    if len(said) > _MOST_CHARACTERS:
-        said = f"{said[:200]} … {said[-200:]}"
-    return Reply({"error": about}, f"error: {said}", code, err=True)
 
 
 @contextlib.contextmanager
@@ -119,9 +65,11 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def told(outcome: Outcome) -> str:
+def told(outcome: "Outcome") -> str:
     """What the progress lines leave out: what was not shown on this machine, the timings, and what
     became of the candidate."""
+    from coda_agent.agent.judge.records import PerformanceReport
+
     verdict = outcome.verdict
     lines = [f"not shown: {reason}" for reason in verdict.not_shown] if verdict else []
     performance = verdict.report(PerformanceReport) if verdict else None
@@ -133,7 +81,7 @@ def told(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def sentence(outcome: Outcome) -> str:
+def sentence(outcome: "Outcome") -> str:
     """What became of a candidate, on one line."""
     verdict, before = outcome.verdict, outcome.before
     if not outcome.passed:
@@ -154,7 +102,7 @@ def sentence(outcome: Outcome) -> str:
     return said if before else f"{said} ({outcome.folder or outcome.run})"
 
 
-def outcomes(found: Sequence[Outcome], *, single: bool = False) -> Reply:
+def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
     """What became of candidates; exit code 0 where all passed."""
     records = [outcome.record() for outcome in found]
     code = 0 if all(outcome.passed for outcome in found) else REFUSED
@@ -163,7 +111,7 @@ def outcomes(found: Sequence[Outcome], *, single: bool = False) -> Reply:
 
 
 @contextlib.contextmanager
-def progress(*, silent: bool) -> Iterator[Observer]:
+def progress(*, silent: bool) -> "Iterator[Observer]":
     """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere. The spinner
     is gone before anything else is printed, and with the context."""
     if silent:
@@ -228,6 +176,9 @@ def _finished(gate: str, data: Mapping[str, Any]) -> None:
         said, fg="green" if passed else "red"
     )  # colours are for terminals: click sees to it
     if findings := data.get("findings"):
+        from coda_agent.agent.judge.records import Finding
+        from coda_agent.agent.workbench.feedback import lines_of
+
         for finding in findings:
             for line in lines_of(Finding.model_validate(finding)):
                 typer.echo(f"    {line}")

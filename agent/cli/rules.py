@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from coda_agent.agent.cli.report import Reply, columns, reported
-from coda_agent.agent.cli.targets import Json
+from coda_agent.agent.cli.options import Json
+from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.judge import rules
+from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals.staleness import of_scores
 

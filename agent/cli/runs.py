@@ -9,9 +9,10 @@ import typer
 from coda_agent.agent import pipeline
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
-from coda_agent.agent.cli.report import REFUSED, Reply, columns, progress, reported
-from coda_agent.agent.cli.targets import DeviceOption, Json, RunName, sharing
+from coda_agent.agent.cli.options import DeviceOption, Json, RunName, sharing
+from coda_agent.agent.cli.report import columns, progress, reported
 from coda_agent.agent.plain import dollars
+from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import find
 

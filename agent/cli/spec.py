@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent import references
-from coda_agent.agent.cli.report import Reply, reported
-from coda_agent.agent.cli.targets import Json, here, sharing
+from coda_agent.agent.cli.options import Json, sharing
+from coda_agent.agent.cli.report import reported
+from coda_agent.agent.cli.targets import here
+from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 from coda_agent.primitives.objects import write_whole

@@ -9,9 +9,10 @@ import typer
 
 from coda_agent.agent import fitting, pipeline, shapes, warming
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.report import REFUSED, Reply, progress, reported
-from coda_agent.agent.cli.targets import Json, sharing
+from coda_agent.agent.cli.options import All, Json, Kernels, sharing
+from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.execution import executor
+from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.generated.kernel import user_tuning
 from coda_agent.primitives.dispatch import Shape
@@ -109,8 +110,8 @@ def warm(
 @reported
 @sharing("sandbox", "contended")
 def fit(
-    kernels: targets.Kernels = None,
-    every: targets.All = False,
+    kernels: Kernels = None,
+    every: All = False,
     count: Annotated[int, typer.Option(min=24, help="Shapes to measure, of each kernel.")] = 120,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure what is known, too.")] = False,
     as_json: Json = False,

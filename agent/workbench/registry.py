@@ -31,6 +31,11 @@ class Result(BaseModel):
     gpu: bool = False
     """Whether a GPU worked; its seconds count against the budget."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is an error to whoever asked: a candidate that the judge refuses is one."""
+        return not self.ok or self.data.get("passed") is False
+
 
 class ToolError(CodaError):
     """A call that cannot be done as asked; the author is told and may do better."""

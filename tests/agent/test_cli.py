@@ -30,6 +30,7 @@ from coda_agent.agent.judge.records import (
 )
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
+from coda_agent.agent.workbench import TOOLS
 from coda_agent.generated.kernel import Kernel
 from coda_agent.generated.tables import PACKAGED
 from coda_agent.primitives.errors import CodaError, ProgramError
@@ -413,16 +414,29 @@ def test_doctor(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_tools_inputs_on_the_command_line(tmp_path: Path) -> None:
-    from coda_agent.agent.cli.authoring import _value
+    from coda_agent.agent.bench.desk import typed
+    from coda_agent.agent.cli.tool import read
 
-    fields = {"old": {"type": "string"}, "tags": {"type": "array"}, "size": {"type": "integer"}}
     (tmp_path / "k.py").write_text("x = 1\n")
-    assert _value(f"old=@{tmp_path / 'k.py'}", fields) == ("old", "x = 1\n")
-    assert _value("old=@@epilogue(O=Tile)", fields) == ("old", "@epilogue(O=Tile)")
-    assert _value('old={"O": X', fields) == ("old", '{"O": X')
-    assert _value("tags=gates, sums", fields) == ("tags", ["gates", "sums"])
-    assert _value('tags=["gates"]', fields) == ("tags", ["gates"])
+    words = [f"old=@{tmp_path / 'k.py'}", "new=@@epilogue(O=Tile)", "text=1,2", 'tags=["gates"]']
+    texts, others = read(words)
+    assert texts == {"old": "x = 1\n", "new": "@epilogue(O=Tile)"}
+    assert others == {"text": "1,2", "tags": '["gates"]'}
+    assert typed("log_tip", others) == {"text": "1,2", "tags": ["gates"]}
+    assert typed("log_tip", {"tags": "gates, sums"}) == {"tags": ["gates", "sums"]}
+    assert typed("edit_candidate", {"old": '{"O": X'}) == {"old": '{"O": X'}
     with pytest.raises(CodaError, match="cannot be read as text"):
-        _value("old=@nothing.py", fields)
+        read(["old=@nothing.py"])
     with pytest.raises(CodaError, match="is not KEY=VALUE"):
-        _value("old", fields)
+        read(["old"])
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_each_tool_says_what_it_takes(name: str) -> None:
+    said = CliRunner().invoke(app, ["tool", name, "--help"]).stdout
+    assert said.startswith(f"{name}: {TOOLS[name].description}")
+    for field in TOOLS[name].input.model_fields:
+        assert f"  {field} " in said
+    assert ("one returned dict" in said) == (name in ("write_candidate", "edit_candidate"))
+    if name == "check":
+        assert "static|compile|interpret|gpu" in said
