@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -204,7 +205,10 @@ def bound(torch_error: Errors, dtype: str, multiple: float, addend: float = 0.0)
     """
     floor = FLOORS[dtype]
     norm = max(multiple * torch_error.norm, floor) + addend
-    return Errors(norm, max(multiple * torch_error.tile, 2 * floor), 1.0)
+    tile = max(multiple * torch_error.tile, 2 * floor)
+    # Where zeros would pass, as for asinh(x) - x near 0, a norm says nothing of a result that has
+    # no right digit. The bounds of its elements still do.
+    return Errors(*(math.inf if x >= 1.0 else x for x in (norm, tile)), 1.0)
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.evals.judge import generated
 from coda_agent.evals.judge.scores import Judge
+from coda_agent.specs import load_spec
 
 SETTINGS: dict[str, Any] = {
     "derandomize": True,
@@ -32,6 +33,40 @@ def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
 def test_the_judge_agrees_with_the_interpreter() -> None:
     cells = [generated.tried(31, number) for number in range(25)]
     assert {c["layer"] for c in cells} == {"not admitted", "refused", "right"}
+
+
+SPEC = """---
+name: generated_{number}
+gemm: [A, B]
+inputs:
+  A: {{shape: [M, K]}}
+  B: {{shape: [N, K]}}
+outputs:
+  O: {{shape: [M, N], dtype: {dtype}}}
+check_shapes: [{{M: 1, N: 16, K: 8}}, {{M: 37, N: 48, K: 24}}]
+---
+```python reference
+import torch
+import torch.nn.functional as F
+
+
+def reference(A, B):
+    D = A @ B.T
+    return {{"O": {body}}}
+```
+"""
+COSINE = "torch.where((F.relu(D).cos() > 0) & (D > 0), F.relu(D).cos(), D).to(A.dtype)"
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "body"),
+    [(467, "float32", "(torch.asinh(-D) + D).float()"), (1181, "T", COSINE)],
+    ids=["no digit is left of a small difference", "a sign by the cosine of a huge angle"],
+)
+def test_what_has_no_right_digit_is_not_refused(number: int, dtype: str, body: str) -> None:
+    text = SPEC.format(number=number, dtype=dtype, body=body)
+    spec = load_spec(Path(f"generated_{number}.md"), text=text)
+    assert generated.judged(spec, Judge(Path(), "cpu"), seed=number + 1) == {"layer": "right"}
 
 
 @pytest.mark.parametrize(("old", "new"), [("maximum(", "minimum("), ("0.25", "0.26")])
