@@ -208,7 +208,8 @@ def bound(torch_error: Errors, dtype: str, multiple: float, addend: float = 0.0)
     tile = max(multiple * torch_error.tile, 2 * floor)
     # Where zeros would pass, as for asinh(x) - x near 0, a norm says nothing of a result that has
     # no right digit. The bounds of its elements still do.
-    return Errors(*(math.inf if x >= 1.0 else x for x in (norm, tile)), 1.0)
+    norm, tile = (math.inf if x >= 1.0 else x for x in (norm, tile))
+    return Errors(norm, tile, 1.0)
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
