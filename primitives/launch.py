@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import attrgetter, itemgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives import unfused
 from coda_agent.primitives.errors import CompileError
@@ -86,6 +86,27 @@ def allocate(
     }
 
 
+class Arguments(NamedTuple):
+    """What is launched: one kernel, or two where the configuration is unfused.
+
+    Attributes:
+        program: The program.
+        a: (M, K).
+        b: (N, K).
+        operands: By name: tiles (M, N) or (M, 2N), vectors (M,) or (N,), numbers or one-element
+            float32 tensors. An index outside [0, N) selects 0.
+        outputs: Raw buffers, as of `allocate`.
+        config: The tile configuration.
+    """
+
+    program: Program
+    a: torch.Tensor
+    b: torch.Tensor
+    operands: Mapping[str, Any]
+    outputs: Mapping[str, torch.Tensor]
+    config: TileConfig
+
+
 @dataclass(frozen=True)
 class Bound:
     """A launch with everything resolved but the tensors.
@@ -110,68 +131,34 @@ class Bound:
         else:
             operands = dict(zip(self.program.operands, inputs[2:], strict=False))
             named = dict(zip(self.program.outputs, outputs, strict=True))
-            instead(self.program, *inputs[:2], operands, named, self.config)
+            a, b = inputs[:2]
+            instead(Arguments(self.program, a, b, operands, named, self.config))
 
 
-def bind(
-    program: Program,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    config: TileConfig,
-) -> Bound:
-    """Compile `program` for such tensors and resolve its launch; arguments and errors are those of
-    `launch`."""
-    given = program, a, b, operands, outputs, config
+def bind(given: Arguments) -> Bound:
+    """Compile a program for such tensors and resolve its launch; raises as `launch`."""
     if (instead := launcher.get()) is not _launch:
-        instead(*given, run=False)
-    return _launch(*given, run=False)
+        instead(given, run=False)
+    return _launch(given, run=False)
 
 
-def launch(
-    program: Program,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    config: TileConfig,
-    *,
-    run: bool = True,
-) -> Bound:
-    """Run `program` in one kernel launch, or in two where the configuration is unfused.
-
-    Args:
-        program: The program.
-        a: (M, K).
-        b: (N, K).
-        operands: By name: tiles (M, N) or (M, 2N), vectors (M,) or (N,), numbers or one-element
-            float32 tensors. An index outside [0, N) selects 0.
-        outputs: Raw buffers, as of `allocate`.
-        config: The tile configuration.
-        run: False compiles (tensors may be on the meta device) and launches nothing.
+def launch(given: Arguments, *, run: bool = True) -> Bound:
+    """Run a program; `run=False` compiles, where tensors may be on the meta device, and launches
+    nothing.
 
     Raises:
         CompileError: the configuration cannot carry this program, or the DSL refuses it.
     """
-    return launcher.get()(program, a, b, operands, outputs, config, run=run)
+    return launcher.get()(given, run=run)
 
 
-def _launch(
-    program: Program,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    config: TileConfig,
-    *,
-    run: bool = True,
-) -> Bound:
+def _launch(given: Arguments, *, run: bool = True) -> Bound:
+    program, a, b, operands, outputs, config = given
     parts = signature((a, b, *operands.values(), *outputs.values())) if run else None
     key = None if parts is None else (program.digest, config, *operands, *outputs, *parts)
     if (bound := _BOUND.get(key)) is None:
         resolve = _fused if config.fused else unfused.resolve
-        enqueue = cached(partial(resolve, program, a, b, operands, outputs, config))
+        enqueue = cached(partial(resolve, given))
         bound = Bound(program, config, enqueue)
         if len(_BOUND) >= _PLANS:
             _BOUND.clear()
@@ -189,16 +176,10 @@ or lets some fail, sets one that calls the one before; `run=False` compiles ahea
 """
 
 
-def _fused(
-    program: Program,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    config: TileConfig,
-) -> Callable[..., None]:
-    """The launch of the kernel whose epilogue is `program`."""
-    plan = _plan(program, a, b, operands, outputs, config)
+def _fused(given: Arguments) -> Callable[..., None]:
+    """The launch of the kernel whose epilogue is the program."""
+    program, a, b, operands, _, config = given
+    plan = _plan(given)
     swap, parts = config.swap_ab, plan.split_k > 1
     # Where the values of a launch lie: None, outputs, inputs, and at last where parts of K meet.
     a_at = len(program.outputs) + 1
@@ -259,15 +240,9 @@ def _parts_meet(
     )
 
 
-def _plan(
-    program: Program,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    config: TileConfig,
-) -> Any:
+def _plan(given: Arguments) -> Any:
     """quack's launch plan, compiled or found."""
+    program, a, b, operands, outputs, config = given
     values = _by_kernel_name(program, operands, outputs)
     d, c = values.pop("D", None), values.pop("c", None)
     module = lower(program, config.tile_n)

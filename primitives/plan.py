@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Resource
-from coda_agent.primitives.launch import Bound, allocate, bind
+from coda_agent.primitives.launch import Arguments, Bound, allocate, bind
 from coda_agent.primitives.memory import allocator
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
@@ -138,7 +138,7 @@ def resolve(
     several, index = torch.cuda.device_count() > 1, a.device.index
     with torch.cuda.device(a.device) if several else nullcontext():
         named = dict(zip(kinds, flat[2:], strict=True))
-        bound = bind(program, flat[0], flat[1], named, outputs, config)
+        bound = bind(Arguments(program, flat[0], flat[1], named, outputs, config))
     finish = Finish(program, m, n, config, raw=raw, lead=lead)
     return CallPlan(
         bound,

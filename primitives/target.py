@@ -90,7 +90,7 @@ def compile_blind(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from coda_agent.primitives import unfused
-    from coda_agent.primitives.launch import allocate, launch
+    from coda_agent.primitives.launch import Arguments, allocate, launch
     from coda_agent.primitives.lower import forget
 
     def meta(*shape: int, name: str) -> Any:
@@ -113,7 +113,7 @@ def compile_blind(
         outputs = allocate(program, _M, _N, dtypes, config, "meta")
         a = meta(_K, _M, name=dtype).mT if "A" in turned else meta(_M, _K, name=dtype)
         b = meta(_K, _N, name=dtype).mT if "B" in turned else meta(_N, _K, name=dtype)
-        launch(program, a, b, operands, outputs, config, run=False)
+        launch(Arguments(program, a, b, operands, outputs, config), run=False)
     path = record.get("object")
     if path is None or not Path(path).exists():
         raise CompileError(f"{program.name}: the compiler left no object file for {config.label}")

@@ -23,6 +23,8 @@ from coda_agent.primitives.tiles import TileConfig
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.primitives.launch import Arguments
+
 _COMPILED: dict[str, Any] = {}
 
 
@@ -59,20 +61,14 @@ def _one(device: torch.device) -> torch.Tensor:
     return one
 
 
-def resolve(
-    program: Program,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    config: TileConfig,
-) -> Callable[..., None]:
+def resolve(given: Arguments) -> Callable[..., None]:
     """Compile the elementwise kernel for tensors of these types; what runs both launches on the
     current stream, of tensors like these.
 
     Raises:
         CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
     """
+    program, a, _, operands, outputs, config = given
     compiled = prepare(program, operands, outputs, config)
     if a.element_size() == 1:
         _one(a.device)  # now, since a CUDA graph may capture the launches

@@ -16,7 +16,7 @@ from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
 from coda_agent.agent.execution.child import serve
 from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.launch import launcher
+from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.objects import use_cache
 
 Tell = Callable[[dict[str, Any]], None]
@@ -54,20 +54,20 @@ class Watch:
         self._tell, self._every = tell, every
         self._seen.clear()
 
-    def __call__(self, *given: Any, run: bool = True) -> Any:
+    def __call__(self, given: Arguments, *, run: bool = True) -> Any:
         program, a, b, *_, config = given
         key = (id(program), config, a.dtype, a.shape, b.shape)
         if key in self._seen and not self._every and run:
-            return self._launch(*given)
+            return self._launch(given)
         self._tell({"launch": None})
-        plan = self._launch(*given, run=False)
+        plan = self._launch(given, run=False)
         if not run:
             return plan
         self._seen.add(key)
         sizes = {"m": a.shape[0], "n": b.shape[0], "k": a.shape[1]}
         about = {"program": program.name, "dtype": str(a.dtype).removeprefix("torch."), **sizes}
         self._tell({"launch": {**about, "config": config.to_dict()}})
-        plan = self._launch(*given)
+        plan = self._launch(given)
         if not self._every:
             self._synchronize()
             self._tell({"launch": None})

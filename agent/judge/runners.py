@@ -45,7 +45,7 @@ def run_kernel(
     """
     import torch
 
-    from coda_agent.primitives.launch import allocate, launch
+    from coda_agent.primitives.launch import Arguments, allocate, launch
     from coda_agent.primitives.plan import finalised
 
     a, b = (inputs[name] for name in spec.gemm)
@@ -59,7 +59,7 @@ def run_kernel(
     start = held(spec, program, inputs)
     for o, tensor in outputs.items():
         tensor.copy_(start[o]) if o in start else tensor.fill_(float("nan"))
-    launch(program, a, b, inputs, outputs, config)
+    launch(Arguments(program, a, b, inputs, outputs, config))
     spilt = torch.stack([(band != _GUARD).any() for _, _, band in bands]).tolist()
     for (o, side, _), wrong in zip(bands, spilt, strict=True):
         if wrong:

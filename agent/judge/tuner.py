@@ -23,7 +23,7 @@ from coda_agent.agent.judge.timing import Call, interleave
 from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.function import reduction_block
-from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.launch import Arguments, allocate, launch
 from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
@@ -218,7 +218,7 @@ class Launched:
         """Runs the kernel, and leaves reductions as partials."""
         inputs = self._set(i)
         a, b = (inputs[g] for g in self.spec.gemm)
-        launch(self.program, a, b, inputs, self.outputs, self.config)
+        launch(Arguments(self.program, a, b, inputs, self.outputs, self.config))
 
     def folded(self) -> dict[str, torch.Tensor]:
         """The outputs of the last launch, their reductions final."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import create_autospec
 
 import pytest
@@ -21,7 +21,7 @@ from coda_agent.agent.judge.job import SanitizeJob, read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
-from coda_agent.primitives.launch import launcher
+from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
 from coda_agent.specs import Spec, load_spec
 
@@ -358,8 +358,8 @@ class Operand:
 def watched(every: bool) -> tuple[Watch, list[Any], Callable[[TileConfig], Any]]:
     events: list[Any] = []
 
-    def launch(*given: Any, run: bool = True) -> str:
-        events.append(("launch" if run else "compile", given[-1].label))
+    def launch(given: Arguments, *, run: bool = True) -> str:
+        events.append(("launch" if run else "compile", given.config.label))
         return "plan"
 
     # With the real one's parameters: a call that it would refuse fails here.
@@ -367,8 +367,8 @@ def watched(every: bool) -> tuple[Watch, list[Any], Callable[[TileConfig], Any]]
         create_autospec(launcher.get(), side_effect=launch), lambda: events.append("wait")
     )
     watch.begin(lambda told: events.append(told["launch"] and told["launch"]["n"]), every=every)
-    a, b = Operand(8, 32), Operand(16, 32)
-    return watch, events, lambda config: watch(gemm_swiglu, a, b, {}, {}, config)
+    a, b = cast("Any", Operand(8, 32)), cast("Any", Operand(16, 32))
+    return watch, events, lambda config: watch(Arguments(gemm_swiglu, a, b, {}, {}, config))
 
 
 def test_a_kernel_is_compiled_first_then_told_then_launched() -> None:

@@ -23,7 +23,7 @@ from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import launcher
+from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import STREAMING, TileConfig
 from coda_agent.specs import Spec, load_spec
@@ -239,12 +239,10 @@ def test_a_write_outside_an_output_is_refused(request: pytest.FixtureRequest) ->
     dtypes = {"O": torch.bfloat16}
     offsets = [0]
 
-    def launch(
-        program: Program, a: Any, b: Any, operands: Any, outputs: Any, config: Any, **_: Any
-    ) -> None:
-        out = outputs["O"]
+    def launch(given: Arguments, **_: Any) -> None:
+        out = given.outputs["O"]
         assert out.isnan().all()
-        out.copy_(run_interpreter(spec, program, case.inputs, config, dtypes)["O"])
+        out.copy_(run_interpreter(spec, program, case.inputs, given.config, dtypes)["O"])
         if offsets[-1]:
             out.as_strided((1,), (1,), out.storage_offset() + offsets[-1]).fill_(1.0)
 

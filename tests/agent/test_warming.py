@@ -49,7 +49,7 @@ import os, sys, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from coda_agent import generated
 from coda_agent.primitives import elementwise
-from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.launch import Arguments, allocate, launch
 from coda_agent.primitives.target import target
 from quack.gemm_runtime import host
 
@@ -76,7 +76,7 @@ for types in spec.type_choices():
             with target("sm_90a"):
                 outputs = allocate(program, m, n, {o: dtype(o) for o in program.outputs}, config, "meta")
                 a, b = empty((m, k), spec.gemm[0]), empty((n, k), spec.gemm[1])
-                launch(program, a, b, operands, outputs, config, run=False)
+                launch(Arguments(program, a, b, operands, outputs, config), run=False)
             print(variant, config.label)
 """
 

@@ -10,15 +10,15 @@ import pytest
 from coda_agent import generated
 from coda_agent.evals import host_time
 from coda_agent.primitives import function, plan
-from coda_agent.primitives.launch import Bound
+from coda_agent.primitives.launch import Arguments, Bound
 
 
 def test_parts_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bind(program: Any, a: Any, b: Any, operands: Any, outputs: Any, config: Any) -> Bound:
+    def bind(given: Arguments) -> Bound:
         def slowly(*_: Any) -> None:
             time.sleep(2e-3)
 
-        return Bound(program, config, slowly)
+        return Bound(given.program, given.config, slowly)
 
     monkeypatch.setattr(function, "supported", lambda _: True)
     monkeypatch.setattr(plan, "bind", bind)

@@ -13,7 +13,7 @@ from coda_agent.generated.ops import Recent
 from coda_agent.primitives import function as function_module
 from coda_agent.primitives import plan as plan_module
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import Bound, signature
+from coda_agent.primitives.launch import Arguments, Bound, signature
 from coda_agent.specs import draw_inputs
 
 
@@ -102,9 +102,9 @@ def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert recent.find([torch.ones(m, 32), b], None) == m and len(recent._kept) <= 3
 
 
-def interpreting(program: Any, *about: Any) -> Bound:
+def interpreting(bound: Arguments) -> Bound:
     """Stands in for `bind`: the launch interprets into the buffers it is given."""
-    config = about[-1]
+    program, *_, config = bound
 
     def enqueue(inputs: Any, results: Any) -> None:
         a, b, *rest = inputs

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from coda_agent.agent.execution import device_worker
-from coda_agent.primitives.launch import launcher
+from coda_agent.primitives.launch import Arguments, launcher
 
 SCRIPT = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]) / "script.json"
 
@@ -59,11 +59,11 @@ def timing() -> float:
 if __name__ == "__main__":
     plain = launcher.get()
 
-    def launch(*given: Any, run: bool = True) -> Any:
-        fault = json.loads(SCRIPT.read_text()).get(given[-1].label) if run else None
+    def launch(given: Arguments, *, run: bool = True) -> Any:
+        fault = json.loads(SCRIPT.read_text()).get(given.config.label) if run else None
         if fault:
             FAULTS[fault]()
-        return plain(*given, run=run)
+        return plain(given, run=run)
 
     launcher.set(launch)
     device_worker.COMMANDS["timing"] = timing

@@ -1,7 +1,6 @@
 """The numerics gate on compiled kernels: accepted ones pass, and what touches memory it should not,
 or reads what it should not, is refused."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.agent.judge.runners import run_kernel
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.primitives.launch import launcher
+from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
@@ -78,12 +77,9 @@ def test_a_write_outside_an_output_is_refused(
     spec, program = accepted(name)
     real = launcher.get()
 
-    def launch(
-        program: Program, a: Any, b: Any, inputs: Any, outputs: Mapping[str, Any], config: Any,
-        **run: bool,
-    ) -> None:  # fmt: skip
-        real(program, a, b, inputs, outputs, config, **run)
-        out = outputs["D"]
+    def launch(given: Arguments, **run: bool) -> None:
+        real(given, **run)
+        out = given.outputs["D"]
         out.as_strided((1,), (1,), out.storage_offset() + offset).fill_(1.0)
 
     case = next(c for c in make_cases(spec, {}, "bfloat16", "cuda", 1) if c.sizes["M"] == 77)

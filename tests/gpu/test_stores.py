@@ -35,7 +35,7 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.launch import Arguments, allocate, launch
 from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.tiles import STREAMING, UNFUSED, TileConfig
 
@@ -171,7 +171,7 @@ def run(
             t.copy_(values[o])
         else:
             t.fill_(float("nan"))
-    launch(program, values["A"], values["B"], values, outputs, config)
+    launch(Arguments(program, values["A"], values["B"], values, outputs, config))
     return finalised(program, outputs, m, n, config)
 
 

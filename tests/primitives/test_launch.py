@@ -27,7 +27,7 @@ from coda_agent.primitives import (
     pairs,
 )
 from coda_agent.primitives import launch as module
-from coda_agent.primitives.launch import allocate, bind, launch, launcher
+from coda_agent.primitives.launch import Arguments, allocate, bind, launch, launcher
 from coda_agent.primitives.lower import forget
 from coda_agent.primitives.target import target
 from coda_agent.primitives.tiles import TileConfig
@@ -134,12 +134,12 @@ def test_a_bound_launch_passes_what_quack_passes(
 ) -> None:
     from quack.gemm_runtime.host import run_gemm_epi_plan
 
-    bound = bind(program, *given(program, config, seed=1), config)
+    bound = bind(Arguments(program, *given(program, config, seed=1), config))
     assert not calls
     a, b, operands, outputs = given(program, config, seed=2)
     bound(*listed(program, a, b, operands, outputs))
     values = module._by_kernel_name(program, operands, outputs)
-    plan = module._plan(program, a, b, operands, outputs, config)
+    plan = module._plan(Arguments(program, a, b, operands, outputs, config))
     d, c = values.pop("D", None), values.pop("c", None)
     slots = (b.mT, a) if config.swap_ab else (a, b)
     run_gemm_epi_plan(plan, *slots, d, c, values)
@@ -158,15 +158,15 @@ def test_a_launcher_that_was_set_sees_bound_launches(
     seen: list[tuple[str, bool]] = []
     real = launcher.get()
 
-    def telling(*args: Any, run: bool = True) -> Any:
-        seen.append((args[0].name, run))
-        return real(*args, run=run)
+    def telling(given: Arguments, *, run: bool = True) -> Any:
+        seen.append((given.program.name, run))
+        return real(given, run=run)
 
-    bound = bind(added, *given(added, PLAIN), PLAIN)
+    bound = bind(Arguments(added, *given(added, PLAIN), PLAIN))
     request.addfinalizer(partial(launcher.reset, launcher.set(telling)))
     bound(*listed(added, *given(added, PLAIN)))
-    again = bind(added, *given(added, PLAIN), PLAIN)
+    again = bind(Arguments(added, *given(added, PLAIN), PLAIN))
     assert seen == [("added", True), ("added", False)] and len(calls) == 1
     again(*listed(added, *given(added, PLAIN)))
-    launch(added, *given(added, PLAIN), PLAIN)
+    launch(Arguments(added, *given(added, PLAIN), PLAIN))
     assert len(seen) == 4 and len(calls) == 3

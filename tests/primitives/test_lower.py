@@ -61,7 +61,7 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.graph import Graph, Node, Shape, record
 from coda_agent.primitives.kinds import Operand
-from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.launch import Arguments, allocate, launch
 from coda_agent.primitives.lower import (
     Replay,
     forget,
@@ -323,7 +323,7 @@ def dry(program: Program, config: TileConfig, k: int) -> Any:
     a, b, o = (torch.empty(*s, **meta) for s in ((128, k), (256, k), (128, 256)))
     vectors = {"alpha": 2.0, "r": torch.empty(128, **meta), "b": torch.empty(256, **meta)}
     with target("sm_90a"):
-        return launch(program, a, b, vectors, {"O": o}, config, run=False)
+        return launch(Arguments(program, a, b, vectors, {"O": o}, config), run=False)
 
 
 def test_other_launch_forms_compile_to_other_kernels() -> None:
@@ -769,4 +769,7 @@ def test_a_second_process_finds_every_tile_in_the_cache(monkeypatch: pytest.Monk
         for config in tiles:
             stored = dict.fromkeys(widened.outputs, torch.bfloat16)
             outputs = allocate(widened, 77, 272, stored, config, "meta")
-            launch(widened, meta(77, 64), meta(272, 64), operands, outputs, config, run=False)
+            launch(
+                Arguments(widened, meta(77, 64), meta(272, 64), operands, outputs, config),
+                run=False,
+            )

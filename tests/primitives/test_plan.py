@@ -29,7 +29,7 @@ from coda_agent.primitives import plan as plan_module
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import Bound, signature
+from coda_agent.primitives.launch import Arguments, Bound, signature
 from coda_agent.primitives.tiles import TileConfig
 
 M, N, K = 24, 272, 32
@@ -60,9 +60,8 @@ class Launches:
     def __init__(self) -> None:
         self.bound = 0
 
-    def __call__(
-        self, program: Program, a: Any, b: Any, operands: Any, outputs: Any, config: TileConfig
-    ) -> Bound:
+    def __call__(self, given: Arguments) -> Bound:
+        program, a, b, operands, outputs, config = given
         self.bound += 1
         expected = [facts(t) for t in (a, b, *(operands[o] for o in program.operands))]
         shapes = {o: (t.shape, t.dtype) for o, t in outputs.items()}

@@ -35,7 +35,7 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.function import reduction_block
 from coda_agent.primitives.inspect import launches
-from coda_agent.primitives.launch import allocate, launch
+from coda_agent.primitives.launch import Arguments, allocate, launch
 from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import compile_blind, sass
@@ -147,8 +147,8 @@ def test_the_kernel_gets_the_product_then_operands_and_outputs(
     a, b = torch.randn(3, 8), torch.randn(16, 8)
     x = {"r": torch.ones(3), "cs": torch.ones(3, 32), "alpha": 2}
     outputs = allocate(paired, 3, 16, dict.fromkeys("XOm", torch.float32), UNFUSED[0], a.device)
-    launch(paired, a, b, x, outputs, UNFUSED[0])
-    launch(paired, a, b, {**x, "alpha": torch.tensor(2.0)}, outputs, UNFUSED[0])
+    launch(Arguments(paired, a, b, x, outputs, UNFUSED[0]))
+    launch(Arguments(paired, a, b, {**x, "alpha": torch.tensor(2.0)}, outputs, UNFUSED[0]))
     product, r, cs, alpha, *stored = seen[0]
     assert torch.equal(product, a @ b.mT) and (r, cs, alpha) == (x["r"], x["cs"], 2.0)
     assert stored == [*outputs.values()]
