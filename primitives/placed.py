@@ -129,6 +129,8 @@ def philox(seed: float, offset: float, rows: int, columns: int, device: Any = No
     import torch
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+    if get_proxy_mode() is None and isinstance(rows, torch.SymInt):  # of sizes alone
+        return torch.empty(rows, columns, dtype=torch.float64, device=device)
     if get_proxy_mode() is not None:  # in a trace it stays what it is
         operator, _ = _traced()
         # Without a tensor among its arguments a trace takes it for a constructor of constants.

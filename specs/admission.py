@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 # few rows chance may make an operand matter little.
 _ADMISSION_ELEMENTS = 64
 _REDRAWS = 3
+# Beside so many times their size no tolerance shows other values.
+_BESIDE = 1000
+_FILLED = (
+    "expected a mask to fill with a number near the others', such as -30, of which a softmax makes"
+    " almost 0 too; or a `draw` without"
+)
 # How far a row is moved, and the least number of elements of which chance makes no two moves alike.
 _STEP, _ALIKE = 1e-6, 8
 # Functions of torch that move values and compute nothing.
@@ -155,6 +161,8 @@ def _degeneracy(
     truth, redrawn = exact(inputs), exact(other)
     for name in spec.outputs:
         for value in (rounded[name].double(), truth[name].double()):
+            if value.isinf().any() and not value.isnan().any():
+                return f"output {name!r} has infinite values, which nothing compares; {_FILLED}"
             if not value.isfinite().all():
                 return f"output {name!r} has non-finite values; expected a `draw` without"
             if not value.any():
@@ -254,5 +262,10 @@ def _swallowed(
                 return f"output {o!r} is a column times a row: it needs no GEMM; return the factors"
     for x, runs in left_out.items():
         if max(distance(o, run[o]) for run in runs for o in truth) <= 1:
+            for o, exact in truth.items():
+                held, largest = exact.abs(), exact.abs().max()
+                small = held < largest / _BESIDE
+                if small.any() and not (~small & (held < 0.1 * largest)).any():
+                    return f"output {o!r} holds {largest:.1e}, which hides all else; {_FILLED}"
             return f"no output depends on {x!r} by more than its tolerance; draw larger ones"
     return ""

@@ -38,6 +38,8 @@ _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _DIVISIBLE = 11520  # by what a part of a dim is likely to be
 _CONSTANT = 8
 """The largest extent of its own that is taken for a number rather than for a dim's size."""
+_MEMORY = 141e9
+"""What an H200 holds, in bytes."""
 _VALUES = re.compile("DataDependent|data-dependent|meta tensor", re.IGNORECASE)
 """What errors say where a value is asked of a tensor that has none."""
 _DRAWS = ("normal", "{uniform: [0.5, 1.5]}")
@@ -116,6 +118,7 @@ class _Draft:
     Attributes:
         example: Each input's shape in numbers.
         letters: The dim of each symbol of the trace.
+        multiples: Multiples of one dim, where weights side by side have several sizes.
         shapes: Each input's shape in dims.
         sizes: The example's size of each dim.
         units: What each dim is declared a multiple of.
@@ -136,9 +139,10 @@ class _Draft:
             for name, e in examples.items()
         }
         self.letters: dict[Any, str] = {}
+        self.multiples: dict[Any, str] = {}
         self.shapes: dict[str, tuple[Entry, ...]] = {}
         self.units: dict[str, int] = {}
-        self.open: dict[Any, list[str]] = {}
+        self.open: dict[Any, list[Entry]] = {}
         self.fixed: dict[str, int] = {}
 
     def text(self) -> str:
@@ -188,6 +192,8 @@ class _Draft:
                 drawn = f"{{normal: {{std: {k}**-0.5}}}}"
             if given[x].startswith("int"):
                 drawn = f"{{integers: [0, {self.columns[0]}]}}"
+            elif not shape and re.search(rf"\bphilox\([^,()]*,?\s*{x}\b", self.source.block):
+                drawn = "{integers: [0, 16777216]}"  # a seed, or an offset
             inputs[x] = Face(self._numbers(shape), given[x], drawn)
         outputs = {o: face._replace(shape=self._numbers(face.shape)) for o, face in outputs.items()}
         units = {x: unit for x, unit in self.units.items() if x not in self.fixed}
@@ -236,8 +242,11 @@ class _Draft:
 
     def _own_fault(self, error: Exception) -> Exception:
         """What the function raises at the example's sizes as numbers, rather than as symbols."""
+        import torch
+
         try:
-            self.function(**self._inputs(self.example, TYPES[0], "meta"))
+            with torch.device("meta"):
+                self.function(**self._inputs(self.example, TYPES[0], "meta"))
         except Exception as own:  # the function is foreign code
             given = ", ".join(f"{n} {list(s)}" for n, s in self.example.items())
             own.args = (f"{(str(own).strip().splitlines() or ['no message'])[0]}, with {given}",)
@@ -258,7 +267,9 @@ class _Draft:
                     name in first and symbol != inner
                 ):
                     message = f"{self.source.name} needs a size of {name} to be {size}"
-                    hint = "a kernel takes any number of rows: give the number as an argument"
+                    hint = (
+                        "a kernel takes any number of rows: write -1 in a view, or pass the number"
+                    )
                     raise SpecError(message, hint=hint)
                 self.fixed[self._letter(symbol, "K" if symbol == inner else "N")] = size
         rows = [s for s in trace.shapes[first[0]] if s != inner and not _numeric(s)]
@@ -278,6 +289,12 @@ class _Draft:
             known = [x for x in columns if x in self.letters and columns[x] == size]
             self.letters.setdefault(s, self.letters[known[0]] if known else self._letter(s, "N"))
         self.columns = list(dict.fromkeys(self.letters[s] for s in columns))
+        if len(second) > 1 and len({*columns.values()}) > 1:  # multiples of one dim
+            self.columns, unit = self.columns[:1], math.gcd(*columns.values())
+            self.sizes[self.columns[0]] = unit
+            for s, size in columns.items():
+                self.multiples[s] = f"{size // unit}*{self.columns[0]}".removeprefix("1*")
+                del self.letters[s]
         self.inner = self._letter(inner, "K")
         for name, shape in trace.shapes.items():
             for symbol, size in zip(shape, self.example[name], strict=True):
@@ -294,6 +311,8 @@ class _Draft:
 
     def _entry(self, trace: Trace, symbol: Any, size: int) -> Entry:
         """An input's extent, in a dim."""
+        if symbol in self.multiples:
+            return self.multiples[symbol]
         if symbol in self.letters or _numeric(symbol):
             return self.letters.get(symbol) or int(symbol)
         for sides in trace.equal:
@@ -304,10 +323,8 @@ class _Draft:
                 tried = [self._distinct(units), self._distinct(units, 5)]
                 known = [{s: t[x] for s, x in self.letters.items()} for t in tried]
                 return self._matched(tried, [int(other.subs(k)) for k in known])
-        if size <= _CONSTANT:
-            return size
         alike = [x for x in (*self.rows, *self.columns, self.inner) if self.sizes[x] == size]
-        self.open[symbol] = [*dict.fromkeys(alike), "L"]
+        self.open[symbol] = [*dict.fromkeys(alike), size if size <= _CONSTANT else "L"]
         return symbol
 
     def _distinct(self, units: Mapping[str, int] | None = None, start: int = 0) -> dict[str, int]:
@@ -326,7 +343,8 @@ class _Draft:
         """
         if len({*found}) == 1 and not any(size % found[0] == 0 for size in self.fixed.values()):
             return found[0]
-        parts = [(f, q) for q in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128) for f in (1, 2, 3)]
+        parts = [(f, 1) for f in range(1, 17)]
+        parts += [(f, q) for q in (2, 3, 4, 6, 8, 12, 16, 32, 64, 128) for f in (1, 2, 3)]
         for (factor, divisor), letter in itertools.product(parts, tried[0]):
             if all(t[letter] * factor == e * divisor for t, e in zip(tried, found, strict=True)):
                 front = f"{factor}*" if factor > 1 else ""
@@ -406,6 +424,10 @@ class _Draft:
         raise fault or AssertionError("one choice at least is tried")
 
     def _check_sizes(self) -> None:
+        elements = sum(map(math.prod, self.example.values()))
+        if 2 * elements > _MEMORY:
+            message = f"the example's tensors take {2 * elements / 1e9:,.0f} GB"
+            raise SpecError(message, hint="give sizes that a GPU holds: they are timed")
         for name, shape in self.shapes.items():
             for x, size in zip(shape, self.example[name], strict=True):
                 if size % (unit := self.units.get(str(x), 1)):
@@ -456,6 +478,32 @@ class _Draft:
         after = self._named(self.function(**inputs))
         return {o: before[o] != after[o] for o in before}
 
+    def _halved(self, o: str, axis: int, weight: str, *, alone: bool) -> bool:
+        """Whether an output of half the columns needs columns 0 and N/2 for its first; or, where
+        another one has the other half, is not computed like that."""
+        sizes = self._distinct()
+        middle = extent(f"{self.columns[0]}/2", sizes)
+        if self._changed(weight, middle)[o].select(axis, 0).any():
+            return True
+        ours = (self._changed(weight, row)[o].select(axis, 1) for row in (1, middle + 1))
+        if alone or not any(found.any() for found in ours):  # it is of every other column
+            return False
+        inputs = self._inputs(self._extents(sizes), TYPES[0])
+        inputs[weight] = inputs[weight] - 1  # a product of either sign, for what bends at 0
+        turned = {
+            x: value.roll(middle, self.shapes[x].index(self.columns[0]))
+            if self.columns[0] in self.shapes[x] else value
+            for x, value in inputs.items()
+        }  # fmt: skip
+        before, after = (self._named(self.function(**given)) for given in (inputs, turned))
+        known = before[o].float()
+        near = (
+            known.allclose(y.float(), 0, 0.02 * float(known.abs().max()))
+            for y in after.values()
+            if y.shape == known.shape
+        )
+        return not any(near)
+
     def _pairs(
         self, outputs: Mapping[str, Face], first: Sequence[str], second: Sequence[str]
     ) -> list[str]:
@@ -463,12 +511,11 @@ class _Draft:
         half = f"{self.columns[0]}/2"
         if len(second) == 1:
             narrow = [(o, f.shape.index(half)) for o, f in outputs.items() if half in f.shape]
-            for o, axis in narrow[:1]:
-                # Of halves the first column needs columns 0 and N/2.
-                middle = extent(half, self._distinct())
-                meets = self._changed(second[0], middle)[o].select(axis, 0)
-                return ["pairs: halves"] * bool(meets.any())
-            return []
+            if len(narrow) > 2:
+                return []
+            return ["pairs: halves"] * any(
+                self._halved(o, i, second[0], alone=len(narrow) == 1) for o, i in narrow
+            )
         wide = {o for o, face in outputs.items() if self.columns[0] in face.shape}
         by = [wide & {o for o, where in self._changed(x).items() if where.any()} for x in second]
         if len(first) > 1 or not set[str].intersection(*by):

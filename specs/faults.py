@@ -129,7 +129,11 @@ def _kernel_faults(spec: Spec) -> Iterator[str]:
 def _output_faults(spec: Spec, o: str, dtype: str, binding: dict[str, str]) -> Iterator[str]:
     floats = [known for known in DTYPES if "float" in known]
     if dtype not in floats:
-        yield f"{o}: outputs are floating-point, not {dtype}; expected one of {', '.join(floats)}"
+        known = ", ".join(floats)
+        yield (
+            f"{o}: outputs are floating-point, not {dtype}; expected one of {known}; return what"
+            f" {o} is made of, and make it with torch"
+        )
     m, n, _ = spec.gemm_dims
     shape = spec.symbolic_shape(o, binding)
     # What is gathered by an index a row may have 16 bits; any other vector is a reduction.

@@ -24,6 +24,8 @@ _OWN = frozenset(
     "collections dataclasses enum functools itertools math numbers operator torch typing".split()  # noqa: SIM905
 )
 """Modules that a reference may import."""
+_PLACED = "coda_agent.primitives.placed"
+"""Where the numbers are that a kernel draws by a counter."""
 _REACHING = frozenset(
     "__import__ breakpoint compile eval exec globals input locals open vars".split()  # noqa: SIM905
 )
@@ -279,7 +281,7 @@ class _Module:
                 hint = "only imports, functions and constants of a module come along"
                 raise self.fault(statement, f"{by}, {what}", hint)
         for module in modules:
-            if module.partition(".")[0] not in _OWN:
+            if module.partition(".")[0] not in _OWN and module != _PLACED:
                 message = f"{by}, of {module}; a reference stands on torch alone"
                 hint = "put the function into this file, or write it with torch"
                 raise self.fault(statement, message, hint)

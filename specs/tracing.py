@@ -17,6 +17,16 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products of ATen, and the place of their first operand."""
 _BROADCASTING = ("addcdiv", "addcmul", "lerp")
 """What torch 2.11 cannot broadcast over symbolic sizes but by its decomposition."""
+_CONVOLVED = (
+    "of 1x1 write F.linear(x, w), with the channels last, x [B, H, W, C] and w [N, C]; of another"
+    " kernel size give what F.unfold makes of x"
+)
+DRAWN = (
+    "give the numbers as an argument, or let the kernel draw them by a counter: u = philox(seed,"
+    " offset, *y.shape, device=y.device), of coda_agent.primitives.placed, is uniform over [0, 1)"
+    " for a matrix y; dropout is y * (u >= p) / (1 - p)"
+)
+"""What to write in the place of torch's random numbers."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +101,26 @@ def traced(
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            broadcasting = func.overloadpacket.__name__ in _BROADCASTING
-            called = decomposition_table[func] if broadcasting else func
+            name = func.overloadpacket.__name__
+            # The leaky ReLU with a random slope draws only in training.
+            still = name.startswith("rrelu") and not any(x is True for x in args)
+            if torch.Tag.nondeterministic_seeded in func.tags and not still:
+                raise SpecError(f"the function draws random numbers ({name})", hint=DRAWN)
+            if name == "convolution":
+                raise SpecError("the function convolves", hint=_CONVOLVED)
+            called = decomposition_table[func] if name in _BROADCASTING else func
             result = called(*args, **(kwargs or {}))
             taken = [origins.get(id(t), frozenset[str]()) for t in tensors((args, kwargs))]
             for tensor in tensors(result):
                 note(tensor, frozenset[str]().union(*taken))
-            name = func.overloadpacket.__name__
             if name in _PRODUCTS:
                 sides = args[_PRODUCTS[name] :][:2]
+                if name != "_scaled_mm" and any(t.dtype.itemsize == 1 for t in sides):
+                    raise SpecError(
+                        "torch multiplies no operands of 8 bits",
+                        hint="write x.float() @ w.float().T:"
+                        " the kernel multiplies them as they are",
+                    )
                 left, right = (Operand(origins[id(t)], tuple(t.shape)) for t in sides)
                 products.append((left, right))
             return result
@@ -119,7 +140,7 @@ def traced(
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with fake, Watch():
+        with fake, torch.device("meta"), Watch():  # which what it makes by itself is on too
             function(**inputs)
     finally:
         log.setLevel(level)
@@ -153,6 +174,13 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
     pairs: dict[tuple[str, str], None] = {}
     for left, right in trace.products:
         pair = of(left, left.shape[-1]), of(right, right.shape[-2])
+        for side, name in zip((left, right), pair, strict=True):
+            if len(side.inputs) == 1 and not name:
+                (whole,) = side.inputs
+                message = (
+                    f"{function} multiplies {whole} in parts, or sums over several of its dims"
+                )
+                raise SpecError(message, hint=f"give {whole} as a matrix, with one dim to sum over")
         used = {name for pair in pairs for name in pair}
         if not all(pair) or any(len(side.inputs & used) > 1 for side in (left, right)):
             raise SpecError(

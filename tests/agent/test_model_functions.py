@@ -22,7 +22,7 @@ SOURCES = {name: model_functions.__file__ for name in model_functions.EXAMPLES} 
 ROWS = "return the tensor and what it takes of each row"
 REFUSED = {
     # Of the first fifty.
-    "causal_scores": "no output depends on 'q' by more than its tolerance",
+    "causal_scores": "expected a mask to fill with a number near the others'",
     "int8_weight_only": "multiply in float8_e4m3fn, or bring it to the type of A before",
     "llama_rope": "store the weight's rows so that what meets is adjacent",
     "lora_linear": "scale an operand instead",
@@ -30,7 +30,7 @@ REFUSED = {
     "palm_z_loss": "return the reduction as an output and apply it in the next kernel",
     "resnet_conv1x1": "return it as the product has it",
     "token_loss": ROWS,
-    "vae_conv1x1_group_norm": "write it with elementary operations",
+    "vae_conv1x1_group_norm": ROWS,
     # Of the second fifty.
     "flux_single_block_out": "give the first product as an argument",
     "rms_statistic": "return the reduction as an output and apply it in the next kernel",

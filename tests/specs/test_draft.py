@@ -99,6 +99,38 @@ def test_several_weights_and_columns_that_are_cut() -> None:
     assert "pairs" not in drafted("z = x @ w.T\nreturn z[:, ::2] * z[:, 1::2]", SQUARE)[1]
 
 
+def test_halves_that_are_computed_apart_are_pairs() -> None:
+    cut = "a, z = (x @ w.T).chunk(2, -1)\nreturn "
+    assert drafted(cut + "a, F.silu(z)", SQUARE)[1]["pairs"] == "halves"
+    assert "pairs" not in drafted(cut + "F.silu(a), F.silu(z)", SQUARE)[1]
+    body = "z = x @ w.T\nreturn z[:, ::2], z[:, 1::2].relu()"
+    assert "pairs" not in drafted(body, SQUARE)[1]
+
+
+def test_weights_of_several_widths_are_multiples_of_one_dim() -> None:
+    _, front = drafted(
+        "return x @ wq.T, x @ wk.T, x @ wv.T",
+        {"x": (S, S)} | {"wq": (S, S), "wk": (512, S), "wv": (512, S)},
+    )
+    assert [front["inputs"][x]["shape"][0] for x in ("wq", "wk", "wv")] == ["8*N", "N", "N"]
+    assert [front["outputs"][o]["shape"][1] for o in ("out1", "out2", "out3")] == ["8*N", "N", "N"]
+    assert front["bench_shapes"] == [{"M": S, "N": 512, "K": S}]
+
+
+def test_small_leading_dims_that_views_tie() -> None:
+    body = "return r + F.linear(x.flatten(0, 1), w).view(r.shape)"
+    _, front = drafted(body, {"x": (2, 48, 320), "w": (80, 320), "r": (2, 48, 80)})
+    assert front["inputs"]["r"]["shape"] == ["B", "S", "N"]
+
+
+def test_numbers_that_a_kernel_draws() -> None:
+    body = "from coda_agent.primitives.placed import philox\ny = x @ w.T\n"
+    body += "return y * (philox(seed, at, *y.shape, device=y.device) >= 0.1) / 0.9"
+    _, front = drafted(body, SQUARE | {"seed": (), "at": ()})
+    drawn = {"integers": [0, 2**24]}
+    assert [front["inputs"][x]["draw"] for x in ("seed", "at")] == [drawn, drawn]
+
+
 def test_a_size_that_is_held_as_a_number() -> None:
     spec, front = drafted(
         "q, k, v = (x @ w.T + b).split([128, 64, 64], dim=-1)\nreturn q, k, v",
@@ -166,7 +198,7 @@ def test_element_types() -> None:
         ("y = x @ w.T\nreturn None", SQUARE, "model.py: the function returns nothing for out"),
         (
             "return (x @ w.T) / math.sqrt(x.shape[0])", SQUARE,
-            "model.py: f needs a size of x to be 4096 (a kernel takes any number of rows: give t",
+            "model.py: f needs a size of x to be 4096 (a kernel takes any number of rows: write",
         ),
         (
             "return x @ w.T", {"x": (S, S), "w": (50257, S)},
@@ -186,6 +218,35 @@ def test_element_types() -> None:
             "return x @ w.T > 0", SQUARE,
             "model.py: out: unknown dtype 'bool'; expected one of T, bfloat16, float16, float32, "
             "float8_e4m3fn, int32, int64; give or return numbers, and compare them in the call",
+        ),
+        (
+            "return F.dropout(x @ w.T, 0.1)", SQUARE,
+            "model.py:5: the function draws random numbers (bernoulli_) (give the numbers as an ar",
+        ),
+        (
+            "y = x @ w.T\nreturn y + torch.rand_like(y)", SQUARE,
+            "model.py:6: the function draws random numbers (rand_like) (give the numbers as an arg",
+        ),
+        (
+            "return F.conv2d(x, w)", {"x": (2, 64, 8, 8), "w": (128, 64, 1, 1)},
+            "model.py:5: the function convolves (of 1x1 write F.linear(x, w), with the channels",
+        ),
+        (
+            "return torch.einsum('bso,bsi->oi', x, w)", {"x": (2, 48, 64), "w": (2, 48, 80)},
+            "model.py: f multiplies x in parts, or sums over several of its dims (give x as a mat",
+        ),
+        (
+            "return (x @ w.T).argmax(-1)", SQUARE,
+            "model.py: out: outputs are floating-point, not int64; expected one of bfloat16, float16"
+            ", float32, float8_e4m3fn; return what out is made of, and make it with torch",
+        ),
+        (
+            "return x @ w.T", SQUARE | {"x": (10**9, S)},
+            "model.py: the example's tensors take 8,192 GB (give sizes that a GPU holds: they are",
+        ),
+        (
+            "return (x @ w.T).masked_fill(c > 1, -1e5)", SQUARE | {"c": (S, S)},
+            "model.py: f: output 'out' holds 1.0e+05, which hides all else; expected a mask to fill",
         ),
         ("raise ValueError", SQUARE, "model.py:5: the function raises ValueError: no message"),
         ("return (x @ w.T) * 0", SQUARE, "model.py: f: output 'out' is all zero"),

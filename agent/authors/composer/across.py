@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from coda_agent.agent.authors.composer.aten import ROW_STATISTICS, WHOLE_ROW
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, apply, make
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.primitives.errors import ProgramError
@@ -23,6 +24,11 @@ class Across:
             "max": partial(self.extreme, "amax"),
             "min": partial(self.extreme, "amin"),
             "gather": self.gather,
+            "var": lambda *x, **over: self.moments(*x, **over)[0],
+            "std": lambda *x, **over: self._of(_root, self.moments(*x, **over)[0]),
+            "var_mean": lambda *x, **over: list(self.moments(*x, **over)),
+            "native_layer_norm": self.layer_norm,
+            "native_group_norm": self.group_norm,
         }
 
     def reduce(
@@ -60,6 +66,48 @@ class Across:
         if not over:
             return found
         return [found, Unusable("uses the position of a maximum or minimum", _OUTSIDE)]
+
+    def _of(self, function: Callable[..., Expr], *args: Any) -> Elements:
+        return self.apply(function, args, {})
+
+    def moments(
+        self,
+        x: Elements,
+        dims: Any = None,
+        *,
+        correction: float | None = 1.0,
+        keepdim: bool = False,
+    ) -> tuple[Elements, Elements]:
+        """Variance and mean of groups of adjacent columns."""
+        try:
+            off = self._of(Expr.__sub__, x, self.reduce("mean", x, dims, True))
+            variance = self.reduce("mean", self._of(_square, off), dims, keepdim)
+        except ProgramError:
+            raise ProgramError(WHOLE_ROW, hint=ROW_STATISTICS) from None
+        count = x.codes.numel() // variance.codes.numel()
+        by = count / (count - (1.0 if correction is None else correction))
+        return self._of(lambda v: v * by, variance), self.reduce("mean", x, dims, keepdim)
+
+    def layer_norm(self, x: Elements, shape: Any, weight: Any, bias: Any, eps: float) -> list[Any]:
+        over = [*range(-len(shape), 0)]
+        variance, mean = self.moments(x, over, correction=0.0, keepdim=True)
+        normal = self._of(lambda x, m, v: (x - m) / _root(v + eps), x, mean, variance)
+        scaled = normal if weight is None else self._of(Expr.__mul__, normal, weight)
+        return [scaled if bias is None else self._of(Expr.__add__, scaled, bias), None, None]
+
+    def group_norm(
+        self, x: Elements, weight: Any, bias: Any, rows: int, channels: int, *rest: Any
+    ) -> list[Any]:
+        *_, groups, eps = rest
+        within = Elements(x.codes.reshape(rows, groups, -1))
+        normal = Elements(
+            self.layer_norm(within, (1,), None, None, eps)[0].codes.reshape(x.codes.shape)
+        )
+        by = (channels, *(1 for _ in x.codes.shape[2:]))
+        for function, value in ((Expr.__mul__, weight), (Expr.__add__, bias)):
+            if value is not None:
+                normal = self._of(function, normal, Elements(value.codes.reshape(by)))
+        return [normal, None, None]
 
     def _group(self, op: str, codes: Any) -> Elements | None:
         """A statistic over the last dim, where that is a group of adjacent columns."""
@@ -121,18 +169,24 @@ class Across:
 
     def select(self, x: Elements, indices: Any) -> Elements:
         """`x[arange(M), index]`, which is a gather."""
-        import torch
-
-        at = [i for i, value in enumerate(indices) if isinstance(value, Elements)]
-        others = [value for value in indices if isinstance(value, torch.Tensor)]
-        if len(indices) == 2 and len(at) == len(others) == 1:
-            (dim,), (rows,), index = at, others, indices[at[0]].codes
-            counted = torch.arange(x.codes.shape[1 - dim])
-            if rows.ndim == index.ndim == 1 and torch.equal(rows, counted):
+        given = [value for value in indices if isinstance(value, Elements)]
+        at = [i for i, value in enumerate(given) if self.is_index(value)]
+        if len(indices) == len(given) == 2 and len(at) == 1:
+            (dim,) = at
+            index, rows = given[dim].codes, given[1 - dim]
+            counted = {e.op for e in self.layout.sources(rows)} == {"row_index"}
+            if counted and rows.codes.shape == index.shape == x.codes.shape[1 - dim : 2 - dim]:
                 return Elements(
                     self.gather(x, dim, Elements(index.unsqueeze(dim))).codes.squeeze(dim)
                 )
         raise ProgramError("takes other than one element of each row", hint=_BY_INPUT)
+
+
+_root = partial(apply, "sqrt")
+
+
+def _square(x: Expr) -> Expr:
+    return x * x
 
 
 _OUTSIDE = "return the tensor itself, and do this with torch or in the next kernel"

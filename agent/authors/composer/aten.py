@@ -17,14 +17,13 @@ VIEWS = frozenset(
 )
 ACROSS = frozenset(
     """
-    argmax argmin cumprod cumsum _log_softmax native_layer_norm _softmax sort std topk var
-    var_mean
+    argmax argmin cumprod cumsum _log_softmax _softmax sort topk
     """.split()  # noqa: SIM905
 )
 WHOLE_ROW = "needs a whole row before its result is known, but a kernel sees one tile of it"
 ROW_STATISTICS = (
-    "return the tensor and what it takes of each row (amax, sum, mean, logsumexp), and apply that"
-    " in the next kernel"
+    "return the tensor and what it takes of each row (amax, sum, mean, logsumexp; of a variance the"
+    " means of x and x * x), and apply that in the next kernel"
 )
 
 

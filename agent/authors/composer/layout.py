@@ -183,6 +183,33 @@ class Layout:
         """Codes of some columns of a full (M, N) expression."""
         return self._grid(expr, ("M", "N"))[:, columns]
 
+    def whole(
+        self, tensors: Sequence[Elements], shape: tuple[int, ...]
+    ) -> tuple[list[Elements], slice] | None:
+        """The tensors of which the given ones, broadcast, are the same neighbouring columns; None
+        where there are no such. What does not vary over columns is the same in all of them."""
+        m, n = self.extents["M"], self.extents["N"]
+        width = shape[-1] if shape else n
+        rows = math.prod(shape) // width
+        if not width < n or rows not in (1, m):
+            return None
+        dims = ("M", "N")[rows == 1 :]
+        found, starts = list[Elements](), set[int]()
+        for tensor in tensors:
+            codes = tensor.codes.broadcast_to(shape).reshape(rows, width)
+            expr = self._exprs[int(codes[0, 0]) >> _SHIFT]
+            start = 0
+            if not expr.dims <= {*dims}:
+                return None
+            if "N" in expr.dims:
+                start = int(codes[0, 0]) % (1 << _SHIFT)
+                starts.add(start)
+            full = self._grid(expr, dims)
+            if not codes.equal(full[..., start : start + width].reshape(codes.shape)):
+                return None
+            found.append(Elements(full))
+        return (found, slice(start := starts.pop(), start + width)) if len(starts) == 1 else None
+
     def constants(self, values: torch.Tensor) -> Elements:
         """A tensor whose values are known; few different ones, or it would be an operand."""
         import torch

@@ -117,6 +117,8 @@ class _Rewriter:
                 case _:
                     try:
                         env[node] = self._node(node, args, dict(kwargs))
+                        if _in_place(node):
+                            env[node.args[0]] = env[node]
                     except ProgramError as error:
                         message = f"{self._where(node)}: {error.message}"
                         raise ProgramError(message, hint=error.hint) from None
@@ -213,14 +215,16 @@ class _Rewriter:
                 raise ProgramError(value.reason, hint=value.hint)
         if op == "copy_":
             raise ProgramError("writes to an input in place", hint=_IN_PLACE)
-        if op in ("tril", "triu"):
-            return self._triangle(op, *args)
+        if op in ("tril", "triu") and (found := self._triangle(op, *args)) is not None:
+            return found
         if op == "philox":
             return self._places("philox_uniform", tuple(args[3:]), *args[1:3])
         if not any(isinstance(value, Elements) for value in flat):
             if getattr(kwargs.get("dtype"), "is_floating_point", False):
                 kwargs["dtype"] = torch.float64  # of 0.1 float32 keeps half of the digits
             found = target(*args, **kwargs)
+            if op == "arange":
+                return self._counted(found)
             if op.startswith("empty"):  # Whatever memory held must not enter.
                 return Elements(self._lift(math.nan).codes.expand(found.shape))
             return found
@@ -270,9 +274,25 @@ class _Rewriter:
             hint="torch.trunc and torch.round give whole numbers",
         )
 
-    def _triangle(self, op: str, x: Any, diagonal: int = 0) -> Elements:
-        """x below a diagonal, or above it, and else 0."""
+    def _counted(self, found: torch.Tensor) -> Elements | torch.Tensor:
+        """The numbers of all rows, or of all columns, as what follows from an element's place."""
+        import torch
+
+        for dim, name in (("M", "row"), ("N", "column")):
+            count = self.layout.extents[dim]
+            if torch.equal(found, torch.arange(count, dtype=found.dtype)):
+                made = make(f"{name}_index", dims=frozenset({dim}))
+                return self.layout.write(made, (count,), Frame((dim,)))
+        return found
+
+    def _triangle(self, op: str, x: Any, diagonal: int = 0) -> Elements | None:
+        """x below a diagonal, or above it, and else 0; None of a constant that is no full tile."""
+        x = self._lift(x)
         shape = tuple(x.codes.shape)
+        if shape != tuple(self.layout.extents[d] for d in "MN") and {
+            e.op for e in self.layout.sources(x)
+        } == {"const"}:
+            return None
         row, column = (self._places(f"{name}_index", shape) for name in ("row", "column"))
         if op == "triu":
             row, column, diagonal = column, row, -diagonal
@@ -321,6 +341,12 @@ class _Rewriter:
         args = list(args)
         tensors = [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
+        if (found := self.layout.whole(tensors, shape)) is not None:
+            # One weight's columns of several: computed as if of all.
+            given = iter(found[0])
+            args = [next(given) if _tensor(v) else v for v in args]
+            named = {k: next(given) if _tensor(v) else v for k, v in kwargs.items()}
+            return Elements(self._apply(function, args, named).codes[..., found[1]].reshape(shape))
         frame = self.layout.frame(shape)
         parts = any(e.op == "table" for t in tensors for e in self.layout.sources(t))
         if frame is None and parts and (found := self._table_wise(function, args, kwargs, shape)):
@@ -558,6 +584,8 @@ class _Rewriter:
         try:
             expr = self.layout.stored(value, shape, kind)
         except ProgramError as error:
+            if name not in self.spec.declared.outputs:  # several outputs side by side
+                raise ProgramError(": its parts are not computed alike", hint=_ALIKE) from None
             raise ProgramError(f" {error.message}", hint=error.hint) from None
         if any(e.op == "part" for e in walk(list(canonical([expr])))):
             raise ProgramError(
@@ -583,6 +611,10 @@ class _Rewriter:
 
 
 _SPELLED = "write it with elementary operations; `level: extend` asks an author for one of its own"
+_ALIKE = (
+    "compute all parts of the product's columns alike: what differs, such as a scale of one, is"
+    " part of its weight, or of a vector over all columns"
+)
 _IN_PLACE = "return a new tensor; `in_place` in the front matter lets a kernel overwrite an input"
 # What arithmetic on conditions is.
 _LOGICAL = {"add": "logical_or", "mul": "logical_and"} | {
@@ -604,4 +636,11 @@ def _tensor(value: Any) -> bool:
 def _name(node: fx.Node) -> str:
     target: Any = node.target
     schema = getattr(target, "_schema", None)
-    return schema.name.split("::")[1] if schema else target.__name__
+    name = schema.name.split("::")[1] if schema else target.__name__
+    return name.removesuffix("_") if _in_place(node) else name
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Whether a node writes to its first argument; torch's own functions do, to what they made."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and not schema.name.endswith("::copy_")
