@@ -483,11 +483,12 @@ class _Draft:
         another one has the other half, is not computed like that."""
         sizes = self._distinct()
         middle = extent(f"{self.columns[0]}/2", sizes)
-        if self._changed(weight, middle)[o].select(axis, 0).any():
-            return True
-        ours = (self._changed(weight, row)[o].select(axis, 1) for row in (1, middle + 1))
-        if alone or not any(found.any() for found in ours):  # it is of every other column
-            return False
+        needs = [
+            bool(self._changed(weight, row)[o].select(axis, at).any())
+            for row, at in ((0, 0), (middle, 0), (1, 1), (middle + 1, 1))
+        ]
+        if alone or needs[:2] == [True, True] or not any(needs[2:]):  # the last of every other one
+            return all(needs[:2])
         inputs = self._inputs(self._extents(sizes), TYPES[0])
         inputs[weight] = inputs[weight] - 1  # a product of either sign, for what bends at 0
         turned = {
