@@ -8,6 +8,7 @@ compiler or the object cache, and what it leaves behind is data.
 
 import builtins
 import importlib
+import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from pydantic import TypeAdapter
 from coda_agent.agent.execution.answers import Answer, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import ChildError, forked, serve
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.program import Program
 from coda_agent.specs.admission import admit
 from coda_agent.specs.draft import Example, draft
@@ -25,6 +26,7 @@ from coda_agent.specs.effects import forbid_effects
 from coda_agent.specs.load import load_spec
 from coda_agent.specs.source import Source, extracted
 
+_CANDIDATE = "<candidate>"
 _SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
 
 
@@ -40,8 +42,13 @@ def load_programs(text: str) -> dict[str, Any]:
         "__builtins__": {"__import__": restricted},
         "__name__": "candidate",
     }
-    code = compile(text, "<candidate>", "exec", dont_inherit=True)  # admitted by the static gate
-    exec(code, namespace)
+    code = compile(text, _CANDIDATE, "exec", dont_inherit=True)  # admitted by the static gate
+    try:
+        exec(code, namespace)
+    except ProgramError as error:
+        steps = traceback.walk_tb(error.__traceback__)
+        *_, line = (n for frame, n in steps if frame.f_code.co_filename == _CANDIDATE)
+        raise ProgramError(f"line {line}: {error.message}", hint=error.hint) from error
     return {k: v.to_dict() for k, v in namespace.items() if isinstance(v, Program)}
 
 

@@ -69,18 +69,27 @@ def _parsed(text: str) -> ast.Module | Finding:
             # Read from a file, the text would be decoded to another program than is judged here.
             return _finding("an encoding declaration", number, "a candidate is UTF-8; take it out")
     line = 1
+    opened: list[tuple[str, int]] = []
     try:
-        tokens = depth = 0
+        tokens = 0
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             line = token.start[0]
             tokens = 0 if token.type == tokenize.NEWLINE else tokens + 1
-            if token.type == tokenize.OP:
-                depth += (token.string in "([{") - (token.string in ")]}")
-            if tokens > _MAX_TOKENS or depth > _MAX_BRACKETS:
+            if token.type == tokenize.OP and token.string in "([{":
+                opened.append((token.string, line))
+            elif token.type == tokenize.OP and token.string in ")]}":
+                if not opened:
+                    fault = f"not Python: {token.string!r} closes nothing"
+                    return _finding(fault, line, "take it out, or open it before")
+                opened.pop()
+            if tokens > _MAX_TOKENS or len(opened) > _MAX_BRACKETS:
                 fault = "this statement is too long or too deep"
                 return _finding(fault, line, "give parts of it names")
         return ast.parse(text)
     except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, tokenize.TokenError) and opened:
+            bracket, line = opened[-1]
+            return _finding(f"not Python: {bracket!r} is never closed", line, "close it")
         reason = error.args[0] if error.args else "nested too deeply"
         line = getattr(error, "lineno", None) or line
         return _finding(f"not Python: {reason}", line, "mend this line, or what is open before it")
@@ -226,17 +235,37 @@ class _Gate:
                             texts = [
                                 isinstance(a, ast.Constant) and type(a.value) is str for a in args
                             ]
-                            given = 2 * (texts[:2] == [True, True])
+                            given = 2
+                            if texts[:2] != [True, True]:
+                                fault = "ptx() takes two texts first, its meaning and its code"
+                                hint = 'ptx("log1p", "...", x): read_primitive ptx lists both'
+                                self.refuse(node, fault, hint)
+                                return
                         pending += [*args[given:], *(k.value for k in keywords)]
                         continue
                     fault = "only functions of the vocabulary may be called, without **"
                     if name not in names | self.imported:
                         fault = f"unknown name {name!r}"
                         hint = did_you_mean(name, self.vocabulary) or hint
+                case ast.Call(func=ast.Attribute(attr=name)) if name in self.vocabulary:
+                    fault, hint = "a value has no methods", f"write {name}(...)"
                 case ast.Call():
                     fault = "only functions of the vocabulary may be called"
+                case ast.Starred(value=ast.Call(func=ast.Name(id=name))):
+                    fault, hint = (
+                        "* does not unpack here",
+                        f"write u, v = {name}(...)",
+                    )
                 case ast.Tuple():
                     fault, hint = "tuples may only be unpacked into", "gate, up = pairs(acc)"
+                case ast.BinOp(op=ast.Pow()):
+                    hint = "write x * x, or power(x, y)"
+                case ast.Compare():
+                    hint = "greater(x, y), greater_equal and equal give 1 or 0"
+                case ast.IfExp():
+                    hint = "write where(condition, x, y)"
+                case _:
+                    pass
             self.refuse(node, fault, hint)
             return
 

@@ -22,7 +22,9 @@ from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.tips import Tip, Tips
+from coda_agent.agent.workbench.at_once import at_once
 from coda_agent.agent.workbench.feedback import feedback as told
+from coda_agent.agent.workbench.feedback import lines_of
 from coda_agent.agent.workbench.registry import Result, Tool, ToolError, bounded, registry, tool
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.demos import demos
@@ -244,7 +246,7 @@ class Workbench:
     def write_candidate(
         self, text: Annotated[str, _told("The complete text of kernel.py.")]
     ) -> Result:
-        """Sets the candidate's whole text. It is kept, whatever comes of it."""
+        """Sets the candidate's whole text, which is kept, and says what is wrong at first sight."""
         return self._saved(text)
 
     @tool()
@@ -253,7 +255,7 @@ class Workbench:
         old: Annotated[str, _told("Text that occurs exactly once in the candidate.")],
         new: Annotated[str, _told("What stands there instead.")],
     ) -> Result:
-        """Replaces one passage of the candidate; `old` has to occur exactly once."""
+        """Replaces one passage of the candidate, `old`, which has to occur exactly once."""
         count = self.state.candidate.count(old) if old else 0
         if count != 1:
             hint = "quote a longer passage" if count else "quote it exactly as it stands"
@@ -265,7 +267,14 @@ class Workbench:
         if len(text) > MAX_CHARACTERS or KEYS.redacted(text) != text:
             raise ToolError(f"a candidate has at most {MAX_CHARACTERS} characters and no secrets")
         digest = self.log.candidate(text)
-        return Result(text=f"candidate {digest}, {len(text.splitlines())} lines")
+        said = f"candidate {digest}, {len(text.splitlines())} lines"
+        found = at_once(self.spec, text)
+        if "diagnosis" in self.withheld:
+            said += ", refused" * bool(found)
+        else:
+            lines = (f"\n{line}" for finding in found for line in lines_of(finding))
+            said += "".join(lines) or ", traced: names and shapes fit the spec"
+        return Result(text=said, data={"findings": len(found)})
 
     @tool()
     def check(self, level: Level) -> Result:

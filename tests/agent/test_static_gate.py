@@ -153,10 +153,16 @@ def test_names_of_programs_are_read_and_nothing_is_made_of_hostile_text() -> Non
     ("call", "said"),
     [
         ('ptx("asinh", "tanh.approx.f32 $0, $1;", acc)', None),
-        ('ptx("asinh", acc, "tanh.approx.f32 $0, $1;")', "constant is not a number"),
+        (
+            'ptx("asinh", acc, "tanh.approx.f32 $0, $1;")',
+            "ptx() takes two texts first, its meaning and its code",
+        ),
         ('ptx("asinh", "tanh.approx.f32 $0, $1;", acc, "x")', "constant is not a number"),
-        ('ptx("asinh", code="tanh.approx.f32 $0, $1;")', "constant is not a number"),
-        ('ptx("asinh", f"{acc}", acc)', "not in the candidate language"),
+        (
+            'ptx("asinh", code="tanh.approx.f32 $0, $1;")',
+            "ptx() takes two texts first, its meaning and its code",
+        ),
+        ('ptx("asinh", f"{acc}", acc)', "ptx() takes two texts first, its meaning and its code"),
         ('exp("asinh", "tanh.approx.f32 $0, $1;", acc)', "constant is not a number"),
     ],
 )
@@ -170,3 +176,32 @@ def kernel(acc):
 """
     found = [f.message.partition(":")[0] for f in check_source(text, ["kernel"])]
     assert found == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "hint"),
+    [
+        ("x = maximum(acc, (acc)", "not Python: '(' is never closed", "close it"),
+        ("x = maximum(acc, acc))", "not Python: ')' closes nothing", "take it out, or open it before"),
+        ("x = interleave(*rotate(acc, acc, acc, acc))", "* does not unpack here", "write u, v = rotate(...)"),
+        ("x = acc.relu()", "a value has no methods", "write relu(...)"),
+        ("x = acc ** 2", "not in the candidate language", "write x * x, or power(x, y)"),
+        ("x = acc > 2", "not in the candidate language", "greater(x, y), greater_equal and equal give 1 or 0"),
+        ("x = acc if 1 else acc", "not in the candidate language", "write where(condition, x, y)"),
+    ],
+)  # fmt: skip
+def test_usual_slips_are_named_with_their_line_and_what_to_write(
+    line: str, said: str, hint: str
+) -> None:
+    text = f"""from coda_agent.primitives import Tile, epilogue, interleave, maximum, rotate
+
+
+@epilogue(O=Tile)
+def kernel(acc):
+    {line}
+    y = acc
+    return {{"O": y}}
+"""
+    (found,) = check_source(text, ["kernel"])
+    message = found.message if "Python" in said else found.message.partition(": `")[0]
+    assert (message, found.where, found.hint) == (said, {"line": 6}, hint)

@@ -96,6 +96,22 @@ def test_writing_and_editing(bench: Workbench) -> None:
     assert "at most" in fail(bench, "write_candidate", text="x" * 50_000)
 
 
+def test_what_shows_at_once_is_said_at_once(bench: Workbench) -> None:
+    def wrote(text: str) -> str:
+        return say(bench, "write_candidate", text=text).partition(" lines")[2]
+
+    assert wrote(RIGHT) == ", traced: names and shapes fit the spec"
+    assert "only imports and @epilogue" in wrote(WRONG)
+    line = RIGHT[: RIGHT.index("swiglu(gate, up)")].count("\n") + 1
+    nothing = 'ptx("nothing", "neg.f32 $0, $1;", gate)'
+    lost = RIGHT.replace("swiglu(gate, up)", nothing).replace("swiglu\n", "ptx\n")
+    assert f"\nline {line}: ptx() gives no meaning torch.nothing" in wrote(lost)
+    assert "spec declares ['D', 'O']" in wrote(RIGHT.replace('"D"', '"E"').replace("D=", "E="))
+    bench.withheld = ("diagnosis",)
+    assert wrote(WRONG) == ", refused"
+    assert bench.state.attempts == []
+
+
 def test_attempts_are_numbered_and_the_best_is_known(bench: Workbench) -> None:
     for text, level in [(WRONG, "static"), (RIGHT, "interpret"), (RIGHT + "\n", "static")]:
         say(bench, "write_candidate", text=text)
