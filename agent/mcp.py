@@ -1,14 +1,16 @@
 """The workbench over MCP: the same tools, for any agent that speaks the protocol, on stdio.
 
 - Every tool may name a spec besides its own input; else it is about the spec of the call before.
-  Each spec has one run, logged and judged like any other, under the author `mcp:<client>`. A run
-  that is over, or whose spec is another by now, is followed by a new one at the next `read_spec`.
+  Each spec has one run, logged and judged like any other, under the author `mcp:<client>`, or the
+  name in CODA_AGENT_AUTHOR. A run that is over, or whose spec is another by now, is followed by a
+  new one at the next `read_spec`.
 - The workspace's bench does the calls (`bench/`), one after the other, while this process answers
   the connection and tells progress.
 - A fault of ours ends its run and leaves the others open.
 """
 
 import os
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +74,7 @@ class Desk:
             return Result(ok=False, text=str(error)), ""
         asked = {
             "tool": name, "given": given, "run": self._runs.get(path), "spec": str(path),
-            "author": f"mcp:{client}", "device": self.device, "commit": self.commit,
+            "author": os.environ.get("CODA_AGENT_AUTHOR") or f"mcp:{client}", "device": self.device, "commit": self.commit,
             "folder": str(self.workspace.root), "watched": True,
         }  # fmt: skip
         reply = answered(lambda: self.ask(asked, observer))
@@ -121,7 +123,7 @@ def server(desk: Desk) -> "Server[Any]":
 
     async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         about = context.session.client_params
-        client = about.client_info.name if about else "unknown"
+        client = re.sub(r"[^\w.@/+ -]", "_", about.client_info.name)[:70] if about else "unknown"
         told = 0
 
         def observer(type: str, data: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from coda_agent.agent import events as e
 from coda_agent.agent import pipeline
 from coda_agent.agent import runs as past
+from coda_agent.agent.authors import agents_name
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.log import RunLog, read_events
@@ -135,8 +136,9 @@ def _taken(
     if run is None:
         TOOLS[call.tool].parsed(given)  # what does not fit begins no run
         path = workspace.resolve_spec(str(call.spec))
+        author = agents_name(call.author)
         opened = pipeline.opened(
-            workspace, path, call.author, observer, device=call.device, commit=call.commit
+            workspace, path, author, observer, device=call.device, commit=call.commit
         )
     else:
         opened = pipeline.reopened(workspace, run, observer)

@@ -19,7 +19,7 @@ class _Root(TyperGroup):
     """Every command, in the order of `--help`."""
 
     def __init__(self, **settings: Any) -> None:
-        trials = "leaderboard", "regrade", "scaling", "audit"
+        trials = "leaderboard", "enter", "regrade", "scaling", "audit"
         scoring = "Score the judge: what it kills, passes, says, and how long it takes."
         scores = "mutants", "diagnosis", "by_hand", "corpus", "generated", "latency", "timing"
         settings["commands"] = [

@@ -1,5 +1,5 @@
-"""`coda-agent eval leaderboard`, `regrade`, `scaling` and `audit`: what the trial records say,
-renewing them, summing them up, and what a person found out about one."""
+"""`coda-agent eval leaderboard`, `enter`, `regrade`, `scaling` and `audit`: what the trial records
+say, adding an agent's run to them, renewing them, summing them up, and what a person found out."""
 
 import gc
 import json
@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from coda_agent.agent.cli.options import Json
+from coda_agent.agent import runs as past
+from coda_agent.agent.cli.options import Json, RunName
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Workspace, find
-from coda_agent.evals import definitions, pages, record_files, regrading, staleness
+from coda_agent.evals import definitions, entries, pages, record_files, regrading, staleness
 from coda_agent.evals import leaderboard as boarding
 from coda_agent.evals import leaderboard_page as paging
 from coda_agent.evals import scaling as evaluations
@@ -61,6 +62,23 @@ def leaderboard(
         "problems": [problem._asdict() for problem in found.problems], "written": written,
     }  # fmt: skip
     return Reply(document, "\n\n".join(parts) or f"no records in {folder}")
+
+
+@reported
+def enter(
+    run: RunName,
+    suite: Annotated[str, typer.Option(help="smoke, paper, catalogue, blocks, a path.")],
+    records: RecordsOption = None,
+    as_json: Json = False,
+) -> Reply:
+    """Enter an agent's run at the tools (tool, mcp) in a suite, as its next trial of that spec."""
+    workspace = find()
+    definition = definitions.load(suite, workspace.root / "evals" / "suites")
+    folder = (records or record_files.trials_folder(workspace.root)) / definition.name
+    made, path = entries.enter(workspace, definition, past.find(workspace, run), folder)
+    said = f"{made.author} {made.spec.name} {made.trial}: {made.outcome} after {made.attempts}"
+    document = {"record": path, **made.model_dump(mode="json", include={"outcome", "spent"})}
+    return Reply(document, f"{said} attempts, {made.spent.received} characters ({path})")
 
 
 @reported

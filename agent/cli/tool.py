@@ -36,7 +36,9 @@ def tool(
         str | None, typer.Option(help="The run to go on with; else the open one.")
     ] = None,
     spec: Annotated[str | None, typer.Option(help="Start a run for this spec.")] = None,
-    author: Annotated[str, typer.Option(help="Who a new run says wrote it.")] = "cli",
+    author: Annotated[
+        str, typer.Option(envvar="CODA_AGENT_AUTHOR", help="Who a new run says wrote it.")
+    ] = "cli",
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
     stop: Annotated[bool, typer.Option("--stop", help="End the workspace's bench.")] = False,

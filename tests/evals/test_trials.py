@@ -630,3 +630,49 @@ def test_a_suite_for_a_gpu_says_so_without_one(
     assert result.exit_code == 3
     assert "suite paper is for a GPU named H200, here is no Hopper GPU" in result.output
     assert "--device cpu" in result.output
+
+
+def test_a_run_of_an_agent_at_the_tools_is_entered_as_a_trial(
+    where: workspace.Workspace, tmp_path: Path
+) -> None:
+    """One of another workspace, which knows nothing of suites; what it cost is unknown."""
+    elsewhere, _ = workspace.init(tmp_path / "agents")
+    path = elsewhere.resolve_spec("gemm_swiglu")
+
+    def work(*calls: tuple[str, dict[str, Any]], author: str = "mcp:some agent") -> str:
+        with pipeline.opened(
+            elsewhere, path, author, lambda *_: None, device="cpu", commit=False
+        ) as bench:
+            for name, given in calls:
+                bench.call(name, given)
+            if bench.state.over:
+                bench.finish()
+        return str(bench.run.folder)
+
+    def enter(run: str, code: int = 0) -> str:
+        given = ["eval", "enter", run, "--suite", "mine"]
+        found = CliRunner().invoke(app, given)
+        assert found.exit_code == code, (found.stdout, found.stderr)
+        return found.stderr if code else found.stdout
+
+    wrong, right = (("write_candidate", {"text": t}) for t in (WRONG, RIGHT["gemm_swiglu"]))
+    solved = work(("read_spec", {}), wrong, ("submit", {}), right, ("submit", {}))
+    assert enter(solved).startswith("mcp:some agent gemm_swiglu 1: proved after 2 attempts")
+    enter(work(("give_up", {"reason": "too hard"})))
+    records = {r.trial: r for r in read_records(folder(where)).records}
+    assert {trial: r.outcome for trial, r in records.items()} == {1: "proved", 2: "gave_up"}
+    one = records[1]
+    assert (one.attempts, one.goal, one.machine.device) == (2, "proved", "cpu")
+    assert one.spent.usd is None and one.spent.tokens is None
+    events = log.read_events(Path(solved) / "events.jsonl")
+    texts = [event.data["text"] for event in events if event.type == "tool.finished"]
+    assert one.spent.received == sum(map(len, texts)) > len(load_spec(path).text)
+    assert one.run.file(where.root)  # the log came along
+    assert "was entered before, as trial 1" in enter(solved, code=2)
+    assert "no run of an author that has ended" in enter(work(("read_spec", {})), code=2)
+    given_up = ("give_up", {"reason": "no"})
+    assert "cannot be the name of an agent" in enter(work(given_up, author="composer"), code=2)
+    text = path.read_text("utf-8")
+    path = elsewhere.specs / path.name
+    path.write_text(f"{text}\nMore.\n", "utf-8")
+    assert "had another text of gemm_swiglu" in enter(work(given_up), code=2)
