@@ -74,7 +74,8 @@ class Desk:
             return Result(ok=False, text=str(error)), ""
         asked = {
             "tool": name, "given": given, "run": self._runs.get(path), "spec": str(path),
-            "author": os.environ.get("CODA_AGENT_AUTHOR") or f"mcp:{client}", "device": self.device, "commit": self.commit,
+            "author": os.environ.get("CODA_AGENT_AUTHOR") or f"mcp:{client}",
+            "device": self.device, "commit": self.commit,
             "folder": str(self.workspace.root), "watched": True,
         }  # fmt: skip
         reply = answered(lambda: self.ask(asked, observer))

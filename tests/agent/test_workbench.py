@@ -251,6 +251,21 @@ def test_the_prompt_is_printed_with_its_tokens(where: workspace.Workspace) -> No
     assert sum(part["characters"] for part in parts[1:5]) == len(text) - 3 * len("\n\n")
 
 
+def test_an_agent_has_a_name_that_is_no_authors_here(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = ["tool", "read_spec", "--spec", "gemm_swiglu", "--device", "cpu"]
+    monkeypatch.setenv("CODA_AGENT_AUTHOR", "agent:some-model")
+    assert runner.invoke(app, begin).exit_code == 0
+    state = runs.state(runs.find(where, "last"))
+    assert state.author == "agent:some-model"
+    assert (state.spent.usd, state.spent.tokens) == (None, None)
+    refused = runner.invoke(app, [*begin, "--author", "claude:x"])
+    assert refused.exit_code == 2 and "cannot be the name of an agent" in refused.stderr
+    assert len(runs.everything(where)) == 1
+    assert "unknown" in runner.invoke(app, ["runs"]).stdout
+
+
 def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) -> None:
     def run(*args: str, code: int = 0) -> Any:
         result = runner.invoke(app, [*args, "--json"])
