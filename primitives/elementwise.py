@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -24,7 +25,7 @@ from quack.epilogue.math import Pair
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.group_fold import exchanged, parts, replayed, which_of
-from coda_agent.primitives.groups import GroupTile, spans
+from coda_agent.primitives.groups import ROTATED, GroupTile, spans
 from coda_agent.primitives.lower import apply
 from coda_agent.primitives.placed_tiles import placed
 from coda_agent.primitives.program import Program
@@ -188,7 +189,7 @@ class Elementwise:
             drawn = placed(graph, node, row.index, columns, values)
             known[node] = [_lane(drawn, e, count) for e in range(count)]
         if spans(graph):
-            nodes = replayed(graph, elements, apply, self._statistic, known)
+            nodes = replayed(graph, elements, apply, partial(self._statistic, row.place), known)
         else:
             each = [
                 graph.replay(x, operands, apply, {node: v[e] for node, v in known.items()})
@@ -201,10 +202,18 @@ class Elementwise:
                 found[o] += [*value] if isinstance(value, tuple) else [value]
         return found
 
-    def _statistic(self, node: int, values: list[Any]) -> list[Any]:
+    def _statistic(self, place: Any, node: int, values: list[Any]) -> list[Any]:
         """Of a group: a thread's columns lie in one, and so do those of the next threads."""
         graph = self.program.graph
         which, lanes = which_of(graph.nodes[node].op), spans(graph)[node] // COLUMNS
+        if which == ROTATED:
+            late = place.vector % lanes >= lanes // 2
+
+            def other(x: Any) -> Any:
+                moved = _arch.shuffle_sync_bfly(Float32(x), offset=lanes // 2)
+                return Float32(select_(late, moved, -moved))
+
+            return [Pair(*map(other, v)) if isinstance(v, tuple) else other(v) for v in values]
         return [exchanged(which, parts(which, values), lanes)] * len(values)
 
     @cute.jit

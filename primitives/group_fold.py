@@ -21,14 +21,14 @@ from quack.epilogue.ops import EpiContext
 from coda_agent.primitives.fast_math import binary
 from coda_agent.primitives.graph import Graph
 from coda_agent.primitives.group_store import Places
-from coda_agent.primitives.groups import spans, statistics
+from coda_agent.primitives.groups import ROTATED, spans, statistics
 from coda_agent.primitives.placed_tiles import fed, name_of
 
 _arch: Any = cute.arch
 
 
 def which_of(op: str) -> str:
-    """The statistic of an operation: "sum", "max" or "min"."""
+    """The statistic of an operation: "sum", "max", "min" or `ROTATED`."""
     return op.split()[0].removeprefix("group_")
 
 
@@ -47,6 +47,17 @@ def parts(which: str, values: list[Any]) -> Any:
     """A statistic of some elements or pairs of a thread."""
     lanes = [Float32(x) for v in values for x in (v if isinstance(v, tuple) else (v,))]
     return functools.reduce(_FOLDS[which], lanes)
+
+
+def rotated(values: Mapping[tuple[Any, int], Any], width: int, apply: Any) -> list[Any]:
+    """What `rotate_half` gives of a thread's values by row and column: it holds both halves, which
+    are whole multiples of the eight columns of a quad apart."""
+    found = []
+    for row, column in values:
+        late = column % width >= width // 2
+        other = values[row, column + (-width if late else width) // 2]
+        found.append(other if late else apply("neg", other))
+    return found
 
 
 def replayed(
@@ -126,6 +137,8 @@ def with_groups(base: Any, replay: Any) -> dict[str, Any]:
 
         def statistic(node: int, values: list[Any]) -> list[Any]:
             which = which_of(below.nodes[node].op)
+            if which == ROTATED:
+                return rotated(dict(zip(places, values, strict=True)), of[node], replay.apply)
             keys = [(row, column // of[node]) for row, column in places]
             members: dict[Any, list[Any]] = {}
             for key, value in zip(keys, values, strict=True):

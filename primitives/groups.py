@@ -14,11 +14,13 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value
 from coda_agent.primitives.kinds import FLOATS, Operand, Output
 from coda_agent.primitives.operation import GROUPS, PLACED, Degree, Op, kept, nonlinear
+from coda_agent.primitives.tables import Table
 
 __all__ = ["GroupTile16", "GroupTile32", "GroupTile64", "GroupTile128"]
-__all__ += ["group_max", "group_mean", "group_min", "group_sum"]
+__all__ += ["group_max", "group_mean", "group_min", "group_sum", "rotate_half"]
 
 WIDTHS = (16, 32, 64, 128)
+ROTATED = "rotate_half"
 
 
 def group_sum(x: Value, width: int) -> Value:
@@ -61,22 +63,47 @@ def group_min(x: Value, width: int) -> Value:
     return _recorded("min", x, width)
 
 
+def rotate_half(x: Value, width: int) -> Value:
+    """Each group of `width` adjacent columns of x (M, N) with its halves exchanged, and what comes
+    to stand first negated: (-second, first).
+
+    `width` and x are as for `group_sum`, and x may need tables too, but no tile. Use it for rotary
+    embedding whose pairs are columns j and j + width / 2 of each head, as Hugging Face has them;
+    the weight stays as it is. Cost: the sign, since a thread holds both columns.
+
+        @epilogue(O=Tile)
+        def rope(acc, c: PositionTable, s: PositionTable):
+            return {"O": acc * c + rotate_half(acc, 64) * s}
+    """
+    if isinstance(x, Value) and x.shape is Shape.HALF:
+        raise ProgramError("rotate_half() takes a value (M, N)")
+    return _recorded(ROTATED, x, width)
+
+
 def _recorded(which: str, x: Value, width: int) -> Value:
     if width not in WIDTHS:
-        raise ProgramError(f"group_{which}(): width is {width!r}, expected one of {WIDTHS}")
+        raise ProgramError(f"{_named(which)}(): width is {width!r}, expected one of {WIDTHS}")
     if not isinstance(x, Value) or x.shape not in (Shape.TILE, Shape.HALF):
-        raise ProgramError(f"group_{which}() takes a value (M, N) or (M, N/2)")
+        raise ProgramError(f"{_named(which)}() takes a value (M, N) or (M, N/2)")
     if x.shape is Shape.HALF and width > 64:
         raise ProgramError(
             f"group_{which}(): {width} columns of half width are {2 * width} of the accumulator, "
             "expected at most 128"
         )
-    return x.graph.add(Node(f"group_{which} {width}", (x.index,), x.shape))
+    return x.graph.add(Node(f"{_named(which)} {width}", (x.index,), x.shape))
+
+
+def _named(which: str) -> str:
+    return which if which == ROTATED else f"group_{which}"
 
 
 def folded(which: str, x: Any, width: int) -> Any:
     """The meaning in torch."""
+    import torch
+
     groups = x.unflatten(-1, (-1, width))
+    if which == ROTATED:
+        return torch.cat([-groups[..., width // 2 :], groups[..., : width // 2]], -1).flatten(-2)
     found = {"sum": groups.sum, "max": groups.amax, "min": groups.amin}[which](-1, keepdim=True)
     return found.expand_as(groups).flatten(-2)
 
@@ -85,9 +112,9 @@ def _untraced(*_: Any) -> Any:
     raise AssertionError("a group's statistic needs its other elements")
 
 
-for _which in ("sum", "max", "min"):
+for _which in ("sum", "max", "min", ROTATED):
     for _width in WIDTHS:
-        _name = f"group_{_which} {_width}"
+        _name = f"{_named(_which)} {_width}"
         GROUPS[_name] = Op(
             _name,
             partial(folded, _which, width=_width),
@@ -95,7 +122,7 @@ for _which in ("sum", "max", "min"):
             arity=1,
             call=partial(_recorded, _which, width=_width),
             edge=kept,
-            degree=(lambda x: Degree(x)) if _which == "sum" else nonlinear,
+            degree=(lambda x: Degree(x)) if _which in ("sum", ROTATED) else nonlinear,
         )
 
 
@@ -122,11 +149,12 @@ def check(graph: Graph, operands: Mapping[str, type[Operand]], wide: bool) -> No
     if wide and any(n.op in (*GROUPS, *PLACED) for n in graph.nodes):
         raise ProgramError("a program with a WideTile has no statistics of groups and no places")
     for node in statistics(graph).nodes if found else ():
-        if node.op == "operand" and node.shape in (Shape.TILE, Shape.INDEX):
+        late = node.shape in (Shape.TILE, Shape.INDEX)
+        if node.op == "operand" and late and not issubclass(operands[node.name], Table):
             raise ProgramError(
                 f"a group's statistic needs {node.name!r}, a {operands[node.name].__name__}, which "
                 "is loaded after it",
-                hint="take it of the accumulator, vectors and numbers alone",
+                hint="take it of the accumulator, vectors, tables and numbers alone",
             )
         if node.op in PLACED:
             raise ProgramError(f"a group's statistic cannot take {node.op}() in")

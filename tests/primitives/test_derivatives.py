@@ -128,7 +128,7 @@ DOMAINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 NOT_ELEMENTWISE = {
     "clamp", "column_index", "derivative", "dropout", "epilogue", "gather", "group_max", "group_mean",
-    "group_min", "group_sum", "interleave", "pairs", "philox_uniform", "ptx", "rotary", "rotate",
+    "group_min", "group_sum", "interleave", "pairs", "philox_uniform", "ptx", "rotary", "rotate", "rotate_half",
     "row_index", "where",
 }  # fmt: skip
 # Away from kinks, where a derivative is a matter of convention.

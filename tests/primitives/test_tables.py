@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coda_agent.primitives import (
+    HalfTile,
     HeadTable,
     PositionHeads,
     PositionPairs,
@@ -18,9 +19,11 @@ from coda_agent.primitives import (
     Tile,
     epilogue,
     group_mean,
+    pairs,
+    rotate_half,
     rsqrt,
 )
-from coda_agent.primitives.errors import LaunchError
+from coda_agent.primitives.errors import LaunchError, ProgramError
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
@@ -38,6 +41,11 @@ def added(kind: type[Table]) -> Program:
 
     program.__annotations__["t"] = kind
     return epilogue(O=Tile)(program)
+
+
+@epilogue(O=Tile)
+def turned(acc, g: PositionTable, c: PositionTable):
+    return {"O": rotate_half(acc * g, 32) * c}
 
 
 @epilogue(O=Tile)
@@ -70,6 +78,28 @@ def test_an_element_reads_the_table_by_its_place(kind: type[Table]) -> None:
             assert got[m, n] == product[m, n] + table[where(m, n)].double()
 
 
+@pytest.mark.parametrize("width", [16, 64])
+def test_halves_are_rotated(width: int) -> None:
+    @epilogue(O=Tile)
+    def program(acc):
+        return {"O": rotate_half(acc, width)}
+
+    a, b = torch.randn(M, K).double(), torch.randn(N, K).double()
+    got = interpret(program, a, b, {}, dtypes={"O": torch.float64}, compute=torch.float64)["O"]
+    product, half = a @ b.T, width // 2
+    for n in range(N):
+        other = n + half if n % width < half else n - half
+        sign = -1 if n % width < half else 1
+        assert torch.equal(got[:, n], sign * product[:, other])
+
+
+def test_halves_are_of_full_width_and_of_a_width_that_is_known() -> None:
+    with pytest.raises(ProgramError, match=r"rotate_half\(\): width is 48, expected one of"):
+        epilogue(O=Tile)(lambda acc: {"O": rotate_half(acc, 48)})
+    with pytest.raises(ProgramError, match=r"rotate_half\(\) takes a value \(M, N\)"):
+        epilogue(O=HalfTile)(lambda acc: {"O": rotate_half(pairs(acc)[0], 16)})
+
+
 @pytest.fixture
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import quack.cache
@@ -84,6 +114,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         (normed, "sm_90a", TileConfig(128, 192, 2, 1)),
         (normed, "sm_90a", UNFUSED[0]),
+        (turned, "sm_90a", TileConfig(64, 64)),
+        (turned, "sm_90a", UNFUSED[0]),
         (normed, "sm_100a", DEFAULT_CONFIGS["sm_100a"]),
         (added(SampleHeads), "sm_120a", DEFAULT_CONFIGS["sm_120a"]),
         (added(PositionPairs), "sm_90a", DEFAULT_CONFIGS["sm_90a"]),

@@ -222,6 +222,24 @@ LAYOUTS: dict[str, Any] = {
         "c, s = cos[:, None], sin[:, None]; "
         "return torch.stack([a * c - b * s, a * s + b * c], -1).flatten(-2)",
     ),
+    "rotation of halves": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[64*H, K]", "cos": "[B, T, 64]", "sin": "[B, T, 64]"},
+        {"y": "[B, T, H, 64]"},
+        "q = F.linear(x, w).view(*x.shape[:2], -1, 64); cos = cos.unsqueeze(2); "
+        "a, b = q.chunk(2, -1); turned = torch.cat([-b, a], dim=-1); "
+        "return q * cos + turned * sin.unsqueeze(2)",
+    ),
+    "rotation of halves by tables of half a head": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[H, K]", "bias": "[H]", "cos": "[T, 32]", "sin": "[T, 32]"},
+        {"y": "[B, T, H]"},
+        "q = F.linear(x, w, bias).unflatten(-1, (-1, 64)); c, s = cos[:, None], sin[:, None]; "
+        "q = q.float(); r = torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6); q = q * r; "
+        "a, b = q[..., :32], q[..., 32:]; "
+        "return torch.cat([a * c - b * s, b * c + a * s], -1).flatten(-2).to(x.dtype)",
+        header="dims: {B: {}, T: {}, K: {multiple_of: 8}, H: {multiple_of: 64}}\n",
+    ),
     "a tensor of half the columns": lambda: spec(
         "[x, w]",
         {"x": "[B, T, K]", "w": "[2*N, K]", "d": "[B, T, N]"},

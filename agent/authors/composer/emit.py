@@ -172,7 +172,7 @@ class _Function:
                 return f"{self._within(x, _PRODUCT)} / {self._within(y, _SIGN)}", _PRODUCT
             case "neg":
                 return f"-{self._within(expr.args[0], _SIGN)}", _SIGN
-            case op if op.startswith("group_"):
+            case op if op.startswith("group_") or op == "rotate_half":
                 self.imports.add(op)
                 return f"{op}({self._render(expr.args[0])[0]}, {int(expr.value)})", _ATOM
             case op if op in PLACED:

@@ -15,9 +15,11 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors.composer.expression import Expr, const, group_width, leaf, make
+from coda_agent.agent.authors.composer.halves import exchanged, joined
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import WIDTHS
 from coda_agent.primitives.kinds import Resource
@@ -151,6 +153,51 @@ class Layout:
                 at = self._places(kind, math.prod(rows), math.prod(shape[i:]))
                 if kind.sample == sample and at is not None:
                     yield at
+
+    def half(self, codes: torch.Tensor, width: int) -> Expr | None:
+        """The expression over (M, N) whose elements in the first halves of groups of columns stand
+        in `codes` (M, N/2); of those in the second halves with the halves exchanged."""
+        import torch
+
+        if len(numbers := (codes >> _SHIFT).unique()) > 1:
+            return None
+        expr = self._exprs[int(numbers)]
+        if expr.dims <= {"M"}:
+            return expr if torch.equal(codes, self._grid(expr, ("M", "N/2"))) else None
+        base = self._number(expr) << _SHIFT
+        known = [(whole, at + base) for whole, at in self._tables.get(expr, ())]
+        if expr.op != "table" and expr.dims <= {"M", "N"}:
+            known.append((expr, self._grid(expr, ("M", "N"))))
+        for whole, full in known:
+            for side, part in enumerate(self.apart(full, width)):
+                if torch.equal(codes, part):
+                    return exchanged(whole, width, partial(self._alike, width)) if side else whole
+        return None
+
+    def apart(self, full: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and second halves of the groups of columns of (M, N), each (M, N/2)."""
+        halves = full.unflatten(-1, (-1, 2, width // 2))
+        return halves[..., 0, :].flatten(-2), halves[..., 1, :].flatten(-2)
+
+    def _alike(self, width: int, expr: Expr) -> bool:
+        """Whether it is the same in both halves of a group, column by column."""
+        import torch
+
+        if expr.op.startswith("group_"):
+            return int(expr.value) % width == 0
+        read = [at for some in self._tables.values() for whole, at in some if whole == expr]
+        return any(torch.equal(*self.apart(at, width)) for at in read)
+
+    def _joined(self, codes: torch.Tensor) -> Expr | None:
+        """What two halves of groups, computed apart, are together."""
+        for width in WIDTHS:
+            if self.extents["N"] % width == 0:
+                first, second = (self.half(part, width) for part in self.apart(codes, width))
+                if first is not None and second is not None:
+                    second = exchanged(second, width, partial(self._alike, width))
+                    if (found := joined(first, second)) is not None:
+                        return found
+        return None
 
     def _places(self, kind: type[Table], r: int, c: int) -> torch.Tensor | None:
         """Which element of an (R, C) table each of the tile's reads; None where it does not fit."""
@@ -287,6 +334,8 @@ class Layout:
                         return make(side, expr, dims=expr.dims - {double} | {columns})
         if not dims or dims[-1] not in _HALF:
             return None
+        if dims == ("M", "N") and (found := self._joined(codes)) is not None:
+            return found
         half = _HALF[dims[-1]]
         sides = [self._find(codes[..., start::2], (*dims[:-1], half)) for start in (0, 1)]
         even, odd = sides

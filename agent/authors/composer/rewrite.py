@@ -35,13 +35,14 @@ from coda_agent.agent.authors.composer.expression import (
     apply,
     const,
     leaf,
+    lift,
     make,
     walk,
 )
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.agent.authors.composer.rounding import before_store, rounding
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.groups import GROUP_TILES
+from coda_agent.primitives.groups import GROUP_TILES, WIDTHS
 from coda_agent.primitives.resources import (
     ColIndex,
     ColVector,
@@ -368,7 +369,39 @@ class _Rewriter:
             args, kwargs = map(paired, args), {k: paired(v) for k, v in kwargs.items()}
             result = self._elementwise(function, list(args), kwargs, shape, frame)
             return self._ordered(result, order=halved)
-        return self._elementwise(function, args, kwargs, shape, frame)
+        try:
+            return self._elementwise(function, args, kwargs, shape, frame)
+        except ProgramError:
+            if (found := self._half_wise(function, args, kwargs, shape)) is None:
+                raise
+            return found
+
+    def _half_wise(
+        self,
+        function: Callable[..., Expr],
+        args: Iterable[Any],
+        kwargs: Mapping[str, Any],
+        shape: tuple[int, ...],
+    ) -> Elements | None:
+        """A function of halves of groups of columns, computed as if of the whole tile."""
+        m, n, width = self.layout.extents["M"], self.layout.extents["N"], 2 * shape[-1]
+        if width not in WIDTHS or math.prod(shape) != m * n // 2:
+            return None
+
+        def over(value: Any) -> Any:
+            if not _tensor(value):
+                return lift(value) if isinstance(value, (int, float)) else value
+            codes = self._lift(value).codes.broadcast_to(shape).reshape(m, n // 2)
+            if (found := self.layout.half(codes, width)) is None:
+                raise LookupError
+            return found
+
+        try:
+            given, named = [over(v) for v in args], {k: over(v) for k, v in kwargs.items()}
+        except LookupError:
+            return None
+        whole = self.layout.write(function(*given, **named), (m, n), Frame(("M", "N")))
+        return Elements(self.layout.apart(whole.codes, width)[0].reshape(shape))
 
     def _table_wise(
         self,
