@@ -1289,7 +1289,6 @@ REFUSED = [
     ("W", O, GW + "return {'O': D * g + u}", "1 WideTile operands and 0 outputs, expected one of each"),
     ("W", "V", MM + "return {'V': torch.softmax(W, -1) * D.repeat_interleave(2, -1)}",
      "softmax: needs a whole row"),
-    ("half", H, MM + GU + "return {'H': g * half}", r"mul: input 'half' is float32 \[M, N/2\]"),
     ("", O, MM + "return {'O': D + torch.empty(D.shape)}", "cannot hold the constant nan"),
     ("", O, MM + "return {'O': F.dropout(D, 0.5)}", "bernoulli: draws random numbers"),
     ("", O, MM + "return {'O': D.int().float()}", r"to_copy: casts to torch.int32"),
