@@ -92,7 +92,7 @@ def _cell(board: Board, author: str) -> str:
     said = _solved(counted) + (f", {geometric_mean(speeds):.2f}× GEMM" if speeds else "")
     levels = {d: [t for t in counted if t.spec.level == d] for d in DIFFICULTIES}
     parts = [f"{level} {_solved(trials)}" for level, trials in levels.items() if trials]
-    return said + f" ({', '.join(parts)})" * (len(parts) > 1)
+    return f"{said} ({', '.join(parts)})"
 
 
 def _solved(trials: Sequence[TrialRecord]) -> str:

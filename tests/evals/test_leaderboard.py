@@ -156,10 +156,10 @@ def test_the_first_page_is_authors_by_suites(where: workspace.Workspace) -> None
     )
     overview = run("leaderboard", "--json")["overview"]
     assert overview["matrix"] == [
-        {"author": "composer", "tiny, CPU": "1/1, 1.00× GEMM",
+        {"author": "composer", "tiny, CPU": "1/1, 1.00× GEMM (compose 1/1)",
          "tiny, GPU": "1/2, 0.50× GEMM (compose 1/1, extend 0/1)"},
-        {"author": "mcp:some agent", "tiny, CPU": "–", "tiny, GPU": "1/1, 1.00× GEMM"},
-        {"author": "replay", "tiny, CPU": "–", "tiny, GPU": "2/2, 1.41× GEMM"},
+        {"author": "mcp:some agent", "tiny, CPU": "–", "tiny, GPU": "1/1, 1.00× GEMM (extend 1/1)"},
+        {"author": "replay", "tiny, CPU": "–", "tiny, GPU": "2/2, 1.41× GEMM (compose 2/2)"},
     ]  # fmt: skip
     assert overview["authors"]["mcp:some agent"].startswith("An agent at the tools")
     assert overview["authors"]["composer"] == "Rewrites the reference by rules, without a model."
