@@ -78,7 +78,7 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:
     """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
-    element = next(iter(spec.types.values()))[0] if spec and spec.types else "bfloat16"
+    element = spec.elements[0] if spec else "bfloat16"
     job = CompileJob.of(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", spec, element)
     with tempfile.TemporaryDirectory() as folder:
         environment = {

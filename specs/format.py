@@ -251,6 +251,11 @@ class Spec(Header):
         "AB"."""
         return self.layout.turned if self.layout else ""
 
+    @property
+    def elements(self) -> tuple[str, ...]:
+        """The element types that a run may have, the default first."""
+        return next(iter(self.types.values()), ("bfloat16",))
+
     def default_types(self) -> dict[str, str]:
         """The first choice of every symbolic element type."""
         return {name: choices[0] for name, choices in self.types.items()}

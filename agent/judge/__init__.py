@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,13 @@ def judge_candidate(
     Raises:
         MachineError: `device` is "cuda" and no Hopper GPU is usable.
     """
-    gpu = usable(executor, device)
-    walk = _Walk(spec, text, executor, gpu, observer, types, tiles, known)
-    return walk.run(gates, set(GATES) <= set(gates) if whole is None else whole)
+    whole = set(GATES) <= set(gates) if whole is None else whole
+    walk = _Walk(
+        spec, text, executor, usable(executor, device), observer, types or spec.elements, tiles,
+        known or {}, whole,
+    )  # fmt: skip
+    walk.through(gates)
+    return walk.verdict()
 
 
 def tune_candidate(
@@ -114,7 +119,9 @@ def tune_candidate(
         CompileError: the program does not compile, or is wrong in every configuration at a shape.
     """
     gpu = usable(executor, "cuda")
-    return _Walk(spec, text, executor, gpu, observer, tiles=tiles).tune()
+    walk = _Walk(spec, text, executor, gpu, observer, spec.elements, tiles)
+    walk.measure("tune")
+    return walk.tuned or {}
 
 
 def survey_candidate(
@@ -127,61 +134,45 @@ def survey_candidate(
         MachineError: no Hopper GPU is usable.
         CompileError: the program does not compile.
     """
-    return _Walk(spec, text, executor, usable(executor, "cuda"), observer).survey()
+    walk = _Walk(spec, text, executor, usable(executor, "cuda"), observer, spec.elements[:1])
+    walk.measure("survey")
+    assert walk.surveyed is not None
+    return walk.surveyed
 
 
 _Early = tuple[list[Finding], Outcome[NumericsReport] | None]
 
 
+@dataclass
 class _Walk:
     """One candidate on its way through the gates."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        text: str,
-        executor: Executor,
-        gpu: Gpu | None,
-        observer: Observer,
-        types: list[str] | None = None,
-        tiles: Collection[TileConfig] | None = None,
-        known: JsonObject | None = None,
-    ) -> None:
-        self.spec, self.text, self.gpu, self.observer = spec, text, gpu, observer
-        self.executor, self.known = executor, known or {}
-        first = next(iter(spec.types.values()), ["bfloat16"])
-        self.types, self.tiles = types or list(first), tiles
-        self.results: list[GateResult] = []
-        self.programs: dict[str, Program] = {}
-        self.admitted: dict[Key, tuple[TileConfig, ...]] = {}
-        self.tuned: dict[str, Tuned] | None = None
-        self.surveyed: Survey | None = None
-        self.early = False
-        self.begun: Future[_Early] | None = None
-        self.whole = self.tuning = False
+    spec: Spec
+    text: str
+    executor: Executor
+    gpu: Gpu | None
+    observer: Observer
+    types: Sequence[str]
+    tiles: Collection[TileConfig] | None = None
+    known: JsonObject = field(default_factory=dict[str, Any])
+    whole: bool = False
+    results: list[GateResult] = field(default_factory=list[GateResult])
+    programs: dict[str, Program] = field(default_factory=dict[str, "Program"])
+    admitted: dict[Key, tuple[TileConfig, ...]] = field(default_factory=dict[Any, Any])
+    tuned: dict[str, Tuned] | None = None
+    surveyed: Survey | None = None
+    early: bool = False
+    begun: Future[_Early] | None = None
+    tuning: bool = False
 
-    def run(self, gates: tuple[str, ...], whole: bool) -> Verdict:
-        self.whole = whole
-        self._walk(gates)
-        return self._verdict()
-
-    def tune(self) -> dict[str, Tuned]:
-        self._measure("tune")
-        return self.tuned or {}
-
-    def survey(self) -> Survey:
-        self.types = self.types[:1]
-        self._measure("survey")
-        assert self.surveyed is not None
-        return self.surveyed
-
-    def _measure(self, step: str) -> None:
+    def measure(self, step: str) -> None:
+        """Only as far as a kernel's times need it, of the default program alone."""
         self.tuning = True
-        self._walk(("static", "compile", step))
+        self.through(("static", "compile", step))
         if findings := self.results[-1].findings:
             raise CompileError(findings[0].message, hint=findings[0].hint)
 
-    def _walk(self, gates: tuple[str, ...]) -> None:
+    def through(self, gates: tuple[str, ...]) -> None:
         self.early = "numerics" in gates
         if self.gpu is not None and set(gates) - {"static", "compile"}:
             self.executor.start(self._ahead() if "performance" in gates else None)
@@ -275,7 +266,7 @@ class _Walk:
             shapes=shapes,
             among=self.tiles,
         )
-        if self.tuning:  # the tuner times the default program alone
+        if self.tuning:
             jobs = [job for job in jobs if job.program.name == self._variants()[0]]
         result.findings, kernels = compile_gate.compile_all(
             self.executor, jobs, self._progress("compile")
@@ -362,7 +353,7 @@ class _Walk:
         job = SanitizeJob(spec=self.spec, programs=self.programs, tiles=tiles, tool=tool)
         self._graded(job, result)
 
-    def _verdict(self) -> Verdict:
+    def verdict(self) -> Verdict:
         from coda_agent.agent.judge import compile_gate
         from coda_agent.agent.judge.provenance import digests
 

@@ -68,7 +68,7 @@ def lacking(job: CompileJob, found: Mapping[str, int]) -> str:
 def jobs_for(
     spec: Spec,
     programs: dict[str, Program],
-    types: list[str],
+    types: Sequence[str],
     *,
     all_tiles: bool,
     newer: bool,

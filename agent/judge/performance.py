@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -78,7 +79,7 @@ def check_performance(
     cells: list[Timed | Untimed] = []
     variants: list[Timed | Untimed] = []
     tuned: Tuned = {}
-    largest = max((_volume(s) for s in spec.bench_shapes), default=0)
+    largest = max((math.prod(s.values()) for s in spec.bench_shapes), default=0)
     for problem, search in searched(spec, programs, admitted, progress=progress):
         # Three of the search's last round, and the best of those it dropped before.
         finalists = [config for config, _ in (*search[:3], *search[LAST : LAST + 1])]
@@ -88,7 +89,7 @@ def check_performance(
         record = _measured(problem, finalists, stored)
         record = record.model_copy(update={"search_us": searched_us})
         cells.append(record)
-        is_largest = _volume(problem.sizes) == largest
+        is_largest = math.prod(problem.sizes.values()) == largest
         findings += _judge(record, target=spec.target if is_largest else None)
         if isinstance(record, Untimed):
             continue
@@ -401,10 +402,3 @@ def _faults(measured: Timed | Untimed, target: float | None) -> Iterator[str]:
         yield f"slower than torch.compile: {ratio:.3f} of its speed"
     if target and (ratio := measured.of_gemm.ratio) < target:
         yield f"{ratio:.3f} of the bare GEMM's speed, target {target}"
-
-
-def _volume(sizes: Mapping[str, int]) -> int:
-    product = 1
-    for v in sizes.values():
-        product *= v
-    return product

@@ -47,7 +47,7 @@ METRICS = {
 def roofline(spec: Spec, text: str, name: str | None = None) -> str:
     """Flops, least bytes and the floor in microseconds at each bench shape, on an H200, in the
     spec's first element type."""
-    program, element = traced(spec, text, name), _element(spec)
+    program, element = traced(spec, text, name), spec.elements[0]
     lines: list[str] = []
     for sizes in spec.bench_shapes:
         m, n, k = (sizes[dim] for dim in spec.gemm_dims)
@@ -81,7 +81,7 @@ def profile(spec: Spec, text: str, incumbent: str | None) -> str:
         other = traced(spec, incumbent)
         then = _counters(spec, other) | opcodes(spec, other)
     m, n, k = (spec.bench_shapes[0][dim] for dim in spec.gemm_dims)
-    facts = inspected(spec, program, spec.bench_shapes[0], _element(spec))
+    facts = inspected(spec, program, spec.bench_shapes[0], spec.elements[0])
     lines = [f"{program.name} at {m}x{n}x{k}; least bytes {facts.bytes_moved / 1e6:.1f} MB"]
     for label, value in now.items():
         line = f"  {label:<26} {value:>16,.2f}"
@@ -95,10 +95,6 @@ def opcodes(spec: Spec, program: Program) -> dict[str, float]:
     """How often each instruction that says how a kernel works stands in its SASS for sm_90a."""
     found = instructions(compiled(spec, program, "sass"))
     return {f"{name} in SASS": float(count) for name, count in {"STL": 0, **found}.items()}
-
-
-def _element(spec: Spec) -> str:
-    return next(iter(spec.types.values()), ["bfloat16"])[0]
 
 
 def _counters(spec: Spec, program: Program) -> dict[str, float]:

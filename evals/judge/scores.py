@@ -31,7 +31,6 @@ from coda_agent.evals.pages import today, write_record
 from coda_agent.evals.staleness import wordings
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.runners import Runner
@@ -61,7 +60,7 @@ class Judge:
         spec, program, binding = subject.spec, subject.program, subject.binding
         if fault := meaning_fault(spec, program, binding, seed):
             return fault
-        element, config = _element(spec), DEFAULT_CONFIGS["sm_90a"]
+        element, config = spec.elements[0], DEFAULT_CONFIGS["sm_90a"]
         key = spec.digest, subject.variant, seed
         if key not in self._cases:
             self._cases = {key: make_cases(spec, binding, element, self.device, seed)}
@@ -75,14 +74,10 @@ class Judge:
             different = {s.program.digest: s for s in subjects}.values()
             config = DEFAULT_CONFIGS["sm_90a"]
             jobs = [
-                CompileJob.of(s.program, config, "sm_90a", s.spec, _element(s.spec))
+                CompileJob.of(s.program, config, "sm_90a", s.spec, s.spec.elements[0])
                 for s in different
             ]
             execution.executor().map(jobs, lambda done, _: self.say(done, len(jobs), "compile"))
-
-
-def _element(spec: Spec) -> str:
-    return next(iter(spec.types.values()), ("bfloat16",))[0]
 
 
 def trial(judge: Judge, mutant: Mutant, *, seed: int) -> dict[str, Any]:

@@ -67,7 +67,6 @@ def verdict_s(workspace: Workspace, device: str, name: str) -> dict[str, float]:
     """
     kernel = workspace.kernel(name)
     spec, text = load_spec(kernel.spec), kernel.program.read_text("utf-8")
-    element = next(iter(spec.types.values()), ("bfloat16",))[0]
     for file in cache_directory().rglob("*"):
         if file.is_file():
             file.unlink()
@@ -79,7 +78,7 @@ def verdict_s(workspace: Workspace, device: str, name: str) -> dict[str, float]:
         execution.executor(),
         device=device,
         gates=gates,
-        types=[element],
+        types=[spec.elements[0]],
         tiles=SM90_CONFIGS[::6],
     )
     took = round(time.perf_counter() - start, 3)

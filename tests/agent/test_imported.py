@@ -91,7 +91,7 @@ def test_another_type_than_declared_is_found(spec: Spec) -> None:
 
 
 def test_a_verdict_ends_with_the_call(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    walk = _Walk(spec, "", Local(), None, lambda *_: None)
+    walk = _Walk(spec, "", Local(), None, lambda *_: None, spec.elements)
     walk.programs = {"gemm_rmsnorm": gemm_rmsnorm}
     right = GateResult(name="numerics", passed=True)
     walk._numerics(right)

@@ -65,12 +65,13 @@ def test_only_a_candidate_that_passed_every_gate_has_a_level(
         SimpleNamespace(environment=lambda device: {"device": device}),  # type: ignore
         device.Gpu("GPU-1", "H200", "9.0"),
         lambda *_: None,
+        [],
     )
     for name in ("static", "compile", "numerics", "performance"):
         walk.results.append(GateResult(name=name, passed=name != missed))
         if name == missed:
             break
-    verdict = walk._verdict()
+    verdict = walk.verdict()
     assert verdict.passed is (missed is None)
     assert verdict.level == (None if missed else "accepted")
 
@@ -260,9 +261,11 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])
     made = device.Device(device.Gpu("GPU-1", "Fake GPU", "9.0"), "scripted_device")
     execution._executor.cache_clear()
+    local.here.cache_clear()
     monkeypatch.setattr(local.Local, "_device", lambda self, gpu: {made.gpu: made}[gpu])
     yield tmp_path
     execution._executor.cache_clear()
+    local.here.cache_clear()
     made.close()
 
 
