@@ -27,6 +27,8 @@ class Budget:
     gpu_minutes: float = 20.0
     failures: int = 12
     """Results in a row that brought nothing: a failed tool, or a candidate refused."""
+    answer: int = 20_000
+    """Tokens of one answer, thinking included; a model with a small window needs fewer."""
 
     def changed(self, usd: float | None, limits: Iterable[str]) -> "Budget":
         """With other limits: dollars, and KEY=VALUE of the rest.

@@ -153,9 +153,7 @@ class Tips:
             {"kind": "outcome", "tip": tip, "run": run, "arm": arm, "success": success}
             for tip, arm in sorted(arms.items())
         ]
-        # A run that was resumed ends twice; its first outcome stands.
-        if not any(record.get("run") == run and "arm" in record for _, record in self._records()):
-            self._append(records)
+        self._append(records)  # of a run that was resumed and ends twice, the first is counted
 
     def prune(self, ids: Iterable[str] | None = None) -> list[Tip]:
         """Removes tips: those named, else those shown often and followed mostly by failure."""

@@ -27,7 +27,9 @@ from coda_agent.specs import load_spec
 MaxUsd = Annotated[float | None, typer.Option(help="Most to spend on the model; 5 by default.")]
 Limits = Annotated[
     list[str] | None,
-    typer.Option("--limit", help="steps, tokens, minutes, gpu_minutes or failures, as KEY=VALUE."),
+    typer.Option(
+        "--limit", help="steps, tokens, minutes, gpu_minutes, failures or answer, as KEY=VALUE."
+    ),
 ]
 Model = Annotated[str | None, typer.Option(help="Claude's model; else CODA_AGENT_MODEL.")]
 Effort = Annotated[

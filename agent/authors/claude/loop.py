@@ -30,8 +30,6 @@ from coda_agent.agent.tips import arms as assign
 from coda_agent.agent.workbench import Workbench
 from coda_agent.primitives.errors import CodaError
 
-MAX_TOKENS = 20_000
-"""Tokens of one answer, thinking included."""
 COMPACT_AT = 0.6
 """Share of the context window at which the server summarises what came before."""
 IDLE_TURNS = 3
@@ -193,7 +191,7 @@ class Claude(Author):
             return f"budget: {talk.limit}"
         assert talk.request is not None
         request = {**talk.request, "messages": talk.messages}
-        reserved = None if most_usd is None else round(most_usd, 4)
+        reserved = most_usd and round(most_usd, 4)
         bench.log.append(e.Requested(digest=talk.digest, worst_usd=reserved))
         start = time.monotonic()
 
@@ -235,7 +233,7 @@ class Claude(Author):
                 told = told.get(name) if isinstance(told, dict) else None
             return told is True if self.elsewhere else told is not False
 
-        most = min(MAX_TOKENS, size("max_tokens", MAX_TOKENS))
+        most = min(options.budget.answer, size("max_tokens", options.budget.answer))
         trigger = max(50_000, round(COMPACT_AT * size("max_input_tokens", 200_000)))
         edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": trigger}}
         store = Tips.of(bench.workspace)

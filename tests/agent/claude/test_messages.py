@@ -61,7 +61,8 @@ def test_a_run_without_key_price_or_anything_the_server_did_not_offer(
 
 def test_a_price_of_ones_own_is_counted(where: Workspace, keyless: Any) -> None:
     server = keyless(WHOLE)
-    generate(where, made(where, server.url, price=Price.of(1.0, 2.0)))
+    generate(where, made(where, server.url, price=Price.of(1.0, 2.0), budget=Budget(answer=3000)))
+    assert [request["max_tokens"] for request in server.requests()] == [3000, 3000]
     state = RunState.of(log_of(where))
     assert state.spent.usd == pytest.approx(2 * (100 * 1e-6 + 50 * 2e-6))
 
