@@ -12,9 +12,9 @@ from coda_agent.generated import ops
 from coda_agent.generated.ops import Recent
 from coda_agent.primitives import function as function_module
 from coda_agent.primitives import plan as plan_module
-from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import Arguments, Bound, signature
+from coda_agent.primitives.launch import signature
 from coda_agent.specs import draw_inputs
+from tests.primitives.test_plan import Launches
 
 
 def inputs() -> list[Any]:
@@ -102,24 +102,6 @@ def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert recent.find([torch.ones(m, 32), b], None) == m and len(recent._kept) <= 3
 
 
-def interpreting(bound: Arguments) -> Bound:
-    """Stands in for `bind`: the launch interprets into the buffers it is given."""
-    program, *_, config = bound
-
-    def enqueue(inputs: Any, results: Any) -> None:
-        a, b, *rest = inputs
-        operands = dict(zip(program.operands, rest, strict=False))
-        if o := program.accumulated:
-            operands[o] = results[list(program.outputs).index(o)]
-        dtypes = {o: t.dtype for o, t in zip(program.outputs, results, strict=True)}
-        options: Any = {"block": config.tile_n, "row_block": config.tile_m, "raw": True}
-        found = interpret(program, a, b, operands, dtypes=dtypes, **options)
-        for (o, kind), t in zip(program.outputs.items(), results, strict=True):
-            t.copy_(found[o].mT if getattr(kind, "over_rows", False) else found[o])
-
-    return Bound(program, config, enqueue)
-
-
 @pytest.mark.parametrize(
     "name",
     ["gemm_bias_act", "gemm_residual_partial_rmsnorm", "gemm_residual_partial_rmsnorm_bwd"],
@@ -146,7 +128,7 @@ def test_a_second_call_asks_for_no_signature(
             want = [run(*(values := given(seed, static)), **static) for seed in range(3)]
             after = [t for t in values if isinstance(t, torch.Tensor)]
             patch.setattr(function_module, "supported", lambda _: True)
-            patch.setattr(plan_module, "bind", interpreting)
+            patch.setattr(plan_module, "bind", Launches())
             for seed in range(3):
                 got = run(*(values := given(seed, static)), **static)
                 torch.testing.assert_close(got, want[seed], rtol=2**-6, atol=1e-5)
