@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.evals.judge.corpus import Subject
@@ -18,27 +19,50 @@ from coda_agent.evals.judge.mutants import Mutant
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.program import Program
+from coda_agent.specs import load_spec
 
 SETS = ("found", "blind")
+AUTHORS = "authors"
+"""Mistakes with the names that a diagnosis may give them, in programs of their own."""
 _FOLDER = Path(__file__).parent / "wrong"
 # An accepted text imports what it needs; a wrong one may need more of the vocabulary.
 _IMPORT = re.compile(r"^from coda_agent\.primitives import (?:\([^)]*\)|.*)$", re.MULTILINE)
 
 
 def written(name: str, kernels: Mapping[str, tuple[Subject, str]]) -> list[Mutant]:
-    """The programs of one of `SETS`; `kernels` has the default program and the text of each.
+    """The programs of a set; `kernels` has the default program and the text of each kernel.
 
     Raises:
         CodaError: an entry names no kernel, or a piece that its text does not hold.
     """
     found = []
-    everything = f"from coda_agent.primitives import {', '.join(sorted(vocabulary))}"
-    for entry in tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))["wrong"]:
+    for entry in _entries(name)["wrong"]:
         kernel, old, new = entry["kernel"], entry["old"], entry["new"]
         right, text = kernels.get(kernel, (None, ""))
         if right is None or old not in text:
             raise CodaError(f"{name}.toml: the program of {kernel!r} does not hold {old!r}")
-        text = _IMPORT.sub(everything, text.replace(old, new))
-        program = Program.from_dict(load_programs(text)[right.variant])
-        found.append(Mutant(right, "by hand", entry["what"], (), program))
+        program = _programs(text.replace(old, new))[right.variant]
+        faults, says = tuple(entry.get("faults", ())), entry.get("says", "")
+        found.append(Mutant(right, "by hand", entry["what"], faults, program, says=says))
     return found
+
+
+def right_programs(name: str, folder: Path) -> dict[str, tuple[Subject, str]]:
+    """The right programs that a set brings along, of specs in `folder` or its catalogue."""
+    found = dict[str, tuple[Subject, str]]()
+    for kernel, text in _entries(name)["right"].items():
+        here = folder / f"{kernel}.md"
+        spec = load_spec(here if here.is_file() else folder / "catalogue" / here.name)
+        found[kernel] = Subject(kernel, spec, _programs(text), spec.bind()), text
+    return found
+
+
+def _entries(name: str) -> dict[str, Any]:
+    return tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))
+
+
+def _programs(text: str) -> dict[str, Program]:
+    everything = f"from coda_agent.primitives import {', '.join(sorted(vocabulary))}"
+    text = _IMPORT.sub("", text)
+    found = load_programs(f"{everything}\n{text}")
+    return {name: Program.from_dict(program) for name, program in found.items()}

@@ -36,6 +36,7 @@ class Mutant:
         operator: Which fault was made; of the lowering where `lowered`.
         faults: What a diagnosis may call it, the best name first; empty where the gate has a check
             of its own for it.
+        says: What a diagnosis has to hold beside the name, as a regular expression.
         program: The program, mutated unless `lowered`.
     """
 
@@ -45,6 +46,7 @@ class Mutant:
     faults: tuple[str, ...]
     program: Program = field(repr=False)
     lowered: bool = False
+    says: str = ""
 
     @property
     def name(self) -> str:
