@@ -12,16 +12,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from coda_agent.agent.judge import repairs
 from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
     import torch
 
+    from coda_agent.primitives.program import Program
     from coda_agent.specs import Spec
 
     Rows = torch.Tensor | slice
@@ -43,6 +45,7 @@ FAULTS = {
     "rounded_statistics": "a statistic of rounded values",
     "wrong_statistics": "another statistic, axis, divisor or extent",
     "wrong_function": "none of these: another activation, term or order of operations",
+    **repairs.FAULTS,
 }
 HINT = "compare the program with the spec's mathematics, output by output"
 """What to try, whatever the fault."""
@@ -53,6 +56,8 @@ _CERTAIN = 0.9995  # share that ends the search
 _FEW = 4  # elements that any factor explains
 _PARTS = (16, 32, 64, 128)  # K extents of one mainloop step
 _ALL = slice(None)
+# What digits that the program itself loses may be taken for.
+_VAGUE = ("early_rounding", "rounded_statistics", "wrong_function", "wrong_statistics")
 
 
 @dataclass(frozen=True)
@@ -106,20 +111,30 @@ def diagnose(
 
 def diagnosed(
     spec: Spec, binding: Mapping[str, str], inputs: Inputs, o: str, out: torch.Tensor,
-    truth: torch.Tensor, *, tile: tuple[int, int] = (128, 128), again: torch.Tensor | None = None,
+    truth: torch.Tensor, *, program: Program, others: Iterable[Inputs] = (),
+    tile: tuple[int, int] = (128, 128), again: torch.Tensor | None = None,
     allowed: torch.Tensor | None = None,
 ) -> Diagnosis:  # fmt: skip
-    """`diagnose` of output `o` of a spec, by its reference."""
+    """`diagnose` of output `o` of a spec, by its reference.
+
+    In float64 the program is wrong by what it says, and `others` are further inputs on which a
+    mistake found in it is tried. Else it may lose digits.
+    """
     from coda_agent.specs import run_reference
 
     def reference(changed: Inputs) -> torch.Tensor:
         return run_reference(spec, {**changed}, binding=binding, exact=True)[o]
 
     a, b = spec.gemm
-    return diagnose(
-        out, truth, inputs=inputs, gemm=(a, b), tile=tile, reference=reference,
-        again=out if again is None else again, allowed=allowed,
-    )  # fmt: skip
+    wrong = _WrongOutput(out, truth, inputs, (a, b), tile, reference, allowed)
+    if wrong.exact:
+        sets = ((x, reference(x)) for x in others)
+        found = repairs.mistake(spec, program, o, itertools.chain([(inputs, truth)], sets))
+        return wrong.named(found) if found else wrong.diagnosis(wrong.out)
+    seen = wrong.diagnosis(out if again is None else again)
+    if seen.fault in _VAGUE and (found := repairs.lost_digits(spec, program, inputs, o, out, truth)):
+        return wrong.named(found)
+    return seen
 
 
 class _WrongOutput:
@@ -155,6 +170,9 @@ class _WrongOutput:
         self.subtle = bool((energy * visible).sum() < 0.5 * energy.sum())
         # Equal elements stay out: with a median difference of 0, anything would explain all of it.
         self.wrong = fit & (visible | (self.subtle & (energy > 0)))
+
+    def named(self, found: repairs.Mistake) -> Diagnosis:
+        return self._answer(found.fault, found.text, 1.0, self.wrong)
 
     def diagnosis(self, again: torch.Tensor) -> Diagnosis:
         out, truth, second = self.out, self.truth, again.double().reshape(self.out.shape)

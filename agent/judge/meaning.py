@@ -118,7 +118,11 @@ def meaning_fault(
             if wrong.any():
                 # What is allowed, or has no number in the reference itself, is no fault.
                 out = out.where(wrong, expected)
-                seen = diagnosed(spec, binding, inputs, o, out, expected)
+                labels = ("", f"{spec.gemm[0]} times 64")
+                others = [x for name, x in draws(spec, binding, seed + 1) if name in labels]
+                seen = diagnosed(
+                    spec, binding, inputs, o, out, expected, program=program, others=others
+                )
                 where = {**seen.where, "program": program.name, "output": o, "seed": seed}
                 where |= {"case": label} if label else {}
                 return Finding(message=_said(o, label, seen), where=where, hint=HINT)

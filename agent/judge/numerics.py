@@ -283,7 +283,7 @@ class TileCheck:
             m, n = self.config.tile_m, self.config.tile_n
             seen = diagnosed(
                 self.spec, self.binding, case.inputs, o, out, case.truth[o],
-                tile=(n, m) if self.config.swap_ab else (m, n), again=again,
+                program=self.program, tile=(n, m) if self.config.swap_ab else (m, n), again=again,
                 allowed=case.allowed.get(o),
             )  # fmt: skip
             said += seen.text

@@ -89,6 +89,7 @@ def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str,
 
 _UNKNOWN = ("wrong_function", "wrong_statistics")
 _FACTOR = ("constant_factor",)
+_SIGN = ("wrong_sign", "wrong_operation")
 _ACTIVATIONS = {
     "sigmoid": ("tanh",), "gelu_tanh": ("sigmoid", "gelu_erf"), "gelu_erf": ("gelu_tanh",),
     "maximum": ("minimum",), "minimum": ("maximum",), "absolute": ("neg",),
@@ -148,14 +149,14 @@ def _at_node(program: Program, i: int, node: Node) -> Iterator[Edit]:
     if op in ("add", "sub", "mul"):
         what = "factor" if op == "mul" else "term"
         for side in (0, 1) if OPS[op].commutative else (1,):
-            missing = _operand_fault(program, node.args[side], "missing_operand")
+            missing = _operand_fault(program, node.args[side], "missing")
             keep: Change = lambda v, args, side=side: args[1 - side]
             yield edit(f"drop a {what}", missing, keep, f"{op}#{i}.{side}")
-        doubled = _operand_fault(program, node.args[1], "doubled_operand")
+        doubled = _operand_fault(program, node.args[1], "doubled")
         yield edit(f"repeat a {what}", doubled, lambda v, args: record(op, v, args[1]))
     if op in ("sub", "div"):
         turned: Change = lambda v, args: record(op, args[1], args[0])
-        yield edit("swap operands", (*_UNKNOWN, *_FACTOR), turned)
+        yield edit("swap operands", (*_SIGN, *_UNKNOWN, *_FACTOR, "swapped_operands"), turned)
     if op == "even":
         swap: dict[int, Change] = {i: lambda v, args: pairs(args[0])[1]}
         if (odd := Node("odd", node.args, node.shape)) in nodes:
@@ -163,12 +164,13 @@ def _at_node(program: Program, i: int, node: Node) -> Iterator[Edit]:
         yield Edit("swap a pair", f"{op}#{i}", ("swapped_pair", *_UNKNOWN), swap)
     for name in _ACTIVATIONS.get(op, ()):
         changed: Change = lambda v, args, name=name: record(name, *args)
-        yield edit("change an activation", (*_UNKNOWN, *_FACTOR), changed, f"{op}#{i} to {name}")
+        faults = ("wrong_operation", *_UNKNOWN, *_FACTOR, "wrong_sign", "extra_term", "overflow")
+        yield edit("change an activation", faults, changed, f"{op}#{i} to {name}")
     for how, nearly in _NEARLY.get(op, {}).items():
         yield edit("change an activation a little", (), nearly, f"{op}#{i} {how}")
     if op in ("operand", "acc") and node.shape not in (Shape.INDEX, Shape.WIDE):
         for c in (1.001, 1.02, 2.0, -1.0):
-            faults = (*_FACTOR, *(["doubled_operand"] if c == 2 else []))
+            faults = (*_FACTOR, *{2.0: ["doubled_operand"], -1.0: _SIGN[:1]}.get(c, []))
             yield edit("scale a value", faults, _scale(c), f"{node.name or op} by {c}")
         for how, bounded in _BOUNDS.items():
             yield edit("bound a value", (), bounded, f"{node.name or op} {how}")
@@ -176,16 +178,19 @@ def _at_node(program: Program, i: int, node: Node) -> Iterator[Edit]:
         for c in (1.05, 1.001):
             other: Change = lambda v, args, c=c: v.graph.const(c * node.value)
             site = f"{node.value:g} by {c}"
-            yield edit("change a constant", (*_UNKNOWN, *_FACTOR), other, site)
+            yield edit("change a constant", ("wrong_constant", *_UNKNOWN, *_FACTOR), other, site)
 
 
 def _operand_fault(program: Program, index: int, fault: str) -> tuple[str, ...]:
     """Names of the fault of leaving out, or repeating, the value of a node."""
     node = program.graph.nodes[index]
+    term, named = {"missing": "missing_term", "doubled": "extra_term"}[fault], f"{fault}_operand"
+    if node.op == "const":
+        return (term, *_UNKNOWN, *_FACTOR)
     if node.op != "operand":
-        return (*_UNKNOWN, fault)
+        return (term, *_UNKNOWN, named)
     # What a scalar does to an output may be what a constant does.
-    return (fault, *_FACTOR) if program.operands[node.name] is Scalar else (fault,)
+    return (named, *_FACTOR) if program.operands[node.name] is Scalar else (named, term)
 
 
 def _scale(c: float) -> Change:

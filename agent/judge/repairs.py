@@ -1,0 +1,665 @@
+"""Name the mistake in a wrong program: the one small edit that makes it right.
+
+- Each edit changes a node of the graph, or one use of it: another operation, a sign, an operand, a
+  constant, a factor on the other side of an activation. It counts where the edited program gives
+  the truth at nearly all elements, on the inputs that failed and on others.
+- Before that, digits are followed: a node that overflows, and one whose rounding is what is off.
+- Edits are tried from the simplest on. All run in float64, on the rows that are most wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.agent.judge.records import Inputs
+from coda_agent.agent.judge.runners import held
+from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.graph import Graph, Node
+from coda_agent.primitives.operation import OPS, PLACED
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.ptx import operation
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import OUTPUT_KINDS
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+    Values = list[Any]
+    Changes = dict[Any, Any]
+
+FAULTS = {
+    "wrong_sign": "a term, a factor or a rotation of the other sign",
+    "wrong_operation": "another operation or activation in one place",
+    "wrong_constant": "another number",
+    "misplaced": "a factor or a term on the wrong side of an operation",
+    "missing_term": "a factor, a term or an operation left out",
+    "extra_term": "a factor, a term or an operation too many",
+    "overflow": "an intermediate value that overflows",
+    "cancellation": "digits lost between numbers that nearly cancel",
+}
+_ROWS = 12  # that the search looks at
+_MAX_NODES = 120  # a longer program has too many edits to try
+_FIXED, _BROKEN = 0.9995, 1e-4  # shares: of what was wrong at least, of what was right at most
+_LEFT, _NEAR, _EXACT = 0.1, 1e-5, 1e-9  # of the difference, of the truth, of the truth at any rate
+_STEPS = 8  # of Newton's method for a number
+_ROUND = 8.0  # roundings of one size that an element's error may come to
+_SIGNS = {"+": "add", "-": "sub", "·": "mul", "/": "div"}
+_NAMED = {"<": "minimum", ">": "maximum", "s": "copysign"}
+_INFIX = {op: sign for sign, op in _SIGNS.items()}
+# What torch raises where an edit fits no shape.
+_MISFITS = (CodaError, ArithmeticError, RuntimeError, TypeError, ValueError, IndexError)
+# Of one or two arguments, and meant by nobody in the place of another.
+_NEVER = {"neg", "power", "fmod", "atan2", "tan", "trunc", "equal", "rint"}
+_INSERTED = ("absolute", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "log1p", "expm1")
+
+
+class Mistake(NamedTuple):
+    """A fault, a key of `FAULTS` here or in `diagnosis.py`, and one sentence."""
+
+    fault: str
+    text: str
+
+
+class _Edit(NamedTuple):
+    """A mistake and what undoes it: from the values of all nodes to changed ones, by place.
+
+    A place is a node's number, a use (node, argument), the output (-1, 0), or the output's name,
+    which gives it another kind. A changed value that is a number of a node is that node's.
+    """
+
+    fault: str
+    text: str
+    changes: Callable[[Values], Changes]
+
+
+class _Replay:
+    """A program on one set of inputs, of some rows, and the truth of one of its outputs."""
+
+    def __init__(
+        self, spec: Spec, program: Program, o: str, inputs: Inputs, truth: torch.Tensor,
+        out: torch.Tensor | None = None, single: bool = False,
+    ) -> None:  # fmt: skip
+        import torch
+
+        self.program, self.graph, self.o = program, program.graph, o
+        self.kind, self.root = program.outputs[o], program.graph.outputs[o]
+        a, b = (inputs[x].double() for x in spec.gemm)
+        given = {**inputs, **held(spec, program, inputs)}
+        acc = a @ b.mT
+        lifted = {x: kind.lifted(given[x], acc) for x, kind in program.operands.items()}
+        self.added = given[o].double() if self.kind.accumulates else None
+        self.truth, self.rows = truth, len(acc)
+        placed = any(n.op in PLACED for n in self.graph.nodes)
+        fixed = placed or getattr(self.kind, "over_rows", False) or len(truth) != len(acc)
+        if out is not None and not fixed and len(acc) > _ROWS:
+            wrong = _apart(out, truth) > _NEAR
+            counts = wrong.reshape(len(acc), -1).sum(1).double()
+            rows = counts.topk(_ROWS).indices.sort().values
+            acc, lifted = acc[rows], {x: _some(v, rows, len(acc)) for x, v in lifted.items()}
+            self.truth = truth[rows]
+            self.added = None if self.added is None else self.added[rows]
+        self.acc, self.single = acc, single
+        lifted = {x: torch.as_tensor(v) for x, v in lifted.items()}
+        self.values = _tensors(self.graph.replay(acc, lifted, self._applied))
+        self.out = self.run({})
+        self.difference = _apart(self.out, self.truth)
+        self.wrong = self.difference > _EXACT * 10
+
+    def run(self, changes: Mapping[Any, Any]) -> torch.Tensor:
+        """The output with other values in some places."""
+        values, moved = list(self.values), {i for i in changes if isinstance(i, int)}
+        touched = {place[0] for place in changes if isinstance(place, tuple)}
+        first = min((*moved, *(t for t in touched if t >= 0)), default=len(values))
+        for i in range(first, self.root + 1):
+            n = self.graph.nodes[i]
+            if i in changes:
+                values[i] = values[c] if isinstance(c := changes[i], int) else c
+            elif i in touched or moved.intersection(n.args):
+                args = (changes.get((i, k), values[a]) for k, a in enumerate(n.args))
+                values[i] = self._applied(n.op, *args)
+                moved.add(i)
+        kind = changes.get(self.o)
+        return self._stored(changes.get((-1, 0), values[self.root]), kind)
+
+    def _applied(self, op: str, *args: Any) -> Any:
+        """An operation's value; what overflows in float32 is no way to compute anything."""
+        value = operation(op).torch(*args)
+        return value.float().double() if self.single else value
+
+    def _stored(self, value: Any, kind: Any = None) -> torch.Tensor:
+        import torch
+
+        value = torch.as_tensor(value, dtype=torch.float64)
+        value = value.expand(*self.acc.shape) if not value.ndim else value
+        value = value.expand(len(self.acc), *value.shape[1:])
+        if issubclass(kind := kind or self.kind, Reduction):
+            folded = len(value) if kind.over_rows else value.shape[1]
+            return kind.finalise(kind.partials(value, 128), folded, 128)
+        stored = kind.taken(value)
+        return stored if self.added is None else self.added + stored
+
+    def right(self, changes: Mapping[Any, Any]) -> bool:
+        """Whether with these changes the output is the truth: nearly everywhere, and in single
+        precision to a few digits."""
+        import torch
+
+        try:
+            out = self.run(changes)
+        except _MISFITS:
+            return False
+        if out.shape != self.truth.shape:
+            return False
+        left = _apart(out, self.truth)
+        if self.single:
+            seen = (out - self.truth).abs().nan_to_num(torch.inf) > 1e-30  # less may be flushed
+            return int((seen & (left > 1e-3)).sum()) <= 0.05 * left.numel()
+        limit = torch.where(self.wrong, (_LEFT * self.difference).clamp_max(_NEAR), _NEAR)
+        off = left > limit + _EXACT
+        count, total = int(self.wrong.sum()), off.numel()
+        fixed = int((off & self.wrong).sum()) <= (1 - _FIXED) * count
+        return fixed and int((off & ~self.wrong).sum()) <= _BROKEN * total
+
+
+def mistake(
+    spec: Spec, program: Program, o: str, sets: Iterable[tuple[Inputs, torch.Tensor]],
+) -> Mistake | None:  # fmt: skip
+    """The mistake that explains a wrong output, or None.
+
+    Args:
+        spec: The spec.
+        program: The program, whose output is wrong in float64.
+        o: The output.
+        sets: Inputs in float64, each with the exact output; on the first it is wrong. What is found
+            there holds on the others too.
+    """
+    first, *others = sets
+    whole = _Replay(spec, program, o, *first)
+    if (lost := _lost_digits(whole, 2.0**-52)) is not None:
+        return lost
+    if len(program.graph.nodes) > _MAX_NODES or not bool(whole.wrong.any()):
+        return None
+    some = _Replay(spec, program, o, *first, whole.out)
+    more = [_Replay(spec, program, o, *x, single=True) for x in others]
+    for edit in _edits(some):
+        try:
+            found = some.right(edit.changes(some.values)) and all(
+                r.right(edit.changes(r.values)) for r in (whole, *more)
+            )
+        except _MISFITS:
+            continue
+        if found:
+            return Mistake(edit.fault, edit.text)
+    return None
+
+
+def lost_digits(
+    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor, truth: torch.Tensor
+) -> Mistake | None:
+    """What the arithmetic in float32 of a program that means the right thing loses, or None."""
+    exact = {x: _exact(v) for x, v in inputs.items()}
+    replay = _Replay(spec, program, o, exact, truth)
+    replay.out = out.double()
+    replay.difference = _apart(replay.out, truth)
+    replay.wrong = replay.difference > 2.0**-7
+    return _lost_digits(replay, 2.0**-24)
+
+
+def _lost_digits(replay: _Replay, unit: float) -> Mistake | None:
+    """An overflow, or a rounding by `unit` that the operations after it blow up."""
+    import torch
+
+    wrong, nodes = replay.wrong, replay.graph.nodes
+    if not bool(wrong.any()):
+        return None
+    if bool((~replay.out.isfinite() & wrong).any()):
+        for i, value in enumerate(replay.values):
+            lost = ~torch.as_tensor(value).isfinite()
+            if not bool(lost.any()) or nodes[i].op in ("acc", "operand"):
+                continue
+            values = (torch.as_tensor(replay.values[a]) for a in nodes[i].args)
+            if all(bool(v.isfinite().all()) for v in values):
+                what = float(torch.as_tensor(value)[lost].flatten()[0])
+                text = f"`{expression(replay.graph, i)}` is {what:g} for some inputs"
+                return Mistake("overflow", text)
+        return None
+    total, worst, size = torch.zeros_like(replay.out), -1, 0.0
+    tiny, usual = 2.0**-30, replay.run({})
+    place = int((replay.difference.nan_to_num(torch.inf) * wrong).argmax())
+    for i, value in enumerate(replay.values[: replay.root + 1]):
+        if nodes[i].op in ("const", "acc", "operand", "even", "odd", "interleave", "gather"):
+            continue
+        # To both sides: a sign that is copied on makes them equal.
+        up, down = (replay.run({i: value * (1 + t)}) for t in (tiny, -tiny))
+        moved = (up - usual).abs() + (down - usual).abs()
+        moved = moved.nan_to_num(0.0, 0.0, 0.0) * (unit / (2 * tiny))
+        total += moved
+        if float(moved.flatten()[place]) > size:
+            worst, size = i, float(moved.flatten()[place])
+    error = (replay.out - replay.truth).abs()
+    explained = (error <= _ROUND * total + unit * replay.truth.abs()) & wrong
+    if int(explained.sum()) < 0.95 * int(wrong.sum()) or worst < 0:
+        return None
+    text = f"digits are lost: the rounding of `{expression(replay.graph, worst)}` is what is off"
+    return Mistake("cancellation", f"{text}, since what follows nearly cancels it")
+
+
+def _apart(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """The distance of each element as a share of the truth; 0 where the truth is no number."""
+    import torch
+
+    share = (out - truth).abs() / truth.abs().clamp_min(1e-290)
+    share = torch.where(out == truth, 0.0, share.nan_to_num(torch.inf))
+    return torch.where(truth.isfinite(), share, 0.0)
+
+
+def _some(value: Any, rows: torch.Tensor, count: int) -> Any:
+    return value[rows] if getattr(value, "ndim", 0) and len(value) == count else value
+
+
+def _exact(value: Any) -> Any:
+    floating = getattr(value, "is_floating_point", lambda: False)()
+    return value.double() if floating else value
+
+
+# The edits.
+
+
+def _edits(replay: _Replay) -> Iterator[_Edit]:
+    graph, root = replay.graph, replay.root
+    live = _below(graph, root)
+    nodes = [(i, n) for i, n in enumerate(graph.nodes) if i in live]
+    uses = [(c, k) for c, n in nodes for k in range(len(n.args))] + [(-1, 0)]
+    source = {u: graph.nodes[u[0]].args[u[1]] if u[0] >= 0 else root for u in uses}
+    count = {i: sum(s == i for s in source.values()) for i in live}
+    # A node with one use is that use: trying both would find nothing new.
+    sites: list[tuple[Any, int]] = [(i, i) for i, n in nodes if n.op != "const"]
+    sites += [(u, i) for u, i in source.items() if count[i] > 1 and graph.nodes[i].op != "const"]
+    yield from _stores(replay)
+    yield from _signs(graph, sites)
+    yield from _swaps(graph, nodes)
+    yield from _dropped(graph, nodes)
+    yield from _operations(graph, nodes)
+    yield from _constants(replay, nodes)
+    yield from _bounds(graph, replay)
+    operands = [i for i, n in enumerate(graph.nodes) if n.op == "operand"]
+    yield from _inserted(graph, sites, operands, "missing_operand", "+·")
+    yield from _moved(graph, nodes, sites)
+    yield from _inserted(graph, sites, operands, "missing_operand", "-/")
+    yield from _fitted(replay, sites)
+    yield from _wrapped(graph, sites)
+    yield from _inserted(graph, sites, operands, "missing_operand", "<>s")
+    others = [i for i, n in enumerate(graph.nodes) if n.op not in ("operand", "const")]
+    yield from _inserted(graph, sites, others, "missing_term", "+-·/<>s")
+    yield from _replaced(graph, sites, others + operands)
+    yield from _activations(graph, nodes)
+
+
+def _stores(replay: _Replay) -> Iterator[_Edit]:
+    """Another reduction along the same axis, and pairs stored the wrong way round."""
+    kind = replay.kind
+    for name, other in OUTPUT_KINDS.items() if issubclass(kind, Reduction) else ():
+        if issubclass(other, Reduction) and other.dims == kind.dims and other is not kind:
+            text = f"{replay.o} is a {kind.__name__}: a {name} is due"
+            yield _Edit("wrong_statistics", text, lambda v, k=other: {replay.o: k})
+    for i, n in enumerate(replay.graph.nodes):
+        if n.op == "interleave":
+            text = f"even and odd columns of `{expression(replay.graph, i)}` are swapped"
+            yield _Edit("swapped_pair", text, _call(i, n, (1, 0)))
+
+
+def _swaps(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
+    """Pairs, operands and arguments in each other's place."""
+    halves = {n.args: i for i, n in nodes if n.op == "odd"}
+    both = [(i, halves[n.args], n.args[0]) for i, n in nodes if n.op == "even" and n.args in halves]
+    for i, j, x in both:
+        text = f"even and odd columns of `{expression(graph, x)}` are swapped"
+        yield _Edit("swapped_pair", text, lambda v, i=i, j=j: {i: v[j], j: v[i]})
+    if len(both) > 1:
+        text = "even and odd columns are swapped, such as gate and up"
+        changed = [(i, j) for i, j, _ in both]
+        yield _Edit(
+            "swapped_pair", text,
+            lambda v: {k: w for i, j in changed for k, w in ((i, v[j]), (j, v[i]))},
+        )  # fmt: skip
+    for (i, n), (j, m) in itertools.combinations(enumerate(graph.nodes), 2):
+        if n.op == m.op == "operand" and n.shape is m.shape:
+            text = f"{n.name} and {m.name} change places"
+            yield _Edit("swapped_operands", text, lambda v, i=i, j=j: {i: v[j], j: v[i]})
+    for i, n in nodes:
+        if n.op == "where":
+            text = f"the two values of `{expression(graph, i)}` change places"
+            yield _Edit("swapped_operands", text, _call(i, n, (0, 2, 1)))
+        elif len(n.args) == 2 and n.op in OPS and not OPS[n.op].commutative and n.op != "sub":
+            text = f"the arguments of `{expression(graph, i)}` change places"
+            yield _Edit("swapped_operands", text, _call(i, n, (1, 0)))
+
+
+def _signs(graph: Graph, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
+    for i, n in enumerate(graph.nodes):
+        if n.op in ("add", "sub"):
+            other = {"add": "sub", "sub": "add"}[n.op]
+            text = f"`{expression(graph, i)}` has the other sign: {_INFIX[other]} is due"
+            yield _Edit("wrong_sign", text, _call(i, n, op=other))
+        if n.op == "sub":
+            text = f"`{expression(graph, i)}` has the other sign"
+            yield _Edit("wrong_sign", text, _call(i, n, (1, 0)))
+    for place, i in sites:
+        text = f"`{expression(graph, i)}` has the other sign{_use(graph, place)}"
+        yield _Edit("wrong_sign", text, lambda v, p=place, i=i: {p: -v[i]})
+    subs = [(i, n) for i, n in enumerate(graph.nodes) if n.op in ("add", "sub")]
+    for (i, n), (j, m) in itertools.combinations(subs, 2):  # two signs of a rotation
+        one, two = (_call(k, x, op={"add": "sub", "sub": "add"}[x.op]) for k, x in ((i, n), (j, m)))
+        text = f"`{expression(graph, i)}` and `{expression(graph, j)}` have the other signs"
+        yield _Edit("wrong_sign", text, lambda v, one=one, two=two: {**one(v), **two(v)})
+
+
+def _operations(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
+    """Another operation of as many arguments."""
+    for i, n in nodes:
+        arity = len(n.args)
+        if arity not in (1, 2) or n.op not in OPS:
+            continue
+        for op, known in OPS.items():
+            if known.arity == arity and op != n.op and op not in _NEVER:
+                due = _shown(graph, op, n.args, 0)
+                text = f"`{expression(graph, i)}` should be `{due}`"
+                yield _Edit("wrong_operation", text, _call(i, n, op=op))
+
+
+def _constants(replay: _Replay, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
+    for i, n in nodes:
+        if n.op != "const":
+            continue
+        found = _fit(replay, lambda v, t, i=i: {i: v[i] + t})
+        if found is None:
+            continue
+        used = next((j for j, m in nodes if i in m.args), None)
+        where = f" in `{expression(replay.graph, used)}`" if used is not None else ""
+        value = n.value + found
+        if abs(value + n.value) < 1e-6 * abs(value):
+            fault, text = "wrong_sign", f"the constant {n.value:.9g}{where} has the other sign"
+        else:
+            fault = "wrong_constant"
+            text = f"the constant {n.value:.9g}{where} should be {_rounded(value):.9g}"
+        yield _Edit(fault, text, lambda v, i=i, t=found: {i: v[i] + t})
+
+
+def _bounds(graph: Graph, replay: _Replay) -> Iterator[_Edit]:
+    """Two numbers of one size, such as the ends of a range."""
+    consts = [(i, n.value) for i, n in enumerate(graph.nodes) if n.op == "const" and n.value]
+    for (i, c), (j, d) in itertools.combinations(consts, 2):
+        if c != -d:
+            continue
+
+        def scaled(v: Values, t: float, i: int = i, j: int = j) -> Changes:
+            return {i: v[i] * (1 + t), j: v[j] * (1 + t)}
+
+        if (t := _fit(replay, scaled)) is not None:
+            text = f"the constants ±{abs(c):.7g} should be ±{_rounded(abs(c) * (1 + t)):.7g}"
+            yield _Edit("wrong_constant", text, lambda v, f=scaled, t=t: f(v, t))
+
+
+def _inserted(
+    graph: Graph, sites: list[tuple[Any, int]], terms: list[int], fault: str, signs: str
+) -> Iterator[_Edit]:
+    """One more term or factor, or a bound: < and > are the smaller and the larger, s gives
+    the sign."""
+    for place, i in sites:
+        for w in terms:
+            if w == i or (isinstance(place, int) and place in _below(graph, w)):
+                continue
+            if isinstance(place, tuple) and place[0] in _below(graph, w):
+                continue
+            for sign in signs:
+                op = _NAMED.get(sign) or _SIGNS[sign]
+                what, at = expression(graph, w), expression(graph, i)
+                due = f"{op}({at}, {what})" if sign in _NAMED else f"{at} {sign} {what}"
+                text = f"`{what}` is left out: `{due}` is due{_use(graph, place)}"
+                yield _Edit(
+                    fault, text,
+                    lambda v, p=place, i=i, w=w, op=op: {p: operation(op).torch(v[i], v[w])},
+                )  # fmt: skip
+
+
+def _dropped(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
+    for i, n in nodes:
+        for a in n.args if n.op in OPS else ():
+            w = next((b for b in n.args if b != a), None)
+            other, fault = graph.nodes[a if w is None else w], "extra_term"
+            what = n.op if w is None else expression(graph, w)
+            if other.op == "operand" and (w is None or sum(w in m.args for _, m in nodes) > 1):
+                fault = "doubled_operand"
+            elif other.op == "const" and n.op == "mul":
+                fault = "constant_factor"
+            said = "enters twice" if fault == "doubled_operand" else "is too much"
+            text = f"`{what}` {said} in `{expression(graph, i)}`: `{expression(graph, a)}` is due"
+            yield _Edit(fault, text, lambda v, i=i, a=a: {i: a})
+
+
+def _fitted(replay: _Replay, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
+    """A factor, a term or a bound that is a number."""
+    import torch
+
+    graph = replay.graph
+    for place, i in sites:
+        what, use = expression(graph, i), _use(graph, place)
+
+        def scaled(v: Values, t: float, p: Any = place, i: int = i) -> Changes:
+            return {p: v[i] * (1 + t)}
+
+        def shifted(v: Values, t: float, p: Any = place, i: int = i) -> Changes:
+            return {p: v[i] + t}
+
+        consts = [n.value for n in graph.nodes if n.op == "const" and abs(n.value) not in (0, 1)]
+        factors = (f for c in (2.0, *consts) for f in (c, 1 / c))
+        known = (f - 1 for f in factors if replay.right(scaled(replay.values, f - 1)))
+        if (t := next(known, None) or _fit(replay, scaled)) is not None:
+            text = f"`{what}` enters times {_rounded(1 / (1 + t)):.7g}{use}"
+            text += f": `{_rounded(1 + t):.7g} · {what}` is due"
+            yield _Edit("constant_factor", text, lambda v, f=scaled, t=t: f(v, t))
+        if (t := _fit(replay, shifted)) is not None:
+            text = f"a term is left out: `{what} {'+-'[t < 0]} {abs(_rounded(t)):.7g}` is due{use}"
+            yield _Edit("missing_term", text, lambda v, f=shifted, t=t: f(v, t))
+        value = torch.as_tensor(replay.values[i], dtype=torch.float64)
+        for op, share in (("minimum", 0.98), ("maximum", 0.02)):
+            start = float(value.flatten()[:100_000].quantile(share)) if value.numel() > 1 else 0.0
+
+            def bounded(
+                v: Values, t: float, p: Any = place, i: int = i, op: str = op, s: float = start
+            ) -> Changes:
+                return {p: operation(op).torch(v[i], torch.tensor(s + t, dtype=torch.float64))}
+
+            if value.numel() > 1 and (t := _fit(replay, bounded)) is not None:
+                due = f"{op}({what}, {_rounded(start + t):.7g})"
+                text = f"a bound is left out: `{due}` is due{use}"
+                yield _Edit("missing_term", text, lambda v, f=bounded, t=t: f(v, t))
+
+
+def _wrapped(graph: Graph, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
+    """One more operation."""
+    for place, i in sites:
+        for op in _INSERTED:
+            due = f"{op}({expression(graph, i)})"
+            text = f"an operation is left out: `{due}` is due{_use(graph, place)}"
+            yield _Edit(
+                "missing_term", text,
+                lambda v, p=place, i=i, op=op: {p: operation(op).torch(v[i])},
+            )  # fmt: skip
+
+
+def _moved(
+    graph: Graph, nodes: list[tuple[int, Node]], sites: list[tuple[Any, int]]
+) -> Iterator[_Edit]:
+    """A factor or a term at another place than it has."""
+    for i, n in nodes:
+        if n.op not in _INFIX:
+            continue
+        for k in (0, 1):
+            w, kept = n.args[k], n.args[1 - k]
+            if n.op in ("sub", "div") and k == 0:
+                continue
+            for place, j in sites:
+                at = place if isinstance(place, int) else place[0]
+                if at == i or j == w or (at >= 0 and at in _below(graph, w)):
+                    continue
+                due = f"{expression(graph, j)} {_INFIX[n.op]} {expression(graph, w)}"
+                text = f"`{expression(graph, w)}` stands in the wrong place: "
+                text += f"not in `{expression(graph, i)}`, but `{due}`{_use(graph, place)}"
+
+                def changes(
+                    v: Values, i: int = i, kept: int = kept, w: int = w, p: Any = place,
+                    j: int = j, op: str = n.op,
+                ) -> Changes:  # fmt: skip
+                    # What comes after the first change is computed from it.
+                    moved = _again(graph, v, {i: v[kept]})
+                    return {i: kept, p: operation(op).torch(moved[j], moved[w])}
+
+                yield _Edit("misplaced", text, changes)
+
+
+def _replaced(
+    graph: Graph, sites: list[tuple[Any, int]], others: list[int]
+) -> Iterator[_Edit]:
+    """Another value of the program in a place."""
+    for place, i in sites:
+        at = place if isinstance(place, int) else place[0]
+        for j in others:
+            if j == i or (at >= 0 and at in _below(graph, j)):
+                continue
+            missing, extra = i in _below(graph, j), j in _below(graph, i)
+            name = graph.nodes[j].op == "operand"
+            fault = "missing_operand" if name else "missing_term" if missing else "extra_term"
+            fault = fault if missing or extra or name else "wrong_operation"
+            text = f"`{expression(graph, j)}` is due where `{expression(graph, i)}` stands"
+            yield _Edit(fault, text + _use(graph, place), lambda v, p=place, j=j: {p: v[j]})
+
+
+def _activations(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
+    """A function of one argument in the place of a composed one."""
+    known = {op: known.torch for op, known in OPS.items() if known.arity == 1}
+    known |= {
+        "relu": lambda x: x.clamp_min(0.0),
+        "silu": lambda x: x * x.sigmoid(),
+        "square": lambda x: x * x,
+    }
+    for i, n in nodes:
+        for a in sorted(_below(graph, i) - {i}, reverse=True) if len(n.args) > 1 else ():
+            for op, function in known.items() if graph.nodes[a].op != "const" else ():
+                text = f"`{expression(graph, i)}` should be `{op}({expression(graph, a)})`"
+                yield _Edit("wrong_operation", text, lambda v, i=i, a=a, f=function: {i: f(v[a])})
+
+
+def _fit(replay: _Replay, changes: Callable[[Values, float], Changes]) -> float | None:
+    """The number with which the changes make the output right, by Newton's method on the median of
+    the elements; None where there is none."""
+    wrong, truth, t, step = replay.wrong, replay.truth, 0.0, 1e-6
+    for _ in range(_STEPS):
+        try:
+            here = replay.run(changes(replay.values, t))
+            slope = (replay.run(changes(replay.values, t + step)) - here) / step
+        except _MISFITS:
+            return None
+        if here.shape != truth.shape:
+            return None
+        # Steps of what does not move are infinite: left out.
+        moves = ((truth - here) / slope)[wrong & (slope.abs() > 1e-12 * truth.abs())]
+        moves = moves[moves.isfinite()]
+        if not moves.numel():
+            return None
+        by = float(moves.median())
+        t += by
+        if not abs(t) < 1e6:
+            return None
+        if abs(by) <= 1e-10 * max(1.0, abs(t)):
+            break
+    return t if abs(t) > 1e-9 and replay.right(changes(replay.values, t)) else None
+
+
+def _rounded(x: float) -> float:
+    """A number as one would write it, where it is nearly that."""
+    for digits in (3, 5, 7):
+        short = float(f"{x:.{digits}g}")
+        if abs(short - x) <= 1e-6 * abs(x):
+            return short
+    return x
+
+
+def _call(
+    i: int, n: Node, order: tuple[int, ...] | None = None, op: str = ""
+) -> Callable[[Values], Changes]:
+    """Node `i` with its arguments in another order, or another operation of them."""
+    args = [n.args[k] for k in order] if order else n.args
+    return lambda v: {i: operation(op or n.op).torch(*(v[a] for a in args))}
+
+
+def _tensors(values: Iterable[Any]) -> list[Any]:
+    import torch
+
+    return [torch.as_tensor(v, dtype=torch.float64) if isinstance(v, float) else v for v in values]
+
+
+def _again(graph: Graph, values: Values, changed: dict[int, Any]) -> Values:
+    """All values, with some changed ones."""
+    found, moved = list(values), set(changed)
+    for i, n in enumerate(graph.nodes):
+        if i in changed:
+            found[i] = changed[i]
+        elif moved.intersection(n.args):
+            found[i] = operation(n.op).torch(*(found[a] for a in n.args))
+            moved.add(i)
+    return found
+
+
+def _below(graph: Graph, root: int) -> set[int]:
+    """A node and all that it is computed from."""
+    found, left = {root}, [root]
+    while left:
+        for a in graph.nodes[left.pop()].args:
+            if a not in found:
+                found.add(a)
+                left.append(a)
+    return found
+
+
+# Expressions in words.
+
+
+def expression(graph: Graph, i: int, length: int = 48) -> str:
+    """A node as one would write it; what is deep inside is left out where it grows long."""
+    for depth in (8, 5, 4, 3, 2, 1):
+        text = _written(graph, i, depth)
+        if len(text) <= length:
+            break
+    return text
+
+
+def _written(graph: Graph, i: int, depth: int, tight: bool = False) -> str:
+    n = graph.nodes[i]
+    if not n.args:
+        return n.name or ("acc" if n.op == "acc" else f"{n.value:.7g}")
+    if not depth:
+        return "…"
+    text = _shown(graph, n.op, n.args, depth)
+    return f"({text})" if tight and n.op in _INFIX else text
+
+
+def _shown(graph: Graph, op: str, args: tuple[int, ...], depth: int) -> str:
+    depth = depth or 3
+    if op in _INFIX:
+        left, right = (_written(graph, a, depth - 1, tight=True) for a in args)
+        return f"{left} {_INFIX[op]} {right}"
+    if op == "neg":
+        return f"-{_written(graph, args[0], depth - 1, tight=True)}"
+    name = op.partition("\n")[0].partition(":")[0]
+    return f"{name}({', '.join(_written(graph, a, depth - 1) for a in args)})"
+
+
+def _use(graph: Graph, place: Any) -> str:
+    """Where a place is, if it is one use of several."""
+    if isinstance(place, int):
+        return ""
+    return f", in `{expression(graph, place[0])}`" if place[0] >= 0 else ", in the output"
