@@ -47,14 +47,13 @@ FAULTS = {
     "wrong_function": "none of these: another activation, term or order of operations",
     **repairs.FAULTS,
 }
-HINT = "compare the program with the spec's mathematics, output by output"
-"""What to try, whatever the fault."""
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float8_e4m3fn": 2.0**-3}
 _ROWS = 128  # rows the reference is run on: the worst ones
 _CLAIM, _CLAIM_FACTOR = 0.85, 0.97  # least share that a fault, and a factor, must explain
 _CERTAIN = 0.9995  # share that ends the search
 _FEW = 4  # elements that any factor explains
 _PARTS = (16, 32, 64, 128)  # K extents of one mainloop step
+_BESIDE = 4  # rows shown beside the worst element, its own among them
 _ALL = slice(None)
 # What digits that the program itself loses may be taken for.
 _VAGUE = ("early_rounding", "rounded_statistics", "wrong_function", "wrong_statistics")
@@ -68,7 +67,9 @@ class Diagnosis:
         fault: A key of `FAULTS`.
         text: One sentence.
         where: fault, row, column (or row alone), got, expected of the worst element; at_tile, its
-            tile's coordinates; parity where only even or odd columns are wrong.
+            tile's coordinates; parity where only even or odd columns are wrong; there, the inputs
+            of the worst element by name, `acc` and what its columns read; rows, a few neighbours
+            as [row, got, expected].
         confidence: Share of the squared difference that the fault explains, 0 to 1.
     """
 
@@ -127,12 +128,15 @@ def diagnosed(
 
     a, b = spec.gemm
     wrong = _WrongOutput(out, truth, inputs, (a, b), tile, reference, allowed)
+    wrong.paired = any(node.op == "even" for node in program.graph.nodes)
     if wrong.exact:
         sets = ((x, reference(x)) for x in others)
         found = repairs.mistake(spec, program, o, itertools.chain([(inputs, truth)], sets))
         return wrong.named(found) if found else wrong.diagnosis(wrong.out)
     seen = wrong.diagnosis(out if again is None else again)
-    if seen.fault in _VAGUE and (found := repairs.lost_digits(spec, program, inputs, o, out, truth)):
+    if seen.fault in _VAGUE and (
+        found := repairs.lost_digits(spec, program, inputs, o, out, truth)
+    ):
         return wrong.named(found)
     return seen
 
@@ -157,6 +161,7 @@ class _WrongOutput:
         self.inputs, self.gemm, self.reference = inputs, gemm, reference
         rows, columns = self.truth.shape
         m, n = (inputs[name].shape[0] for name in gemm)
+        self.paired = False  # whether the program takes columns apart
         self.by_column = self.flat and rows == n != m
         height = tile[1] if self.by_column else tile[0]
         self.tile = (height, 1 if self.flat else max(1, tile[1] * columns // n))
@@ -172,7 +177,8 @@ class _WrongOutput:
         self.wrong = fit & (visible | (self.subtle & (energy > 0)))
 
     def named(self, found: repairs.Mistake) -> Diagnosis:
-        return self._answer(found.fault, found.text, 1.0, self.wrong)
+        lost = ~self.out.isfinite() & self.truth.isfinite()
+        return self._answer(found.fault, found.text, 1.0, self.wrong | lost)
 
     def diagnosis(self, again: torch.Tensor) -> Diagnosis:
         out, truth, second = self.out, self.truth, again.double().reshape(self.out.shape)
@@ -407,7 +413,39 @@ class _WrongOutput:
             where["parity"] = ("even", "odd")[int(odd[0])]
         where["got"] = float(self.out[row, column])
         where["expected"] = float(self.truth[row, column])
+        where["there"] = self._there(row, column)
+        first = max(0, min(row - _BESIDE // 2, len(self.truth) - _BESIDE))
+        where["rows"] = [
+            [i, float(self.out[i, column]), float(self.truth[i, column])]
+            for i in range(first, min(first + _BESIDE, len(self.truth)))
+        ]
         return Diagnosis(fault, text, where, round(max(0.0, min(1.0, confidence)), 3))
+
+    def _there(self, row: int, column: int) -> dict[str, float | list[float]]:
+        """What the program reads at an element, by name: the accumulator where it is one or a pair,
+        and each input that has a value there."""
+        a, b = (self.inputs[x].double() for x in self.gemm)
+        m, n, width = len(a), len(b), self.truth.shape[1]
+        rows, columns = slice(row, row + 1), slice(0, 0)
+        if self.by_column:
+            rows, columns = columns, rows
+        elif not self.flat:  # of half width an element is made of a pair, of double width half one
+            at = column * n // width
+            at -= at % 2 if self.paired else 0
+            columns = slice(at, at + max(1 + self.paired, n // width))
+        found: dict[str, Any] = {"acc": a[rows] @ b[columns].mT}
+        for x, v in self.inputs.items():
+            if x in self.gemm:
+                continue
+            shape = tuple(getattr(v, "shape", ()))
+            places = {(m,): rows, (n,): columns, (m, n): (rows, columns)} if m != n else {}
+            double = slice(2 * columns.start, 2 * columns.stop) if columns.stop else columns
+            places |= {(): ..., (m, 2 * n): (rows, double)}
+            if shape in places:
+                found[x] = v if not shape else v[places[shape]]
+        lists = {x: getattr(v, "flatten", lambda v=v: [v])() for x, v in found.items()}
+        numbers = {x: [float(y) for y in v] for x, v in lists.items() if 0 < len(v) <= _BESIDE}
+        return {x: v if len(v) > 1 else v[0] for x, v in numbers.items()}
 
     def _region(self, mask: torch.Tensor) -> str:
         """The mask in words: its share and its bounding box."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.compare import SAFETY, largest_change
-from coda_agent.agent.judge.diagnosis import HINT, Diagnosis, diagnosed
+from coda_agent.agent.judge.diagnosis import Diagnosis, diagnosed
 from coda_agent.agent.judge.disturbance import disturbed
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import interpreted, one_thread
@@ -125,7 +125,14 @@ def meaning_fault(
                 )
                 where = {**seen.where, "program": program.name, "output": o, "seed": seed}
                 where |= {"case": label} if label else {}
-                return Finding(message=_said(o, label, seen), where=where, hint=HINT)
+                same = {
+                    x: ("passed", "wrong")[
+                        bool(_differs(results[x], v, _RELATIVE * v.abs() + _LEAST).any())
+                    ]
+                    for x, v in truth.items()
+                }
+                where |= {"outputs": same | {o: "wrong"}} if len(truth) > 1 else {}
+                return Finding(message=_said(o, label, seen), where=where)
     return None
 
 

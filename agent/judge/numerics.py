@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from coda_agent.agent.judge.compare import Errors, distances, measure, same, within
-from coda_agent.agent.judge.diagnosis import HINT, diagnosed
+from coda_agent.agent.judge.diagnosis import diagnosed
 from coda_agent.agent.judge.oracle import Case, make_cases
 from coda_agent.agent.judge.records import (
     Finding,
@@ -215,7 +215,11 @@ class TileCheck:
                 out = self._judged(case, o, results[o])
                 error = measure(out, case.truth[o], certain[o], case.rounding.get(o))
             if not within(error, case.bounds[o]):
-                return self._wrong(case, o, results[o], again[o], error, stale.get(o))
+                wrong = self._wrong(case, o, results[o], again[o], error, stale.get(o))
+                if len(found) > 1:
+                    said = {x: within(e, case.bounds[x]) for x, e in found.items()} | {o: False}
+                    wrong.where["outputs"] = {x: ("wrong", "passed")[y] for x, y in said.items()}
+                return wrong
             if not same(results[o], again[o]):
                 return Finding(
                     message=f"{o} differs between two runs on the same inputs", where={"output": o}
@@ -288,7 +292,7 @@ class TileCheck:
             )  # fmt: skip
             said += seen.text
             where |= seen.where
-        return Finding(message=said, where=where, hint=HINT)
+        return Finding(message=said, where=where)
 
 
 def _room(value: torch.Tensor, layout: str, *, turned: bool) -> torch.Tensor:

@@ -96,7 +96,8 @@ class RefusedTile(Record):
     def of(cls, finding: Finding) -> Self:
         """The tile that a finding names."""
         about = {key: finding.where[key] for key in ("program", "dtype", "tile")}
-        return cls(**about, fault=finding.message, where=finding.where)
+        where = {k: v for k, v in finding.where.items() if k not in ("there", "rows", "outputs")}
+        return cls(**about, fault=finding.message, where=where)
 
 
 class Resources(Record):

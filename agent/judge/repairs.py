@@ -521,9 +521,7 @@ def _moved(
                 yield _Edit("misplaced", text, changes)
 
 
-def _replaced(
-    graph: Graph, sites: list[tuple[Any, int]], others: list[int]
-) -> Iterator[_Edit]:
+def _replaced(graph: Graph, sites: list[tuple[Any, int]], others: list[int]) -> Iterator[_Edit]:
     """Another value of the program in a place."""
     for place, i in sites:
         at = place if isinstance(place, int) else place[0]

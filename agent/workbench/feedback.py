@@ -1,53 +1,117 @@
-"""What the judge said, as an author reads it: gate by gate, the first finding first.
+"""What the judge said, as an author reads it: gate by gate, each fault once.
 
 The grammar, one attempt:
 
     attempt 3, check interpret: FAILED at numerics
       static       passed
-      compile      passed   8 kernels; a program, target and tile: registers, spill stores
-      numerics     FAILED   2 findings
-        1. what is wrong
-           at   where: output, rows, columns, tile, sizes
-           try  what to try
+      compile      passed
+      numerics     FAILED   1 fault in 4 findings
+        1. what is wrong; what explains it
+           at     where: output, row, column, program, sizes, case
+           there  what the program reads at the worst element; acc is the product, two numbers a pair
+           rows   row: got, expected; of the worst element and its neighbours
+           also   other programs, types and tiles with this fault
+           try    what to try
+           outputs  which passed, which are wrong
       performance  skipped: why
 
-A passed gate may add figures: the worst error as a share of what is allowed (1.0 is the limit),
-times in microseconds with their share of a bare GEMM's speed and of torch.compile's.
+A gate that passed may add figures: the worst error as a share of what is allowed (1.0 is the limit),
+times in microseconds with their share of a bare GEMM's speed and of torch.compile's. What a failed
+check leaves out, `read_artifact` shows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from coda_agent.agent.judge import Finding, Verdict
 from coda_agent.agent.judge.records import CompileReport, NumericsReport, PerformanceReport
 
-MAX_FINDINGS = 8
+LIMIT = 1200
+"""Characters of a failed check."""
+_MESSAGE, _LINE = 460, 170  # characters of a finding's first line, and of each that follows
+_TOLD = ("got", "expected", "fault", "seed", "at_tile", "there", "rows", "outputs")
+_COPY = ("program", "dtype", "tile")
 
 
 def feedback(verdict: Verdict, check: str, number: int) -> str:
-    """A verdict as text for an author; at most `MAX_FINDINGS` findings of a gate."""
+    """A verdict as text for an author; that of a failed check has at most `LIMIT` characters."""
     failed = next((gate.name for gate in verdict.gates if not gate.passed), None)
     head = f"FAILED at {failed}" if failed else f"passed ({verdict.level or 'nothing shown yet'})"
-    lines = [f"attempt {number}, check {check}: {head}"]
+    lines, faults = [f"attempt {number}, check {check}: {head}"], list[list[str]]()
     for gate in verdict.gates:
         if gate.skipped:
             lines.append(f"  {gate.name:<12} skipped: {gate.skipped}")
             continue
-        count = f"{len(gate.findings)} findings"
-        said = "; ".join(_figures(gate.data)) if gate.passed else count
+        groups = merged(gate.findings)
+        said = "" if failed else "; ".join(_figures(gate.data))
+        if groups:
+            said = f"{len(groups)} fault{'s' * (len(groups) > 1)} in {len(gate.findings)} findings"
         lines.append(f"  {gate.name:<12} {'passed' if gate.passed else 'FAILED'}   {said}".rstrip())
-        for i, finding in enumerate(gate.findings[:MAX_FINDINGS], 1):
-            what, *more = lines_of(finding)
-            lines += [f"    {i}. {what}", *(f"     {line}" for line in more)]
         lines += (f"    {line}" for line in _timings(gate.data))
-    lines += (f"  not shown: {sentence}" for sentence in verdict.not_shown)
-    return "\n".join(lines)
+        faults += [_lines(group) for group in groups]
+    if not failed:
+        return "\n".join([*lines, *(f"  not shown: {sentence}" for sentence in verdict.not_shown)])
+    rest = f"    more: read_artifact artifacts/verdict-{number}.json"
+    for i, (what, *more) in enumerate(faults, 1):
+        block = [f"    {i}. {what}", *(f"     {line}" for line in more)]
+        if len("\n".join([*lines, *block, rest])) > LIMIT:
+            break
+        lines += block
+    return "\n".join([*lines, rest])[:LIMIT]
+
+
+def merged(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Findings by what is wrong: those of other programs, types and tiles are one."""
+    groups = dict[tuple[object, ...], list[Finding]]()
+    for finding in findings:
+        about = finding.where.get("output"), finding.where.get("fault")
+        key = about if about[1] else (*about, finding.message)
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
 
 
 def lines_of(finding: Finding) -> list[str]:
     """A finding as text: what is wrong, then, indented, where and what to try."""
-    at = ", ".join(f"{key} {value}" for key, value in finding.where.items())
-    more = [f"  at   {at}"] * bool(at) + [f"  try  {finding.hint}"] * bool(finding.hint)
-    return [finding.message, *more]
+    return _lines([finding])
+
+
+def _lines(group: list[Finding]) -> list[str]:
+    first, *others = group
+    where = first.where
+    parts = {
+        "at": ", ".join(f"{k} {_short(v)}" for k, v in where.items() if k not in _TOLD),
+        "there": ", ".join(f"{k} {_short(v)}" for k, v in where.get("there", {}).items()),
+        "rows": "; ".join(f"{r}: {_short(g)}, {_short(e)}" for r, g, e in where.get("rows", ())),
+        "also": _copies(first, others),
+        "outputs": ", ".join(f"{k} {v}" for k, v in where.get("outputs", {}).items()),
+        "try": first.hint,
+    }
+    more = [f"  {name:<6} {_cut(text, _LINE)}" for name, text in parts.items() if text]
+    return [_cut(first.message, _MESSAGE), *more]
+
+
+def _copies(first: Finding, others: list[Finding]) -> str:
+    own, *said = (
+        " ".join(str(f.where[k]) for k in _COPY if k in f.where) for f in (first, *others)
+    )
+    return ", ".join(name for name in dict.fromkeys(said) if name not in ("", own))
+
+
+def _cut(text: str, limit: int) -> str:
+    """Text without its middle where it is long: a finding ends with what explains it."""
+    return text if len(text) <= limit else f"{text[: limit // 3]} … {text[-limit * 2 // 3 + 3 :]}"
+
+
+def _short(value: Any) -> str:
+    match value:
+        case float():
+            return f"{value:.6g}"
+        case dict():
+            return " ".join(f"{k}={v}" for k, v in value.items())
+        case list() | tuple():
+            return f"({', '.join(map(_short, value))})"
+        case _:
+            return str(value)
 
 
 def _figures(report: object) -> Iterator[str]:
