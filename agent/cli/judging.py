@@ -47,12 +47,15 @@ def mutants(
 def diagnosis(
     device: DeviceOption = "auto", count: Count = None, seed: Seed = 1, as_json: Json = False
 ) -> Reply:
-    """How often the fault that the judge names is the one that was made, in the accepted kernels
-    and in the demonstrations, which it was not tuned on; judges what is missing."""
+    """How often the fault that the judge names is the one that was made, in mistakes
+    that authors make, in the accepted kernels, and in the demonstrations, which it was not tuned
+    on; judges what is missing."""
     with _judge(device, as_json) as judge:
+        wrong = selection.evenly(selection.authors(find()), count)
+        authors = score_mutants(judge, "authors", wrong, seed=seed)
         record, held_out = (_mutants(judge, n, count, seed) for n in ("mutants", "held-out"))
-        shown = {"diagnosis": record, "held-out": held_out}
-        return _reply(judge, {**record, "held_out": held_out}, shown, False)
+        shown = {"authors": authors, "diagnosis": record, "held-out": held_out}
+        return _reply(judge, {**record, "held_out": held_out, "authors": authors}, shown, False)
 
 
 @reported

@@ -141,6 +141,16 @@ def diagnosed(
     return seen
 
 
+def read_at(
+    spec: Spec, program: Program, inputs: Inputs, out: torch.Tensor, place: tuple[int, ...]
+) -> Iterable[tuple[str, float | list[float]]]:
+    """What a program reads at the element `place` of an output, by name."""
+    a, b = spec.gemm
+    about = _WrongOutput(out, out.double(), inputs, (a, b), (128, 128), dict, None)
+    about.paired = any(node.op == "even" for node in program.graph.nodes)
+    return about.there(*place, *[0] * (2 - len(place))).items()
+
+
 class _WrongOutput:
     """The hypotheses about one output, and what speaks for each."""
 
@@ -413,7 +423,7 @@ class _WrongOutput:
             where["parity"] = ("even", "odd")[int(odd[0])]
         where["got"] = float(self.out[row, column])
         where["expected"] = float(self.truth[row, column])
-        where["there"] = self._there(row, column)
+        where["there"] = self.there(row, column)
         first = max(0, min(row - _BESIDE // 2, len(self.truth) - _BESIDE))
         where["rows"] = [
             [i, float(self.out[i, column]), float(self.truth[i, column])]
@@ -421,7 +431,7 @@ class _WrongOutput:
         ]
         return Diagnosis(fault, text, where, round(max(0.0, min(1.0, confidence)), 3))
 
-    def _there(self, row: int, column: int) -> dict[str, float | list[float]]:
+    def there(self, row: int, column: int) -> dict[str, float | list[float]]:
         """What the program reads at an element, by name: the accumulator where it is one or a pair,
         and each input that has a value there."""
         a, b = (self.inputs[x].double() for x in self.gemm)

@@ -16,8 +16,9 @@ from pydantic import Field
 from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
-from coda_agent.agent.judge import Verdict
+from coda_agent.agent.judge import Finding, Verdict
 from coda_agent.agent.judge.records import GATES
+from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
@@ -35,6 +36,8 @@ from coda_agent.specs import Spec
 
 __all__ = ["NEXT", "TOOLS", "Result", "Tool", "ToolError", "Workbench", "shown"]
 
+PAGE = 4000
+"""Characters of a page of an artifact."""
 NEXT = "read_spec with the spec's name opens a new one"
 CHECKED = {"static": GATES[:1], "compile": GATES[:2], "interpret": GATES[:3], "gpu": GATES[:3]}
 """The gates of each level of `check`; all others run them all."""
@@ -280,6 +283,68 @@ class Workbench:
     def check(self, level: Level) -> Result:
         """Judges the candidate up to a level, and says what is wrong, where, and what to try."""
         return self._judged(level)
+
+    @tool()
+    def evaluate(
+        self,
+        expression: Annotated[
+            str | None,
+            _told("Of acc and operands; lines before the last assign. None: the candidate."),
+        ] = None,
+        values: Annotated[
+            dict[str, float | list[float]] | None,
+            _told("Numbers of the first row by name, acc among them; what is absent is drawn."),
+        ] = None,
+        failing: Annotated[bool, _told("On the case in which the last check failed.")] = False,
+        against: Annotated[int | None, _told("Number of an attempt to show beside it.")] = None,
+        program: Annotated[str | None, _told("One program of several.")] = None,
+    ) -> Result:
+        """What the candidate or an expression gives at a few elements, beside the exact reference:
+        in float64, and as float32 arithmetic stores it."""
+        from coda_agent.agent.workbench.evaluating import inputs_of, table, traced, written
+
+        names = {self.spec.variant(b): b for b in self.spec.bindings()}
+        name = program or next(iter(names))
+        binding, values = _pick(names, name, "program"), values or {}
+        found = written(self.spec, binding, expression) if expression else None
+        programs = {"expression": found} if found else {}
+        if not found:
+            programs["candidate"] = traced(self._candidate(), list(names), name)
+        if against is not None:
+            attempts = {str(a.number): a.text for a in self.state.attempts}
+            text = _pick(attempts, str(against), "attempt")
+            programs[f"attempt {against}"] = traced(text, list(names), name)
+        finding = self._last_finding() if failing else None
+        with one_thread():
+            inputs = inputs_of(self.spec, binding, values, finding)
+            given = max((len(v) if isinstance(v, list) else 1 for v in values.values()), default=0)
+            return Result(text=table(self.spec, binding, programs, inputs, given=given))
+
+    def _last_finding(self) -> Finding:
+        """The first finding of the last attempt."""
+        number = len(self.state.attempts)
+        path = self.log.folder / "artifacts" / f"verdict-{number}.json"
+        gates = Verdict.model_validate_json(path.read_text("utf-8")).gates if number else []
+        found = next((f for gate in gates for f in gate.findings), None)
+        if found is None:
+            raise ToolError("the last check did not fail", hint="leave `failing` out")
+        return found
+
+    @tool()
+    def read_artifact(
+        self,
+        name: Annotated[str, _told("As a result names it, such as artifacts/verdict-1.json.")],
+        page: Annotated[int, Field(ge=1, description="From 1.")] = 1,
+    ) -> Result:
+        """One page of a file that an earlier result left in the run's folder."""
+        files = sorted((self.log.folder / "artifacts").glob("*"))
+        known = {f"artifacts/{file.name}": file for file in files if file.is_file()}
+        text = _pick(known, name, "artifact").read_text("utf-8")
+        pages = max(1, -(-len(text) // PAGE))
+        if page > pages:
+            raise ToolError(f"{name} has {pages} pages")
+        shown = text[(page - 1) * PAGE : page * PAGE]
+        return Result(text=f"{name}, page {page} of {pages}\n{shown}", data={"pages": pages})
 
     @tool()
     def benchmark(self) -> Result:

@@ -81,12 +81,14 @@ def _mutants(record: Record) -> dict[str, Any]:
 def _diagnosis(record: Record) -> dict[str, Any]:
     """How often the fault that was named is the one that was made. Another right name counts as the
     best one."""
+    cells = [c for c in record["cells"].values() if "fault" in c]
     pairs = [
         (c["expected"][0], c["expected"][0] if c["fault"] in c["expected"] else c["fault"])
-        for c in record["cells"].values()
-        if "fault" in c
+        for c in cells
     ]
-    right = sum(made == said for made, said in pairs)
+    # A name counts where the sentence holds what the set asks of it.
+    right = sum(made == said and "vague" not in c for (made, said), c in zip(pairs, cells))
+    unnamed = sum(made != said and said in ("wrong_function", "wrong_statistics") for made, said in pairs)
     rows = [["fault", "mutants", "recall", "precision", "else called"]]
     for fault in sorted({fault for pair in pairs for fault in pair}):
         said = Counter(said for made, said in pairs if made == fault)
@@ -98,7 +100,8 @@ def _diagnosis(record: Record) -> dict[str, Any]:
             ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in said.most_common()),
         ])  # fmt: skip
     named = f"{right} of {len(pairs)}, {right / max(len(pairs), 1):.1%}"
-    return {"named": named, "names": rows}
+    wrong = f"{len(pairs) - right - unnamed} of {len(pairs)}"
+    return {"named": named, "misnamed": wrong, "names": rows}
 
 
 def _held_out(record: Record) -> dict[str, Any]:
@@ -152,6 +155,7 @@ FIGURES = {
     "mutants": _mutants,
     "diagnosis": _diagnosis,
     "held-out": _held_out,
+    "authors": _held_out,
     "by-hand-found": _fates,
     "by-hand-blind": _fates,
     "corpus": _corpus,

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -92,7 +93,10 @@ def trial(judge: Judge, mutant: Mutant, *, seed: int) -> dict[str, Any]:
     cell["layer"] = "numerics"
     if mutant.faults and (fault := found.where.get("fault")):
         cell |= {"expected": mutant.faults, "fault": fault}
-        cell |= {} if fault in mutant.faults else {"said": found.message}
+        said = found.message.rpartition("; ")[2]
+        vague = fault in mutant.faults and not re.search(mutant.says, said)
+        cell |= {"vague": True} if vague else {}
+        cell |= {"said": found.message} if vague or fault not in mutant.faults else {}
     return cell
 
 

@@ -7,7 +7,7 @@ from coda_agent.agent import execution, judge
 from coda_agent.agent.judge import GATES
 from coda_agent.agent.workspace import Workspace
 from coda_agent.demos import demos
-from coda_agent.evals.judge.by_hand import written
+from coda_agent.evals.judge.by_hand import AUTHORS, right_programs, written
 from coda_agent.evals.judge.corpus import Subject, demonstrations, kernels, rewrites
 from coda_agent.evals.judge.mutants import Mutant, suite
 from coda_agent.generated.kernel import load_kernel
@@ -31,6 +31,11 @@ def mutants(workspace: Workspace, name: str, *, count: int | None, seed: int) ->
     else:
         right, _ = demonstrations(demos())
     return suite(right, seed=seed, count=count)
+
+
+def authors(workspace: Workspace) -> list[Mutant]:
+    """Mistakes that authors make, with the names that are right."""
+    return written(AUTHORS, right_programs(AUTHORS, workspace.root / "specs"))
 
 
 def by_hand(workspace: Workspace, name: str) -> list[Mutant]:

@@ -1,0 +1,216 @@
+"""Programs on a few numbers, beside the reference in float64.
+
+A program is the candidate's, an earlier attempt's, or one made of an expression. Its Python runs
+where any candidate's does, in a sandboxed worker; here its graph is replayed. The numbers are given
+ones, a draw of the spec, or the case in which the last check failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from coda_agent import primitives
+from coda_agent.agent import execution
+from coda_agent.agent.judge import Finding
+from coda_agent.agent.judge.diagnosis import read_at
+from coda_agent.agent.judge.meaning import draws, replayed
+from coda_agent.agent.judge.oracle import make_cases
+from coda_agent.agent.judge.runners import interpreted
+from coda_agent.agent.judge.static import check_source
+from coda_agent.agent.judge.structures import base_shape
+from coda_agent.agent.workbench.registry import ToolError
+from coda_agent.primitives.errors import CodaError, CompileError
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import OPERAND_KINDS, ColIndex
+from coda_agent.specs import Spec, draw_inputs, run_reference
+
+if TYPE_CHECKING:
+    import torch
+
+SHOWN = 6  # elements of an output
+_SEED = 0
+_OUTPUTS = ("Tile", "HalfTile", "WideTile", "RowGather")  # what an expression may be stored as
+
+
+def traced(text: str, names: list[str], name: str) -> Program:
+    """The program `name` of a text that has all of `names`, traced in a compile worker.
+
+    Raises:
+        ToolError: the text is not in the language, or has no such program.
+        CompileError: it does not trace.
+    """
+    if findings := check_source(text, names):
+        raise ToolError(findings[0].message, hint=findings[0].hint)
+    return execution.executor().load(text)[name]
+
+
+def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
+    """The program that stores an expression as `value`; lines before its last are assignments.
+
+    Raises:
+        ToolError, CompileError: as `traced`.
+    """
+    m, n, _ = spec.gemm_dims
+    if not expression.strip():
+        raise ToolError("the expression is empty")
+    *lines, last = (line.strip() for line in expression.strip().splitlines())
+    declared, names = ["acc"], set(re.findall(r"[A-Za-z_]\w*", expression))
+    for x in spec.inputs:
+        shape = tuple(str(d) for d in spec.symbolic_shape(x, binding))
+        kinds = [k for k in OPERAND_KINDS.values() if k.named(m, n) == shape]
+        if spec.inputs[x].draw.kind == "integers":
+            kinds = [ColIndex]
+        # One that is not used would be refused, as in any program.
+        if kinds and x not in spec.gemm and x in names:
+            declared.append(f"{x}: {kinds[0].__name__}")
+    body = "".join(f"    {line}\n" for line in lines)
+    kinds = {line.partition(": ")[2] for line in declared[1:]}
+    used = {"epilogue", *kinds, *names.intersection(primitives.__all__)}
+    refused: CodaError | None = None
+    for kind in _OUTPUTS:
+        text = (
+            f"from coda_agent.primitives import {', '.join(sorted({*used, kind}))}\n\n\n"
+            f"@epilogue(value={kind})\n"
+            f"def expression({', '.join(declared)}):\n{body}    return {{'value': {last}}}\n"
+        )
+        try:
+            return traced(text, ["expression"], "expression")
+        except CompileError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def inputs_of(
+    spec: Spec, binding: Mapping[str, str], values: Mapping[str, float | list[float]],
+    failing: Finding | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Inputs in float64: those of a failing case, or a draw, with given values in their first row.
+
+    Raises:
+        ToolError: a value for what is no operand, or the finding has no case.
+    """
+    import torch
+
+    if failing is not None:
+        drawn = _failed(spec, binding, failing)
+    else:
+        drawn = draw_inputs(
+            spec, base_shape(spec), spec.default_types(), seed=_SEED, binding=binding
+        )
+    inputs: dict[str, Any] = {
+        x: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for x, v in drawn.items()
+    }
+    a, b = spec.gemm
+    known = ["acc", *(x for x in inputs if x not in (a, b))]
+    if unknown := sorted(set(values) - set(known)):
+        raise ToolError(f"no operand named {unknown[0]!r}", hint=f"there are {', '.join(known)}")
+    if "acc" in values:  # A of the wanted product and B = 1 give it
+        acc = inputs[a] @ inputs[b].mT
+        inputs[a], inputs[b] = acc, torch.eye(acc.shape[1], dtype=torch.float64)
+    for x, given in values.items():
+        row = torch.tensor(given if isinstance(given, list) else [given], dtype=torch.float64)
+        old = inputs[a if x == "acc" else x]
+        if not getattr(old, "ndim", 0):
+            inputs[x] = float(row[0])
+            continue
+        of_columns = old.ndim == 2 or len(old) == len(inputs[b])
+        place = old[0] if old.ndim == 2 else old if of_columns else old[:1]
+        place.copy_(row.repeat(-(-len(place) // len(row)))[: len(place)])
+    return inputs
+
+
+def _failed(spec: Spec, binding: Mapping[str, str], finding: Finding) -> Mapping[str, Any]:
+    where = finding.where
+    if "seed" not in where:
+        raise ToolError("the last check failed on no numbers", hint="leave `failing` out")
+    seed, label = where["seed"], where.get("case", "")
+    if "dtype" not in where:
+        return next(x for name, x in draws(spec, binding, seed) if name == label)
+    cases = make_cases(spec, binding, where["dtype"], "cpu", seed)
+    return next(c for c in cases if c.label == label and dict(c.sizes) == where["sizes"]).inputs
+
+
+def table(
+    spec: Spec, binding: Mapping[str, str], programs: Mapping[str, Program],
+    inputs: Mapping[str, Any], *, given: int = 0,
+) -> str:  # fmt: skip
+    """What programs give at some elements of each output, beside the truth, as text.
+
+    Args:
+        spec: The spec.
+        binding: Its static parameters.
+        programs: By what they are called in the table.
+        inputs: In float64.
+        given: How many columns of the first row to show; else the elements that differ most.
+    """
+    import torch
+
+    truth = run_reference(spec, inputs, binding=binding, exact=True)
+    types = {o: getattr(torch, spec.dtype_of(o, spec.default_types())) for o in spec.outputs}
+    exact = {name: replayed(spec, p, {**inputs}) for name, p in programs.items()}
+    single = {
+        name: interpreted(
+            spec, p, {**inputs}, dtypes={o: types.get(o, torch.float32) for o in p.outputs}
+        )
+        for name, p in programs.items()
+    }
+    outputs = dict.fromkeys(o for p in programs.values() for o in p.outputs)
+    return "\n".join(
+        line
+        for o in outputs
+        for line in _rows(
+            spec, o, truth, {n: x[o] for n, x in exact.items() if o in x},
+            {n: x[o] for n, x in single.items() if o in x}, programs, inputs, given,
+        )  # fmt: skip
+    )
+
+
+def _rows(
+    spec: Spec, o: str, truth: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor],
+    single: Mapping[str, torch.Tensor], programs: Mapping[str, Program],
+    inputs: Mapping[str, Any], given: int,
+) -> Iterator[str]:  # fmt: skip
+    first = next(iter(exact.values()))
+    # An expression stands beside the outputs of its shape.
+    beside = {x: v for x, v in truth.items() if (x == o if o in truth else v.shape == first.shape)}
+    program = next(p for n, p in programs.items() if n in exact)
+    yield f"{o} {tuple(first.shape)}"
+    columns = given * first.shape[-1] // len(inputs[spec.gemm[1]]) if first.ndim == 2 else given
+    shown = max(1, columns) if given else 0
+    for place in _places(first, next(iter(beside.values()), None), shown):
+        said = [f"{x} {_number(v)}" for x, v in read_at(spec, program, inputs, first, place)]
+        said += [f"reference {x} {_number(v[place])}" for x, v in beside.items()]
+        for name, value in exact.items():
+            said.append(f"{name} {_number(value[place])} (stored {_number(single[name][place])})")
+        yield f"  {list(place)}: {'; '.join(said)}"
+
+
+def _places(
+    value: torch.Tensor, truth: torch.Tensor | None, given: int
+) -> Iterable[tuple[int, ...]]:
+    """Indices of the elements that are shown."""
+    if given:
+        columns = range(min(given, SHOWN * 2, value.shape[-1] if value.ndim == 2 else 1))
+        return [(0, j) if value.ndim == 2 else (j,) for j in columns]
+    import torch
+
+    off = torch.zeros_like(value)
+    if truth is not None:
+        off = (value - truth).abs() / truth.abs().clamp_min(1e-290)
+    worst = off.nan_to_num(torch.inf).flatten().topk(min(SHOWN // 2, off.numel())).indices.tolist()
+    places = [*worst, *range(min(SHOWN, off.numel()))]
+    width = value.shape[-1]
+    return itertools.islice(
+        ((divmod(i, width) if value.ndim == 2 else (i,)) for i in dict.fromkeys(places)), SHOWN
+    )
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_number, value))})"
+    return f"{float(value):.6g}"
