@@ -159,15 +159,11 @@ def table(
         )
         for name, p in programs.items()
     }
-    outputs = dict.fromkeys(o for p in programs.values() for o in p.outputs)
-    return "\n".join(
-        line
-        for o in outputs
-        for line in _rows(
-            spec, o, truth, {n: x[o] for n, x in exact.items() if o in x},
-            {n: x[o] for n, x in single.items() if o in x}, programs, inputs, given,
-        )  # fmt: skip
-    )
+    lines = list[str]()
+    for o in dict.fromkeys(o for p in programs.values() for o in p.outputs):
+        found = [{name: x[o] for name, x in all_.items() if o in x} for all_ in (exact, single)]
+        lines += _rows(spec, o, truth, *found, programs, inputs, given)
+    return "\n".join(lines)
 
 
 def _rows(

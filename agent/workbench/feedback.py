@@ -8,16 +8,16 @@ The grammar, one attempt:
       numerics     FAILED   1 fault in 4 findings
         1. what is wrong; what explains it
            at     where: output, row, column, program, sizes, case
-           there  what the program reads at the worst element; acc is the product, two numbers a pair
+           there  what the program reads at the worst element; acc is the product
            rows   row: got, expected; of the worst element and its neighbours
            also   other programs, types and tiles with this fault
            try    what to try
            outputs  which passed, which are wrong
       performance  skipped: why
 
-A gate that passed may add figures: the worst error as a share of what is allowed (1.0 is the limit),
-times in microseconds with their share of a bare GEMM's speed and of torch.compile's. What a failed
-check leaves out, `read_artifact` shows.
+A gate that passed may add figures: the worst error as a share of what is allowed (1.0 is the
+limit), times in microseconds with their share of a bare GEMM's speed and of torch.compile's. What a
+failed check leaves out, `read_artifact` shows.
 """
 
 from collections.abc import Iterable, Iterator

@@ -87,8 +87,12 @@ def _diagnosis(record: Record) -> dict[str, Any]:
         for c in cells
     ]
     # A name counts where the sentence holds what the set asks of it.
-    right = sum(made == said and "vague" not in c for (made, said), c in zip(pairs, cells))
-    unnamed = sum(made != said and said in ("wrong_function", "wrong_statistics") for made, said in pairs)
+    right = sum(
+        made == said and "vague" not in c for (made, said), c in zip(pairs, cells, strict=True)
+    )
+    unnamed = sum(
+        made != said and said in ("wrong_function", "wrong_statistics") for made, said in pairs
+    )
     rows = [["fault", "mutants", "recall", "precision", "else called"]]
     for fault in sorted({fault for pair in pairs for fault in pair}):
         said = Counter(said for made, said in pairs if made == fault)

@@ -200,7 +200,7 @@ def test_long_results_are_cut_and_kept(bench: Workbench) -> None:
 def test_tools_are_described_for_others() -> None:
     assert list(TOOLS) == [
         "read_spec", "list_primitives", "read_primitive", "list_demos", "read_demo", "search_tips",
-        "write_candidate", "edit_candidate", "check", "benchmark", "profile", "inspect", "log_tip",
+        "write_candidate", "edit_candidate", "check", "evaluate", "read_artifact", "benchmark", "profile", "inspect", "log_tip",
         "submit", "give_up",
     ]  # fmt: skip
     for tool in TOOLS.values():

@@ -1,0 +1,127 @@
+"""`evaluate` against numbers computed here, artifacts by pages, and a failed check's text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from coda_agent.agent import pipeline, workspace
+from coda_agent.agent.judge import Finding, GateResult, Verdict
+from coda_agent.agent.workbench import PAGE, Workbench
+from coda_agent.agent.workbench.feedback import LIMIT, feedback, merged
+
+ROOT = Path(__file__).parents[2]
+HEAD = "from coda_agent.primitives import HalfTile, Tile, epilogue, pairs, sigmoid, swiglu\n\n\n"
+RIGHT = (
+    '@epilogue(D=Tile, O=HalfTile)\ndef gemm_swiglu(acc):\n    """O"""\n'
+    '    gate, up = pairs(acc)\n    return {"D": acc, "O": swiglu(gate, up)}\n'
+)
+WRONG = RIGHT.replace("swiglu(gate, up)", "sigmoid(gate) * up")
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench]:
+    monkeypatch.chdir(tmp_path)
+    made, _ = workspace.init(tmp_path)
+    spec = ROOT / "specs" / "gemm_swiglu.md"
+    with pipeline.opened(made, spec, "me", lambda *_: None, device="cpu", commit=False) as opened:
+        yield opened
+
+
+def say(bench: Workbench, tool: str, **given: object) -> str:
+    result = bench.call(tool, given)
+    assert result.ok, result.text
+    return result.text
+
+
+def numbers(text: str, name: str) -> list[float]:
+    return [float(x) for x in re.findall(rf"{name} (\S+?)[;\s]", text)]
+
+
+def test_the_candidate_on_given_numbers(bench: Workbench) -> None:
+    say(bench, "write_candidate", text=HEAD + WRONG)
+    acc = [1.0, 2.0, -3.0, 0.5]
+    text = say(bench, "evaluate", values={"acc": acc})
+    half = text[text.index("\nO (") :]
+    gate, up = torch.tensor(acc[::2]).double(), torch.tensor(acc[1::2]).double()
+    assert numbers(half, "reference O") == pytest.approx(
+        (gate * gate.sigmoid() * up).tolist(), 1e-5
+    )
+    assert numbers(half, "candidate") == pytest.approx((gate.sigmoid() * up).tolist(), 1e-5)
+    assert "acc (1, 2)" in half and "acc (-3, 0.5)" in half
+    assert numbers(text[: text.index("\nO (")], "reference D") == acc
+
+
+def test_an_expression_and_an_earlier_attempt(bench: Workbench) -> None:
+    text = say(bench, "evaluate", expression="g, u = pairs(acc)\ng + u", values={"acc": [1.5, 2]})
+    assert numbers(text, "expression") == [3.5]
+    say(bench, "write_candidate", text=HEAD + WRONG)
+    said = say(bench, "check", level="interpret")
+    assert "should be" in said or "is due" in said
+    assert len(said) <= LIMIT
+    say(bench, "write_candidate", text=HEAD + RIGHT)
+    text = say(bench, "evaluate", against=1, failing=True)
+    half = text[text.index("\nO (") :]
+    truth = numbers(half, "reference O")
+    assert numbers(half, "candidate") == pytest.approx(truth, rel=1e-5)
+    assert numbers(half, "attempt 1") != pytest.approx(truth, rel=1e-2)
+
+
+def test_what_cannot_be_evaluated_is_said_in_a_line(bench: Workbench) -> None:
+    for given, said in (
+        ({}, "there is no candidate yet"),
+        ({"expression": "relux(acc)"}, "unknown name 'relux'"),
+        ({"expression": "acc", "values": {"zz": 1}}, "no operand named 'zz' (there are acc)"),
+        ({"expression": "acc", "failing": True}, "the last check did not fail"),
+        ({"expression": "acc", "against": 3}, "no attempt named '3'"),
+        ({"expression": " "}, "the expression is empty"),
+    ):
+        result = bench.call("evaluate", given)
+        assert not result.ok and said in result.text and "\n" not in result.text
+
+
+def test_an_artifact_is_read_in_pages(bench: Workbench) -> None:
+    whole = "".join(f"line {i}\n" for i in range(1000))
+    name = bench.log.artifact("long.txt", whole)
+    pages = []
+    for page in range(1, -(-len(whole) // PAGE) + 1):
+        head, _, body = say(bench, "read_artifact", name=name, page=page).partition("\n")
+        assert head == f"{name}, page {page} of 3"
+        pages.append(body)
+    assert "".join(pages) == whole
+    assert "has 3 pages" in bench.call("read_artifact", {"name": name, "page": 4}).text
+    assert not bench.call("read_artifact", {"name": "../events.jsonl"}).ok
+
+
+def copies(count: int, **where: object) -> list[Finding]:
+    about = {"output": "O", "fault": "wrong_sign", "program": "k", "dtype": "bfloat16", **where}
+    return [
+        Finding(message=f"O is wrong: error {i}; `r` has the other sign", where={**about, "tile": f"{i}x{i}"})
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def failed(findings: list[Finding]) -> str:
+    gates = [GateResult(name="numerics", passed=False, findings=findings)]
+    return feedback(Verdict(passed=False, level=None, gates=gates, not_shown=["x"]), "gpu", 2)
+
+
+def test_a_fault_is_told_once_with_its_other_tiles() -> None:
+    found = [*copies(3), *copies(1, output="amax"), Finding(message="spills")]
+    assert [len(group) for group in merged(found)] == [3, 1, 1]
+    text = failed(found)
+    assert "3 faults in 5 findings" in text
+    assert text.count("has the other sign") == 2
+    assert "also   k bfloat16 1x1, k bfloat16 2x2" in text
+    assert "read_artifact artifacts/verdict-2.json" in text
+
+
+def test_a_failed_check_is_short_however_much_is_wrong() -> None:
+    many = [f for i in range(30) for f in copies(40, output=f"O{i}", rows=[[1, 0.5, 0.25]] * 4)]
+    text = failed(many)
+    assert len(text) <= LIMIT and "30 faults in 1200 findings" in text
+    assert "rows   1: 0.5, 0.25" in text

@@ -1,0 +1,87 @@
+"""Mistakes that authors make are named by the edit that undoes them; programs and specs are here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coda_agent.agent.judge import repairs
+from coda_agent.agent.judge.meaning import meaning_fault
+from coda_agent.agent.judge.records import RefusedTile
+from coda_agent.evals.judge import by_hand
+from coda_agent.primitives import Tile, epilogue, erf, exp, maximum, tanh
+from coda_agent.primitives.inspect import describe
+from tests.agent.test_meaning import findings, spec_of
+
+ROOT = Path(__file__).parents[2]
+
+# The reference, a wrong program, the fault's name, and what the sentence holds.
+MISTAKES = [
+    ("F.elu(z) * r", "where(greater(acc, 0.0), acc, exp(minimum(acc, 0.0))) * r", "wrong_operation", "should be `expm1"),
+    ("(z + 2.0) * r", "acc * r", "missing_term", r"`acc \+ 2` is due"),
+    ("torch.erf(z) * r", "tanh(acc) * r", "wrong_operation", r"`tanh\(acc\)` should be `erf\(acc\)`"),
+    ("z.clamp(-128, 127) * r", "clamp(acc, -128.0, 128.0) * r", "wrong_constant", "128 in .* should be 127"),
+    ("torch.sigmoid(z * r)", "sigmoid(acc) * r", "misplaced", "`acc · r`"),
+    ("torch.sigmoid(z) * r", "sigmoid(acc * r)", "misplaced", r"`sigmoid\(acc\) · r`|not in"),
+    ("z * r + 1.0", "r + acc + 1.0", "wrong_operation", r"`r \+ acc` should be `r · acc`"),
+    ("r - z", "r + acc", "wrong_sign", "- is due"),
+    ("z * r", "acc * r * r", "doubled_operand", "`r` enters twice"),
+    ("z * r", "2.5 * acc * r", "constant_factor", "`2.5` is too much"),
+    ("torch.relu(z) + r", "maximum(acc, 0.5) + r", "wrong_constant", "0.5 .* should be 0"),
+    ("torch.log1p(z * z) * r", "log(1.0 + acc * acc) * r", "cancellation", "digits are lost"),
+    ("F.softplus(z) * r", "log(1.0 + exp(acc)) * r", "overflow", r"`exp\(acc\)` is inf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("right", "wrong", "fault", "says"), MISTAKES)
+def test_a_mistake_is_named(right: str, wrong: str, fault: str, says: str) -> None:
+    (finding,) = findings(spec_of(right), wrong)
+    assert finding.where["fault"] == fault, finding.message
+    assert re.search(says, finding.message.rpartition("; ")[2]), finding.message
+
+
+def test_nothing_is_named_where_no_single_edit_is_enough() -> None:
+    (finding,) = findings(spec_of("torch.sin(z) * r + torch.cos(z)"), "acc * r * 0.5 + 1.0 / r")
+    assert finding.where["fault"] == "wrong_function"
+    assert "no simple fault explains it" in finding.message
+
+
+def test_a_finding_holds_what_the_program_reads_and_its_neighbours() -> None:
+    (finding,) = findings(spec_of("z * r"), "acc + r")
+    where = finding.where
+    acc, r = where["there"]["acc"], where["there"]["r"]
+    assert where["got"] == pytest.approx(acc + r)
+    assert where["expected"] == pytest.approx(acc * r)
+    rows = {row: (got, expected) for row, got, expected in where["rows"]}
+    assert len(rows) == 4
+    assert rows[where["row"]] == (where["got"], where["expected"])
+    about = {"program": "k", "dtype": "bfloat16", "tile": "128x128"}
+    kept = RefusedTile.of(finding.model_copy(update={"where": where | about}))
+    assert not {"there", "rows"} & set(kept.where)
+
+
+def test_an_expression_is_written_as_an_author_would() -> None:
+    @epilogue(O=Tile)
+    def k(acc, C: Tile):
+        return {"O": maximum(erf(acc - C) * 2.0, tanh(exp(-acc)))}
+
+    root = k.graph.outputs["O"]
+    assert repairs.expression(k.graph, root, 80) == "maximum(erf(acc - C) · 2, tanh(exp(-acc)))"
+    assert repairs.expression(k.graph, root, 20) == "maximum(…, …)"
+    assert "erf" in describe(k.graph)
+
+
+def test_a_sample_of_the_set_is_named() -> None:
+    right = by_hand.right_programs(by_hand.AUTHORS, ROOT / "specs")
+    assert len(right) >= 15
+    every = by_hand.written(by_hand.AUTHORS, right)
+    assert len(every) >= 60 and len({m.program.digest for m in every}) == len(every)
+    named = 0
+    for m in every[::8]:
+        found = meaning_fault(m.wrong.spec, m.wrong.program, m.wrong.binding, 1)
+        assert found is not None
+        said = found.message.rpartition("; ")[2]
+        named += found.where["fault"] in m.faults and re.search(m.says, said) is not None
+    assert named >= len(every[::8]) - 1
