@@ -161,8 +161,11 @@ def table(
     }
     lines = list[str]()
     for o in dict.fromkeys(o for p in programs.values() for o in p.outputs):
-        found = [{name: x[o] for name, x in all_.items() if o in x} for all_ in (exact, single)]
-        lines += _rows(spec, o, truth, *found, programs, inputs, given)
+        unrounded, stored = (
+            {name: found[o] for name, found in runs.items() if o in found}
+            for runs in (exact, single)
+        )
+        lines += _rows(spec, o, truth, unrounded, stored, programs, inputs, given)
     return "\n".join(lines)
 
 
