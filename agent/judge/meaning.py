@@ -289,8 +289,9 @@ def _of_rounding(
             continue
         if node.op == "const" and float(torch.tensor(node.value).bfloat16()) == node.value:
             continue  # short numbers are meant exactly
-        share = _CUT if node.op == "softplus" else _ROUNDING
-        moved, share = (constants, _CONSTANT) if node.op == "const" else (operations, share)
+        moved, share = (constants, _CONSTANT) if node.op == "const" else (operations, _ROUNDING)
+        if node.op == "softplus":  # what its cut is off by may be most of a remainder
+            moved, share = constants, _CUT
         graph = _scaled(program.graph, i, 1 + share)
         other = replayed(spec, dataclasses.replace(program, graph=graph), inputs)[o]
         moved += (other.clamp(-top, top) - out).abs().nan_to_num(0.0, 0.0, 0.0)

@@ -55,15 +55,29 @@ def reference(A, B):
     return {{"O": {body}}}
 ```
 """
+REMAINDER = "torch.fmod(torch.log(1 + torch.exp(D.clamp(max=60))), 1.5).to(A.dtype)"
+CANCELLED = "(0.5 * torch.addcdiv(torch.rsub(D, D), D, D.square() + 1)).to(A.dtype)"
 COSINE = "torch.where((F.relu(D).cos() > 0) & (D > 0), F.relu(D).cos(), D).to(A.dtype)"
 
 
 @pytest.mark.parametrize(
     ("number", "dtype", "body"),
-    [(467, "float32", "(torch.asinh(-D) + D).float()"), (1181, "T", COSINE)],
-    ids=["no digit is left of a small difference", "a sign by the cosine of a huge angle"],
+    [
+        (467, "float32", "(torch.asinh(-D) + D).float()"),
+        (1181, "T", COSINE),
+        (0, "T", REMAINDER),
+        (1766, "T", CANCELLED),
+    ],
+    ids=[
+        "no digit is left of a small difference",
+        "a sign by the cosine of a huge angle",
+        "a remainder of a softplus, which is cut",
+        "a value less itself, beside a small one",
+    ],
 )
-def test_what_has_no_right_digit_is_not_refused(number: int, dtype: str, body: str) -> None:
+def test_a_right_program_that_few_digits_are_left_of_is_not_refused(
+    number: int, dtype: str, body: str
+) -> None:
     text = SPEC.format(number=number, dtype=dtype, body=body)
     spec = load_spec(Path(f"generated_{number}.md"), text=text)
     assert generated.judged(spec, Judge(Path(), "cpu"), seed=number + 1) == {"layer": "right"}

@@ -149,13 +149,19 @@ def _coefficient(expr: Expr) -> tuple[float, list[Expr]]:
 def _sum(terms: list[Expr]) -> Expr:
     constant = sum(t.value for t in terms if t.op == "const")
     rest = [t for t in terms if t.op != "const"]
-    # Only of an input, or of a product that no kernel has by itself: an infinite one less itself is
-    # NaN.
+    first: list[Expr] = []
     for term in [t for t in rest if t.op == "neg"]:
-        if term.args[0] in rest and term.args[0].op in ("operand", "part"):
-            rest.remove(term)
-            rest.remove(term.args[0])
+        value = term.args[0]
+        if value not in rest:
+            continue
+        rest.remove(term)
+        rest.remove(value)
+        # An input, or a product that no kernel has by itself, is left out. Another value may be
+        # infinite, and then the difference is NaN; it comes first, or takes others' digits along.
+        if value.op not in ("operand", "part"):
+            first += value, term
     rest.sort(key=lambda t: (negative(t), min(t.key), t.key))
+    rest = first + rest
     if constant:
         rest.append(const(constant))
     if not rest:
