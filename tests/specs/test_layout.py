@@ -240,6 +240,13 @@ LAYOUTS: dict[str, Any] = {
         "return torch.cat([a * c - b * s, b * c + a * s], -1).flatten(-2).to(x.dtype)",
         header="dims: {B: {}, T: {}, K: {multiple_of: 8}, H: {multiple_of: 64}}\n",
     ),
+    "a layer norm of each head": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[64*H, K]", "g": "[64]", "b": "[64]"},
+        {"q": "[B, T, 64*H]"},
+        "q = F.linear(x, w).unflatten(-1, (-1, 64)); "
+        "return F.layer_norm(q, (64,), g, b, 1e-5).flatten(-2)",
+    ),
     "a tensor of half the columns": lambda: spec(
         "[x, w]",
         {"x": "[B, T, K]", "w": "[2*N, K]", "d": "[B, T, N]"},
