@@ -242,11 +242,16 @@ def _swallowed(
     """
     import torch
 
+    everything = [run for runs in left_out.values() for run in runs]
+    # What a mask fills says nothing of the rest, of which the judge bounds each element.
+    moved = {o: torch.stack([run[o] != truth[o] for run in everything]).any(0) for o in truth}
+
     def distance(o: str, guess: torch.Tensor) -> float:
         """Of a guess at an output, over what the judge allows."""
-        norm, own = truth[o].norm(), (rounded[o].double() - truth[o]).norm()
+        exact, own, off = (x[moved[o]] for x in (truth[o], rounded[o].double(), guess))
+        norm, own = exact.norm(), (own - exact).norm()
         least = max(torch.finfo(rounded[o].dtype).eps, 2.0**-12)
-        return float((guess - truth[o]).norm() / norm / max(least, float(multiple * own / norm)))
+        return float((off - exact).norm() / norm / max(least, float(multiple * own / norm)))
 
     for o, exact in truth.items():
         guesses = {"a constant": exact.mean().expand_as(exact)}

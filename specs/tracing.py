@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products of ATen, and the place of their first operand."""
+_ARITHMETIC = ("add", "sub", "mul", "div", "pow")
 _BROADCASTING = ("addcdiv", "addcmul", "lerp")
 """What torch 2.11 cannot broadcast over symbolic sizes but by its decomposition."""
 _CONVOLVED = (
@@ -108,6 +109,12 @@ def traced(
                 raise SpecError(f"the function draws random numbers ({name})", hint=DRAWN)
             if name == "convolution":
                 raise SpecError("the function convolves", hint=_CONVOLVED)
+            for x in args if name in _ARITHMETIC else ():
+                if isinstance(x, torch.SymInt | torch.SymFloat):
+                    held = x.node.expr.free_symbols
+                    for size in (s for t in inputs.values() for s in t.shape):
+                        if isinstance(size, torch.SymInt) and size.node.expr in held:
+                            int(size)  # from now on it is that number, which a value is made of
             called = decomposition_table[func] if name in _BROADCASTING else func
             result = called(*args, **(kwargs or {}))
             taken = [origins.get(id(t), frozenset[str]()) for t in tensors((args, kwargs))]

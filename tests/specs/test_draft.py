@@ -80,7 +80,7 @@ def test_parts_of_columns_and_heads() -> None:
     spec, _ = drafted("return ((x @ w.T).unflatten(-1, (-1, 96)) * g).flatten(-2)", {
         "x": (S, S), "w": (32 * 96, S), "g": (96,)
     })  # fmt: skip
-    assert faces(spec)["g"][0] == [96] and spec.dims["N"].multiple_of == 96
+    assert faces(spec)["g"][0] == [1, 96] and spec.dims["N"].multiple_of == 96
 
 
 def test_several_weights_and_columns_that_are_cut() -> None:
