@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge import Verdict
-from coda_agent.agent.judge import judge_candidate as whole_judge
 from coda_agent.agent.keys import KEYS
 from coda_agent.evals.record_files import TRIALS, read_records
+from tests.agent.verdicts import quick_judge
 
 ROOT = Path(__file__).parents[2]
 TOY = f"""
@@ -58,14 +56,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
-    def quick(spec: Any, text: str, executor: Any, **options: Any) -> Verdict:
-        """The real static gate; what passes it is taken for proved."""
-        verdict = whole_judge(
-            spec, text, executor, **{**options, "gates": ("static",), "device": "cpu"}
-        )
-        return verdict.model_copy(update={"level": "proved"})
-
-    monkeypatch.setattr(judge, "judge_candidate", quick)
+    monkeypatch.setattr(judge, "judge_candidate", quick_judge)
     made, _ = workspace.init(tmp_path / "w")
     made.git("config", "user.name", "U")
     made.git("config", "user.email", "u@example.com")

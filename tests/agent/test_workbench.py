@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge import GateResult, Verdict
-from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.judge import Verdict
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import TOOLS, Workbench
 from coda_agent.agent.workbench.profile import METRICS, parse_counters
 from coda_agent.agent.workbench.registry import LIMIT, bounded
 from coda_agent.specs import load_spec
+from tests.agent.verdicts import quick_judge
 
 ROOT = Path(__file__).parents[2]
 RIGHT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
@@ -30,17 +30,6 @@ REFUSED = (
 """A spec whose reference returns O in T."""
 WRONG = "import os\n" + RIGHT
 runner = CliRunner()
-
-
-def quick_judge(
-    spec: Any, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
-) -> Verdict:
-    """The real static gate; what passes it is taken for proved."""
-    verdict = whole_judge(spec, text, executor, gates=("static",), **{**options, "device": "cpu"})
-    if verdict.passed and "numerics" in gates:
-        more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
-        verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
-    return verdict
 
 
 @pytest.fixture

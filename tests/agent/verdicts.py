@@ -1,8 +1,10 @@
-"""The walk from a spec to its verdict without a GPU: admitted, composed, and judged."""
+"""Verdicts without a GPU: the walk from a spec to one, and one for tests of what follows it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge import GateResult, Verdict, judge_candidate
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.numerics import check_numerics
@@ -38,3 +40,15 @@ def refused(spec: Spec, program: Program) -> None:
     """Meaning says that the spec's one program is another function."""
     (finding,) = check_meaning(spec, {spec.name: program}, seed=1)
     assert "O is another function of the inputs" in finding.message
+
+
+def quick_judge(
+    spec: Spec, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
+) -> Verdict:
+    """The judge's real static gate; what passes it is taken for proved."""
+    options["device"] = "cpu"
+    verdict = judge_candidate(spec, text, executor, gates=("static",), **options)
+    if verdict.passed and "numerics" in gates:
+        more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
+        verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
+    return verdict

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 from coda_agent.agent import authors, judge, log, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.events import Event, Judged, event_of
-from coda_agent.agent.judge import GateResult, Verdict, provenance, rules
-from coda_agent.agent.judge import judge_candidate as whole_judge
+from coda_agent.agent.judge import provenance, rules
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
@@ -31,6 +30,7 @@ from coda_agent.evals.tally import record_of
 from coda_agent.evals.workers import workers
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.specs import load_spec
+from tests.agent.verdicts import quick_judge
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "agent" / "claude"))
 
@@ -42,16 +42,6 @@ RIGHT = {
 }
 WRONG = "import os\n" + RIGHT["gemm_swiglu"]
 SUITE = 'title = "T"\nspecs = ["gemm_swiglu", "gemm_rope"]\ngoal = "proved"\ntrials = 2\n'
-
-
-def quick_judge(
-    spec: Any, text: str, executor: Any, *, gates: tuple[str, ...], **options: Any
-) -> Verdict:
-    verdict = whole_judge(spec, text, executor, gates=("static",), **{**options, "device": "cpu"})
-    if verdict.passed and "numerics" in gates:
-        more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
-        verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
-    return verdict
 
 
 class Hand(authors.Author):
