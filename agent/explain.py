@@ -1,6 +1,7 @@
 """Every stage between a spec and machine code, as text."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.static import check_source, program_names
+from coda_agent.agent.sandbox import launcher
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.inspect import describe
 from coda_agent.primitives.program import Program
@@ -118,4 +120,5 @@ def _dump(stage: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    launcher.prctl(launcher.PARENT_DEATH_SIGNAL, signal.SIGKILL)
     _dump(sys.argv[1], sys.argv[2])

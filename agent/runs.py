@@ -74,15 +74,18 @@ def timeline(run: Run) -> "RenderableType":
 
     events, about = history(run.folder)
     table = Table(show_edge=False, pad_edge=False, expand=True)
-    for column in ("time", "step", "what", "result", "USD"):
-        right = column in ("step", "USD")
+    of_model = ("step", "USD") if about.steps else ()
+    for column in ("time", *of_model[:1], "what", "result", *of_model[1:]):
+        right = column in of_model
         table.add_column(column, justify="right" if right else "left", vertical="top")
     step = 0
     for event in events:
         step += isinstance(event, e.Responded)
         if row := _row(event):
             usd = getattr(event, "usd", 0.0)
-            cells = [event.time[11:19], str(step or ""), *row, f"{usd:.4f}" if usd else ""]
+            cells = [event.time[11:19], *row]
+            if of_model:
+                cells = [cells[0], str(step or ""), *row, f"{usd:.4f}" if usd else ""]
             table.add_row(*(Text(cell) for cell in cells))
     head = f"{run.id}\n{about.kind} of {about.spec} by {about.author}: {about.outcome}"
     head += f" ({about.reason or about.error})" * bool(about.reason or about.error)

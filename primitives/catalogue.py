@@ -8,6 +8,8 @@ from typing import Any
 
 import coda_agent.primitives as vocabulary
 from coda_agent.primitives.kinds import Operand, Output
+from coda_agent.primitives.ptx import MEANINGS
+from coda_agent.primitives.ptx_run import MNEMONICS, forms
 from coda_agent.primitives.reductions import Reduction
 
 KINDS = (
@@ -61,8 +63,17 @@ def entries() -> list[Entry]:
 
 def _entry(name: str, item: Any) -> Entry:
     doc = inspect.cleandoc(item.__doc__ or "")
+    doc += _instructions() * (name == "ptx")
     signature = name if inspect.isclass(item) else name + _parameters(item)
     return Entry(name, _kind(name, item), signature, doc.split("\n")[0], doc)
+
+
+def _instructions() -> str:
+    """What `ptx` takes."""
+    meanings = (f"{m}({', '.join('xy'[:count])})" for m, count in MEANINGS.items())
+    listed = "\n".join("; ".join(forms(mnemonic)) for mnemonic in MNEMONICS)
+    head = "Instructions; of (…|…) one is written, of {…} none or one:"
+    return f"\n\nMeanings, functions of torch: {', '.join(meanings)}.\n\n{head}\n{listed}"
 
 
 def _parameters(item: Any) -> str:

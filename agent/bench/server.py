@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,40 @@ def main() -> None:
         try:
             _warm()
             listener.settimeout(IDLE_S)
-            while _served(listener, mine):
-                pass
+            on = _served(listener, mine)
+            _aside(_compile_something)
+            while on:
+                on = _served(listener, mine)
         finally:
             path.unlink(missing_ok=True)
 
 
 def _warm() -> None:
-    """What the first check would wait for. The worker's imports overlap with those here."""
+    """What the first call would wait for. The worker's imports overlap with those here."""
     from coda_agent.agent import execution
 
-    def start() -> None:
-        with contextlib.suppress(Exception):  # told where a call needs it
-            execution.executor().load("")
-
-    threading.Thread(target=start, daemon=True).start()
+    _aside(lambda: execution.executor().load(""))
     import torch  # noqa: F401
+
+
+def _compile_something() -> None:
+    """What the first check would wait for: a worker that has imported the compiler."""
+    from coda_agent.agent import execution
+    from coda_agent.agent.judge.job import CompileJob
+    from coda_agent.demos import demos
+    from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+
+    program, *_ = demos()[0].programs
+    job = CompileJob.of(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", None, "bfloat16")
+    execution.executor().map([job], lambda *_: None)
+
+
+def _aside(work: Callable[[], Any]) -> None:
+    def run() -> None:
+        with contextlib.suppress(Exception):  # a call that needs it will say what is wrong
+            work()
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def _served(listener: socket.socket, mine: str) -> bool:

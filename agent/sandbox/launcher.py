@@ -20,7 +20,7 @@ import time
 _libc = ctypes.CDLL(None, use_errno=True)
 _SELF = (sys.executable, "-I", "-S", __file__)
 _STATM = "CODA_AGENT_STATM"  # the variable with the descriptor of /proc/self/statm
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+PARENT_DEATH_SIGNAL, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
 def supervised(command: list[str], lifeline: int, limits: dict[str, int | None]) -> list[str]:
@@ -98,7 +98,7 @@ def _supervise(lifeline: int, limits: dict[str, int | None], command: list[str])
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in (lifeline, waker, wake):
             os.close(fd)

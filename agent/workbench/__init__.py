@@ -33,6 +33,7 @@ from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec
+from coda_agent.specs.format import Draw
 
 __all__ = ["NEXT", "TOOLS", "Result", "Tool", "ToolError", "Workbench", "shown"]
 
@@ -368,17 +369,32 @@ class Workbench:
     @tool()
     def inspect(
         self,
-        what: Literal["graph", "roofline", "ptx", "sass"],
+        what: Annotated[
+            Literal["graph", "roofline", "tiles", "cute", "ptx", "sass"],
+            _told(
+                "graph: its operations. roofline: time and traffic at the bench shapes. tiles: "
+                "registers and spills in each. cute, ptx, sass: its epilogue in the CuTe dialect, "
+                "in PTX or in SASS, for sm_90a at the default tile."
+            ),
+        ],
         program: Annotated[str | None, _told("One program of several.")] = None,
     ) -> Result:
-        """A program's graph, its roofline at the bench shapes, or its PTX or SASS for sm_90a."""
+        """What a program became: its graph, its roofline, its tiles or its code."""
         from coda_agent.agent.explain import explain
+        from coda_agent.agent.workbench.inspection import compiled_to, tiles
         from coda_agent.agent.workbench.profile import roofline
 
         text = self._candidate()
-        if what == "roofline":
-            return Result(text=roofline(self.spec, text, program))
-        return Result(text=explain(self.spec, text, what, program))
+        match what:
+            case "graph":
+                return Result(text=explain(self.spec, text, what, program))
+            case "roofline":
+                return Result(text=roofline(self.spec, text, program))
+            case "tiles":
+                return Result(text=tiles(self.spec, text, program))
+        said, whole = compiled_to(self.spec, text, what, program)
+        path = self.log.artifact(f"{what}-{short_digest(whole)}.txt", whole)
+        return Result(text=f"{said}\n(the whole kernel: {path})", artifacts=[path])
 
     @tool(last=True)
     def log_tip(
@@ -440,7 +456,13 @@ def programs_to_define(spec: Spec) -> str:
         said = f"operands after acc: {operands or 'none'}{added}"
         lines.append(f"- {spec.variant(binding)}: {said}")
     lines.append(f"Outputs of each, in this order: {', '.join(spec.outputs)}")
+    draws = (f"{name} {_drawn(spec.inputs[name].draw)}" for name in spec.inputs)
+    lines.append(f"Drawn for the checks: {', '.join(draws)}")
     return "\n".join(lines + _canonical(spec))
+
+
+def _drawn(draw: Draw) -> str:
+    return f"{draw.kind}({', '.join(map(str, draw.args))})"
 
 
 def _canonical(spec: Spec) -> list[str]:

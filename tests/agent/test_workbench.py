@@ -1,6 +1,7 @@
 """The tools one by one, as an author meets them."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +65,8 @@ def fail(bench: Workbench, tool: str, **given: Any) -> str:
 def test_reading(bench: Workbench) -> None:
     assert (
         "Programs to define:\n- gemm_swiglu: operands after acc: none\n"
-        "Outputs of each, in this order: D, O" in say(bench, "read_spec")
+        "Outputs of each, in this order: D, O\n"
+        "Drawn for the checks: A normal(1), B normal(K**-0.5)" in say(bench, "read_spec")
     )
     assert "swiglu(gate, up)  [elementwise]" in say(bench, "list_primitives")
     assert "Cost:" in say(bench, "read_primitive", name="relu")
@@ -142,8 +144,34 @@ def test_inspecting(bench: Workbench) -> None:
     # 2 · 4096³ flops; A, B and D of 4096² and O of half, two bytes each.
     assert "4096x4096x4096: GEMM 137.4 GFLOP" in roofline and "117.4 MB" in roofline
     assert "= acc(" in say(bench, "inspect", what="graph")
+    result = bench.call("inspect", {"what": "ptx"})
+    head, *lines = result.text.splitlines()
+    assert head.endswith("the epilogue, its first subtile")
+    assert lines[0].split() == ["wgmma.wait_group.sync.aligned", "0;"]
+    whole, cut = ((bench.run.folder / path).read_text() for path in result.artifacts)
+    assert ".visible .entry" in whole and "tanh.approx.f32" in cut and "kernel_cutlass" not in cut
+    assert cut.count("bulk.commit_group") == 2 and len(whole) > 4 * len(cut)
     say(bench, "write_candidate", text=WRONG)
     assert "only imports and @epilogue" in fail(bench, "inspect", what="graph")
+
+
+def test_tiles_are_compiled_on_request(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from coda_agent.agent.judge import compile_gate
+    from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+
+    some = (DEFAULT_CONFIGS["sm_90a"], TileConfig(128, 64, 1, 1, True))
+    monkeypatch.setattr(compile_gate, "offered", lambda *_: some)
+    say(bench, "write_candidate", text=RIGHT)
+    head, first, second = say(bench, "inspect", what="tiles").splitlines()
+    assert head == "gemm_swiglu, bfloat16, sm_90a, at the tiles for the bench shapes:"
+    assert re.fullmatch(r"128x128 pp 2x1: \d+ registers, 0 spill stores, the default", first)
+    assert re.fullmatch(r"128x64 pp 1x1: \d+ registers, 0 spill stores", second)
+
+
+def test_what_ptx_takes_is_listed(bench: Workbench) -> None:
+    said = say(bench, "read_primitive", name="ptx")
+    assert "atan2(x, y)" in said and "\ntanh.approx.f32\n" in said
+    assert all(mnemonic in said for mnemonic in ("copysign.f32", "fma(.rn", "selp("))
 
 
 def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
@@ -272,6 +300,10 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
     run("tool", "check", "level=static", "--run", started[-4:])
     run("tool", "log_tip", *tip, "--run", started)
     assert run("tool", "submit", "--run", started)["ok"]
+    assert (
+        "kept" in run("tool", "log_tip", "text=After the end.", *tip[1:], "--run", started)["text"]
+    )
+    assert "no run is open" in run("tool", "submit", code=2)["error"]["message"]
     assert where.kernel("gemm_swiglu").evidence.author == "someone"
     (listed,) = run("runs")
     assert (listed["outcome"], listed["reason"], listed["author"]) == (
@@ -290,7 +322,10 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
 
     again = run("replay", started)
     assert again["differences"] == [] and again["commit"] is None and again["passed"]
-    assert len(run("runs")) == 2 and len(Tips.of(where).all()) == 1
+    assert len(run("runs")) == 2 and len(Tips.of(where).all()) == 2
+    assert [e["type"] for e in run("run", "show", "last")].count("run.finished") == 1
+    assert runs.find(where, "last").id == started  # and no replay
+    assert max(map(len, shown.splitlines())) <= 100
 
 
 def run_tool(*args: str) -> tuple[int, str]:

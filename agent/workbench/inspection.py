@@ -1,0 +1,63 @@
+"""What a program became on its way to the machine, as far as an author can change it."""
+
+import itertools
+import re
+import textwrap
+
+from coda_agent.agent import execution
+from coda_agent.agent.explain import explain, traced
+from coda_agent.agent.judge.compile_gate import compile_all, jobs_for
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.specs import Spec
+
+_BEGINS = {"cute": "wgmma.wait.group", "ptx": "wgmma.wait_group", "sass": "WARPGROUP.DEPBAR"}
+_ENDS = {"cute": "bulk.commit.group", "ptx": "bulk.commit_group", "sass": "UTMACMDFLUSH"}
+_NOISE = re.compile(r"/\*[0-9a-f]{4,}\*/|// (begin|end) inline asm|\s+$")
+_WIDEST = 120
+
+
+def compiled_to(spec: Spec, text: str, stage: str, program: str | None) -> tuple[str, str]:
+    """A stage of `explain`: the epilogue's, and the whole kernel's."""
+    whole = explain(spec, text, stage, program)
+    return epilogue(stage, whole, len(spec.outputs)), whole
+
+
+def epilogue(stage: str, text: str, outputs: int) -> str:
+    """What follows the mainloop's last wait, until as many tiles are stored as there are outputs.
+    The subtiles after that repeat it; a program that stores no tile has its whole end."""
+    lines = text.splitlines()
+    begin = max((i for i, line in enumerate(lines) if _BEGINS[stage] in line), default=0)
+    ends = (i for i in range(begin, len(lines)) if _ENDS[stage] in lines[i])
+    end = next(itertools.islice(ends, outputs - 1, None), len(lines) - 1)
+    kept = filter(str.strip, (_short(line) for line in lines[begin : end + 1]))
+    body = textwrap.dedent("\n".join(kept))
+    head = f"lines {begin + 1} to {end + 1} of {len(lines)}: the epilogue, its first subtile"
+    return f"{head}\n{body}"
+
+
+def _short(line: str) -> str:
+    line = re.sub(r"\bkernel_cutlass\w+", "kernel", _NOISE.sub("", line)).replace("\t", " ")
+    return line if len(line) <= _WIDEST else f"{line[:_WIDEST]}…"
+
+
+def tiles(spec: Spec, text: str, program: str | None) -> str:
+    """Registers and spills in each configuration that a tuner may pick, compiled for sm_90a in the
+    first element type.
+
+    Raises:
+        CodaError: the candidate does not trace, or has no such program.
+    """
+    chosen = traced(spec, text, program)
+    programs = {spec.variant(binding): chosen for binding in spec.bindings()}
+    m, n, k = spec.gemm_dims
+    shapes = [(sizes[m], sizes[n], sizes[k]) for sizes in spec.bench_shapes]
+    element = next(iter(next(iter(spec.types.values()), ["bfloat16"])))
+    jobs = jobs_for(spec, programs, [element], all_tiles=True, newer=False, shapes=shapes)
+    once = {job.config: job for job in jobs if not job.transposed}
+    _, kernels = compile_all(execution.executor(), list(once.values()), lambda *_: None)
+    default = DEFAULT_CONFIGS["sm_90a"].label
+    lines = [f"{chosen.name}, {element}, sm_90a, at the tiles for the bench shapes:"]
+    for kernel in kernels:
+        said = kernel.error or f"{kernel.registers} registers, {kernel.local_stores} spill stores"
+        lines.append(f"{kernel.tile}: {said}{', the default' * (kernel.tile == default)}")
+    return "\n".join(lines)
