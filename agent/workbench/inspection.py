@@ -1,6 +1,5 @@
 """What a program became on its way to the machine, as far as an author can change it."""
 
-import itertools
 import re
 import textwrap
 
@@ -19,16 +18,16 @@ _WIDEST = 120
 def compiled_to(spec: Spec, text: str, stage: str, program: str | None) -> tuple[str, str]:
     """A stage of `explain`: the epilogue's, and the whole kernel's."""
     whole = explain(spec, text, stage, program)
-    return epilogue(stage, whole, len(spec.outputs)), whole
+    return epilogue(stage, whole), whole
 
 
-def epilogue(stage: str, text: str, outputs: int) -> str:
-    """What follows the mainloop's last wait, until as many tiles are stored as there are outputs.
-    The subtiles after that repeat it; a program that stores no tile has its whole end."""
+def epilogue(stage: str, text: str) -> str:
+    """What follows the mainloop's last wait, until a subtile of all tiles is stored. The subtiles
+    after it repeat that; a program that stores no tile has its whole end."""
     lines = text.splitlines()
     begin = max((i for i, line in enumerate(lines) if _BEGINS[stage] in line), default=0)
     ends = (i for i in range(begin, len(lines)) if _ENDS[stage] in lines[i])
-    end = next(itertools.islice(ends, outputs - 1, None), len(lines) - 1)
+    end = next(ends, len(lines) - 1)
     kept = filter(str.strip, (_short(line) for line in lines[begin : end + 1]))
     body = textwrap.dedent("\n".join(kept))
     head = f"lines {begin + 1} to {end + 1} of {len(lines)}: the epilogue, its first subtile"

@@ -148,9 +148,11 @@ def test_inspecting(bench: Workbench) -> None:
     head, *lines = result.text.splitlines()
     assert head.endswith("the epilogue, its first subtile")
     assert lines[0].split() == ["wgmma.wait_group.sync.aligned", "0;"]
-    whole, cut = ((bench.run.folder / path).read_text() for path in result.artifacts)
-    assert ".visible .entry" in whole and "tanh.approx.f32" in cut and "kernel_cutlass" not in cut
-    assert cut.count("bulk.commit_group") == 2 and len(whole) > 4 * len(cut)
+    (path,) = result.artifacts  # the text is short enough
+    whole = (bench.run.folder / path).read_text()
+    assert "ex2.approx" in result.text and "kernel_cutlass" not in result.text
+    assert result.text.count("bulk.commit_group") == 1
+    assert ".visible .entry" in whole and len(whole) > 5 * len(result.text)
     say(bench, "write_candidate", text=WRONG)
     assert "only imports and @epilogue" in fail(bench, "inspect", what="graph")
 
