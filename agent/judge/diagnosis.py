@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge import repairs
 from coda_agent.agent.judge.records import Inputs, JsonObject
+from coda_agent.agent.judge.replaying import Mistake, lost_digits
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -134,9 +135,7 @@ def diagnosed(
         found = repairs.mistake(spec, program, o, itertools.chain([(inputs, truth)], sets))
         return wrong.named(found) if found else wrong.diagnosis(wrong.out)
     seen = wrong.diagnosis(out if again is None else again)
-    if seen.fault in _VAGUE and (
-        found := repairs.lost_digits(spec, program, inputs, o, out, truth)
-    ):
+    if seen.fault in _VAGUE and (found := lost_digits(spec, program, inputs, o, out, truth)):
         return wrong.named(found)
     return seen
 
@@ -186,7 +185,7 @@ class _WrongOutput:
         # Equal elements stay out: with a median difference of 0, anything would explain all of it.
         self.wrong = fit & (visible | (self.subtle & (energy > 0)))
 
-    def named(self, found: repairs.Mistake) -> Diagnosis:
+    def named(self, found: Mistake) -> Diagnosis:
         lost = ~self.out.isfinite() & self.truth.isfinite()
         return self._answer(found.fault, found.text, 1.0, self.wrong | lost)
 

@@ -10,14 +10,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.records import Inputs
-from coda_agent.agent.judge.runners import held
-from coda_agent.primitives.errors import CodaError
+from coda_agent.agent.judge.replaying import (
+    INFIX,
+    MISFITS,
+    SIGNS,
+    Mistake,
+    Replay,
+    below,
+    expression,
+    found_lost,
+    shown,
+)
 from coda_agent.primitives.graph import Graph, Node
-from coda_agent.primitives.operation import OPS, PLACED
+from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
@@ -41,27 +50,12 @@ FAULTS = {
     "overflow": "an intermediate value that overflows",
     "cancellation": "digits lost between numbers that nearly cancel",
 }
-_ROWS = 12  # that the search looks at
 _MAX_NODES = 120  # a longer program has too many edits to try
-_FIXED, _BROKEN = 0.9995, 1e-4  # shares: of what was wrong at least, of what was right at most
-_LEFT, _NEAR, _EXACT = 0.1, 1e-5, 1e-9  # of the difference, of the truth, of the truth at any rate
 _STEPS = 8  # of Newton's method for a number
-_ROUND = 8.0  # roundings of one size that an element's error may come to
-_SIGNS = {"+": "add", "-": "sub", "·": "mul", "/": "div"}
 _NAMED = {"<": "minimum", ">": "maximum", "s": "copysign"}
-_INFIX = {op: sign for sign, op in _SIGNS.items()}
-# What torch raises where an edit fits no shape.
-_MISFITS = (CodaError, ArithmeticError, RuntimeError, TypeError, ValueError, IndexError)
 # Of one or two arguments, and meant by nobody in the place of another.
 _NEVER = {"neg", "power", "fmod", "atan2", "tan", "trunc", "equal", "rint"}
 _INSERTED = ("absolute", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "log1p", "expm1")
-
-
-class Mistake(NamedTuple):
-    """A fault, a key of `FAULTS` here or in `diagnosis.py`, and one sentence."""
-
-    fault: str
-    text: str
 
 
 class _Edit(NamedTuple):
@@ -74,94 +68,6 @@ class _Edit(NamedTuple):
     fault: str
     text: str
     changes: Callable[[Values], Changes]
-
-
-class _Replay:
-    """A program on one set of inputs, of some rows, and the truth of one of its outputs."""
-
-    def __init__(
-        self, spec: Spec, program: Program, o: str, inputs: Inputs, truth: torch.Tensor,
-        out: torch.Tensor | None = None, single: bool = False,
-    ) -> None:  # fmt: skip
-        import torch
-
-        self.program, self.graph, self.o = program, program.graph, o
-        self.kind, self.root = program.outputs[o], program.graph.outputs[o]
-        a, b = (inputs[x].double() for x in spec.gemm)
-        given = {**inputs, **held(spec, program, inputs)}
-        acc = a @ b.mT
-        lifted = {x: kind.lifted(given[x], acc) for x, kind in program.operands.items()}
-        self.added = given[o].double() if self.kind.accumulates else None
-        self.truth, self.rows = truth, len(acc)
-        placed = any(n.op in PLACED for n in self.graph.nodes)
-        fixed = placed or getattr(self.kind, "over_rows", False) or len(truth) != len(acc)
-        if out is not None and not fixed and len(acc) > _ROWS:
-            wrong = _apart(out, truth) > _NEAR
-            counts = wrong.reshape(len(acc), -1).sum(1).double()
-            rows = counts.topk(_ROWS).indices.sort().values
-            acc, lifted = acc[rows], {x: _some(v, rows, len(acc)) for x, v in lifted.items()}
-            self.truth = truth[rows]
-            self.added = None if self.added is None else self.added[rows]
-        self.acc, self.single = acc, single
-        lifted = {x: torch.as_tensor(v) for x, v in lifted.items()}
-        self.values = _tensors(self.graph.replay(acc, lifted, self._applied))
-        self.out = self.run({})
-        self.difference = _apart(self.out, self.truth)
-        self.wrong = self.difference > _EXACT * 10
-
-    def run(self, changes: Mapping[Any, Any]) -> torch.Tensor:
-        """The output with other values in some places."""
-        values, moved = list(self.values), {i for i in changes if isinstance(i, int)}
-        touched = {place[0] for place in changes if isinstance(place, tuple)}
-        first = min((*moved, *(t for t in touched if t >= 0)), default=len(values))
-        for i in range(first, self.root + 1):
-            n = self.graph.nodes[i]
-            if i in changes:
-                values[i] = values[c] if isinstance(c := changes[i], int) else c
-            elif i in touched or moved.intersection(n.args):
-                args = (changes.get((i, k), values[a]) for k, a in enumerate(n.args))
-                values[i] = self._applied(n.op, *args)
-                moved.add(i)
-        kind = changes.get(self.o)
-        return self._stored(changes.get((-1, 0), values[self.root]), kind)
-
-    def _applied(self, op: str, *args: Any) -> Any:
-        """An operation's value; what overflows in float32 is no way to compute anything."""
-        value = operation(op).torch(*args)
-        return value.float().double() if self.single else value
-
-    def _stored(self, value: Any, kind: Any = None) -> torch.Tensor:
-        import torch
-
-        value = torch.as_tensor(value, dtype=torch.float64)
-        value = value.expand(*self.acc.shape) if not value.ndim else value
-        value = value.expand(len(self.acc), *value.shape[1:])
-        if issubclass(kind := kind or self.kind, Reduction):
-            folded = len(value) if kind.over_rows else value.shape[1]
-            return kind.finalise(kind.partials(value, 128), folded, 128)
-        stored = kind.taken(value)
-        return stored if self.added is None else self.added + stored
-
-    def right(self, changes: Mapping[Any, Any]) -> bool:
-        """Whether with these changes the output is the truth: nearly everywhere, and in single
-        precision to a few digits."""
-        import torch
-
-        try:
-            out = self.run(changes)
-        except _MISFITS:
-            return False
-        if out.shape != self.truth.shape:
-            return False
-        left = _apart(out, self.truth)
-        if self.single:
-            seen = (out - self.truth).abs().nan_to_num(torch.inf) > 1e-30  # less may be flushed
-            return int((seen & (left > 1e-3)).sum()) <= 0.05 * left.numel()
-        limit = torch.where(self.wrong, (_LEFT * self.difference).clamp_max(_NEAR), _NEAR)
-        off = left > limit + _EXACT
-        count, total = int(self.wrong.sum()), off.numel()
-        fixed = int((off & self.wrong).sum()) <= (1 - _FIXED) * count
-        return fixed and int((off & ~self.wrong).sum()) <= _BROKEN * total
 
 
 def mistake(
@@ -177,100 +83,31 @@ def mistake(
             there holds on the others too.
     """
     first, *others = sets
-    whole = _Replay(spec, program, o, *first)
-    if (lost := _lost_digits(whole, 2.0**-52)) is not None:
+    whole = Replay(spec, program, o, *first)
+    if (lost := found_lost(whole, 2.0**-52)) is not None:
         return lost
     if len(program.graph.nodes) > _MAX_NODES or not bool(whole.wrong.any()):
         return None
-    some = _Replay(spec, program, o, *first, whole.out)
-    more = [_Replay(spec, program, o, *x, single=True) for x in others]
+    some = Replay(spec, program, o, *first, whole.out)
+    more = [Replay(spec, program, o, *x, single=True) for x in others]
     for edit in _edits(some):
         try:
             found = some.right(edit.changes(some.values)) and all(
                 r.right(edit.changes(r.values)) for r in (whole, *more)
             )
-        except _MISFITS:
+        except MISFITS:
             continue
         if found:
             return Mistake(edit.fault, edit.text)
     return None
 
 
-def lost_digits(
-    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor, truth: torch.Tensor
-) -> Mistake | None:
-    """What the arithmetic in float32 of a program that means the right thing loses, or None."""
-    exact = {x: _exact(v) for x, v in inputs.items()}
-    replay = _Replay(spec, program, o, exact, truth)
-    replay.out = out.double()
-    replay.difference = _apart(replay.out, truth)
-    replay.wrong = replay.difference > 2.0**-7
-    return _lost_digits(replay, 2.0**-24)
-
-
-def _lost_digits(replay: _Replay, unit: float) -> Mistake | None:
-    """An overflow, or a rounding by `unit` that the operations after it blow up."""
-    import torch
-
-    wrong, nodes = replay.wrong, replay.graph.nodes
-    if not bool(wrong.any()):
-        return None
-    if bool((~replay.out.isfinite() & wrong).any()):
-        for i, value in enumerate(replay.values):
-            lost = ~torch.as_tensor(value).isfinite()
-            if not bool(lost.any()) or nodes[i].op in ("acc", "operand"):
-                continue
-            values = (torch.as_tensor(replay.values[a]) for a in nodes[i].args)
-            if all(bool(v.isfinite().all()) for v in values):
-                what = float(torch.as_tensor(value)[lost].flatten()[0])
-                text = f"`{expression(replay.graph, i)}` is {what:g} for some inputs"
-                return Mistake("overflow", text)
-        return None
-    total, worst, size = torch.zeros_like(replay.out), -1, 0.0
-    tiny, usual = 2.0**-30, replay.run({})
-    place = int((replay.difference.nan_to_num(torch.inf) * wrong).argmax())
-    for i, value in enumerate(replay.values[: replay.root + 1]):
-        if nodes[i].op in ("const", "acc", "operand", "even", "odd", "interleave", "gather"):
-            continue
-        # To both sides: a sign that is copied on makes them equal.
-        up, down = (replay.run({i: value * (1 + t)}) for t in (tiny, -tiny))
-        moved = (up - usual).abs() + (down - usual).abs()
-        moved = moved.nan_to_num(0.0, 0.0, 0.0) * (unit / (2 * tiny))
-        total += moved
-        if float(moved.flatten()[place]) > size:
-            worst, size = i, float(moved.flatten()[place])
-    error = (replay.out - replay.truth).abs()
-    explained = (error <= _ROUND * total + unit * replay.truth.abs()) & wrong
-    if int(explained.sum()) < 0.95 * int(wrong.sum()) or worst < 0:
-        return None
-    text = f"digits are lost: the rounding of `{expression(replay.graph, worst)}` is what is off"
-    return Mistake("cancellation", f"{text}, since what follows nearly cancels it")
-
-
-def _apart(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """The distance of each element as a share of the truth; 0 where the truth is no number."""
-    import torch
-
-    share = (out - truth).abs() / truth.abs().clamp_min(1e-290)
-    share = torch.where(out == truth, 0.0, share.nan_to_num(torch.inf))
-    return torch.where(truth.isfinite(), share, 0.0)
-
-
-def _some(value: Any, rows: torch.Tensor, count: int) -> Any:
-    return value[rows] if getattr(value, "ndim", 0) and len(value) == count else value
-
-
-def _exact(value: Any) -> Any:
-    floating = getattr(value, "is_floating_point", lambda: False)()
-    return value.double() if floating else value
-
-
 # The edits.
 
 
-def _edits(replay: _Replay) -> Iterator[_Edit]:
+def _edits(replay: Replay) -> Iterator[_Edit]:
     graph, root = replay.graph, replay.root
-    live = _below(graph, root)
+    live = below(graph, root)
     nodes = [(i, n) for i, n in enumerate(graph.nodes) if i in live]
     uses = [(c, k) for c, n in nodes for k in range(len(n.args))] + [(-1, 0)]
     source = {u: graph.nodes[u[0]].args[u[1]] if u[0] >= 0 else root for u in uses}
@@ -298,7 +135,7 @@ def _edits(replay: _Replay) -> Iterator[_Edit]:
     yield from _activations(graph, nodes)
 
 
-def _stores(replay: _Replay) -> Iterator[_Edit]:
+def _stores(replay: Replay) -> Iterator[_Edit]:
     """Another reduction along the same axis, and pairs stored the wrong way round."""
     kind = replay.kind
     for name, other in OUTPUT_KINDS.items() if issubclass(kind, Reduction) else ():
@@ -342,7 +179,7 @@ def _signs(graph: Graph, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
     for i, n in enumerate(graph.nodes):
         if n.op in ("add", "sub"):
             other = {"add": "sub", "sub": "add"}[n.op]
-            text = f"`{expression(graph, i)}` has the other sign: {_INFIX[other]} is due"
+            text = f"`{expression(graph, i)}` has the other sign: {INFIX[other]} is due"
             yield _Edit("wrong_sign", text, _call(i, n, op=other))
         if n.op == "sub":
             text = f"`{expression(graph, i)}` has the other sign"
@@ -365,12 +202,12 @@ def _operations(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
             continue
         for op, known in OPS.items():
             if known.arity == arity and op != n.op and op not in _NEVER:
-                due = _shown(graph, op, n.args, 0)
+                due = shown(graph, op, n.args, 0)
                 text = f"`{expression(graph, i)}` should be `{due}`"
                 yield _Edit("wrong_operation", text, _call(i, n, op=op))
 
 
-def _constants(replay: _Replay, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
+def _constants(replay: Replay, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
     for i, n in nodes:
         if n.op != "const":
             continue
@@ -388,7 +225,7 @@ def _constants(replay: _Replay, nodes: list[tuple[int, Node]]) -> Iterator[_Edit
         yield _Edit(fault, text, lambda v, i=i, t=found: {i: v[i] + t})
 
 
-def _bounds(graph: Graph, replay: _Replay) -> Iterator[_Edit]:
+def _bounds(graph: Graph, replay: Replay) -> Iterator[_Edit]:
     """Two numbers of one size, such as the ends of a range."""
     consts = [(i, n.value) for i, n in enumerate(graph.nodes) if n.op == "const" and n.value]
     for (i, c), (j, d) in itertools.combinations(consts, 2):
@@ -410,12 +247,12 @@ def _inserted(
     the sign."""
     for place, i in sites:
         for w in terms:
-            if w == i or (isinstance(place, int) and place in _below(graph, w)):
+            if w == i or (isinstance(place, int) and place in below(graph, w)):
                 continue
-            if isinstance(place, tuple) and place[0] in _below(graph, w):
+            if isinstance(place, tuple) and place[0] in below(graph, w):
                 continue
             for sign in signs:
-                op = _NAMED.get(sign) or _SIGNS[sign]
+                op = _NAMED.get(sign) or SIGNS[sign]
                 what, at = expression(graph, w), expression(graph, i)
                 due = f"{op}({at}, {what})" if sign in _NAMED else f"{at} {sign} {what}"
                 text = f"`{what}` is left out: `{due}` is due{_use(graph, place)}"
@@ -440,7 +277,7 @@ def _dropped(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]:
             yield _Edit(fault, text, lambda v, i=i, a=a: {i: a})
 
 
-def _fitted(replay: _Replay, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
+def _fitted(replay: Replay, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
     """A factor, a term or a bound that is a number."""
     import torch
 
@@ -496,7 +333,7 @@ def _moved(
 ) -> Iterator[_Edit]:
     """A factor or a term at another place than it has."""
     for i, n in nodes:
-        if n.op not in _INFIX:
+        if n.op not in INFIX:
             continue
         for k in (0, 1):
             w, kept = n.args[k], n.args[1 - k]
@@ -504,9 +341,9 @@ def _moved(
                 continue
             for place, j in sites:
                 at = place if isinstance(place, int) else place[0]
-                if at == i or j == w or (at >= 0 and at in _below(graph, w)):
+                if at == i or j == w or (at >= 0 and at in below(graph, w)):
                     continue
-                due = f"{expression(graph, j)} {_INFIX[n.op]} {expression(graph, w)}"
+                due = f"{expression(graph, j)} {INFIX[n.op]} {expression(graph, w)}"
                 text = f"`{expression(graph, w)}` stands in the wrong place: "
                 text += f"not in `{expression(graph, i)}`, but `{due}`{_use(graph, place)}"
 
@@ -526,9 +363,9 @@ def _replaced(graph: Graph, sites: list[tuple[Any, int]], others: list[int]) -> 
     for place, i in sites:
         at = place if isinstance(place, int) else place[0]
         for j in others:
-            if j == i or (at >= 0 and at in _below(graph, j)):
+            if j == i or (at >= 0 and at in below(graph, j)):
                 continue
-            missing, extra = i in _below(graph, j), j in _below(graph, i)
+            missing, extra = i in below(graph, j), j in below(graph, i)
             name = graph.nodes[j].op == "operand"
             fault = "missing_operand" if name else "missing_term" if missing else "extra_term"
             fault = fault if missing or extra or name else "wrong_operation"
@@ -545,13 +382,13 @@ def _activations(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]
         "square": lambda x: x * x,
     }
     for i, n in nodes:
-        for a in sorted(_below(graph, i) - {i}, reverse=True) if len(n.args) > 1 else ():
+        for a in sorted(below(graph, i) - {i}, reverse=True) if len(n.args) > 1 else ():
             for op, function in known.items() if graph.nodes[a].op != "const" else ():
                 text = f"`{expression(graph, i)}` should be `{op}({expression(graph, a)})`"
                 yield _Edit("wrong_operation", text, lambda v, i=i, a=a, f=function: {i: f(v[a])})
 
 
-def _fit(replay: _Replay, changes: Callable[[Values, float], Changes]) -> float | None:
+def _fit(replay: Replay, changes: Callable[[Values, float], Changes]) -> float | None:
     """The number with which the changes make the output right, by Newton's method on the median of
     the elements; None where there is none."""
     wrong, truth, t, step = replay.wrong, replay.truth, 0.0, 1e-6
@@ -559,7 +396,7 @@ def _fit(replay: _Replay, changes: Callable[[Values, float], Changes]) -> float 
         try:
             here = replay.run(changes(replay.values, t))
             slope = (replay.run(changes(replay.values, t + step)) - here) / step
-        except _MISFITS:
+        except MISFITS:
             return None
         if here.shape != truth.shape:
             return None
@@ -594,12 +431,6 @@ def _call(
     return lambda v: {i: operation(op or n.op).torch(*(v[a] for a in args))}
 
 
-def _tensors(values: Iterable[Any]) -> list[Any]:
-    import torch
-
-    return [torch.as_tensor(v, dtype=torch.float64) if isinstance(v, float) else v for v in values]
-
-
 def _again(graph: Graph, values: Values, changed: dict[int, Any]) -> Values:
     """All values, with some changed ones."""
     found, moved = list(values), set(changed)
@@ -610,50 +441,6 @@ def _again(graph: Graph, values: Values, changed: dict[int, Any]) -> Values:
             found[i] = operation(n.op).torch(*(found[a] for a in n.args))
             moved.add(i)
     return found
-
-
-def _below(graph: Graph, root: int) -> set[int]:
-    """A node and all that it is computed from."""
-    found, left = {root}, [root]
-    while left:
-        for a in graph.nodes[left.pop()].args:
-            if a not in found:
-                found.add(a)
-                left.append(a)
-    return found
-
-
-# Expressions in words.
-
-
-def expression(graph: Graph, i: int, length: int = 48) -> str:
-    """A node as one would write it; what is deep inside is left out where it grows long."""
-    for depth in (8, 5, 4, 3, 2, 1):
-        text = _written(graph, i, depth)
-        if len(text) <= length:
-            break
-    return text
-
-
-def _written(graph: Graph, i: int, depth: int, tight: bool = False) -> str:
-    n = graph.nodes[i]
-    if not n.args:
-        return n.name or ("acc" if n.op == "acc" else f"{n.value:.7g}")
-    if not depth:
-        return "…"
-    text = _shown(graph, n.op, n.args, depth)
-    return f"({text})" if tight and n.op in _INFIX else text
-
-
-def _shown(graph: Graph, op: str, args: tuple[int, ...], depth: int) -> str:
-    depth = depth or 3
-    if op in _INFIX:
-        left, right = (_written(graph, a, depth - 1, tight=True) for a in args)
-        return f"{left} {_INFIX[op]} {right}"
-    if op == "neg":
-        return f"-{_written(graph, args[0], depth - 1, tight=True)}"
-    name = op.partition("\n")[0].partition(":")[0]
-    return f"{name}({', '.join(_written(graph, a, depth - 1) for a in args)})"
 
 
 def _use(graph: Graph, place: Any) -> str:

@@ -47,7 +47,7 @@ WITHHELD: dict[str, tuple[str, ...]] = {
     "tips": ("search_tips",),
     "demos": ("list_demos", "read_demo"),
     "profile": ("profile",),
-    "diagnosis": (),
+    "diagnosis": ("evaluate", "read_artifact"),
 }
 """What an ablation may withhold from an author, with the tools that go with it."""
 

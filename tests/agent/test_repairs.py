@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.agent.judge import repairs
 from coda_agent.agent.judge.meaning import meaning_fault
 from coda_agent.agent.judge.records import RefusedTile
+from coda_agent.agent.judge.replaying import expression
 from coda_agent.evals.judge import by_hand
 from coda_agent.primitives import Tile, epilogue, erf, exp, maximum, tanh
 from coda_agent.primitives.inspect import describe
@@ -68,8 +68,8 @@ def test_an_expression_is_written_as_an_author_would() -> None:
         return {"O": maximum(erf(acc - C) * 2.0, tanh(exp(-acc)))}
 
     root = k.graph.outputs["O"]
-    assert repairs.expression(k.graph, root, 80) == "maximum(erf(acc - C) · 2, tanh(exp(-acc)))"
-    assert repairs.expression(k.graph, root, 20) == "maximum(…, …)"
+    assert expression(k.graph, root, 80) == "maximum(erf(acc - C) · 2, tanh(exp(-acc)))"
+    assert expression(k.graph, root, 20) == "maximum(…, …)"
     assert "erf" in describe(k.graph)
 
 

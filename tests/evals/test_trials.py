@@ -504,7 +504,7 @@ def test_what_is_withheld_is_gone_from_prompt_and_tools(
     assert all(f"- {tool}:" not in sent["system"][0]["text"] for tool in gone)
     assert ("# Demonstration:" in sent["messages"][0]["content"][0]["text"]) is (part != "demos")
     assert (said == "attempt 1, check static: FAILED at static") is (part == "diagnosis")
-    assert ("at   where" in sent["system"][0]["text"]) is (part != "diagnosis")
+    assert ("at     where" in sent["system"][0]["text"]) is (part != "diagnosis")
     log = read_events(bench.run.folder / "events.jsonl")
     assert log[0].data["withheld"] == (part,)
     with pipeline.reopened(where, bench.run, lambda *_: None) as again:

@@ -1,0 +1,244 @@
+"""A program's graph on one set of inputs, with some of its values changed; and digits it loses.
+
+`Replay` answers what an output would be with other values in some places, in float64. With it an
+overflow and a rounding are followed through the graph, and `repairs.py` looks for mistakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.agent.judge.records import Inputs
+from coda_agent.agent.judge.runners import held
+from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.graph import Graph
+from coda_agent.primitives.operation import PLACED
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.ptx import operation
+from coda_agent.primitives.reductions import Reduction
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+_ROWS = 12  # that a search looks at
+_FIXED, _BROKEN = 0.9995, 1e-4  # shares: of what was wrong at least, of what was right at most
+_LEFT, _NEAR, _EXACT = 0.1, 1e-5, 1e-9  # of the difference, of the truth, of the truth at any rate
+_ROUND = 8.0  # roundings of one size that an element's error may come to
+SIGNS = {"+": "add", "-": "sub", "·": "mul", "/": "div"}
+INFIX = {op: sign for sign, op in SIGNS.items()}
+# What torch raises where a change fits no shape.
+MISFITS = (CodaError, ArithmeticError, RuntimeError, TypeError, ValueError, IndexError)
+
+
+class Mistake(NamedTuple):
+    """A fault, a key of `FAULTS` here or in `diagnosis.py`, and one sentence."""
+
+    fault: str
+    text: str
+
+
+class Replay:
+    """A program on one set of inputs, of some rows, and the truth of one of its outputs."""
+
+    def __init__(
+        self, spec: Spec, program: Program, o: str, inputs: Inputs, truth: torch.Tensor,
+        out: torch.Tensor | None = None, single: bool = False,
+    ) -> None:  # fmt: skip
+        import torch
+
+        self.program, self.graph, self.o = program, program.graph, o
+        self.kind, self.root = program.outputs[o], program.graph.outputs[o]
+        a, b = (inputs[x].double() for x in spec.gemm)
+        given = {**inputs, **held(spec, program, inputs)}
+        acc = a @ b.mT
+        lifted = {x: kind.lifted(given[x], acc) for x, kind in program.operands.items()}
+        self.added = given[o].double() if self.kind.accumulates else None
+        self.truth, self.rows = truth, len(acc)
+        placed = any(n.op in PLACED for n in self.graph.nodes)
+        fixed = placed or getattr(self.kind, "over_rows", False) or len(truth) != len(acc)
+        if out is not None and not fixed and len(acc) > _ROWS:
+            wrong = _apart(out, truth) > _NEAR
+            counts = wrong.reshape(len(acc), -1).sum(1).double()
+            rows = counts.topk(_ROWS).indices.sort().values
+            acc, lifted = acc[rows], {x: _some(v, rows, len(acc)) for x, v in lifted.items()}
+            self.truth = truth[rows]
+            self.added = None if self.added is None else self.added[rows]
+        self.acc, self.single = acc, single
+        lifted = {x: torch.as_tensor(v) for x, v in lifted.items()}
+        self.values = _tensors(self.graph.replay(acc, lifted, self._applied))
+        self.out = self.run({})
+        self.difference = _apart(self.out, self.truth)
+        self.wrong = self.difference > _EXACT * 10
+
+    def run(self, changes: Mapping[Any, Any]) -> torch.Tensor:
+        """The output with other values in some places."""
+        values, moved = list(self.values), {i for i in changes if isinstance(i, int)}
+        touched = {place[0] for place in changes if isinstance(place, tuple)}
+        first = min((*moved, *(t for t in touched if t >= 0)), default=len(values))
+        for i in range(first, self.root + 1):
+            n = self.graph.nodes[i]
+            if i in changes:
+                values[i] = values[c] if isinstance(c := changes[i], int) else c
+            elif i in touched or moved.intersection(n.args):
+                args = (changes.get((i, k), values[a]) for k, a in enumerate(n.args))
+                values[i] = self._applied(n.op, *args)
+                moved.add(i)
+        kind = changes.get(self.o)
+        return self._stored(changes.get((-1, 0), values[self.root]), kind)
+
+    def _applied(self, op: str, *args: Any) -> Any:
+        """An operation's value; what overflows in float32 is no way to compute anything."""
+        value = operation(op).torch(*args)
+        return value.float().double() if self.single else value
+
+    def _stored(self, value: Any, kind: Any = None) -> torch.Tensor:
+        import torch
+
+        value = torch.as_tensor(value, dtype=torch.float64)
+        value = value.expand(*self.acc.shape) if not value.ndim else value
+        value = value.expand(len(self.acc), *value.shape[1:])
+        if issubclass(kind := kind or self.kind, Reduction):
+            folded = len(value) if kind.over_rows else value.shape[1]
+            return kind.finalise(kind.partials(value, 128), folded, 128)
+        stored = kind.taken(value)
+        return stored if self.added is None else self.added + stored
+
+    def right(self, changes: Mapping[Any, Any]) -> bool:
+        """Whether with these changes the output is the truth: nearly everywhere, and in single
+        precision to a few digits."""
+        import torch
+
+        try:
+            out = self.run(changes)
+        except MISFITS:
+            return False
+        if out.shape != self.truth.shape:
+            return False
+        left = _apart(out, self.truth)
+        if self.single:
+            seen = (out - self.truth).abs().nan_to_num(torch.inf) > 1e-30  # less may be flushed
+            return int((seen & (left > 1e-3)).sum()) <= 0.05 * left.numel()
+        limit = torch.where(self.wrong, (_LEFT * self.difference).clamp_max(_NEAR), _NEAR)
+        off = left > limit + _EXACT
+        count, total = int(self.wrong.sum()), off.numel()
+        fixed = int((off & self.wrong).sum()) <= (1 - _FIXED) * count
+        return fixed and int((off & ~self.wrong).sum()) <= _BROKEN * total
+
+
+def lost_digits(
+    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor, truth: torch.Tensor
+) -> Mistake | None:
+    """What the arithmetic in float32 of a program that means the right thing loses, or None."""
+    exact = {x: _exact(v) for x, v in inputs.items()}
+    replay = Replay(spec, program, o, exact, truth)
+    replay.out = out.double()
+    replay.difference = _apart(replay.out, truth)
+    replay.wrong = replay.difference > 2.0**-7
+    return found_lost(replay, 2.0**-24)
+
+
+def found_lost(replay: Replay, unit: float) -> Mistake | None:
+    """An overflow, or a rounding by `unit` that the operations after it blow up."""
+    import torch
+
+    wrong, nodes = replay.wrong, replay.graph.nodes
+    if not bool(wrong.any()):
+        return None
+    if bool((~replay.out.isfinite() & wrong).any()):
+        for i, value in enumerate(replay.values):
+            lost = ~torch.as_tensor(value).isfinite()
+            if not bool(lost.any()) or nodes[i].op in ("acc", "operand"):
+                continue
+            values = (torch.as_tensor(replay.values[a]) for a in nodes[i].args)
+            if all(bool(v.isfinite().all()) for v in values):
+                what = float(torch.as_tensor(value)[lost].flatten()[0])
+                text = f"`{expression(replay.graph, i)}` is {what:g} for some inputs"
+                return Mistake("overflow", text)
+        return None
+    total, worst, size = torch.zeros_like(replay.out), -1, 0.0
+    tiny, usual = 2.0**-30, replay.run({})
+    place = int((replay.difference.nan_to_num(torch.inf) * wrong).argmax())
+    for i, value in enumerate(replay.values[: replay.root + 1]):
+        if nodes[i].op in ("const", "acc", "operand", "even", "odd", "interleave", "gather"):
+            continue
+        # To both sides: a sign that is copied on makes them equal.
+        up, down = (replay.run({i: value * (1 + t)}) for t in (tiny, -tiny))
+        moved = (up - usual).abs() + (down - usual).abs()
+        moved = moved.nan_to_num(0.0, 0.0, 0.0) * (unit / (2 * tiny))
+        total += moved
+        if float(moved.flatten()[place]) > size:
+            worst, size = i, float(moved.flatten()[place])
+    error = (replay.out - replay.truth).abs()
+    explained = (error <= _ROUND * total + unit * replay.truth.abs()) & wrong
+    if int(explained.sum()) < 0.95 * int(wrong.sum()) or worst < 0:
+        return None
+    text = f"digits are lost: the rounding of `{expression(replay.graph, worst)}` is what is off"
+    return Mistake("cancellation", f"{text}, since what follows nearly cancels it")
+
+
+def _apart(out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """The distance of each element as a share of the truth; 0 where the truth is no number."""
+    import torch
+
+    share = (out - truth).abs() / truth.abs().clamp_min(1e-290)
+    share = torch.where(out == truth, 0.0, share.nan_to_num(torch.inf))
+    return torch.where(truth.isfinite(), share, 0.0)
+
+
+def _some(value: Any, rows: torch.Tensor, count: int) -> Any:
+    return value[rows] if getattr(value, "ndim", 0) and len(value) == count else value
+
+
+def _exact(value: Any) -> Any:
+    floating = getattr(value, "is_floating_point", lambda: False)()
+    return value.double() if floating else value
+
+
+def _tensors(values: Iterable[Any]) -> list[Any]:
+    import torch
+
+    return [torch.as_tensor(v, dtype=torch.float64) if isinstance(v, float) else v for v in values]
+
+
+def below(graph: Graph, root: int) -> set[int]:
+    """A node and all that it is computed from."""
+    found, left = {root}, [root]
+    while left:
+        for a in graph.nodes[left.pop()].args:
+            if a not in found:
+                found.add(a)
+                left.append(a)
+    return found
+
+
+def expression(graph: Graph, i: int, length: int = 48) -> str:
+    """A node as one would write it; what is deep inside is left out where it grows long."""
+    for depth in (8, 5, 4, 3, 2, 1):
+        text = _written(graph, i, depth)
+        if len(text) <= length:
+            break
+    return text
+
+
+def _written(graph: Graph, i: int, depth: int, tight: bool = False) -> str:
+    n = graph.nodes[i]
+    if not n.args:
+        return n.name or ("acc" if n.op == "acc" else f"{n.value:.7g}")
+    if not depth:
+        return "…"
+    text = shown(graph, n.op, n.args, depth)
+    return f"({text})" if tight and n.op in INFIX else text
+
+
+def shown(graph: Graph, op: str, args: tuple[int, ...], depth: int) -> str:
+    depth = depth or 3
+    if op in INFIX:
+        left, right = (_written(graph, a, depth - 1, tight=True) for a in args)
+        return f"{left} {INFIX[op]} {right}"
+    if op == "neg":
+        return f"-{_written(graph, args[0], depth - 1, tight=True)}"
+    name = op.partition("\n")[0].partition(":")[0]
+    return f"{name}({', '.join(_written(graph, a, depth - 1) for a in args)})"
