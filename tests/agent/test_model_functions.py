@@ -23,7 +23,7 @@ ROWS = "return the tensor and what it takes of each row"
 REFUSED = {
     # Of the first fifty.
     "int8_weight_only": "multiply in float8_e4m3fn, or bring it to the type of A before",
-    "lora_linear": "scale an operand instead",
+    "lora_linear": "fold the factor into the weight once",
     "mixtral_top1_gap": ROWS,
     "palm_z_loss": "return the reduction as an output and apply it in the next kernel",
     "resnet_conv1x1": "return it as the product has it",

@@ -483,6 +483,20 @@ def test_torch_compile_sees_one_operator_and_views() -> None:
     assert len({out.untyped_storage().data_ptr() for out in plain}) == 1
 
 
+def test_a_table_is_read_where_it_lies() -> None:
+    made = LAYOUTS["a gate of each sample"]()
+    program = load(Composer().write(made, lambda *_: None))["probe"]
+    declared = Kernel(made, {"probe": program}, {}, frozenset(), "layout_strided")._declared
+    assert declared is not None
+    slices = torch.randn(2, 6 * 32).bfloat16().chunk(6, dim=1)
+    given = {x: torch.randn(2, 3, 32).bfloat16() for x in made.inputs}
+    given |= {"scale": slices[1], "gate": slices[2][:, None], "p": slices[0][:, 0]}
+    entered = dict(zip(given, declared.entered([*given.values()]), strict=True))
+    for x, shape in (("scale", (2, 32)), ("gate", (2, 32)), ("p", (2, 1))):
+        assert tuple(entered[x].shape) == shape
+        assert entered[x].data_ptr() == given[x].data_ptr()
+
+
 def test_a_square_weight_is_that_of_linear() -> None:
     made = spec(
         "[x, w]", {"x": "[M, K]", "w": "[K, K]"}, {"y": "[M, K]"}, "return torch.tanh(x @ w)"

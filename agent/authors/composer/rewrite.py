@@ -624,7 +624,7 @@ class _Rewriter:
             raise ProgramError(
                 f" does not add the products of {self._operands()[0]} alike; a kernel sums them in"
                 " one",
-                hint="scale an operand instead",
+                hint="fold the factor into the weight once, before it is packed, and leave it out",
             )
         if any(e.op == "centred" for e in walk([expr])):
             raise ProgramError(f" {AGAIN}", hint=NEXT)
