@@ -29,8 +29,8 @@ _REDRAWS = 3
 # Beside so many times their size no tolerance shows other values.
 _BESIDE = 1000
 _FILLED = (
-    "expected a mask to fill with a number near the others', such as -30, of which a softmax makes"
-    " almost 0 too; or a `draw` without"
+    "leave such a mask to what reads the output, as a softmax does, or fill with a number of the"
+    " others' size"
 )
 # How far a row is moved, and the least number of elements of which chance makes no two moves alike.
 _STEP, _ALIKE = 1e-6, 8

@@ -22,6 +22,7 @@ SOURCES = {name: model_functions.__file__ for name in model_functions.EXAMPLES} 
 ROWS = "return the tensor and what it takes of each row"
 REFUSED = {
     # Of the first fifty.
+    "causal_scores": "leave such a mask to what reads the output",
     "int8_weight_only": "multiply in float8_e4m3fn, or bring it to the type of A before",
     "lora_linear": "fold the factor into the weight once",
     "mixtral_top1_gap": ROWS,

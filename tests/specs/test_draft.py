@@ -246,7 +246,7 @@ def test_element_types() -> None:
         ),
         (
             "return (x @ w.T).masked_fill(c > 1, -1e5)", SQUARE | {"c": (S, S)},
-            "model.py: f: output 'out' holds 1.0e+05, which hides all else; expected a mask to fill",
+            "model.py: f: output 'out' holds 1.0e+05, which hides all else; leave such a mask to",
         ),
         ("raise ValueError", SQUARE, "model.py:5: the function raises ValueError: no message"),
         ("return (x @ w.T) * 0", SQUARE, "model.py: f: output 'out' is all zero"),
