@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # few rows chance may make an operand matter little.
 _ADMISSION_ELEMENTS = 64
 _REDRAWS = 3
-# Beside so many times their size no tolerance shows other values.
-_BESIDE = 1000
+# Values are drawn such that outputs are near 1: one so large is a mask, or a draw amiss.
+_LARGE = 1000
 _FILLED = (
     "leave such a mask to what reads the output, as a softmax does, or fill with a number of the"
     " others' size"
@@ -260,17 +260,22 @@ def _swallowed(
                 guesses[f"another {name}'s values"] = exact.roll(1, axis)
         for what, guess in guesses.items():
             if exact.numel() > 1 and distance(o, guess) <= 1:
-                return f"output {o!r} is within its tolerance of {what}; draw what moves it more"
+                said = f"output {o!r} is within its tolerance of {what}; draw what moves it more"
+                return _hidden({o: exact}) or said
         if exact.ndim == 2 and min(exact.shape) > 2:
             first, second = torch.linalg.svdvals(exact)[:2]
             if second < 1e-3 * first:
                 return f"output {o!r} is a column times a row: it needs no GEMM; return the factors"
     for x, runs in left_out.items():
         if max(distance(o, run[o]) for run in runs for o in truth) <= 1:
-            for o, exact in truth.items():
-                held, largest = exact.abs(), exact.abs().max()
-                small = held < largest / _BESIDE
-                if small.any() and not (~small & (held < 0.1 * largest)).any():
-                    return f"output {o!r} holds {largest:.1e}, which hides all else; {_FILLED}"
-            return f"no output depends on {x!r} by more than its tolerance; draw larger ones"
+            said = f"no output depends on {x!r} by more than its tolerance; draw larger ones"
+            return _hidden(truth) or said
+    return ""
+
+
+def _hidden(truth: _Outputs) -> str:
+    """Whether an output has values beside which no tolerance shows others."""
+    for o, exact in truth.items():
+        if (largest := exact.abs().max()) >= _LARGE:
+            return f"output {o!r} holds {largest:.1e}, which hides all else; {_FILLED}"
     return ""

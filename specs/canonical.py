@@ -354,11 +354,13 @@ class Product:
             lead = ", ".join(map(str, self.lead))
             whole = [*self.lead, *self.columns]
             within = {*shape} <= {1, *whole}
-            step = (
-                f"expand it to {shown(whole)} in the call"
-                if within
-                else "use it in the next kernel"
-            )
+            step = "use it in the next kernel"
+            if unread[0] in header.outputs:
+                step = (
+                    f"return {shown(whole)}, or what is reduced of it, and do the rest with torch"
+                )
+            elif within:
+                step = f"expand it to {shown(whole)} in the call"
             raise ValueError(
                 f"{unread[0]}: shape {shown(shape)} is not over rows [{lead}], over columns "
                 f"{shown(self.columns)}, or over both; {step}"

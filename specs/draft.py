@@ -272,6 +272,11 @@ class _Draft:
                     )
                     raise SpecError(message, hint=hint)
                 self.fixed[self._letter(symbol, "K" if symbol == inner else "N")] = size
+        for name in second:  # how many parts a size has says which one it is
+            for s, size in zip(trace.shapes[name], self.example[name], strict=True):
+                own = (e for e in trace.equal if getattr(e[0], "free_symbols", None) == {s})
+                if any(_numeric(n) and count.subs(s, 7 * size) != n for count, n in own):
+                    self.fixed[self._letter(s, "K" if s == inner else "N")] = size
         rows = [s for s in trace.shapes[first[0]] if s != inner and not _numeric(s)]
         if not rows:
             hint = "give it more, such as 4096: the kernel takes any number of them"
@@ -406,7 +411,7 @@ class _Draft:
             self.shapes = {n: tuple(chosen.get(e, e) for e in s) for n, s in given.items()}
             entries = [parts(e) for s in self.shapes.values() for e in s if isinstance(e, str)]
             dims = list(dict.fromkeys([*self.letters.values(), *(dim for _, dim, _ in entries)]))
-            for unit, some in itertools.product(_UNITS, (self.columns, [self.inner], dims)):
+            for some, unit in itertools.product((self.columns, [self.inner], dims), _UNITS):
                 units = {x: math.lcm(least.get(x, 1), unit if x in some else 1) for x in dims}
                 units |= {x: math.lcm(units[x], q) for _, x, q in entries} | self.fixed
                 try:

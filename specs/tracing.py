@@ -4,6 +4,7 @@ extents must be equal."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -194,6 +195,9 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
                 "the function multiplies what a product gave; a kernel has one product",
                 hint="give the first product as an argument, or make a kernel of each",
             )
+        if math.prod(left.shape) != math.prod(trace.shapes[pair[0]]):
+            hint = "give that part as the argument"
+            raise SpecError(f"{function} multiplies a part of {pair[0]}", hint=hint)
         if pair[0] == pair[1] or sum(e != 1 for e in trace.shapes[pair[1]]) > 2:
             what = "with itself" if pair[0] == pair[1] else f"with a batch of matrices, {pair[1]}"
             hint = "take one matrix as an argument of its own, and call the kernel for each"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
 _DECOMPOSED = (
-    *("addmm", "addcmul", "addcdiv", "rsub", "linalg_vector_norm", "norm"),
+    *("addmm", "baddbmm", "addcmul", "addcdiv", "rsub", "linalg_vector_norm", "norm"),
     *("hardtanh", "hardsigmoid", "hardswish", "mish", "elu", "celu", "selu", "logit"),
     *("hardshrink", "softshrink", "threshold", "_prelu_kernel", "glu", "masked_fill", "frac"),
     *("sinc", "deg2rad", "rad2deg", "special_entr", "heaviside"),
@@ -35,6 +35,8 @@ _DECOMPOSED = (
     *("huber_loss", "smooth_l1_loss", "mse_loss", "soft_margin_loss"),
     *("fill", "new_full", "zeros_like", "new_zeros", "ones_like", "new_ones"),
     *("empty_like", "new_empty", "slice_backward", "select_backward"),
+    *("silu_backward", "mish_backward", "elu_backward", "leaky_relu_backward", "hardtanh_backward"),
+    *("hardswish_backward", "hardsigmoid_backward", "softplus_backward", "log_sigmoid_backward"),
 )
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
