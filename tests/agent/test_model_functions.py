@@ -1,6 +1,8 @@
 """The composer's trial: functions as models have them, drafted into specs and composed as given.
 
-When the second fifty were first tried, 38 were composed; mends of general use made it 45.
+At first sight: of the second fifty 38 were composed, of the third 27. Of the fourth, which was
+written before the third was looked at and first run after all mends for that, 30 were composed, 14
+refused with a next step that works, and 6 refused without one. No result was wrong in any.
 """
 
 from pathlib import Path
@@ -13,27 +15,72 @@ from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import load_spec
 from coda_agent.specs.draft import Example, draft
 from coda_agent.specs.source import axes_of, extracted
-from tests.agent import model_functions, more_model_functions
+from tests.agent import (
+    fourth_model_functions,
+    model_functions,
+    more_model_functions,
+    third_model_functions,
+)
 
-EXAMPLES = model_functions.EXAMPLES | more_model_functions.EXAMPLES
-SOURCES = {name: model_functions.__file__ for name in model_functions.EXAMPLES} | {
-    name: more_model_functions.__file__ for name in more_model_functions.EXAMPLES
-}
+FIFTIES = (model_functions, more_model_functions, third_model_functions, fourth_model_functions)
+STEPS = (third_model_functions, fourth_model_functions)
+EXAMPLES = {x: e for fifty in FIFTIES for x, e in fifty.EXAMPLES.items()}
+EXAMPLES |= {x: e for fifty in STEPS for x, e in fifty.NEXT.items()}
+SOURCES = {x: str(fifty.__file__) for fifty in FIFTIES for x in vars(fifty)}
+NEXT = "in the next kernel"
+PRODUCT = "give the first product as an argument"
+DRAWN = "give the numbers as an argument, or let the kernel draw them by a counter"
+MASK = "leave such a mask to what reads the output"
 ROWS = "return the tensor and what it takes of each row"
 REFUSED = {
     # Of the first fifty.
-    "causal_scores": "leave such a mask to what reads the output",
+    "causal_scores": MASK,
     "int8_weight_only": "multiply in float8_e4m3fn, or bring it to the type of A before",
     "lora_linear": "fold the factor into the weight once",
     "mixtral_top1_gap": ROWS,
-    "palm_z_loss": "return the reduction as an output and apply it in the next kernel",
+    "palm_z_loss": NEXT,
     "resnet_conv1x1": "return it as the product has it",
     "token_loss": ROWS,
     "vae_conv1x1_group_norm": ROWS,
     # Of the second fifty.
-    "flux_single_block_out": "give the first product as an argument",
-    "rms_statistic": "return the reduction as an output and apply it in the next kernel",
+    "flux_single_block_out": PRODUCT,
+    "rms_statistic": NEXT,
     "top_expert": ROWS,
+    # Of the third fifty.
+    "bert_output_with_moments": ROWS,
+    "bert_self_output": "take it of the accumulator",
+    "conv1x1_nchw": "of 1x1 write F.linear(x, w), with the channels last",
+    "dit_modulation_six": "compute it where c is written, and give the result as the input",
+    "dropout_residual_train": DRAWN,
+    "fp8_relu_no_casts": "write x.float() @ w.float().T",
+    "linear_weight_grad_batched": "give dy as a matrix, with one dim to sum over",
+    "lstm_cell": "return the tensor itself, and do this in the next kernel or with torch",
+    "mistral_sliding_scores": MASK,
+    "mistral_sliding_scores_finite": MASK,
+    "peft_lora_forward": "scale an operand instead",
+    "reward_scalar": "pad it with rows to 16",
+    "rotary_half_q": "write -1 in a view",
+    "st_moe_z_loss": NEXT,
+    "switch_router_jitter": DRAWN,
+    "vit_head_probs": ROWS,
+    "vqvae_nearest": "return what out is made of, and make it with torch",
+    # Of the fourth fifty.
+    "bernoulli_gate": DRAWN,
+    "bert_pooled": "give that part as the argument",
+    "causal_softmax_stats": NEXT,
+    "dynamic_fp8_rowwise": NEXT,
+    "gumbel_logits": DRAWN,
+    "int8_linear": "bring it to the type of A before",
+    "int8_requantise": "return it as float32, and cast it with torch",
+    "kl_to_reference": ROWS,
+    "llama_q_heads": "and do the rest with torch",
+    "lm_cross_entropy": ROWS,
+    "lm_mean_loss": ROWS,
+    "masked_key_scores": MASK,
+    "mixtral_routing": ROWS,
+    "peft_lora_two_products": PRODUCT,
+    "simclr_similarity": "do this with torch in the call",
+    "two_layer_mlp": PRODUCT,
 }
 """What is not composed, and the part of the refusal that says what to do."""
 
@@ -62,6 +109,8 @@ def test_a_models_function_is_composed_as_given(name: str) -> None:
 
 
 def test_how_many_are_refused() -> None:
-    assert len(EXAMPLES) == 100
-    assert len(REFUSED.keys() & model_functions.EXAMPLES.keys()) <= 7
-    assert len(REFUSED.keys() & more_model_functions.EXAMPLES.keys()) <= 3
+    """And every step that `NEXT` takes is one that a refusal names."""
+    refused = [len(REFUSED.keys() & fifty.EXAMPLES.keys()) for fifty in FIFTIES]
+    assert [len(fifty.EXAMPLES) for fifty in FIFTIES] == [50] * 4
+    assert all(n <= most for n, most in zip(refused, (13, 5, 17, 16), strict=True))
+    assert {x.removesuffix("_next") for fifty in STEPS for x in fifty.NEXT} <= REFUSED.keys()
