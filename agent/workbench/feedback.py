@@ -118,8 +118,7 @@ def _figures(report: object) -> Iterator[str]:
     match report:
         case CompileReport(kernels=kernels):
             yield f"{len(kernels)} kernels"
-            spilling = [k for k in kernels if k.local_stores]
-            for k in [*spilling, *kernels][:2]:
+            for k in sorted(kernels, key=lambda k: not k.local_stores)[:2]:  # spilling ones first
                 yield (
                     f"{k.program} {k.arch} {k.dtype} at {k.tile}: {k.registers} registers, "
                     f"{k.local_stores} spill stores"

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import Verdict
+from coda_agent.agent.judge.records import CompiledKernel, CompileReport
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
-from coda_agent.agent.workbench import TOOLS, Workbench
+from coda_agent.agent.workbench import TOOLS, Workbench, feedback
 from coda_agent.agent.workbench.profile import METRICS, parse_counters
 from coda_agent.agent.workbench.registry import LIMIT, bounded
 from coda_agent.specs import load_spec
@@ -433,3 +434,14 @@ def test_counters_are_read_from_ncu() -> None:
     assert found["gpu__time_duration.sum"] == pytest.approx(198.016)
     assert found["dram__bytes_read.sum"] == pytest.approx(67.3e6) and "x" not in found
     assert len(set(METRICS.values())) == len(METRICS)
+
+
+def test_a_summary_names_each_kernel_once_and_one_that_spills_first() -> None:
+    stores = {"bfloat16": 8, "float16": 0, "float8_e4m3fn": 0}
+    kernels = tuple(
+        CompiledKernel(program="k", arch="sm_90a", dtype=d, tile="t", registers=1, local_stores=n)
+        for d, n in reversed(stores.items())
+    )
+    lines = [*feedback._figures(CompileReport(kernels=kernels, programs={}))]
+    assert lines[0] == "3 kernels"
+    assert [line.split()[2] for line in lines[1:]] == ["bfloat16", "float8_e4m3fn"]
