@@ -27,6 +27,7 @@ from coda_agent.evals.workloads import EPS, Rotation, Workload, make_workload
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.launch import Arguments
 
 ROOT = Path(__file__).parents[2]
 PAPER = definitions.load("paper")
@@ -261,9 +262,10 @@ def test_a_fixed_block_measures_partials_and_checks_their_sum() -> None:
 def test_what_is_launched_in_turn_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a GPU, with raw partials of the interpreter in place of a launch."""
 
-    def launch(program: Any, a: Any, b: Any, inputs: Any, outputs: Any, config: Any) -> None:
+    def launch(given: Arguments) -> None:
+        program, a, b, inputs, outputs, config = given
         dtypes = {name: out.dtype for name, out in outputs.items()}
-        block = {"block": config.tile_n, "row_block": config.tile_m}
+        block: Any = {"block": config.tile_n, "row_block": config.tile_m}
         for name, out in interpret(program, a, b, inputs, dtypes=dtypes, raw=True, **block).items():
             outputs[name].copy_(out)
 
