@@ -55,7 +55,7 @@ REFUSED = {
     "linear_weight_grad_batched": "give dy as a matrix, with one dim to sum over",
     "lstm_cell": "return the tensor itself, and do this in the next kernel or with torch",
     "mistral_sliding_scores": MASK,
-    "peft_lora_forward": "scale an operand instead",
+    "peft_lora_forward": "fold the factor into the weight once",
     "reward_scalar": "pad it with rows to 16",
     "rotary_half_q": "write -1 in a view",
     "st_moe_z_loss": NEXT,

@@ -342,12 +342,17 @@ class _Rewriter:
         args = list(args)
         tensors = [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
+
+        def others(values: Iterable[Elements]) -> torch.Tensor:
+            """Codes of the same function of other tensors in the places of the given ones."""
+            rest = iter(values)
+            given = [next(rest) if _tensor(v) else v for v in args]
+            named = {k: next(rest) if _tensor(v) else v for k, v in kwargs.items()}
+            return self._apply(function, given, named).codes
+
         if (found := self.layout.whole(tensors, shape)) is not None:
             # One weight's columns of several: computed as if of all.
-            given = iter(found[0])
-            args = [next(given) if _tensor(v) else v for v in args]
-            named = {k: next(given) if _tensor(v) else v for k, v in kwargs.items()}
-            return Elements(self._apply(function, args, named).codes[..., found[1]].reshape(shape))
+            return Elements(others(found[0])[..., found[1]].reshape(shape))
         frame = self.layout.frame(shape)
         parts = any(e.op == "table" for t in tensors for e in self.layout.sources(t))
         if frame is None and parts and (found := self._table_wise(function, args, kwargs, shape)):
@@ -355,10 +360,7 @@ class _Rewriter:
         if frame is None and (width := self.layout.group(shape)):
             # What is one for each group is computed as if for each column.
             over = (self.layout.over_group(t.codes.broadcast_to(shape), width) for t in tensors)
-            given = [Elements(next(over)) if _tensor(v) else v for v in args]
-            named = {k: Elements(next(over)) if _tensor(v) else v for k, v in kwargs.items()}
-            codes = self._apply(function, given, named).codes
-            return Elements(codes[..., ::width].reshape(shape))
+            return Elements(others(map(Elements, over))[..., ::width].reshape(shape))
         if frame is None:
             raise ProgramError(
                 f"works on a shape {self._words(shape)} that is neither (M, N) nor part of it",
