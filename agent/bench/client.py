@@ -103,9 +103,10 @@ class Bench:
         """
         since = time.time()
         for _ in range(3):
-            connection, fresh = self._connected()
-            with connection, connection.makefile("rwb") as file:
-                begun = False
+            (connection, fresh), begun = self._connected(), False
+            # What could not be sent is tried again when `file` closes.
+            gone = contextlib.suppress(ConnectionError)
+            with connection, gone, connection.makefile("rwb") as file:
                 with contextlib.suppress(ConnectionError):
                     send(file, {"stamp": stamp(), **asked})
                 if not fresh and not select.select([connection], [], [], _BUSY_S)[0]:

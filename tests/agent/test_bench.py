@@ -4,9 +4,11 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +191,24 @@ def test_nobody_else_can_have_the_folder_of_the_socket(
     folder.symlink_to(ROOT)
     with pytest.raises(MachineError, match="is not this user's alone"):
         Bench(tmp_path, print)
+
+
+def test_a_bench_that_ends_while_it_is_asked_is_no_fault_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        bench = Bench(Path(folder), print)
+        listener.bind(str(bench.socket))
+        listener.listen()
+
+        def leave() -> None:
+            for _ in range(3):
+                listener.accept()[0].close()
+
+        threading.Thread(target=leave, daemon=True).start()
+        with pytest.raises(MachineError, match="ends before it does a call"):
+            bench.call({"tool": "write_candidate", "given": {"text": "x" * 1_000_000}})
 
 
 KILLS = int(os.environ.get("CODA_TEST_KILLS", "4"))
