@@ -51,6 +51,7 @@ FAULTS = {
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float8_e4m3fn": 2.0**-3}
 _ROWS = 128  # rows the reference is run on: the worst ones
 _CLAIM, _CLAIM_FACTOR = 0.85, 0.97  # least share that a fault, and a factor, must explain
+_CLAIM_EXACT = 0.999  # where nothing was rounded
 _CERTAIN = 0.9995  # share that ends the search
 _FEW = 4  # elements that any factor explains
 _PARTS = (16, 32, 64, 128)  # K extents of one mainloop step
@@ -204,7 +205,8 @@ class _WrongOutput:
             text = "NaN or an infinity of the inputs does not reach it"
             return self._answer("wrong_function", text, 1.0, lost)
         empty = self.wrong & (out == 0)
-        if int(empty.sum()) > 0.95 * int(self.wrong.sum()) and not self.subtle:
+        most = int(empty.sum()) > 0.95 * int(self.wrong.sum())
+        if most and not self.subtle and not self.exact:
             text = f"{self._region(empty)} is zero: never written, or its partial was lost"
             return self._answer("unwritten", text, 1.0, empty)
         best, share = None, 0.0
@@ -217,7 +219,8 @@ class _WrongOutput:
             if share > _CERTAIN:
                 break
         # A factor must explain nearly all: any statistic is roughly another times something.
-        if best and share >= (_CLAIM_FACTOR if best.fault == "constant_factor" else _CLAIM):
+        claim = _CLAIM_FACTOR if best and best.fault == "constant_factor" else _CLAIM
+        if best and share >= (_CLAIM_EXACT if self.exact else claim):
             return self._answer(best.fault, best.text, share, self.wrong)
         return self._answer(*self._leftover(), 1.0 - share, self.wrong)
 
@@ -234,18 +237,15 @@ class _WrongOutput:
     def _leftover(self) -> tuple[str, str]:
         """What it is when no hypothesis explains it."""
         small = self.difference.abs() <= 2.0**-6 * (self.truth.abs() + self.truth.abs().mean())
-        if self.subtle or (self.single and bool(small.all())):
+        if not self.exact and (self.subtle or (self.single and bool(small.all()))):
             truth, left = self.truth[self.wrong], self.difference[self.wrong]
             energy = truth.square().sum().clamp_min(1e-300)
             factor, noise = float((left * truth).sum() / energy), left.square().mean() / energy
             if abs(factor) > max(6 * float(noise.sqrt()), 2e-3):
                 text = f"on average it is the expected value times {1 + factor:.3g}"
                 return "constant_factor", text
-            if not self.exact:
-                text = (
-                    "it is off by roundings: something was rounded to 16 bits before its last use"
-                )
-                return ("rounded_statistics" if self.flat else "early_rounding"), text
+            text = "it is off by roundings: something was rounded to 16 bits before its last use"
+            return ("rounded_statistics" if self.flat else "early_rounding"), text
         counts, sizes = self._by_tile(self.wrong), self._by_tile(self.wrong | True)
         touched = counts > 0
         filled = float(counts.sum() / sizes[touched].sum().clamp_min(1))

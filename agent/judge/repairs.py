@@ -90,16 +90,24 @@ def mistake(
         return None
     some = Replay(spec, program, o, *first, whole.out)
     more = [Replay(spec, program, o, *x, single=True) for x in others]
+    overflowing: Mistake | None = None
     for edit in _edits(some):
         try:
-            found = some.right(edit.changes(some.values)) and all(
-                r.right(edit.changes(r.values)) for r in (whole, *more)
+            found = some.right(edit.changes(some.values)) and whole.right(
+                edit.changes(whole.values)
             )
+            if found and all(r.right(edit.changes(r.values)) for r in more):
+                return Mistake(edit.fault, edit.text)
+            # The right program may overflow as well: it is named where nothing else is found.
+            if (
+                found
+                and overflowing is None
+                and all(r.right(edit.changes(r.values)) for r in more[:1])
+            ):
+                overflowing = Mistake(edit.fault, edit.text)
         except MISFITS:
             continue
-        if found:
-            return Mistake(edit.fault, edit.text)
-    return None
+    return overflowing
 
 
 # The edits.
@@ -382,7 +390,7 @@ def _activations(graph: Graph, nodes: list[tuple[int, Node]]) -> Iterator[_Edit]
         "square": lambda x: x * x,
     }
     for i, n in nodes:
-        for a in sorted(below(graph, i) - {i}, reverse=True) if len(n.args) > 1 else ():
+        for a in sorted(below(graph, i) - {i}, reverse=True) if n.args else ():
             for op, function in known.items() if graph.nodes[a].op != "const" else ():
                 text = f"`{expression(graph, i)}` should be `{op}({expression(graph, a)})`"
                 yield _Edit("wrong_operation", text, lambda v, i=i, a=a, f=function: {i: f(v[a])})
