@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -300,9 +301,11 @@ def _fitted(replay: Replay, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
             return {p: v[i] + t}
 
         consts = [n.value for n in graph.nodes if n.op == "const" and abs(n.value) not in (0, 1)]
-        factors = (f for c in (2.0, *consts) for f in (c, 1 / c))
+        # An infinite constant has no inverse, and a fit may find that nothing is left of a value.
+        factors = (f for c in (2.0, *consts) if math.isfinite(c) for f in (c, 1 / c))
         known = (f - 1 for f in factors if replay.right(scaled(replay.values, f - 1)))
-        if (t := next(known, None) or _fit(replay, scaled)) is not None:
+        t = next(known, None) or _fit(replay, scaled)
+        if t is not None and t != -1:
             text = f"`{what}` enters times {_rounded(1 / (1 + t)):.7g}{use}"
             text += f": `{_rounded(1 + t):.7g} · {what}` is due"
             yield _Edit("constant_factor", text, lambda v, f=scaled, t=t: f(v, t))
