@@ -9,7 +9,7 @@ The grammar, one attempt:
         1. what is wrong; what explains it
            at     where: output, row, column, program, sizes, case
            there  what the program reads at the worst element; acc is the product
-           rows   row: got, expected; of the worst element and its neighbours
+           rows   row: what it gives, what is due; of the worst element and its neighbours
            also   other programs, types and tiles with this fault
            try    what to try
            outputs  which passed, which are wrong
@@ -81,7 +81,9 @@ def _lines(group: list[Finding]) -> list[str]:
     parts = {
         "at": ", ".join(f"{k} {_short(v)}" for k, v in where.items() if k not in _TOLD),
         "there": ", ".join(f"{k} {_short(v)}" for k, v in where.get("there", {}).items()),
-        "rows": "; ".join(f"{r}: {_short(g)}, {_short(e)}" for r, g, e in where.get("rows", ())),
+        "rows": "; ".join(
+            f"{r}: got {_short(g)}, due {_short(e)}" for r, g, e in where.get("rows", ())
+        ),
         "also": _copies(first, others),
         "outputs": ", ".join(f"{k} {v}" for k, v in where.get("outputs", {}).items()),
         "try": first.hint,
