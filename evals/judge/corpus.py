@@ -20,6 +20,7 @@ from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import ColIndex, HeadTable, RowGather, Scalar, Tile
+from coda_agent.primitives.tables import Table
 from coda_agent.specs import Spec, load_spec
 
 _SHAPE = {"m": 200, "n": 352, "k": 136}
@@ -78,7 +79,7 @@ def demonstrations(found: Iterable[Demo]) -> tuple[list[Subject], list[str]]:
         for p in demo.programs:
             # A spec in bfloat16 takes a cast to bfloat16 for a user's own rounding, and means none.
             own = any(node.op == "to_bfloat16" for node in p.graph.nodes)
-            if own or HeadTable in kinds.values():
+            if own or any(issubclass(kind, (HeadTable, Table)) for kind in kinds.values()):
                 left_out.append(p.name)
                 continue
             spec = _spec(demo, p, kinds)

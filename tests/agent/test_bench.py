@@ -43,9 +43,14 @@ def where(monkeypatch: pytest.MonkeyPatch) -> Iterator[workspace.Workspace]:
 
 def begun(where: workspace.Workspace, *args: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "coda_agent.agent", "tool", *args]
+
+    def interruptible() -> None:  # a shell's background job, and its children, ignore SIGINT
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     return subprocess.Popen(
-        command, cwd=where.root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        command, cwd=where.root, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=interruptible,
+    )  # fmt: skip
 
 
 def run(where: workspace.Workspace, *args: str) -> tuple[int, str, str]:

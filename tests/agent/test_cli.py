@@ -194,7 +194,7 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
 
 def test_refused_exits_1_and_loses_nothing(where: workspace.Workspace) -> None:
     said = run("generate", "gemm_swiglu", "--author", "bad", code=1)
-    for line in ("static: FAILED", "    import os", "      at   line 3", "use primitives"):
+    for line in ("static: FAILED", "    import os", "      at     line 3", "use primitives"):
         assert line in said
     assert where.kernels() == []
     saved = next((where.root / "logs" / "runs").glob("*-generate-gemm_swiglu-*/kernel.py"))

@@ -165,7 +165,9 @@ def test_tiles_are_compiled_on_request(bench: Workbench, monkeypatch: pytest.Mon
     some = (DEFAULT_CONFIGS["sm_90a"], TileConfig(128, 64, 1, 1, True))
     monkeypatch.setattr(compile_gate, "offered", lambda *_: some)
     say(bench, "write_candidate", text=RIGHT)
-    head, first, second = say(bench, "inspect", what="tiles").splitlines()
+    said = say(bench, "inspect", what="tiles")
+    assert said.count("\n") == 2, said
+    head, first, second = said.splitlines()
     assert head == "gemm_swiglu, bfloat16, sm_90a, at the tiles for the bench shapes:"
     assert re.fullmatch(r"128x128 pp 2x1: \d+ registers, 0 spill stores, the default", first)
     assert re.fullmatch(r"128x64 pp 1x1: \d+ registers, 0 spill stores", second)

@@ -19,9 +19,9 @@ COMPOSITES = (
 
 
 def example(entry: Entry) -> str:
-    """The code that ends a docstring, dedented; an empty string where there is none."""
-    last = entry.doc.split("\n\n")[-1]
-    return dedent(last) if 'return {"' in last else ""
+    """The last code of a docstring, dedented; an empty string where there is none."""
+    code = (part for part in reversed(entry.doc.split("\n\n")) if 'return {"' in part)
+    return dedent(next(code, ""))
 
 
 def as_program(code: str) -> str:
