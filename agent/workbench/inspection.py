@@ -5,7 +5,7 @@ import textwrap
 
 from coda_agent.agent import execution
 from coda_agent.agent.explain import explain, traced
-from coda_agent.agent.judge.compile_gate import compile_all, jobs_for
+from coda_agent.agent.judge import compile_gate
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec
 
@@ -51,9 +51,13 @@ def tiles(spec: Spec, text: str, program: str | None) -> str:
     m, n, k = spec.gemm_dims
     shapes = [(sizes[m], sizes[n], sizes[k]) for sizes in spec.bench_shapes]
     element = next(iter(next(iter(spec.types.values()), ["bfloat16"])))
-    jobs = jobs_for(spec, programs, [element], all_tiles=True, newer=False, shapes=shapes)
+    jobs = compile_gate.jobs_for(
+        spec, programs, [element], all_tiles=True, newer=False, shapes=shapes
+    )
     once = {job.config: job for job in jobs if not job.transposed}
-    _, kernels = compile_all(execution.executor(), list(once.values()), lambda *_: None)
+    _, kernels = compile_gate.compile_all(
+        execution.executor(), list(once.values()), lambda *_: None
+    )
     default = DEFAULT_CONFIGS["sm_90a"].label
     lines = [f"{chosen.name}, {element}, sm_90a, at the tiles for the bench shapes:"]
     for kernel in kernels:

@@ -124,4 +124,4 @@ def test_a_failed_check_is_short_however_much_is_wrong() -> None:
     many = [f for i in range(30) for f in copies(40, output=f"O{i}", rows=[[1, 0.5, 0.25]] * 4)]
     text = failed(many)
     assert len(text) <= LIMIT and "30 faults in 1200 findings" in text
-    assert "rows   1: 0.5, 0.25" in text
+    assert "rows   1: got 0.5, due 0.25" in text
