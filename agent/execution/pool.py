@@ -87,18 +87,26 @@ class CompilePool:
     def run(self, job: dict[str, Any], timeout_s: float | None = None) -> Any:
         """One job's result, as data.
 
+        A worker that died may have died of what came before: a warm one was seen to crash once in
+        a compilation that passed in each of several others. So a job is tried a second time, in the
+        new worker, before its death is held to be its fault.
+
         Raises:
-            CompileError: the job failed, died, or ran out of time; the message says which.
+            CompileError: the job failed, died twice, or ran out of time; the message says which.
         """
-        try:
-            answer = self.answer(job, timeout_s or TIMEOUTS_S[job["kind"]])
-        except ChildError as error:
-            why = {
-                "timeout": f"{error.detail}; the worker was killed",
-                "died": f"the compile worker died: {error.detail}",
-                "malformed": f"the compile worker was killed: {error.detail}",
-            }
-            raise CompileError(why[error.kind]) from error
+        for tries_left in 1, 0:
+            try:
+                answer = self.answer(job, timeout_s or TIMEOUTS_S[job["kind"]])
+                break
+            except ChildError as error:
+                if error.kind == "died" and tries_left:
+                    continue
+                why = {
+                    "timeout": f"{error.detail}; the worker was killed",
+                    "died": f"the compile worker died: {error.detail}",
+                    "malformed": f"the compile worker was killed: {error.detail}",
+                }
+                raise CompileError(why[error.kind]) from error
         match answer:
             case Ok(result=result):
                 return result
