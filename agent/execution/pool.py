@@ -25,6 +25,13 @@ LIMITS = Limits(
 SIDE_BY_SIDE = "CODA_AGENT_SIDE_BY_SIDE"
 """Environment variable: how many processes of one command have a pool each and share the cores, by
 default 1."""
+# nvidia-cutlass-dsl 4.8.1 itself dies of SIGSEGV for sm_100a where both halves of a pair that was
+# multiplied by a constant are added: `even, odd = pairs(acc * 0.7)`, then `even + odd`. It compiles
+# `(even + odd) * 0.7` of `pairs(acc)`.
+_HINTS = {
+    "died": "if the compiler crashed, the same mathematics written otherwise may compile, as a "
+    "factor after `pairs` instead of before"
+}
 MODULE = "coda_agent.agent.execution.compile_worker"
 
 
@@ -87,26 +94,18 @@ class CompilePool:
     def run(self, job: dict[str, Any], timeout_s: float | None = None) -> Any:
         """One job's result, as data.
 
-        A worker that died may have died of what came before: a warm one was seen to crash once in
-        a compilation that passed in each of several others. So a job is tried a second time, in the
-        new worker, before its death is held to be its fault.
-
         Raises:
-            CompileError: the job failed, died twice, or ran out of time; the message says which.
+            CompileError: the job failed, died, or ran out of time; the message says which.
         """
-        for tries_left in 1, 0:
-            try:
-                answer = self.answer(job, timeout_s or TIMEOUTS_S[job["kind"]])
-                break
-            except ChildError as error:
-                if error.kind == "died" and tries_left:
-                    continue
-                why = {
-                    "timeout": f"{error.detail}; the worker was killed",
-                    "died": f"the compile worker died: {error.detail}",
-                    "malformed": f"the compile worker was killed: {error.detail}",
-                }
-                raise CompileError(why[error.kind]) from error
+        try:
+            answer = self.answer(job, timeout_s or TIMEOUTS_S[job["kind"]])
+        except ChildError as error:
+            why = {
+                "timeout": f"{error.detail}; the worker was killed",
+                "died": f"the compile worker died: {error.detail}",
+                "malformed": f"the compile worker was killed: {error.detail}",
+            }
+            raise CompileError(why[error.kind], hint=_HINTS.get(error.kind, "")) from error
         match answer:
             case Ok(result=result):
                 return result

@@ -151,7 +151,6 @@ def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Any:
         return ok(probe(job))
     elif fault == "environment":
         return ok(dict(os.environ))
-    time.sleep(job.get("after_s", 0))
     return ok(job.get("value"))
 
 
