@@ -12,9 +12,15 @@ from quack.compile_utils import make_fake_tensor
 from quack.epilogue.ops import EpiOp, _lane_warp_info_n
 
 
-class Places:
-    """Where a thread's elements of a subtile lie, as far as that is the same for all threads: an
-    element's column is that plus less than 8, the thread's place in its quad."""
+class Fragments:
+    """Where a thread's elements of the tile lie.
+
+    Attributes:
+        coordinates: Of its elements, by element and subtile.
+        offsets: Rows and columns of its elements of a subtile, as far as they are the same for all
+            threads and subtiles.
+        columns: Of a subtile.
+    """
 
     def __init__(self, ctx: Any) -> None:
         shape = (ctx.tile_M, ctx.tile_N)
@@ -25,13 +31,21 @@ class Places:
         self.offsets = [
             [int(cute.crd2idx(i, axis)) for i in range(cute.size(layout))] for axis in axes
         ]
+        subtiles: Any = cute.zipped_divide(cute.make_layout(shape), ctx.epi_tile).shape
+        self.columns = cute.size(subtiles[0][1])
+
+
+class Places(Fragments):
+    """Where groups of columns lie in them: an element's column is that of its offset plus less
+    than 8, the thread's place in its quad."""
+
+    def __init__(self, ctx: Any) -> None:
+        super().__init__(ctx)
         copy = ctx.tiled_copy_t2r or ctx.tiled_copy_r2s
         self.lanes, warps, *_ = _lane_warp_info_n(copy, ctx.tiled_copy_t2r is None, ctx.tidx)
         apart = {column % 8 for column in self.offsets[1]} - {0, 1}
         if warps > 1 or (self.lanes > 1 and (self.lanes != 4 or apart)):
             raise NotImplementedError("its warps share rows, and with them groups of columns")
-        subtiles: Any = cute.zipped_divide(cute.make_layout(shape), ctx.epi_tile).shape
-        self.columns = cute.size(subtiles[0][1])
 
     def of(self, coord: Any, i: int) -> tuple[Any, int]:
         """Which of the thread's rows, and the column in the tile, of element `i` of a subtile."""

@@ -1,7 +1,10 @@
 """Loads of tables of part of the rows or columns; only the lowering imports this.
 
-Each thread reads the elements that its part of a subtile needs, past the edge those of the last row
-and column. They come out of the cache, since many rows or columns share one.
+- Each thread reads the elements that its part of a subtile needs, past the edge those of the last
+  row and column. They come out of the cache, since many rows or columns share one.
+- A subtile's loads stand by themselves: their addresses follow from a row that the compiler cannot
+  trace back. Else it keeps every element's address for later subtiles, 64 bits each, and spills.
+- Where columns come in subtiles of the table's, a row has one address and all else is constant.
 """
 
 from __future__ import annotations
@@ -9,8 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass._mlir.dialects import llvm
+from cutlass._mlir_helpers.arith import ArithValue
 from quack.epilogue.ops import EpiOp
+
+from coda_agent.primitives.group_store import Fragments
+
+# Forms of a kernel, by the table: one column; columns in whole subtiles, aligned for loads of two;
+# any others. A subtile has 32 columns, or a divisor of that.
+_ONE, _WHOLE, _ANY = 1, 32, 0
 
 
 class TableLoad(EpiOp):
@@ -25,8 +36,25 @@ class TableLoad(EpiOp):
     def config_key(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (self.kind.__name__,)
 
+    def host_arg_key(self, value: Any) -> tuple[Any, ...]:
+        columns, (down, along) = value.shape[1], value.stride()
+        pairs = along == 1 and down % 2 == 0 and value.data_ptr() % 16 == 0
+        whole = columns % _WHOLE == 0 and self.kind.step > 0 and pairs
+        form = _WHOLE if whole else _ONE if columns == 1 else _ANY
+        return *super().host_arg_key(value), form
+
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:
-        return any_strides(key[0])
+        dtype, _, form = key
+        if form == _ANY:
+            return any_strides(dtype)
+        whole = form == _WHOLE
+        # `begin_loop` finds the form in what is static here.
+        return cute.runtime.make_fake_tensor(
+            dtype,
+            (cute.sym_int(), cute.sym_int() if whole else 1),
+            stride=(cute.sym_int64(divisibility=2 if whole else 1), 1),
+            assumed_align=dtype.width // (4 if whole else 8),
+        )
 
     def param_fields(self) -> list[tuple[Any, ...]]:
         return [(self.name, object, None)]
@@ -35,31 +63,87 @@ class TableLoad(EpiOp):
         return {self.name: getattr(args, self.name)}
 
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        identity = cute.make_identity_tensor((ctx.tile_M, ctx.tile_N))
+        places = Fragments(ctx)
         first = ctx.tile_coord_mnkl[0] * ctx.tile_M, ctx.tile_coord_mnkl[1] * ctx.tile_N
         size = ctx.varlen_manager.len_m(ctx.batch_idx), ctx.varlen_manager.len_n()
-        return param, ctx.partition_for_epilogue_fn(identity), first, size
+        rows = {}
+        for down in range(cute.size(places.coordinates, mode=[3])):
+            at = places.coordinates[None, None, None, down, 0]
+            for i, offset in enumerate(places.offsets[0]):
+                if (down, offset) not in rows:
+                    row, _ = _inside(first[0] + at[i][0], 0, size)
+                    rows[down, offset], _ = _entry(self.kind, param, row, 0, size)
+        return param, places, rows, first[1], size
 
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
-        table, places, first, size = state
-        at = places[None, None, None, epi_coord[0], epi_coord[1]]
+        table, places, rows, first, size = state
+        down, _ = epi_coord
+        used = {x: Int64(_opaque(rows[down, x])) for x in {*places.offsets[0]}}
+        at = places.coordinates[None, None, None, *epi_coord]
         found = cute.make_rmem_tensor(at.layout.shape, Float32)
-        for i in range(cute.size(at)):
-            row, column = (first[axis] + at[i][axis] for axis in (0, 1))
-            found[i] = element(self.kind, table, row, column, size)
+        start = first + at[0][1]
+        if cute.is_static(table.shape[1]):
+            numbers = {x: table[i, 0].to(Float32) for x, i in used.items()}
+            for i, x in enumerate(places.offsets[0]):
+                found[i] = numbers[x]
+        elif cute.is_static(table.stride[1]) and _WHOLE % places.columns == 0:
+            # No place is partly past the edge. An element of the table is for two columns, or for
+            # one, and then two are loaded.
+            _, column = _entry(self.kind, table, 0, start, size)
+            start = Int64(column if self.kind.step == 2 else Int32(_unsigned(column) // 2))
+            for i, (x, y) in enumerate(zip(*places.offsets, strict=True)):
+                if y % 2 == 0:
+                    pair = self._pair(table, used[x], start + y // 2)
+                    found[i], found[i + 1] = pair
+        else:
+            start = _opaque(start)
+            for i, (x, y) in enumerate(zip(*places.offsets, strict=True)):
+                _, column = _inside(0, start + y, size)
+                _, column = _entry(self.kind, table, 0, column, size)
+                found[i] = table[used[x], column].to(Float32)
         return found
+
+    def _pair(self, table: Any, row: Any, pair: Any) -> tuple[Any, Any]:
+        """What two adjacent columns read."""
+        if self.kind.step == 2:
+            return (table[row, pair].to(Float32),) * 2
+        both = cute.local_tile(table, (1, 2), (row, pair))
+        loaded = cute.make_rmem_tensor_like(both)
+        cute.autovec_copy(both, loaded)
+        return loaded[0].to(Float32), loaded[1].to(Float32)
+
+
+def _opaque(x: Any) -> Any:
+    """The same Int32, of which the compiler knows nothing."""
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type, [x.ir_value()], "mov.b32 $0, $1;", "=r,r",
+            has_side_effects=True, is_align_stack=False,
+        )
+    )  # fmt: skip
 
 
 def element(kind: Any, table: Any, row: Any, column: Any, size: Any) -> Any:
     """What the output reads of a table at a place, which may lie past the edge."""
-    # Unsigned, because a signed division takes twice the instructions.
-    within = [
-        Uint32(cutlass.min(Int32(x), Int32(n) - 1))  # pyright: ignore[reportPrivateImportUsage]
-        for x, n in zip((row, column), size, strict=True)
-    ]
-    extents = ([Uint32(x) for x in some] for some in (size, table.shape))
-    i, j = kind.entry(*within, *extents)
-    return table[Int32(i), Int32(j)].to(Float32)
+    return table[_entry(kind, table, *_inside(row, column, size), size)].to(Float32)
+
+
+def _inside(row: Any, column: Any, size: Any) -> Any:
+    """A place, or past the edge the last row or column."""
+    least: Any = cutlass.min  # pyright: ignore[reportPrivateImportUsage]
+    return [least(Int32(x), Int32(n) - 1) for x, n in zip((row, column), size, strict=True)]
+
+
+def _entry(kind: Any, table: Any, row: Any, column: Any, size: Any) -> tuple[Any, Any]:
+    extents = ([_unsigned(x) for x in some] for some in (size, table.shape))
+    i, j = kind.entry(_unsigned(row), _unsigned(column), *extents)
+    return Int32(i), Int32(j)
+
+
+def _unsigned(x: Any) -> Any:
+    """A number for divisions, of which signed ones take twice the instructions. A shape's extents
+    are values of a class of their own, whose divisions are signed even as `Uint32`."""
+    return Uint32(ArithValue(Int32(x).ir_value(), False))
 
 
 def any_strides(dtype: Any) -> Any:
