@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.specs.layout import Layout, Place, halved, interleaved, shown
+from coda_agent.specs.layout import Layout, Part, Place, halved, interleaved, ordered, shown
 
 if TYPE_CHECKING:
     import torch
@@ -181,22 +181,20 @@ class _Leaving(NamedTuple):
         dtype: Theirs, where the kernel's is float32; "" is that of A.
         halves: Whether they are its even and its odd columns.
         shares: What each has of its columns, in proportion.
-        views: Of each, whether its dimensions change places, the trailing dimensions that its
-            columns become, and its dimensions of extent 1.
+        views: Of each the declared tensor.
     """
 
     vector: bool
     dtype: str | None
     halves: bool
     shares: tuple[int, ...]
-    views: tuple[tuple[bool, tuple[int, ...], tuple[int, ...]], ...]
+    views: tuple[Part, ...]
 
     @classmethod
     def of(cls, place: Place, types: Container[str]) -> _Leaving:
         axes = [axes for part in place.parts for axes in part.axes.values()]
         dtype = ("" if place.dtype in types else place.dtype) if place.dtype else None
-        views = tuple((part.turned, part.tail, part.units) for part in place.parts)
-        return cls(max(map(len, axes)) == 1, dtype, place.halves, place.shares, views)
+        return cls(max(map(len, axes)) == 1, dtype, place.halves, place.shares, place.parts)
 
     def of_call(self, value: torch.Tensor, element: torch.dtype, raw: bool) -> list[torch.Tensor]:
         """Views of a call's output."""
@@ -213,8 +211,10 @@ class _Leaving(NamedTuple):
             unit = value.shape[-1] // sum(self.shares)
             pieces = value.split([unit * share for share in self.shares], -1)
         found = []
-        for piece, (turned, tail, units) in zip(pieces, self.views, strict=True):
-            view = piece.mT if turned else piece
-            view = view.unflatten(-1, tail) if tail else view
-            found.append(_with_units(view, units))
+        for piece, part in zip(pieces, self.views, strict=True):
+            view = piece.mT if part.turned else piece
+            if part.flat:
+                view = view.flatten(0, -1 if self.vector else -2)
+            view = view.unflatten(-1, part.tail) if part.tail else view
+            found.append(ordered(_with_units(view, part.units), part.order))
         return found

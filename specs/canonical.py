@@ -47,6 +47,8 @@ class _Read(NamedTuple):
     turned: bool = False
     tail: tuple[int, ...] = ()
     table: int | None = None
+    order: tuple[int, ...] = ()
+    flat: bool = False
 
 
 def _sum(entries: Iterable[Entry]) -> Sum:
@@ -149,8 +151,9 @@ class Product:
     def read(self, entries: Sequence[Entry], *, output: bool) -> _Read | None:
         """What a shape is over; None where that is nothing a program takes."""
         core = [i for i, e in enumerate(entries) if e != 1]
-        own, lead = [entries[i] for i in core], len(self.lead)
-        rows, turned = own[:lead] == self.lead, False
+        leading = self._leading(entries) if output else self.lead
+        own, lead, order = [entries[i] for i in core], len(leading), ()
+        rows, turned = own[:lead] == leading, False
         if not own:
             return _Read((), (), tuple(entries))
         if rows and len(own) == lead and self._word(own):  # a square product's
@@ -158,9 +161,17 @@ class Product:
         of_rows = core[:lead] if rows else []
         over = [i for i in core if i not in of_rows]
         word = self._word([entries[i] for i in over])
-        if over and word is None and lead == 1 and own[1:] == self.lead:
+        if over and word is None and lead == 1 and own[1:] == leading:
             of_rows, over, turned = core[1:], core[:1], True
             word = self._word(own[:1])
+        elif over and word is None and output and len(own) == len(entries):
+            of_rows = [i for i in core if entries[i] in leading]
+            over = [i for i in core if i not in of_rows]
+            fits = [entries[i] for i in of_rows] == leading
+            word = self._word([entries[i] for i in over]) if fits else None
+            straight = [*of_rows, *over]
+            moved = [i for i, at in enumerate(straight) if i != at]
+            order = tuple(straight.index(i) - len(own) for i in core[min(moved, default=0) :])
         if over and word is None:
             return None
         shape = self._renamed(entries, of_rows, self.row_names)
@@ -170,7 +181,13 @@ class Product:
         axes = tuple(tuple(shape[i] for i in places) for _, places in sides)
         last = axes[-1] if over and len(over) > 1 else ()
         tail = tuple(e if isinstance(e, int) else -1 for e in last)
-        return _Read(tuple(name for name, _ in sides), axes, shape, turned, tail)
+        names = tuple(name for name, _ in sides)
+        return _Read(names, axes, shape, turned, tail, order=order, flat=leading != self.lead)
+
+    def _leading(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The rows' entries as an output has them: as A, or as their product."""
+        joined = "*".join(map(str, self.lead))
+        return [joined] if joined in entries else self.lead
 
     def _table(self, entries: Sequence[Entry]) -> _Read | None:
         """What an input is over that has some of the rows' dims, or is repeated over columns."""
@@ -257,7 +274,12 @@ class Product:
             axes = {case: read.axes for case, read in known.items()}
             first = next(iter(known.values()))
             units = () if first.table is not None else _units(shapes.values())
-            found.append(Part(x, shapes, axes, parameter, turned, first.tail, units, first.table))
+            found.append(
+                Part(
+                    x, shapes, axes, parameter, turned, first.tail, units, first.table,
+                    first.order, first.flat,
+                )
+            )  # fmt: skip
             shape = Shape(parameter, {case: read.canonical for case, read in known.items()})
         axis = max(map(len, shape.cases.values())) - 1
         whole = (*self.dims[:axis], self.dims[1])
@@ -301,10 +323,11 @@ class Product:
 
     def _filling(self, tensors: Sequence[Output]) -> int:
         """How many tensors, from the first on, have the product's columns together; 1 if none."""
-        total, lead = Sum(), len(self.lead)
+        total, leading = Sum(), self._leading(tensors[0].shape.cases.get("", ()))
         for i, tensor in enumerate(tensors):
             shape = [e for e in tensor.shape.cases.get("", ()) if e != 1]
-            share = _product(shape[lead:]) if shape[:lead] == self.lead else None
+            rows = [e for e in shape if e in leading]
+            share = _product([e for e in shape if e not in rows]) if rows == leading else None
             if share is None or tensor.dtype != tensors[0].dtype:
                 return 1
             for dim, some in share.items():

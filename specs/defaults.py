@@ -9,7 +9,7 @@ from typing import Any
 
 from coda_agent.specs.canonical import Product, readable
 from coda_agent.specs.format import DTYPES, Dim, Draw, Header, Input
-from coda_agent.specs.layout import parts
+from coda_agent.specs.layout import factors, parts
 
 TYPES = ("bfloat16", "float16")
 _M, _N, _K, _OTHER = (1, 77, 200, 384), (16, 272, 336, 512), (8, 64, 136, 256), (1, 2, 3, 5)
@@ -41,7 +41,8 @@ def completed(header: Header, source: str) -> dict[str, Any]:
     dims = dict(header.dims)
     if not dims:
         shapes = [case for tensor in tensors for case in tensor.shape.cases.values()]
-        entries = [parts(e) for shape in shapes for e in shape if isinstance(e, str)]
+        words = [e for shape in shapes for e in shape if isinstance(e, str)]
+        entries = [parts(x) for word in words for x in factors(word)]
         operand = header.gemm[0].split()[0]
         element = _bytes(header.inputs[operand].dtype, types) if inner else 2
         for name in dict.fromkeys([*rows, *columns, *inner, *(dim for _, dim, _ in entries)]):

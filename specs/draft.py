@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from fractions import Fraction
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -348,12 +349,16 @@ class _Draft:
         """
         if len({*found}) == 1 and not any(size % found[0] == 0 for size in self.fixed.values()):
             return found[0]
-        parts = [(f, 1) for f in range(1, 17)]
-        parts += [(f, q) for q in (2, 3, 4, 6, 8, 12, 16, 32, 64, 128) for f in (1, 2, 3)]
-        for (factor, divisor), letter in itertools.product(parts, tried[0]):
-            if all(t[letter] * factor == e * divisor for t, e in zip(tried, found, strict=True)):
-                front = f"{factor}*" if factor > 1 else ""
-                return f"{front}{letter}" + (f"/{divisor}" if divisor > 1 else "")
+        rows = (math.prod(t[x] for x in self.rows) for t in tried)
+        if len(self.rows) > 1 and [*rows] == [*found]:
+            return "*".join(self.rows)
+        for letter in tried[0]:
+            one, *others = (Fraction(e, t[letter]) for t, e in zip(tried, found, strict=True))
+            if [*others] != [one] * len(others):
+                continue
+            factor, divisor = one.as_integer_ratio()
+            front = f"{factor}*" if factor > 1 else ""
+            return f"{front}{letter}" + (f"/{divisor}" if divisor > 1 else "")
         at = ", ".join(f"{x} = {size}" for x, size in tried[0].items())
         message = f"an extent of {found[0]} where {at} is no dim, nor a part of one"
         hint = "return it as the product has it; give one dim of rows where they are flattened"

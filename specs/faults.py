@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from coda_agent.primitives.kinds import GEMM_DTYPES
 from coda_agent.specs.format import DTYPES, Header, Output, Spec, evaluate
-from coda_agent.specs.layout import parts, shown
+from coda_agent.specs.layout import factors, parts, shown
 
 
 def declared_faults(spec: Header) -> Iterator[str]:
@@ -100,11 +100,11 @@ def _tensor_faults(spec: Header, name: str, tensor: Output) -> Iterator[str]:
     for entry in itertools.chain(*cases.values()):
         if isinstance(entry, int):
             continue
-        _, dim, divisor = parts(entry)
-        if dim not in spec.dims:
-            yield f"{name}: dim {dim!r} is not declared; expected one of {', '.join(spec.dims)}"
-        elif spec.dims[dim].multiple_of % divisor:
-            yield f"{name}: {entry} needs dim {dim} to be declared multiple_of: {divisor}"
+        for _, dim, divisor in map(parts, factors(entry)):
+            if dim not in spec.dims:
+                yield f"{name}: dim {dim!r} is not declared; expected one of {', '.join(spec.dims)}"
+            elif spec.dims[dim].multiple_of % divisor:
+                yield f"{name}: {entry} needs dim {dim} to be declared multiple_of: {divisor}"
 
 
 def _kernel_faults(spec: Spec) -> Iterator[str]:

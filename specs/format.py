@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.resources import steps
-from coda_agent.specs.layout import ENTRY, Layout, extent, shown
+from coda_agent.specs.layout import ENTRY, Layout, extent, factors, shown
 
 DTYPES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int32": 4, "int64": 8
@@ -74,7 +74,7 @@ def evaluate(expression: float | str, sizes: Mapping[str, int]) -> float:
 
 class Shape(NamedTuple):
     """A tensor's symbolic shape: entries are dims "N", fractions "N/2" or multiples "2*N" of them,
-    or ints."""
+    products "B*S", or ints."""
 
     parameter: str
     """The parameter the shape depends on; empty when there is one shape only."""
@@ -93,7 +93,7 @@ class Draw(NamedTuple):
 def _parse_entries(raw: Any) -> tuple[int | str, ...]:
     entries = raw if isinstance(raw, list) else [raw]
     for entry in entries:
-        good = isinstance(entry, str) and ENTRY.fullmatch(entry)
+        good = isinstance(entry, str) and all(map(ENTRY.fullmatch, factors(entry)))
         if entry is raw or not (good or (type(entry) is int and entry > 0)):
             raise ValueError(
                 f"expected a list of dims, DIM/INT, INT*DIM and positive ints, got {shown(raw)}"

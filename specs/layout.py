@@ -36,10 +36,18 @@ def shown(value: Any) -> str:
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
+def factors(entry: str) -> list[str]:
+    """An entry, or the dims of one that is a product of some, such as "B*S"."""
+    found = entry.split("*")
+    return [entry] if found[0].isdigit() else found
+
+
 def extent(entry: Entry, sizes: Mapping[str, int]) -> int:
     """A shape's entry at `sizes`."""
     if isinstance(entry, int):
         return entry
+    if len(found := factors(entry)) > 1:
+        return math.prod(sizes[x] for x in found)
     factor, dim, divisor = parts(entry)
     return factor * sizes[dim] // divisor
 
@@ -62,6 +70,9 @@ class Part:
         units: Its dimensions of extent 1 that the canonical tensor lacks, the last one being -1.
         table: Of a table of part of the rows or columns, which is canonical with one dimension of
             each, how many of its dimensions are over rows; else None.
+        order: Of an output whose dimensions over rows and over columns are mixed, which one in
+            order, from the last, -1, each of its last dimensions is.
+        flat: Whether an output has one dimension of rows, "B*S", where A has several.
     """
 
     name: str
@@ -72,6 +83,8 @@ class Part:
     tail: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
     table: int | None = None
+    order: tuple[int, ...] = ()
+    flat: bool = False
 
     def straight(self, value: torch.Tensor) -> torch.Tensor:
         """The view of a declared tensor whose axes stand as in the canonical one."""
@@ -139,10 +152,22 @@ class Place:
         for part in self.parts:
             axes = part.axes[binding.get(part.parameter, "")]
             shape = [math.prod(extent(e, sizes) for e in axis) for axis in axes]
-            value = tensors[part.name].reshape(shape[::-1] if part.turned else shape)
+            value = ordered(tensors[part.name], part.order, back=True)
+            value = value.reshape(shape[::-1] if part.turned else shape)
             pieces.append(value.mT if part.turned else value)
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
         return interleaved(whole, self.axis) if self.halves else whole
+
+
+def ordered(value: torch.Tensor, order: Sequence[int], *, back: bool = False) -> torch.Tensor:
+    """A view with the last dimensions in this `order`, as of a `Part`; or `back` from it. A call on
+    fewer dimensions of rows lacks the first ones."""
+    if not order:
+        return value
+    order = [i for i in order if i >= -value.ndim]
+    kept = value.ndim - len(order)
+    whole = [*range(kept), *(value.ndim + i for i in order)]
+    return value.permute(sorted(range(value.ndim), key=whole.__getitem__) if back else whole)
 
 
 def interleaved(whole: torch.Tensor, axis: int) -> torch.Tensor:

@@ -253,6 +253,21 @@ LAYOUTS: dict[str, Any] = {
         {"y": "[B, T, N]"},
         "a, b = F.linear(x, w).unflatten(-1, (-1, 2)).unbind(-1); return d * F.silu(a) * b",
     ),
+    "heads first, of three weights": lambda: spec(
+        "[x, [wq, wk, wv]]",
+        {"x": "[B, T, K]", "wq": "[2*N, K]", "wk": "[N, K]", "wv": "[N, K]"},
+        {"q": "[B, N/16, T, 32]", "k": "[B, N/32, 32, T]", "v": "[N/32, B, T, 32]"},
+        "q, k, v = (F.linear(x, w).unflatten(-1, (-1, 32)) for w in (wq, wk, wv)); "
+        "return q.transpose(1, 2), k.permute(0, 2, 3, 1), v.permute(2, 0, 1, 3)",
+        header="dims: {B: {}, T: {}, K: {multiple_of: 8}, N: {multiple_of: 32}}\n",
+    ),
+    "rows as one dim": lambda: spec(
+        "[x, w]",
+        {"x": "[B, T, K]", "w": "[N, K]"},
+        {"y": "[B*T, N]", "h": "[N/16, B*T, 16]", "s": f"{{shape: [B*T], {FLOAT}}}"},
+        "y = F.linear(x.flatten(0, 1), w); h = torch.tanh(y).unflatten(-1, (-1, 16)); "
+        "return y, h.transpose(0, 1), y.float().sum(-1)",
+    ),
     "a K that is held as a number": lambda: spec(
         "[q, k]",
         {"q": "[B, T, 64]", "k": "[S, 64]"},
