@@ -127,8 +127,8 @@ class Declared:
             )
         try:
             pieces = [part.straight(tensors[part.name]) for part in place.parts]
-            whole = torch.cat(pieces, place.axis)
-            whole = interleaved(whole, place.axis) if place.halves else whole
+            whole = torch.cat(pieces, -place.axis)  # the last one, of A with several of rows too
+            whole = interleaved(whole, -place.axis) if place.halves else whole
         except (IndexError, RuntimeError):
             got = ", ".join(f"{x} {tuple(value.shape)}" for x, value in tensors.items())
             due = ", ".join(f"{p.name} {shown(p.shape[''])}" for p in place.parts)
@@ -138,7 +138,8 @@ class Declared:
     def unpack(
         self, name: str, packed: torch.Tensor, extents: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The declared tensors of a packed one: the inverse of `pack`; views, but of halves.
+        """The declared tensors of a packed one: the inverse of `pack`; views, but of halves
+        and of what is scaled.
 
         Args:
             name: Of the kernel's input.
@@ -152,7 +153,7 @@ class Declared:
         if (place := self.packing.get(name)) is None:
             known = ", ".join(self.packing) or "none"
             raise LaunchError(f"{self.name}: {name!r} is not packed, expected one of {known}")
-        axis = place.axis
+        axis = -place.axis
         whole = halved(packed, axis) if place.halves else packed
         if extents is None and not place.shares:
             raise LaunchError(f"{self.name}: unpack of {name!r} needs extents, one for each part")
@@ -160,7 +161,8 @@ class Declared:
         extents = extents or [unit * share for share in place.shares]
         found = {}
         for part, piece in zip(place.parts, whole.split(list(extents), axis), strict=True):
-            value = piece.mT if part.turned else piece
+            value = piece / part.scale if part.scale != 1.0 else piece
+            value = value.mT if part.turned else value
             value = value.unflatten(-1, part.tail) if part.tail else value
             found[part.name] = _with_units(value, part.units)
         return found

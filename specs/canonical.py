@@ -84,7 +84,12 @@ class Product:
         self.first, self.second = (tuple(name.split()) for name in header.gemm)
         a, b = self._shape(self.first[0]), self._shape(self.second[0])
         ways = [(at, to) for at in ((-1,) if len(a) > 2 else (-1, 0)) for to in (1, 0)]
-        found = next((w for w in ways if len(b) == 2 and a[w[0]] == b[w[1]]), None)
+        joined = len(self.second) < len(self.first)  # before one weight
+        sides = [self._shape(x) for x in (self.first if joined else self.first[:1])]
+        found = next(
+            (w for w in ways if len(b) == 2 and _sum(s[w[0]] for s in sides) == _sum([b[w[1]]])),
+            None,
+        )
         if found is None:
             raise ValueError(
                 f"gemm: shapes {self.first[0]} {shown(a)} and {self.second[0]} {shown(b)} share no "
@@ -97,7 +102,7 @@ class Product:
             raise ValueError(f"gemm: {self.first[0]} {shown(a)} has no dim of rows; name it")
         self.inner = [self._shape(x)[self.at] for x in self.first]
         columns = [self._shape(x)[1 - self.to] for x in self.second]
-        wanted = self.inner if self.along_k else self.inner * len(columns)
+        wanted = self.inner if self.along_k and not joined else [b[self.to]] * len(columns)
         alike = not self.along_k or len({*columns}) == 1
         if not alike or [self._shape(x)[self.to] for x in self.second] != wanted:
             raise ValueError(
@@ -111,6 +116,12 @@ class Product:
                 f"gemm: columns {shown(self.columns)} are of several dims, so that no size of the "
                 "product says what each has; name them as multiples of one dim, such as 4*N and N"
             )
+        for x, scale in header.scales.items():
+            if not self.along_k or x not in self.second or math.frexp(abs(scale))[0] != 0.5:
+                raise ValueError(
+                    f"scales: {x} by {scale:g}; expected weights of a sum of products, as in"
+                    " `gemm: [[x, xa], [w, b]]`, by powers of two, which lose no bit"
+                )
         self._name_dims()
         self.halves = header.pairs == "halves" or self._of_two_gates()
 
@@ -242,7 +253,8 @@ class Product:
             outer = [i for i, e in enumerate(shape) if i != at % len(shape) and e != 1]
             shape = self._renamed(shape, outer, self.row_names if first else self.column_names)
             axes = tuple(shape[i] for i in outer), (shape[at],)
-            found.append(Part(x, {"": shape}, {"": axes}, turned=at == 0, units=_units([shape])))
+            units, scale = _units([shape]), self.header.scales.get(x, 1.0)
+            found.append(Part(x, {"": shape}, {"": axes}, turned=at == 0, units=units, scale=scale))
         halves = self.halves and not first
         element = self.header.inputs[names[0]].dtype
         # The tensor core reads 8-bit operands along K only.

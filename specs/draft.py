@@ -153,7 +153,7 @@ class _Draft:
         self._find_units()
         self._check_sizes()
         outputs, types = self._cut()
-        pairs = self._pairs(outputs, first, second)
+        pairs = self._pairs(outputs, first, second) + self._scales(first, second)
         faults: list[SpecError] = []
         for choices, draw in itertools.product(dict.fromkeys([types, types[:1]]), _DRAWS):
             front = self._front(first, second, outputs, choices, draw, pairs)
@@ -189,7 +189,7 @@ class _Draft:
         for x, shape in self.shapes.items():
             drawn = "normal" if x in first or x in second else draw
             if x in second and not eight:
-                k = self.fixed.get(self.inner, self.inner)
+                k = self.fixed.get(self.inner[0], self.inner[0])
                 drawn = f"{{normal: {{std: {k}**-0.5}}}}"
             if given[x].startswith("int"):
                 drawn = f"{{integers: [0, {self.columns[0]}]}}"
@@ -259,35 +259,40 @@ class _Draft:
             for axis, symbol in zip(example.axes, trace.shapes[name], strict=True):
                 if isinstance(axis, str) and not _numeric(symbol):
                     self.letters[symbol] = axis
-        inner = next(x.shape[-1] for x, _ in trace.products)
+        inners = {left.shape[-1]: "R" for left, _ in trace.products}
+        joined = len(second) < len(first)  # along K, before one weight
+        if joined:
+            inners |= {trace.shapes[x][-1]: "R" for x in first}
+        inners[next(left.shape[-1] for left, _ in trace.products)] = "K"
         for name in (*first, *second):
             for symbol, size in zip(trace.shapes[name], self.example[name], strict=True):
                 if not _numeric(symbol) or size == 1:
                     continue
                 if list(trace.shapes[name]).count(symbol) > 1 or (
-                    name in first and symbol != inner
+                    name in first and symbol not in inners
                 ):
                     message = f"{self.source.name} needs a size of {name} to be {size}"
                     hint = (
                         "a kernel takes any number of rows: write -1 in a view, or pass the number"
                     )
                     raise SpecError(message, hint=hint)
-                self.fixed[self._letter(symbol, "K" if symbol == inner else "N")] = size
+                self.fixed[self._letter(symbol, inners.get(symbol, "N"))] = size
         for name in second:  # how many parts a size has says which one it is
             for s, size in zip(trace.shapes[name], self.example[name], strict=True):
                 own = (e for e in trace.equal if getattr(e[0], "free_symbols", None) == {s})
                 if any(_numeric(n) and count.subs(s, 7 * size) != n for count, n in own):
-                    self.fixed[self._letter(s, "K" if s == inner else "N")] = size
-        rows = [s for s in trace.shapes[first[0]] if s != inner and not _numeric(s)]
+                    self.fixed[self._letter(s, inners.get(s, "N"))] = size
+        rows = [s for s in trace.shapes[first[0]] if s not in inners and not _numeric(s)]
         if not rows:
             hint = "give it more, such as 4096: the kernel takes any number of them"
             raise SpecError(f"the example of {first[0]} has one row", hint=hint)
         wanted = ["M"] if len(rows) == 1 else ["B", *(f"S{i}" for i in range(2, len(rows))), "S"]
         self.rows = [self._letter(s, x) for s, x in zip(rows, wanted, strict=True)]
-        columns: dict[Any, int] = {}
-        for name in second:
-            columns |= dict(zip(trace.shapes[name], self.example[name], strict=True))
-        columns = {s: size for s, size in columns.items() if s not in (inner, 1)}
+        extents: dict[Any, int] = {}
+        for name in (*first, *second):
+            extents |= dict(zip(trace.shapes[name], self.example[name], strict=True))
+        others = {1, *inners, *rows}
+        columns = {s: size for s, size in extents.items() if s not in others}
         if not columns:
             hint = "use torch.mv, or pad it with rows to 16"
             raise SpecError(f"{second[0]} has one row, so the product has one column", hint=hint)
@@ -295,13 +300,12 @@ class _Draft:
             known = [x for x in columns if x in self.letters and columns[x] == size]
             self.letters.setdefault(s, self.letters[known[0]] if known else self._letter(s, "N"))
         self.columns = list(dict.fromkeys(self.letters[s] for s in columns))
-        if len(second) > 1 and len({*columns.values()}) > 1:  # multiples of one dim
-            self.columns, unit = self.columns[:1], math.gcd(*columns.values())
-            self.sizes[self.columns[0]] = unit
-            for s, size in columns.items():
-                self.multiples[s] = f"{size // unit}*{self.columns[0]}".removeprefix("1*")
-                del self.letters[s]
-        self.inner = self._letter(inner, "K")
+        if len(second) > 1 and len({*columns.values()}) > 1:
+            self.columns = [self._as_multiples(columns, self.columns[0])]
+        inner = {s: size for s, size in extents.items() if s in inners}
+        self.inner = [self._letter(s, inners[s]) for s in inner]
+        if joined:
+            self.inner = [self._as_multiples(inner, "K")]
         for name, shape in trace.shapes.items():
             for symbol, size in zip(shape, self.example[name], strict=True):
                 if symbol in self.letters:
@@ -309,6 +313,15 @@ class _Draft:
         for name, shape in trace.shapes.items():
             sizes = zip(shape, self.example[name], strict=True)
             self.shapes[name] = tuple(self._entry(trace, symbol, size) for symbol, size in sizes)
+
+    def _as_multiples(self, sizes: Mapping[Any, int], letter: str) -> str:
+        """Take extents for multiples of one dim, which is returned."""
+        for s in sizes:
+            self.letters.pop(s, None)
+        self.sizes[letter] = unit = math.gcd(*sizes.values())
+        for s, size in sizes.items():
+            self.multiples[s] = f"{size // unit}*{letter}".removeprefix("1*")
+        return letter
 
     def _letter(self, symbol: Any, wanted: str) -> str:
         taken = {*self.letters.values(), *self.examples}
@@ -329,7 +342,7 @@ class _Draft:
                 tried = [self._distinct(units), self._distinct(units, 5)]
                 known = [{s: t[x] for s, x in self.letters.items()} for t in tried]
                 return self._matched(tried, [int(other.subs(k)) for k in known])
-        alike = [x for x in (*self.rows, *self.columns, self.inner) if self.sizes[x] == size]
+        alike = [x for x in (*self.rows, *self.columns, *self.inner) if self.sizes[x] == size]
         self.open[symbol] = [*dict.fromkeys(alike), size if size <= _CONSTANT else "L"]
         return symbol
 
@@ -407,7 +420,7 @@ class _Draft:
         """What dims must be multiples of, so that a kernel takes them and the function runs; and
         which dim an extent is that no operation ties to another."""
         eight = any(self._dtype(x, TYPES[0]).itemsize == 1 for x in self.examples)
-        least = {**dict.fromkeys(self.columns, 16), self.inner: 16 if eight else 8}
+        least = dict.fromkeys(self.columns, 16) | dict.fromkeys(self.inner, 16 if eight else 8)
         least |= {x: 8 for x in self.columns if self.sizes[x] % 16}
         given, fault = self.shapes, None
         for choice in itertools.islice(itertools.product(*self.open.values()), 64):
@@ -416,7 +429,7 @@ class _Draft:
             self.shapes = {n: tuple(chosen.get(e, e) for e in s) for n, s in given.items()}
             entries = [parts(e) for s in self.shapes.values() for e in s if isinstance(e, str)]
             dims = list(dict.fromkeys([*self.letters.values(), *(dim for _, dim, _ in entries)]))
-            for some, unit in itertools.product((self.columns, [self.inner], dims), _UNITS):
+            for some, unit in itertools.product((self.columns, self.inner, dims), _UNITS):
                 units = {x: math.lcm(least.get(x, 1), unit if x in some else 1) for x in dims}
                 units |= {x: math.lcm(units[x], q) for _, x, q in entries} | self.fixed
                 try:
@@ -533,6 +546,41 @@ class _Draft:
             return []
         own = [o for o in outputs if sum(o in some for some in by) == 1]
         return ["pairs: halves", *[f"split: [{', '.join(own)}]"] * (len(own) == len(second))]
+
+    def _scales(self, first: Sequence[str], second: Sequence[str]) -> list[str]:
+        """A line of the front matter that says by which power of two the function multiplies each
+        product of a sum but the first: so scaled, it does the same to the first one alone."""
+        import torch
+
+        inputs = self._inputs(self._extents(self._distinct()), TYPES[0])
+        sums = [
+            next((e for e in self.shapes[b] if e in self.shapes[a]), None)
+            for a, b in zip(first, second, strict=False)
+        ]
+        if len(sums) < 2 or None in sums:
+            return []
+
+        # Powers of two, of which every product is one, and rounded by no type.
+        columns = [
+            2.0 ** torch.randint(-1, 2, inputs[x].select(self.shapes[x].index(sums[0]), 0).shape)
+            for x in (first[0], second[0])
+        ]
+
+        def alone(i: int, scale: float = 1.0) -> list[torch.Tensor]:
+            """The outputs where all but one column of one product's operands is 0."""
+            given = inputs | {x: torch.zeros_like(inputs[x]) for x in (*first, *second)}
+            for x, column, by in zip((first[i], second[i]), columns, (scale, 1.0), strict=True):
+                given[x].select(self.shapes[x].index(sums[i]), 0).copy_(column * by)
+            return [*self._named(self.function(**given)).values()]
+
+        found = dict[str, float]()
+        for i, x in enumerate(second):
+            due = alone(i)
+            powers = (sign * 2.0**n for n in sorted(range(-8, 9), key=abs) for sign in (1, -1))
+            same = (s for s in powers if all(map(torch.equal, alone(0, s), due)))
+            found[x] = next(same, 1.0)
+        listed = ", ".join(f"{x}: {scale:g}" for x, scale in found.items() if scale != 1.0)
+        return [f"scales: {{{listed}}}"] if listed else []
 
 
 def _numeric(symbol: Any) -> bool:

@@ -207,6 +207,8 @@ class Header(_Model):
     """Which columns of the product are a pair: 2j and 2j + 1, or j and j + N/2."""
     split: tuple[str, ...] = ()
     """Outputs that are consecutive columns of the product, where their shapes leave it open."""
+    scales: dict[str, float] = {}
+    """What weights of a sum of products are multiplied by as they are packed: powers of two."""
     parameters: dict[str, tuple[str, ...]] = {}
     inputs: dict[str, Input]
     outputs: dict[str, Output] = Field(min_length=1)

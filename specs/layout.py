@@ -73,6 +73,7 @@ class Part:
         order: Of an output whose dimensions over rows and over columns are mixed, which one in
             order, from the last, -1, each of its last dimensions is.
         flat: Whether an output has one dimension of rows, "B*S", where A has several.
+        scale: What an operand is multiplied by as it is packed; a power of two, which loses no bit.
     """
 
     name: str
@@ -85,9 +86,11 @@ class Part:
     table: int | None = None
     order: tuple[int, ...] = ()
     flat: bool = False
+    scale: float = 1.0
 
     def straight(self, value: torch.Tensor) -> torch.Tensor:
-        """The view of a declared tensor whose axes stand as in the canonical one."""
+        """A declared tensor whose axes stand as in the canonical one: a view, unless scaled."""
+        value = value * self.scale if self.scale != 1.0 else value
         value = value.mT if self.turned else value
         value = value.flatten(-len(self.tail)) if self.tail else value
         return value.squeeze(self.units) if self.units else value
@@ -139,6 +142,7 @@ class Place:
                 along = math.prod(extent(e, sizes) for e in part.axes[case][self.axis])
                 piece = tensor.narrow(self.axis, start, along)
                 start += along
+            piece = piece / part.scale if part.scale != 1.0 else piece
             found[part.name] = (piece.mT if part.turned else piece).reshape(shape)
         return found
 
@@ -154,7 +158,8 @@ class Place:
             shape = [math.prod(extent(e, sizes) for e in axis) for axis in axes]
             value = ordered(tensors[part.name], part.order, back=True)
             value = value.reshape(shape[::-1] if part.turned else shape)
-            pieces.append(value.mT if part.turned else value)
+            value = value.mT if part.turned else value
+            pieces.append(value * part.scale if part.scale != 1.0 else value)
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
         return interleaved(whole, self.axis) if self.halves else whole
 

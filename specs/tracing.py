@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
@@ -33,10 +33,17 @@ DRAWN = (
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product: the inputs it is made of, and its extents."""
+    """One side of a product.
+
+    Attributes:
+        inputs: What it is made of; of a product too, where "" is among them.
+        shape: Its extents.
+        joined: The inputs that lie side by side in it along its last dimension, if any do.
+    """
 
     inputs: frozenset[str]
     shape: tuple[Any, ...]
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ def traced(
     environment = ShapeEnv(duck_shape=False)
     fake = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)  # constants
     origins: dict[int, frozenset[str]] = {}
+    joined: dict[int, tuple[str, ...]] = {}
     kept: list[torch.Tensor] = []  # so that no id is used again
     products: list[tuple[Operand, Operand]] = []
 
@@ -118,9 +126,17 @@ def traced(
                             int(size)  # from now on it is that number, which a value is made of
             called = decomposition_table[func] if name in _BROADCASTING else func
             result = called(*args, **(kwargs or {}))
-            taken = [origins.get(id(t), frozenset[str]()) for t in tensors((args, kwargs))]
+            given = tensors((args, kwargs))
+            taken = [origins.get(id(t), frozenset[str]()) for t in given]
+            side = next((joined[id(t)] for t in given if id(t) in joined), ())
+            if (
+                name == "cat"
+                and (len(args) > 1 and args[1] % args[0][0].ndim) == args[0][0].ndim - 1
+            ):
+                side = tuple(x for some in taken if len(some) == 1 for x in some)
             for tensor in tensors(result):
-                note(tensor, frozenset[str]().union(*taken))
+                note(tensor, frozenset({""} if name in _PRODUCTS else ()).union(*taken))
+                joined[id(tensor)] = side if name == "cat" or name not in _PRODUCTS else ()
             if name in _PRODUCTS:
                 sides = args[_PRODUCTS[name] :][:2]
                 if name != "_scaled_mm" and any(t.dtype.itemsize == 1 for t in sides):
@@ -129,7 +145,9 @@ def traced(
                         hint="write x.float() @ w.float().T:"
                         " the kernel multiplies them as they are",
                     )
-                left, right = (Operand(origins[id(t)], tuple(t.shape)) for t in sides)
+                left, right = (
+                    Operand(origins[id(t)], tuple(t.shape), joined.get(id(t), ())) for t in sides
+                )
                 products.append((left, right))
             return result
 
@@ -160,10 +178,7 @@ def traced(
     guards = [environment.replace(guard.expr) for guard in environment.guards]
     return Trace(
         {name: known(tensor.shape) for name, tensor in inputs.items()},
-        [
-            (Operand(a.inputs, known(a.shape)), Operand(b.inputs, known(b.shape)))
-            for a, b in products
-        ],
+        [(replace(a, shape=known(a.shape)), replace(b, shape=known(b.shape))) for a, b in products],
         [(g.lhs, g.rhs) for g in guards if type(g).__name__ == "Equality"],
     )
 
@@ -174,6 +189,10 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
     Raises:
         SpecError: `function` multiplies nothing, or more than one product.
     """
+    if len(trace.products) == 1 and len(first := list(trace.products[0][0].joined)) > 1:
+        ((left, right),) = trace.products
+        if left.inputs == {*first} and len(right.inputs) == 1:
+            return first, list(right.inputs)
 
     def of(side: Operand, inner: Any) -> str:
         held = [x for x, shape in trace.shapes.items() if len(shape) > 1 and inner in shape]
@@ -190,7 +209,15 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
                 )
                 raise SpecError(message, hint=f"give {whole} as a matrix, with one dim to sum over")
         used = {name for pair in pairs for name in pair}
-        if not all(pair) or any(len(side.inputs & used) > 1 for side in (left, right)):
+        made = next((s for s, x in zip((left, right), pair, strict=True) if not x), None)
+        for side, inner in ((left, left.shape[-1]), (right, right.shape[-2])):
+            over = [x for x in trace.shapes if x in side.inputs and inner in trace.shapes[x]]
+            if "" in side.inputs or not (side is made or len(over) > 1):
+                continue
+            some = " and ".join(over or sorted(side.inputs))
+            hint = "compute that in the call, and take it as an argument"
+            raise SpecError(f"{function} multiplies what it makes of {some}", hint=hint)
+        if made or any(len(side.inputs & used) > 1 for side in (left, right)):
             raise SpecError(
                 "the function multiplies what a product gave; a kernel has one product",
                 hint="give the first product as an argument, or make a kernel of each",

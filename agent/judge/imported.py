@@ -106,7 +106,7 @@ def _packed(kernel: Kernel, given: dict[str, Any]) -> str:
     for name, place in kernel.packing.items():
         parts = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**parts)
-        extents = [p.straight(parts[p.name]).shape[place.axis] for p in place.parts]
+        extents = [p.straight(parts[p.name]).shape[-place.axis] for p in place.parts]
         for x, value in kernel.unpack(name, given[name], extents).items():
             if not same(value, parts[x]):
                 return f"does not unpack {x} as it was packed"

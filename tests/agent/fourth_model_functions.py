@@ -332,10 +332,6 @@ EXAMPLES = {
 # What refusals say to do instead, done.
 
 
-def llama_q_heads_next(x, wq):
-    return F.linear(x, wq)
-
-
 def bert_pooled_next(first_token_tensor, w, b):
     return torch.tanh(F.linear(first_token_tensor, w, b))
 
@@ -402,7 +398,6 @@ def two_layer_mlp_next(x, w1):
 
 
 NEXT = {
-    "llama_q_heads_next": "x=2,48,80 wq=256,80",
     "bert_pooled_next": "first_token_tensor=8,80 w=128,80 b=128",
     "mixtral_routing_next": "x=96,80 gate=64,80",
     "peft_lora_two_products_next": "x=96,80 w=128,80 xa=96,16 lora_b=128,16",

@@ -35,14 +35,11 @@ ROWS = "return the tensor and what it takes of each row"
 REFUSED = {
     # Of the first fifty.
     "int8_weight_only": "multiply in float8_e4m3fn, or bring it to the type of A before",
-    "lora_linear": "fold the factor into the weight once",
     "mixtral_top1_gap": ROWS,
     "palm_z_loss": NEXT,
-    "resnet_conv1x1": "return it as the product has it",
     "token_loss": ROWS,
     "vae_conv1x1_group_norm": ROWS,
     # Of the second fifty.
-    "flux_single_block_out": PRODUCT,
     "rms_statistic": NEXT,
     "top_expert": ROWS,
     # Of the third fifty.
@@ -55,7 +52,6 @@ REFUSED = {
     "linear_weight_grad_batched": "give dy as a matrix, with one dim to sum over",
     "lstm_cell": "return the tensor itself, and do this in the next kernel or with torch",
     "mistral_sliding_scores": MASK,
-    "peft_lora_forward": "fold the factor into the weight once",
     "reward_scalar": "pad it with rows to 16",
     "rotary_half_q": "write -1 in a view",
     "st_moe_z_loss": NEXT,
@@ -71,7 +67,6 @@ REFUSED = {
     "int8_linear": "bring it to the type of A before",
     "int8_requantise": "return it as float32, and cast it with torch",
     "kl_to_reference": ROWS,
-    "llama_q_heads": "and do the rest with torch",
     "lm_cross_entropy": ROWS,
     "lm_mean_loss": ROWS,
     "masked_key_scores": MASK,

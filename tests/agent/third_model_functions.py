@@ -388,10 +388,6 @@ def lstm_cell_next(x, w, b):
     return F.linear(x, w, b)
 
 
-def peft_lora_forward_next(x, w, x_a, lora_b):
-    return F.linear(x, w) + F.linear(x_a, lora_b)
-
-
 def rotary_half_q_next(x, w, cos, sin):
     q = F.linear(x, w).view(x.shape[0], -1, 64).float()
     q1, q2 = q[..., :32], q[..., 32:]
@@ -400,7 +396,6 @@ def rotary_half_q_next(x, w, cos, sin):
 
 
 NEXT = {
-    "peft_lora_forward_next": "x=96,80 w=128,80 x_a=96,16 lora_b=128,16",
     "rotary_half_q_next": "x=96,80 w=256,80 cos=96,32:float32 sin=96,32:float32",
     "mistral_sliding_scores_next": "q=96,64 k=128,64",
     "bert_self_output_next": "hidden=2,48,80 w=128,80 b=128 inp=2,48,128",

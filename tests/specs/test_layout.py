@@ -268,6 +268,19 @@ LAYOUTS: dict[str, Any] = {
         "y = F.linear(x.flatten(0, 1), w); h = torch.tanh(y).unflatten(-1, (-1, 16)); "
         "return y, h.transpose(0, 1), y.float().sum(-1)",
     ),
+    "a sum of products, one of them scaled": lambda: spec(
+        "[[x, xa], [w, b]]",
+        {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]"},
+        {"y": "[M, N]"},
+        "return F.silu(F.linear(x, w) - 4 * F.linear(xa, b))",
+        header="scales: {b: -4}\n",
+    ),
+    "operands side by side before one weight": lambda: spec(
+        "[[x, y], w]",
+        {"x": "[B, T, K]", "y": "[B, T, 2*K]", "w": "[N, 3*K]", "b": "[N]"},
+        {"z": "[B, T, N]"},
+        "return F.silu(F.linear(torch.cat([x, y], -1), w, b))",
+    ),
     "a K that is held as a number": lambda: spec(
         "[q, k]",
         {"q": "[B, T, 64]", "k": "[S, 64]"},
@@ -303,7 +316,7 @@ def called(kernel: Kernel, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         own = {part.name: given.pop(part.name) for part in place.parts}
         given[name] = kernel.pack(**own)
         assert f"    {name} = probe.pack(" in (kernel.__doc__ or "")
-        extents = None if place.shares else [x.shape[place.axis] for x in own.values()]
+        extents = None if place.shares else [x.shape[-place.axis] for x in own.values()]
         back = kernel.unpack(name, given[name], extents)
         assert all(same(back[x], value) for x, value in own.items())
     with warnings.catch_warnings():

@@ -129,6 +129,8 @@ class Expr:
                 return const(x.value * y.value)
             if y.value in (1.0, -1.0):
                 return x if y.value == 1.0 else -x
+            if x.op == "mul" and x.args[1].op == "const" and abs(x.args[1].value * y.value) == 1:
+                return x.args[0] * (x.args[1].value * y.value)
         if x == y and x.op == "sqrt" and x.args[0].reduction:
             square = x.args[0].args[0]
             if square.op == "mul" and square.args[0] == square.args[1]:

@@ -116,7 +116,7 @@ class Layout:
 
     def write(self, expr: Expr, shape: tuple[int, ...], frame: Frame) -> Elements:
         """`expr` broadcast over a tensor of `shape`."""
-        full = self._grid(expr, frame.dims)
+        full = self.grid(expr, frame.dims)
         return Elements((full.mT if frame.flipped else full).reshape(shape))
 
     def table(self, name: str, position: int, shape: tuple[int, ...]) -> Elements:
@@ -163,11 +163,11 @@ class Layout:
             return None
         expr = self._exprs[int(numbers)]
         if expr.dims <= {"M"}:
-            return expr if torch.equal(codes, self._grid(expr, ("M", "N/2"))) else None
+            return expr if torch.equal(codes, self.grid(expr, ("M", "N/2"))) else None
         base = self._number(expr) << _SHIFT
         known = [(whole, at + base) for whole, at in self._tables.get(expr, ())]
         if expr.op != "table" and expr.dims <= {"M", "N"}:
-            known.append((expr, self._grid(expr, ("M", "N"))))
+            known.append((expr, self.grid(expr, ("M", "N"))))
         for whole, full in known:
             for side, part in enumerate(self.apart(full, width)):
                 if torch.equal(codes, part):
@@ -226,10 +226,6 @@ class Layout:
         """Whether the columns of such a tensor are in another order than a kernel's."""
         return self.halves and shape[-1:] == (self.extents["N"],)
 
-    def select(self, expr: Expr, columns: torch.Tensor) -> torch.Tensor:
-        """Codes of some columns of a full (M, N) expression."""
-        return self._grid(expr, ("M", "N"))[:, columns]
-
     def whole(
         self, tensors: Sequence[Elements], shape: tuple[int, ...]
     ) -> tuple[list[Elements], slice] | None:
@@ -251,7 +247,7 @@ class Layout:
             if "N" in expr.dims:
                 start = int(codes[0, 0]) % (1 << _SHIFT)
                 starts.add(start)
-            full = self._grid(expr, dims)
+            full = self.grid(expr, dims)
             if not codes.equal(full[..., start : start + width].reshape(codes.shape)):
                 return None
             found.append(Elements(full))
@@ -313,7 +309,7 @@ class Layout:
         number = int(numbers.flatten()[0])
         if bool((numbers == number).all()):
             expr = self._exprs[number]
-            if expr.dims <= set(dims) and torch.equal(codes, self._grid(expr, dims)):
+            if expr.dims <= set(dims) and torch.equal(codes, self.grid(expr, dims)):
                 return expr
             for whole, at in self._tables.get(expr, ()):
                 places = at + (self._number(expr) << _SHIFT)
@@ -323,12 +319,12 @@ class Layout:
                     return make("even", whole, dims=frozenset(dims))
             columns = dims[-1] if dims else ""
             if columns in expr.dims and (width := group_width(expr)):
-                first = self._grid(expr, dims)[..., ::width]
+                first = self.grid(expr, dims)[..., ::width]
                 if torch.equal(codes, first.repeat_interleave(width, -1)):
                     return expr
             double = _DOUBLE.get(columns)
             if double in expr.dims:
-                whole = self._grid(expr, (*dims[:-1], double))
+                whole = self.grid(expr, (*dims[:-1], double))
                 for side, half in (("even", whole[..., 0::2]), ("odd", whole[..., 1::2])):
                     if torch.equal(codes, half):
                         return make(side, expr, dims=expr.dims - {double} | {columns})
@@ -345,7 +341,7 @@ class Layout:
             return None
         return make("interleave", even, odd, dims=frozenset({"M", dims[-1]}))
 
-    def _grid(self, expr: Expr, dims: tuple[str, ...]) -> torch.Tensor:
+    def grid(self, expr: Expr, dims: tuple[str, ...]) -> torch.Tensor:
         """Codes of `expr` over `dims`, which include its own."""
         import torch
 

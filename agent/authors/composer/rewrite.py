@@ -357,6 +357,8 @@ class _Rewriter:
         parts = any(e.op == "table" for t in tensors for e in self.layout.sources(t))
         if frame is None and parts and (found := self._table_wise(function, args, kwargs, shape)):
             return found
+        if frame is None and (part := self._part_wise(function, args, kwargs, tensors)):
+            return part
         if frame is None and (width := self.layout.group(shape)):
             # What is one for each group is computed as if for each column.
             over = (self.layout.over_group(t.codes.broadcast_to(shape), width) for t in tensors)
@@ -404,6 +406,30 @@ class _Rewriter:
             return None
         whole = self.layout.write(function(*given, **named), (m, n), Frame(("M", "N")))
         return Elements(self.layout.apart(whole.codes, width)[0].reshape(shape))
+
+    def _part_wise(
+        self,
+        function: Callable[..., Expr],
+        args: Iterable[Any],
+        kwargs: Mapping[str, Any],
+        tensors: list[Elements],
+    ) -> Elements | None:
+        """A function of part of an operand and of numbers, computed as if of all of it."""
+        if len(tensors) != 1 or len(sources := self.layout.sources(tensors[0])) != 1:
+            return None
+        codes, (expr,) = tensors[0].codes, sources
+        dims = ("M" if "M" in expr.dims else "N", "K")
+        if {*dims} != expr.dims or codes.ndim != 2:
+            return None
+        for matrix, turned in ((codes, False), (codes.mT, True)):
+            if (at := self.layout.taken(matrix, expr, dims)) is not None:
+                given = [expr if _tensor(v) else v for v in args]
+                whole = function(
+                    *given, **{k: expr if _tensor(v) else v for k, v in kwargs.items()}
+                )
+                found = self.layout.grid(whole, dims)[at[0]][:, at[1]]
+                return Elements(found.mT if turned else found)
+        return None
 
     def _table_wise(
         self,
@@ -485,13 +511,16 @@ class _Rewriter:
         is none. One over a part of K is a value of its own, and with the others it is the whole."""
         import torch
 
-        a, b = (self.leaves[name] for name in self.spec.gemm)
         if self.spec.layout is None or x.shape[:-2].numel() != 1 or y.shape[:-2].numel() != 1:
             return None
         one, other = x.reshape(x.shape[-2:]), y.reshape(y.shape[-2:])
         for first, second, turned in ((one, other, False), (other, one, True)):
-            left = self.layout.taken(first, a, ("M", "K"))
-            right = self.layout.taken(second, b, ("N", "K"))
+            values = [self.layout.sources(Elements(codes)) for codes in (first, second)]
+            if any(len(some) != 1 or not {*some[0].dims} > {"K"} for some in values):
+                return None
+            (a,), (b,) = values
+            left = self.layout.taken(first, a, ("M", "K")) if "M" in a.dims else None
+            right = self.layout.taken(second, b, ("N", "K")) if "N" in b.dims else None
             if not left or not right or not torch.equal(left[1], right[1]):
                 continue
             if not torch.equal(left[0], torch.arange(self.layout.extents["M"])):
@@ -499,7 +528,8 @@ class _Rewriter:
             start, stop = int(left[1][0]), int(left[1][-1]) + 1
             if not torch.equal(left[1], torch.arange(start, stop)):
                 continue
-            codes = self.layout.select(self._summed(start, stop), right[0])
+            scale = self._scale(a, self.spec.gemm[0], "M") * self._scale(b, self.spec.gemm[1], "N")
+            codes = self.layout.grid(self._summed(start, stop) * scale, ("M", "N"))[:, right[0]]
             codes = codes.mT if turned else codes
             return Elements(codes.reshape(*x.shape[:-1], y.shape[-2]))
         return None
