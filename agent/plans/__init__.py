@@ -1,0 +1,24 @@
+"""Plans: a function of several products as kernels, and what is left to PyTorch.
+
+- `trace`: the function as a graph of torch calls; `simpler`: those that are taken apart.
+- `rules`: what is changed in it first; `cut`: which calls each kernel takes along.
+- `spell`: a step as the text that a person would write; `kernels`: that text as a kernel.
+- `run`: the steps as a callable; `fuse`: the function that users call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coda_agent.agent.plans.fuse import fuse
+
+__all__ = ["fuse"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fuse":
+        from coda_agent.agent.plans.fuse import fuse
+
+        return fuse
+    raise AttributeError(name)

@@ -1,0 +1,385 @@
+"""`fuse`: a function of tensors that runs by its plan."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.plans.cut import Plan, cut
+from coda_agent.agent.plans.kernels import Composed, composed
+from coda_agent.agent.plans.rules import as_called
+from coda_agent.agent.plans.run import Packed, Runner
+from coda_agent.agent.plans.trace import Graph, Unplanned, Value, record
+
+if TYPE_CHECKING:
+    import torch
+
+_LONGER = 1.0
+"""How much longer than PyTorch's a plan may take before it is left to PyTorch."""
+
+
+class Made(Packed):
+    """A kernel as a step of a plan, with what is known of it."""
+
+    def __init__(self, about: Composed, names: Sequence[str]) -> None:
+        super().__init__(about.kernel, names)
+        self.about = about
+
+    @property
+    def level(self) -> str:
+        return self.about.level
+
+
+def planned(graph: Graph, *, judged: bool = False) -> Plan:
+    """The plan of a graph, whose kernels are composed and, where `judged`, judged."""
+
+    def compose(text: str, inputs: Mapping[str, Value], a: str) -> Made:
+        return Made(composed(text, inputs, a, judged=judged), list(inputs))
+
+    return cut(graph, compose)
+
+
+@dataclass(eq=False)
+class Planned:
+    """What calls with tensors of some shapes run.
+
+    Attributes:
+        plan: The plan.
+        torch: The function's own calls.
+        run: What runs: the plan, or the function's own calls where the plan does not pay.
+        metas: Fake results, for shapes and types.
+        structure: Of what the function returns.
+        held: How many tensors it takes that are no arguments.
+    """
+
+    plan: Plan
+    torch: Runner
+    run: Runner
+    metas: list[Any]
+    structure: Any
+    held: tuple[str, ...]
+
+
+class Fused:
+    """A function that runs by its plan, one for each set of its arguments' shapes and types.
+
+    Numbers, and whatever else Python reads on the way, are those of the first call with such
+    arguments. Parameters and buffers of modules are read anew at each call.
+
+    Attributes:
+        function: The function as it was.
+        why: Why the last call, or part of it, was left to PyTorch; "" where nothing was.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, judged: bool) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.judged, self.why = function, judged, ""
+        self._plans: dict[Any, Planned | str] = {}
+        self._roots = _roots(function)
+        self._which = len(_FUSED)
+        self._last: Planned | None = None
+        _FUSED.append(self)
+        _register()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from torch.utils._pytree import tree_flatten, tree_unflatten
+
+        if torch.compiler.is_compiling():
+            return self._compiled(args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        known = self.planned(leaves, structure)
+        if known is None:
+            return self.function(*args, **kwargs)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors += [_held(self._roots, path) for path in known.held]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            results = torch.ops.coda_agent.planned(tensors, self._which)
+        else:
+            with torch.no_grad():
+                results = known.run(tensors)
+        return tree_unflatten(results, known.structure)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan | None:
+        """The plan of such a call; None where PyTorch runs the function, and `why` says why."""
+        from torch.utils._pytree import tree_flatten
+
+        known = self.planned(*tree_flatten((args, kwargs)))
+        return known and known.plan
+
+    def forget(self) -> None:
+        """Packs weights anew at the next call: after a write that PyTorch does not count, such as
+        one by way of `.data`."""
+        for known in self._plans.values():
+            for kernel in known.plan.kernels if isinstance(known, Planned) else ():
+                kernel.made.forget()  # type: ignore[attr-defined]
+
+    def planned(self, leaves: Sequence[Any], structure: Any) -> Planned | None:
+        """What calls with such arguments run; None where PyTorch runs the function."""
+        import torch
+
+        key = (
+            structure,
+            *(
+                (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (x,)
+                for x in leaves
+            ),
+            *(root.training for root in self._roots.values() if hasattr(root, "training")),
+        )
+        try:
+            known = self._plans.get(key)
+        except TypeError:
+            self.why = "an argument that is no tensor cannot be compared with that of a later call"
+            return None
+        if known is None:
+            try:
+                known = self._anew(leaves, structure)
+            except Unplanned as error:
+                known = error.message
+            self._plans[key] = known
+        self.why = known if isinstance(known, str) else _left(known.plan)
+        self._last = known if isinstance(known, Planned) else None
+        return self._last
+
+    def _anew(self, leaves: Sequence[Any], structure: Any) -> Planned:
+        from torch.utils._pytree import tree_unflatten
+
+        args, kwargs = tree_unflatten(list(leaves), structure)
+        graph = record(self.function, args, kwargs, _names(self.function, args))
+        paths = _paths(self._roots)
+        if missing := [t for t in graph.held if id(t) not in paths]:
+            shape = list(missing[0].shape)
+            raise Unplanned(f"it takes a tensor {shape} that is neither an argument nor a module's")
+        held = tuple(paths[id(t)] for t in graph.held)
+        called = as_called(graph)
+        own = Runner(called, called.values)
+        metas, shape = [v.meta for v in graph.results], graph.structure
+        plan = planned(graph, judged=self.judged)
+        known = Planned(plan, own, Runner(plan.graph, plan.steps), metas, shape, held)
+        if not plan.kernels:
+            known.run = own
+        tensors = [x for x in leaves if hasattr(x, "is_meta")] + graph.held
+        if plan.kernels and all(t.is_cuda for t in tensors):
+            ours, theirs = _seconds(known.run, tensors), _seconds(own, tensors)
+            if ours > _LONGER * theirs:
+                plan.why[plan.kernels[0].members[0]] = (
+                    f"the plan takes {1e6 * ours:.0f} us and PyTorch {1e6 * theirs:.0f} us"
+                )
+                known.run = own
+        return known
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same as one operator, where torch.compile traces it; a call that was not planned
+        before is traced as the function is."""
+        import torch
+
+        known = self._last
+        if known is None or kwargs or not all([isinstance(x, torch.Tensor) for x in args]):
+            return self.function(*args, **kwargs)
+        tensors = [*args, *[_held(self._roots, path) for path in known.held]]
+        results = torch.ops.coda_agent.planned(tensors, self._which)
+        if known.structure.is_leaf():
+            return results[0]
+        return tuple(results) if known.structure.type is tuple else results
+
+    def of_tensors(self, tensors: Sequence[torch.Tensor]) -> Planned:
+        """What a call with these positional arguments, and what is held, runs.
+
+        Raises:
+            Unplanned: nothing was planned of such.
+        """
+        last = self._last
+        for known in [last, *self._plans.values()] if last else self._plans.values():
+            if isinstance(known, Planned):
+                metas = [*known.plan.graph.inputs]
+                if [x.shape for x in metas] == [tuple(t.shape) for t in tensors]:
+                    if [x.meta.dtype for x in metas] == [t.dtype for t in tensors]:
+                        return known
+        raise Unplanned("no call with tensors of these shapes was planned")
+
+
+_FUSED: list[Fused] = []
+"""All fused functions, by the number that their operator takes."""
+
+
+@functools.lru_cache(maxsize=1)
+def _register() -> Any:
+    """Registers the operators `coda_agent::planned` and `coda_agent::planned_backward`."""
+    import torch
+
+    library = torch.library.Library("coda_agent", "FRAGMENT")
+    tag = (torch.Tag.pt2_compliant_tag,)
+    library.define("planned(Tensor[] tensors, int which) -> Tensor[]", tags=tag)
+    library.define(
+        "planned_backward(Tensor?[] grads, Tensor[] tensors, bool[] wanted, int which) -> Tensor[]",
+        tags=tag,
+    )
+
+    def run(tensors: list[torch.Tensor], which: int) -> list[torch.Tensor]:
+        taken = {t.untyped_storage().data_ptr() for t in tensors}
+        results = _FUSED[which].of_tensors(tensors).run(tensors)
+        # An operator's results share no memory with its inputs, nor with each other.
+        for i, t in enumerate(results):
+            if t.untyped_storage().data_ptr() in taken:
+                results[i] = t.clone()
+            taken.add(t.untyped_storage().data_ptr())
+        return results
+
+    def fake(tensors: list[torch.Tensor], which: int) -> list[torch.Tensor]:
+        known = _FUSED[which].of_tensors(tensors)
+        return [tensors[0].new_empty(v.shape, dtype=v.meta.dtype) for v in known.plan.graph.results]
+
+    def back(
+        grads: list[torch.Tensor | None],
+        tensors: list[torch.Tensor],
+        wanted: list[bool],
+        which: int,
+    ) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+            results = _FUSED[which].of_tensors(tensors).torch(inputs)
+            pairs = [
+                (r, g)
+                for r, g in zip(results, grads, strict=True)
+                if g is not None and r.requires_grad
+            ]
+            found = torch.autograd.grad(
+                [r for r, _ in pairs], [t for t in inputs if t.requires_grad],
+                [g for _, g in pairs], allow_unused=True, materialize_grads=True,
+            )  # fmt: skip
+        return [*found]
+
+    def fake_back(
+        grads: Any, tensors: list[torch.Tensor], wanted: list[bool], which: int
+    ) -> list[torch.Tensor]:
+        return [torch.empty_like(t) for t, w in zip(tensors, wanted, strict=True) if w]
+
+    for name, body, shapes in (("planned", run, fake), ("planned_backward", back, fake_back)):
+        for key in ("CPU", "CUDA"):
+            library.impl(name, body, key)
+        torch.library.register_fake(f"coda_agent::{name}", shapes, lib=library)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        tensors, ctx.which = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx: Any, grads: list[torch.Tensor | None]) -> Any:
+        tensors = list(ctx.saved_tensors)
+        wanted = [t.requires_grad for t in tensors]
+        found = iter(torch.ops.coda_agent.planned_backward(grads, tensors, wanted, ctx.which))
+        return [next(found) if w else None for w in wanted], None
+
+    torch.library.register_autograd(
+        "coda_agent::planned", backward, setup_context=setup, lib=library
+    )
+    return library
+
+
+def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: bool = True) -> Any:
+    """A function that computes what `function` does, by kernels where they pay.
+
+    Args:
+        function: A function of tensors, or a module. Left out, `fuse` is a decorator.
+        examples: Arguments to plan for now; other shapes are planned when they are met.
+        judged: Whether a kernel that is new is judged before it runs. It takes a minute or two; the
+            verdict is kept.
+
+    Returns:
+        A `Fused`. Its `why` says what of the last call was left to PyTorch, and why; its gradients
+        are PyTorch's own, of the function computed again.
+    """
+    if function is None:
+        return functools.partial(fuse, judged=judged)
+    fused = Fused(function, judged=judged)
+    if examples:
+        fused.plan(*examples)
+    return fused
+
+
+def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[..., Any]) -> Any:
+    """FlexGEMM's call: `epilogue` of a product such as torch.mm of two matrices."""
+    return fuse(lambda *given: epilogue(product(*given)), judged=False)(*sides)
+
+
+setattr(fuse, "mm", mm)  # noqa: B010 (a plain assignment is an error to a type checker)
+
+
+def _left(plan: Plan) -> str:
+    """What of a plan PyTorch runs, in one line."""
+    said = dict.fromkeys(f"{v.called}: {why}" for v, why in plan.why.items())
+    return "; ".join(said) or "no product of 16-bit matrices" * (not plan.kernels)
+
+
+def _names(function: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """Names of the arguments, as far as each is one tensor."""
+    code = getattr(function, "__code__", None)
+    names = list(code.co_varnames[: code.co_argcount]) if code else []
+    plain = all(hasattr(x, "is_meta") for x in args)
+    return names if plain and "self" not in names else []
+
+
+def _roots(function: Callable[..., Any]) -> dict[str, Any]:
+    """Modules and tensors that a function reaches beside its arguments, by where they are."""
+    import torch
+
+    kinds = (torch.nn.Module, torch.Tensor)
+    found: dict[str, Any] = {}
+    owner = getattr(function, "__self__", None)
+    for place, x in (("", function), ("", owner)):
+        if isinstance(x, kinds):
+            found[place] = x
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(
+        code.co_freevars if code else (), getattr(function, "__closure__", None) or (), strict=True
+    ):
+        if isinstance(cell.cell_contents, kinds):
+            found[name] = cell.cell_contents
+    for name in code.co_names if code else ():
+        x = getattr(function, "__globals__", {}).get(name)
+        if isinstance(x, kinds):
+            found.setdefault(name, x)
+    return found
+
+
+def _paths(roots: Mapping[str, Any]) -> dict[int, str]:
+    """Where each parameter, buffer and tensor is, by its identity."""
+    import torch
+
+    found: dict[int, str] = {}
+    for name, root in roots.items():
+        if isinstance(root, torch.Tensor):
+            found[id(root)] = name
+            continue
+        for path, t in (*root.named_parameters(), *root.named_buffers()):
+            found.setdefault(id(t), f"{name}:{path}")
+    return found
+
+
+def _held(roots: Mapping[str, Any], path: str) -> Any:
+    root, _, rest = path.partition(":")
+    x = roots[root]
+    for part in rest.split(".") if rest else ():
+        x = getattr(x, part)
+    return x
+
+
+def _seconds(run: Runner, tensors: Sequence[torch.Tensor]) -> float:
+    """The median of some calls, after others."""
+    import torch
+
+    times: list[float] = []
+    with torch.no_grad():
+        for _ in range(3):
+            run(tensors)
+        for _ in range(9):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            run(tensors)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)

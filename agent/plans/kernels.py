@@ -1,0 +1,189 @@
+"""A step's text as a kernel: found among accepted ones by what it computes, or composed and judged.
+
+What was composed is kept in the user's cache, with the level that the judge gave it here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coda_agent.agent import execution
+from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.judge import judge_candidate
+from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.provenance import judge_digest
+from coda_agent.agent.plans.trace import Value
+from coda_agent.agent.workspace import packaged_kernels
+from coda_agent.generated.kernel import Kernel, load_kernel
+from coda_agent.primitives.errors import CodaError, ProgramError
+from coda_agent.primitives.objects import user_cache, write_whole
+from coda_agent.primitives.program import Program
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.draft import Example, draft
+from coda_agent.specs.source import extracted
+
+if TYPE_CHECKING:
+    import torch
+
+_GATES = ("static", "compile", "numerics")
+# By operator: torch takes each name once a process.
+_LOADED: dict[str, Kernel] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Composed:
+    """A step as a kernel.
+
+    Attributes:
+        spec: Drafted from its text.
+        text: The candidate.
+        level: What the judge gave it: "" where it was not asked, else "proved" or "verified"; or
+            the level of the accepted kernel that computes the same.
+        accepted: That kernel's name, or "".
+    """
+
+    spec: Spec
+    text: str
+    level: str
+    accepted: str
+
+    @cached_property
+    def program(self) -> Program:
+        return load(self.text)[self.spec.name]
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """What runs it: with the tiles that were measured of the accepted one, where there is."""
+        digest = hashlib.sha256((self.spec.text + self.text).encode()).hexdigest()[:12]
+        name = f"plan_{self.spec.name}_{digest}"
+        if known := _LOADED.get(name):
+            return known
+        programs = {self.spec.name: self.program}
+        if not self.accepted:
+            return _LOADED.setdefault(name, Kernel(self.spec, programs, {}, frozenset(), name))
+        known = load_kernel(packaged_kernels()[self.accepted].folder)
+        like = Kernel(self.spec, programs, known.tuned, known.refused, name)
+        like.model = known.model
+        return _LOADED.setdefault(name, like)
+
+    @cached_property
+    def packed(self) -> dict[str, tuple[str, ...]]:
+        """Inputs that the kernel takes packed, and the arguments that each is made of."""
+        return {x: tuple(p.name for p in place.parts) for x, place in self.kernel.packing.items()}
+
+
+def composed(text: str, inputs: Mapping[str, Value], a: str, *, judged: bool) -> Composed:
+    """The kernel of a step.
+
+    Args:
+        text: A module with one function.
+        inputs: An example of each argument of it, in order.
+        a: The argument that has the type that the spec leaves open.
+        judged: Whether a new one is judged.
+
+    Raises:
+        CodaError: no kernel computes it, or the judge refuses it.
+    """
+    element = inputs[a].meta.dtype
+    examples = {name: _example(name, x, element) for name, x in inputs.items()}
+    key = json.dumps([text, *([n, *e.axes, e.dtype] for n, e in examples.items()), judge_digest()])
+    path = user_cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    known = _kept(path)
+    if "refused" in known:
+        raise ProgramError(known["refused"])
+    try:
+        if not known:
+            source = extracted(text, "plan")
+            spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
+            known = {"spec": spec.text, "text": Composer().write(spec, lambda *_: None)}
+            known |= {"level": "", "accepted": _accepted(load(known["text"])[spec.name], spec)}
+        else:
+            name = extracted(text, "plan").name
+            spec = load_spec(Path(f"{name}.md"), text=known["spec"])
+        if known["accepted"]:
+            known["level"] = packaged_kernels()[known["accepted"]].level
+        elif judged and known["level"] != _reachable():
+            known["level"] = _judged(spec, known["text"])
+    except CodaError as error:
+        _keep(path, {"refused": error.message})
+        raise
+    _keep(path, known)
+    return Composed(spec, known["text"], known["level"], known["accepted"])
+
+
+def _example(name: str, x: Value, element: torch.dtype) -> Example:
+    dtype = str(x.meta.dtype).removeprefix("torch.")
+    if not x.shape and dtype != "float32":
+        raise CodaError(f"{name} is one number of {dtype}, and a kernel reads float32")
+    return Example(x.shape, "T" if x.meta.dtype == element else dtype)
+
+
+def _kept(path: Path) -> dict[str, str]:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(path: Path, known: Mapping[str, str]) -> None:
+    if dict(known) != _kept(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(known))
+
+
+@lru_cache(maxsize=1)
+def _reachable() -> str:
+    """The level that this machine can show without timing a kernel."""
+    return "verified" if isinstance(execution.usable_gpu("auto"), Gpu) else "proved"
+
+
+def _judged(spec: Spec, text: str) -> str:
+    """
+    Raises:
+        ProgramError: the judge refuses it.
+    """
+    verdict = judge_candidate(spec, text, execution.executor(), gates=_GATES, whole=False)
+    if not verdict.passed:
+        findings = [f.message for gate in verdict.gates for f in gate.findings]
+        raise ProgramError(f"the judge refuses it: {(findings or ['no reason'])[0]}")
+    return str(verdict.level)
+
+
+def _accepted(program: Program, spec: Spec) -> str:
+    """The name of the accepted kernel that computes the same with the same types, or ""."""
+    for name, kernel in packaged_kernels().items():
+        if kernel.level != "accepted":
+            continue
+        text = kernel.program.read_text("utf-8")
+        if any(_same(program, p) for p in load(text).values()):
+            theirs = load_spec(kernel.spec)
+            if sorted(_types(theirs)) == sorted(_types(spec)):
+                return name
+    return ""
+
+
+def _types(spec: Spec) -> Iterator[str]:
+    return (x.dtype for x in (*spec.inputs.values(), *spec.outputs.values()))
+
+
+def _same(one: Program, other: Program) -> bool:
+    """Whether two programs compute the same, in whatever order operands and outputs are named."""
+    kinds: Callable[[Mapping[str, type]], list[str]] = lambda x: sorted(
+        k.__name__ for k in x.values()
+    )
+    if any(kinds(getattr(one, x)) != kinds(getattr(other, x)) for x in ("operands", "outputs")):
+        return False
+    if len(one.operands) > 4 or len(one.outputs) > 4:
+        return one.digest == other.digest
+    return any(
+        replace(one, operands=dict(operands), outputs=dict(outputs)).digest == other.digest
+        for operands in itertools.permutations(one.operands.items())
+        for outputs in itertools.permutations(one.outputs.items())
+    )

@@ -1,0 +1,362 @@
+"""A function of tensors as a graph of the torch calls that it makes.
+
+- It runs on fake tensors, whose extents are symbols: nothing is computed, and an extent that a view
+  names is known to be the input's own.
+- What torch has in one call and a plan takes apart, such as a norm, is recorded in parts
+  (`simpler.py`). The last part keeps the call, for where it is left whole.
+- Tensors that are no arguments, such as a module's parameters, are inputs too.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.plans.simpler import simpler
+from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Unplanned(CodaError):
+    """Why a function is left to PyTorch as a whole."""
+
+
+@dataclass(eq=False, repr=False)
+class Value:
+    """What one torch call returns, or an input.
+
+    Attributes:
+        name: Of its own in the graph.
+        func: What was called; None of an input.
+        args, kwargs: Its arguments, with values in the place of tensors.
+        meta: The fake tensor, or the tuple of some.
+        whole: The call that this is the last part of, with its arguments.
+        of: The matrix whose rows' factor was carried past this product; "" where none was.
+    """
+
+    name: str
+    func: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    meta: Any = None
+    whole: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+    of: str = ""
+
+    @property
+    def called(self) -> str:
+        """The name of what was called, such as "mul"."""
+        if self.func is None:
+            return "input"
+        name = getattr(self.func, "__name__", type(self.func).__name__)
+        if name in ("__get__", "__call__"):  # of a property, such as x.T
+            name = self.func.__self__.__name__  # type: ignore[attr-defined]
+        return name.strip("_")
+
+    @property
+    def tensor(self) -> bool:
+        import torch
+
+        return isinstance(self.meta, torch.Tensor)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents in numbers; () of several tensors."""
+        return tuple(map(plain, self.meta.shape)) if self.tensor else ()
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        count = self.meta.dtype.itemsize if self.tensor else 0
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def inputs(self) -> list[Value]:
+        """The values among its arguments, each once."""
+        found = (x for x in leaves((self.args, self.kwargs)) if isinstance(x, Value))
+        return list(dict.fromkeys(found))
+
+    @property
+    def view(self) -> bool:
+        """Whether it only names elements of its first argument."""
+        first = self.inputs[0].meta if self.inputs else None
+        if isinstance(first, tuple):
+            return True
+        if first is None or isinstance(self.meta, tuple):
+            return first is not None and _shares(self.meta[0], first)
+        return _shares(self.meta, first)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A function's calls.
+
+    Attributes:
+        name: The function's.
+        inputs: Its tensors: those among the arguments, then others that it uses.
+        held: Those others, as they are.
+        values: All calls, in order.
+        results: What it returns.
+        structure: Of what it returns, as pytree has it.
+    """
+
+    name: str
+    inputs: list[Value]
+    held: list[torch.Tensor]
+    values: list[Value]
+    results: list[Value]
+    structure: Any
+
+    def copy(self) -> Graph:
+        """The same, with values of its own; inputs stay those that they are."""
+        new: dict[Value, Value] = {}
+
+        def changed(x: Any) -> Any:
+            return new.get(x, x) if isinstance(x, Value) else x
+
+        for v in self.values:
+            args, kwargs, *whole = (
+                mapped(x, changed) for x in (v.args, v.kwargs, *(v.whole or ()))
+            )
+            new[v] = replace(v, args=args, kwargs=kwargs, whole=tuple(whole) or None)
+        results = [changed(v) for v in self.results]
+        return replace(self, values=[*new.values()], results=results)
+
+
+def plain(x: Any) -> Any:
+    """A size, or what Python made of one, as the example's number; all else as it is."""
+    return x.node.hint if type(x).__name__ in ("SymInt", "SymFloat", "SymBool") else x
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """What arguments are made of."""
+    if isinstance(tree, slice):
+        tree = tree.start, tree.stop, tree.step
+    if isinstance(tree, dict):
+        tree = [*tree.values()]
+    if isinstance(tree, tuple | list):
+        for part in tree:
+            yield from leaves(part)
+    else:
+        yield tree
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments with `change` done to what is no container."""
+    if isinstance(tree, slice):
+        return slice(*(mapped(x, change) for x in (tree.start, tree.stop, tree.step)))
+    if isinstance(tree, tuple):
+        return tuple(mapped(x, change) for x in tree)
+    if isinstance(tree, list):
+        return [mapped(x, change) for x in tree]
+    if isinstance(tree, dict):
+        return {k: mapped(x, change) for k, x in tree.items()}
+    return change(tree)
+
+
+def record(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Sequence[str] = (),
+) -> Graph:
+    """The graph of a call of `function`.
+
+    Args:
+        function: Any callable; a module too.
+        args, kwargs: The call's, with tensors anywhere in lists, tuples and dicts.
+        names: What the tensors are called, in order.
+
+    Raises:
+        Unplanned: it writes in place, draws random numbers, goes by values of tensors, or raises.
+    """
+    import torch
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    given_leaves, structure = tree_flatten((args, kwargs))
+    recorder = _recorder()
+    faked: list[Any] = []
+    for leaf in given_leaves:
+        if isinstance(leaf, torch.Tensor):
+            wanted = names[len(recorder.inputs)] if len(names) > len(recorder.inputs) else "x"
+            faked.append(recorder.entered(leaf, wanted))
+        else:
+            faked.append(leaf)
+    given = len(recorder.inputs)
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it logs a traceback of what is said in one line below
+    try:
+        with recorder.running():
+            fake_args, fake_kwargs = tree_unflatten(faked, structure)
+            returned = function(*fake_args, **fake_kwargs)
+    except Unplanned:
+        raise
+    except Exception as error:  # the function is foreign code
+        said = (str(error).strip().splitlines() or ["no message"])[0]
+        kind = type(error).__name__
+        if "data-dependent" in said.lower() or "DataDependent" in kind or "item()" in said:
+            raise Unplanned("control flow, or a Python number, depends on a value") from error
+        raise Unplanned(f"tracing it raises {kind}: {said}") from error
+    finally:
+        log.setLevel(level)
+    results, shape = tree_flatten(returned)
+    if odd := [x for x in results if not isinstance(x, torch.Tensor)]:
+        raise Unplanned(f"it returns a {type(odd[0]).__name__} beside tensors")
+    found = [recorder.known(x) for x in results]
+    return Graph(
+        getattr(function, "__name__", type(function).__name__),
+        recorder.inputs,
+        recorder.held[given:],
+        recorder.made,
+        found,
+        shape,
+    )
+
+
+def _shares(one: Any, other: Any) -> bool:
+    return one is other or one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _recorder() -> Any:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Recorder(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fake = FakeTensorMode(
+                shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True
+            )
+            self.inputs: list[Value] = []
+            self.held: list[torch.Tensor] = []
+            self.made: list[Value] = []
+            self.taken: set[str] = set()
+            self.exempt = False
+            # By identity; the tensors are kept by their values, so none is used again.
+            self.by_id: dict[int, Value] = {}
+            self.of_real: dict[int, torch.Tensor] = {}
+
+        def running(self) -> Any:
+            from contextlib import ExitStack
+
+            modes = ExitStack()
+            modes.enter_context(torch.no_grad())
+            modes.enter_context(self.fake)
+            modes.enter_context(Draws(self))
+            modes.enter_context(self)
+            return modes
+
+        def entered(self, real: torch.Tensor, wanted: str) -> torch.Tensor:
+            """The fake of a real tensor, which is an input from now on."""
+            if id(real) in self.of_real:
+                return self.of_real[id(real)]
+            if type(real) not in (torch.Tensor, torch.nn.Parameter):
+                raise Unplanned(f"it takes a {type(real).__name__}, which is no plain tensor")
+            symbols: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * real.ndim)
+            # A fake of the mode's own cache would be static where it was met before.
+            meta = self.fake.from_tensor(real.detach(), symbolic_context=symbols)
+            value = Value(self._name(wanted), meta=meta)
+            self.inputs.append(value)
+            self.held.append(real)
+            self.by_id[id(meta)] = value
+            self.of_real[id(real)] = meta
+            return meta
+
+        def known(self, tensor: torch.Tensor) -> Value:
+            if id(tensor) not in self.by_id:
+                if isinstance(tensor, torch._subclasses.FakeTensor):
+                    raise Unplanned("a tensor comes from beyond what torch's functions return")
+                tensor = self.entered(tensor, "held")
+            return self.by_id[id(tensor)]
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            def enter(x: Any) -> Any:
+                real = isinstance(x, torch.Tensor) and id(x) not in self.by_id
+                if real and not isinstance(x, torch._subclasses.FakeTensor):
+                    return self.entered(x, "held")
+                return x
+
+            args, kwargs = mapped(tuple(args), enter), dict(mapped(kwargs or {}, enter))
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                self.exempt = not (kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
+            parts = simpler(func, args, kwargs)
+            if parts is not None:
+                with self:
+                    result = parts()
+                last = self.by_id[id(result)]
+                last.whole = func, mapped(args, self._value), mapped(kwargs, self._value)
+                return result
+            seen = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            versions = [x._version for x in seen]
+            result = func(*args, **kwargs)
+            self.exempt = False
+            if versions != [x._version for x in seen]:
+                raise Unplanned(f"it writes in place ({getattr(func, '__name__', func)})")
+            self._note(func, args, kwargs, result)
+            return result
+
+        def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+            several = isinstance(result, tuple | list)
+            tensors = [x for x in (result if several else [result]) if isinstance(x, torch.Tensor)]
+            if not tensors or all(id(x) in self.by_id for x in tensors):
+                return  # no tensor, or an argument as it was
+            args, kwargs = mapped(args, self._value), mapped(kwargs, self._value)
+            if any(type(x).__name__.startswith("Sym") and plain(x) is None for x in leaves(args)):
+                raise Unplanned("a Python number depends on a value")
+            value = Value(self._name("v"), func, args, kwargs)
+            value.meta = tuple(result) if several else result
+            self.made.append(value)
+            if not several:
+                self.by_id[id(result)] = value
+                return
+            for i, x in enumerate(result):
+                if isinstance(x, torch.Tensor):
+                    part = Value(self._name("v"), operator.getitem, (value, i), {}, x)
+                    self.made.append(part)
+                    self.by_id[id(x)] = part
+
+        def _value(self, x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return self.known(x)
+            return tuple(x) if isinstance(x, torch.Size) else x
+
+        def _name(self, wanted: str) -> str:
+            name = wanted
+            count = 1
+            while name in self.taken or name == "v":
+                name, count = f"{wanted}{count}", count + 1
+            self.taken.add(name)
+            return name
+
+    class Draws(TorchDispatchMode):
+        """Refuses what draws random numbers."""
+
+        def __init__(self, recorder: Recorder) -> None:
+            super().__init__()
+            self.recorder = recorder
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if torch.Tag.nondeterministic_seeded in func.tags and not self.recorder.exempt:
+                raise Unplanned(f"it draws random numbers ({func.overloadpacket.__name__})")
+            return func(*args, **(kwargs or {}))
+
+    return Recorder()

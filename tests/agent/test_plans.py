@@ -1,0 +1,260 @@
+"""Plans of whole functions, and `fuse`."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coda_agent.agent.plans.cut import MERGE, Plan
+from coda_agent.agent.plans.fuse import Fused, Made, fuse, mm
+from coda_agent.agent.plans.rules import CARRY
+from coda_agent.agent.plans.trace import Value
+
+
+@pytest.fixture(autouse=True)
+def cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """One for all tests of the module, so that each kernel is composed once."""
+    folder = tmp_path_factory.getbasetemp() / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    with warnings.catch_warnings(action="ignore"):  # that kernels are interpreted here
+        yield folder
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    made = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=made) * shape[-1] ** -0.5).bfloat16()
+
+
+def plain(function: Any) -> Fused:
+    return fuse(function, judged=False)
+
+
+def left(plan: Plan) -> list[Value]:
+    """What PyTorch runs."""
+    return [step for step in plan.steps if isinstance(step, Value)]
+
+
+def norms(got: Any, expected: Any) -> float:
+    return float((got.float() - expected).norm() / expected.norm())
+
+
+D, H, KV, FF = 192, 64, 96, 96  # a row of D is no group of columns in one tile
+
+
+def attention_output(
+    x: Tensor, res: Tensor, wo: Tensor, g: Tensor, wg: Tensor, wu: Tensor, wd: Tensor
+) -> Tensor:
+    h = res + F.linear(x, wo)
+    n = F.rms_norm(h, (h.shape[-1],), g, 1e-5)
+    return h + F.linear(F.silu(F.linear(n, wg)) * F.linear(n, wu), wd)
+
+
+def next_projections(
+    x: Tensor, wd: Tensor, res: Tensor, g: Tensor, wq: Tensor, wk: Tensor, wv: Tensor
+) -> Any:
+    """A norm that is spelled out."""
+    h = res + F.linear(x, wd)
+    wide = h.float()
+    n = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(h.dtype) * g
+    return h, F.linear(n, wq), F.linear(n, wk), F.linear(n, wv)
+
+
+def head(x: Tensor, wd: Tensor, res: Tensor, g: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    n = F.rms_norm(res + F.linear(x, wd), (D,), g, 1e-5)
+    return F.cross_entropy(F.linear(n, w).flatten(0, 1).float(), t.flatten())
+
+
+def layer() -> list[Tensor]:
+    return [
+        drawn(2, 24, H), drawn(2, 24, D, seed=1), drawn(D, H), drawn(D).abs() + 0.5,
+        drawn(FF, D), drawn(FF, D, seed=2), drawn(D, FF),
+    ]  # fmt: skip
+
+
+def test_a_llama_layer_has_the_papers_cuts() -> None:
+    """Section 3.2.1: the output projection carries residual, the norm's weight and the statistic;
+    gate and up are one product, scaled after it; the rest is one number a row."""
+    args = layer()
+    fused = plain(attention_output)
+    plan = fused.plan(*args)
+    assert plan is not None
+    one, two, three = plan.kernels
+    assert isinstance(one.made, Made)
+    assert one.made.about.accepted == "gemm_residual_partial_rmsnorm"
+    assert one.made.level == "accepted"
+    assert [v.called for v in one.outputs] == ["add", "mean", "to"]
+    assert [v.called for v in two.members if v.called in ("linear", "silu", "mul")].count(
+        "linear"
+    ) == 2
+    assert [v.called for v in three.members] == ["linear", "add"]
+    assert [(s.called, s.shape) for s in left(plan)] == [("add", (2, 24, 1)), ("rsqrt", (2, 24, 1))]
+    fired = {note.rule for note in plan.notes if note.fired}
+    assert {CARRY, MERGE} <= fired
+    truth = attention_output(*(a.float() for a in args))
+    assert norms(fused(*args), truth) <= 1.05 * norms(attention_output(*args), truth)
+
+
+def test_projections_of_several_widths_are_one_kernel_behind_a_spelled_norm() -> None:
+    args = [drawn(2, 24, FF), drawn(D, FF), drawn(2, 24, D), drawn(D).abs() + 0.5]
+    args += [drawn(D, D), drawn(KV, D), drawn(KV, D, seed=3)]
+    fused = plain(next_projections)
+    plan = fused.plan(*args)
+    assert plan is not None
+    assert [len(k.outputs) for k in plan.kernels] == [3, 3]
+    truth = next_projections(*(a.float() for a in args))
+    for got, own, true in zip(fused(*args), next_projections(*args), truth, strict=True):
+        assert got.shape == true.shape
+        assert norms(got, true) <= 1.1 * norms(own, true)
+
+
+def test_a_loss_leaves_a_number_a_row() -> None:
+    args = [drawn(2, 24, FF), drawn(D, FF), drawn(2, 24, D), drawn(D).abs() + 0.5, drawn(160, D)]
+    index = torch.randint(0, 160, (2, 24), generator=torch.Generator().manual_seed(0))
+    index[0, :5] = -100
+    fused = plain(head)
+    plan = fused.plan(*args, index)
+    assert plan is not None
+    assert [[v.called for v in k.outputs] for k in plan.kernels][1] == ["gather", "logsumexp"]
+    assert all(s.view or len(s.shape) < 2 or 1 in s.shape for s in left(plan))
+    wide: Any = [a.float() for a in args]
+    truth = head(*wide, index)
+    assert fused(*args, index).item() == pytest.approx(truth.item(), rel=2e-3)
+
+
+def test_a_norm_that_is_needed_itself_is_left_whole() -> None:
+    def both(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        n = F.rms_norm(F.linear(x, w), (D,), None, 1e-5)
+        return n, F.silu(F.linear(n, v))
+
+    args = [drawn(24, H), drawn(D, H), drawn(FF, D)]
+    fused = plain(both)
+    plan = fused.plan(*args)
+    assert plan is not None
+    (note,) = [n for n in plan.notes if n.rule == CARRY]
+    assert not note.fired
+    assert "is a result" in note.why
+    assert "rms_norm" in [s.called for s in left(plan)]
+    for got, own in zip(fused(*args), both(*args), strict=True):
+        assert torch.allclose(got, own, atol=2e-2)
+
+
+def by_value(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w) if x.sum() > 0 else F.relu(F.linear(x, w))
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).relu_()
+
+
+def drawing(x: Tensor, w: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return F.dropout(F.relu(F.linear(x, w)))
+
+
+def leaving_torch(x: Tensor, w: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w)) * float(x.float().numpy().max())
+
+
+def by_number(x: Tensor, w: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w)) * x.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (by_value, "depends on a value"),
+        (in_place, "it writes in place (relu_)"),
+        (drawing, "it draws random numbers"),
+        (leaving_torch, "numpy() is not supported"),
+        (by_number, "depends on a value"),
+    ],
+)
+def test_what_cannot_be_planned_is_pytorchs_and_says_why(function: Any, why: str) -> None:
+    args = [drawn(24, H), drawn(D, H)]
+    fused = plain(function)
+    assert torch.equal(fused(*args), function(*args))
+    assert why in fused.why
+    assert fused.plan(*args) is None
+
+
+def test_float32_is_left_to_pytorch() -> None:
+    fused = plain(lambda x, w: F.relu(F.linear(x, w)))
+    x, w = drawn(24, H).float(), drawn(D, H).float()
+    assert torch.equal(fused(x, w), F.relu(F.linear(x, w)))
+    assert fused.why
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.Linear(D, FF, False),
+            nn.Linear(D, FF, False),
+            nn.Linear(FF, D),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_a_module_is_fused_with_its_gradients_and_follows_its_weights() -> None:
+    torch.manual_seed(0)
+    mlp = MLP().bfloat16()
+    fused = plain(mlp)
+    x = drawn(24, D).requires_grad_()
+
+    def gradients(call: Any) -> list[Tensor]:
+        return [*torch.autograd.grad(call(x).float().square().sum(), [x, *mlp.parameters()])]
+
+    for got, own in zip(gradients(fused), gradients(mlp), strict=True):
+        assert norms(got, own.float()) < 0.01
+    with torch.no_grad():
+        for weight in mlp.parameters():
+            weight.mul_(-0.5)  # counted by autograd, so what was packed is packed again
+        assert torch.allclose(fused(x), mlp(x), atol=1e-2)
+        mlp.up.weight = nn.Parameter(mlp.up.weight * 3)
+        assert torch.allclose(fused(x), mlp(x), atol=1e-2)
+        mlp.gate.weight.data.mul_(-1)  # not counted
+        fused.forget()
+        assert torch.allclose(fused(x), mlp(x), atol=1e-2)
+
+
+def test_under_compile_it_is_one_operator_with_gradients() -> None:
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, w)), v)
+
+    args = [drawn(24, H).requires_grad_(), drawn(FF, H).requires_grad_(), drawn(D, FF)]
+    fused = fuse(function, *args, judged=False)
+    compiled = torch.compile(lambda *x: 2 * fused(*x), backend="aot_eager", fullgraph=True)
+    got = compiled(*args)
+    assert torch.equal(got, 2 * fused(*args))
+    grads = torch.autograd.grad(got.float().sum(), args[:2])
+    for one, own in zip(
+        grads, torch.autograd.grad(2 * function(*args).float().sum(), args[:2]), strict=True
+    ):
+        assert norms(one, own.float()) < 0.01
+
+
+def test_the_call_of_flexgemm() -> None:
+    x, w = drawn(24, H), drawn(D, H).T
+    assert torch.allclose(mm(torch.mm, (x, w), F.relu), F.relu(torch.mm(x, w)), atol=1e-2)
+    assert fuse.__dict__["mm"] is mm
+
+
+def test_as_a_decorator() -> None:
+    @fuse(judged=False)
+    def named(x: Tensor, w: Tensor) -> Tensor:
+        """Its words."""
+        return torch.tanh(F.linear(x, w))
+
+    assert named.__name__ == "named"
+    assert named.__doc__ == "Its words."
+    x, w = drawn(24, H), drawn(D, H)
+    assert torch.allclose(named(x=x, w=w), torch.tanh(F.linear(x, w)), atol=1e-2)
