@@ -15,13 +15,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass._mlir_helpers.arith import ArithValue
+from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.epilogue.ops import EpiOp
 
 from coda_agent.primitives.group_store import Fragments
-
-# Forms of a kernel, by the table: one column; columns in whole subtiles, aligned for loads of two;
-# any others. A subtile has 32 columns, or a divisor of that.
-_ONE, _WHOLE, _ANY = 1, 32, 0
 
 
 class TableLoad(EpiOp):
@@ -37,17 +34,14 @@ class TableLoad(EpiOp):
         return (self.kind.__name__,)
 
     def host_arg_key(self, value: Any) -> tuple[Any, ...]:
-        columns, (down, along) = value.shape[1], value.stride()
-        pairs = along == 1 and down % 2 == 0 and value.data_ptr() % 16 == 0
-        whole = columns % _WHOLE == 0 and self.kind.step > 0 and pairs
-        form = _WHOLE if whole else _ONE if columns == 1 else _ANY
-        return *super().host_arg_key(value), form
+        form = self.kind.form(value.shape[1], value.stride(), value.data_ptr())
+        return torch2cute_dtype_map[value.dtype], form
 
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:
-        dtype, _, form = key
-        if form == _ANY:
+        dtype, form = key
+        if form == 0:
             return any_strides(dtype)
-        whole = form == _WHOLE
+        whole = form > 1
         # `begin_loop` finds the form in what is static here.
         return cute.runtime.make_fake_tensor(
             dtype,
@@ -86,7 +80,7 @@ class TableLoad(EpiOp):
             numbers = {x: table[i, 0].to(Float32) for x, i in used.items()}
             for i, x in enumerate(places.offsets[0]):
                 found[i] = numbers[x]
-        elif cute.is_static(table.stride[1]) and _WHOLE % places.columns == 0:
+        elif cute.is_static(table.stride[1]) and self.kind.subtile % places.columns == 0:
             # No place is partly past the edge. An element of the table is for two columns, or for
             # one, and then two are loaded.
             _, column = _entry(self.kind, table, 0, start, size)
@@ -125,10 +119,11 @@ def _opaque(x: Any) -> Any:
 
 def element(kind: Any, table: Any, row: Any, column: Any, size: Any) -> Any:
     """What the output reads of a table at a place, which may lie past the edge."""
-    return table[_entry(kind, table, *_inside(row, column, size), size)].to(Float32)
+    row, column = _inside(row, column, size)
+    return table[_entry(kind, table, row, column, size)].to(Float32)
 
 
-def _inside(row: Any, column: Any, size: Any) -> Any:
+def _inside(row: Any, column: Any, size: Any) -> list[Any]:
     """A place, or past the edge the last row or column."""
     least: Any = cutlass.min  # pyright: ignore[reportPrivateImportUsage]
     return [least(Int32(x), Int32(n) - 1) for x, n in zip((row, column), size, strict=True)]

@@ -25,6 +25,8 @@ class Table(Operand):
     Attributes:
         sample: Whether a row of it serves M / R adjacent rows; else row m reads row m % R.
         step: How many adjacent columns read one; 0 where that is N / C.
+        subtile: Columns of the largest part of a tile that an SM90 kernel stores at once; those of
+            other parts divide it.
     """
 
     dims = ("R", "C")
@@ -36,6 +38,15 @@ class Table(Operand):
     by_tma = False
     sample: ClassVar[bool]
     step: ClassVar[int]
+    subtile: ClassVar[int] = 32
+
+    @classmethod
+    def form(cls, columns: int, strides: tuple[int, int], address: int) -> int:
+        """Which of three kernels reads a table: 1 for one of a single column, `subtile` where the
+        columns come in whole subtiles and can be loaded in twos, else 0."""
+        aligned = strides[1] == 1 and strides[0] % 2 == 0 and address % 16 == 0
+        whole = columns % cls.subtile == 0 and cls.step > 0 and aligned
+        return cls.subtile if whole else 1 if columns == 1 else 0
 
     @classmethod
     def entry(cls, row: Any, column: Any, size: Any, table: Any) -> tuple[Any, Any]:

@@ -72,12 +72,14 @@ def compile_blind(
     *,
     read_scalars: bool = False,
     turned: str = "",
+    tables: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Any]:
     """Compile `program` for `arch` on meta tensors and report what came out.
 
     With `read_scalars` the kernel reads scalars from device memory, as those of tensors are, and
     else takes numbers. `turned` names those of A and B that are transposes of
-    contiguous matrices, as "B".
+    contiguous matrices, as "B", and `tables` has the extents of tables, on whose columns the code
+    depends.
 
     Returns:
         `object` (path of the cached object file), `shared_bytes` (dynamic, None when the object
@@ -102,9 +104,11 @@ def compile_blind(
         with FakeTensorMode():  # quack asks whether it is on a GPU
             return torch.empty((), dtype=torch.float32, device="cuda")
 
+    extents = {o: kind.extents(_M, _N) for o, kind in program.operands.items()}
+    extents.update(tables or {})
     operands = {
-        o: meta(*kind.extents(_M, _N), name=operand_dtypes[o]) if kind.dims else scalar()
-        for o, kind in program.operands.items()
+        o: meta(*shape, name=operand_dtypes[o]) if shape else scalar()
+        for o, shape in extents.items()
     }
     dtypes = {o: getattr(torch, name) for o, name in output_dtypes.items()}
     with target(arch), _recorded() as record:

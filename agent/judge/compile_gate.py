@@ -88,12 +88,30 @@ def jobs_for(
             targets = [("sm_90a", c) for c in tiles if among is None or c in among]
             if newer and element == types[0]:
                 targets += [(a, DEFAULT_CONFIGS[a]) for a in NEWER if carries(program, a)]
-            jobs += [CompileJob.of(program, tile, arch, spec, element) for arch, tile in targets]
+            first, *others = _tables(spec, program, binding)
+            made = [CompileJob.of(program, tile, arch, spec, element) for arch, tile in targets]
+            jobs += [job.model_copy(update={"tables": first}) for job in made]
+            if all_tiles:
+                run = (job for job in made if job.arch == "sm_90a")
+                jobs += [j.model_copy(update={"tables": tables}) for j in run for tables in others]
     # Compiled by the child that runs it, this one alone took 3 s of the 6 s of numerics on an H200.
     ahead = (job for job in jobs if all_tiles and (job.arch, job.config) == ("sm_90a", default))
     if (job := next(ahead, None)) and job.dtype != "float8_e4m3fn":
         jobs.append(job.model_copy(update={"transposed": True}))
     return jobs
+
+
+def _tables(
+    spec: Spec, program: Program, binding: Mapping[str, str]
+) -> list[dict[str, tuple[int, ...]]]:
+    """Extents of a program's tables that its benchmark and its checks have, one of each code."""
+    found = dict[tuple[int, ...], dict[str, tuple[int, ...]]]()
+    kinds = {o: kind for o, kind in program.operands.items() if issubclass(kind, Table)}
+    for sizes in (*reversed(spec.bench_shapes), *spec.check_shapes) if kinds else ():
+        tables = {o: spec.shape_of(o, sizes, binding) for o in kinds}
+        forms = (kind.form(tables[o][1], (0, 1), 0) for o, kind in kinds.items())
+        found.setdefault(tuple(forms), tables)
+    return [*found.values()] or [{}]
 
 
 def check_signature(spec: Spec, programs: Mapping[str, Program]) -> list[Finding]:
@@ -161,13 +179,13 @@ def compile_all(
     """Run the jobs; a finding for each failure at a default configuration, and a report of each.
 
     A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the
-    default one. A job for transposed operands has no report: its tile is reported already.
+    default one. A tile is reported once: jobs for transposed operands and other tables come later.
     """
 
     def tell(done: int, job: CompileJob) -> None:
         progress(done, len(jobs), f"{job.arch} {job.config.label} {job.element}")
 
-    findings, kernels = [], []
+    findings, kernels, reported = [], [], set[tuple[object, ...]]()
     for job, built in zip(jobs, executor.map(jobs, tell), strict=True):
         default = job.config == DEFAULT_CONFIGS[job.arch]
         about = {"program": job.program.name, "arch": job.arch}
@@ -181,8 +199,9 @@ def compile_all(
                 error = f"spills: {built.local_stores} stores to local memory"
         if error and default:
             findings.append(Finding(message=error, where=about, hint=hint))
-        if job.transposed:
+        if (key := (job.program.name, job.arch, job.element, job.config)) in reported:
             continue
+        reported.add(key)
         said = f"{error} ({hint})" if hint else error
         kernels.append(
             CompiledKernel(**about, dtype=job.element, tile=job.config.label, error=said, **made)

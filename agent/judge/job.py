@@ -67,6 +67,7 @@ class CompileJob(Record):
         read_scalars: Whether scalars are tensors, not numbers.
         turned: Those of A and B that are transposes of contiguous matrices, as "B".
         transposed: Whether B is what the spec does not have it as, a transpose or none.
+        tables: Extents of tables, on whose columns the code depends.
     """
 
     kind: Literal["compile"] = "compile"
@@ -80,6 +81,7 @@ class CompileJob(Record):
     read_scalars: bool = False
     turned: str = ""
     transposed: bool = False
+    tables: dict[str, tuple[int, ...]] = Field(default={})
 
     @classmethod
     def of(
@@ -110,7 +112,7 @@ class CompileJob(Record):
         turned = "".join({*self.turned} ^ ({"B"} if self.transposed else set()))
         built = compile_blind(
             self.program, self.config, self.arch, *types,
-            read_scalars=self.read_scalars, turned=turned,
+            read_scalars=self.read_scalars, turned=turned, tables=self.tables,
         )  # fmt: skip
         return BuiltObject.model_validate(built)
 

@@ -135,6 +135,52 @@ def test_it_compiles(program: Program, arch: str, config: TileConfig) -> None:
     assert found["registers"] > 0
 
 
+@epilogue(O=Tile)
+def modulated(acc, scale: SampleTable, shift: SampleTable, gate: SampleTable, keep: SampleTable):
+    return {"O": (acc * scale + shift) * gate + keep}
+
+
+@epilogue(O=Tile)
+def normed_and_turned(acc, g: PositionTable, c: PositionTable, s: PositionTable):
+    x = acc * rsqrt(group_mean(acc * acc, 128) + 1e-6) * g
+    return {"O": x * c + rotate_half(x, 128) * s}
+
+
+@pytest.mark.parametrize(
+    ("program", "columns", "most"),
+    [(modulated, 1024, 0), (modulated, 1, 0), (normed_and_turned, 128, 140)],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_what_tables_give_stays_in_registers(program: Program, columns: int, most: int) -> None:
+    """They were 333 and 769 stores to local memory."""
+    tables = {o: (4, columns) for o in program.operands}
+    types = dict.fromkeys(tables, "bfloat16")
+    config = DEFAULT_CONFIGS["sm_90a"]
+    found = compile_blind(
+        program, config, "sm_90a", "bfloat16", types, {"O": "bfloat16"}, tables=tables
+    )
+    assert found["local_stores"] <= most
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "strides", "address", "form"),
+    [
+        (SampleTable, 96, (96, 1), 256, 32),
+        (PositionPairs, 32, (0, 1), 256, 32),
+        (SampleTable, 96, (97, 1), 256, 0),
+        (SampleTable, 96, (96, 1), 8, 0),
+        (SampleTable, 96, (1, 4), 256, 0),
+        (SampleTable, 80, (80, 1), 256, 0),
+        (SampleHeads, 32, (32, 1), 256, 0),
+        (SampleHeads, 1, (3, 7), 2, 1),
+    ],
+)
+def test_whole_subtiles_are_loaded_in_twos(
+    kind: type[Table], columns: int, strides: tuple[int, int], address: int, form: int
+) -> None:
+    assert kind.form(columns, strides, address) == form
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "message"),
     [
