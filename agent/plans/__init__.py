@@ -3,7 +3,7 @@
 - `trace`: the function as a graph of torch calls; `simpler`: those that are taken apart.
 - `rules`: what is changed in it first; `cut`: which calls each kernel takes along.
 - `spell`: a step as the text that a person would write; `kernels`: that text as a kernel.
-- `run`: the steps as a callable; `fuse`: the function that users call.
+- `run`: the steps as a callable; `fused`: the function that users call.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coda_agent.agent.plans.fuse import fuse
+    from coda_agent.agent.plans.fused import fuse
 
 __all__ = ["fuse"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "fuse":
-        from coda_agent.agent.plans.fuse import fuse
+        from coda_agent.agent.plans.fused import fuse
 
         return fuse
     raise AttributeError(name)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coda_agent.agent.plans.cut import MERGE, Plan
-from coda_agent.agent.plans.fuse import Fused, Made, fuse, mm
+from coda_agent.agent.plans.fused import Fused, Made, fuse, mm
 from coda_agent.agent.plans.rules import CARRY
 from coda_agent.agent.plans.trace import Value
 
