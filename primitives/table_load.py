@@ -60,22 +60,17 @@ class TableLoad(EpiOp):
         places = Fragments(ctx)
         first = ctx.tile_coord_mnkl[0] * ctx.tile_M, ctx.tile_coord_mnkl[1] * ctx.tile_N
         size = ctx.varlen_manager.len_m(ctx.batch_idx), ctx.varlen_manager.len_n()
-        rows = {}
-        for down in range(cute.size(places.coordinates, mode=[3])):
-            at = places.coordinates[None, None, None, down, 0]
-            for i, offset in enumerate(places.offsets[0]):
-                if (down, offset) not in rows:
-                    row, _ = _inside(first[0] + at[i][0], 0, size)
-                    rows[down, offset], _ = _entry(self.kind, param, row, 0, size)
-        return param, places, rows, first[1], size
+        return param, places, first, size
 
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
-        table, places, rows, first, size = state
-        down, _ = epi_coord
-        used = {x: Int64(_opaque(rows[down, x])) for x in {*places.offsets[0]}}
+        table, places, first, size = state
         at = places.coordinates[None, None, None, *epi_coord]
         found = cute.make_rmem_tensor(at.layout.shape, Float32)
-        start = first + at[0][1]
+        start = first[1] + at[0][1]
+        base, used = _opaque(Int32(first[0] + at[0][0])), {}
+        for x in {*places.offsets[0]}:
+            row, _ = _inside(base + x, 0, size)
+            used[x] = Int64(_entry(self.kind, table, row, 0, size)[0])
         if cute.is_static(table.shape[1]):
             numbers = {x: table[i, 0].to(Float32) for x, i in used.items()}
             for i, x in enumerate(places.offsets[0]):
