@@ -273,7 +273,7 @@ class _Walk:
         )
         digests = {name: program.digest for name, program in sorted(self.programs.items())}
         result.data = CompileReport(kernels=tuple(kernels), programs=digests)
-        reported = [job for job in jobs if not job.transposed]
+        reported = [job for job in jobs if not job.again]
         for job, kernel in zip(reported, kernels, strict=True):
             if job.arch == "sm_90a" and kernel.error is None:
                 key = job.program.name, job.element

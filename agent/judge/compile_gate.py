@@ -93,11 +93,12 @@ def jobs_for(
             jobs += [job.model_copy(update={"tables": first}) for job in made]
             if all_tiles:
                 run = (job for job in made if job.arch == "sm_90a")
-                jobs += [j.model_copy(update={"tables": tables}) for j in run for tables in others]
+                more = [{"tables": tables, "again": True} for tables in others]
+                jobs += [job.model_copy(update=update) for job in run for update in more]
     # Compiled by the child that runs it, this one alone took 3 s of the 6 s of numerics on an H200.
     ahead = (job for job in jobs if all_tiles and (job.arch, job.config) == ("sm_90a", default))
     if (job := next(ahead, None)) and job.dtype != "float8_e4m3fn":
-        jobs.append(job.model_copy(update={"transposed": True}))
+        jobs.append(job.model_copy(update={"transposed": True, "again": True}))
     return jobs
 
 
@@ -179,13 +180,13 @@ def compile_all(
     """Run the jobs; a finding for each failure at a default configuration, and a report of each.
 
     A tile that does not compile is a refusal of that tile, not of the candidate, unless it is the
-    default one. A tile is reported once: jobs for transposed operands and other tables come later.
+    default one. Jobs that have a tile again, for transposed operands and other tables, report none.
     """
 
     def tell(done: int, job: CompileJob) -> None:
         progress(done, len(jobs), f"{job.arch} {job.config.label} {job.element}")
 
-    findings, kernels, reported = [], [], set[tuple[object, ...]]()
+    findings, kernels = [], []
     for job, built in zip(jobs, executor.map(jobs, tell), strict=True):
         default = job.config == DEFAULT_CONFIGS[job.arch]
         about = {"program": job.program.name, "arch": job.arch}
@@ -199,9 +200,8 @@ def compile_all(
                 error = f"spills: {built.local_stores} stores to local memory"
         if error and default:
             findings.append(Finding(message=error, where=about, hint=hint))
-        if (key := (job.program.name, job.arch, job.element, job.config)) in reported:
+        if job.again:
             continue
-        reported.add(key)
         said = f"{error} ({hint})" if hint else error
         kernels.append(
             CompiledKernel(**about, dtype=job.element, tile=job.config.label, error=said, **made)

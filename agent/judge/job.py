@@ -68,6 +68,7 @@ class CompileJob(Record):
         turned: Those of A and B that are transposes of contiguous matrices, as "B".
         transposed: Whether B is what the spec does not have it as, a transpose or none.
         tables: Extents of tables, on whose columns the code depends.
+        again: Whether another job has the same tile, which is reported once.
     """
 
     kind: Literal["compile"] = "compile"
@@ -82,6 +83,7 @@ class CompileJob(Record):
     turned: str = ""
     transposed: bool = False
     tables: dict[str, tuple[int, ...]] = Field(default={})
+    again: bool = False
 
     @classmethod
     def of(

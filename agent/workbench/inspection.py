@@ -54,7 +54,7 @@ def tiles(spec: Spec, text: str, program: str | None) -> str:
     jobs = compile_gate.jobs_for(
         spec, programs, [element], all_tiles=True, newer=False, shapes=shapes
     )
-    once = {job.config: job for job in jobs if not job.transposed}
+    once = {job.config: job for job in jobs if not job.again}
     _, kernels = compile_gate.compile_all(
         execution.executor(), list(once.values()), lambda *_: None
     )

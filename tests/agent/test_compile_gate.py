@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from coda_agent.agent.authors.composer import Composer, load
 from coda_agent.agent.judge.compile_gate import compile_all, jobs_for, lacking
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
+from coda_agent.agent.workspace import packaged_specs
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
 from coda_agent.primitives.errors import CompileError
@@ -16,6 +18,7 @@ from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.target import instructions
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.specs import load_spec
 
 GENERATED = Path(__file__).parents[2] / "generated"
 HOPPER = DEFAULT_CONFIGS["sm_90a"]
@@ -145,7 +148,7 @@ def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile
     jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], all_tiles=True, newer=False)
     (turned,) = (job for job in jobs if job.transposed)
     straight = next(job for job in jobs if job.config == HOPPER)
-    assert turned == straight.model_copy(update={"transposed": True})
+    assert turned == straight.model_copy(update={"transposed": True, "again": True})
     use_cache()
     assert turned.run().object != straight.run().object
 
@@ -157,6 +160,29 @@ def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile
     findings, reports = compile_all(pool, [straight, turned], lambda *_: None)
     assert [f.message for f in findings] == ["no such layout"]
     assert [line.error for line in reports] == [None]
+
+
+def test_each_code_for_tables_is_compiled_ahead_and_its_tile_reported_once() -> None:
+    """Checks have 16, 272, 336 and 512 columns, the benchmark 1152: whole subtiles, or not."""
+    spec = load_spec(packaged_specs()["gemm_sample_gated_residual"])
+    programs = load(Composer().write(spec, lambda *_: None))
+    jobs = jobs_for(spec, programs, ["bfloat16"], all_tiles=True, newer=True)
+    columns = {(job.again, *(table[1] for table in job.tables.values())) for job in jobs}
+    assert columns == {(False, 1152), (True, 16), (True, 1152)}
+    once = [job for job in jobs if not job.again]
+    assert {job.arch for job in once} == {"sm_90a", "sm_100a", "sm_120a"}
+    again = [job.config for job in jobs if job.again and not job.transposed]
+    assert again == [job.config for job in once if job.arch == "sm_90a"]
+    default = [job for job in jobs if job.arch == "sm_90a" and job.config == HOPPER]
+    built = [job.run() for job in default if not job.transposed]
+    assert len({one.object for one in built}) == 2
+
+    class Pool:
+        def map(self, jobs: list[Any], progress: Any) -> list[Any]:
+            return built
+
+    _, reports = compile_all(cast(Any, Pool()), default[:2], lambda *_: None)
+    assert [line.tile for line in reports] == [HOPPER.label]
 
 
 def test_fp8_operands_are_never_transposed() -> None:
