@@ -1,20 +1,23 @@
 """Commands that make a workspace, say what the machine has, and show what programs are made of."""
 
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated, Literal
 
 import typer
 
 from coda_agent.agent import workspace
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.options import Json
+from coda_agent.agent.cli.options import Json, sharing
 from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.cli.spec import Shapes, examples_of, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
 from coda_agent.agent.explain import explain as explained
 from coda_agent.agent.reply import Reply
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
+from coda_agent.specs import load_spec
 
 _EXAMPLE = """an example, in that folder:
   coda-agent spec copy gemm_bias_act      # or: coda-agent spec new FILE.py:FUNCTION
@@ -46,18 +49,59 @@ def doctor(as_json: Json = False) -> Reply:
 
 
 @reported
+@sharing("sandbox")
 def explain(
-    target: Annotated[str, typer.Argument(metavar="SPEC|KERNEL|FILE")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION"),
+    ],
     stage: Annotated[
-        Literal["graph", "program", "cute", "ptx", "sass"], typer.Option(help="What to print.")
-    ] = "program",
+        Literal["graph", "plan", "program", "cute", "ptx", "sass"] | None,
+        typer.Option(help="What to print; of a function its plan, else the program."),
+    ] = None,
     variant: Annotated[str | None, typer.Option(help="One variant of several.")] = None,
+    shape: Shapes = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Of a plan: rules that did not fire, too.")
+    ] = False,
     as_json: Json = False,
 ) -> Reply:
-    """Print one stage of a program on its way to the machine."""
+    """Print one stage of a program on its way to the machine, or how a function is cut."""
+    if ":" in target or stage == "plan":
+        return _planned(target, stage or "plan", shape or [], verbose=verbose)
     program, spec = targets.explainable(target)
+    stage = stage or "program"
     text = explained(spec, program, stage, variant=variant)
     return Reply({"target": target, "stage": stage, "text": text}, text.rstrip())
+
+
+def _planned(target: str, stage: str, shapes: list[str], *, verbose: bool) -> Reply:
+    """The plan of a function or of a spec's reference, or one stage of each of its kernels."""
+    from coda_agent.agent.plans import show  # it imports what runs kernels
+
+    if ":" in target:
+        source = source_of(target)
+        examples = examples_of(source, shapes)
+    else:
+        spec = targets.explainable(target)[1]
+        if spec is None:
+            raise WorkspaceError(f"{target} has no spec, so it has no plan")
+        source, examples = spec_examples(spec)
+    found = show.explained(source, examples)
+    document = {"target": target, "stage": stage, **found.model_dump(mode="json")}
+    if stage == "plan":
+        parts = [
+            f"{heading}\n" + indent(columns(rows), "  ")
+            for heading, rows in show.lines(found, verbose=verbose)
+            if rows
+        ]
+        parts += ["programs", *(program for _, _, program in found.kernels)] if verbose else []
+        return Reply(document, "\n\n".join(parts))
+    texts = [
+        explained(load_spec("plan.md", text=spec), program, stage)
+        for _, spec, program in found.kernels
+    ]
+    return Reply(document | {"texts": texts}, "\n\n".join(texts))
 
 
 @reported

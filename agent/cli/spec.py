@@ -19,6 +19,7 @@ from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.draft import Example
 from coda_agent.specs.format import DTYPES
+from coda_agent.specs.layout import extent
 from coda_agent.specs.source import Source, axes_of, extracted, located
 
 _CAST = {
@@ -27,6 +28,14 @@ _CAST = {
     "uint8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
 }
 """Types that a user has and a kernel does not, and what to do."""
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=SIZES[:TYPE]",
+        help="An argument's sizes or dims, such as x=4096,4096 or x=M,K or t=4096:int64;"
+        " x= for a number.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
 
 
@@ -36,28 +45,21 @@ def new(
     function: Annotated[
         str, typer.Argument(metavar="MODULE:FUNCTION|FILE.py:FUNCTION|-", help="- reads stdin.")
     ],
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=SIZES[:TYPE]",
-            help="An argument's sizes or dims, such as x=4096,4096 or x=M,K or t=4096:int64;"
-            " x= for a number.",
-        ),
-    ] = None,
+    shape: Shapes = None,
     name: Annotated[str | None, typer.Option(help="The spec's; else the function's.")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> Reply:
     """Draft a spec from a PyTorch function and an example of its shapes."""
     workspace = find()
-    source = _source(function)
+    source = source_of(function)
     called = name or source.name
     if not called.isidentifier() or "__" in called:
         hint = "--name gives another"
         raise CodaError(f"{called!r} is no name of a spec: letters, digits and _", hint=hint)
     path = workspace.specs / f"{called}.md"
     _free(path, force=force)
-    text = references.drafted(source, _examples(source, shape or []), called)
+    text = references.drafted(source, examples_of(source, shape or []), called)
     write_whole(path, text)
     spec = load_spec(path)
     return Reply(_about(spec), f"{path}: {_line(spec)}\nnext: coda-agent generate {called}")
@@ -95,7 +97,12 @@ def _free(path: Path, *, force: bool) -> None:
         raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
 
 
-def _source(function: str) -> Source:
+def source_of(function: str) -> Source:
+    """The function that `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `-` names.
+
+    Raises:
+        SpecError: there is none, or it does not stand alone.
+    """
     if function == "-":
         return extracted(sys.stdin.read(), "stdin")
     path, called = located(function)
@@ -106,7 +113,7 @@ def _source(function: str) -> Source:
     return extracted(text, str(path), called)
 
 
-def _examples(source: Source, given: list[str]) -> dict[str, Example]:
+def examples_of(source: Source, given: list[str]) -> dict[str, Example]:
     """An example for each argument: of --shape, or of its annotation.
 
     Raises:
@@ -138,6 +145,18 @@ def _examples(source: Source, given: list[str]) -> dict[str, Example]:
             raise CodaError(message, hint=hint)
         shapes[argument.name] = Example(argument.axes, argument.dtype or "T")
     return {x: shapes[x] for x in known if x in shapes}
+
+
+def spec_examples(spec: Spec) -> tuple[Source, dict[str, Example]]:
+    """A spec's reference as a function, with its first bench shape for an example."""
+    declared, sizes = spec.declared, spec.declared.bench_shapes[0]
+    binding = spec.bind()
+    examples: dict[str, Example] = {}
+    for name, x in declared.inputs.items():
+        shape = x.shape.cases[binding[x.shape.parameter] if x.shape.parameter else ""]
+        axes = tuple(extent(entry, sizes) for entry in shape)
+        examples[name] = Example(axes, "T" if x.dtype in spec.types else x.dtype)
+    return extracted(spec.reference_source, str(spec.path), "reference"), examples
 
 
 def _about(spec: Spec) -> dict[str, object]:

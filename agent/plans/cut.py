@@ -177,15 +177,20 @@ class _Cut:
         self.users = users(graph)
         self.kernels: dict[int, Kernel] = {}
         self.why: dict[Value, str] = {}
+        self.outside: set[Value] = set()  # views that the composer does not take
 
     def plan(self) -> Plan:
         apart = frozenset[Value]()
+        before = len(self.notes)
         while True:
             homes = _Homes(self.graph, apart)
             failed = self._composed(homes)
             if failed is None:
                 break
             apart |= {failed}
+            self.notes[before:] = [
+                n for n in self.notes[before:] if n.rule == MERGE and not n.fired
+            ]
         return Plan(self.graph, self._ordered(), self.notes, self.why)
 
     def _composed(self, homes: _Homes) -> Value | None:
@@ -232,8 +237,11 @@ class _Cut:
             try:
                 kernel = self._asked(group, members, outputs, products)
             except _Refused as refused:
+                if refused.value and refused.value not in members:
+                    self.outside.add(refused.value)
+                    continue
                 first = first or refused.why
-                place = refused.value if refused.value in members else None
+                place = refused.value
                 if place is None or place in products:
                     place = next((v for v in reversed(members) if v not in products), None)
                 if place is None:
@@ -319,7 +327,10 @@ class _Cut:
             source = x.inputs[0]
             if not source.tensor or x.meta.ndim < source.meta.ndim:
                 continue  # rows are flattened before the kernel, which then has one dim of them
-            if count(source) == count(x) and (x.view or x.called in CASTS):
+            same = count(source) == count(x) or (
+                x.called == "getitem" and x.meta.ndim == source.meta.ndim
+            )
+            if same and x not in self.outside and (x.view or x.called in CASTS):
                 floating = x.meta.is_floating_point() == source.meta.is_floating_point()
                 if floating and x.meta.itemsize >= source.meta.itemsize:
                     found[x] = None

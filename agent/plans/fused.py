@@ -33,11 +33,11 @@ class Made(Packed):
         return self.about.level
 
 
-def planned(graph: Graph, *, judged: bool = False) -> Plan:
-    """The plan of a graph, whose kernels are composed and, where `judged`, judged."""
+def planned(graph: Graph, *, judged: bool = False, kept: bool = True) -> Plan:
+    """The plan of a graph, whose kernels are composed; `judged` and `kept` are as of `composed`."""
 
     def compose(text: str, inputs: Mapping[str, Value], a: str) -> Made:
-        return Made(composed(text, inputs, a, judged=judged), list(inputs))
+        return Made(composed(text, inputs, a, judged=judged, kept=kept), list(inputs))
 
     return cut(graph, compose)
 

@@ -79,7 +79,9 @@ class Composed:
         return {x: tuple(p.name for p in place.parts) for x, place in self.kernel.packing.items()}
 
 
-def composed(text: str, inputs: Mapping[str, Value], a: str, *, judged: bool) -> Composed:
+def composed(
+    text: str, inputs: Mapping[str, Value], a: str, *, judged: bool, kept: bool = True
+) -> Composed:
     """The kernel of a step.
 
     Args:
@@ -87,6 +89,7 @@ def composed(text: str, inputs: Mapping[str, Value], a: str, *, judged: bool) ->
         inputs: An example of each argument of it, in order.
         a: The argument that has the type that the spec leaves open.
         judged: Whether a new one is judged.
+        kept: Whether it is kept in the user's cache.
 
     Raises:
         CodaError: no kernel computes it, or the judge refuses it.
@@ -112,9 +115,11 @@ def composed(text: str, inputs: Mapping[str, Value], a: str, *, judged: bool) ->
         elif judged and known["level"] != _reachable():
             known["level"] = _judged(spec, known["text"])
     except CodaError as error:
-        _keep(path, {"refused": error.message})
+        if kept:
+            _keep(path, {"refused": error.message})
         raise
-    _keep(path, known)
+    if kept:
+        _keep(path, known)
     return Composed(spec, known["text"], known["level"], known["accepted"])
 
 

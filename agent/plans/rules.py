@@ -95,16 +95,16 @@ def as_called(graph: Graph) -> Graph:
     return alive(graph)
 
 
-def above(values: Iterable[Value], keep: Callable[[Value], bool]) -> bool:
-    """Whether `keep` holds for one of these, or for what they are made of."""
+def above(values: Iterable[Value], wanted: Callable[[Value], bool]) -> bool:
+    """Whether one of these is `wanted`, or of what they are made of since the last products."""
     pending, seen = [*values], set[Value]()
     while pending:
         if (value := pending.pop()) in seen:
             continue
-        if keep(value):
+        if wanted(value):
             return True
         seen.add(value)
-        pending += value.inputs
+        pending += value.inputs if product(value) is None else []
     return False
 
 

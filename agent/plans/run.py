@@ -110,9 +110,9 @@ class Packed:
         self._kept.clear()
 
     @property
-    def bytes(self) -> int:
-        """Of what is kept."""
-        return sum(packed.nbytes for _, _, packed in self._kept.values())
+    def packed(self) -> list[str]:
+        """The arguments that are packed."""
+        return [name for parts in self._parts for name in parts]
 
     def _packed(self, i: int, parts: list[torch.Tensor]) -> torch.Tensor:
         counted = not any(t.is_inference() for t in parts)

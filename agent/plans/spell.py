@@ -69,6 +69,9 @@ class _Spelling:
         import torch
         from torch.overrides import resolve_name
 
+        if v.called == "getitem":
+            index = v.args[1] if isinstance(v.args[1], tuple) else (v.args[1],)
+            return f"{self.argument(v.args[0])}[{', '.join(map(self.index, index))}]"
         args = [self.argument(x) for x in v.args]
         keywords = [f"{k}={self.argument(x)}" for k, x in v.kwargs.items() if x is not None]
         if v.called in _INFIX and len(args) == 2 and not keywords:
@@ -76,9 +79,6 @@ class _Spelling:
             return f"{left} {_INFIX[v.called]} {right}"
         if v.called == "neg" and len(args) == 1:
             return f"-{args[0]}"
-        if v.called == "getitem":
-            index = v.args[1] if isinstance(v.args[1], tuple) else (v.args[1],)
-            return f"{args[0]}[{', '.join(map(self.index, index))}]"
         path = str(resolve_name(v.func) or "") if v.func is not None else ""
         if path.endswith(".__get__"):
             return f"{args[0]}.{v.called}"

@@ -1,5 +1,6 @@
 """Plans of whole functions, and `fuse`."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
+from coda_agent.agent.cli import app
 from coda_agent.agent.plans.cut import MERGE, Plan
 from coda_agent.agent.plans.fused import Fused, Made, fuse, mm
 from coda_agent.agent.plans.rules import CARRY
@@ -123,8 +126,8 @@ def test_a_loss_leaves_a_number_a_row() -> None:
     assert plan is not None
     assert [[v.called for v in k.outputs] for k in plan.kernels][1] == ["gather", "logsumexp"]
     assert all(s.view or len(s.shape) < 2 or 1 in s.shape for s in left(plan))
-    wide: Any = [a.float() for a in args]
-    truth = head(*wide, index)
+    wide: list[Any] = [a.float() for a in args]
+    truth = head(wide[0], wide[1], wide[2], wide[3], wide[4], index)
     assert fused(*args, index).item() == pytest.approx(truth.item(), rel=2e-3)
 
 
@@ -258,3 +261,33 @@ def test_as_a_decorator() -> None:
     assert named.__doc__ == "Its words."
     x, w = drawn(24, H), drawn(D, H)
     assert torch.allclose(named(x=x, w=w), torch.tanh(F.linear(x, w)), atol=1e-2)
+
+
+SOURCE = """
+import torch.nn.functional as F
+from torch import Tensor
+
+def inner(x: Tensor, r: Tensor, wo: Tensor, g: Tensor, w: Tensor):
+    h = r + F.linear(x, wo)
+    return F.linear(F.rms_norm(h, (h.shape[-1],), g, 1e-5), w)
+"""
+
+
+def test_explain_shows_a_functions_plan_and_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    sizes = {"x": "512,1024", "r": "512,2048", "wo": "2048,1024", "g": "2048", "w": "256,2048"}
+    args = ["explain", f"{path}:inner", *(a for x in sizes for a in ("--shape", f"{x}={sizes[x]}"))]
+    result = CliRunner().invoke(app, [*args, "--json"])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    steps = found["steps"]
+    assert [s["launches"] for s in steps] == [2, 1, 1, 1]
+    # x, wo, the residual, g; h scaled, and one float a row. h itself nobody needs.
+    moved = 2 * (512 * 1024 + 2048 * 1024 + 512 * 2048 + 2048) + 2 * 512 * 2048 + 4 * 512
+    assert steps[0]["bytes"] == moved
+    assert steps[3]["what"].startswith("gemm_rmsnorm, accepted")
+    assert sum(s["bytes"] for s in steps) < found["eager"]["bytes"]
+    assert steps[3]["floor_us"] == pytest.approx(
+        1e6 * max(2 * 512 * 256 * 2048 / 990e12, steps[3]["bytes"] / 4.8e12)
+    )

@@ -26,6 +26,7 @@ ELEMENTWISE = """
 F.silu({x}) | F.gelu({x}, approximate='tanh') | torch.tanh({x}) | {x} * 0.5 | 1 - {x} | {x} + r
 {x} * r | {x} + b | F.relu({x}).float() | ({x} * c[:, None]) | {x}.clamp(-2, 2) | {x} * g | -{x}
 torch.sigmoid({x}) * {x} | {x}.float() / (1 + {x}.abs()) | {x}.view(-1, {x}.shape[-1])
+torch.cat([F.silu({x}[..., ::2]) * {x}[..., 1::2]] * 2, -1) | torch.stack({x}.chunk(2, -1), -1).flatten(-2)
 {x}.unflatten(-1, (2, -1)).flatten(-2) | {x}.mT.contiguous().mT | {x} + h0
 """
 # A value that is needed after its own reduction.

@@ -1,0 +1,209 @@
+"""What a plan moves and why it is as it is, for people; and the worker that finds it out.
+
+A user's function is run in a sandboxed process (`python -m coda_agent.agent.plans.show`), and what
+comes out of that is data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from coda_agent.agent.execution.answers import Ok, Refused
+from coda_agent.agent.execution.child import ChildError, serve
+from coda_agent.agent.execution.compile_worker import answered
+from coda_agent.agent.execution.pool import CompilePool
+from coda_agent.agent.plans.cut import Kernel, Plan
+from coda_agent.agent.plans.fused import Made, planned
+from coda_agent.agent.plans.rules import Note, as_called, product
+from coda_agent.agent.plans.spell import written
+from coda_agent.agent.plans.trace import Graph, Value, record
+from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.inspect import datasheet, launches
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.specs.draft import Example
+from coda_agent.specs.effects import forbid_effects
+from coda_agent.specs.source import Source
+
+_SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
+_LETTER = 4096
+"""The size of a dim that is given by a letter."""
+_LIMIT_S = 120.0
+
+
+class Cost(BaseModel):
+    """What a step moves and takes at least.
+
+    Attributes:
+        step: A kernel's name, or a call.
+        bytes: Read and written, each tensor once.
+        launches: On the device; of a call of PyTorch one, where it moves anything.
+        floor_us: The roofline of an H200.
+        what: Whose kernel it is, or why it is PyTorch's.
+    """
+
+    step: str
+    bytes: int
+    launches: int
+    floor_us: float
+    what: str
+
+
+class Shown(BaseModel):
+    """A plan as data.
+
+    Attributes:
+        graph: The function's calls, one a line.
+        notes: What rules did.
+        changed: The calls that rules took away and put in.
+        steps: The plan.
+        eager: All calls of the function together.
+        packed: Bytes of weights that are packed once.
+        kernels: Of each kernel the step's text, its spec and its program.
+    """
+
+    graph: list[str]
+    notes: list[Note]
+    changed: list[str]
+    steps: list[Cost]
+    eager: Cost
+    packed: int
+    kernels: list[tuple[str, str, str]]
+
+
+def shown(graph: Graph) -> Shown:
+    """The plan of a graph, of which nothing is judged or kept."""
+    plan = planned(graph, kept=False)
+    called, before = as_called(graph), [f"{v.name} = {written(v)}" for v in graph.values]
+    after = [f"{v.name} = {written(v)}" for v in plan.graph.values]
+    diff = [x for x in difflib.unified_diff(before, after, n=0, lineterm="") if x[:2] != "@@"]
+    made = [(k, k.made.about) for k in plan.kernels if isinstance(k.made, Made)]
+    packed = [x for k, _ in made for x in k.inputs if x.name in k.made.packed]  # type: ignore[attr-defined]
+    whole = [_call(v, "") for v in called.values if not _free(v)]
+    return Shown(
+        graph=[f"{v.name} = {written(v)}  # {list(v.shape)}" for v in called.values],
+        notes=plan.notes,
+        changed=diff[2:],
+        steps=[_cost(step, plan) for step in plan.steps if not _free(step)],
+        eager=Cost(
+            step="eager", bytes=sum(c.bytes for c in whole), launches=len(whole),
+            floor_us=sum(c.floor_us for c in whole), what="each call by itself",
+        ),
+        packed=sum(x.bytes for x in packed),
+        kernels=[(k.text, about.spec.text, about.text) for k, about in made],
+    )  # fmt: skip
+
+
+def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[object, ...]]]]:
+    """Headings, each with rows of what is below it."""
+    yield "graph", [(line,) for line in found.graph]
+    for fired in (True, False) if verbose else (True,):
+        rows = [(n.rule, n.where, n.why) for n in found.notes if n.fired == fired]
+        yield "rules that fired" if fired else "rules that did not fire", rows
+    yield "changed", [(line,) for line in found.changed]
+    total = Cost(
+        step="plan", bytes=sum(c.bytes for c in found.steps),
+        launches=sum(c.launches for c in found.steps),
+        floor_us=sum(c.floor_us for c in found.steps),
+        what=f"{found.packed / 1e6:.1f} MB of weights are packed once" * bool(found.packed),
+    )  # fmt: skip
+    rows = [
+        (c.step, f"{c.bytes / 1e6:.1f} MB", c.launches, f"{c.floor_us:.1f} us", c.what)
+        for c in (*found.steps, total, found.eager)
+    ]
+    yield "plan, with bytes, launches and an H200's roofline", rows
+
+
+def explained(source: Source, examples: Mapping[str, Example]) -> Shown:
+    """The plan of a user's function, which is run in the sandbox.
+
+    Raises:
+        SpecError: it cannot be planned; says why.
+        MachineError: a stronger sandbox is demanded than works here.
+    """
+    job = {
+        "source": asdict(source),
+        "examples": {x: asdict(example) for x, example in examples.items()},
+    }
+    with CompilePool(1, module=__name__) as pool:
+        try:
+            answer = pool.answer(job, _LIMIT_S)
+        except ChildError as error:
+            raise SpecError(f"{source.where}: the function {error.detail}") from error
+    match answer:
+        case Ok(result=dict(found)):
+            return Shown.model_validate(found)
+        case Refused(message=message, hint=hint):
+            raise SpecError(message, hint=hint)
+    raise SpecError(f"{source.where}: the function gave no answer that can be read")
+
+
+def _free(step: Kernel | Value) -> bool:
+    return isinstance(step, Value) and (step.view or not step.tensor)
+
+
+def _cost(step: Kernel | Value, plan: Plan) -> Cost:
+    if isinstance(step, Value):
+        return _call(step, plan.why.get(step, "known only after the kernels before it"))
+    about = step.made.about if isinstance(step.made, Made) else None
+    level = f"{about.accepted}, {about.level}" if about and about.accepted else "composed"
+    return Cost(
+        step=step.name,
+        bytes=sum(v.bytes for v in (*step.inputs, *step.outputs)),
+        launches=launches(about.program, DEFAULT_CONFIGS["sm_90a"]) if about else 1,
+        floor_us=_floor(step.members, sum(v.bytes for v in (*step.inputs, *step.outputs))),
+        what=f"{level}: {', '.join(v.called for v in step.members if not v.view)}",
+    )
+
+
+def _call(v: Value, why: str) -> Cost:
+    moved = v.bytes + sum(x.bytes for x in v.inputs)
+    what = f"PyTorch: {why}" if math.prod(v.shape[:-1]) != v.bytes // v.meta.itemsize else "tail"
+    return Cost(
+        step=f"{v.name} = {written(v)}", bytes=moved, launches=1, floor_us=_floor([v], moved),
+        what=what,
+    )  # fmt: skip
+
+
+def _floor(calls: list[Value], moved: int) -> float:
+    """Least microseconds on an H200."""
+    ceiling = datasheet(2)
+    flops = sum(2 * math.prod(v.shape) * sides[0].shape[-1] for v in calls if (sides := product(v)))
+    return 1e6 * max(flops / ceiling.flops_s, moved / ceiling.bytes_s)
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    source = _SOURCE.validate_python(job["source"])
+    examples = _EXAMPLES.validate_python(job["examples"])
+    # What torch imports and looks up at its first run, before nothing may be opened any more.
+    small = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
+    shown(record(lambda x: torch.relu(x @ x.T), (small,), {}))
+    forbid_effects()
+    space: dict[str, Any] = {}
+    exec(compile(source.block, source.where, "exec"), space)
+    args: dict[str, Any] = {}
+    for name, example in examples.items():
+        dtype = getattr(torch, "bfloat16" if example.dtype == "T" else example.dtype)
+        shape = [_LETTER if isinstance(a, str) else a for a in example.axes]
+        args[name] = torch.empty(shape, dtype=dtype, device="meta") if shape else 1.0
+    space["reference"].__name__ = source.name
+    try:
+        graph = record(space["reference"], (), args, [x for x in args if examples[x].axes])
+    except Exception as error:
+        raise SpecError(f"{source.where}: {source.name} is left to PyTorch: {error}") from error
+    return shown(graph).model_dump(mode="json")
+
+
+def _main(job: dict[str, Any], _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    return answered(lambda: _run(job)).model_dump()
+
+
+if __name__ == "__main__":
+    serve(_main)
