@@ -101,25 +101,32 @@ class GateEvidence(Record):
 
 class Compiled(Record):
     """How many kernels were compiled, for which architectures, and how many of them were dropped.
-    Of those for sm_90a, the least and most registers of a thread, and the most local stores."""
+    Of those for sm_90a, the least and most registers of a thread, the most stores to local memory,
+    and how many there are by tile, where there are any."""
 
     kernels: int
     archs: tuple[str, ...]
     dropped: int
     registers: tuple[int, int] | None = None
     local_stores: int | None = None
+    spills: dict[str, int] | None = None
 
     @classmethod
     def of(cls, report: CompileReport) -> Self:
         """The summary of a report."""
         ours = [k for k in report.kernels if k.arch == "sm_90a" and not k.error]
         registers = [k.registers for k in ours if k.registers is not None]
+        spills = dict[str, int]()
+        for k in ours:
+            if k.local_stores:
+                spills[k.tile] = max(k.local_stores, spills.get(k.tile, 0))
         return cls(
             kernels=len(report.kernels),
             archs=tuple(dict.fromkeys(k.arch for k in report.kernels)),
             dropped=sum(k.error is not None for k in report.kernels),
             registers=(min(registers), max(registers)) if registers else None,
             local_stores=max((k.local_stores or 0 for k in ours), default=None),
+            spills=spills or None,
         )
 
 

@@ -375,7 +375,8 @@ def _proposed(function: Function, shape: Shape, dtype: str, gpu: str) -> list[Ti
     them."""
     program, *_ = function.programs.values()
     refused, model = function.refused, function.model(gpu, dtype)
-    found = propose(program, *shape, count=PROPOSED + len(refused), model=model)
+    count, spills = PROPOSED + len(refused), function.spills
+    found = propose(program, *shape, count=count, model=model, spills=spills)
     return [config for config in found if config.label not in refused][:PROPOSED]
 
 

@@ -42,6 +42,7 @@ class Kernel:
         refused: Labels of tiles that compute wrongly; never dispatched.
         user: What the user measured of it; None of a kernel that is not an accepted one's folder.
         folder: Of accepted kernels, where a dispatch table may be beside the package's.
+        spills: A thread's stores to local memory, by a tile's label.
         variants: What runs, for each choice of the static parameters.
         ops: Their operators.
     """
@@ -55,9 +56,10 @@ class Kernel:
         op_name: str,
         user: UserTuning | None = None,
         folder: Path = tables.PACKAGED,
+        spills: Mapping[str, int] | None = None,
     ) -> None:
         self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
-        self.user, self.folder = user, folder
+        self.user, self.folder, self.spills = user, folder, spills or {}
         self.__name__ = spec.name  # what help() and torch.compile print
         self.__doc__ = _documentation(spec)
         element = spec.inputs[spec.gemm[0]].dtype
@@ -304,7 +306,8 @@ class Kernel:
         ]
         model = self.model(gpu, dtype)
         if model is None or not any(config in model.costs for config in usable):
-            model = prior(program, shape, _gpu(gpu), element_bytes=tables.width(dtype))
+            width = tables.width(dtype)
+            model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=self.spills)
         return [config for config, _ in model.ranked(shape, usable)]
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
@@ -397,8 +400,9 @@ def load_kernel(folder: Path) -> Kernel:
         exec(compile(texts[0].decode(), str(path), "exec", dont_inherit=True), space)
         programs = {v: space[v] for v in map(spec.variant, spec.bindings())}
         refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
-        user = user_tuning(folder)
-        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name, user, folder.parent)
+        spills = evidence.get("compiled", {}).get("spills", {})
+        known = user_tuning(folder), folder.parent, spills
+        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name, *known)
     return _LOADED[name][1]
 
 

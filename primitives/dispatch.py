@@ -37,6 +37,9 @@ _CONTENDS = 1.4
 # Sharpness of the roofline's edge: where work and memory take equally long, a kernel takes 2^(1/4)
 # as long as either.
 _EDGE = 4.0
+# Microseconds that 128 threads take for one store to local memory each and for loading it again. On
+# an H200 873 of them took 65 us a tile, and 576 took 57 (2026-11-22).
+_SPILLED_US = 0.08
 
 
 class Gpu(NamedTuple):
@@ -230,15 +233,29 @@ def _place(shape: Shape) -> tuple[float, ...]:
     return tuple(math.log2(size) / _REACH for size in shape)
 
 
-def prior(program: Program, shape: Shape, gpu: Gpu, *, element_bytes: int = 2) -> Model:
+def prior(
+    program: Program,
+    shape: Shape,
+    gpu: Gpu,
+    *,
+    element_bytes: int = 2,
+    spills: Mapping[str, int] | None = None,
+) -> Model:
     """The model of a program at one shape on a GPU where nothing was measured. Its costs are
-    rounded from those fitted to `gemm_rmsnorm_rope` on an H200 (2026-11-22)."""
+    rounded from those fitted to `gemm_rmsnorm_rope` on an H200 (2026-11-22). `spills` has a
+    thread's stores to local memory, by a configuration's label."""
     one, two = (
         inspect_program(program, 128, columns, 64, element_bytes=2, gemm_bytes=0).bytes_moved
         for columns in (1024, 2048)
     )
     element = (two - one) / (128 * 1024)
     costs = {config: _guessed(config, element) for config in offered(program, [shape])}
+    for config, cost in costs.items() if spills else ():
+        threads = 128 if config.pingpong or config.tile_m == 64 else 256
+        spilled = _SPILLED_US * (spills or {}).get(config.label, 0) * threads / 128
+        if config.pingpong:  # as much as the other warp group's mainloop takes is hidden
+            spilled -= math.ceil(shape[2] * element_bytes / 128) * cost.step
+        costs[config] = cost._replace(wave=cost.wave + max(spilled, 0.0))
     per_byte = 1e6 / (0.75 * gpu.bytes_s)
     return Model(gpu.sms, element_bytes, Memory(per_byte, element * per_byte), costs)
 
@@ -263,12 +280,13 @@ def propose(
     *,
     model: Model | None = None,
     gpu: Gpu = H200,
+    spills: Mapping[str, int] | None = None,
 ) -> list[TileConfig]:
     """The configurations worth measuring at a shape, those predicted to be fastest first: by the
-    `model` of the program, else by the prior for `gpu`."""
+    `model` of the program, else by the prior for `gpu` and `spills`."""
     shape = m, n, k
     configs = offered(program, [shape])
-    known = model or prior(program, shape, gpu)
+    known = model or prior(program, shape, gpu, spills=spills)
     found = [config for config, _ in known.ranked(shape, configs)]
     # What the model has not seen comes last.
     return [*found, *(c for c in configs if c not in found)][:count]

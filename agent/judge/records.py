@@ -83,7 +83,8 @@ class Finding(BaseModel):
 
 
 class RefusedTile(Record):
-    """A configuration that compiled but computed wrongly, or faulted; never dispatched."""
+    """A configuration that computed wrongly, faulted, spills or did not compile; never
+    dispatched."""
 
     program: str
     dtype: str
@@ -128,6 +129,15 @@ class CompileReport(Record):
 
     kernels: tuple[CompiledKernel, ...]
     programs: dict[str, str]
+
+    @property
+    def refused_tiles(self) -> tuple[RefusedTile, ...]:
+        """Those that did not compile on SM90, or spill too much."""
+        return tuple(
+            RefusedTile(program=k.program, dtype=k.dtype, tile=k.tile, fault=k.error)
+            for k in self.kernels
+            if k.error and k.arch == "sm_90a"
+        )
 
 
 class WorstError(Record):

@@ -11,7 +11,7 @@ import pytest
 from coda_agent.agent import evidence as module
 from coda_agent.agent import workspace
 from coda_agent.agent.accept import accept
-from coda_agent.agent.evidence import Evidence, keep_raw, raw_path
+from coda_agent.agent.evidence import Compiled, Evidence, keep_raw, raw_path
 from coda_agent.agent.judge import provenance, rules
 from coda_agent.agent.judge.records import (
     GATES,
@@ -40,6 +40,21 @@ NOW["toolchain"] = provenance.toolchain(TOOLS)
 GPU = {"device": "cuda", "gpu": {"name": "H", "driver_version": "1", "power.draw": "3"},
        "packages": TOOLS, "sandbox": {"tier": "landlock", "missing": {}}}  # fmt: skip
 CPU = {"device": "cpu", "packages": TOOLS}
+
+
+def test_what_spills_is_recorded_and_what_spills_too_much_is_refused() -> None:
+    about = {"program": "k", "dtype": "bfloat16"}
+    kernels = (
+        CompiledKernel(**about, arch="sm_90a", tile="a", registers=168, local_stores=40),
+        CompiledKernel(**about, arch="sm_90a", tile="a", registers=168, local_stores=90),
+        CompiledKernel(**about, arch="sm_90a", tile="b", registers=168, local_stores=0),
+        CompiledKernel(**about, arch="sm_90a", tile="c", local_stores=900, error="spills: 900"),
+        CompiledKernel(**about, arch="sm_100a", tile="d", error="does not compile"),
+    )
+    report = CompileReport(kernels=kernels, programs={})
+    assert Compiled.of(report).spills == {"a": 90}
+    (refused,) = GateResult(name="compile", passed=True, data=report).refused_tiles
+    assert (refused.tile, refused.fault) == ("c", "spills: 900")
 
 
 def timed(median_us: float) -> Timed:

@@ -141,6 +141,24 @@ def test_the_prior_knows_what_a_wave_is() -> None:
     assert times[1] > 1.4 * times[0]
 
 
+def test_a_tile_that_spills_costs_what_its_spills_do() -> None:
+    """A few are hidden by the other warp group's mainloop, where K is long; many are not."""
+    shape, config = (8192, 4096, 4096), TileConfig(128, 128, 2, 1, True)
+
+    def us(stores: int, k: int = 4096) -> float:
+        spills = {config.label: stores}
+        return dict(prior(plain, (*shape[:2], k), H200, spills=spills).ranked((*shape[:2], k)))[
+            config
+        ]
+
+    assert us(0) == us(40) == us(100)
+    # 16 waves of 873 stores took 600 us longer than the product.
+    assert 500 < us(873) - us(0) < 1000
+    assert us(100, 512) > us(0, 512)
+    first = propose(plain, *shape)[0]
+    assert propose(plain, *shape, spills={first.label: 900})[0] != first
+
+
 def test_few_rows_do_not_get_the_tile_of_many() -> None:
     few, many = (propose(plain, m, 4096, 14336)[0] for m in (16, 8192))
     assert few.parts(14336) > 1 or few.swap_ab
