@@ -15,7 +15,8 @@ from typing import Any
 from coda_agent.agent import tips as tips_module
 from coda_agent.agent.judge import static
 from coda_agent.agent.tips import Tip
-from coda_agent.agent.workbench import feedback, programs_to_define, shown, vocabulary
+from coda_agent.agent.workbench import feedback, shown
+from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
 from coda_agent.demos import Demo, demos
 from coda_agent.specs import Spec
 

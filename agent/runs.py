@@ -1,6 +1,7 @@
 """Past runs: finding one, and showing what happened in it."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,11 +43,17 @@ def open_one(workspace: Workspace) -> Run:
     Raises:
         WorkspaceError: there is none.
     """
+    if run := next(open_ones(workspace), None):
+        return run
+    raise WorkspaceError("no run is open", hint="read_spec with a spec begins one")
+
+
+def open_ones(workspace: Workspace) -> Iterator[Run]:
+    """The runs of authors that are not over and that no model drives, the latest first."""
     for run in reversed(everything(workspace)):
         about = state(run)
         if about.kind == "generate" and not (about.over or about.replays or about.options):
-            return run
-    raise WorkspaceError("no run is open", hint="read_spec with a spec begins one")
+            yield run
 
 
 def everything(workspace: Workspace) -> list[Run]:

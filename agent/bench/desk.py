@@ -82,11 +82,22 @@ def replied(call: Call, observer: Observer) -> Reply:
         result = bench.call(call.tool, given)
         if bench.state.over and not (over and bench.state.finished):
             bench.finish()
+    if run is None:
+        result.text += _others(workspace, bench.run)
     code = REFUSED if result.failed else 0
     if not result.ok:
         code = (MachineError if result.data.get("lacks") else CodaError).exit_code
     document = {"run": bench.run.id, "opened": run is None, **result.model_dump(mode="json")}
     return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code, err=not result.ok)
+
+
+def _others(workspace: Workspace, opened: Run) -> str:
+    """Which runs are open beside one that was opened, and were not left."""
+    found = (run for run in past.open_ones(workspace) if run.id != opened.id)
+    names = [run.id for run in found if not past.state(run).finished]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    said = f"\n\nopen too: {', '.join(names[:3])}{more}; --run NAME goes on with one"
+    return said * bool(names)
 
 
 def typed(tool: str, words: Mapping[str, str]) -> dict[str, Any]:

@@ -17,15 +17,23 @@ from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
 from coda_agent.agent.judge import Finding, Verdict
+from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
+from coda_agent.agent.state import CHECKS, Attempt
 from coda_agent.agent.tips import Tip, Tips
 from coda_agent.agent.workbench.at_once import at_once
 from coda_agent.agent.workbench.feedback import feedback as told
 from coda_agent.agent.workbench.feedback import lines_of
+from coda_agent.agent.workbench.reading import (
+    demonstrations,
+    names_by_kind,
+    programs_to_define,
+    vocabulary,
+)
 from coda_agent.agent.workbench.registry import Result, Tool, ToolError, bounded, registry, tool
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.demos import demos
@@ -33,7 +41,6 @@ from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec
-from coda_agent.specs.format import Draw
 
 __all__ = ["NEXT", "TOOLS", "Result", "Tool", "ToolError", "Workbench", "shown"]
 
@@ -58,6 +65,7 @@ def _told(description: str) -> Any:
 
 
 Name = Annotated[str, _told("As the list spells it.")]
+Word = Annotated[str, _told("Part of a name, of a kind or of what is said of it.")]
 Level = Annotated[
     Literal["static", "compile", "interpret", "gpu"],
     _told(
@@ -185,9 +193,13 @@ class Workbench:
             raise ToolError(f"the GPU budget of {self.gpu_limit_s:.0f} s is used up")
 
     def _judged(self, check: str) -> Result:
-        verdict = self.accept() if check == "submit" else self.judge(check)
-        number = len(self.state.attempts)
-        text = told(verdict, check, number)
+        attempt, verdict = self._known(check)
+        if verdict is None:
+            verdict = self.accept() if check == "submit" else self.judge(check)
+        number = attempt.number if attempt else len(self.state.attempts)
+        text = told(verdict, attempt.check if attempt else check, number)
+        if attempt:
+            text += f"\n    not run again: the candidate is that of attempt {number}"
         if "diagnosis" in self.withheld:
             text = text.partition("\n")[0]
         if check == "submit" and verdict.passed:
@@ -202,6 +214,23 @@ class Workbench:
             gpu=verdict.environment.get("device") == "cuda",
         )
 
+    def _known(self, check: str) -> tuple[Attempt | None, Verdict | None]:
+        """The attempt that failed at what this check would find again, and its verdict: the same
+        candidate, judge and toolchain, at the same check or, where nothing was computed yet, at
+        one of which this check does more."""
+        for attempt in reversed(self.state.attempts):
+            failed = next(
+                (g for g, said in attempt.judgement.gates.items() if said == "failed"), ""
+            )
+            order = CHECKS.index(check) - CHECKS.index(attempt.check)
+            path = self.log.folder / "artifacts" / f"verdict-{attempt.number}.json"
+            again = (order == 0 and failed == "numerics") or (order >= 0 and failed in GATES[:2])
+            if again and attempt.text == self.state.candidate and path.is_file():
+                verdict = Verdict.model_validate_json(path.read_text("utf-8"))
+                if verdict.digests == digests(self.spec, attempt.text):
+                    return attempt, verdict
+        return None, None
+
     # The tools, in the order an author is shown them.
 
     @tool()
@@ -212,9 +241,12 @@ class Workbench:
         return Result(text=text, data={"programs": names})
 
     @tool()
-    def list_primitives(self) -> Result:
-        """Every name a program may use, with its kind and a summary."""
-        return Result(text=vocabulary(), data={"names": [e.name for e in entries()]})
+    def list_primitives(self, word: Word = "") -> Result:
+        """Every name a program may use, by kind; or with a summary those that have a word in it."""
+        found = vocabulary(word) if word else names_by_kind()
+        return Result(
+            text=found or f"no primitive has {word!r}; those there are:\n{names_by_kind()}"
+        )
 
     @tool()
     def read_primitive(self, name: Name) -> Result:
@@ -223,11 +255,12 @@ class Workbench:
         return Result(text=f"{entry.signature}  [{entry.kind}]\n\n{entry.doc}")
 
     @tool()
-    def list_demos(self) -> Result:
-        """The demonstrations: small programs that show one primitive or pattern each."""
-        found = demos()
-        text = "\n".join(f"{demo.name}: {demo.summary}" for demo in found)
-        return Result(text=text, data={"names": [demo.name for demo in found]})
+    def list_demos(self, word: Word = "") -> Result:
+        """The demonstrations: small programs that show one primitive or pattern each; or what those
+        are of that have a word, such as a primitive's name, in them."""
+        names = ", ".join(demo.name for demo in demos())
+        found = demonstrations(word) if word else names
+        return Result(text=found or f"no demonstration has {word!r}; there are {names}")
 
     @tool()
     def read_demo(self, name: Name) -> Result:
@@ -438,47 +471,6 @@ class Workbench:
         """Ends the run without a kernel, and says what stands in the way."""
         self.log.append(e.GaveUp(reason=reason))
         return Result(text="the run is over; the candidate is kept")
-
-
-def vocabulary() -> str:
-    """A line for each primitive: how it is called, its kind, a summary."""
-    return "\n".join(f"{e.signature}  [{e.kind}]  {e.summary}" for e in entries())
-
-
-def programs_to_define(spec: Spec) -> str:
-    """The programs a candidate must have: names, operands, what is added in place, outputs."""
-    lines = ["Programs to define:"]
-    for binding in spec.bindings():
-        updated = spec.updated(binding)
-        hidden = (*spec.gemm, *updated.values())
-        operands = ", ".join(name for name in spec.inputs if name not in hidden)
-        added = "".join(f"; {o} is an AddTile: what is added to {x}" for o, x in updated.items())
-        said = f"operands after acc: {operands or 'none'}{added}"
-        lines.append(f"- {spec.variant(binding)}: {said}")
-    lines.append(f"Outputs of each, in this order: {', '.join(spec.outputs)}")
-    draws = (f"{name} {_drawn(spec.inputs[name].draw)}" for name in spec.inputs)
-    lines.append(f"Drawn for the checks: {', '.join(draws)}")
-    return "\n".join(lines + _canonical(spec))
-
-
-def _drawn(draw: Draw) -> str:
-    return f"{draw.kind}({', '.join(map(str, draw.args))})"
-
-
-def _canonical(spec: Spec) -> list[str]:
-    """What a program sees in the place of the declared tensors, where that is something else."""
-    if (layout := spec.layout) is None:
-        return []
-    lines = ["The spec has its tensors as a user does. A program reads and writes these instead:"]
-    for place in (*layout.inputs, *layout.outputs):
-        shape = ", ".join(map(str, spec.symbolic_shape(place.name)))
-        said = [f"- {place.name} ({shape})"]
-        if len(place.parts) > 1:
-            said.append(f"{', '.join(part.name for part in place.parts)} side by side")
-        if place.halves:
-            said.append("entries 2j and 2j + 1 are entries j and j + N/2 of the spec's")
-        lines.append("; ".join(said))
-    return lines
 
 
 def _pick(known: dict[str, Any], name: str, what: str) -> Any:

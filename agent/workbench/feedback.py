@@ -24,7 +24,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from coda_agent.agent.judge import Finding, Verdict
-from coda_agent.agent.judge.records import CompileReport, NumericsReport, PerformanceReport
+from coda_agent.agent.judge.records import (
+    CompiledKernel,
+    CompileReport,
+    NumericsReport,
+    PerformanceReport,
+)
 
 LIMIT = 1200
 """Characters of a failed check."""
@@ -68,6 +73,12 @@ def merged(findings: Iterable[Finding]) -> list[list[Finding]]:
         key = about if about[1] else (*about, finding.message)
         groups.setdefault(key, []).append(finding)
     return list(groups.values())
+
+
+def resources(kernel: CompiledKernel) -> str:
+    """A kernel's registers, and how much of what did not fit into them is spilled."""
+    said = f"{kernel.registers} registers, {kernel.local_stores} spill stores"
+    return f"{said} to {kernel.stack_bytes} bytes a thread" if kernel.local_stores else said
 
 
 def lines_of(finding: Finding) -> list[str]:
@@ -121,10 +132,9 @@ def _figures(report: object) -> Iterator[str]:
         case CompileReport(kernels=kernels):
             yield f"{len(kernels)} kernels"
             for k in sorted(kernels, key=lambda k: not k.local_stores)[:2]:  # spilling ones first
-                yield (
-                    f"{k.program} {k.arch} {k.dtype} at {k.tile}: {k.registers} registers, "
-                    f"{k.local_stores} spill stores"
-                )
+                yield f"{k.program} {k.arch} {k.dtype} at {k.tile}: {resources(k)}"
+            if any(k.local_stores for k in kernels):
+                yield "what spills: inspect tiles"
         case NumericsReport(ran=ran, worst=worst, refused_tiles=refused):
             yield f"by the {ran}"
             for program, error in worst.items():

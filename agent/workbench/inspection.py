@@ -6,6 +6,9 @@ import textwrap
 from coda_agent.agent import execution
 from coda_agent.agent.explain import explain, traced
 from coda_agent.agent.judge import compile_gate
+from coda_agent.agent.judge.replaying import expression
+from coda_agent.agent.workbench.feedback import resources
+from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec
 
@@ -61,6 +64,24 @@ def tiles(spec: Spec, text: str, program: str | None) -> str:
     default = DEFAULT_CONFIGS["sm_90a"].label
     lines = [f"{chosen.name}, {element}, sm_90a, at the tiles for the bench shapes:"]
     for kernel in kernels:
-        said = kernel.error or f"{kernel.registers} registers, {kernel.local_stores} spill stores"
+        said = kernel.error or resources(kernel)
         lines.append(f"{kernel.tile}: {said}{', the default' * (kernel.tile == default)}")
+    if any(kernel.local_stores for kernel in kernels):
+        lines.append(crowded(chosen.graph))
     return "\n".join(lines)
+
+
+def crowded(graph: Graph) -> str:
+    """Where most elementwise values are alive in the order of the program, which spill first."""
+    per_element = [n.shape in (Shape.TILE, Shape.HALF, Shape.WIDE) for n in graph.nodes]
+    last = {a: i for i, n in enumerate(graph.nodes) for a in (i, *n.args)}
+    last |= dict.fromkeys(graph.outputs.values(), len(graph.nodes))
+    alive = [
+        [a for a in range(i + 1) if last[a] > i and per_element[a]] for i in range(len(graph.nodes))
+    ]
+    at = max(range(len(alive)), key=lambda i: len(alive[i]))
+    values = ", ".join(f"`{expression(graph, a, 24)}`" for a in alive[at])
+    return (
+        f"As written, most values are alive once `{expression(graph, at)}` is computed: {values}. "
+        "What is used up soon after it is computed spills less, and so does a narrower tile."
+    )

@@ -12,13 +12,15 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge import Verdict
+from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.records import CompiledKernel, CompileReport
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import TOOLS, Workbench, feedback
 from coda_agent.agent.workbench.profile import METRICS, parse_counters
+from coda_agent.agent.workbench.reading import vocabulary
 from coda_agent.agent.workbench.registry import LIMIT, bounded
+from coda_agent.primitives.catalogue import entries
 from coda_agent.specs import load_spec
 from tests.agent.verdicts import quick_judge
 
@@ -67,12 +69,24 @@ def test_reading(bench: Workbench) -> None:
     assert (
         "Programs to define:\n- gemm_swiglu: operands after acc: none\n"
         "Outputs of each, in this order: D, O\n"
-        "Drawn for the checks: A normal(1), B normal(K**-0.5)" in say(bench, "read_spec")
+        "Drawn for the checks: A normal(1), B normal(K**-0.5)\nJudged too: inputs of all magnitudes "
+        "and signs in their domains, zeros, NaN, infinity" in say(bench, "read_spec")
     )
-    assert "swiglu(gate, up)  [elementwise]" in say(bench, "list_primitives")
+    listed = say(bench, "list_primitives")
+    names = [name for line in listed.splitlines() for name in line.partition(": ")[2].split(", ")]
+    assert len(listed) < 1200 and sorted(names) == sorted(entry.name for entry in entries())
+    found = say(bench, "list_primitives", word="SWIGLU").splitlines()
+    assert [line.partition("  ")[0] for line in found] == [
+        "swiglu(gate, up)", "swiglu_oai(gate, up, alpha=1.702, limit=7.0)"]  # fmt: skip
+    assert "no primitive has 'swigl '" in say(bench, "list_primitives", word="swigl ")
     assert "Cost:" in say(bench, "read_primitive", name="relu")
     assert "did you mean swiglu" in fail(bench, "read_primitive", name="swigl")
-    assert "gate: The gated half of an MLP" in say(bench, "list_demos")
+    assert len(named := say(bench, "list_demos")) < 800 and "gate, " in named
+    assert "gate: The gated half of an MLP" in say(bench, "list_demos", word="swiglu")
+    assert say(bench, "list_demos", word="philox_uniform").startswith("dropout: ")
+    assert f"no demonstration has 'moon'; there are {named}" == say(
+        bench, "list_demos", word="moon"
+    )
     assert "def gate(acc):" in say(bench, "read_demo", name="gate")
     assert say(bench, "search_tips", query="rotation") == "no tip matches these words"
 
@@ -114,6 +128,49 @@ def test_attempts_are_numbered_and_the_best_is_known(bench: Workbench) -> None:
     assert bench.state.best and bench.state.best.number == 2 and bench.state.best.text == RIGHT
     whole = json.loads((bench.run.folder / "artifacts" / "verdict-1.json").read_text())
     assert whole["gates"][0]["findings"][0]["message"] == bench.state.attempts[0].judgement.finding
+
+
+def test_an_unchanged_candidate_is_not_judged_again(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(bench, "write_candidate", text=WRONG)
+    first = bench.call("check", {"level": "static"})
+    say(bench, "write_candidate", text=RIGHT)
+    say(bench, "write_candidate", text=WRONG)
+    for tool, given in [
+        ("check", {"level": "static"}),
+        ("check", {"level": "interpret"}),
+        ("submit", {}),
+    ]:
+        again = bench.call(tool, given)
+        assert again.failed and again.data == first.data
+        assert again.text == f"{first.text}\n    not run again: the candidate is that of attempt 1"
+    assert len(bench.state.attempts) == 1
+    say(bench, "edit_candidate", old="import os\n", new="import sys\n")
+    bench.call("check", {"level": "static"})
+    assert [a.passed for a in bench.state.attempts] == [False, False]
+    monkeypatch.setattr(judge.provenance, "judge_digest", lambda: "sha256:" + "0" * 64)
+    bench.call("check", {"level": "static"})  # another judge may find otherwise
+    assert len(bench.state.attempts) == 3
+
+
+def test_what_a_stronger_check_found_does_not_refuse_a_weaker_one(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strict(spec: Any, text: str, executor: Any, **options: Any) -> Verdict:
+        verdict = quick_judge(spec, text, executor, **options)
+        failed = GateResult(name="numerics", passed=False, findings=[judge.Finding(message="no")])
+        if "performance" in options["gates"]:
+            verdict = verdict.model_copy(
+                update={"gates": [*verdict.gates[:2], failed], "passed": False, "level": None}
+            )
+        return verdict
+
+    monkeypatch.setattr(judge, "judge_candidate", strict)
+    say(bench, "write_candidate", text=RIGHT)
+    assert bench.call("submit", {}).failed and bench.call("submit", {}).failed
+    assert not bench.call("check", {"level": "interpret"}).failed
+    assert [a.check for a in bench.state.attempts] == ["submit", "interpret"]
 
 
 def test_a_gpu_is_needed_where_it_is(bench: Workbench) -> None:
@@ -251,7 +308,7 @@ def test_the_prompt_is_whole_and_the_same_each_time(
     )
     offered = [tool["name"] for tool in said["tools"]]
     assert [name for name in TOOLS if name not in offered] == ["list_primitives"]
-    assert say(bench, "list_primitives") in system
+    assert vocabulary() in system
     assert (
         spec.text.strip() in opening and "# Demonstration: rot" in opening and "rotation" in opening
     )
@@ -286,6 +343,21 @@ def test_an_agent_has_a_name_that_is_no_authors_here(
     assert refused.exit_code == 2 and "cannot be the name of an agent" in refused.stderr
     assert len(runs.everything(where)) == 1
     assert "unknown" in runner.invoke(app, ["runs"]).stdout
+
+
+def test_a_call_that_opens_a_run_says_which_others_are_open(where: workspace.Workspace) -> None:
+    def opened(spec: str) -> str:
+        result = runner.invoke(app, ["tool", "read_spec", "--spec", spec, "--device", "cpu"])
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    assert "open too" not in opened("gemm_swiglu")
+    (first,) = runs.everything(where)
+    assert f"open too: {first.id}; --run NAME goes on with one" in opened("gemm_rmsnorm")
+    assert runner.invoke(app, ["tool", "give_up", "reason=done"]).exit_code == 0
+    said = opened("gemm_rmsnorm")
+    assert f"open too: {first.id}; --run" in said  # the one that is over is not open
+    assert "open too" not in runner.invoke(app, ["tool", "read_demo", "name=gate"]).stdout
 
 
 def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) -> None:
@@ -441,9 +513,19 @@ def test_counters_are_read_from_ncu() -> None:
 def test_a_summary_names_each_kernel_once_and_one_that_spills_first() -> None:
     stores = {"bfloat16": 8, "float16": 0, "float8_e4m3fn": 0}
     kernels = tuple(
-        CompiledKernel(program="k", arch="sm_90a", dtype=d, tile="t", registers=1, local_stores=n)
+        CompiledKernel(
+            program="k",
+            arch="sm_90a",
+            dtype=d,
+            tile="t",
+            registers=1,
+            local_stores=n,
+            stack_bytes=4 * n,
+        )
         for d, n in reversed(stores.items())
     )
     lines = [*feedback._figures(CompileReport(kernels=kernels, programs={}))]
     assert lines[0] == "3 kernels"
-    assert [line.split()[2] for line in lines[1:]] == ["bfloat16", "float8_e4m3fn"]
+    assert [line.split()[2] for line in lines[1:3]] == ["bfloat16", "float8_e4m3fn"]
+    assert lines[1].endswith("1 registers, 8 spill stores to 32 bytes a thread")
+    assert lines[3:] == ["what spills: inspect tiles"]

@@ -19,7 +19,7 @@ from coda_agent.agent.judge.compile_gate import jobs_for
 from coda_agent.agent.judge.imported import check_imported
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.structures import structures
-from coda_agent.agent.workbench import programs_to_define
+from coda_agent.agent.workbench.reading import programs_to_define
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
