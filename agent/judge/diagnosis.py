@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge import repairs
+from coda_agent.agent.judge.approximation import approximation
 from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.agent.judge.replaying import Mistake, lost_digits
 from coda_agent.primitives.errors import CodaError
@@ -45,6 +46,7 @@ FAULTS = {
     "early_rounding": "rounded to 16 bits where float32 was due",
     "rounded_statistics": "a statistic of rounded values",
     "wrong_statistics": "another statistic, axis, divisor or extent",
+    "approximated": "a function computed nearly",
     "wrong_function": "none of these: another activation, term or order of operations",
     **repairs.FAULTS,
 }
@@ -134,7 +136,12 @@ def diagnosed(
     if wrong.exact:
         sets = ((x, reference(x)) for x in others)
         found = repairs.mistake(spec, program, o, itertools.chain([(inputs, truth)], sets))
-        return wrong.named(found) if found else wrong.diagnosis(wrong.out)
+        if not found:
+            seen = wrong.diagnosis(wrong.out)
+            if seen.fault != "wrong_function":
+                return seen
+            found = approximation(spec, program, o, inputs, out, truth, reference)
+        return wrong.named(found) if found else seen
     seen = wrong.diagnosis(out if again is None else again)
     if seen.fault in _VAGUE and (found := lost_digits(spec, program, inputs, o, out, truth)):
         return wrong.named(found)

@@ -88,7 +88,10 @@ RULES = {
 """Every rule; gates are among them by their names."""
 
 OUTSIDE = {
-    *_in("agent/judge", "diagnosis executor job provenance records repairs replaying rules survey"),
+    *_in(
+        "agent/judge",
+        "approximation diagnosis executor job provenance records repairs replaying rules survey",
+    ),
     *_in("primitives", "catalogue dispatch errors fit objects suggest"),
     *_in("specs", "admission draft effects front_matter source tracing"),
     *_in("generated", "tables tuning"),

@@ -43,6 +43,25 @@ def test_a_mistake_is_named(right: str, wrong: str, fault: str, says: str) -> No
     assert re.search(says, finding.message.rpartition("; ")[2]), finding.message
 
 
+def test_what_is_approximated_is_told_from_what_is_rounded_or_wrong() -> None:
+    # Winitzki's formula for the inverse of the error function, off by 2e-3 at most.
+    square = "log(1.0 - 0.81 * tanh(acc) * tanh(acc))"
+    first = f"(4.330747 + 0.5 * {square})"
+    nearly = f"copysign(sqrt(sqrt({first} * {first} - {square} / 0.147) - {first}), acc) * r"
+    spec = spec_of("torch.erfinv(0.9 * torch.tanh(z)) * r")
+    (finding,) = findings(spec, nearly, seed=5)
+    assert finding.where["fault"] == "approximated"
+    assert finding.message.endswith(
+        'What the reference calls is due: `ptx("erfinv", …)`, whose instructions may be off by 2^-9'
+    )
+    (finding,) = findings(spec, f"to_bfloat16({nearly[:-4]}) * r", seed=5)
+    assert finding.where["fault"] != "approximated", finding.message  # it jumps
+    (finding,) = findings(
+        spec_of("torch.exp(z) * r + torch.cos(z) * 0.001"), "exp(acc) * r", seed=5
+    )
+    assert finding.where["fault"] == "approximated" and finding.message.endswith("is due: `cos`")
+
+
 def test_nothing_is_named_where_no_single_edit_is_enough() -> None:
     (finding,) = findings(spec_of("torch.sin(z) * r + torch.cos(z)"), "acc * r * 0.5 + 1.0 / r")
     assert finding.where["fault"] == "wrong_function"

@@ -1,0 +1,70 @@
+"""Tell a function that was approximated from one that is wrong.
+
+The difference of an approximation is small, has a value nearly everywhere, and moves little where
+the inputs do. That of a rounding jumps, and that of a mistake is large somewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from coda_agent import primitives
+from coda_agent.agent.judge.records import Inputs
+from coda_agent.agent.judge.replaying import Mistake
+from coda_agent.agent.judge.runners import interpreted
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.ptx import MEANINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from coda_agent.specs import Spec
+
+_SMALL = 2.0**-6  # of the element, or of the mean
+_EVERYWHERE = 0.5  # of the elements
+# A step of the product, and the share of the difference that may go by it. 16-bit numbers are
+# nearer, so what was rounded to them is off by something else after it.
+_STEP, _SMOOTH = 2.0**-7, 0.4
+
+
+def approximation(
+    spec: Spec, program: Program, o: str, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor,
+    reference: Callable[[Inputs], torch.Tensor],
+) -> Mistake | None:  # fmt: skip
+    """That output `o` of a program approximates the truth, or None; all of it in float64."""
+    import torch
+
+    difference, size = out - truth, truth.abs()
+    off = difference[difference != 0]
+    small = difference.abs() <= _SMALL * (size + size.mean())
+    if off.numel() < _EVERYWHERE * out.numel() or not bool(small.all()):
+        return None
+    a, _ = spec.gemm
+    near = {**inputs, a: inputs[a] * (1 + _STEP)}
+    then = interpreted(spec, program, near, dtypes={}, compute=torch.float64)[o] - reference(near)
+    moved = (then - difference)[difference != 0].abs().median()
+    if not bool(moved <= _SMOOTH * off.abs().median()):
+        return None
+    text = (
+        "the difference is small and smooth: a function is approximated, or a small term left out"
+    )
+    use = ", ".join(_lacking(spec, program))
+    text += f". What the reference calls is due: {use}" if use else ", which is no rounding"
+    return Mistake("approximated", text)
+
+
+def _lacking(spec: Spec, program: Program) -> Iterator[str]:
+    """What the reference calls, as a program would write it, and this program has not."""
+    used = {word for node in program.graph.nodes for word in re.findall(r"\w+", node.op[:20])}
+    called = re.findall(r"(?<!math\.)\b([a-z]\w{2,})\(", spec.reference_source)
+    for word in dict.fromkeys(called):
+        if word in used:
+            continue
+        if known := [n for n in primitives.__all__ if n == word or n.startswith(f"{word}_")]:
+            yield f"`{' or '.join(known)}`"
+        elif word in MEANINGS:
+            yield f'`ptx("{word}", …)`, whose instructions may be off by 2^-9'
