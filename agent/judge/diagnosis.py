@@ -136,10 +136,10 @@ def diagnosed(
     if wrong.exact:
         sets = ((x, reference(x)) for x in others)
         found = repairs.mistake(spec, program, o, itertools.chain([(inputs, truth)], sets))
-        if not found:
-            seen = wrong.diagnosis(wrong.out)
-            if seen.fault != "wrong_function":
-                return seen
+        if found:
+            return wrong.named(found)
+        seen = wrong.diagnosis(wrong.out)
+        if seen.fault == "wrong_function":
             found = approximation(spec, program, o, inputs, out, truth, reference)
         return wrong.named(found) if found else seen
     seen = wrong.diagnosis(out if again is None else again)

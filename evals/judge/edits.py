@@ -87,7 +87,7 @@ def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str,
             return record(op, *arguments)
 
 
-_UNKNOWN = ("wrong_function", "wrong_statistics")
+_UNKNOWN = ("wrong_function", "wrong_statistics", "approximated")
 _FACTOR = ("constant_factor",)
 _SIGN = ("wrong_sign", "wrong_operation")
 _ACTIVATIONS = {

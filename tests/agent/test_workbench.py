@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge import GateResult, Verdict, provenance
 from coda_agent.agent.judge.records import CompiledKernel, CompileReport
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
@@ -149,7 +149,7 @@ def test_an_unchanged_candidate_is_not_judged_again(
     say(bench, "edit_candidate", old="import os\n", new="import sys\n")
     bench.call("check", {"level": "static"})
     assert [a.passed for a in bench.state.attempts] == [False, False]
-    monkeypatch.setattr(judge.provenance, "judge_digest", lambda: "sha256:" + "0" * 64)
+    monkeypatch.setattr(provenance, "judge_digest", lambda: "sha256:" + "0" * 64)
     bench.call("check", {"level": "static"})  # another judge may find otherwise
     assert len(bench.state.attempts) == 3
 
