@@ -120,6 +120,7 @@ def test_calls_of_many_processes_are_done_by_one_bench(where: workspace.Workspac
     assert code == 1 and "FAILED at static" in out
     code, out, err = run(where, "check", "level=deep")
     assert (code, out) == (2, "") and "Input should be 'static'" in err
+    run(where, "write_candidate", "text=@mine.py")
     code, out, err = run(where, "check", "level=gpu")
     assert code == 3 and "needs a Hopper GPU" in err
     code, out, err = run(where, "read_spec", "--spec", "gemm_swigl")

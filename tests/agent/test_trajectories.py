@@ -40,9 +40,11 @@ def replayed(where: workspace.Workspace, spec: Path, events: list[Event]) -> tup
 
 
 def attempts(events: list[Event]) -> list[tuple[Any, ...]]:
-    """Check, digest and verdict of each time the candidate was judged."""
-    found = RunState.of(events).attempts
-    return [(a.check, a.candidate, a.passed) for a in found if a.check not in ON_A_GPU]
+    """Check, digest and verdict of each time the candidate was judged; a failure that was found
+    again once, since such a check is no attempt today."""
+    seen = [(a.check, a.candidate, a.passed) for a in RunState.of(events).attempts]
+    first = [x for i, x in enumerate(seen) if x[2] or x not in seen[:i]]
+    return [x for x in first if x[0] not in ON_A_GPU]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
