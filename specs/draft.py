@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,11 @@ _UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
 """What sizes may have to be multiples of beside what TMA asks, such as a head's width."""
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _DIVISIBLE = 11520  # by what a part of a dim is likely to be
+_LARGEST = 1 << 24
+"""Elements of all inputs in a run that looks for what sizes must be multiples of; one that found a
+function of many dims to fail everywhere took 20 GB without a bound."""
+_SEARCH_S = 5.0
+"""How long it is looked for."""
 _CONSTANT = 8
 """The largest extent of its own that is taken for a number rather than for a dim's size."""
 _MEMORY = 141e9
@@ -422,7 +428,7 @@ class _Draft:
         eight = any(self._dtype(x, TYPES[0]).itemsize == 1 for x in self.examples)
         least = dict.fromkeys(self.columns, 16) | dict.fromkeys(self.inner, 16 if eight else 8)
         least |= {x: 8 for x in self.columns if self.sizes[x] % 16}
-        given, fault = self.shapes, None
+        given, fault, end = self.shapes, None, time.monotonic() + _SEARCH_S
         for choice in itertools.islice(itertools.product(*self.open.values()), 64):
             own = (f"L{i}" if x == "L" else x for i, x in enumerate(choice, 1))
             chosen = dict(zip(self.open, own, strict=True))
@@ -432,8 +438,12 @@ class _Draft:
             for some, unit in itertools.product((self.columns, self.inner, dims), _UNITS):
                 units = {x: math.lcm(least.get(x, 1), unit if x in some else 1) for x in dims}
                 units |= {x: math.lcm(units[x], q) for _, x, q in entries} | self.fixed
+                extents = self._extents(sizes := self._distinct(units)).values()
+                late = time.monotonic() > end or sum(map(math.prod, extents)) > _LARGEST
+                if fault and late:
+                    continue
                 try:
-                    self._run(self._distinct(units), TYPES[0])
+                    self._run(sizes, TYPES[0])
                 except SpecError:
                     raise
                 except Exception as error:  # the function's own

@@ -18,6 +18,7 @@ from coda_agent import primitives
 from coda_agent.agent.plans.rules import (
     CARRY,
     CASTS,
+    OPAQUE,
     REDUCTIONS,
     Note,
     alive,
@@ -160,7 +161,7 @@ class _Homes:
                 found[v] = "after" if v in left else "tile"
             elif not before or self.home[v] != group:
                 continue
-            elif v in left or before & {"after", "statistic"}:
+            elif v in left or v.called in OPAQUE or before & {"after", "statistic"}:
                 found[v] = "after"
             elif v.called in REDUCTIONS and (
                 count(v) <= rows or v.shape[-1:] == v.inputs[0].shape[-1:]
@@ -228,7 +229,7 @@ class _Cut:
             states = homes.states(group, left)
             for v, state in states.items():
                 if state == "after" and v not in reasons:
-                    reasons[v] = "it needs what the whole row of its own product gave"
+                    reasons[v] = "it needs more of its own product than a tile has"
             members = [v for v, state in states.items() if state != "after"]
             members, outputs = self._trimmed(members, products)
             if not any(self._work(v) for v in members if v not in products):

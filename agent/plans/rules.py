@@ -19,6 +19,8 @@ any all gather take_along_dim softmax log_softmax cumsum aminmax nansum median
 """
 REDUCTIONS = frozenset(_REDUCTIONS.split())
 CASTS = frozenset({"to", "float", "bfloat16", "half", "type_as", "type", "contiguous"})
+OPAQUE = PRODUCTS | {"bmm", "einsum", "scaled_dot_product_attention", "baddbmm", "tensordot"}
+"""What looks further than along a row."""
 VIEWS = frozenset({"flatten", "view", "reshape"})
 
 
@@ -104,7 +106,7 @@ def above(values: Iterable[Value], wanted: Callable[[Value], bool]) -> bool:
         if wanted(value):
             return True
         seen.add(value)
-        pending += value.inputs if product(value) is None else []
+        pending += value.inputs if value.called not in OPAQUE else []
     return False
 
 
