@@ -73,13 +73,14 @@ def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) 
     Raises:
         WorkspaceError: no such kernel in HEAD; else as `accept`.
     """
-    with exclusive(workspace, kernel):
+    with exclusive(workspace, kernel) as lock:
         files = held(workspace, kernel)
         if files.keys() != set(FILES):
             raise WorkspaceError(f"{kernel} is not committed", hint="accept it first: generate")
         tuned = _merged(_tuned(files), measured)
         files["tuned.json"] = _encode(tuned)
-        return publish(workspace, kernel, files, f"Tune {kernel} on {', '.join(measured)}\n")
+        message = f"Tune {kernel} on {', '.join(measured)}\n"
+        return publish(workspace, kernel, files, message, lock=lock)
 
 
 def _record(
@@ -94,7 +95,7 @@ def _record(
     measured: dict[str, Any] = {}
     if verdict.passed and verdict.tuned:
         measured = verdict.model_dump(mode="json")["tuned"]
-    with exclusive(workspace, new.kernel, sources["kernel.py"]):
+    with exclusive(workspace, new.kernel, sources["kernel.py"]) as lock:
         before = held(workspace, new.kernel)
         old = _evidence(before)
         same = old is not None and old.of_program(new.digests)
@@ -109,7 +110,8 @@ def _record(
         # Other tiles than those that were timed come with those timings, or not at all.
         renew = evidence.raw("performance") == new.raw("performance")
         files["tuned.json"] = _encode(_merged(known, measured, renew=renew))
-        return publish(workspace, new.kernel, files, _message(evidence, verb, reason))
+        message = _message(evidence, verb, reason)
+        return publish(workspace, new.kernel, files, message, lock=lock)
 
 
 def _message(evidence: Evidence, verb: str, reason: str) -> str:

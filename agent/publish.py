@@ -100,8 +100,9 @@ def check_place(workspace: Workspace, name: str, text: str | None = None) -> Non
 
 
 @contextlib.contextmanager
-def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Iterator[None]:
+def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Iterator[int]:
     """The place of a kernel, to this process alone and fit for a commit; raises as `check_place`.
+    The lock's descriptor, for `publish`.
 
     What a killed process left is mended first.
     """
@@ -131,7 +132,7 @@ def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Itera
         # Only now: a git that outlived the process that began it may still have moved HEAD.
         _mend(workspace, git)
         _check_changes(workspace, name, text)
-        yield
+        yield file.fileno()
 
 
 def held(workspace: Workspace, name: str) -> dict[str, bytes]:
@@ -158,9 +159,10 @@ def remark(workspace: Workspace, commit: str | None) -> str:
 
 
 def publish(
-    workspace: Workspace, name: str, files: Mapping[str, bytes], message: str
+    workspace: Workspace, name: str, files: Mapping[str, bytes], message: str, *, lock: int
 ) -> str | None:
-    """Brings the kernel's `files` into HEAD, the index and the working tree; inside `exclusive`.
+    """Brings the kernel's `files` into HEAD, the index and the working tree; inside `exclusive`,
+    which gave the `lock`.
 
     Returns:
         The commit, or None where HEAD held them already.
@@ -187,7 +189,9 @@ def publish(
                 if commit:
                     log = f"coda-agent: {message.partition(chr(10))[0]}"
                     # The old value makes this fail where someone committed meanwhile; "" is unborn.
-                    workspace.git("update-ref", "-m", log, "HEAD", commit, parent or "")
+                    # If we are killed now, git moves HEAD yet: until then it holds our lock.
+                    moved = ("HEAD", commit, parent or "")
+                    workspace.git("update-ref", "-m", log, *moved, holding=lock)
             except GitError:
                 if not left or _head(workspace) == parent:
                     raise

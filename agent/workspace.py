@@ -38,8 +38,11 @@ class GitError(WorkspaceError):
         self.stderr = stderr
 
 
-def run_git(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> bytes:
-    """Runs one git command in `folder`, through GitPython, with hooks off; its stdout.
+def run_git(
+    folder: Path, *args: str, env: Mapping[str, str] | None = None, holding: int | None = None
+) -> bytes:
+    """Runs one git command in `folder`, through GitPython, with hooks off; its stdout. It holds
+    the lock whose descriptor is `holding`, too, even where it outlives this process.
 
     Raises:
         GitError: git exited with anything but 0.
@@ -56,6 +59,7 @@ def run_git(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> b
     status, stdout, stderr = Git(folder).execute(
         command, env=env, with_extended_output=True, with_exceptions=False,
         stdout_as_string=False, strip_newline_in_stdout=False,
+        pass_fds=() if holding is None else (holding,),
     )  # fmt: skip
     if status != 0:
         said = stderr if isinstance(stderr, str) else bytes(stderr).decode(errors="replace")
@@ -165,9 +169,15 @@ class Workspace:
     def generated(self) -> Path:
         return self.root / "generated"
 
-    def git(self, *args: str, env: Mapping[str, str] | None = None) -> str:
-        """A git command run at the top folder; its stdout as text."""
-        return run_git(self.top, *args, env=env).decode("utf-8", "surrogateescape").strip()
+    def git(
+        self, *args: str, env: Mapping[str, str] | None = None, holding: int | None = None
+    ) -> str:
+        """A git command run at the top folder, as `run_git`; its stdout as text."""
+        return (
+            run_git(self.top, *args, env=env, holding=holding)
+            .decode("utf-8", "surrogateescape")
+            .strip()
+        )
 
     def spec_names(self) -> dict[str, Path]:
         """Every spec by name, the workspace's own before the packaged ones."""

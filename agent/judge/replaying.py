@@ -240,7 +240,7 @@ def expression(graph: Graph, i: int, length: int = 48) -> str:
     return text
 
 
-def _written(graph: Graph, i: int, depth: int, tight: bool = False) -> str:
+def _written(graph: Graph | Reading, i: int, depth: int, tight: bool = False) -> str:
     n = graph.nodes[i]
     if not n.args:
         return n.name or ("acc" if n.op == "acc" else f"{n.value:.7g}")
@@ -250,7 +250,7 @@ def _written(graph: Graph, i: int, depth: int, tight: bool = False) -> str:
     return f"({text})" if tight and n.op in INFIX else text
 
 
-def shown(graph: Graph, op: str, args: tuple[int, ...], depth: int) -> str:
+def shown(graph: Graph | Reading, op: str, args: tuple[int, ...], depth: int) -> str:
     depth = depth or 3
     if op in INFIX:
         left, right = (_written(graph, a, depth - 1, tight=True) for a in args)

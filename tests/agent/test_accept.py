@@ -1,10 +1,13 @@
 """Real git repositories throughout: what is promised is what git itself then says."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -652,6 +655,33 @@ def test_killed_anywhere(where: Workspace, again: bool) -> None:
             break
     assert code == 0 and n > 15 and finished > 3
     assert not list(where.generated.glob(".coda-*"))
+
+
+def test_a_git_that_outlives_its_killed_process_is_waited_for(
+    where: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had moved HEAD after the next run looked: one kernel was committed twice."""
+    begun, slow = tmp_path / "begun", tmp_path / "bin" / "git"
+    slow.parent.mkdir()
+    slow.write_text(
+        f'#!/bin/sh\ncase "$*" in *update-ref*) touch {begun}; sleep 1;; esac\n'
+        f'exec {shutil.which("git")} "$@"\n'
+    )
+    slow.chmod(0o755)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{slow.parent}:{path}")
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException):
+            run_accept(where)
+        os._exit(0)
+    while not begun.exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    monkeypatch.setenv("PATH", path)
+    again = accept(where, SPEC, "x = 1\n", verdict(), author="composer", run_id="r2")
+    assert again is None
+    assert len(git(where.root, "log", "--format=%s", "--grep=^Accept").splitlines()) == 1
 
 
 @pytest.mark.parametrize("again", [True, False])
