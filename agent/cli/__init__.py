@@ -27,6 +27,7 @@ class _Root(TyperGroup):
             group("spec", "Draft a spec from a function, check one, copy a shipped one.",
                   *lazily("spec", "new", "check", "copy")),
             *lazily("kernels", "check"),
+            *lazily("derive", "derive"),
             *lazily("tuning", "tune", "fit", "warm"),
             *lazily("measuring", "bench"),
             *lazily("kernels", "verify", "list_", "show"),

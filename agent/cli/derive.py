@@ -1,0 +1,73 @@
+"""The command that derives specs of a backward pass."""
+
+from typing import Annotated
+
+import typer
+
+from coda_agent.agent import references
+from coda_agent.agent.cli.options import Json, sharing
+from coda_agent.agent.cli.report import reported
+from coda_agent.agent.cli.targets import here
+from coda_agent.agent.reply import Reply
+from coda_agent.agent.workspace import find, resolve_spec
+from coda_agent.primitives.errors import CodaError, WorkspaceError
+from coda_agent.primitives.objects import write_whole
+from coda_agent.specs import load_spec
+
+_Names = list[str] | None
+
+
+@reported
+@sharing("sandbox")
+def derive(
+    spec: Annotated[str, typer.Argument(help="A forward spec's path or name.")],
+    backward: Annotated[bool, typer.Option("--backward", help="What to derive.")] = False,
+    into: Annotated[
+        str, typer.Option(metavar="OUTPUT", help="The output that the next product multiplies.")
+    ] = "",
+    norm: Annotated[
+        str,
+        typer.Option(
+            metavar="OUTPUT",
+            help="The row mean of squares whose rsqrt scales the next product's rows.",
+        ),
+    ] = "",
+    kept: Annotated[
+        _Names, typer.Option(metavar="OUTPUT", help="An output that has no gradient.")
+    ] = None,
+    without: Annotated[
+        _Names, typer.Option(metavar="INPUT", help="An input whose gradient is not wanted.")
+    ] = None,
+    choose: Annotated[
+        _Names, typer.Option(metavar="NAME=VALUE", help="A static parameter; else its first value.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite specs that are there.")] = False,
+    as_json: Json = False,
+) -> Reply:
+    """Derive the specs of the backward pass of SPEC; they are checked against autograd."""
+    from coda_agent.agent.derive import backward as deriving
+    from coda_agent.agent.derive.checking import check
+    from coda_agent.agent.derive.steps import Asked
+
+    if not backward:
+        raise CodaError("derive needs --backward, the one thing that it derives")
+    found, workspace = load_spec(resolve_spec(spec, here())), find()
+    references.admitted(found)
+    asked = Asked(into, norm, tuple(kept or ()), tuple(without or ()))
+    chosen = {x: value for x, _, value in (option.partition("=") for option in choose or ())}
+    derived = deriving.derive(found, asked, chosen)
+    check(derived)
+    paths = {name: workspace.specs / f"{name}.md" for name in derived.files}
+    for name, path in paths.items():
+        if path.exists() and path.read_text("utf-8") != derived.files[name] and not force:
+            raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
+    for name, text in derived.files.items():
+        write_whole(paths[name], text)
+    says = [*derived.notes, *(f"wrote {path}" for path in paths.values())]
+    made = " ".join(name for name in derived.files)
+    text = "\n".join([*says, "", derived.code, f"next: coda-agent generate {made}"])
+    data = {
+        "spec": found.name, "form": derived.kernel.form.value, "specs": list(paths.values()),
+        "notes": list(derived.notes), "code": derived.code,
+    }  # fmt: skip
+    return Reply(data, text)

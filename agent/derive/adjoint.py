@@ -1,0 +1,104 @@
+"""Reverse mode over a program's graph: the paper's Theorem 1.
+
+Each operation's own rule (`Op.derivative`) is linear in the slopes of its arguments. So the rule,
+given the gradient of the result in the place of one argument's slope, is that argument's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from coda_agent.primitives.derivatives import plus, times
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Graph, Operand, Shape, Value
+from coda_agent.primitives.groups import ROTATED
+from coda_agent.primitives.operation import GROUPS, PLACED
+from coda_agent.primitives.pairwise import interleave, pairs
+from coda_agent.primitives.ptx import operation
+from coda_agent.primitives.rounding import ROUNDINGS
+
+_ROUNDING = {"floor", "trunc", "round_even", *ROUNDINGS.values()}
+
+
+def dependents(graph: Graph, leaves: Iterable[int]) -> set[int]:
+    """The nodes that vary with one of `leaves`, themselves included."""
+    found = {*leaves}
+    for i, node in enumerate(graph.nodes):
+        if node.op not in PLACED and found & {*node.args}:
+            found.add(i)
+    return found
+
+
+def adjoints(
+    graph: Graph,
+    values: Sequence[Operand],
+    seeds: Mapping[int, Operand],
+    leaves: Iterable[int],
+) -> dict[int, Operand]:
+    """The gradient of each node on the way from `leaves` to the outputs.
+
+    Args:
+        graph: The forward program's.
+        values: Its nodes in the graph that the gradients are recorded in.
+        seeds: Gradients of some nodes, recorded there.
+        leaves: Nodes whose gradients are wanted.
+
+    Raises:
+        ProgramError: an operation on the way has no derivative; says which.
+    """
+    wanted = dependents(graph, leaves)
+    found: dict[int, Operand] = dict(seeds)
+    halves: dict[int, list[Operand]] = {}
+
+    def add(i: int, gradient: Operand) -> None:
+        if i in wanted:
+            found[i] = plus(found.get(i, 0.0), gradient)
+
+    for i in reversed(range(len(graph.nodes))):
+        if i in halves and i in wanted:
+            add(i, interleave(*halves[i]))
+        gradient, node = found.get(i, 0.0), graph.nodes[i]
+        if i not in wanted or not (isinstance(gradient, Value) or gradient):
+            continue
+        name, args = node.op.split(" ")[0], node.args
+        if name in ("even", "odd"):
+            sides = halves.setdefault(args[0], [0.0, 0.0])
+            side = ("even", "odd").index(name)
+            sides[side] = plus(sides[side], gradient)
+        elif name == "interleave":
+            assert isinstance(gradient, Value)
+            for arg, part in zip(args, pairs(gradient), strict=True):
+                add(arg, part)
+        elif node.op in GROUPS:
+            add(args[0], _of_group(name, node.op, gradient))
+        elif node.op not in PLACED:
+            if not args:
+                continue
+            rule = operation(node.op).derivative
+            if rule is None or node.op in _ROUNDING or name.startswith("stochastic"):
+                raise ProgramError(
+                    f"{name} has no derivative"
+                    if rule is None
+                    else f"{name} is a rounding, whose derivative is 0 wherever it has one",
+                    hint="derive the spec without it",
+                )
+            for k, arg in enumerate(args):
+                if arg in wanted and not (node.op == "where" and k == 0):
+                    slopes = [gradient if j == k else 0.0 for j in range(len(args))]
+                    given = [values[a] for a in args]
+                    add(arg, rule(values[i], *given, *slopes))
+    return found
+
+
+def _of_group(name: str, op: str, gradient: Operand) -> Operand:
+    """The gradient of the argument of a statistic of groups, or of a turned one."""
+    width = int(op.split()[1])
+    if name not in ("group_sum", ROTATED):
+        raise ProgramError(
+            f"{name} has no derivative here: its gradient goes to the one place that has it",
+            hint="derive the spec without it",
+        )
+    if not isinstance(gradient, Value) or gradient.shape not in (Shape.TILE, Shape.HALF):
+        return times(gradient, float(width)) if name == "group_sum" else 0.0
+    found = operation(op).call(gradient)
+    return -found if name == ROTATED else found
