@@ -12,7 +12,7 @@ from coda_agent.agent.plans.cut import Plan, cut
 from coda_agent.agent.plans.kernels import Composed, composed
 from coda_agent.agent.plans.rules import as_called
 from coda_agent.agent.plans.run import Packed, Runner
-from coda_agent.agent.plans.trace import Graph, Unplanned, Value, record
+from coda_agent.agent.plans.trace import Graph, Unplanned, Value, plain, record
 
 if TYPE_CHECKING:
     import torch
@@ -50,17 +50,27 @@ class Planned:
         plan: The plan.
         torch: The function's own calls.
         run: What runs: the plan, or the function's own calls where the plan does not pay.
-        metas: Fake results, for shapes and types.
         structure: Of what the function returns.
-        held: How many tensors it takes that are no arguments.
+        held: Where the tensors are that it takes beside its arguments.
+        number: What its operator is told.
     """
 
     plan: Plan
     torch: Runner
     run: Runner
-    metas: list[Any]
     structure: Any
     held: tuple[str, ...]
+    number: int
+
+    def suits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it was planned for tensors like these."""
+        known = [x.meta for x in self.plan.graph.inputs]
+        return len(known) == len(tensors) and all(
+            [
+                tuple(map(plain, x.shape)) == tuple(t.shape) and x.dtype == t.dtype
+                for x, t in zip(known, tensors, strict=True)
+            ]
+        )
 
 
 class Fused:
@@ -79,9 +89,7 @@ class Fused:
         self.function, self.judged, self.why = function, judged, ""
         self._plans: dict[Any, Planned | str] = {}
         self._roots = _roots(function)
-        self._which = len(_FUSED)
         self._last: Planned | None = None
-        _FUSED.append(self)
         _register()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +98,9 @@ class Fused:
 
         if torch.compiler.is_compiling():
             return self._compiled(args, kwargs)
+        if _changed():
+            self.why = "autocast, or a transform of torch.func, is on"
+            return self.function(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         known = self.planned(leaves, structure)
         if known is None:
@@ -97,7 +108,7 @@ class Fused:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         tensors += [_held(self._roots, path) for path in known.held]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            results = torch.ops.coda_agent.planned(tensors, self._which)
+            results = torch.ops.coda_agent.planned(tensors, known.number)
         else:
             with torch.no_grad():
                 results = known.run(tensors)
@@ -124,7 +135,9 @@ class Fused:
         key = (
             structure,
             *(
-                (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (x,)
+                (x.shape, x.stride(), x.dtype, x.device, type(x) in _plain())
+                if isinstance(x, torch.Tensor)
+                else (type(x), x)
                 for x in leaves
             ),
             *(root.training for root in self._roots.values() if hasattr(root, "training")),
@@ -156,9 +169,10 @@ class Fused:
         held = tuple(paths[id(t)] for t in graph.held)
         called = as_called(graph)
         own = Runner(called, called.values)
-        metas, shape = [v.meta for v in graph.results], graph.structure
         plan = planned(graph, judged=self.judged)
-        known = Planned(plan, own, Runner(plan.graph, plan.steps), metas, shape, held)
+        run = Runner(plan.graph, plan.steps)
+        known = Planned(plan, own, run, graph.structure, held, len(_PLANNED))
+        _PLANNED.append(known)
         if not plan.kernels:
             known.run = own
         tensors = [x for x in leaves if hasattr(x, "is_meta")] + graph.held
@@ -176,33 +190,20 @@ class Fused:
         before is traced as the function is."""
         import torch
 
-        known = self._last
+        known, tensors = self._last, [*args]
         if known is None or kwargs or not all([isinstance(x, torch.Tensor) for x in args]):
             return self.function(*args, **kwargs)
-        tensors = [*args, *[_held(self._roots, path) for path in known.held]]
-        results = torch.ops.coda_agent.planned(tensors, self._which)
+        tensors += [_held(self._roots, path) for path in known.held]
+        if not known.suits(tensors):
+            return self.function(*args)
+        results = torch.ops.coda_agent.planned(tensors, known.number)
         if known.structure.is_leaf():
             return results[0]
         return tuple(results) if known.structure.type is tuple else results
 
-    def of_tensors(self, tensors: Sequence[torch.Tensor]) -> Planned:
-        """What a call with these positional arguments, and what is held, runs.
 
-        Raises:
-            Unplanned: nothing was planned of such.
-        """
-        last = self._last
-        for known in [last, *self._plans.values()] if last else self._plans.values():
-            if isinstance(known, Planned):
-                metas = [*known.plan.graph.inputs]
-                if [x.shape for x in metas] == [tuple(t.shape) for t in tensors]:
-                    if [x.meta.dtype for x in metas] == [t.dtype for t in tensors]:
-                        return known
-        raise Unplanned("no call with tensors of these shapes was planned")
-
-
-_FUSED: list[Fused] = []
-"""All fused functions, by the number that their operator takes."""
+_PLANNED: list[Planned] = []
+"""All that was planned, by number."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -220,7 +221,7 @@ def _register() -> Any:
 
     def run(tensors: list[torch.Tensor], which: int) -> list[torch.Tensor]:
         taken = {t.untyped_storage().data_ptr() for t in tensors}
-        results = _FUSED[which].of_tensors(tensors).run(tensors)
+        results = _PLANNED[which].run(tensors)
         # An operator's results share no memory with its inputs, nor with each other.
         for i, t in enumerate(results):
             if t.untyped_storage().data_ptr() in taken:
@@ -229,8 +230,8 @@ def _register() -> Any:
         return results
 
     def fake(tensors: list[torch.Tensor], which: int) -> list[torch.Tensor]:
-        known = _FUSED[which].of_tensors(tensors)
-        return [tensors[0].new_empty(v.shape, dtype=v.meta.dtype) for v in known.plan.graph.results]
+        results = _PLANNED[which].plan.graph.results
+        return [tensors[0].new_empty(v.shape, dtype=v.meta.dtype) for v in results]
 
     def back(
         grads: list[torch.Tensor | None],
@@ -240,7 +241,7 @@ def _register() -> Any:
     ) -> list[torch.Tensor]:
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
-            results = _FUSED[which].of_tensors(tensors).torch(inputs)
+            results = _PLANNED[which].torch(inputs)
             pairs = [
                 (r, g)
                 for r, g in zip(results, grads, strict=True)
@@ -311,6 +312,21 @@ def _left(plan: Plan) -> str:
     """What of a plan PyTorch runs, in one line."""
     said = dict.fromkeys(f"{v.called}: {why}" for v, why in plan.why.items())
     return "; ".join(said) or "no product of 16-bit matrices" * (not plan.kernels)
+
+
+def _changed() -> bool:
+    """Whether calls mean something else here than what was recorded."""
+    import torch
+
+    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return casts or torch._C._are_functorch_transforms_active()
+
+
+@functools.lru_cache(maxsize=1)
+def _plain() -> tuple[type, type]:
+    import torch
+
+    return torch.Tensor, torch.nn.Parameter
 
 
 def _names(function: Callable[..., Any], args: Sequence[Any]) -> list[str]:

@@ -5,6 +5,7 @@ What was composed is kept in the user's cache, with the level that the judge gav
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from coda_agent.agent import execution
 from coda_agent.agent.authors.composer import Composer, load
@@ -20,17 +20,15 @@ from coda_agent.agent.judge import judge_candidate
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.plans.trace import Value
-from coda_agent.agent.workspace import packaged_kernels
+from coda_agent.agent.workspace import Kernel as Entry
+from coda_agent.agent.workspace import find, packaged_kernels
 from coda_agent.generated.kernel import Kernel, load_kernel
-from coda_agent.primitives.errors import CodaError, ProgramError
+from coda_agent.primitives.errors import CodaError, MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.objects import user_cache, write_whole
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.draft import Example, draft
 from coda_agent.specs.source import extracted
-
-if TYPE_CHECKING:
-    import torch
 
 _GATES = ("static", "compile", "numerics")
 # By operator: torch takes each name once a process.
@@ -68,15 +66,10 @@ class Composed:
         programs = {self.spec.name: self.program}
         if not self.accepted:
             return _LOADED.setdefault(name, Kernel(self.spec, programs, {}, frozenset(), name))
-        known = load_kernel(packaged_kernels()[self.accepted].folder)
+        known = load_kernel(_accepted()[self.accepted][0].folder)
         like = Kernel(self.spec, programs, known.tuned, known.refused, name)
         like.model = known.model
         return _LOADED.setdefault(name, like)
-
-    @cached_property
-    def packed(self) -> dict[str, tuple[str, ...]]:
-        """Inputs that the kernel takes packed, and the arguments that each is made of."""
-        return {x: tuple(p.name for p in place.parts) for x, place in self.kernel.packing.items()}
 
 
 def composed(
@@ -94,28 +87,29 @@ def composed(
     Raises:
         CodaError: no kernel computes it, or the judge refuses it.
     """
-    element = inputs[a].meta.dtype
-    examples = {name: _example(name, x, element) for name, x in inputs.items()}
+    examples = {name: _example(name, x, inputs[a]) for name, x in inputs.items()}
     key = json.dumps([text, *([n, *e.axes, e.dtype] for n, e in examples.items()), judge_digest()])
     path = user_cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = _kept(path)
     if "refused" in known:
         raise ProgramError(known["refused"])
+    if known.get("accepted", "") and known["accepted"] not in _accepted():
+        known = {}
     try:
         if not known:
             source = extracted(text, "plan")
             spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
             known = {"spec": spec.text, "text": Composer().write(spec, lambda *_: None)}
-            known |= {"level": "", "accepted": _accepted(load(known["text"])[spec.name], spec)}
+            known |= {"level": "", "accepted": _equal(load(known["text"])[spec.name], spec)}
         else:
             name = extracted(text, "plan").name
             spec = load_spec(Path(f"{name}.md"), text=known["spec"])
         if known["accepted"]:
-            known["level"] = packaged_kernels()[known["accepted"]].level
+            known["level"] = "accepted"
         elif judged and known["level"] != _reachable():
             known["level"] = _judged(spec, known["text"])
     except CodaError as error:
-        if kept:
+        if kept and not isinstance(error, MachineError):
             _keep(path, {"refused": error.message})
         raise
     if kept:
@@ -123,11 +117,13 @@ def composed(
     return Composed(spec, known["text"], known["level"], known["accepted"])
 
 
-def _example(name: str, x: Value, element: torch.dtype) -> Example:
+def _example(name: str, x: Value, a: Value) -> Example:
     dtype = str(x.meta.dtype).removeprefix("torch.")
     if not x.shape and dtype != "float32":
         raise CodaError(f"{name} is one number of {dtype}, and a kernel reads float32")
-    return Example(x.shape, "T" if x.meta.dtype == element else dtype)
+    if x.meta.device != a.meta.device:
+        raise CodaError(f"{name} is on {x.meta.device}, and {a.name} on {a.meta.device}")
+    return Example(x.shape, "T" if x.meta.dtype == a.meta.dtype else dtype)
 
 
 def _kept(path: Path) -> dict[str, str]:
@@ -161,14 +157,23 @@ def _judged(spec: Spec, text: str) -> str:
     return str(verdict.level)
 
 
-def _accepted(program: Program, spec: Spec) -> str:
+@lru_cache(maxsize=1)
+def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
+    """The accepted kernels of the package and of the workspace around the current folder."""
+    known = packaged_kernels()
+    with contextlib.suppress(WorkspaceError, MachineError):  # there may be no workspace, nor git
+        known |= {kernel.name: kernel for kernel in find().kernels()}
+    return {
+        name: (kernel, [*load(kernel.program.read_text("utf-8")).values()], load_spec(kernel.spec))
+        for name, kernel in known.items()
+        if kernel.level == "accepted"
+    }
+
+
+def _equal(program: Program, spec: Spec) -> str:
     """The name of the accepted kernel that computes the same with the same types, or ""."""
-    for name, kernel in packaged_kernels().items():
-        if kernel.level != "accepted":
-            continue
-        text = kernel.program.read_text("utf-8")
-        if any(_same(program, p) for p in load(text).values()):
-            theirs = load_spec(kernel.spec)
+    for name, (_, programs, theirs) in _accepted().items():
+        if any(_same(program, p) for p in programs):
             if sorted(_types(theirs)) == sorted(_types(spec)):
                 return name
     return ""

@@ -263,8 +263,6 @@ def _recorder() -> Any:
 
         def entered(self, real: torch.Tensor, wanted: str) -> torch.Tensor:
             """The fake of a real tensor, which is an input from now on."""
-            if id(real) in self.of_real:
-                return self.of_real[id(real)]
             if type(real) not in (torch.Tensor, torch.nn.Parameter):
                 raise Unplanned(f"it takes a {type(real).__name__}, which is no plain tensor")
             symbols: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * real.ndim)
@@ -274,14 +272,19 @@ def _recorder() -> Any:
             self.inputs.append(value)
             self.held.append(real)
             self.by_id[id(meta)] = value
-            self.of_real[id(real)] = meta
             return meta
+
+        def reached(self, real: torch.Tensor) -> torch.Tensor:
+            """The fake of a tensor that is no argument, though it may be the same as one."""
+            if id(real) not in self.of_real:
+                self.of_real[id(real)] = self.entered(real, "held")
+            return self.of_real[id(real)]
 
         def known(self, tensor: torch.Tensor) -> Value:
             if id(tensor) not in self.by_id:
                 if isinstance(tensor, torch._subclasses.FakeTensor):
                     raise Unplanned("a tensor comes from beyond what torch's functions return")
-                tensor = self.entered(tensor, "held")
+                tensor = self.reached(tensor)
             return self.by_id[id(tensor)]
 
         def __torch_function__(
@@ -290,7 +293,7 @@ def _recorder() -> Any:
             def enter(x: Any) -> Any:
                 real = isinstance(x, torch.Tensor) and id(x) not in self.by_id
                 if real and not isinstance(x, torch._subclasses.FakeTensor):
-                    return self.entered(x, "held")
+                    return self.reached(x)
                 return x
 
             args, kwargs = mapped(tuple(args), enter), dict(mapped(kwargs or {}, enter))

@@ -245,6 +245,25 @@ def test_under_compile_it_is_one_operator_with_gradients() -> None:
         assert norms(one, own.float()) < 0.01
 
 
+def test_one_tensor_as_two_arguments_and_other_numbers_of_the_same_shapes() -> None:
+    def function(x: Tensor, w: Tensor, r: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * F.silu(F.linear(x, w) + r)
+
+    square = drawn(64, 64).requires_grad_()
+    other = drawn(64, 64, seed=1).requires_grad_()
+    fused = plain(function)
+    calls: list[Any] = [(square, square, square), (square, other, square)]
+    for args in (*calls, (other, square, square, 3.0)):
+        got, own = fused(*args), function(*args)
+        assert torch.allclose(got, own, atol=2e-2)
+    first, last = fused(square, other, square), fused(square, other, square, 3.0)
+    one, three = (torch.autograd.grad(y.sum(), other)[0] for y in (first, last))
+    assert norms(three, 3 * one.float()) < 0.01
+    with torch.autocast("cpu", torch.bfloat16):
+        fused(square, other, square)
+    assert "autocast" in fused.why
+
+
 def test_the_call_of_flexgemm() -> None:
     x, w = drawn(24, H), drawn(D, H).T
     assert torch.allclose(mm(torch.mm, (x, w), F.relu), F.relu(torch.mm(x, w)), atol=1e-2)
