@@ -64,8 +64,8 @@ def derive(
     for name, text in derived.files.items():
         write_whole(paths[name], text)
     says = [*derived.notes, *(f"wrote {path}" for path in paths.values())]
-    made = " ".join(name for name in derived.files)
-    text = "\n".join([*says, "", derived.code, f"next: coda-agent generate {made}"])
+    after = " && ".join(f"coda-agent generate {name}" for name in derived.files)
+    text = "\n".join([*says, "", derived.code, f"next: {after}"])
     data = {
         "spec": found.name, "form": derived.kernel.form.value, "specs": list(paths.values()),
         "notes": list(derived.notes), "code": derived.code,
