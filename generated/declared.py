@@ -28,6 +28,7 @@ class Declared:
             extent 1 it loses.
         tables: Of tables of part of the rows or columns: place, how many of their dimensions are
             over rows, and which dimensions are of extent 1.
+        numbers: Tensors of one number that are not float32: places.
         outputs: What the declared outputs of each canonical one are, by its name.
         packing: Inputs that are given packed, by name.
     """
@@ -47,6 +48,7 @@ class Declared:
             for part in place.parts
             if part.table is not None
         )
+        self.numbers = tuple(i for i, place in enumerate(layout.inputs) if place.dtype)
         self.outputs = {place.name: _Leaving.of(place, types) for place in layout.outputs}
 
     @property
@@ -78,6 +80,8 @@ class Declared:
                         f"as its dimension {unit}"
                     )
             found[i] = value.squeeze(units) if units else value
+        for i in self.numbers:
+            found[i] = found[i].float() if hasattr(found[i], "shape") else found[i]
         for i, rows, units in self.tables:
             if getattr(found[i], "ndim", None) == len(units):
                 extents = tuple(found[i].shape)

@@ -372,6 +372,8 @@ class Product:
                     made[key][group[0]] = first
                     continue
                 shape, place = found
+                if not output and not gemm and shape.cases == {"": ()} and place.parts[0].units:
+                    place = replace(place, dtype=first.dtype if first.dtype != "float32" else "")
                 if output and self._reduced(first, shape):
                     place = replace(place, dtype=first.dtype)
                     first = first.model_copy(update={"dtype": "float32"})

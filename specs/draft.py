@@ -49,8 +49,9 @@ _MEMORY = 141e9
 """What an H200 holds, in bytes."""
 _VALUES = re.compile("DataDependent|data-dependent|meta tensor", re.IGNORECASE)
 """What errors say where a value is asked of a tensor that has none."""
-_DRAWS = ("normal", "{uniform: [0.5, 1.5]}")
-"""How what is no operand of the product is drawn; the second suits roots and logarithms."""
+_DRAWS = ("normal", "{uniform: [0.5, 1.5]}", "{integers: [0, 2]}")
+"""How what is no operand of the product is drawn: the second suits roots and logarithms, the third
+masks."""
 
 
 @dataclass(frozen=True)
@@ -420,6 +421,9 @@ class _Draft:
                 what = "nothing" if value is None else f"a {type(value).__name__}"
                 hint = "return a tensor, a tuple of tensors or a dict of them"
                 raise SpecError(f"the function returns {what} for {name}", hint=hint)
+            if not value.ndim:
+                message = f"{name} is one number; a kernel reduces over rows, or over columns"
+                raise SpecError(message, hint="return what it is made of, and reduce it with torch")
         return found
 
     def _find_units(self) -> None:
@@ -552,10 +556,30 @@ class _Draft:
             )
         wide = {o for o, face in outputs.items() if self.columns[0] in face.shape}
         by = [wide & {o for o, where in self._changed(x).items() if where.any()} for x in second]
-        if len(first) > 1 or not set[str].intersection(*by):
-            return []
         own = [o for o in outputs if sum(o in some for some in by) == 1]
-        return ["pairs: halves", *[f"split: [{', '.join(own)}]"] * (len(own) == len(second))]
+        apart = len(own) == len(second)
+        if len(first) > 1 or not (set[str].intersection(*by) or self._unlike(second, own)):
+            return []
+        return ["pairs: halves", *[f"split: [{', '.join(own)}]"] * apart]
+
+    def _unlike(self, second: Sequence[str], outputs: Sequence[str]) -> bool:
+        """Whether two outputs, of one weight each, are not computed alike: with weights exchanged,
+        and vectors the same, they are not exchanged."""
+        import torch
+
+        one, *others = (self.shapes[x] for x in second)
+        if len(second) != 2 or len(outputs) != 2 or others != [one]:
+            return False
+        vectors = [x for x, shape in self.shapes.items() if shape == (self.columns[0],)]
+        inputs = self._inputs(self._extents(self._distinct()), TYPES[0])
+        inputs |= {x: inputs[vectors[0]].to(inputs[x].dtype) for x in vectors}
+        signs = [inputs[x] - 1 for x in second]  # a product of either sign, for what bends at 0
+        runs = (
+            self._named(self.function(**inputs | dict(zip(second, weights, strict=True))))
+            for weights in (signs, signs[::-1])
+        )
+        known, turned = ([run[o] for o in outputs] for run in runs)
+        return not all(map(torch.equal, known, turned[::-1]))
 
     def _scales(self, first: Sequence[str], second: Sequence[str]) -> list[str]:
         """A line of the front matter that says by which power of two the function multiplies each

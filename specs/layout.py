@@ -106,8 +106,8 @@ class Place:
         axis: Of the canonical tensor.
         shares: What each part has of the axis, in proportion; empty where sizes alone tell.
         halves: Whether entries 2j and 2j + 1 along the axis are entries j and j + n/2 of the parts.
-        dtype: The declared type of an output that is computed in float32; empty where it is the
-            canonical one.
+        dtype: The declared type of an output that is computed in float32, or of a tensor of one
+            number, which a kernel takes in float32; empty where it is the canonical one.
         packed: Whether a caller has to bring it into canonical form, because a view cannot.
     """
 
@@ -280,13 +280,15 @@ class Layout:
         number: torch.dtype | None = None,
     ) -> dict[str, Any]:
         """Declared inputs of canonical ones; tensors of one number have dtype `number`, by default
-        float32."""
+        their own."""
         import torch
 
         sizes, found = self._sizes_of(inputs), dict[str, Any]()
-        about = {"dtype": number or torch.float32, "device": inputs[self.gemm[0]].device}
+        element, device = inputs[self.gemm[0]].dtype, inputs[self.gemm[0]].device
         for place in self.inputs:
-            found |= place.apart(inputs[place.name], sizes, binding, **about)
+            own = getattr(torch, place.dtype or "float32", None)
+            dtype = number or (own if isinstance(own, torch.dtype) else element)
+            found |= place.apart(inputs[place.name], sizes, binding, dtype=dtype, device=device)
         return found
 
     def canonical(

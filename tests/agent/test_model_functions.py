@@ -68,7 +68,7 @@ REFUSED = {
     "int8_requantise": "return it as float32, and cast it with torch",
     "kl_to_reference": ROWS,
     "lm_cross_entropy": ROWS,
-    "lm_mean_loss": ROWS,
+    "lm_mean_loss": "return what it is made of, and reduce it with torch",
     "masked_key_scores": MASK,
     "mixtral_routing": ROWS,
     "peft_lora_two_products": PRODUCT,

@@ -281,6 +281,12 @@ LAYOUTS: dict[str, Any] = {
         {"z": "[B, T, N]"},
         "return F.silu(F.linear(torch.cat([x, y], -1), w, b))",
     ),
+    "a tensor of one number": lambda: spec(
+        "[x, w]",
+        {"x": "[M, K]", "w": "[N, K]", "a": "[1]"},
+        {"y": "[M, N]"},
+        "return F.prelu(F.linear(x, w), a)",
+    ),
     "a K that is held as a number": lambda: spec(
         "[q, k]",
         {"q": "[B, T, 64]", "k": "[S, 64]"},
