@@ -24,8 +24,8 @@ class Declared:
     Attributes:
         name: The kernel's.
         inputs: Of those that are not passed as they are, in canonical order: place, name, whether
-            its two dimensions change places, how many its columns are, and which dimensions of
-            extent 1 it loses.
+            all of its dimensions but the last become one, whether its two change places,
+            how many its columns are, and which dimensions of extent 1 it loses.
         tables: Of tables of part of the rows or columns: place, how many of their dimensions are
             over rows, and which dimensions are of extent 1.
         numbers: Tensors of one number that are not float32: places.
@@ -37,7 +37,7 @@ class Declared:
         self.name = name
         self.packing = {place.name: place for place in layout.inputs if place.packed}
         self.inputs = tuple(
-            (i, place.name, part.turned, len(part.tail), part.units)
+            (i, place.name, part.flat, part.turned, len(part.tail), part.units)
             for i, place in enumerate(layout.inputs)
             for part in place.parts
             if not place.packed and (part.turned or part.tail or part.units)
@@ -67,10 +67,11 @@ class Declared:
             LaunchError: A dimension that has to be 1 is not.
         """
         found = list(values)
-        for i, name, turned, columns, units in self.inputs:
+        for i, name, flat, turned, columns, units in self.inputs:
             value = found[i]
             if not hasattr(value, "shape"):
                 continue  # a number, or what the kernel refuses
+            value = value.flatten(0, -2) if flat and value.ndim > 2 else value
             value = value.mT if turned and value.ndim == 2 else value
             value = value.flatten(-columns) if columns and value.ndim >= columns else value
             for unit in units:
@@ -91,10 +92,11 @@ class Declared:
     def given(self, values: Sequence[Any]) -> list[Any]:
         """What `entered` makes canonical inputs of, with one dimension of rows."""
         found = list(values)
-        for i, _, turned, columns, units in self.inputs:
+        for i, _, flat, turned, columns, units in self.inputs:
             value = found[i]
             if hasattr(value, "shape"):
                 value = value.mT if turned else value
+                value = value.unsqueeze(0) if flat else value
                 value = value.unflatten(-1, (-1, *[1] * (columns - 1))) if columns else value
                 found[i] = _with_units(value, units)
         for i, rows, units in self.tables:

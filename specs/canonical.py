@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from coda_agent.primitives.kinds import HALVES
 from coda_agent.specs.format import Dim, Header, Output, Shape
-from coda_agent.specs.layout import Axes, Entry, Layout, Part, Place, extent, parts, shown
+from coda_agent.specs.layout import Axes, Entry, Layout, Part, Place, extent, factors, parts, shown
 
 Sum = dict[str, Fraction]
 """An extent as a sum of dims; "" stands for 1."""
@@ -55,6 +55,8 @@ def _sum(entries: Iterable[Entry]) -> Sum:
     total: Sum = {}
     for entry in entries:
         factor, dim, divisor = (entry, "", 1) if isinstance(entry, int) else parts(entry)
+        if len(factors(str(entry))) > 1:
+            dim = str(entry)
         total[dim] = total.get(dim, Fraction(0)) + Fraction(factor, divisor)
     return total
 
@@ -139,7 +141,11 @@ class Product:
         return len(narrow) not in (0, 2)
 
     def _shape(self, operand: str) -> tuple[Entry, ...]:
-        return self.header.inputs[operand].shape.cases[""]
+        """An operand's shape; several dims that both have, and are summed, as one."""
+        a, b = (self.header.inputs[side[0]].shape.cases[""] for side in (self.first, self.second))
+        shape = self.header.inputs[operand].shape.cases[""]
+        alike = len(a) == len(b) > 2 and a[:-1] == b[:-1]
+        return ("*".join(map(str, shape[:-1])), shape[-1]) if alike else shape
 
     def _name_dims(self) -> None:
         """Name M, N and K. A letter that is two of them keeps its name as K, else as M."""
@@ -254,12 +260,18 @@ class Product:
             shape = self._renamed(shape, outer, self.row_names if first else self.column_names)
             axes = tuple(shape[i] for i in outer), (shape[at],)
             units, scale = _units([shape]), self.header.scales.get(x, 1.0)
-            found.append(Part(x, {"": shape}, {"": axes}, turned=at == 0, units=units, scale=scale))
+            several = self.header.inputs[x].shape.cases[""]
+            flat = len(several) > len(shape)
+            cases = {"": several if flat else shape}, {"": axes}
+            found.append(Part(x, *cases, turned=at == 0, units=units, scale=scale, flat=flat))
         halves = self.halves and not first
         element = self.header.inputs[names[0]].dtype
         # The tensor core reads 8-bit operands along K only.
         narrow = "float8_e4m3fn" in self.header.types.get(element, (element,))
         packed = len(names) > 1 or halves or (narrow and at == 0)
+        if packed and any(part.flat for part in found):
+            some = ", ".join(names)
+            raise ValueError(f"{some}: what is packed has one dim to sum over; give a matrix")
         axis = int(self.along_k)
         place = Place(
             "_".join(names), tuple(found), axis, _shares(found, axis), halves, packed=packed
@@ -403,6 +415,8 @@ class Product:
                 f"{shown(self.columns)}, or over both; {step}"
             )
         units = {"": 1} | {x: dim.multiple_of for x, dim in header.dims.items()}
+        for several in (factors(e) for e in self.inner if isinstance(e, str)):
+            units["*".join(several)] = math.prod(units.get(x, 1) for x in several)
         own = {**self.row_names, **self.column_names}
         shapes = header.check_shapes, header.bench_shapes
         checks, benches = ([self._all(sizes) for sizes in some] for some in shapes)

@@ -79,7 +79,7 @@ def _letters(header: Header) -> tuple[list[str], list[str], list[str]]:
         return [], [], []
     product = Product(header)
     rows, columns, inner = (
-        list(dict.fromkeys(parts(e)[1] for e in entries if isinstance(e, str)))
+        list(dict.fromkeys(parts(factors(e)[-1])[1] for e in entries if isinstance(e, str)))
         for entries in (product.lead, product.columns, product.inner)
     )
     return rows, columns, inner

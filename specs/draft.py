@@ -270,7 +270,14 @@ class _Draft:
         joined = len(second) < len(first)  # along K, before one weight
         if joined:
             inners |= {trace.shapes[x][-1]: "R" for x in first}
-        inners[next(left.shape[-1] for left, _ in trace.products)] = "K"
+        inner = next(left.shape[-1] for left, _ in trace.products)
+        inners[inner] = "K"
+        if not joined and inner not in (of_a := trace.shapes[first[0]]):  # of several dims
+            inners = dict.fromkeys(of_a[:-1], "S") | {of_a[0]: "B"}
+            if self.example[first[0]][:-1] != self.example[second[0]][:-1]:
+                hint = "give both as matrices, with one dim to sum over"
+                raise SpecError(f"{self.source.name} sums over several dims", hint=hint)
+            trace.shapes[second[0]] = (*of_a[:-1], trace.shapes[second[0]][-1])
         for name in (*first, *second):
             for symbol, size in zip(trace.shapes[name], self.example[name], strict=True):
                 if not _numeric(symbol) or size == 1:
@@ -309,10 +316,12 @@ class _Draft:
         self.columns = list(dict.fromkeys(self.letters[s] for s in columns))
         if len(second) > 1 and len({*columns.values()}) > 1:
             self.columns = [self._as_multiples(columns, self.columns[0])]
-        inner = {s: size for s, size in extents.items() if s in inners}
-        self.inner = [self._letter(s, inners[s]) for s in inner]
+        sums = {s: size for s, size in extents.items() if s in inners}
+        self.inner = [self._letter(s, inners[s]) for s in sums]
         if joined:
-            self.inner = [self._as_multiples(inner, "K")]
+            self.inner = [self._as_multiples(sums, "K")]
+        elif inner not in inners:
+            self.inner = self.inner[-1:]
         for name, shape in trace.shapes.items():
             for symbol, size in zip(shape, self.example[name], strict=True):
                 if symbol in self.letters:
@@ -414,7 +423,8 @@ class _Draft:
             values = [*returned] if isinstance(returned, tuple | list) else [returned]
             names = self.source.returned
             if len(names) != len(values) or {*names} & {*self.shapes}:
-                names = [f"out{i + 1}" for i in range(len(values))] if len(values) > 1 else ["out"]
+                stem = next(x for x in ("out", "result", "returned") if x not in self.shapes)
+                names = [f"{stem}{i + 1}" for i in range(len(values))] if values[1:] else [stem]
             found = dict(zip(names, values, strict=True))
         for name, value in found.items():
             if not isinstance(value, torch.Tensor):

@@ -72,7 +72,8 @@ class Part:
             each, how many of its dimensions are over rows; else None.
         order: Of an output whose dimensions over rows and over columns are mixed, which one in
             order, from the last, -1, each of its last dimensions is.
-        flat: Whether an output has one dimension of rows, "B*S", where A has several.
+        flat: Whether an output has one dimension of rows, "B*S", where A has several; or an operand
+            several of what is summed, which are one in the canonical one.
         scale: What an operand is multiplied by as it is packed; a power of two, which loses no bit.
     """
 
@@ -91,6 +92,7 @@ class Part:
     def straight(self, value: torch.Tensor) -> torch.Tensor:
         """A declared tensor whose axes stand as in the canonical one: a view, unless scaled."""
         value = value * self.scale if self.scale != 1.0 else value
+        value = value.flatten(0, -2) if self.flat else value
         value = value.mT if self.turned else value
         value = value.flatten(-len(self.tail)) if self.tail else value
         return value.squeeze(self.units) if self.units else value
@@ -243,8 +245,11 @@ class Layout:
         m, n, k = given.values()
         found = dict(self.known[0])
         for total, entries in ((n, self.columns), (k, self.inner)):
-            found |= self._summed(total, entries, found)
-        return found | self._factors(m)
+            if len(several := factors(str(entries[0]))) > 1:
+                found |= self._factors(total, several)
+            else:
+                found |= self._summed(total, entries, found)
+        return found | self._factors(m, self.rows)
 
     def _summed(
         self, total: int, entries: Sequence[Entry], known: Mapping[str, int]
@@ -260,10 +265,10 @@ class Layout:
         step = extent_sum(entries, {**found, letters[0]: unit}) - none
         return found | {letters[0]: max(1, (total - none) // step) * unit}
 
-    def _factors(self, total: int) -> dict[str, int]:
-        """Sizes of the rows' dims, none 1 if that can be."""
-        letters, found = _letters(self.rows), dict[str, int]()
-        left = total // math.prod(e for e in self.rows if isinstance(e, int))
+    def _factors(self, total: int, entries: Sequence[Entry]) -> dict[str, int]:
+        """Sizes at which `entries` have this product, none 1 if that can be."""
+        letters, found = _letters(entries), dict[str, int]()
+        left = total // math.prod(e for e in entries if isinstance(e, int))
         for i, letter in enumerate(letters[:-1]):
             unit = self.multiples[letter]
             rest = math.prod(self.multiples[x] for x in letters[i + 1 :])

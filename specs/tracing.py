@@ -195,7 +195,11 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
             return first, list(right.inputs)
 
     def of(side: Operand, inner: Any) -> str:
-        held = [x for x, shape in trace.shapes.items() if len(shape) > 1 and inner in shape]
+        held = [
+            x
+            for x, shape in trace.shapes.items()
+            if len(shape) > 1 and (inner in shape or math.prod(shape[:-1]) == inner)
+        ]
         return next((x for x in held if x in side.inputs), "")
 
     pairs: dict[tuple[str, str], None] = {}
@@ -225,7 +229,8 @@ def operands(trace: Trace, function: str) -> tuple[list[str], list[str]]:
         if math.prod(left.shape) != math.prod(trace.shapes[pair[0]]):
             hint = "give that part as the argument"
             raise SpecError(f"{function} multiplies a part of {pair[0]}", hint=hint)
-        if pair[0] == pair[1] or sum(e != 1 for e in trace.shapes[pair[1]]) > 2:
+        batch = right.shape[-2] in trace.shapes[pair[1]]
+        if pair[0] == pair[1] or (batch and sum(e != 1 for e in trace.shapes[pair[1]]) > 2):
             what = "with itself" if pair[0] == pair[1] else f"with a batch of matrices, {pair[1]}"
             hint = "take one matrix as an argument of its own, and call the kernel for each"
             raise SpecError(f"{function} multiplies {pair[0]} {what}", hint=hint)

@@ -32,7 +32,7 @@ _FLUSHED = 2.0**-126
 _RANGE = 2.0**-15
 # Functions of torch that are no operation of the vocabulary, and what their error scales with.
 _COMPOSED = (
-    dict.fromkeys(("glu", "mish", "silu"), "argument")
+    dict.fromkeys(("gelu_backward", "glu", "mish", "silu"), "argument")
     | dict.fromkeys(
         (
             "log_sigmoid", "logaddexp", "logaddexp2", "logit", "sinc", "softmax", "special_expit",

@@ -2,7 +2,10 @@
 
 At first sight: of the second fifty 38 were composed, of the third 27. Of the fourth, which was
 written before the third was looked at and first run after all mends for that, 30 were composed, 14
-refused with a next step that works, and 6 refused without one. No result was wrong in any.
+refused with a next step that works, and 6 refused without one. Of the fifth, which was written
+before the mends for the other four and first run after them, 45 were composed and accepted, 4
+refused, and one that was right was disputed by the judge; before these mends 38 were composed. No
+result was wrong in any.
 """
 
 from pathlib import Path
@@ -16,14 +19,15 @@ from coda_agent.specs import load_spec
 from coda_agent.specs.draft import Example, draft
 from coda_agent.specs.source import axes_of, extracted
 from tests.agent import (
+    fifth_model_functions,
     fourth_model_functions,
     model_functions,
     more_model_functions,
     third_model_functions,
 )
 
-FIFTIES = (model_functions, more_model_functions, third_model_functions, fourth_model_functions)
-STEPS = (third_model_functions, fourth_model_functions)
+STEPS = (third_model_functions, fourth_model_functions, fifth_model_functions)
+FIFTIES = (model_functions, more_model_functions, *STEPS)
 EXAMPLES = {x: e for fifty in FIFTIES for x, e in fifty.EXAMPLES.items()}
 EXAMPLES |= {x: e for fifty in STEPS for x, e in fifty.NEXT.items()}
 SOURCES = {x: str(fifty.__file__) for fifty in FIFTIES for x in vars(fifty)}
@@ -49,7 +53,6 @@ REFUSED = {
     "dit_modulation_six": "compute it where c is written, and give the result as the input",
     "dropout_residual_train": DRAWN,
     "fp8_relu_no_casts": "write x.float() @ w.float().T",
-    "linear_weight_grad_batched": "give dy as a matrix, with one dim to sum over",
     "lstm_cell": "return the tensor itself, and do this in the next kernel or with torch",
     "mistral_sliding_scores": MASK,
     "reward_scalar": "pad it with rows to 16",
@@ -74,6 +77,9 @@ REFUSED = {
     "peft_lora_two_products": PRODUCT,
     "simclr_similarity": "do this with torch in the call",
     "two_layer_mlp": PRODUCT,
+    # Of the fifth fifty.
+    "dit_modulation_three": "or split by numbers",
+    "lm_loss_per_token": NEXT,
 }
 """What is not composed, and the part of the refusal that says what to do."""
 
@@ -104,6 +110,7 @@ def test_a_models_function_is_composed_as_given(name: str) -> None:
 def test_how_many_are_refused() -> None:
     """And every step that `NEXT` takes is one that a refusal names."""
     refused = [len(REFUSED.keys() & fifty.EXAMPLES.keys()) for fifty in FIFTIES]
-    assert [len(fifty.EXAMPLES) for fifty in FIFTIES] == [50] * 4
-    assert all(n <= most for n, most in zip(refused, (7, 3, 16, 16), strict=True))
+    assert [len(fifty.EXAMPLES) for fifty in FIFTIES] == [50] * 5
+    assert len(EXAMPLES) == sum(len(f.EXAMPLES) for f in FIFTIES) + sum(len(f.NEXT) for f in STEPS)
+    assert all(n <= most for n, most in zip(refused, (5, 2, 14, 15, 2), strict=True))
     assert {x.removesuffix("_next") for fifty in STEPS for x in fifty.NEXT} <= REFUSED.keys()

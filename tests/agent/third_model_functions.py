@@ -366,10 +366,6 @@ def reward_scalar_next(h, w, b):
     return F.linear(h, w, b).squeeze(-1)
 
 
-def linear_weight_grad_batched_next(dy, x):
-    return torch.einsum("so,si->oi", dy, x)
-
-
 def dropout_residual_train_next(x, w, b, seed, offset, p: float = 0.1):
     y = F.linear(x, w, b)
     u = philox(seed, offset, *y.shape, device=y.device)
@@ -405,7 +401,6 @@ NEXT = {
     "st_moe_z_loss_next": "x=96,80 gate=64,80",
     "fp8_relu_no_casts_next": "x=96,80:float8_e4m3fn w=128,80:float8_e4m3fn",
     "reward_scalar_next": "h=96,80 w=16,80 b=16",
-    "linear_weight_grad_batched_next": "dy=96,128 x=96,80",
     "dropout_residual_train_next": "x=96,80 w=128,80 b=128 seed= offset=",
     "conv1x1_nchw_next": "x=2,8,8,80 w=128,80 b=128",
     "vqvae_nearest_next": "z=96,80 codebook=512,80 z2=96:float32 e2=512:float32",

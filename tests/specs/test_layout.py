@@ -281,6 +281,13 @@ LAYOUTS: dict[str, Any] = {
         {"z": "[B, T, N]"},
         "return F.silu(F.linear(torch.cat([x, y], -1), w, b))",
     ),
+    "a sum over several dims": lambda: spec(
+        "[dy, x]",
+        {"dy": "[B, T, M]", "x": "[B, T, N]"},
+        {"dw": "[M, N]"},
+        "return dy.flatten(0, 1).T @ x.flatten(0, 1)",
+        header="dims: {B: {}, T: {multiple_of: 8}, M: {multiple_of: 8}, N: {multiple_of: 16}}\n",
+    ),
     "a tensor of one number": lambda: spec(
         "[x, w]",
         {"x": "[M, K]", "w": "[N, K]", "a": "[1]"},

@@ -64,13 +64,18 @@ class Layout:
     """Expressions as elements of tensors, at one trace's extents of M, N, N/2, 2*N and K.
 
     With `halves` a spec has columns j and j + N/2 of the product where a kernel has 2j and 2j + 1.
-    `lead` are the extents of the dims of rows.
+    `lead` are the extents of the dims of rows. With `fixed` N is the only one that a kernel takes.
     """
 
     def __init__(
-        self, extents: Mapping[str, int], *, halves: bool = False, lead: Sequence[int] = ()
+        self,
+        extents: Mapping[str, int],
+        *,
+        halves: bool = False,
+        lead: Sequence[int] = (),
+        fixed: bool = False,
     ) -> None:
-        self.extents, self.halves, self.lead = extents, halves, [*lead]
+        self.extents, self.halves, self.lead, self.fixed = extents, halves, [*lead], fixed
         self._numbers: dict[Expr, int] = {}
         self._exprs: list[Expr] = []
         # What the tile reads of a tensor, and which of the tensor's elements each of its own is.
@@ -198,6 +203,25 @@ class Layout:
                     if (found := joined(first, second)) is not None:
                         return found
         return None
+
+    def _ranges(self, codes: torch.Tensor) -> Expr | None:
+        """What is one expression in the first columns and others in the next ones, where N has one
+        size: chosen by the column."""
+        numbers = codes[0] >> _SHIFT
+        starts = [0, *(1 + (numbers.diff() != 0).nonzero().flatten()).tolist(), len(numbers)]
+        if len(starts) > 8:
+            return None
+        found: Expr | None = None
+        for start, stop in reversed([*itertools.pairwise(starts)]):
+            expr = self._exprs[int(numbers[start])]
+            if not expr.dims <= {"M", "N"}:
+                return None
+            if not codes[:, start:stop].equal(self.grid(expr, ("M", "N"))[:, start:stop]):
+                return None
+            column = make("column_index", dims=frozenset("N"))
+            before = make("greater", const(float(stop)), column)
+            found = expr if found is None else make("where", before, expr, found)
+        return found
 
     def _places(self, kind: type[Table], r: int, c: int) -> torch.Tensor | None:
         """Which element of an (R, C) table each of the tile's reads; None where it does not fit."""
@@ -331,6 +355,8 @@ class Layout:
         if not dims or dims[-1] not in _HALF:
             return None
         if dims == ("M", "N") and (found := self._joined(codes)) is not None:
+            return found
+        if dims == ("M", "N") and self.fixed and (found := self._ranges(codes)) is not None:
             return found
         half = _HALF[dims[-1]]
         sides = [self._find(codes[..., start::2], (*dims[:-1], half)) for start in (0, 1)]

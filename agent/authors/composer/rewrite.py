@@ -94,7 +94,8 @@ class _Rewriter:
         own = self.spec.layout
         known = own.sizes(captured.sizes) if own else {}
         lead = [extent(e, known) for e in own.rows] if own else [m]
-        self.layout = Layout(extents, halves=bool(own and own.halves), lead=lead)
+        fixed = self.spec.dims[self.spec.gemm_dims[1]].only is not None
+        self.layout = Layout(extents, halves=bool(own and own.halves), lead=lead, fixed=fixed)
         self.across = Across(self.layout, self._apply)
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
@@ -678,7 +679,8 @@ class _Rewriter:
 _SPELLED = "write it with elementary operations; `level: extend` asks an author for one of its own"
 _ALIKE = (
     "compute all parts of the product's columns alike: what differs, such as a scale of one, is"
-    " part of its weight, or of a vector over all columns"
+    " part of its weight, or of a vector over all columns; or split by numbers, .split([384, 512],"
+    " -1), which fix the size"
 )
 _IN_PLACE = "return a new tensor; `in_place` in the front matter lets a kernel overwrite an input"
 # What arithmetic on conditions is.
