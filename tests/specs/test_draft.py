@@ -232,8 +232,20 @@ def test_element_types() -> None:
             "model.py:5: the function convolves (of 1x1 write F.linear(x, w), with the channels",
         ),
         (
-            "return torch.einsum('bso,bsi->oi', x, w)", {"x": (2, 48, 64), "w": (2, 48, 80)},
+            "return x.transpose(1, 2).flatten(2) @ w.T", {"x": (2, 4, 48, 16), "w": (80, 64)},
             "model.py: f multiplies x in parts, or sums over several of its dims (give x as a mat",
+        ),
+        (
+            "return x.flatten(0, 1).T @ w", {"x": (2, 48, 64), "w": (96, 80)},
+            "model.py: f sums over several dims (give both as matrices, with one dim to sum over)",
+        ),
+        (
+            "return (x * g) @ w.T", {"x": (96, 64), "w": (128, 64), "g": (64,)},
+            "model.py: f multiplies what it makes of x and g (compute that in the call, and take it",
+        ),
+        (
+            "return (x @ w.T).sum()", SQUARE,
+            "model.py: out is one number; a kernel reduces over rows, or over columns (return what",
         ),
         (
             "return (x @ w.T).argmax(-1)", SQUARE,
