@@ -142,7 +142,7 @@ def test_the_prior_knows_what_a_wave_is() -> None:
 
 
 def test_a_tile_that_spills_costs_what_its_spills_do() -> None:
-    """A few are hidden by the other warp group's mainloop, where K is long; many are not."""
+    """Of many, the other warp group's mainloop hides what it takes itself, which K says."""
     shape, config = (8192, 4096, 4096), TileConfig(128, 128, 2, 1, True)
 
     def us(stores: int, k: int = 4096) -> float:
@@ -151,10 +151,10 @@ def test_a_tile_that_spills_costs_what_its_spills_do() -> None:
             config
         ]
 
-    assert us(0) == us(40) == us(100)
-    # 16 waves of 873 stores took 600 us longer than the product.
+    # On an H200 144 stores took 45 to 75 us longer than none, and 873 took 600.
+    assert 40 < us(144) - us(0) < 75
     assert 500 < us(873) - us(0) < 1000
-    assert us(100, 512) > us(0, 512)
+    assert us(300, 512) - us(0, 512) > 2 * (us(300) - us(0))
     first = propose(plain, *shape)[0]
     assert propose(plain, *shape, spills={first.label: 900})[0] != first
 
