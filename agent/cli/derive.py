@@ -10,7 +10,7 @@ from coda_agent.agent.cli.report import reported
 from coda_agent.agent.cli.targets import here
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, resolve_spec
-from coda_agent.primitives.errors import CodaError, WorkspaceError
+from coda_agent.primitives.errors import CodaError, ProgramError, WorkspaceError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.specs import load_spec
 
@@ -45,6 +45,7 @@ def derive(
     as_json: Json = False,
 ) -> Reply:
     """Derive the specs of the backward pass of SPEC; they are checked against autograd."""
+    from coda_agent.agent.authors.composer import Composer
     from coda_agent.agent.derive import backward as deriving
     from coda_agent.agent.derive.checking import check
     from coda_agent.agent.derive.steps import Asked
@@ -57,17 +58,22 @@ def derive(
     chosen = {x: value for x, _, value in (option.partition("=") for option in choose or ())}
     derived = deriving.derive(found, asked, chosen)
     check(derived)
+    says = [*derived.notes]
     paths = {name: workspace.specs / f"{name}.md" for name in derived.files}
     for name, path in paths.items():
         if path.exists() and path.read_text("utf-8") != derived.files[name] and not force:
             raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
     for name, text in derived.files.items():
         write_whole(paths[name], text)
-    says = [*derived.notes, *(f"wrote {path}" for path in paths.values())]
+        try:
+            Composer().write(load_spec(paths[name]), lambda *_: None)
+            says.append(f"wrote {paths[name]}")
+        except ProgramError as error:
+            says.append(f"wrote {paths[name]}, which the composer leaves to an author: {error}")
     after = " && ".join(f"coda-agent generate {name}" for name in derived.files)
     text = "\n".join([*says, "", derived.code, f"next: {after}"])
     data = {
         "spec": found.name, "form": derived.kernel.form.value, "specs": list(paths.values()),
-        "notes": list(derived.notes), "code": derived.code,
+        "notes": says, "code": derived.code,
     }  # fmt: skip
     return Reply(data, text)

@@ -12,12 +12,12 @@ from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.authors.composer.emit import emit
 from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.agent.derive.spelling import function
-from coda_agent.agent.derive.steps import Asked, Form, Kernel, Unfused, kernel, named
+from coda_agent.agent.derive.steps import Asked, Form, Kernel, Unfused, expanded, kernel, named
 from coda_agent.primitives.errors import ProgramError, SpecError
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.inspect import datasheet
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import ColSum, HeadTable, RowMean, Tile, WideTile
+from coda_agent.primitives.resources import ColSum, RowMean, Tile, WideTile
 from coda_agent.primitives.tables import Table
 from coda_agent.specs import Spec
 from coda_agent.specs.format import Draw
@@ -40,6 +40,7 @@ class Backward:
         kernel: What the backward kernel computes.
         code: `backward(...)` in PyTorch, which calls the kernels by their names.
         notes: What was chosen and why, a sentence each.
+        tables: Inputs that kernels here take as tiles, and how PyTorch makes those.
     """
 
     spec: Spec
@@ -49,6 +50,7 @@ class Backward:
     kernel: Kernel
     code: str
     notes: tuple[str, ...]
+    tables: Mapping[str, str]
 
 
 def derive(spec: Spec, asked: Asked, binding: Mapping[str, str] | None = None) -> Backward:
@@ -128,6 +130,11 @@ class _Writer:
         self.first, self.second = spec.gemm
         self.eight = spec.inputs[self.first].dtype.startswith("float8")
         self.saved = named(spec, "P")
+        self.tables = {
+            name: expanded(kind, name, self.first, self.second)
+            for name, kind in program.operands.items()
+            if issubclass(kind, Table)
+        }
 
     def backward(self) -> Backward:
         x, files, name = self.chosen, dict[str, str](), f"{self.stem}_bwd"
@@ -149,11 +156,11 @@ class _Writer:
         code = head + self._code(f"out = {name}({', '.join(f'{n}={g}' for n, g in given.items())})")
         self._remark()
         return Backward(
-            self.spec, self.binding, self.asked, files, x, code, tuple(self.notes)
+            self.spec, self.binding, self.asked, files, x, code, tuple(self.notes), self.tables
         )  # fmt: skip
 
     def _remark(self) -> None:
-        x, operands = self.chosen, self.program.operands
+        x = self.chosen
         if x.again:
             self.notes.append(
                 f"{x.again} is computed again for the next weight's gradient: 2·M·N bytes fewer are"
@@ -165,9 +172,9 @@ class _Writer:
                 f"{self.second} scales its own, as --norm has it, and the gradient of {x.scale} is "
                 "a row mean here."
             )
-        tables = [n for n, kind in operands.items() if issubclass(kind, (Table, HeadTable))]
-        if tables:
-            self.notes.append(f"Gradients of what is repeated are left out: {', '.join(tables)}.")
+        if self.tables:
+            listed = " and ".join(self.tables)
+            self.notes.append(f"Kernels take {listed} as tiles here, 2·M·N bytes each.")
 
     def _code(self, call: str) -> str:
         """`backward` from the call of the kernel on."""
@@ -195,6 +202,8 @@ class _Writer:
         """What the backward kernel is given: an index as a number, and a mean's gradient as that of
         each element."""
         known, output = self.spec.inputs.get(leaf), leaf.removeprefix("d")
+        if leaf in self.tables:
+            return self.tables[leaf]
         if known is not None:
             return f"{leaf}.float()" if known.dtype.startswith("int") else leaf
         if leaf == output or self.program.outputs.get(output) is not RowMean:
@@ -280,6 +289,7 @@ class _Writer:
             for tensors in (spec.inputs, spec.outputs)
         )
         inputs = {x: f._replace(draw=_drawn(spec.inputs[x].draw)) for x, f in inputs.items()}
+        inputs |= {x: inputs[x]._replace(shape=(m, n)) for x in self.tables}
         outputs[self.saved] = Face((m, n), "T")
         a, b = spec.gemm
         product = f"{a}.float() @ {b}.float().T" if self.eight else f"({a} @ {b}.T).float()"

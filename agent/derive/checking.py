@@ -115,7 +115,8 @@ def gradients(
     known = {x: t.detach() for x, t in outputs.items()}
     for name, text in derived.files.items():
         if name.endswith("_fwd"):
-            known |= run(load_spec(Path(f"{name}.md"), text=text), dict(plain))
+            tiles = {x: eval(said, {**plain}) for x, said in derived.tables.items()}
+            known |= run(load_spec(Path(f"{name}.md"), text=text), plain | tiles)
     found = _backward(derived, run, exact)(**_taken(derived, {**plain, **known, **given}))
     expected = dict(zip(floating, truth, strict=True))
     return (

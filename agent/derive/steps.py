@@ -31,7 +31,6 @@ from coda_agent.primitives.resources import (
     ColSum,
     ColVector,
     HalfTile,
-    HeadTable,
     RowGather,
     RowLogSumExp,
     RowMean,
@@ -269,7 +268,6 @@ class _Build:
             if n.op == "operand"
             and n.shape is not Shape.INDEX
             and n.name not in (*self.asked.without, scale)
-            and self.program.operands[n.name] in (Tile, WideTile, ColVector, RowVector, Scalar)
         }
 
     def _seeds(self) -> tuple[dict[int, Operand], dict[int, Operand]]:
@@ -366,6 +364,9 @@ class _Build:
                 hint=f"--without {operand} leaves it out",
             )
         gradients[operand] = f"{name}.sum()" if kind is Scalar else name
+        if issubclass(kind, Table):
+            gradients[operand] = folded(kind, operand, name, self.spec.gemm[1])
+            kind = Tile
         if kind is RowVector and self.half:
             gradients[operand] = f"torch.stack(({name}_even, {name}_odd), dim=-1).flatten()"
         made[name] = reduced.get(kind, WideTile if self.half else kind), gradient
@@ -393,11 +394,6 @@ class _Build:
         """Raises:
         ProgramError: no kernel can have it.
         """
-        for name in final.leaves:
-            kind = self.program.operands.get(name, Tile)
-            if issubclass(kind, (Table, HeadTable)):
-                message = f"the gradient needs {name!r}, which is repeated over the tile"
-                raise ProgramError(message, hint="give it to the forward spec as a tile (M, N)")
         if final.form is Form.ELEMENTWISE:
             return
         for node in (n for n in statistics(final.graph).nodes if n.op == "operand"):
@@ -420,6 +416,27 @@ class _Build:
         if self.half and any(s is Shape.ROW for s in final.leaves.values()):
             rows = ", ".join(x for x, s in final.leaves.items() if s is Shape.ROW)
             raise Unfused(f"no kernel of half width reads {rows} of full width")
+
+
+def expanded(kind: type[Table], table: str, first: str, second: str) -> str:
+    """A table as the tile that a kernel of the backward reads, in PyTorch."""
+    rows, each = f"{first}.shape[0] // {table}.shape[0]", _each(kind, table, second)
+    down = f".repeat_interleave({rows}, 0)" if kind.sample else f".repeat({rows}, 1)"
+    across = f"{second}.shape[0] // ({table}.shape[1] * {each})"
+    wide = "" if each == "1" else f".repeat_interleave({each}, 1)"
+    return f"{table}{down}{wide}.repeat(1, {across})"
+
+
+def folded(kind: type[Table], table: str, gradient: str, second: str) -> str:
+    """The gradient of a table, out of that of the tile."""
+    rows = f"({table}.shape[0], -1)).sum(1)" if kind.sample else f"(-1, {table}.shape[0])).sum(0)"
+    columns = f"(-1, {table}.shape[1], {_each(kind, table, second)})).sum((1, 3))"
+    return f"{gradient}.unflatten(1, {columns}.unflatten(0, {rows}"
+
+
+def _each(kind: type[Table], table: str, second: str) -> str:
+    """How many adjacent columns read one of a table."""
+    return str(kind.step) if kind.step else f"({second}.shape[0] // {table}.shape[1])"
 
 
 def _recorded(op: str, *args: Any) -> Any:
