@@ -39,8 +39,8 @@ _CONTENDS = 1.4
 # as long as either.
 _EDGE = 4.0
 # Microseconds that 128 threads take for one store to local memory each and for loading it again. On
-# an H200 (2026-11-23) 901 of them took 82 us a tile, of which the other warp group's mainloop hid
-# its own time; 144 to 221 took 2 to 5 us, and nothing was hidden.
+# an H200 (2026-11-23) tiles with 901 of them took 82 us, as if the other warp group's mainloop hid
+# its own time of that; 144 to 221 took 2 to 5 us more than none.
 _SPILLED_US, _LEAST_US = 0.085, 0.02
 
 
@@ -252,7 +252,8 @@ def prior(
         for columns in (1024, 2048)
     )
     element = (two - one) / (128 * 1024)
-    # Each subtile waits for what it reads of tables: on an H200 8 us a tile of 128 x 256.
+    # Each subtile waits for what it reads of tables. With this the formula comes near to what
+    # tiles of 128 x 128 and of 128 x 256 took on an H200, with one table as with four (2026-11-23).
     waits = 4.0 * any(issubclass(kind, Table) for kind in program.operands.values())
     costs = {config: _guessed(config, element, waits) for config in offered(program, [shape])}
     for config, cost in costs.items() if spills else ():
