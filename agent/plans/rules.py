@@ -128,6 +128,7 @@ def carry_row_factors(
     rests: dict[Value, tuple[Value, list[tuple[Value, bool]]] | None] = {}
     made: list[Value] = []
     instead: dict[Value, Value] = {}
+    was: dict[Value, Value] = {}
 
     def new(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
         metas, kept = mapped((args, kwargs), lambda x: x.meta if isinstance(x, Value) else x)
@@ -154,7 +155,7 @@ def carry_row_factors(
             rests[a], why = (
                 (None, "no kernel takes the product with it")
                 if a.name in barred
-                else _carried(a, by, graph, new)
+                else _carried(a, was.get(a, a), by, graph, new)
             )
             if rests[a] is None:
                 del made[start:]
@@ -174,6 +175,7 @@ def carry_row_factors(
         if bias is not None:
             last = new(operator.add, last, bias)
         instead[value] = new(torch.Tensor.to, last, value.meta.dtype)
+        was[instead[value]], by[instead[value]] = value, by[value]
     results = [replaced(x) for x in graph.results]
     return alive(replace(graph, values=made, results=results))
 
@@ -209,7 +211,7 @@ def flatten_rows(graph: Graph, notes: list[Note]) -> Graph:
 
 
 def _carried(
-    a: Value, by: dict[Value, list[Value]], graph: Graph, new: Callable[..., Value]
+    a: Value, was: Value, by: dict[Value, list[Value]], graph: Graph, new: Callable[..., Value]
 ) -> tuple[tuple[Value, list[tuple[Value, bool]]] | None, str]:
     """What is left of A without its rows' factors, and these with whether they divide; or None, and
     why not. Nothing is said of what has no norm about it."""
@@ -226,9 +228,9 @@ def _carried(
         return None, ""  # known beforehand, so the composer may do with it as it likes
     if above([rest], lambda v: _whole_row(v, a.shape[-1])):
         return None, f"{row}, but so is something else in it that is no factor"
-    if others := [u for u in by[a] if product(u) is None or product(u)[0] is not a]:  # type: ignore[index]
+    if others := [u for u in by[a] if (product(u) or (None,))[0] not in (a, was)]:
         return None, f"{row}, but {others[0].called} needs the scaled matrix too"
-    if a in graph.results:
+    if was in graph.results:
         return None, f"{row}, but the scaled matrix is a result"
     if not above([rest], lambda v: product(v) is not None) and rest.func is not None:
         return None, f"{row}, but no product makes it: the norm would write a matrix as before"
