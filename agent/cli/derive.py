@@ -48,7 +48,7 @@ def derive(
     from coda_agent.agent.authors.composer import Composer
     from coda_agent.agent.derive import backward as deriving
     from coda_agent.agent.derive.checking import check
-    from coda_agent.agent.derive.steps import Asked
+    from coda_agent.agent.derive.kernel import Asked
 
     if not backward:
         raise CodaError("derive needs --backward, the one thing that it derives")

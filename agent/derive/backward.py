@@ -11,8 +11,9 @@ from coda_agent.agent.authors.composer import load
 from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.authors.composer.emit import emit
 from coda_agent.agent.authors.composer.rewrite import rewrite
+from coda_agent.agent.derive.kernel import Asked, Form, Kernel, Unfused, named
 from coda_agent.agent.derive.spelling import function
-from coda_agent.agent.derive.steps import Asked, Form, Kernel, Unfused, expanded, kernel, named
+from coda_agent.agent.derive.steps import expanded, kernel
 from coda_agent.primitives.errors import ProgramError, SpecError
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.inspect import datasheet
@@ -130,6 +131,7 @@ class _Writer:
         self.first, self.second = spec.gemm
         self.eight = spec.inputs[self.first].dtype.startswith("float8")
         self.saved = named(spec, "P")
+        self.next = tuple(named(spec, x) for x in ("dY", "W"))
         self.tables = {
             name: expanded(kind, name, self.first, self.second)
             for name, kind in program.operands.items()
@@ -150,7 +152,7 @@ class _Writer:
         else:
             files[name] = self._spec(name)
             merged = x.form is Form.MERGED
-            given = dict(zip("AB", ("dY", "W") if merged else self.spec.gemm, strict=True))
+            given = dict(zip("AB", self.next if merged else self.spec.gemm, strict=True))
         files[WEIGHT_GRADIENT] = Path(__file__).with_name("weight_gradient.md").read_text("utf-8")
         given |= {leaf: self._argument(leaf) for leaf in x.leaves}
         code = head + self._code(f"out = {name}({', '.join(f'{n}={g}' for n, g in given.items())})")
@@ -181,7 +183,7 @@ class _Writer:
         x, a, b = self.chosen, self.first, self.second
         forward = [n for n in self.spec.inputs if n not in (a, b)]
         saved = [n for n in x.leaves if n == self.saved or n in self.spec.outputs]
-        taken = [a, b, *forward, *saved, *(["dY", "W"] if self.asked.into else []), *x.leaves]
+        taken = [a, b, *forward, *saved, *(self.next if self.asked.into else ()), *x.leaves]
         own, scaled = f".to({x.target}.dtype)", f" * {x.scale}[:, None]" if x.scale else ""
         left, right = (f"{side}{own}" if self.eight else side for side in (b, a))
         left = f"({x.target} @ {left}){scaled}" if scaled else f"{x.target} @ {left}"
@@ -195,6 +197,8 @@ class _Writer:
             *(f'    "{name}": {text},' for name, text in x.gradients.items()),
             "}",
         ]
+        if self.asked.into:
+            body.insert(0, f"# {self.next[0]} is the gradient of {self.asked.into} {self.next[1]}ᵀ")
         line = ", ".join(dict.fromkeys(taken))
         return f"def backward({line}):\n" + textwrap.indent("\n".join(body), "    ") + "\n"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.derive.backward import Backward
-from coda_agent.agent.derive.steps import named
+from coda_agent.agent.derive.kernel import named
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import Spec, draw_inputs, load_spec, run_reference
 
@@ -104,7 +104,7 @@ def gradients(
             given[named(spec, "r")] = r.detach()
         dy = drawn(tuple(y.shape), y.dtype)
         losses.append((y * dy).sum(dtype=torch.float64))
-        given |= {"dY": dy, "W": weight}
+        given |= {named(spec, "dY"): dy, named(spec, "W"): weight}
         if asked.norm:
             z = (y * dy).sum(-1, dtype=torch.float64) / columns
             given[named(spec, "z")] = z.detach().to(given[named(spec, "r")].dtype)

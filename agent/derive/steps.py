@@ -1,20 +1,13 @@
-"""What the kernel of a backward pass computes, as a graph.
-
-Three forms differ in what brings the gradient and where forward values come from:
-- merged: the product is the one that brings the gradient of the output that the next layer takes;
-- recomputed: the product is the forward one again, and all gradients are tiles;
-- elementwise: no product, for PyTorch.
-"""
+"""What the kernel of a backward pass computes: the cut between what is saved and what is not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from coda_agent.agent.derive.adjoint import adjoints
 from coda_agent.agent.derive.factor import factored
+from coda_agent.agent.derive.kernel import FORWARD, PRODUCT, Asked, Form, Kernel, Unfused, named
 from coda_agent.primitives.derivatives import plus, times
 from coda_agent.primitives.elementary import equal
 from coda_agent.primitives.errors import ProgramError
@@ -44,77 +37,6 @@ from coda_agent.primitives.tables import Table
 from coda_agent.specs import Spec
 
 
-class Unfused(ProgramError):
-    """No epilogue computes it, but PyTorch does."""
-
-
-class Form(Enum):
-    """What brings the gradient."""
-
-    MERGED = "merged"
-    RECOMPUTED = "recomputed"
-    ELEMENTWISE = "elementwise"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a user says of the layers around a forward kernel.
-
-    Attributes:
-        into: The output that the next product multiplies; empty where gradients come as tensors.
-        norm: The row mean of squares of which the next product's rows are scaled by rsqrt(s + ε).
-        kept: Outputs that are there for the backward pass alone, and have no gradient.
-        without: Inputs whose gradients are not wanted.
-    """
-
-    into: str = ""
-    norm: str = ""
-    kept: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-
-
-@dataclass
-class Kernel:
-    """A backward kernel.
-
-    Attributes:
-        form: What brings the gradient.
-        half: Whether its N is half of the forward kernel's.
-        graph: What it computes; its operands are the `leaves`.
-        leaves: Shape, as `Shape`, of each operand, in order.
-        kinds: What each output is.
-        target: The output that is the gradient of the product, or of the scaled product; empty
-            where that is `alias`.
-        scale: The operand that scales the product's rows and is left to the next step; or empty.
-        gradients: How each gradient follows from the outputs, in PyTorch.
-        saved: The forward node that has to be stored for it; None where none has.
-        again: The output that is the next layer's input, computed again; or empty.
-    """
-
-    form: Form
-    half: bool
-    graph: Graph
-    leaves: dict[str, Shape]
-    kinds: dict[str, type] = field(default_factory=dict[str, type])
-    target: str = ""
-    scale: str = ""
-    gradients: dict[str, str] = field(default_factory=dict[str, str])
-    saved: int | None = None
-    again: str = ""
-
-    @property
-    def computes(self) -> bool:
-        """Whether an output is more than one of the operands as it is."""
-        nodes, roots = self.graph.nodes, self.graph.outputs
-        return any(nodes[i].args or self.kinds[o] is not Tile for o, i in roots.items())
-
-
-PRODUCT = ""
-"""The name of the leaf that is the product."""
-FORWARD = "?"
-"""The name of the leaf that stands for the forward product, which a merged kernel has not."""
-
-
 def kernel(program: Program, spec: Spec, asked: Asked, form: Form) -> Kernel:
     """The backward kernel of a form, with the latest forward tile saved that it can do with.
 
@@ -131,13 +53,6 @@ def kernel(program: Program, spec: Spec, asked: Asked, form: Form) -> Kernel:
         if FORWARD not in _live(found.graph):
             return found
     raise fault or AssertionError("the product itself can be saved")
-
-
-def named(spec: Spec, wanted: str) -> str:
-    """A name that the forward spec has not."""
-    while wanted in (*spec.inputs, *spec.outputs, *(f"d{o}" for o in spec.outputs)):
-        wanted += "_"
-    return wanted
 
 
 def _tiles(program: Program) -> list[int]:
@@ -165,6 +80,9 @@ class _Build:
         self.program, self.spec, self.asked, self.form = program, spec, asked, form
         self.forward, self.b = program.graph, Graph()
         into = program.outputs.get(asked.into)
+        for name in (f"d{o}" for o in program.outputs if o not in asked.kept):
+            if name in spec.inputs or name in spec.outputs:
+                raise ProgramError(f"{name!r} would be the name of a gradient too: rename it")
         if into not in (None, Tile, HalfTile, AddTile):
             raise ProgramError(f"no product multiplies output {asked.into!r}, a {into.__name__}")
         self.half = form is Form.MERGED and into is HalfTile
@@ -173,7 +91,7 @@ class _Build:
         self.stored: dict[int, str] = {}
         if form is not Form.RECOMPUTED:
             for o, kind in program.outputs.items():
-                if kind is Tile and self.dtype(o) == "T":
+                if kind is Tile and spec.outputs[o].dtype not in ("float32", "float8_e4m3fn"):
                     self.stored.setdefault(self.forward.outputs[o], o)
         if saved is not None:
             self.stored[saved] = named(spec, "P")
@@ -187,18 +105,18 @@ class _Build:
         }
         self.values: list[Operand] = self.forward.replay(acc, given, _recorded, known)
 
-    def dtype(self, tensor: str) -> str:
-        found = (self.spec.inputs.get(tensor) or self.spec.outputs[tensor]).dtype
-        return "float32" if found == "float32" else found if found.startswith("float8") else "T"
-
     def leaf(self, name: str, shape: Shape) -> Value:
         return self.b.add(Node("operand", (), shape, name))
 
     def kernel(self) -> Kernel:
         scale, target = self._scaled_rows()
-        operands = self._wanted(scale)
-        acc = next(i for i, n in enumerate(self.forward.nodes) if n.op == "acc")
-        leaves = [acc if target is None else target, *operands.values()]
+        left_out = (*self.asked.without, scale)
+        operands = {
+            n.name: i
+            for i, n in enumerate(self.forward.nodes)
+            if n.op == "operand" and n.shape is not Shape.INDEX and n.name not in left_out
+        }
+        leaves = [target, *operands.values()]
         plain, scaled = self._seeds()
         found = adjoints(self.forward, self.values, plain, leaves)
         if self.asked.norm:
@@ -208,14 +126,12 @@ class _Build:
             found = {i: plus(times(inner.get(i, 0.0), r), found.get(i, 0.0)) for i in leaves}
         made: dict[str, tuple[type, Operand]] = {}
         gradients: dict[str, str] = {}
-        top = found.get(leaves[0], 0.0)
+        top = found.get(target, 0.0)
         if not isinstance(top, Value):
             raise ProgramError("no output with a gradient varies with the product")
-        tile = WideTile if self.half else Tile
         name = self._named("dH" if scale else "dP")
-        made[name] = tile, top
+        made[name] = WideTile if self.half else Tile, top
         if scale and scale not in self.asked.without:
-            assert target is not None
             stat = self._named("z" if not self.asked.norm else "z_r")
             made[stat] = RowMean, times(top, self.values[target])
             columns = f"{self.spec.gemm[1]}.shape[0]" + (" / 2" if self.half else "")
@@ -233,8 +149,7 @@ class _Build:
             for suffix, value in _stored(graph, kind, root) if self.half else [("", root)]:
                 final.kinds[output + suffix] = kind
                 graph.outputs[output + suffix] = value.index
-        given = {PRODUCT, *(n.name for n in graph.nodes if n.name.startswith("d"))}
-        final.graph = factored(graph.prune(), given)
+        final.graph = factored(graph.prune(), {PRODUCT, *(f"d{o}" for o in self.program.outputs)})
         final.leaves = self._order(final.graph)
         self._check(final)
         return final
@@ -242,33 +157,18 @@ class _Build:
     def _named(self, wanted: str) -> str:
         return named(self.spec, wanted)
 
-    def _scaled_rows(self) -> tuple[str, int | None]:
-        """The float32 vector that scales the product's rows before all else, and the node that is
-        the scaled product."""
+    def _scaled_rows(self) -> tuple[str, int]:
+        """The float32 vector that scales the product's rows before all else, if any, and the node
+        that is the product, scaled."""
         nodes = self.forward.nodes
-        acc = next((i for i, n in enumerate(nodes) if n.op == "acc"), -1)
-        users = [i for i, n in enumerate(nodes) if acc in n.args and n.op not in PLACED]
-        if len(users) != 1 or nodes[users[0]].op != "mul":
-            return "", None
-        other = (
-            next(a for a in nodes[users[0]].args if a != acc)
-            if nodes[users[0]].args != (acc, acc)
-            else acc
-        )
-        name, again = nodes[other].name, [n for n in nodes if other in n.args]
-        if nodes[other].op != "operand" or nodes[other].shape is not Shape.COL or len(again) != 1:
-            return "", None
-        return (name, users[0]) if self.dtype(name) == "float32" else ("", None)
-
-    def _wanted(self, scale: str) -> dict[str, int]:
-        """The operands whose gradients are wanted, and their nodes."""
-        return {
-            n.name: i
-            for i, n in enumerate(self.forward.nodes)
-            if n.op == "operand"
-            and n.shape is not Shape.INDEX
-            and n.name not in (*self.asked.without, scale)
-        }
+        acc = next(i for i, n in enumerate(nodes) if n.op == "acc")
+        first, *more = (i for i, n in enumerate(nodes) if acc in n.args and n.op not in PLACED)
+        for a in () if more or nodes[first].op != "mul" else nodes[first].args:
+            node, users = nodes[a], sum(a in n.args for n in nodes)
+            if node.op == "operand" and node.shape is Shape.COL and users == 1:
+                if self.spec.inputs[node.name].dtype == "float32":
+                    return node.name, first
+        return "", acc
 
     def _seeds(self) -> tuple[dict[int, Operand], dict[int, Operand]]:
         """Gradients of forward nodes; and those that the norm's row scale is still missing in."""
@@ -277,7 +177,7 @@ class _Build:
         for o, kind in self.program.outputs.items():
             node = self.forward.outputs[o]
             if o == self.asked.into:
-                seeds, gradient = scaled if self.asked.norm else plain, self._incoming(kind)
+                seeds, gradient = scaled if self.asked.norm else plain, self.product
             elif o == self.asked.norm:
                 # ds of r = rsqrt(s + ε), where z · N / r is the gradient of r; a mean's by element.
                 r, z = (self.leaf(self._named(x), Shape.COL) for x in "rz")
@@ -291,15 +191,10 @@ class _Build:
             seeds[node] = plus(seeds.get(node, 0.0), gradient)
         return plain, scaled
 
-    def _incoming(self, kind: type) -> Value:
-        if self.form is Form.MERGED:
-            return self.product
-        return self.leaf(f"d{self.asked.into}", Shape.HALF if kind is HalfTile else Shape.TILE)
-
     def _given(self, o: str, kind: type, node: int) -> Operand:
         """The gradient that a tensor brings of an output."""
         hint = f"where {o} has no gradient, --kept {o}"
-        if self.dtype(o).startswith("float8"):
+        if self.spec.outputs[o].dtype.startswith("float8"):
             raise ProgramError(f"output {o!r} is rounded to 8 bits: no gradient", hint=hint)
         name = f"d{o}"
         if kind in (RowSum, RowMean):
@@ -329,17 +224,18 @@ class _Build:
         """The next layer's input, for the gradient of its weight; None where it has to be kept."""
         if self.form is not Form.MERGED:
             return None
-        node = self.forward.outputs[self.asked.into]
+        node, value = self.forward.outputs[self.asked.into], None
         if self.program.outputs[self.asked.into] is AddTile:
             return None  # what its buffer held is not known here
-        if node in self.stored and not self.asked.norm and self.stored[node] == self.asked.into:
-            return None
-        value = self.values[node]
-        if self.stored.get(node) == self.asked.into:
+        if self.stored.get(node) != self.asked.into:
+            value = self.values[node]
+        elif self.asked.norm:
             # Computed rather than loaded: what it is made of is loaded anyway.
             n = self.forward.nodes[node]
             value = _recorded(n.op, *(self.values[a] for a in n.args))
-        return times(value, self.leaf(self._named("r"), Shape.COL)) if self.asked.norm else value
+        if value is None or not self.asked.norm:
+            return value
+        return times(value, self.leaf(self._named("r"), Shape.COL))
 
     def _operand(
         self, operand: str, gradient: Operand, top_name: str, top: Value,
@@ -381,14 +277,12 @@ class _Build:
         return graph, [values[root.index] for root in roots if isinstance(root, Value)]
 
     def _order(self, graph: Graph) -> dict[str, Shape]:
+        """The operands: what is saved, what the forward has too, and gradients."""
         found = {n.name: n.shape for n in graph.nodes if n.op == "operand" and n.name != PRODUCT}
+        r, z = ([self._named(x)] if self.asked.norm else [] for x in "rz")
+        order = [*self.stored.values(), *r, *self.program.operands, *self.program.outputs, *z]
         live = _live(graph)
-        r, z = self._named("r"), self._named("z")
-        saved = [*self.stored.values()]
-        order = [*saved, *([r] if self.asked.norm else []), *self.program.operands]
-        order += [o for o in self.program.outputs] + [z]
-        names = [x for x in dict.fromkeys([*order, *found]) if x in live and x in found]
-        return {x: found[x] for x in names if x != PRODUCT}
+        return {x: found[x] for x in dict.fromkeys([*order, *found]) if x in found and x in live}
 
     def _check(self, final: Kernel) -> None:
         """Raises:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coda_agent.agent.authors.composer import Composer, load
 from coda_agent.agent.derive.backward import WEIGHT_GRADIENT, Backward, derive
 from coda_agent.agent.derive.checking import check, exactly, gradients
-from coda_agent.agent.derive.steps import Asked, Form
+from coda_agent.agent.derive.kernel import Asked, Form
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.primitives.errors import CodaError, ProgramError, SpecError
 from coda_agent.specs import Spec, admit, load_spec
