@@ -153,6 +153,18 @@ def test_a_refused_tile_is_never_dispatched(
         assert kernel.choose(*shape, "bfloat16") not in (None, best, replace(best, swizzle=2))
 
 
+def test_a_tile_that_spills_by_the_evidence_is_not_the_priors_pick(tmp_path: Path) -> None:
+    about = (8192, 4096, 4096), "bfloat16", "some GPU"
+    plain = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
+    best = plain.ranked(*about)[0]
+    evidence = {"compiled": {"spills": {best.label: 900}}}
+    folder = tmp_path / "gemm_residual_partial_rmsnorm"
+    (folder / "evidence.json").write_text(json.dumps(evidence))
+    ranked = load_kernel(folder).ranked(*about)
+    assert ranked[0] != best and best in ranked
+    assert plain.ranked(*about)[0] == best
+
+
 def test_a_folder_without_a_kernel(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match=r"holds no kernel\.py"):
         load_kernel(tmp_path)
