@@ -140,10 +140,10 @@ class _Writer:
 
     def backward(self) -> Backward:
         x, files, name = self.chosen, dict[str, str](), f"{self.stem}_bwd"
-        head = "import torch\n\n\n"
+        head = ""
         if x.saved is not None:
             files[f"{self.stem}_fwd"] = self._forward(x.saved)
-            self.notes.append(f"{self.stem}_fwd stores {self.saved} as well, for the backward.")
+            self.notes.append(f"{self.stem}_fwd stores {self.saved} as well, 2·M·N bytes.")
         given: dict[str, str] = {}
         if x.form is Form.ELEMENTWISE:
             tile = next(n for n, s in x.leaves.items() if s not in (Shape.COL, Shape.SCALAR))
@@ -156,6 +156,8 @@ class _Writer:
         files[WEIGHT_GRADIENT] = Path(__file__).with_name("weight_gradient.md").read_text("utf-8")
         given |= {leaf: self._argument(leaf) for leaf in x.leaves}
         code = head + self._code(f"out = {name}({', '.join(f'{n}={g}' for n, g in given.items())})")
+        if not head and "torch." in code:
+            code = f"import torch\n\n\n{code}"
         self._remark()
         return Backward(
             self.spec, self.binding, self.asked, files, x, code, tuple(self.notes), self.tables

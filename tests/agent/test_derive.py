@@ -195,7 +195,7 @@ def test_a_short_product_is_computed_again_and_a_long_one_saved() -> None:
         forms[k] = derive(load_spec(Path("dropped.md"), text=text), Asked())
     assert forms[64].kernel.form is Form.RECOMPUTED and "dropped_fwd" not in forms[64].files
     assert forms[4096].kernel.form is Form.ELEMENTWISE and "dropped_fwd" in forms[4096].files
-    assert "dropped_fwd stores P as well, for the backward." in forms[4096].notes
+    assert "dropped_fwd stores P as well, 2·M·N bytes." in forms[4096].notes
 
 
 def test_what_is_written_is_admitted() -> None:
@@ -205,6 +205,8 @@ def test_what_is_written_is_admitted() -> None:
     ]  # fmt: skip
     for name, text in backward.files.items():
         admit(load_spec(Path(f"{name}.md"), text=text))
+    programs = composed(backward.files[WEIGHT_GRADIENT], WEIGHT_GRADIENT)
+    assert programs[WEIGHT_GRADIENT].accumulated == "dW"
 
 
 def test_names_are_the_specs_own() -> None:
@@ -214,6 +216,22 @@ def test_names_are_the_specs_own() -> None:
         derived("gemm_swiglu", Asked(into="O"))
     with pytest.raises(SpecError, match="row mean of squares"):
         derived("gemm_swiglu", Asked(into="O", norm="D"))
+
+
+def test_an_input_that_has_the_name_of_a_gradient_is_refused() -> None:
+    text = DROPOUT.replace("  C: [M, N]", "  dO: [M, N]").replace("(C + d", "(dO + d")
+    text = text.replace("(A, B, C, seed)", "(A, B, dO, seed)")
+    with pytest.raises(ProgramError, match="'dO' would be the name of a gradient too: rename it"):
+        derive(load_spec(Path("dropped.md"), text=text), Asked())
+
+
+def test_a_gradient_that_is_wrong_is_found() -> None:
+    """The check of a derived pass sees what it is for."""
+    backward = derived("gemm_residual_partial_rmsnorm", NORM)
+    text = backward.files["gemm_residual_partial_rmsnorm_bwd"].replace("x * z)", "x * z * 1.001)")
+    files = dict(backward.files) | {"gemm_residual_partial_rmsnorm_bwd": text}
+    with pytest.raises(ProgramError, match="the derived gradient of 'A' is off by"):
+        check(replace(backward, files=files))
 
 
 def test_the_command_writes_specs_and_says_how_they_are_called(
