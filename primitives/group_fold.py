@@ -19,7 +19,7 @@ from quack.epilogue.math import Pair
 from quack.epilogue.ops import EpiContext
 
 from coda_agent.primitives.fast_math import binary
-from coda_agent.primitives.graph import Graph
+from coda_agent.primitives.graph import Graph, Node
 from coda_agent.primitives.group_store import Places
 from coda_agent.primitives.groups import ROTATED, spans
 from coda_agent.primitives.placed_tiles import fed, name_of
@@ -86,16 +86,13 @@ def _lanes(values: Any, i: int, kind: str, width: int) -> Any:
     return values[i] if width == 1 or kind == "col" else Pair(values[i], values[i + 1])
 
 
-def _taken_of(graph: Graph, node: int, leaves: Mapping[int, int]) -> list[int]:
-    """The nodes that a statistic's argument is computed from, in order, down to other statistics:
-    the last is the argument itself."""
-    needed, argument = set[int](), graph.nodes[node].args[0]
-    found = [argument]
-    while found:
-        needed.add(i := found.pop())
-        if i not in leaves:
-            found += (a for a in graph.nodes[i].args if a not in needed)
-    return sorted(needed)
+def _below(graph: Graph, node: int) -> Graph:
+    """What a statistic's argument is computed from; other statistics are operands there, named by
+    their nodes."""
+    nodes = [*graph.nodes]
+    for i in spans(graph):
+        nodes[i] = Node("operand", (), nodes[i].shape, str(i))
+    return Graph(nodes, {"argument": graph.nodes[node].args[0]}).prune()
 
 
 class _Values:
@@ -112,7 +109,7 @@ class _Values:
         """`load` gives an operand's values in a subtile."""
         self.graph, self.apply, self.load, self.places = program.graph, apply, load, places
         self.groups = spans(self.graph)
-        self.needed = {node: _taken_of(self.graph, node, self.groups) for node in self.groups}
+        self.below = {node: _below(self.graph, node) for node in self.groups}
         self.subtiles: dict[Any, dict[int, Any]] = {}
         self.totals: dict[int, dict[Any, Any]] = {}
 
@@ -140,20 +137,14 @@ class _Values:
         return value if late else self.apply("neg", value)
 
     def _argument(self, node: int, coord: Any, i: int, held: dict[Any, Any]) -> Any:
-        values: dict[int, Any] = {}
-        for n in self.needed[node]:
-            op, args = self.graph.nodes[n].op, self.graph.nodes[n].args
-            if n in self.groups:
-                values[n] = self.of(n, coord, i, held)
-            elif op == "acc":
-                values[n] = self.subtiles[coord][i]
-            elif op == "operand":
-                values[n] = self.load(self.graph.nodes[n].name, coord, i, held)
-            elif op == "const":
-                values[n] = self.graph.nodes[n].value
-            else:
-                values[n] = self.apply(op, *(values[a] for a in args))
-        return values[self.graph.nodes[node].args[0]]
+        graph = self.below[node]
+        names = (n.name for n in graph.nodes if n.op == "operand")
+        operands = {
+            o: self.of(int(o), coord, i, held) if o.isdigit() else self.load(o, coord, i, held)
+            for o in names
+        }
+        found = graph.replay(self.subtiles[coord][i], operands, self.apply)
+        return found[graph.outputs["argument"]]
 
     def _key(self, node: int, coord: Any, i: int) -> tuple[Any, int]:
         row, column = self.places.of(coord, i)
