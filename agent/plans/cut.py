@@ -12,11 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from coda_agent import primitives
 from coda_agent.agent.plans.rules import (
-    CARRY,
     CASTS,
     OPAQUE,
     REDUCTIONS,
@@ -32,24 +31,15 @@ from coda_agent.agent.plans.spell import FIRST_LINE, spelled
 from coda_agent.agent.plans.trace import Graph, Value
 from coda_agent.primitives.errors import CodaError
 
-__all__ = ["CARRY", "Kernel", "Made", "Plan", "cut"]
-
 MERGE = "products of one matrix are one kernel"
 TAKE = "take along what follows a product"
 STATISTIC = "a row's statistic leaves the kernel as its output"
 _TRIES = 12
 
 
-class Made(Protocol):
-    """What a compose function gives of a step's text."""
-
-    @property
-    def level(self) -> str: ...
-
-    def __call__(self, *tensors: Any) -> tuple[Any, ...]: ...
-
-
-Compose = Callable[[str, Mapping[str, Value], str], Made]
+Step = Callable[..., tuple[Any, ...]]
+"""What runs a kernel: from a step's arguments to what it returns."""
+Compose = Callable[[str, Mapping[str, Value], str], Step]
 """From a step's text, its arguments and their A to what runs it; raises CodaError where no kernel
 computes it."""
 
@@ -72,7 +62,7 @@ class Kernel:
     inputs: list[Value]
     members: list[Value]
     outputs: list[Value]
-    made: Made
+    made: Step
 
 
 @dataclass(eq=False)
@@ -232,9 +222,8 @@ class _Cut:
                     reasons[v] = "it needs more of its own product than a tile has"
             members = [v for v, state in states.items() if state != "after"]
             members, outputs = self._trimmed(members, products)
-            if not any(self._work(v) for v in members if v not in products):
-                why = first or "nothing follows it that a kernel could take along"
-                return None, why
+            if all(v in products or v.view or v.called in CASTS for v in members):
+                return None, first or "nothing follows it that a kernel could take along"
             try:
                 kernel = self._asked(group, members, outputs, products)
             except _Refused as refused:
@@ -254,9 +243,6 @@ class _Cut:
             return kernel, ""
         return None, first
 
-    def _work(self, v: Value) -> bool:
-        return not v.view and v.called not in CASTS
-
     def _trimmed(
         self, members: list[Value], products: list[Value]
     ) -> tuple[list[Value], list[Value]]:
@@ -265,20 +251,15 @@ class _Cut:
         kept = list(members)
         while True:
             inside = set(kept)
+            last = [v for v in kept if not any(u in inside for u in self.users[v])]
             out = [
                 v for v in kept
                 if v in self.graph.results or any(u not in inside for u in self.users[v])
             ]  # fmt: skip
-            free = [
-                v for v in out
-                if v not in products and v.view and not any(u in inside for u in self.users[v])
-            ]  # fmt: skip
-            unused = [
-                v for v in kept if v not in out and not any(u in inside for u in self.users[v])
-            ]
-            if not free and not unused:
+            drop = [v for v in last if v not in out or (v.view and v not in products)]
+            if not drop:
                 return kept, out
-            kept = [v for v in kept if v not in free and v not in unused]
+            kept = [v for v in kept if v not in drop]
 
     def _asked(
         self, group: int, members: list[Value], outputs: list[Value], products: list[Value]
@@ -294,12 +275,9 @@ class _Cut:
         if several := [v for v in (*taken, *outputs) if not v.tensor]:
             takers = [v for v in members if several[0] in v.inputs or v is several[0]]
             raise _Refused(takers[0], "it takes a part of what one call returns")
-        a = product(products[0])
-        assert a is not None
-        roots = [x for x in self._roots([a[0]], inside) if x in taken]
-        inputs = dict.fromkeys(
-            [*roots, *self._roots([b[1] for p in products if (b := product(p))], inside), *taken]
-        )
+        sides = [side for p in products if (side := product(p))]
+        first = self._roots([a for a, _ in sides[:1]], inside)
+        inputs = dict.fromkeys([*first, *self._roots([b for _, b in sides], inside), *taken])
         names: dict[Value, str] = {}
         for x in inputs:
             bad = x.name in primitives.__all__ or x.name in ("acc", "F", "torch", "reference")
@@ -307,11 +285,11 @@ class _Cut:
         name = re.sub(r"\W|_(?=_)", "", self.graph.name) or "function"
         name = f"{name.strip('_')}_{group + 1}"
         try:
-            text = spelled(name, names, members, outputs, roots[0])
+            text = spelled(name, names, members, outputs, first[0])
         except ValueError as error:
             raise _Refused(None, str(error)) from None
         try:
-            made = self.compose(text, {n: x for x, n in names.items()}, names[roots[0]])
+            made = self.compose(text, {n: x for x, n in names.items()}, names[first[0]])
         except CodaError as error:
             raise _Refused(_blamed(error.message, members), _said(error.message)) from None
         return Kernel(name, text, list(inputs), members, outputs, made)

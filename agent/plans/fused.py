@@ -28,10 +28,6 @@ class Made(Packed):
         super().__init__(about.kernel, names)
         self.about = about
 
-    @property
-    def level(self) -> str:
-        return self.about.level
-
 
 def planned(graph: Graph, *, judged: bool = False, kept: bool = True) -> Plan:
     """The plan of a graph, whose kernels are composed; `judged` and `kept` are as of `composed`."""

@@ -193,7 +193,7 @@ def record(
     level = log.level
     log.setLevel(logging.CRITICAL)  # it logs a traceback of what is said in one line below
     try:
-        with recorder.running():
+        with torch.no_grad(), recorder.fake, recorder.draws, recorder:
             fake_args, fake_kwargs = tree_unflatten(faked, structure)
             returned = function(*fake_args, **fake_kwargs)
     except Unplanned:
@@ -247,19 +247,10 @@ def _recorder() -> Any:
             self.made: list[Value] = []
             self.taken: set[str] = set()
             self.exempt = False
+            self.draws = Draws(self)
             # By identity; the tensors are kept by their values, so none is used again.
             self.by_id: dict[int, Value] = {}
             self.of_real: dict[int, torch.Tensor] = {}
-
-        def running(self) -> Any:
-            from contextlib import ExitStack
-
-            modes = ExitStack()
-            modes.enter_context(torch.no_grad())
-            modes.enter_context(self.fake)
-            modes.enter_context(Draws(self))
-            modes.enter_context(self)
-            return modes
 
         def entered(self, real: torch.Tensor, wanted: str) -> torch.Tensor:
             """The fake of a real tensor, which is an input from now on."""
@@ -341,8 +332,7 @@ def _recorder() -> Any:
             return tuple(x) if isinstance(x, torch.Size) else x
 
         def _name(self, wanted: str) -> str:
-            name = wanted
-            count = 1
+            name, count = wanted, 1
             while name in self.taken or name == "v":
                 name, count = f"{wanted}{count}", count + 1
             self.taken.add(name)

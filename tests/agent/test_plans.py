@@ -91,7 +91,7 @@ def test_a_llama_layer_has_the_papers_cuts() -> None:
     one, two, three = plan.kernels
     assert isinstance(one.made, Made)
     assert one.made.about.accepted == "gemm_residual_partial_rmsnorm"
-    assert one.made.level == "accepted"
+    assert one.made.about.level == "accepted"
     assert [v.called for v in one.outputs] == ["add", "mean", "to"]
     assert [v.called for v in two.members if v.called in ("linear", "silu", "mul")].count(
         "linear"

@@ -101,8 +101,6 @@ def exactly(call: Any, *args: Any) -> list[torch.Tensor]:
 class Written:
     """A step as its text says."""
 
-    level = "written"
-
     def __init__(self, text: str) -> None:
         space: dict[str, Any] = {}
         exec(text, space)
