@@ -83,5 +83,5 @@ def crowded(graph: Graph) -> str:
     values = ", ".join(f"`{expression(graph, a, 24)}`" for a in alive[at])
     return (
         f"As written, most values are alive once `{expression(graph, at)}` is computed: {values}. "
-        "What is used up soon after it is computed spills less, and so does a narrower tile."
+        "What is used up soon after it is computed spills less."
     )

@@ -17,9 +17,11 @@ from coda_agent.agent.judge.records import CompiledKernel, CompileReport
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import TOOLS, Workbench, feedback
+from coda_agent.agent.workbench.inspection import crowded
 from coda_agent.agent.workbench.profile import METRICS, parse_counters
 from coda_agent.agent.workbench.reading import vocabulary
 from coda_agent.agent.workbench.registry import LIMIT, bounded
+from coda_agent.primitives import ColVector, Tile, epilogue, erf, exp, tanh
 from coda_agent.primitives.catalogue import entries
 from coda_agent.specs import load_spec
 from tests.agent.verdicts import quick_judge
@@ -228,6 +230,21 @@ def test_tiles_are_compiled_on_request(bench: Workbench, monkeypatch: pytest.Mon
     assert head == "gemm_swiglu, bfloat16, sm_90a, at the tiles for the bench shapes:"
     assert re.fullmatch(r"128x128 pp 2x1: \d+ registers, 0 spill stores, the default", first)
     assert re.fullmatch(r"128x64 pp 1x1: \d+ registers, 0 spill stores", second)
+
+
+def test_where_values_crowd_is_said() -> None:
+    @epilogue(D=Tile, O=Tile)
+    def k(acc, r: ColVector):
+        d = acc * r
+        a, b, c = exp(d), tanh(d), erf(d)
+        return {"D": d, "O": a * b + c}
+
+    # r is one number a row, and acc is not used any more.
+    assert crowded(k.graph) == (
+        "As written, most values are alive once `erf(acc · r)` is computed: `acc · r`, "
+        "`exp(acc · r)`, `tanh(acc · r)`, `erf(acc · r)`. What is used up soon after it is computed "
+        "spills less."
+    )
 
 
 def test_what_ptx_takes_is_listed(bench: Workbench) -> None:
