@@ -53,7 +53,7 @@ def approximation(
         "the difference is small and smooth: a function is approximated, or a small term left out"
     )
     use = ", ".join(_lacking(spec, program))
-    text += f". What the reference calls is due: {use}" if use else ", which is no rounding"
+    text += f". The program lacks what the reference calls: {use}" if use else ""
     return Mistake("approximated", text)
 
 

@@ -52,14 +52,14 @@ def test_what_is_approximated_is_told_from_what_is_rounded_or_wrong() -> None:
     (finding,) = findings(spec, nearly, seed=5)
     assert finding.where["fault"] == "approximated"
     assert finding.message.endswith(
-        'What the reference calls is due: `ptx("erfinv", …)`, whose instructions may be off by 2^-9'
+        'The program lacks what the reference calls: `ptx("erfinv", …)`, whose instructions may be off by 2^-9'
     )
     (finding,) = findings(spec, f"to_bfloat16({nearly[:-4]}) * r", seed=5)
     assert finding.where["fault"] != "approximated", finding.message  # it jumps
     (finding,) = findings(
         spec_of("torch.exp(z) * r + torch.cos(z) * 0.001"), "exp(acc) * r", seed=5
     )
-    assert finding.where["fault"] == "approximated" and finding.message.endswith("is due: `cos`")
+    assert finding.where["fault"] == "approximated" and finding.message.endswith("calls: `cos`")
 
 
 def test_nothing_is_named_where_no_single_edit_is_enough() -> None:
