@@ -308,7 +308,7 @@ def _fitted(replay: Replay, sites: list[tuple[Any, int]]) -> Iterator[_Edit]:
         factors = (f for c in (2.0, *consts) if math.isfinite(c) for f in (c, 1 / c))
         known = (f - 1 for f in factors if replay.right(scaled(replay.values, f - 1)))
         t = next(known, None) or _fit(replay, scaled)
-        if t is not None and t != -1:
+        if t is not None and abs(1 + t) > 1e-9:  # less leaves nothing of the value
             text = f"`{what}` enters times {_rounded(1 / (1 + t)):.7g}{use}"
             text += f": `{_rounded(1 + t):.7g} · {what}` is due"
             yield _Edit("constant_factor", text, lambda v, f=scaled, t=t: f(v, t))
