@@ -19,7 +19,7 @@ from coda_agent.agent.authors.composer import Composer, load
 from coda_agent.agent.judge import judge_candidate
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import judge_digest
-from coda_agent.agent.plans.trace import Value
+from coda_agent.agent.plans.trace import Value, plain
 from coda_agent.agent.workspace import Kernel as Entry
 from coda_agent.agent.workspace import find, packaged_kernels
 from coda_agent.generated.kernel import Kernel, load_kernel
@@ -88,7 +88,14 @@ def composed(
         CodaError: no kernel computes it, or the judge refuses it.
     """
     examples = {name: _example(name, x, inputs[a]) for name, x in inputs.items()}
-    key = json.dumps([text, *([n, *e.axes, e.dtype] for n, e in examples.items()), judge_digest()])
+    # A kernel takes any number of rows, so what was composed for some is taken for others.
+    lead = inputs[a].meta.shape[:-1]
+    rows = {str(e): f"M{i}" for i, e in enumerate(lead) if not isinstance(e, int)}
+    faces = [
+        (name, [rows.get(str(e), plain(e)) for e in x.meta.shape], examples[name].dtype)
+        for name, x in inputs.items()
+    ]
+    key = json.dumps([text, faces, judge_digest()])
     path = user_cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = _kept(path)
     if "refused" in known:

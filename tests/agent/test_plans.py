@@ -265,6 +265,19 @@ def test_one_tensor_as_two_arguments_and_other_numbers_of_the_same_shapes() -> N
     assert "autocast" in fused.why
 
 
+def test_other_rows_take_the_kernel_that_was_composed(cache: Path) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.softplus(F.linear(x, w))
+
+    fused, kept = plain(function), cache / "coda-agent" / "plans"
+    w = drawn(D, H)
+    for m in (8, 24, 33):
+        x = drawn(m, H)
+        assert torch.allclose(fused(x, w), function(x, w), atol=1e-2)
+    texts = [json.loads(path.read_text()).get("text", "") for path in kept.iterdir()]
+    assert sum("softplus" in text for text in texts) == 1
+
+
 def test_the_call_of_flexgemm() -> None:
     x, w = drawn(24, H), drawn(D, H).T
     assert torch.allclose(mm(torch.mm, (x, w), F.relu), F.relu(torch.mm(x, w)), atol=1e-2)
