@@ -494,93 +494,75 @@ class _Rewriter:
         return Elements(codes.reshape(shape))
 
     def _gemm(self, x: Any, y: Any) -> Elements:
-        if not (isinstance(x, Elements) and isinstance(y, Elements)):
-            raise self._other_product()
-        *_, m, k = x.codes.shape
-        if (found := self._packed(x.codes, y.codes.mT)) is not None:
-            return found
-        left, scale = self._side(x, (m, k))
-        right, other = self._side(Elements(y.codes.mT), (y.codes.shape[-1], k))
-        if {left, right} != {"M", "N"} or x.codes.numel() != m * k:
-            raise self._other_product()
-        shape = (*x.codes.shape[:-1], y.codes.shape[-1])
-        frame = Frame(("M", "N"), flipped=left == "N")
-        return self.layout.write(self.acc * scale * other, shape, frame)
-
-    def _packed(self, x: torch.Tensor, y: torch.Tensor) -> Elements | None:
-        """A product of some of B's rows over some of K, as packed operands have them; None where it
-        is none. One over a part of K is a value of its own, and with the others it is the whole."""
+        """A product of A with some of B's rows, over K or over a part of it that is packed. One
+        over a part is a value of its own, and with the others it is the whole."""
         import torch
 
-        if self.spec.layout is None or x.shape[:-2].numel() != 1 or y.shape[:-2].numel() != 1:
-            return None
-        one, other = x.reshape(x.shape[-2:]), y.reshape(y.shape[-2:])
+        if not (isinstance(x, Elements) and isinstance(y, Elements)):
+            raise self._other_product()
+        if any(e == self.acc for v in (x, y) for e in walk(self.layout.sources(v))):
+            raise ProgramError(
+                "is a second GEMM; a kernel has one",
+                hint="make a kernel of each: the first's output is an input of the second",
+            )
+        if x.codes.shape[:-2].numel() != 1 or y.codes.shape[:-2].numel() != 1:
+            raise self._other_product()
+        one, other = (codes.reshape(codes.shape[-2:]) for codes in (x.codes, y.codes.mT))
         for first, second, turned in ((one, other, False), (other, one, True)):
-            values = [self.layout.sources(Elements(codes)) for codes in (first, second)]
-            if any(len(some) != 1 or not {*some[0].dims} > {"K"} for some in values):
-                return None
-            (a,), (b,) = values
-            left = self.layout.taken(first, a, ("M", "K")) if "M" in a.dims else None
-            right = self.layout.taken(second, b, ("N", "K")) if "N" in b.dims else None
-            if not left or not right or not torch.equal(left[1], right[1]):
-                continue
-            if not torch.equal(left[0], torch.arange(self.layout.extents["M"])):
+            left, right = self._side(first, "M"), self._side(second, "N")
+            if left is None or right is None or not torch.equal(left[1], right[1]):
                 continue
             start, stop = int(left[1][0]), int(left[1][-1]) + 1
-            if not torch.equal(left[1], torch.arange(start, stop)):
-                continue
-            scale = self._scale(a, self.spec.gemm[0], "M") * self._scale(b, self.spec.gemm[1], "N")
-            codes = self.layout.grid(self._summed(start, stop) * scale, ("M", "N"))[:, right[0]]
-            codes = codes.mT if turned else codes
-            return Elements(codes.reshape(*x.shape[:-1], y.shape[-2]))
-        return None
+            every = torch.arange(self.layout.extents["M"])
+            if torch.equal(left[0], every) and torch.equal(left[1], torch.arange(start, stop)):
+                scale = self._scale(left[2], "M") * self._scale(right[2], "N")
+                value = self._summed(start, stop) * scale
+                codes = self.layout.grid(value, ("M", "N"))[:, right[0]]
+                codes = codes.mT if turned else codes
+                return Elements(codes.reshape(*x.codes.shape[:-1], y.codes.shape[-1]))
+        raise self._other_product()
+
+    def _side(
+        self, codes: torch.Tensor, rows: str
+    ) -> tuple[torch.Tensor, torch.Tensor, Expr] | None:
+        """Which rows and columns of A (rows M) or of B (N) a matrix is, and what it makes of it."""
+        found = self.layout.sources(Elements(codes))
+        if len(found) != 1 or found[0].dims != {rows, "K"}:
+            return None
+        at = self.layout.taken(codes, found[0], (rows, "K"))
+        return (*at, found[0]) if at else None
 
     def _summed(self, start: int, stop: int) -> Expr:
         """The product over a range of K; over the last one the whole without the others."""
-        ends = [0]
-        if (layout := self.spec.layout) is not None:
-            sizes = layout.sizes(self.captured.sizes)
-            ends += itertools.accumulate(extent(entry, sizes) for entry in layout.inner)
-        parts = [leaf("part", f"part {i}", 0, self.acc.dims) for i in range(len(ends) - 2)]
-        if (start, stop) == (0, ends[-1]):
+        layout = self.spec.layout
+        if (start, stop) == (0, self.layout.extents["K"]):
             return self.acc
+        if layout is None:
+            raise self._other_product()
+        sizes = layout.sizes(self.captured.sizes)
+        ends = [0, *itertools.accumulate(extent(entry, sizes) for entry in layout.inner)]
         if (start, stop) not in itertools.pairwise(ends):
             raise self._other_product()
-        i = ends.index(start)
-        if i < len(parts):
-            return parts[i]
+        parts = [leaf("part", f"part {i}", 0, self.acc.dims) for i in range(len(ends) - 2)]
         rest = self.acc
         for part in parts:
             rest = rest - part
-        return rest
+        return [*parts, rest][ends.index(start)]
 
     def _other_product(self) -> ProgramError:
         a, b = self._operands()
         message = f"is not the product of {a} with {b} that `gemm` declares; a kernel has one"
         return ProgramError(message, hint="declare what is multiplied, or make a kernel of each")
 
-    def _side(self, elements: Any, shape: tuple[int, int]) -> tuple[str, Expr]:
-        """Which rows an operand of the GEMM has, and the scale that commutes past it."""
-        frame = self.layout.frame(shape)
-        if any(e == self.acc for e in walk(self.layout.sources(elements))):
-            raise ProgramError(
-                "is a second GEMM; a kernel has one",
-                hint="make a kernel of each: the first's output is an input of the second",
-            )
-        if frame is None or frame.flipped or frame.dims not in (("M", "K"), ("N", "K")):
-            raise self._other_product()
-        rows = frame.dims[0]
+    def _scale(self, expr: Expr, rows: str) -> Expr:
+        """The scale of an operand, which commutes past the product."""
         name = self.spec.gemm[rows == "N"]
-        value = self.layout.read(Elements(elements.codes.reshape(shape)), shape, frame)
-        return rows, self._scale(value, name, rows)
-
-    def _scale(self, expr: Expr, name: str, rows: str) -> Expr:
         if expr.op == "operand" and expr.name == name:
             return const(1.0)
         if expr.op in ("mul", "div", "neg"):
             inside = [a for a in expr.args if "K" in a.dims]
             if len(inside) == 1 and (expr.op != "div" or inside[0] == expr.args[0]):
-                scale = self._scale(inside[0], name, rows)
+                scale = self._scale(inside[0], rows)
                 if expr.op == "neg":
                     return -scale
                 other = expr.args[1] if inside[0] == expr.args[0] else expr.args[0]
