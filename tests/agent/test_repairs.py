@@ -69,7 +69,7 @@ def test_nothing_is_named_where_no_single_edit_is_enough() -> None:
 
 
 def test_a_value_of_which_nothing_should_be_left_is_no_factor() -> None:
-    for seed in range(8):
+    for seed in (9, 10, 26):  # on which a fit had found 10^-16 times acc
         (finding,) = findings(spec_of("z * 0.0 + 1.0 + r"), "exp(acc) + r", seed=seed)
         assert finding.where["fault"] != "constant_factor", finding.message
 
