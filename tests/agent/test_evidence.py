@@ -43,7 +43,7 @@ CPU = {"device": "cpu", "packages": TOOLS}
 
 
 def test_what_spills_is_recorded_and_what_spills_too_much_is_refused() -> None:
-    about = {"program": "k", "dtype": "bfloat16"}
+    about: dict[str, Any] = {"program": "k", "dtype": "bfloat16"}
     kernels = (
         CompiledKernel(**about, arch="sm_90a", tile="a", registers=168, local_stores=40),
         CompiledKernel(**about, arch="sm_90a", tile="a", registers=168, local_stores=90),
