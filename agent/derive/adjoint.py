@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from coda_agent.primitives.derivatives import plus, times
+from coda_agent.primitives.derivatives import minus, plus, times
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Operand, Shape, Value
 from coda_agent.primitives.groups import ROTATED
 from coda_agent.primitives.operation import GROUPS, PLACED
+from coda_agent.primitives.ops import step
 from coda_agent.primitives.pairwise import interleave, pairs
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.rounding import ROUNDINGS
 
+_EXTREMA = ("maximum", "minimum")
 _ROUNDING = {"floor", "trunc", "round_even", *ROUNDINGS.values()}
 
 
@@ -82,10 +84,18 @@ def adjoints(
                     else f"{name} is a rounding, whose derivative is 0 wherever it has one",
                     hint="derive the spec without it",
                 )
+            given = [values[a] for a in args]
+            if node.op in _EXTREMA and args[0] != args[1] and wanted.issuperset(args):
+                # By the rule neither would be the larger of two that are equal.
+                x, y = given if node.op == "maximum" else given[::-1]
+                first = times(step(minus(x, y)), gradient)
+                parts = [first, minus(gradient, first)]
+                for arg, part in zip(args, parts, strict=True):
+                    add(arg, part)
+                continue
             for k, arg in enumerate(args):
                 if arg in wanted and not (node.op == "where" and k == 0):
                     slopes = [gradient if j == k else 0.0 for j in range(len(args))]
-                    given = [values[a] for a in args]
                     add(arg, rule(values[i], *given, *slopes))
     return found
 

@@ -156,7 +156,7 @@ class _Writer:
         files[WEIGHT_GRADIENT] = Path(__file__).with_name("weight_gradient.md").read_text("utf-8")
         given |= {leaf: self._argument(leaf) for leaf in x.leaves}
         code = head + self._code(f"out = {name}({', '.join(f'{n}={g}' for n, g in given.items())})")
-        if not head and "torch." in code:
+        if "torch." in code and not code.startswith("import torch"):
             code = f"import torch\n\n\n{code}"
         self._remark()
         return Backward(

@@ -120,7 +120,8 @@ class _Spelling:
         if name in ("acc", "operand"):
             return node.name or "acc", _ATOM
         if name == "const":
-            return repr(node.value), _ATOM if node.value >= 0 else _SIGN
+            text = repr(node.value).replace("inf", "torch.inf")
+            return text, _ATOM if node.value >= 0 else _SIGN
         if name == "neg":
             return f"-{self._at_least(args[0], _SIGN)}", _SIGN
         if name in _BINARY:
@@ -142,6 +143,9 @@ class _Spelling:
         if name in _NUMBERED and numbers:
             value = self._at_least(args[1 - numbers[0]], _ATOM)
             return _NUMBERED[name].format(value, plain[numbers[0]]), _ATOM
+        if name == "interleave" and numbers:
+            other = plain[1 - numbers[0]]
+            plain[numbers[0]] = f"torch.zeros_like({other}) + {plain[numbers[0]]}"
         if name == "copysign" and numbers == [0]:
             return f"{plain[0]} * torch.copysign(torch.ones_like({plain[1]}), {plain[1]})", _PRODUCT
         first, second = self.like
