@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from coda_agent.agent.execution.answers import Ok, Refused
 from coda_agent.agent.execution.child import ChildError
 from coda_agent.agent.execution.local import here
+from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs import Spec
 from coda_agent.specs.draft import Example
 from coda_agent.specs.source import Source
 
+_Result = TypeVar("_Result")
 LIMIT_S = 60.0
 """A function that was drafted took 5 s on two busy cores, with what its worker imports first."""
 
@@ -46,15 +48,35 @@ def _result(job: dict[str, Any], where: str, limit_s: float, *, needs: str) -> s
     """What a worker gives, which stays warm for what the judge compiles later; that it imports what
     the job `needs` does not count towards the limit."""
     first, job = {"kind": "import", "module": needs}, {**job, "where": where}
+    return result(here().pool(), job, where, limit_s, str, first=first)
+
+
+def result(
+    pool: CompilePool, job: dict[str, Any], where: str, limit_s: float, kind: type[_Result],
+    *, first: dict[str, Any] | None = None,
+) -> _Result:  # fmt: skip
+    """What a job gives that runs a user's function, which stands at `where`.
+
+    Args:
+        pool: Whose worker does it.
+        job: As the worker has it.
+        where: The function's file, for messages.
+        limit_s: Its time.
+        kind: The type of what it gives.
+        first: A job before it, whose time does not count.
+
+    Raises:
+        SpecError: it was refused, or the function did not end in time; says why.
+    """
     try:
-        answer = here().pool().answer(job, limit_s, first=first)
+        answer = pool.answer(job, limit_s, first=first)
     except ChildError as error:
         said = f"did not end in {limit_s:g} s" if error.kind == "timeout" else error.detail
         message = f"{where}: the function {said}"
         raise SpecError(message, hint="a reference only computes") from error
     match answer:
-        case Ok(result=str(text)):
-            return text
+        case Ok(result=found) if isinstance(found, kind):
+            return found
         case Refused(message=message, hint=hint):
             raise SpecError(message, hint=hint)
     raise SpecError(f"{where}: the function gave no answer that can be read")

@@ -7,10 +7,11 @@ import typer
 from coda_agent.agent import references
 from coda_agent.agent.cli.options import Json, sharing
 from coda_agent.agent.cli.report import reported
+from coda_agent.agent.cli.spec import check_free
 from coda_agent.agent.cli.targets import here
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, resolve_spec
-from coda_agent.primitives.errors import CodaError, ProgramError, WorkspaceError
+from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.specs import load_spec
 
@@ -61,8 +62,8 @@ def derive(
     says = [*derived.notes]
     paths = {name: workspace.specs / f"{name}.md" for name in derived.files}
     for name, path in paths.items():
-        if path.exists() and path.read_text("utf-8") != derived.files[name] and not force:
-            raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
+        same = path.exists() and path.read_text("utf-8") == derived.files[name]
+        check_free(path, force=force or same)
     for name, text in derived.files.items():
         write_whole(paths[name], text)
         try:

@@ -58,7 +58,7 @@ def new(
         hint = "--name gives another"
         raise CodaError(f"{called!r} is no name of a spec: letters, digits and _", hint=hint)
     path = workspace.specs / f"{called}.md"
-    _free(path, force=force)
+    check_free(path, force=force)
     text = references.drafted(source, examples_of(source, shape or []), called)
     write_whole(path, text)
     spec = load_spec(path)
@@ -87,12 +87,13 @@ def copy(
     if spec not in known:
         raise WorkspaceError(f"no shipped spec {spec!r}", hint=near_matches(spec, known))
     path = find().specs / f"{spec}.md"
-    _free(path, force=force)
+    check_free(path, force=force)
     write_whole(path, known[spec].read_text("utf-8"))
     return Reply({"spec": spec, "path": path}, f"{path}: copied; rename it if you change it")
 
 
-def _free(path: Path, *, force: bool) -> None:
+def check_free(path: Path, *, force: bool) -> None:
+    """Raises WorkspaceError where a file is there that may not be overwritten."""
     if path.exists() and not force:
         raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
 

@@ -38,10 +38,9 @@ def approximation(
     """That output `o` of a program approximates the truth, or None; all of it in float64."""
     import torch
 
-    difference, size = out - truth, truth.abs()
+    difference = out - truth
     off = difference[difference != 0]
-    small = difference.abs() <= _SMALL * (size + size.mean())
-    if off.numel() < _EVERYWHERE * out.numel() or not bool(small.all()):
+    if off.numel() < _EVERYWHERE * out.numel() or not is_small(difference, truth):
         return None
     a, _ = spec.gemm
     near = {**inputs, a: inputs[a] * (1 + _STEP)}
@@ -55,6 +54,12 @@ def approximation(
     use = ", ".join(_lacking(spec, program))
     text += f". The program lacks what the reference calls: {use}" if use else ""
     return Mistake("approximated", text)
+
+
+def is_small(difference: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Whether a difference is small beside each element, or beside their mean."""
+    size = truth.abs()
+    return bool((difference.abs() <= _SMALL * (size + size.mean())).all())
 
 
 def _lacking(spec: Spec, program: Program) -> Iterator[str]:

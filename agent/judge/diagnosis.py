@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge import repairs
-from coda_agent.agent.judge.approximation import approximation
+from coda_agent.agent.judge.approximation import approximation, is_small
 from coda_agent.agent.judge.records import Inputs, JsonObject
 from coda_agent.agent.judge.replaying import Mistake, lost_digits
 from coda_agent.primitives.errors import CodaError
@@ -243,8 +243,8 @@ class _WrongOutput:
 
     def _leftover(self) -> tuple[str, str]:
         """What it is when no hypothesis explains it."""
-        small = self.difference.abs() <= 2.0**-6 * (self.truth.abs() + self.truth.abs().mean())
-        if not self.exact and (self.subtle or (self.single and bool(small.all()))):
+        small = self.single and is_small(self.difference, self.truth)
+        if not self.exact and (self.subtle or small):
             truth, left = self.truth[self.wrong], self.difference[self.wrong]
             energy = truth.square().sum().clamp_min(1e-300)
             factor, noise = float((left * truth).sum() / energy), left.square().mean() / energy

@@ -22,7 +22,6 @@ from coda_agent.agent.plans.rules import (
     Note,
     alive,
     carry_row_factors,
-    count,
     flatten_rows,
     product,
     users,
@@ -108,7 +107,7 @@ def _whole(graph: Graph) -> Graph:
     states = {v: s for h in homes.groups for v, s in homes.states(h, frozenset()).items()}
     for value in graph.values:
         if value.whole and states.get(value) not in ("tile", "statistic"):
-            if count(value) == count(value.whole[1][0]):
+            if value.count == value.whole[1][0].count:
                 value.func, value.args, value.kwargs = value.whole
         value.whole = None
     return alive(graph)
@@ -144,7 +143,7 @@ class _Homes:
         `left` out are not computed in it."""
         found: dict[Value, str] = {}
         products = self.groups[group]
-        rows = count(products[0]) // products[0].shape[-1]
+        rows = products[0].count // products[0].shape[-1]
         for v in self.graph.values:
             before = {found[x] for x in v.inputs if x in found}
             if v in products:
@@ -154,7 +153,7 @@ class _Homes:
             elif v in left or v.called in OPAQUE or before & {"after", "statistic"}:
                 found[v] = "after"
             elif v.called in REDUCTIONS and (
-                count(v) <= rows or v.shape[-1:] == v.inputs[0].shape[-1:]
+                v.count <= rows or v.shape[-1:] == v.inputs[0].shape[-1:]
             ):
                 found[v] = "statistic"
             else:
@@ -306,7 +305,7 @@ class _Cut:
             source = x.inputs[0]
             if not source.tensor or x.meta.ndim < source.meta.ndim:
                 continue  # rows are flattened before the kernel, which then has one dim of them
-            same = count(source) == count(x) or (
+            same = source.count == x.count or (
                 x.called == "getitem" and x.meta.ndim == source.meta.ndim
             )
             if same and x not in self.outside and (x.view or x.called in CASTS):

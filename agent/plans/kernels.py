@@ -103,14 +103,13 @@ def composed(
     if known.get("accepted", "") and known["accepted"] not in _accepted():
         known = {}
     try:
+        source = extracted(text, "plan")
         if not known:
-            source = extracted(text, "plan")
             spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
             known = {"spec": spec.text, "text": Composer().write(spec, lambda *_: None)}
             known |= {"level": "", "accepted": _equal(load(known["text"])[spec.name], spec)}
         else:
-            name = extracted(text, "plan").name
-            spec = load_spec(Path(f"{name}.md"), text=known["spec"])
+            spec = load_spec(Path(f"{source.name}.md"), text=known["spec"])
         if known["accepted"]:
             known["level"] = "accepted"
         elif judged and known["level"] != _reachable():

@@ -41,14 +41,6 @@ class Note:
     why: str
 
 
-def count(value: Value) -> int:
-    """How many elements it has."""
-    total = 1
-    for extent in value.shape:
-        total *= extent
-    return total
-
-
 def product(value: Value) -> tuple[Value, Value] | None:
     """A and B of a product with a matrix, in 16 bits; None of what is no such product."""
     if value.called not in PRODUCTS or not value.tensor:
@@ -284,7 +276,7 @@ def _whole_row(v: Value, extent: int) -> bool:
     if v.called not in REDUCTIONS or not v.tensor or not v.inputs:
         return False
     source = v.inputs[0]
-    return source.shape[-1:] == (extent,) and count(v) * extent == count(source)
+    return source.shape[-1:] == (extent,) and v.count * extent == source.count
 
 
 def _ours(a: Value) -> bool:

@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from coda_agent.agent.execution.answers import Ok, Refused
-from coda_agent.agent.execution.child import ChildError, serve
+from coda_agent.agent.execution.child import serve
 from coda_agent.agent.execution.compile_worker import answered
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.agent.plans.cut import Kernel, Plan
@@ -23,6 +22,7 @@ from coda_agent.agent.plans.fused import Made, planned
 from coda_agent.agent.plans.rules import Note, as_called, product
 from coda_agent.agent.plans.spell import written
 from coda_agent.agent.plans.trace import Graph, Value, record
+from coda_agent.agent.references import result
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
@@ -131,16 +131,8 @@ def explained(source: Source, examples: Mapping[str, Example]) -> Shown:
         "examples": {x: asdict(example) for x, example in examples.items()},
     }
     with CompilePool(1, module=__name__) as pool:
-        try:
-            answer = pool.answer(job, _LIMIT_S)
-        except ChildError as error:
-            raise SpecError(f"{source.where}: the function {error.detail}") from error
-    match answer:
-        case Ok(result=dict(found)):
-            return Shown.model_validate(found)
-        case Refused(message=message, hint=hint):
-            raise SpecError(message, hint=hint)
-    raise SpecError(f"{source.where}: the function gave no answer that can be read")
+        found = result(pool, job, source.where, _LIMIT_S, dict)
+    return Shown.model_validate(found)
 
 
 def _free(step: Kernel | Value) -> bool:
@@ -163,7 +155,7 @@ def _cost(step: Kernel | Value, plan: Plan) -> Cost:
 
 def _call(v: Value, why: str) -> Cost:
     moved = v.bytes + sum(x.bytes for x in v.inputs)
-    what = f"PyTorch: {why}" if math.prod(v.shape[:-1]) != v.bytes // v.meta.itemsize else "tail"
+    what = f"PyTorch: {why}" if math.prod(v.shape[:-1]) != v.count else "tail"
     return Cost(
         step=f"{v.name} = {written(v)}", bytes=moved, launches=1, floor_us=_floor([v], moved),
         what=what,
@@ -173,7 +165,7 @@ def _call(v: Value, why: str) -> Cost:
 def _floor(calls: list[Value], moved: int) -> float:
     """Least microseconds on an H200."""
     ceiling = datasheet(2)
-    flops = sum(2 * math.prod(v.shape) * sides[0].shape[-1] for v in calls if (sides := product(v)))
+    flops = sum(2 * v.count * sides[0].shape[-1] for v in calls if (sides := product(v)))
     return 1e6 * max(flops / ceiling.flops_s, moved / ceiling.bytes_s)
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,12 +70,14 @@ class Value:
         return tuple(map(plain, self.meta.shape)) if self.tensor else ()
 
     @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """Of its elements."""
-        count = self.meta.dtype.itemsize if self.tensor else 0
-        for extent in self.shape:
-            count *= extent
-        return count
+        return self.count * self.meta.dtype.itemsize if self.tensor else 0
 
     @property
     def inputs(self) -> list[Value]:

@@ -21,7 +21,7 @@ def names_by_kind() -> str:
     return "\n".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
 
 
-def demonstrations(word: str = "") -> str:
+def demonstrations(word: str) -> str:
     """A line for each demonstration whose text has a word."""
     found = (d for d in demos() if word.lower() in d.text.lower())
     return "\n".join(f"{demo.name}: {demo.summary}" for demo in found)
