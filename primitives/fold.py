@@ -82,7 +82,8 @@ def _fold_one(
     elif COMBINE == "min":
         result = -top
     else:
-        result = tl.where(top == float("-inf"), top, top + tl.log(total))
+        # Where all is -inf the sum is 0, and its logarithm -inf; where all is NaN the sum is.
+        result = top + tl.log(total)
     tl.store(out + i, result, mask=i < kept)
 
 
