@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-import statistics
+import itertools
+import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.agent.plans.cut import Plan, cut
 from coda_agent.agent.plans.kernels import Composed, composed
 from coda_agent.agent.plans.rules import as_called
@@ -17,8 +20,8 @@ from coda_agent.agent.plans.trace import Graph, Unplanned, Value, plain, record
 if TYPE_CHECKING:
     import torch
 
-_LONGER = 1.0
-"""How much longer than PyTorch's a plan may take before it is left to PyTorch."""
+_ROUNDS, _CALLS = 11, 4
+"""How often a plan and PyTorch are timed beside each other, and calls each time."""
 
 
 class Made(Packed):
@@ -167,16 +170,16 @@ class Fused:
         own = Runner(called, called.values)
         plan = planned(graph, judged=self.judged)
         run = Runner(plan.graph, plan.steps)
-        known = Planned(plan, own, run, graph.structure, held, len(_PLANNED))
-        _PLANNED.append(known)
+        known = Planned(plan, own, run, graph.structure, held, next(_NUMBERS))
+        _PLANNED[known.number] = known
         if not plan.kernels:
             known.run = own
         tensors = [x for x in leaves if hasattr(x, "is_meta")] + graph.held
         if plan.kernels and all(t.is_cuda for t in tensors):
-            ours, theirs = _seconds(known.run, tensors), _seconds(own, tensors)
-            if ours > _LONGER * theirs:
+            ours, theirs = _timed((known.run, own), tensors)
+            if speedup(ours, theirs).ratio < 1:
                 plan.why[plan.kernels[0].members[0]] = (
-                    f"the plan takes {1e6 * ours:.0f} us and PyTorch {1e6 * theirs:.0f} us"
+                    f"the plan takes {ours.median_us:.0f} us and PyTorch {theirs.median_us:.0f} us"
                 )
                 known.run = own
         return known
@@ -198,8 +201,9 @@ class Fused:
         return tuple(results) if known.structure.type is tuple else results
 
 
-_PLANNED: list[Planned] = []
-"""All that was planned, by number."""
+_PLANNED: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionary()
+"""What was planned, by number, as long as its `Fused` lives or its gradients are awaited."""
+_NUMBERS = itertools.count()
 
 
 @functools.lru_cache(maxsize=1)
@@ -260,13 +264,16 @@ def _register() -> Any:
         torch.library.register_fake(f"coda_agent::{name}", shapes, lib=library)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors, ctx.which = inputs
+        tensors, which = inputs
+        ctx.planned = _PLANNED[which]
         ctx.save_for_backward(*tensors)
 
     def backward(ctx: Any, grads: list[torch.Tensor | None]) -> Any:
         tensors = list(ctx.saved_tensors)
         wanted = [t.requires_grad for t in tensors]
-        found = iter(torch.ops.coda_agent.planned_backward(grads, tensors, wanted, ctx.which))
+        found = iter(
+            torch.ops.coda_agent.planned_backward(grads, tensors, wanted, ctx.planned.number)
+        )
         return [next(found) if w else None for w in wanted], None
 
     torch.library.register_autograd(
@@ -298,7 +305,12 @@ def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: boo
 
 def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[..., Any]) -> Any:
     """FlexGEMM's call: `epilogue` of a product such as torch.mm of two matrices."""
-    return fuse(lambda *given: epilogue(product(*given)), judged=False)(*sides)
+    return _after(product, epilogue)(*sides)
+
+
+@functools.lru_cache(maxsize=64)
+def _after(product: Callable[..., Any], epilogue: Callable[..., Any]) -> Fused:
+    return fuse(lambda *given: epilogue(product(*given)), judged=False)
 
 
 setattr(fuse, "mm", mm)  # noqa: B010 (a plain assignment is an error to a type checker)
@@ -378,20 +390,21 @@ def _held(roots: Mapping[str, Any], path: str) -> Any:
     return x
 
 
-def _seconds(run: Runner, tensors: Sequence[torch.Tensor]) -> float:
-    """The median of some calls, after others."""
+def _timed(runs: Sequence[Runner], tensors: Sequence[torch.Tensor]) -> list[Samples]:
+    """Times of a call, in a loop as Python runs it: the host's time counts where it is longer."""
     import torch
 
-    times: list[float] = []
+    times: list[list[float]] = [[] for _ in runs]
     with torch.no_grad():
-        for _ in range(3):
-            run(tensors)
-        for _ in range(9):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            run(tensors)
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+        for i in range(-2, _ROUNDS):
+            for which in random.sample(range(len(runs)), len(runs)):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                for _ in range(_CALLS):
+                    runs[which](tensors)
+                end.record()
+                torch.cuda.synchronize()
+                if i >= 0:
+                    times[which].append(1e3 * start.elapsed_time(end) / _CALLS)
+    return [Samples(tuple(found)) for found in times]

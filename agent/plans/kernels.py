@@ -67,8 +67,11 @@ class Composed:
         if not self.accepted:
             return _LOADED.setdefault(name, Kernel(self.spec, programs, {}, frozenset(), name))
         known = load_kernel(_accepted()[self.accepted][0].folder)
-        like = Kernel(self.spec, programs, known.tuned, known.refused, name)
-        like.model = known.model
+        like = Kernel(
+            self.spec, programs, known.tuned, known.refused, name, known.user, known.folder,
+            known.spills,
+        )  # fmt: skip
+        like.model = known.model  # a dispatch table is found by the accepted kernel's name
         return _LOADED.setdefault(name, like)
 
 
