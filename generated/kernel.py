@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.generated import tables
+from coda_agent.generated import gradients, tables
 from coda_agent.generated.declared import Declared
-from coda_agent.generated.ops import Variant, register, scalars
+from coda_agent.generated.ops import Variant, differentiated, register, scalars
 from coda_agent.generated.tuning import UserTuning
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
@@ -78,10 +78,15 @@ class Kernel:
             for x in spec.bindings()
         }
         self.ops = register(op_name, spec, self.variants)
+        gradients.register(op_name, spec, self.variants)
         # Plain values, because torch.compile traces the call.
         self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
         self._a = self._inputs.index(spec.gemm[0])
         self._scalars = tuple(map(self._inputs.index, scalars(spec)))
+        # What is overwritten must stay the caller's tensor.
+        kept = {spec.in_place.input} if spec.in_place else set()
+        own = {x for x, t in spec.inputs.items() if t.dtype == element} - kept
+        self._casts = tuple(map(self._inputs.index, own)) if "float8" not in types[0] else ()
         declared = Declared(spec.name, spec.layout, (element, *types)) if spec.layout else None
         self._declared = declared
         self._returned = {
@@ -130,7 +135,8 @@ class Kernel:
         if variant and (plan := variant.recent.find(values, block_size)):
             results = variant.run(plan, values)
         else:
-            results = self._anew(variant, key, list(values), block_size)
+            values = list(values)
+            results = self._anew(variant, key, values, block_size)
         if self._declared:
             names, element = self._returned[key], values[self._a].dtype
             results = self._declared.left(names, results, element, raw=block_size is not None)
@@ -176,10 +182,18 @@ class Kernel:
         values: list[Any],
         block_size: int | None,
     ) -> Any:
-        """The results where no plan of such a call is known, or by the operator where calls are
-        traced, without `variant`."""
+        """The results where no plan of such a call is known; by the operator where calls are
+        traced, without `variant`, or differentiated."""
+        if variant is None:
+            self._check_transforms()
+        if (device := self._autocast(values)) is not None:
+            import torch
+
+            # The interpreter's own product would be cast too.
+            with torch.autocast(device, enabled=False):
+                return self._anew(variant, key, values, block_size)
         filled = self._scalars and self._filled(values)
-        if variant is None or signature(values) is None:
+        if variant is None or signature(values) is None or differentiated(values):
             self._check(values)
             op = self.ops[key].Tensor if filled else self.ops[key].default
             static: dict[str, Any] = dict(zip(self._parameters, key, strict=True))
@@ -237,12 +251,48 @@ class Kernel:
     def _traced(self) -> bool:
         """Whether calls are traced or transformed here, so that they must be the operator's."""
         import torch
+        from torch.autograd import forward_ad
 
         return (
             torch.compiler.is_compiling()
+            or forward_ad._current_level >= 0
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._are_functorch_transforms_active()
         )
+
+    def _check_transforms(self) -> None:
+        """Refuse what would differentiate a call by other ways than `backward` and `grad`."""
+        import torch
+        from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+        from torch.autograd import forward_ad
+
+        if torch.compiler.is_compiling():
+            return
+        kinds = {level.key().name for level in _functorch.get_interpreter_stack() or ()}
+        if forward_ad._current_level >= 0 or "Grad" in kinds:
+            raise LaunchError(
+                f"{self.__name__} has gradients by torch.autograd alone, not by torch.func.grad "
+                "and not in forward mode",
+                hint="use torch.autograd.grad or backward()",
+            )
+
+    def _autocast(self, values: list[Any]) -> str | None:
+        """Cast, as autocast does for a linear layer, what the spec has in the type of A.
+
+        Returns:
+            The type of device whose autocast is on, if it is.
+        """
+        import torch
+
+        device = getattr(getattr(values[self._a], "device", None), "type", "cpu")
+        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+            return None
+        dtype = torch.get_autocast_dtype(device)
+        for i in self._casts:
+            value = values[i]
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                values[i] = value if value.dtype is torch.float64 else value.to(dtype)
+        return device
 
     def _check(self, values: Sequence[Any]) -> None:
         """Refuse what is no tensor, or no number where one may be."""

@@ -34,7 +34,8 @@ _NUMBERS = (float, int)
 
 
 @lru_cache(maxsize=1)
-def _library() -> torch.library.Library:
+def operators() -> torch.library.Library:
+    """Where all operators are registered."""
     import torch
 
     return torch.library.Library("coda_agent", "FRAGMENT")  # held, or torch drops the operators
@@ -43,6 +44,13 @@ def _library() -> torch.library.Library:
 def scalars(spec: Spec) -> list[str]:
     """Inputs that are single numbers."""
     return [name for name, x in spec.inputs.items() if set(x.shape.cases.values()) == {()}]
+
+
+def differentiated(values: Sequence[Any]) -> bool:
+    """Whether a call with such inputs is to be differentiated."""
+    import torch
+
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values)
 
 
 class Recent:
@@ -196,11 +204,10 @@ class Variant:
 
     def _named(self, values: Sequence[Any]) -> tuple[Any, Any, dict[str, Any]]:
         """A, B and the operands, of inputs that require no gradient."""
-        import torch
-
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values):
+        if differentiated(values):
+            why = "it overwrites an input" if self.updated else "its outputs have no gradients"
             raise LaunchError(
-                f"{self.name} has no backward pass, but an input requires a gradient",
+                f"{self.name} has no backward pass, since {why}, but an input requires a gradient",
                 hint="call it under torch.no_grad(), or detach the input",
             )
         a, b, *operands = self.inputs(values)
@@ -262,7 +269,7 @@ def _define(name: str, spec: Spec, variants: Variants, defaults: dict[str, str])
             raise LaunchError(f"coda_agent::{name} has no variant {', '.join(key)}")
         return call(variant, args, block_size)
 
-    library, numbers = _library(), scalars(spec)
+    library, numbers = operators(), scalars(spec)
     results = ", ".join(["Tensor"] * (len(spec.outputs) - len(updated)))
     keywords = ", ".join([*(f'str {p}="{v}"' for p, v in defaults.items()), "int? block_size=None"])
     for overload, scalar in ("", "float"), (".Tensor", "Tensor"):

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from itertools import combinations
 from typing import Any
 
-from coda_agent.agent.derive.adjoint import dependents
+from coda_agent.primitives.adjoint import dependents
 from coda_agent.primitives.graph import Graph, Value
 from coda_agent.primitives.ptx import operation
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from coda_agent.agent.derive.adjoint import adjoints
 from coda_agent.agent.derive.factor import factored
 from coda_agent.agent.derive.kernel import FORWARD, PRODUCT, Asked, Form, Kernel, Unfused, named
+from coda_agent.primitives.adjoint import adjoints
 from coda_agent.primitives.derivatives import plus, times
 from coda_agent.primitives.elementary import equal
 from coda_agent.primitives.errors import ProgramError

@@ -92,9 +92,9 @@ OUTSIDE = {
         "agent/judge",
         "approximation diagnosis executor job provenance records repairs replaying rules survey",
     ),
-    *_in("primitives", "catalogue dispatch errors fit objects suggest"),
+    *_in("primitives", "adjoint catalogue dispatch errors fit gradient objects suggest"),
     *_in("specs", "admission draft effects front_matter source tracing"),
-    *_in("generated", "tables tuning"),
+    *_in("generated", "gradients tables tuning"),
 }
 """Modules that decide no verdict: transport, records, words of findings, admission of specs, what a
 user measured for shapes of his own, drafts of specs, and which of the right tiles is run."""

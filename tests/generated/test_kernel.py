@@ -300,15 +300,6 @@ def test_tensors_for_scalars() -> None:
         kernel(1.0, *others[1:], 1.0, 2.0)
 
 
-def test_an_input_that_requires_a_gradient_is_refused(operands: dict[str, Any]) -> None:
-    operands["B"].requires_grad_()
-    kernel = generated.gemm_residual_partial_rmsnorm
-    with pytest.raises(LaunchError, match=r"has no backward pass.*torch\.no_grad"):
-        kernel(**operands)
-    with torch.no_grad():
-        assert not any(x.requires_grad for x in kernel(**operands))
-
-
 def test_kernels_of_one_name_do_not_mix(tmp_path: Path, operands: dict[str, Any]) -> None:
     for folder in ("a", "b", "c"):
         (tmp_path / folder).mkdir()
@@ -438,9 +429,9 @@ def test_only_plain_tensors_pass_by_the_dispatcher(
     assert_same(kernel(a, torch.nn.Parameter(b, requires_grad=False), c, gamma=gamma), want)
     with torch.no_grad():
         assert_same(kernel(a, torch.nn.Parameter(b), c, gamma), want)
-    with pytest.raises(LaunchError, match="an input requires a gradient"):
-        kernel(a, torch.nn.Parameter(b), c, gamma)
     assert seen == []
+    assert all(x.requires_grad for x in kernel(a, torch.nn.Parameter(b), c, gamma))
+    seen.clear()
     assert_same(kernel(a.as_subclass(Odd), b, c, gamma), want)
     fake = kernel(*(t.to("meta") for t in (a, b, c, gamma)))
     assert [t.device.type for t in fake] == ["meta"] * 3

@@ -12,7 +12,7 @@ from coda_agent.primitives.derivatives import minus, plus, times
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Operand, Shape, Value
 from coda_agent.primitives.groups import ROTATED
-from coda_agent.primitives.operation import GROUPS, PLACED
+from coda_agent.primitives.operation import GROUPS, OPS, PLACED, Op
 from coda_agent.primitives.ops import step
 from coda_agent.primitives.pairwise import interleave, pairs
 from coda_agent.primitives.ptx import operation
@@ -20,6 +20,12 @@ from coda_agent.primitives.rounding import ROUNDINGS
 
 _EXTREMA = ("maximum", "minimum")
 _ROUNDING = {"floor", "trunc", "round_even", *ROUNDINGS.values()}
+
+
+def meant(op: str) -> Op:
+    """The operation, or of one in PTX the vocabulary's own of that meaning, which has a rule."""
+    meaning = op.removeprefix("ptx ").partition(":")[0]
+    return OPS[meaning] if meaning in OPS else operation(op)
 
 
 def dependents(graph: Graph, leaves: Iterable[int]) -> set[int]:
@@ -76,7 +82,7 @@ def adjoints(
         elif node.op not in PLACED:
             if not args:
                 continue
-            rule = operation(node.op).derivative
+            rule = meant(node.op).derivative
             if rule is None or node.op in _ROUNDING or name.startswith("stochastic"):
                 raise ProgramError(
                     f"{name} has no derivative"

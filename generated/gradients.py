@@ -1,0 +1,210 @@
+"""Gradients of kernels' operators: what a call keeps, and what its backward pass computes.
+
+- The gradient at the accumulator and those of the operands are one operator for all kernels,
+  `coda_agent::gradients`. Those of A and B are then products of PyTorch's, in the type of A.
+- A call keeps what the gradients that are asked for read, and no more: A for that of B, B for that
+  of A.
+- Nothing is differentiated twice. FP8 outputs have no gradient, FP8 operands take none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.generated.ops import Variant, Variants, operators, scalars
+from coda_agent.primitives.errors import LaunchError, ProgramError
+from coda_agent.primitives.function import supported
+from coda_agent.primitives.gradient import PRODUCT, Gradient, extremum, gradient_of
+from coda_agent.specs import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+_A, _B = "first of the product", "second of the product"
+_VARIANTS: dict[str, Variant] = {}
+"""All that have gradients, by operator and static parameters."""
+
+
+def differentiable(variant: Variant) -> list[str]:
+    """The outputs that can have a gradient: neither FP8 nor an extremum."""
+    outputs = variant.function.program.outputs
+    return [o for o in _wide(variant) if not extremum(outputs[o])]
+
+
+def register(op: str, spec: Spec, variants: Variants) -> None:
+    """Register the gradients of the operator `coda_agent::op` of a kernel, where it has any: an
+    operator that overwrites an input cannot."""
+    import torch
+
+    bindings = [x for x in spec.bindings() if not spec.updated(x)]
+    known = {key: variants[key] for key in (tuple(x.values()) for x in bindings)}
+    if not any(map(differentiable, known.values())):
+        return
+    _operator()
+    named = {key: " ".join((op, *key)) for key in known}
+    _VARIANTS.update({named[key]: variant for key, variant in known.items()})
+
+    def setup(ctx: Any, inputs: Any, keyword_only_inputs: Mapping[str, Any], output: Any) -> None:
+        key = tuple([keyword_only_inputs[p] for p in spec.parameters])
+        ctx.which, ctx.block_size = named[key], keyword_only_inputs["block_size"]
+        _keep(ctx, known[key], inputs, output if isinstance(output, tuple) else (output,))
+
+    for overload in ("", ".Tensor")[: 1 + bool(scalars(spec))]:
+        name = f"coda_agent::{op}{overload}"
+        torch.library.register_autograd(name, _backward, setup_context=setup, lib=operators())
+
+
+def _wide(variant: Variant) -> list[str]:
+    """The outputs that are not FP8."""
+    function = variant.function
+    types = {o: function.dtypes.get(o) or function.types[0] for o in function.program.outputs}
+    return [o for o, dtype in types.items() if "float8" not in dtype]
+
+
+@lru_cache(maxsize=1024)
+def _gradient(variant: Variant, wanted: tuple[str, ...], given: tuple[str, ...]) -> Gradient:
+    """Raises:
+    LaunchError: something on the way has no derivative.
+    """
+    try:
+        return Gradient.of(variant.function.program, wanted, given, _wide(variant))
+    except ProgramError as error:
+        message = f"{variant.name} has no gradient: {error.message}"
+        raise LaunchError(message, hint=error.hint) from None
+
+
+def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Save for the backward what it can read of a call."""
+    import torch
+
+    a, b, *places = variant.places
+    needed = ctx.needs_input_grad
+    for label, i in (("A", a), ("B", b)):
+        if needed[i] and inputs[i].dtype.itemsize == 1:
+            raise LaunchError(
+                f"{variant.name}: {label} is {inputs[i].dtype}, which has no gradient",
+                hint=f"detach {label}; its gradient is that of what was rounded to it",
+            )
+    wanted = {o: i for o, i in zip(variant.operands, places, strict=True) if needed[i]}
+    wanted |= {PRODUCT: a} if needed[a] or needed[b] else {}
+    ctx.names = [[*variant.function.program.outputs][i] for i in variant.returned]
+    able = differentiable(variant)
+    gradient = _gradient(variant, tuple(wanted), tuple(o for o in ctx.names if o in able))
+    known = {o: inputs[i] for o, i in zip(variant.operands, places, strict=True)}
+    known |= dict(zip(ctx.names, outputs, strict=True))
+    kept = {o: known[o] for o in gradient.reads}
+    kept |= {_A: inputs[a]} if needed[b] or gradient.product else {}
+    kept |= {_B: inputs[b]} if needed[a] or gradient.product else {}
+    for o, value in kept.items():
+        if isinstance(value, float):
+            kept[o] = torch.full((), value, device=inputs[a].device)
+    ctx.kept, ctx.product = tuple(kept), (a, b)
+    ctx.wanted = {o: (i, inputs[i].dtype) for o, i in wanted.items()}
+    ctx.shapes = [getattr(x, "shape", None) for x in inputs]
+    ctx.save_for_backward(*kept.values())
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*[t for t in outputs if t.dtype.itemsize == 1])
+
+
+def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    import torch
+
+    (a, b), shapes, results = ctx.product, ctx.shapes, [None] * len(ctx.shapes)
+    given = {gradient_of(o): g for o, g in zip(ctx.names, grads, strict=True) if g is not None}
+    if not given:
+        return tuple(results)
+    kept = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+    tensors = kept | given
+    found = torch.ops.coda_agent.gradients(
+        [*tensors.values()],
+        ";".join(tensors),
+        ctx.which,
+        ";".join(f"{o}:{dtype}".replace("torch.", "") for o, (_, dtype) in ctx.wanted.items()),
+        math.prod(shapes[a][:-1]),
+        shapes[b][0],
+        ctx.block_size,
+    )
+    for (o, (i, _)), gradient in zip(ctx.wanted.items(), found, strict=True):
+        if o != PRODUCT:
+            results[i] = gradient.reshape(shapes[i])
+        else:
+            if ctx.needs_input_grad[a]:
+                results[a] = (gradient @ kept[_B]).reshape(shapes[a])
+            if ctx.needs_input_grad[b]:
+                results[b] = gradient.mT @ kept[_A].reshape(-1, shapes[b][1])
+    return tuple(results)
+
+
+@lru_cache(maxsize=1)
+def _operator() -> None:
+    """Registers `coda_agent::gradients`, of which a second derivative is refused."""
+    import torch
+
+    library = operators()
+    library.define(
+        "gradients(Tensor[] tensors, str names, str kernel, str wanted, SymInt m, SymInt n, "
+        "int? block_size) -> Tensor[]",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    for key in ("CPU", "CUDA"):
+        library.impl("gradients", _computed, key)
+    name = "coda_agent::gradients"
+    torch.library.register_fake(name, _fake, lib=library)
+    torch.library.register_autograd(name, _twice, setup_context=_called, lib=library)
+
+
+def _called(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    ctx.kernel = inputs[2].split()[0]
+
+
+def _twice(ctx: Any, *_: Any) -> None:
+    raise LaunchError(
+        f"{ctx.kernel}: its gradient cannot be differentiated again",
+        hint="a penalty on gradients needs the function in PyTorch's own calls",
+    )
+
+
+def _asked(
+    tensors: Sequence[torch.Tensor], names: str, kernel: str, wanted: str
+) -> tuple[Gradient, dict[str, torch.Tensor], list[torch.dtype]]:
+    import torch
+
+    known = dict(zip(names.split(";"), tensors, strict=True))
+    asked = dict(x.split(":") for x in wanted.split(";"))
+    variant = _VARIANTS[kernel]
+    given = tuple(o for o in variant.function.program.outputs if gradient_of(o) in known)
+    types = [getattr(torch, dtype) for dtype in asked.values()]
+    return _gradient(variant, tuple(asked), given), known, types
+
+
+def _computed(
+    tensors: Sequence[torch.Tensor], names: str, kernel: str, wanted: str, m: int, n: int,
+    block_size: int | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    import torch
+
+    gradient, known, types = _asked(tensors, names, kernel, wanted)
+    a, b = known.pop(_A, None), known.pop(_B, None)
+    product = None
+    if gradient.product and a is not None and b is not None:
+        a = a.reshape(m, -1)
+        if supported(a.device):
+            from coda_agent.primitives.unfused import product as multiplied
+
+            product = multiplied(a.contiguous(), b.contiguous())
+        else:
+            with torch.autocast(a.device.type, enabled=False):
+                product = a.float() @ b.float().mT
+    return gradient((m, n), known, types, product, block_size)
+
+
+def _fake(
+    tensors: Sequence[torch.Tensor], names: str, kernel: str, wanted: str, m: int, n: int,
+    block_size: int | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    gradient, known, types = _asked(tensors, names, kernel, wanted)
+    shapes = gradient.shapes((m, n), known)
+    return [tensors[0].new_empty(x, dtype=t) for x, t in zip(shapes, types, strict=True)]

@@ -1,0 +1,315 @@
+"""Gradients of a program at run time: the adjoint of its graph, evaluated by PyTorch.
+
+- What is computed is the chain rule over the graph (`adjoint.py`), in float32, rounded once.
+- Of the forward pass it reads what is stored. A stored tile stands for the value that was rounded
+  into it, and what is under a row's scale is that value over the scale. Only what then still needs
+  the accumulator has the product computed again.
+- On a GPU torch.compile makes one or two kernels of it, once for each choice of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.adjoint import adjoints, dependents, meant
+from coda_agent.primitives.derivatives import plus
+from coda_agent.primitives.elementary import equal
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.graph import Graph, Node, Operand, Shape, Value
+from coda_agent.primitives.groups import GroupTile
+from coda_agent.primitives.interpret import evaluate
+from coda_agent.primitives.operation import PLACED
+from coda_agent.primitives.ops import exp
+from coda_agent.primitives.pairwise import pairs
+from coda_agent.primitives.placed import column_index
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import (
+    ColIndex,
+    ColVector,
+    HeadTable,
+    RowGather,
+    RowLogSumExp,
+    RowVector,
+    Scalar,
+    Tile,
+)
+from coda_agent.primitives.tables import Table
+
+if TYPE_CHECKING:
+    import torch
+
+PRODUCT = "acc"
+"""The name of the accumulator's gradient, which no operand has."""
+
+
+def extremum(kind: type) -> bool:
+    """Whether an output is one, whose gradient goes to the place that has it."""
+    return issubclass(kind, Reduction) and kind.combine in ("max", "min")
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """Gradients of some inputs, out of those of some outputs.
+
+    Attributes:
+        program: The program.
+        wanted: Names of operands, `PRODUCT` of the accumulator, and its output's name of what an
+            `AddTile` is added to.
+        given: Outputs whose gradients come in.
+        graph: What is computed; a node for each of `wanted` whose gradient is not 0.
+        product: Whether it needs the accumulator.
+        reads: Operands and outputs of the forward pass that it needs.
+    """
+
+    program: Program
+    wanted: tuple[str, ...]
+    given: tuple[str, ...]
+    graph: Graph
+    product: bool
+    reads: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, program: Program, wanted: Sequence[str], given: Sequence[str], stored: Sequence[str]
+    ) -> Gradient:
+        """The gradient of `program`; of its outputs the tiles `stored` may be read.
+
+        Raises:
+            ProgramError: an operation or an output on the way has no derivative; says which.
+        """
+        forward, graph = program.graph, Graph()
+        acc = graph.add(Node("acc", (), Shape.TILE))
+        leaf = {
+            o: graph.add(Node("operand", (), Shape.COL if s is Shape.INDEX else s, o))
+            for o, s in ((o, kind.varies) for o, kind in program.operands.items())
+        }
+        known = {
+            forward.outputs[o]: graph.add(Node("operand", (), Shape.TILE, o))
+            for o in reversed(stored)
+            if program.outputs[o] is Tile
+        }
+        values = forward.replay(acc, leaf, _recorded, known)
+        known |= _under(forward, values, known)
+        values = forward.replay(acc, leaf, _recorded, known)
+        seeds: dict[int, Operand] = {}
+        came: dict[str, Value] = {}
+        for o in given:
+            node, came[o] = _seed(graph, program, o, values)
+            seeds[node] = plus(seeds.get(node, 0.0), came[o])
+        at = {n.name: i for i, n in enumerate(forward.nodes) if n.op == "operand"}
+        at[PRODUCT] = next(i for i, n in enumerate(forward.nodes) if n.op == "acc")
+        found = adjoints(forward, values, seeds, [at[x] for x in wanted if x in at])
+        for x in wanted:
+            value = found.get(at[x], 0.0) if x in at else came.get(x, 0.0)
+            if isinstance(value, Value):
+                graph.outputs[x] = value.index
+        graph = graph.prune()
+        ours = next((i for i, n in enumerate(graph.nodes) if n.op == "acc"), None)
+        product = any(ours in n.args and n.op not in PLACED for n in graph.nodes)
+        named = {n.name for n in graph.nodes if n.op == "operand"}
+        # A table tells its own size.
+        named |= {o for o, kind in program.operands.items() if o in wanted and _own_size(kind)}
+        reads = tuple(x for x in (*program.operands, *program.outputs) if x in named)
+        return cls(program, tuple(wanted), tuple(given), graph, product, reads)
+
+    def __call__(
+        self,
+        size: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        types: Sequence[torch.dtype],
+        product: torch.Tensor | None,
+        block_size: int | None = None,
+    ) -> list[torch.Tensor]:
+        """The gradients `wanted`, in the shapes of operands with one dimension of rows.
+
+        Args:
+            size: M and N.
+            tensors: Those that it reads, by name, and gradients by the name of `gradient_of`; with
+                any leading dimensions.
+            types: Of the results.
+            product: The accumulator in float32 or float64, if it is needed; the type of all that
+                is computed.
+            block_size: That of reductions that are raw partials.
+        """
+        like = next(iter(tensors.values()))
+        if like.is_cuda:
+            return self._fused(size, tensors, types, product, block_size)
+        return self.evaluated(size, tensors, types, product, block_size)
+
+    def evaluated(
+        self,
+        size: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        types: Sequence[torch.dtype],
+        product: torch.Tensor | None,
+        block_size: int | None,
+    ) -> list[torch.Tensor]:
+        """The same, operation by operation."""
+        import torch
+
+        if product is None:  # of which places ask the size
+            like = next(iter(tensors.values()))
+            product = like.new_zeros((), dtype=torch.float32).expand(size)
+        lifted = {}
+        for o in self.reads:
+            value, operands = tensors[o], self.program.operands
+            if o in operands:
+                value = operands[o].flat(value, size[0])
+                lifted[o] = operands[o].lifted(value, product)
+                if operands[o] is ColIndex:
+                    lifted[o] = lifted[o].to(product.dtype)[:, None]
+            else:
+                lifted[o] = self._spread(o, value, product, block_size)
+        for o in self.given:
+            name = gradient_of(o)
+            lifted[name] = self._spread(o, tensors[name], product, block_size)
+            kind = self.program.outputs[o]
+            if issubclass(kind, Reduction) and kind.mean:
+                lifted[name] = lifted[name] / (block_size or size[1])
+                if self._half(o):
+                    lifted[name] = lifted[name] * 2
+        values = evaluate(self.graph, product, lifted)
+        results = []
+        for x, shape, dtype in zip(self.wanted, self.shapes(size, tensors), types, strict=True):
+            if x in self.graph.outputs:
+                found = _folded(self._kind(x), values[self.graph.outputs[x]], shape)
+                # A result is no input, nor another result.
+                results.append(found.to(dtype, copy=True, memory_format=torch.contiguous_format))
+            else:
+                results.append(product.new_zeros(shape, dtype=dtype))
+        return results
+
+    def shapes(
+        self, size: tuple[int, int], tensors: Mapping[str, torch.Tensor]
+    ) -> list[tuple[int, ...]]:
+        """Those of the results of a call; they may be symbols."""
+        return [
+            tuple(tensors[x].shape) if _own_size(self._kind(x)) else self._kind(x).extents(*size)
+            for x in self.wanted
+        ]
+
+    def _kind(self, x: str) -> Any:
+        return self.program.operands.get(x, Tile)
+
+    @cached_property
+    def _fused(self) -> Any:
+        import torch
+
+        def gradients(*args: Any) -> list[torch.Tensor]:
+            return self.evaluated(*args)
+
+        # Of one code object torch.compile keeps eight results, so each gradient has its own.
+        code, cells = gradients.__code__.replace(), gradients.__closure__
+        return torch.compile(FunctionType(code, gradients.__globals__, closure=cells))
+
+    def _half(self, o: str) -> bool:
+        graph = self.program.graph
+        return graph.nodes[graph.outputs[o]].shape.half_width
+
+    def _spread(
+        self, o: str, value: torch.Tensor, product: torch.Tensor, block_size: int | None
+    ) -> torch.Tensor:
+        """An output, or its gradient, over the tile whose value it takes or folds."""
+        import torch
+
+        kind, (m, n) = self.program.outputs[o], product.shape
+        value = value.to(product.dtype)
+        if issubclass(kind, GroupTile):
+            value = kind.flat(value, m)[..., None]
+            return torch.nn.functional.pad(value, (0, kind.width - 1)).flatten(1)
+        if kind is not RowGather and not issubclass(kind, Reduction):
+            return kind.flat(value, m)
+        over_rows = issubclass(kind, Reduction) and kind.over_rows
+        block = block_size
+        kept, folded = (n, m) if over_rows else (m, n)
+        if kind is RowGather:
+            block = None
+        elif self._half(o):
+            folded, block = folded // 2, block and block // 2
+        value = value.reshape(kept, -1, 1)
+        value = value.expand(-1, -1, block or folded).flatten(1)[:, :folded]
+        return value.mT if over_rows else value
+
+
+def gradient_of(o: str) -> str:
+    """The name of an output's gradient, which nothing in a program has."""
+    return f"gradient of {o}"
+
+
+def _recorded(op: str, *args: Any) -> Any:
+    """An operation on values and numbers; of a gathered value nothing, since it is only stored."""
+    if op == "gather":
+        return 0.0
+    if op in ("even", "odd"):
+        return pairs(args[0])[op == "odd"]
+    return meant(op).call(*args)
+
+
+def _under(
+    forward: Graph, values: Sequence[Operand], known: Mapping[int, Value]
+) -> dict[int, Value]:
+    """Values that are known since what they are times a row's scale is."""
+    vary = dependents(forward, [i for i, n in enumerate(forward.nodes) if n.op == "acc"])
+    found: dict[int, Value] = {}
+    for i in sorted(known, reverse=True):
+        at, value = i, known[i]
+        while (node := forward.nodes[at]).op == "mul" and len({*node.args} & vary) == 1:
+            at, other = sorted(node.args, key=lambda x: x not in vary)
+            scale = values[other]
+            if not isinstance(scale, Value) or scale.shape is not Shape.COL or at in known:
+                break
+            found[at] = value = value / scale
+    return found
+
+
+def _seed(graph: Graph, program: Program, o: str, values: Sequence[Operand]) -> tuple[int, Value]:
+    """The node whose gradient an output's gradient is, and that gradient."""
+    node, kind = program.graph.outputs[o], program.outputs[o]
+    if extremum(kind):
+        raise ProgramError(
+            f"output {o!r}, a {kind.__name__}, has no derivative: its gradient goes to the one "
+            "place that has it",
+            hint="detach it",
+        )
+    index = 0.0
+    if kind is RowGather:
+        node, target = program.graph.nodes[node].args
+        index = values[target]
+    x = values[node]
+    shape = program.graph.nodes[node].shape
+    came = graph.add(Node("operand", (), shape, gradient_of(o)))
+    if kind is RowGather:
+        return node, came * equal(column_index(x), index)  # pyright: ignore[reportArgumentType]
+    if kind is RowLogSumExp:
+        total = graph.add(Node("operand", (), shape, o))
+        return node, came * exp(x - total)
+    return node, came
+
+
+def _own_size(kind: type) -> bool:
+    return issubclass(kind, (HeadTable, Table))
+
+
+def _folded(kind: type, gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The gradient of an operand, out of that of each place that reads it."""
+    if _own_size(kind):
+        import torch
+
+        m, n = gradient.shape
+        rows, columns = (torch.arange(x, device=gradient.device) for x in (m, n))
+        if issubclass(kind, Table):
+            rows, columns = kind.entry(rows, columns, (m, n), tuple(shape))
+        else:
+            rows, columns = rows % shape[0], columns % shape[1]
+        down = gradient.new_zeros(shape[0], n).index_add(0, rows, gradient)
+        return gradient.new_zeros(*shape).index_add(1, columns, down)
+    if kind is ColVector:
+        return gradient.sum(1)
+    if kind is RowVector:
+        return gradient.sum(0)
+    return gradient.sum() if kind is Scalar else gradient
