@@ -251,13 +251,13 @@ class Kernel:
     def _traced(self) -> bool:
         """Whether calls are traced or transformed here, so that they must be the operator's."""
         import torch
-        from torch.autograd import forward_ad
 
+        known = torch._C
         return (
             torch.compiler.is_compiling()
-            or forward_ad._current_level >= 0
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._are_functorch_transforms_active()
+            or known._len_torch_dispatch_stack() > 0
+            or known._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0
         )
 
     def _check_transforms(self) -> None:

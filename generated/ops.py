@@ -8,7 +8,8 @@
 - All checks happen inside, in the fake kernels too, which are `Variant.fake`.
 - Plain `Library` registrations: one that does nothing takes 2 us of an H200's host, and under
   torch.compile 26, where a compiled `torch.mm` takes 43 (torch 2.11). `torch.library.custom_op`
-  costs 18 us a call where this costs 4 (torch 2.13 on a CPU).
+  costs 18 us a call where this costs 4 (torch 2.13 on a CPU). That an operator has gradients
+  (`gradients.py`) costs its calls 4 us more there, and calls past the dispatcher nothing.
 """
 
 from __future__ import annotations
