@@ -187,6 +187,8 @@ def _computed(
     import torch
 
     gradient, known, types = _asked(tensors, names, kernel, wanted)
+    if m == 0:
+        return [*map(torch.zeros_like, _fake(tensors, names, kernel, wanted, m, n, block_size))]
     a, b = known.pop(_A, None), known.pop(_B, None)
     product = None
     if gradient.product and a is not None and b is not None:
@@ -198,7 +200,8 @@ def _computed(
         else:
             with torch.autocast(a.device.type, enabled=False):
                 product = a.float() @ b.float().mT
-    return gradient((m, n), known, types, product, block_size)
+    call = gradient.fused if tensors[0].is_cuda else gradient
+    return call((m, n), known, types, product, block_size)
 
 
 def _fake(

@@ -7,6 +7,7 @@ given the gradient of the result in the place of one argument's slope, is that a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from coda_agent.primitives.derivatives import minus, plus, times
 from coda_agent.primitives.errors import ProgramError
@@ -26,6 +27,15 @@ def meant(op: str) -> Op:
     """The operation, or of one in PTX the vocabulary's own of that meaning, which has a rule."""
     meaning = op.removeprefix("ptx ").partition(":")[0]
     return OPS[meaning] if meaning in OPS else operation(op)
+
+
+def recorded(op: str, *args: Any) -> Any:
+    """An operation on values and numbers; of a gathered value nothing, since it is only stored."""
+    if op == "gather":
+        return 0.0
+    if op in ("even", "odd"):
+        return pairs(args[0])[op == "odd"]
+    return meant(op).call(*args)
 
 
 def dependents(graph: Graph, leaves: Iterable[int]) -> set[int]:

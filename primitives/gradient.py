@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.adjoint import adjoints, dependents, meant
+from coda_agent.primitives.adjoint import adjoints, dependents, recorded
 from coda_agent.primitives.derivatives import plus
 from coda_agent.primitives.elementary import equal
 from coda_agent.primitives.errors import ProgramError
@@ -24,7 +24,6 @@ from coda_agent.primitives.groups import GroupTile
 from coda_agent.primitives.interpret import evaluate
 from coda_agent.primitives.operation import PLACED
 from coda_agent.primitives.ops import exp
-from coda_agent.primitives.pairwise import pairs
 from coda_agent.primitives.placed import column_index
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
@@ -93,9 +92,9 @@ class Gradient:
             for o in reversed(stored)
             if program.outputs[o] is Tile
         }
-        values = forward.replay(acc, leaf, _recorded, known)
+        values = forward.replay(acc, leaf, recorded, known)
         known |= _under(forward, values, known)
-        values = forward.replay(acc, leaf, _recorded, known)
+        values = forward.replay(acc, leaf, recorded, known)
         seeds: dict[int, Operand] = {}
         came: dict[str, Value] = {}
         for o in given:
@@ -122,7 +121,7 @@ class Gradient:
         size: tuple[int, int],
         tensors: Mapping[str, torch.Tensor],
         types: Sequence[torch.dtype],
-        product: torch.Tensor | None,
+        product: torch.Tensor | None = None,
         block_size: int | None = None,
     ) -> list[torch.Tensor]:
         """The gradients `wanted`, in the shapes of operands with one dimension of rows.
@@ -136,20 +135,6 @@ class Gradient:
                 is computed.
             block_size: That of reductions that are raw partials.
         """
-        like = next(iter(tensors.values()))
-        if like.is_cuda:
-            return self._fused(size, tensors, types, product, block_size)
-        return self.evaluated(size, tensors, types, product, block_size)
-
-    def evaluated(
-        self,
-        size: tuple[int, int],
-        tensors: Mapping[str, torch.Tensor],
-        types: Sequence[torch.dtype],
-        product: torch.Tensor | None,
-        block_size: int | None,
-    ) -> list[torch.Tensor]:
-        """The same, operation by operation."""
         import torch
 
         if product is None:  # of which places ask the size
@@ -166,13 +151,7 @@ class Gradient:
             else:
                 lifted[o] = self._spread(o, value, product, block_size)
         for o in self.given:
-            name = gradient_of(o)
-            lifted[name] = self._spread(o, tensors[name], product, block_size)
-            kind = self.program.outputs[o]
-            if issubclass(kind, Reduction) and kind.mean:
-                lifted[name] = lifted[name] / (block_size or size[1])
-                if self._half(o):
-                    lifted[name] = lifted[name] * 2
+            lifted[gradient_of(o)] = self._spread(o, tensors[gradient_of(o)], product, block_size)
         values = evaluate(self.graph, product, lifted)
         results = []
         for x, shape, dtype in zip(self.wanted, self.shapes(size, tensors), types, strict=True):
@@ -197,19 +176,14 @@ class Gradient:
         return self.program.operands.get(x, Tile)
 
     @cached_property
-    def _fused(self) -> Any:
+    def fused(self) -> Callable[..., list[torch.Tensor]]:
+        """The same by few kernels, which torch.compile makes."""
         import torch
 
-        def gradients(*args: Any) -> list[torch.Tensor]:
-            return self.evaluated(*args)
-
-        # Of one code object torch.compile keeps eight results, so each gradient has its own.
-        code, cells = gradients.__code__.replace(), gradients.__closure__
-        return torch.compile(FunctionType(code, gradients.__globals__, closure=cells))
-
-    def _half(self, o: str) -> bool:
-        graph = self.program.graph
-        return graph.nodes[graph.outputs[o]].shape.half_width
+        # Of one code object it keeps eight results, so each gradient has its own.
+        call = type(self).__call__
+        own = FunctionType(call.__code__.replace(), call.__globals__, argdefs=call.__defaults__)
+        return torch.compile(MethodType(own, self))
 
     def _spread(
         self, o: str, value: torch.Tensor, product: torch.Tensor, block_size: int | None
@@ -225,29 +199,20 @@ class Gradient:
         if kind is not RowGather and not issubclass(kind, Reduction):
             return kind.flat(value, m)
         over_rows = issubclass(kind, Reduction) and kind.over_rows
-        block = block_size
         kept, folded = (n, m) if over_rows else (m, n)
-        if kind is RowGather:
-            block = None
-        elif self._half(o):
-            folded, block = folded // 2, block and block // 2
-        value = value.reshape(kept, -1, 1)
-        value = value.expand(-1, -1, block or folded).flatten(1)[:, :folded]
+        block = folded if kind is RowGather else block_size or folded
+        graph = self.program.graph
+        if graph.nodes[graph.outputs[o]].shape.half_width:
+            folded, block = folded // 2, block // 2
+        if issubclass(kind, Reduction) and kind.mean:
+            value = value / block
+        value = value.reshape(kept, -1, 1).expand(-1, -1, block).flatten(1)[:, :folded]
         return value.mT if over_rows else value
 
 
 def gradient_of(o: str) -> str:
     """The name of an output's gradient, which nothing in a program has."""
     return f"gradient of {o}"
-
-
-def _recorded(op: str, *args: Any) -> Any:
-    """An operation on values and numbers; of a gathered value nothing, since it is only stored."""
-    if op == "gather":
-        return 0.0
-    if op in ("even", "odd"):
-        return pairs(args[0])[op == "odd"]
-    return meant(op).call(*args)
 
 
 def _under(

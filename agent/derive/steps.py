@@ -7,7 +7,7 @@ from typing import Any
 
 from coda_agent.agent.derive.factor import factored
 from coda_agent.agent.derive.kernel import FORWARD, PRODUCT, Asked, Form, Kernel, Unfused, named
-from coda_agent.primitives.adjoint import adjoints
+from coda_agent.primitives.adjoint import adjoints, recorded
 from coda_agent.primitives.derivatives import plus, times
 from coda_agent.primitives.elementary import equal
 from coda_agent.primitives.errors import ProgramError
@@ -18,7 +18,6 @@ from coda_agent.primitives.ops import exp
 from coda_agent.primitives.pairwise import interleave, pairs
 from coda_agent.primitives.placed import column_index
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.resources import (
     AddTile,
     ColSum,
@@ -103,7 +102,7 @@ class _Build:
             for n in self.forward.nodes
             if n.op == "operand"
         }
-        self.values: list[Operand] = self.forward.replay(acc, given, _recorded, known)
+        self.values: list[Operand] = self.forward.replay(acc, given, recorded, known)
 
     def leaf(self, name: str, shape: Shape) -> Value:
         return self.b.add(Node("operand", (), shape, name))
@@ -232,7 +231,7 @@ class _Build:
         elif self.asked.norm:
             # Computed rather than loaded: what it is made of is loaded anyway.
             n = self.forward.nodes[node]
-            value = _recorded(n.op, *(self.values[a] for a in n.args))
+            value = recorded(n.op, *(self.values[a] for a in n.args))
         if value is None or not self.asked.norm:
             return value
         return times(value, self.leaf(self._named("r"), Shape.COL))
@@ -271,7 +270,7 @@ class _Build:
         """The graph, in a kernel of half width taken apart into column pairs."""
         graph = Graph()
         leaves = {n.name: graph.add(n) for n in self.b.nodes if n.op == "operand"}
-        apply = _halved if self.half else _recorded
+        apply = _halved if self.half else recorded
         acc = graph.add(Node("acc", (), Shape.TILE))  # of which a place is told
         values: list[Any] = self.b.replay(acc, leaves, apply)
         return graph, [values[root.index] for root in roots if isinstance(root, Value)]
@@ -333,22 +332,13 @@ def _each(kind: type[Table], table: str, second: str) -> str:
     return str(kind.step) if kind.step else f"({second}.shape[0] // {table}.shape[1])"
 
 
-def _recorded(op: str, *args: Any) -> Any:
-    """An operation on values and numbers; of a gathered value nothing, since it is only stored."""
-    if op == "gather":
-        return 0.0
-    if op in ("even", "odd"):
-        return pairs(args[0])[op == "odd"]
-    return operation(op).call(*args)
-
-
 def _halved(op: str, *args: Any) -> Any:
     """An operation, on full width as on pairs of columns."""
     wide = any(isinstance(a, Value) and a.shape in (Shape.TILE, Shape.ROW) for a in args)
     if not wide or op in ("even", "odd", "interleave"):
-        return _recorded(op, *args)
+        return recorded(op, *args)
     sides = [pairs(a) if isinstance(a, Value) else (a, a) for a in args]
-    return interleave(*(_recorded(op, *(s[i] for s in sides)) for i in (0, 1)))
+    return interleave(*(recorded(op, *(s[i] for s in sides)) for i in (0, 1)))
 
 
 def _stored(graph: Graph, kind: type, value: Value) -> list[tuple[str, Value]]:

@@ -133,6 +133,20 @@ def test_raw_partials_have_gradients() -> None:
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-8)
 
 
+def test_no_rows_have_gradients_of_zero() -> None:
+    for name in (
+        "gemm_rmsnorm_swiglu",
+        "gemm_partial_cross_entropy",
+        "gemm_residual_partial_rmsnorm",
+    ):
+        inputs = leaves(getattr(generated, name).spec, {}, exact=False)
+        rows = {x: t[:0].detach().requires_grad_(t.requires_grad) for x, t in inputs.items()}
+        rows |= {x: inputs[x] for x in ("B", "gamma") if x in inputs}
+        outputs = dict(zip("abc", getattr(generated, name)(**rows), strict=False))
+        for x, g in gradients(outputs, rows).items():
+            assert g.shape == rows[x].shape and not g.any(), x
+
+
 def test_a_call_keeps_what_is_read() -> None:
     a, b, r = given()
     frozen = b.detach()
