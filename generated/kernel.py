@@ -123,6 +123,8 @@ class Kernel:
 
         Raises:
             LaunchError: wrong arguments, shapes, dtypes or layouts; the message names the tensor.
+                Or an input requires a gradient, and there is none: of FP8 numbers, and of a variant
+                that overwrites an input.
         """
         key = self._choice(inputs) if self._parameters else ()
         values: Sequence[Any] = args

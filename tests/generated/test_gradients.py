@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from coda_agent import generated
+from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.specs import Spec, draw_inputs, run_reference
+from tests.generated.test_kernel import ADDS, IN_PLACE, READS
 
 NAMES = dir(generated)
 REFUSED = {
@@ -74,6 +77,77 @@ def test_gradients_err_as_pytorchs_own(name: str, binding: dict[str, str]) -> No
         ours_off, base_off = (found[x] - want).norm(), (base[x] - want).norm()
         assert ours_off <= 2.0 * base_off + 2**-9 * size, (x, ours_off / size, base_off / size)
         assert size > 0 and base_off < size / 5
+
+
+MIXED = """
+---
+name: gemm_mixed
+level: compose
+summary: A product, in FP8 too, and its largest value.
+types: {T: [bfloat16, float16]}
+dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}
+gemm: [A, B]
+inputs:
+  A: {shape: [M, K], dtype: T}
+  B: {shape: [N, K], dtype: T}
+outputs:
+  D: {shape: [M, N], dtype: T}
+  Q: {shape: [M, N], dtype: float8_e4m3fn}
+  top: {shape: [M], dtype: float32}
+check_shapes: [{M: 8, N: 16, K: 8}]
+bench_shapes: [{M: 8, N: 16, K: 8}]
+tolerance: {multiple: 2.0}
+target: 0.9
+---
+```python reference
+def reference(A, B):
+    D = (A @ B.T).float()
+    return {"D": D.to(A.dtype), "Q": D.to(torch.float8_e4m3fn), "top": D.amax(-1)}
+```
+""".lstrip()
+STORES = """
+from coda_agent.primitives import RowMax, Tile, epilogue
+
+@epilogue(D=Tile, Q=Tile, top=RowMax)
+def gemm_mixed(acc):
+    return {"D": acc, "Q": acc, "top": acc}
+"""
+
+
+def loaded(folder: Path, spec: str, program: str) -> Kernel:
+    (folder / "spec.md").write_text(spec)
+    (folder / "kernel.py").write_text(program)
+    return load_kernel(folder)
+
+
+def test_outputs_without_a_gradient_beside_one_that_has(tmp_path: Path) -> None:
+    kernel = loaded(tmp_path, MIXED, STORES)
+    a, b = (torch.randn(n, 8).bfloat16().requires_grad_() for n in (8, 16))
+    d, q, top = kernel(a, b)
+    assert d.requires_grad and not q.requires_grad
+    grad = torch.autograd.grad(d.float().sum(), a, retain_graph=True)[0]
+    torch.testing.assert_close(grad, b.sum(0).expand(8, -1), rtol=2**-6, atol=2**-6)
+    with pytest.raises(LaunchError, match="output 'top', a RowMax, has no derivative"):
+        top.sum().backward()
+
+
+@pytest.mark.parametrize("program", [ADDS, READS], ids=["adds", "reads"])
+def test_what_is_added_to_has_a_gradient_out_of_place(tmp_path: Path, program: str) -> None:
+    kernel = loaded(tmp_path, IN_PLACE, program)
+    a, b = (torch.randn(8, 8).bfloat16().requires_grad_() for _ in "ab")
+    x, alpha = torch.randn(8, 8).bfloat16().requires_grad_(), torch.tensor(0.5).requires_grad_()
+    weights = torch.randn(8), torch.randn(8, 8).bfloat16()
+
+    def found(*outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = torch.stack([(t * w).sum() for t, w in zip(outputs, weights, strict=True)]).sum()
+        return torch.autograd.grad(total, (a, b, x, alpha))
+
+    d = (a @ b.mT).float()
+    want = found(d.sum(-1), (x + alpha * d).bfloat16())
+    got = found(*kernel(a, b, x, alpha, update="out_of_place"))
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-4)
+    with pytest.raises(LaunchError, match="it overwrites an input"):
+        kernel(a, b, x, alpha, update="in_place")
 
 
 def given() -> list[torch.Tensor]:
