@@ -99,7 +99,7 @@ def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[A
     kept |= {_A: inputs[a]} if needed[b] or gradient.product else {}
     kept |= {_B: inputs[b]} if needed[a] or gradient.product else {}
     for o, value in kept.items():
-        if isinstance(value, float):
+        if not isinstance(value, torch.Tensor):
             kept[o] = torch.full((), value, device=inputs[a].device)
     ctx.kept, ctx.product = tuple(kept), (a, b)
     ctx.wanted = {o: (i, inputs[i].dtype) for o, i in wanted.items()}

@@ -173,6 +173,19 @@ def test_gradients_under_torch_compile(dynamic: bool) -> None:
     same(torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager"))
 
 
+def test_numbers_that_change_under_torch_compile() -> None:
+    a, b, c, bias = (torch.randn(*x).bfloat16() for x in ((8, 64), (96, 64), (8, 96), (96,)))
+    a.requires_grad_()
+
+    def call(alpha: float) -> torch.Tensor:
+        return generated.gemm_bias_act(a, b, c, bias, alpha, 1.0, activation="silu").sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for alpha in (0.5, 0.7, 0.9):
+        want, got = (torch.autograd.grad(f(alpha), a)[0] for f in (call, compiled))
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_under_checkpointing(reentrant: bool) -> None:
     values, again = given(), given()
