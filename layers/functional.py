@@ -1,0 +1,367 @@
+"""The sequences of a pre-norm decoder, with gradients: each is one or two accepted kernels forward,
+and backward their accepted counterparts beside `torch.mm`.
+
+- The stream x (M, d) goes with a `Normed`: h = x · gamma, and r = rsqrt(mean x² + eps) of each row.
+  The kernel that writes x writes both; the next product applies r to its rows (paper, 3.2.1).
+- h and r carry no gradient. Whoever reads them knows that they are functions of x and gamma, and
+  gives the whole gradient by those. So gamma belongs to the sequence behind the norm.
+- A norm's backward needs the mean of g · x · r over each row, g being the gradient at x · r. It is
+  the inner product of the next product's output with its gradient, over d (paper, 3.2.4). So it
+  is known before the product that brings g, and that product's epilogue ends the norm's backward.
+- All tensors are bfloat16 or all float16. The caller flattens leading dims: rows are tokens.
+- A second derivative is refused by PyTorch (`once_differentiable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from coda_agent.generated import (
+    gemm_partial_swiglu_bwd,
+    gemm_residual_partial_rmsnorm,
+    gemm_residual_partial_rmsnorm_bwd,
+    gemm_rmsnorm,
+    gemm_rmsnorm_partial_cross_entropy,
+    gemm_rmsnorm_rope,
+    gemm_rmsnorm_swiglu,
+)
+
+# Logits that the head holds at a time: 1 GiB in 16 bits.
+_LOGITS = 1 << 29
+
+
+class Normed(NamedTuple):
+    """What a product behind a norm takes of the stream.
+
+    Attributes:
+        h: x · gamma (M, d), in the type of x.
+        r: rsqrt(mean x² + eps) (M,), float32.
+    """
+
+    h: Tensor
+    r: Tensor
+
+
+def normed(x: Tensor, gamma: Tensor, eps: float) -> Normed:
+    """The `Normed` of a stream that no kernel wrote, such as an embedding's."""
+    with torch.no_grad():
+        wide = x.float()
+        return Normed((wide * gamma.float()).to(x.dtype), _rms(wide.square().mean(-1), eps))
+
+
+def linear_residual_norm(
+    a: Tensor, weight: Tensor, x: Tensor, gamma: Tensor, eps: float
+) -> tuple[Tensor, Normed]:
+    """x + a weightᵀ, and its `Normed`.
+
+    Args:
+        a: (M, K).
+        weight: (d, K), as `nn.Linear` has it.
+        x: (M, d), the stream.
+        gamma: (d,), the weight of the norm behind.
+        eps: Of that norm.
+    """
+    out, h, r = _LinearResidualNorm.apply(a, weight, x, gamma.detach(), eps)
+    return out, Normed(h, r)
+
+
+def mlp(
+    x: Tensor,
+    given: Normed,
+    gamma: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    next_gamma: Tensor,
+    next_eps: float,
+) -> tuple[Tensor, Normed]:
+    """x + (silu(n gateᵀ) · (n upᵀ)) downᵀ with n = x · r · gamma, and its `Normed`.
+
+    Args:
+        x: (M, d), the stream.
+        given: Its `Normed` by `gamma`.
+        gamma: (d,), the norm's weight.
+        gate_up: (2F, d), rows of gate and up in turn (`packing.interleave`).
+        down: (d, F).
+        next_gamma: (d,), the weight of the norm behind.
+        next_eps: Of that norm.
+    """
+    out, h, r = _Mlp.apply(x, *given, gamma, gate_up, down, next_gamma.detach(), next_eps)
+    return out, Normed(h, r)
+
+
+def norm_linear(
+    x: Tensor,
+    given: Normed,
+    gamma: Tensor,
+    weight: Tensor,
+    sizes: Sequence[int],
+    table: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """n weightᵀ in parts of `sizes` columns, with n = x · r · gamma, and the stream.
+
+    Args:
+        x: (M, d), the stream.
+        given: Its `Normed` by `gamma`.
+        gamma: (d,), the norm's weight.
+        weight: (N, d).
+        sizes: Columns of each part, N in all.
+        table: (M, N), cosines and negated sines in turn (`packing.rotary_table`), by which adjacent
+            pairs of columns are rotated; None rotates nothing.
+
+    Returns:
+        The parts, each (M, size), and x. Who takes the residual of that x saves an addition of
+        gradients: the last kernel of the backward pass adds them.
+    """
+    return _NormLinear.apply(x, *given, gamma, weight, tuple(sizes), table)
+
+
+def head_loss(
+    x: Tensor,
+    given: Normed,
+    gamma: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    count: Tensor | float | None = None,
+) -> Tensor:
+    """The cross-entropy of n weightᵀ with n = x · r · gamma, over all rows; float32.
+
+    Logits are held for some rows at a time, and gradients are taken while they are there.
+
+    Args:
+        x: (M, d), the stream.
+        given: Its `Normed` by `gamma`.
+        gamma: (d,), the final norm's weight.
+        weight: (V, d), V a multiple of 16.
+        targets: (M,), int64 columns of `weight`.
+        ignore_index: The target of rows that do not count.
+        count: What the sum is divided by; by default the rows that count.
+    """
+    rows = targets != ignore_index
+    if count is None:
+        count = rows.sum()
+    # A power of two is left to the backward pass: float16 does not hold the gradients of a mean.
+    part, power = torch.frexp(1 / torch.as_tensor(count, dtype=torch.float32, device=x.device))
+    weights = rows * part
+    loss = _HeadLoss.apply(x, *given, gamma, weight, targets.where(rows, 0), weights)
+    return loss * torch.ldexp(torch.ones_like(part), power)
+
+
+class _LinearResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, weight: Tensor, x: Tensor, gamma: Tensor, eps: float
+    ) -> tuple[Tensor, ...]:
+        out, h, s = gemm_residual_partial_rmsnorm(a, weight, x, gamma)
+        ctx.save_for_backward(a, weight)
+        return _with_normed(ctx, out, h, _rms(s, eps))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dout: Tensor = grads[0]
+        a, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        return (
+            dout @ weight if needs[0] else None,
+            dout.T @ a if needs[1] else None,
+            dout,
+            None,
+            None,
+        )
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        h: Tensor,
+        r: Tensor,
+        gamma: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        next_gamma: Tensor,
+        next_eps: float,
+    ) -> tuple[Tensor, ...]:
+        z, act = gemm_rmsnorm_swiglu(h, gate_up, r)
+        out, next_h, s = gemm_residual_partial_rmsnorm(act, down, x, next_gamma)
+        ctx.save_for_backward(x, r, gamma, gate_up, down, z)
+        return _with_normed(ctx, out, next_h, _rms(s, next_eps))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dout: Tensor = grads[0]
+        x, r, gamma, gate_up, down, z = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dout = dout.contiguous()
+        dz, mean, act = gemm_partial_swiglu_bwd(dout, down.T, z)
+        ddown = dout.T @ act if needs[5] else None
+        del act
+        statistic = mean * (down.shape[1] / x.shape[1])
+        dx, n, dgamma = _through_norm(dz, gate_up, x, r, gamma, statistic, dout)
+        dgate_up = dz.T @ n if needs[4] else None
+        return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        h: Tensor,
+        r: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        sizes: tuple[int, ...],
+        table: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        if table is None:
+            y: Any = gemm_rmsnorm(h, weight, r)
+        else:
+            _, y = gemm_rmsnorm_rope(h, weight, r, table)
+        parts = y.split(sizes, dim=1)
+        ctx.save_for_backward(x, r, gamma, weight, table, *parts)
+        return (*parts, x.view_as(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, r, gamma, weight, table, *parts = ctx.saved_tensors
+        *dparts, through = grads
+        dy, total = _fused(_joined, x)(dparts, parts, table)
+        statistic = total / x.shape[1]
+        dx, n, dgamma = _through_norm(dy, weight, x, r, gamma, statistic, through.contiguous())
+        dweight = dy.T @ n if ctx.needs_input_grad[4] else None
+        return dx, None, None, dgamma.to(gamma.dtype), dweight, None, None
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        h: Tensor,
+        r: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        wanted, trained = any(ctx.needs_input_grad), ctx.needs_input_grad[4]
+        step = max(128, _LOGITS // len(weight))
+        loss = x.new_zeros((), dtype=torch.float32)
+        dx = torch.zeros_like(x) if wanted else None
+        dgamma = torch.zeros_like(gamma, dtype=torch.float32) if wanted else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        for start in range(0, len(x), step):
+            some = slice(start, start + step)
+            z, target, lse = gemm_rmsnorm_partial_cross_entropy(
+                h[some], weight, r[some], targets[some]
+            )
+            loss += ((lse - target) * weights[some]).where(weights[some] > 0, 0).sum()
+            if dx is None or dgamma is None:
+                continue
+            dz, total = _fused(_logit_gradient, x)(z, targets[some], weights[some])
+            statistic, update = total / x.shape[1], "in_place"
+            args = x[some], r[some], gamma, statistic, dx[some], update
+            _, n, part = _through_norm(dz, weight, *args)
+            dgamma += part
+            if dweight is not None:
+                dweight = _add_product(dweight, dz.T, n)
+        ctx.save_for_backward(dx, dgamma, dweight)
+        ctx.types = x.dtype, gamma.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dloss,) = grads
+        dx, dgamma, dweight = (
+            None if t is None else (t * dloss).to(kind)
+            for t, kind in zip(ctx.saved_tensors, ctx.types, strict=True)
+        )
+        return dx, None, None, dgamma, dweight, None, None
+
+
+def _rms(mean: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(mean + eps)
+
+
+def _with_normed(ctx: Any, out: Tensor, h: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    ctx.mark_non_differentiable(h, r)
+    ctx.set_materialize_grads(False)
+    return out, h, r
+
+
+def _through_norm(
+    dy: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    r: Tensor,
+    gamma: Tensor,
+    statistic: Tensor,
+    add: Tensor,
+    update: str = "out_of_place",
+) -> Any:
+    """The backward of y = n weightᵀ with n = x · r · gamma: the gradient of x plus `add`, n, and
+    the gradient of gamma in float32."""
+    return gemm_residual_partial_rmsnorm_bwd(
+        dy, weight.T, x, r, gamma, statistic, add, update=update
+    )
+
+
+def _joined(
+    grads: Sequence[Tensor], parts: Sequence[Tensor], table: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient before the rotation, and its inner product with what was rotated, row by row.
+
+    A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩.
+    """
+    grad = torch.cat(list(grads), dim=1)
+    total = (grad.float() * torch.cat(list(parts), dim=1).float()).sum(-1)
+    if table is None:
+        return grad, total
+    x, y = grad[:, 0::2].float(), grad[:, 1::2].float()
+    cos, sin = table[:, 0::2].float(), table[:, 1::2].float()
+    back = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
+    return back.to(grad.dtype), total
+
+
+def _logit_gradient(z: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of each row's cross-entropy at its logits, times the row's weight, and its inner
+    product with them.
+
+    The softmax is that of the rounded logits. With the log-sum-exp of those before rounding, a row
+    that is nearly sure would have a gradient of rounding errors.
+    """
+    wide = z.float()
+    hit = torch.arange(z.shape[1], device=z.device) == targets[:, None]
+    grad = (wide.softmax(-1) - hit.float()) * weights[:, None]
+    grad = grad.where(weights[:, None] > 0, 0)  # a row of NaN may not count
+    return grad.to(z.dtype), (grad * wide).sum(-1)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b in float32, of 16-bit factors; `total` is overwritten where that is possible."""
+    if total.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=torch.float32)
+    return total.addmm_(a.float(), b.float())
+
+
+@lru_cache(maxsize=2)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _fused(function: Callable[..., Any], on: Tensor) -> Callable[..., Any]:
+    """`function` as one kernel of Inductor where `on` is on a GPU; on a CPU as it is."""
+    return _compiled(function) if on.is_cuda else function

@@ -1,0 +1,165 @@
+"""A decoder layer of packed weights, and the names that others have for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coda_agent.layers.functional import Normed, linear_residual_norm, mlp, norm_linear, normed
+from coda_agent.layers.packing import interleave, pack_qkv, separate, unpack_qkv
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(B, S, Hq · D), (B, S, Hk · D), (B, S, Hk · D) to (B, S, Hq · D)."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a library calls the weights of a decoder layer.
+
+    Attributes:
+        halves: Whether its rotary embedding takes halves of heads, not pairs.
+    """
+
+    input_norm: str
+    q: str
+    k: str
+    v: str
+    o: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+    halves: bool
+
+
+HUGGING_FACE = Names(
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    halves=True,
+)
+TORCHTITAN = Names(
+    "attention_norm",
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "ffn_norm",
+    "feed_forward.w1",
+    "feed_forward.w3",
+    "feed_forward.w2",
+    halves=False,
+)
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm layer of a decoder: attention behind an RMSNorm, SwiGLU behind another.
+
+    Its weights are packed as the kernels take them. A state dict of Hugging Face or torchtitan
+    loads as it is, and `state_dict_of` gives one back.
+
+    Args:
+        width: d, a multiple of 16.
+        ffn: Columns of gate and of up.
+        heads, kv_heads: Of queries; of keys and values.
+        head_dim: D.
+        eps: Of both norms.
+        kind: `device` and `dtype` of the parameters; 16-bit types only.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        ffn: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float = 1e-5,
+        **kind: Any,
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = (heads, kv_heads), head_dim
+        self.sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.input_norm = nn.RMSNorm(width, eps=eps, **kind)
+        self.qkv = nn.Linear(width, sum(self.sizes), bias=False, **kind)
+        self.o = nn.Linear(self.sizes[0], width, bias=False, **kind)
+        self.mlp_norm = nn.RMSNorm(width, eps=eps, **kind)
+        self.gate_up = nn.Linear(width, 2 * ffn, bias=False, **kind)
+        self.down = nn.Linear(ffn, width, bias=False, **kind)
+        self.register_load_state_dict_pre_hook(_pack)
+
+    def forward(
+        self,
+        x: Tensor,
+        given: Normed | None,
+        table: Tensor | None,
+        next_norm: nn.RMSNorm,
+        attend: Attend | None = None,
+    ) -> tuple[Tensor, Normed]:
+        """The stream behind this layer, and its `Normed` by `next_norm`.
+
+        Args:
+            x: (B, S, d), the stream.
+            given: Its `Normed` by this layer's `input_norm`, from the layer before; None where
+                there is none.
+            table: (B · S, columns of `qkv`), see `packing.rotary_table`.
+            next_norm: The norm behind this layer.
+            attend: Attention; by default PyTorch's, causal.
+        """
+        rows = x.flatten(0, 1)
+        norm, next_eps = self.mlp_norm, next_norm.eps or 0.0
+        if given is None:
+            given = normed(rows, self.input_norm.weight, self.input_norm.eps or 0.0)
+        *qkv, rows = norm_linear(
+            rows, given, self.input_norm.weight, self.qkv.weight, self.sizes, table
+        )
+        q, k, v = (t.unflatten(0, x.shape[:2]) for t in qkv)
+        a = (attend or self._attend)(q, k, v).flatten(0, 1)
+        rows, given = linear_residual_norm(a, self.o.weight, rows, norm.weight, norm.eps or 0.0)
+        weights = norm.weight, self.gate_up.weight, self.down.weight, next_norm.weight
+        rows, given = mlp(rows, given, *weights, next_eps)
+        return rows.view_as(x), given
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+    def state_dict_of(self, names: Names) -> dict[str, Tensor]:
+        """Its weights as a library names and orders them: copies."""
+        own = {name: t.detach().clone() for name, t in self.named_parameters()}
+        qkv = unpack_qkv(own["qkv.weight"], self.sizes, self.heads if names.halves else None)
+        gate, up = separate(own["gate_up.weight"])
+        given = {names.q: qkv[0], names.k: qkv[1], names.v: qkv[2], names.gate: gate, names.up: up}
+        for part in ("input_norm", "o", "mlp_norm", "down"):
+            given[getattr(names, part)] = own[f"{part}.weight"]
+        return {f"{name}.weight": t for name, t in given.items()}
+
+
+def _pack(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Bring another library's weights in `state` under this module's names, packed."""
+    assert isinstance(module, DecoderLayer)
+    for names in (HUGGING_FACE, TORCHTITAN):
+        if f"{prefix}{names.q}.weight" not in state:
+            continue
+
+        def take(part: str, names: Names = names) -> Tensor:
+            return state.pop(f"{prefix}{getattr(names, part)}.weight")
+
+        heads = module.heads if names.halves else None
+        packed: Mapping[str, Tensor] = {
+            "qkv": pack_qkv(take("q"), take("k"), take("v"), heads),
+            "gate_up": interleave(take("gate"), take("up")),
+            **{part: take(part) for part in ("input_norm", "o", "mlp_norm", "down")},
+        }
+        state.update({f"{prefix}{part}.weight": t for part, t in packed.items()})

@@ -1,0 +1,74 @@
+"""Weights as the kernels take them, out of Hugging Face's and back: rows in another order, so
+exact.
+
+Products of one input are one product: their weights lie one below the other. What an epilogue
+combines must be neighbours: rows of gate and up take turns, and so do the halves of a head that is
+rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def interleave(first: Tensor, second: Tensor) -> Tensor:
+    """Rows of two weights (F, …) in turn: (2F, …)."""
+    return torch.stack((first, second), dim=1).flatten(0, 1)
+
+
+def separate(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `interleave`: contiguous copies."""
+    return packed[0::2].contiguous(), packed[1::2].contiguous()
+
+
+def pair_halves(weight: Tensor, heads: int) -> Tensor:
+    """The rows of each head, (heads · D, …), from [first half, second half] to pairs in turn."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def split_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `pair_halves`."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def pack_qkv(q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int] | None) -> Tensor:
+    """Weights (or biases) of query, key and value as one.
+
+    Args:
+        q, k, v: (Hq · D, …), (Hk · D, …), (Hk · D, …).
+        heads: Hq and Hk, whose halves become pairs; None leaves the order as it is.
+    """
+    if heads is not None:
+        q, k = pair_halves(q, heads[0]), pair_halves(k, heads[1])
+    return torch.cat((q, k, v))
+
+
+def unpack_qkv(
+    packed: Tensor, sizes: Sequence[int], heads: Sequence[int] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `pack_qkv`; `sizes` are the rows of q, k and v."""
+    q, k, v = packed.split(list(sizes))
+    if heads is not None:
+        q, k = split_pairs(q, heads[0]), split_pairs(k, heads[1])
+    return q.clone(), k.clone(), v.clone()
+
+
+def rotary_table(cos: Tensor, sin: Tensor, rotated: int, columns: int) -> Tensor:
+    """The table of `norm_linear` out of Hugging Face's cosines and sines.
+
+    Args:
+        cos, sin: (…, S, D), the second half of the columns like the first.
+        rotated: Heads that are rotated, those of queries and keys.
+        columns: Columns of the product; those behind the rotated heads stay as they are.
+
+    Returns:
+        (… · S, columns), in the type of `cos`.
+    """
+    half = cos.shape[-1] // 2
+    head = torch.stack((cos[..., :half], -sin[..., :half]), dim=-1).flatten(-2).flatten(0, -2)
+    rest = head.new_zeros(len(head), columns - rotated * head.shape[1])
+    rest[:, 0::2] = 1
+    return torch.cat((head.repeat(1, rotated), rest), dim=1)

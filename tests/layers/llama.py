@@ -1,0 +1,154 @@
+"""A small Llama in plain PyTorch, with Hugging Face's names and structure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass
+class Config:
+    vocab: int = 96
+    width: int = 64
+    ffn: int = 80
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    eps: float = 1e-5
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    hidden_act: str = "silu"
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.width, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.width, bias=c.o_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
+        if not c.qk_norm:
+            del self.q_norm, self.k_norm
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class Mlp(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.width, c.ffn, bias=False)
+        self.up_proj = nn.Linear(c.width, c.ffn, bias=False)
+        self.down_proj = nn.Linear(c.ffn, c.width, bias=False)
+        self.act_fn = nn.SiLU() if c.hidden_act == "silu" else nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(c), Mlp(c)
+        self.input_layernorm = RMSNorm(c.width, c.eps)
+        self.post_attention_layernorm = RMSNorm(c.width, c.eps)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        hidden_states = (
+            hidden_states
+            + self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+        )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Stack(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.config = c
+        self.embed_tokens = nn.Embedding(c.vocab, c.width)
+        self.layers = nn.ModuleList([Layer(c) for _ in range(c.layers)])
+        self.norm = RMSNorm(c.width, c.eps)
+        self.checkpoint: bool | None = None  # use_reentrant, where layers are checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        places = positions(ids, self.config, x.dtype)
+        for layer in self.layers:
+            if self.checkpoint is None:
+                x = layer(x, position_embeddings=places)
+            else:
+                x = checkpoint(
+                    lambda x, layer=layer: layer(x, position_embeddings=places),
+                    x,
+                    use_reentrant=self.checkpoint,
+                )
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.config, self.model = c, Stack(c)
+        self.lm_head = nn.Linear(c.width, c.vocab, bias=False)
+        if c.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        logits, loss = self.lm_head(self.model(ids)), None
+        if labels is not None:
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def positions(ids: Tensor, c: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, S, D). In float64 those that were rounded to bfloat16: they are inputs."""
+    turns = 10000.0 ** (-torch.arange(0, c.head_dim, 2, device=ids.device) / c.head_dim)
+    angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * turns
+    angles = torch.cat((angles, angles), dim=-1).expand(len(ids), -1, -1)
+    return angles.cos().bfloat16().to(dtype), angles.sin().bfloat16().to(dtype)

@@ -1,0 +1,139 @@
+"""One decoder layer by the kernels: outputs and gradients no further from float64 than PyTorch's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coda_agent.layers.functional import head_loss, normed
+from coda_agent.layers.modules import HUGGING_FACE, TORCHTITAN, DecoderLayer, Names
+from coda_agent.layers.packing import rotary_table
+from tests.layers.llama import Config, Layer, RMSNorm, positions
+
+pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper")
+CONFIG = Config()
+
+
+def within(ours: Tensor, theirs: Tensor, truth: Tensor, *, times: float = 1.0) -> None:
+    """Hold that `ours` is as near to `truth` as `theirs`, in norm."""
+    assert ours.shape == truth.shape
+    error, bound = ((t.double() - truth).norm() for t in (ours, theirs))
+    assert truth.norm() > 0
+    assert error <= times * bound, f"error {error:.3e}, PyTorch's {bound:.3e}"
+
+
+def built() -> tuple[Layer, RMSNorm, DecoderLayer]:
+    torch.manual_seed(0)
+    layer, norm = Layer(CONFIG).bfloat16(), RMSNorm(CONFIG.width, CONFIG.eps).bfloat16()
+    c = CONFIG
+    ours = DecoderLayer(
+        c.width, c.ffn, c.heads, c.kv_heads, c.head_dim, c.eps, dtype=torch.bfloat16
+    )
+    ours.load_state_dict(layer.state_dict())
+    return layer, norm, ours
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_layer_and_all_its_gradients(batch: int) -> None:
+    layer, norm, ours = built()
+    after = torch.nn.RMSNorm(CONFIG.width, eps=CONFIG.eps, dtype=torch.bfloat16)
+    after.weight.data.copy_(norm.weight)
+    x = torch.randn(batch, 37, CONFIG.width).bfloat16()
+    g, gn = torch.randn_like(x), torch.randn_like(x)
+    cos, sin = positions(x[..., 0], CONFIG, x.dtype)
+
+    def reference(layer: Layer, norm: RMSNorm, x: Tensor) -> tuple[list[Any], list[str]]:
+        x = x.clone().requires_grad_()
+        places = cos.to(x.dtype), sin.to(x.dtype)
+        out = layer(x, position_embeddings=places)
+        ((out * g).sum() + (norm(out) * gn).sum()).backward()
+        grads = {n: p.grad for n, p in layer.named_parameters()}
+        return [out.detach(), x.grad, *grads.values(), norm.weight.grad], list(grads)
+
+    truth, names = reference(
+        copy.deepcopy(layer).double(), copy.deepcopy(norm).double(), x.double()
+    )
+    theirs, _ = reference(layer, norm, x)
+
+    start = x.clone().requires_grad_()
+    table = rotary_table(cos, sin, CONFIG.heads + CONFIG.kv_heads, sum(ours.sizes))
+    out, given = ours(start, None, table, after)
+    ((out * g).sum() + (after(out) * gn).sum()).backward()
+    # Gradients are packed as the weights are: take them apart by the same way.
+    for p in ours.parameters():
+        p.data, p.grad = p.grad, None  # pyright: ignore[reportAttributeAccessIssue]
+    grads = ours.state_dict_of(HUGGING_FACE)
+    found = [out.detach(), start.grad, *[grads[n] for n in names], after.weight.grad]
+    for mine, other, exact in zip(found, theirs, truth, strict=True):
+        within(mine, other, exact)
+    h = (out.double() * norm.weight).flatten(0, 1)
+    torch.testing.assert_close(given.h.double(), h, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("names", [HUGGING_FACE, TORCHTITAN], ids=["hugging face", "torchtitan"])
+def test_state_dicts_load_either_way(names: Names) -> None:
+    _, _, ours = built()
+    other = built()[2]
+    for p in other.parameters():
+        p.data.zero_()
+    given = ours.state_dict_of(names)
+    other.load_state_dict(given)
+    again = other.state_dict_of(names)
+    assert len(given) == 9
+    for name, t in given.items():
+        assert torch.equal(t, again[name])
+    for name, t in ours.state_dict().items():
+        assert torch.equal(t, other.state_dict()[name])
+
+
+def test_the_names_of_hugging_face_are_its_own() -> None:
+    layer, _, ours = built()
+    given = ours.state_dict_of(HUGGING_FACE)
+    assert given.keys() == layer.state_dict().keys()
+    for name, t in layer.state_dict().items():
+        assert torch.equal(t, given[name])
+
+
+@pytest.mark.parametrize("step", [128, 1 << 20], ids=["pieces", "whole"])
+def test_the_head_s_loss_and_gradients(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    width, vocabulary, rows = 64, 96, 300
+    monkeypatch.setattr("coda_agent.layers.functional._LOGITS", step)
+    x, gamma = torch.randn(rows, width).bfloat16(), torch.rand(width).bfloat16() + 0.5
+    weight = (torch.randn(vocabulary, width) / 4).bfloat16()
+    y = torch.randint(0, vocabulary, (rows,))
+    y[::7] = -100
+
+    def reference(kind: torch.dtype) -> list[Any]:
+        inputs = [t.to(kind).requires_grad_() for t in (x, gamma, weight)]
+        wide = inputs[0].to(torch.promote_types(kind, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        logits = torch.nn.functional.linear((wide * scale).to(kind) * inputs[1], inputs[2])
+        logits = logits.to(torch.promote_types(kind, torch.float32))
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        loss.backward()
+        return [loss.detach(), *[t.grad for t in inputs]]
+
+    inputs = [t.clone().requires_grad_() for t in (x, gamma, weight)]
+    loss = head_loss(inputs[0], normed(x, gamma, 1e-5), inputs[1], inputs[2], y)
+    loss.backward()
+    truth = reference(torch.float64)
+    torch.testing.assert_close(loss.double(), truth[0], rtol=2e-4, atol=0)
+    theirs = reference(torch.bfloat16)
+    for mine, other, exact in zip(inputs, theirs[1:], truth[1:], strict=True):
+        assert mine.grad is not None
+        within(mine.grad, other, exact)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    ours = built()[2]
+    x = torch.randn(1, 5, CONFIG.width).bfloat16().requires_grad_()
+    after = torch.nn.RMSNorm(CONFIG.width, eps=CONFIG.eps, dtype=torch.bfloat16)
+    out, _ = ours(x, None, None, after)
+    (grad,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.float().sum().backward()
