@@ -16,19 +16,27 @@ BIN := $(abspath $(VENV))/bin
 # One stamp per device: a machine that gains a GPU installs what was missing.
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: demo test lint format setup clean
+.PHONY: demo test lint style types pytest format setup clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	@bash scripts/demo.sh "$(BIN)"
 
-test: lint
-	$(BIN)/pytest -n $(JOBS)
+# Types are checked beside the tests: pyright takes one core for half a minute.
+test: style
+	@$(MAKE) --no-print-directory -j2 types pytest
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+pytest: $(STAMP)
+	$(BIN)/pytest -n $(JOBS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix
