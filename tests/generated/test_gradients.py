@@ -178,7 +178,8 @@ def test_numbers_that_change_under_torch_compile() -> None:
     a.requires_grad_()
 
     def call(alpha: float) -> torch.Tensor:
-        return generated.gemm_bias_act(a, b, c, bias, alpha, 1.0, activation="silu").sum()
+        out: Any = generated.gemm_bias_act(a, b, c, bias, alpha, 1.0, activation="silu")
+        return out.sum()
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for alpha in (0.5, 0.7, 0.9):
