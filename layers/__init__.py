@@ -16,21 +16,35 @@ if TYPE_CHECKING:
         normed,
     )
     from coda_agent.layers.modules import DecoderLayer
+    from coda_agent.layers.patch import (
+        Report,
+        apply_coda_kernels,
+        apply_coda_kernels_to_llama,
+        apply_coda_kernels_to_mistral,
+        apply_coda_kernels_to_qwen2,
+        apply_coda_kernels_to_qwen3,
+    )
 
 __all__ = [
     "DecoderLayer",
     "Normed",
+    "Report",
+    "apply_coda_kernels",
+    "apply_coda_kernels_to_llama",
+    "apply_coda_kernels_to_mistral",
+    "apply_coda_kernels_to_qwen2",
+    "apply_coda_kernels_to_qwen3",
     "head_loss",
     "linear_residual_norm",
     "mlp",
     "norm_linear",
     "normed",
 ]
-_ELSEWHERE = {"DecoderLayer": "modules"}
+_FUNCTIONS = {"Normed", "head_loss", "linear_residual_norm", "mlp", "norm_linear", "normed"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"no {name!r} in coda_agent.layers; there are: {', '.join(__all__)}")
-    home = _ELSEWHERE.get(name, "functional")
+    home = "functional" if name in _FUNCTIONS else "modules" if name == "DecoderLayer" else "patch"
     return getattr(import_module(f"coda_agent.layers.{home}"), name)

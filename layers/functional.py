@@ -102,8 +102,9 @@ def norm_linear(
     weight: Tensor,
     sizes: Sequence[int],
     table: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """n weightᵀ in parts of `sizes` columns, with n = x · r · gamma, and the stream.
+    """n weightᵀ + bias in parts of `sizes` columns, with n = x · r · gamma, and the stream.
 
     Args:
         x: (M, d), the stream.
@@ -113,12 +114,14 @@ def norm_linear(
         sizes: Columns of each part, N in all.
         table: (M, N), cosines and negated sines in turn (`packing.rotary_table`), by which adjacent
             pairs of columns are rotated; None rotates nothing.
+        bias: (N,), in the order of `weight`. With one, h and `weight` are copied with eight more
+            columns.
 
     Returns:
         The parts, each (M, size), and x. Who takes the residual of that x saves an addition of
         gradients: the last kernel of the backward pass adds them.
     """
-    return _NormLinear.apply(x, *given, gamma, weight, tuple(sizes), table)
+    return _NormLinear.apply(x, *given, gamma, weight, bias, tuple(sizes), table)
 
 
 def head_loss(
@@ -221,27 +224,30 @@ class _NormLinear(torch.autograd.Function):
         r: Tensor,
         gamma: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         sizes: tuple[int, ...],
         table: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        factors = (h, weight) if bias is None else _with_bias(h, r, weight, bias)
         if table is None:
-            y: Any = gemm_rmsnorm(h, weight, r)
+            y: Any = gemm_rmsnorm(*factors, r)
         else:
-            _, y = gemm_rmsnorm_rope(h, weight, r, table)
+            _, y = gemm_rmsnorm_rope(*factors, r, table)
         parts = y.split(sizes, dim=1)
-        ctx.save_for_backward(x, r, gamma, weight, table, *parts)
+        ctx.save_for_backward(x, r, gamma, weight, bias, table, *parts)
         return (*parts, x.view_as(x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, r, gamma, weight, table, *parts = ctx.saved_tensors
+        x, r, gamma, weight, bias, table, *parts = ctx.saved_tensors
         *dparts, through = grads
-        dy, total = _fused(_joined, x)(dparts, parts, table)
+        dy, total = _fused(_joined, x)(dparts, parts, table, bias)
         statistic = total / x.shape[1]
         dx, n, dgamma = _through_norm(dy, weight, x, r, gamma, statistic, through.contiguous())
         dweight = dy.T @ n if ctx.needs_input_grad[4] else None
-        return dx, None, None, dgamma.to(gamma.dtype), dweight, None, None
+        dbias = dy.sum(0) if ctx.needs_input_grad[5] else None
+        return dx, None, None, dgamma.to(gamma.dtype), dweight, dbias, None, None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -319,21 +325,34 @@ def _through_norm(
     )
 
 
+def _with_bias(h: Tensor, r: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of h weightᵀ + bias / r, so that the kernel's r leaves the bias as it is: the bias
+    meets a column of 1 / r, in two parts, since 16 bits hold too little of it."""
+    columns, rows = h.new_zeros(len(h), 8), weight.new_zeros(len(weight), 8)
+    columns[:, 0] = 1 / r
+    columns[:, 1] = 1 / r - columns[:, 0]
+    rows[:, :2] = bias[:, None]
+    return torch.cat((h, columns), dim=1), torch.cat((weight, rows), dim=1)
+
+
 def _joined(
-    grads: Sequence[Tensor], parts: Sequence[Tensor], table: Tensor | None
+    grads: Sequence[Tensor], parts: Sequence[Tensor], table: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient before the rotation, and its inner product with what was rotated, row by row.
+    """The gradient before the rotation, and its inner product with what the product gave, before
+    the bias, row by row.
 
     A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩.
     """
     grad = torch.cat(list(grads), dim=1)
     total = (grad.float() * torch.cat(list(parts), dim=1).float()).sum(-1)
-    if table is None:
-        return grad, total
-    x, y = grad[:, 0::2].float(), grad[:, 1::2].float()
-    cos, sin = table[:, 0::2].float(), table[:, 1::2].float()
-    back = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
-    return back.to(grad.dtype), total
+    if table is not None:
+        x, y = grad[:, 0::2].float(), grad[:, 1::2].float()
+        cos, sin = table[:, 0::2].float(), table[:, 1::2].float()
+        grad = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
+        grad = grad.to(table.dtype)
+    if bias is not None:
+        total = total - (grad.float() * bias.float()).sum(-1)
+    return grad, total
 
 
 def _logit_gradient(z: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

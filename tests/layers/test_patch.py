@@ -1,0 +1,187 @@
+"""Models run by the kernels: the same logits, losses and gradients, and the same model afterwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coda_agent.layers import apply_coda_kernels
+from tests.layers.llama import Config, Llama
+from tests.layers.test_functional import within
+
+pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper")
+KINDS = {
+    "llama": Config(),
+    "tied": Config(tied=True, kv_heads=4),
+    "biased": Config(qkv_bias=True, o_bias=True),
+    "head norms": Config(qk_norm=True),
+}
+REPLACED = "norm + QKV + RoPE, o + residual, norm + SwiGLU, down + residual"
+
+
+def built(config: Config) -> Any:
+    torch.manual_seed(0)
+    model = Llama(config)
+    for name, p in model.named_parameters():
+        if "proj.weight" in name:
+            p.data.mul_(2)
+        if "bias" in name:
+            p.data.uniform_(-0.5, 0.5)
+    return model.bfloat16()
+
+
+def ran(model: Any, batch: int = 2, width: int = 23) -> dict[str, Tensor]:
+    """Logits in eval, the loss and all gradients in training."""
+    ids = torch.randint(0, 96, (batch, width), generator=torch.Generator().manual_seed(batch))
+    model.zero_grad()
+    loss = model.train()(ids, labels=ids).loss
+    loss.backward()
+    with torch.no_grad():
+        logits = model.eval()(ids).logits
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    return {"logits": logits, "loss": loss.detach(), **found}
+
+
+def as_near(model: Any, batch: int = 2, times: float = 1.0) -> None:
+    """Hold that the kernels are as near to float64 as PyTorch is: over all tensors, and in each of
+    them up to `times` as far. A tensor of few elements is one draw of roundings."""
+    truth, theirs = ran(copy.deepcopy(model).double(), batch), ran(model, batch)
+    report = apply_coda_kernels(model)
+    assert "layers.1" in report.replaced
+    ours = ran(model, batch)
+    ratios = []
+    for name, exact in ((n, t.double()) for n, t in truth.items()):
+        if name == "loss":
+            torch.testing.assert_close(ours[name].double(), exact, rtol=2e-3, atol=0)
+            continue
+        within(ours[name], theirs[name], exact, times=times)
+        error, bound = ((t.double() - exact).norm() for t in (ours[name], theirs[name]))
+        ratios.append(error / bound)
+    assert sum(ratios) / len(ratios) < 1
+    report.revert()
+    for name, before in theirs.items():
+        assert torch.equal(before, ran(model, batch)[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_as_near_to_float64(kind: str) -> None:
+    as_near(built(KINDS[kind]), times=1.0 if kind == "llama" else 1.5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_batches(batch: int) -> None:
+    as_near(built(KINDS["llama"]), batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model = built(KINDS["llama"])
+    model.model.embed_tokens.requires_grad_(True)
+    plain = copy.deepcopy(model)
+    apply_coda_kernels(plain)
+    expected = ran(plain)
+    model.model.checkpoint = reentrant
+    apply_coda_kernels(model)
+    for name, t in ran(model).items():
+        # Between layers the statistic is computed again, of the rounded stream.
+        torch.testing.assert_close(t.float(), expected[name].float(), rtol=0.1, atol=0.02, msg=name)
+
+
+def test_parameters_stay_the_optimizer_s_and_keep_their_names() -> None:
+    model = built(KINDS["llama"])
+    names = [n for n, _ in model.named_parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apply_coda_kernels(model)
+    assert [n for n, _ in model.named_parameters()] == names
+    before = after = ran(model)
+    for _ in range(3):
+        optimizer.step()
+        after = ran(model)
+    assert after["loss"] < before["loss"] - 0.1
+    # What was packed for eval follows the parameters.
+    assert not torch.equal(before["logits"], after["logits"])
+
+
+def test_packed_weights_are_kept_in_eval_until_they_change() -> None:
+    model = built(KINDS["llama"]).eval()
+    report = apply_coda_kernels(model)
+    ids = torch.arange(8)[None]
+    with torch.inference_mode():
+        first = model(ids).logits
+        kept = report._layers[0].kept
+        assert torch.equal(first, model(ids).logits)
+        assert report._layers[0].kept is kept
+    model.model.layers[0].mlp.up_proj.weight.data.zero_()
+    report.forget()
+    with torch.no_grad():
+        assert not torch.equal(first, model(ids).logits)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    model = built(Config(layers=3))
+    first, second, _ = model.model.layers
+    first.mlp.act_fn = torch.nn.GELU()
+    second.self_attn.v_proj = torch.nn.Sequential(second.self_attn.v_proj)
+    expected = ran(model)["logits"]
+    report = apply_coda_kernels(model)
+    assert report.left == {
+        "layers.0": "its activation is GELU, expected SiLU",
+        "layers.1": "v_proj is Sequential, expected nn.Linear",
+        "lm_head": "the model's loss is not transformers' ForCausalLMLoss",
+    }
+    assert report.replaced == {"layers.2": REPLACED}
+    assert "layers.1: left as it is: v_proj is Sequential" in str(report)
+    torch.testing.assert_close(ran(model)["logits"], expected, rtol=0.1, atol=0.05)
+
+
+def test_what_does_not_fit_at_all_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Linear has no model\.layers"):
+        apply_coda_kernels(torch.nn.Linear(2, 2))
+    report = apply_coda_kernels(Llama(Config()))
+    assert "q_proj is torch.float32" not in report.left["layers.0"]
+    assert report.left["layers.0"] == "gate_proj is torch.float32, expected bfloat16 or float16"
+    assert not report.replaced
+
+
+def test_a_model_is_patched_once() -> None:
+    model = built(KINDS["llama"])
+    report = apply_coda_kernels(model)
+    assert apply_coda_kernels(model).left["layers.0"] == "q_proj has been patched already"
+    report.revert()
+
+
+TRANSFORMERS = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 8},
+    "Qwen2": {},
+    "Qwen3": {},
+}
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_models_of_transformers(family: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        **TRANSFORMERS[family],
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).bfloat16()
+    as_near(model, times=1.5)
+    report = apply_coda_kernels(model)
+    assert report.replaced["lm_head"] == "norm + cross-entropy, in training with labels"
+    ids = torch.randint(0, 96, (2, 9))
+    assert model.train()(ids, labels=ids).logits is None
+    said = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
+    report.revert()
+    assert torch.equal(said, model.generate(ids, max_new_tokens=5, do_sample=False))
