@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +74,38 @@ def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:
     if spec.name not in suite.kernels:
         hint = f"give --shape; kernels with a place are {', '.join(suite.kernels)}"
         raise CodaError(f"{spec.name} has no place in a Transformer's layer", hint=hint)
-    widths = _widths(config / "config.json" if config.is_dir() else config)
+    sizes = widths(configuration(config), config)
     places = [
-        definitions.Place(spec.name, m, suite.products[product], "", product, widths)
+        definitions.Place(spec.name, m, suite.products[product], "", product, sizes)
         for product in suite.kernels[spec.name].products
         for m in rows
     ]
-    sizes = [place.sizes(spec) for place in places]
+    found = [place.sizes(spec) for place in places]
     m, n, k = spec.gemm_dims
-    return list(dict.fromkeys((s[m], s[n], s[k]) for s in sizes))
+    return list(dict.fromkeys((s[m], s[n], s[k]) for s in found))
 
 
-def _widths(path: Path) -> dict[str, int]:
-    """The widths of a model's layer, as suites name them."""
+def configuration(path: Path) -> dict[str, Any]:
+    """A Hugging Face config.json, or that of a folder, as an object.
+
+    Raises:
+        CodaError: it cannot be read, or is something else.
+    """
+    path = path / "config.json" if path.is_dir() else path
     about = _json(path, _text(path))
     if not isinstance(about, dict):
         raise CodaError(f"{path} is no model's configuration, expected a JSON object")
     if isinstance(text := about.get("text_config"), dict):  # of a model that reads more than text
         about |= text
+    return about
+
+
+def widths(about: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """The widths of a model's layer, as suites name them, by a configuration's keys.
+
+    Raises:
+        CodaError: `path` lacks one.
+    """
 
     def width(key: str, default: int | None = None) -> int:
         found = about.get(key)

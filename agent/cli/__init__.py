@@ -28,6 +28,7 @@ class _Root(TyperGroup):
                   *lazily("spec", "new", "check", "copy")),
             *lazily("kernels", "check"),
             *lazily("derive", "derive"),
+            *lazily("capture", "capture"),
             *lazily("tuning", "tune", "fit", "warm"),
             *lazily("measuring", "bench"),
             *lazily("kernels", "verify", "list_", "show"),

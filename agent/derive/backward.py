@@ -98,7 +98,7 @@ def _chosen(program: Program, spec: Spec, asked: Asked) -> tuple[Kernel, Asked, 
         return apart, asked, [f"No kernel computes the product again: {error.message}."]
     m, n, k = (spec.bench_shapes[-1][d] for d in spec.gemm_dims)
     more = 2 * m * n * (apart.saved is not None)
-    save, anew = _moved(apart, m, n) + more, _moved(again, m, n) + 2 * (m + n) * k
+    save, anew = bytes_of_tiles(apart, m, n) + more, bytes_of_tiles(again, m, n) + 2 * (m + n) * k
     peak = datasheet(2)
     slow, fast = save / peak.bytes_s, max(anew / peak.bytes_s, 2 * m * n * k / peak.flops_s)
     said = (
@@ -111,7 +111,7 @@ def _chosen(program: Program, spec: Spec, asked: Asked) -> tuple[Kernel, Asked, 
     return apart, asked, [f"The product is saved, and the step is PyTorch's: {said}"]
 
 
-def _moved(x: Kernel, m: int, n: int) -> int:
+def bytes_of_tiles(x: Kernel, m: int, n: int) -> int:
     """Bytes of its tiles."""
     widths = {Shape.TILE: 2, Shape.HALF: 1, Shape.WIDE: 4}
     stored = sum({Tile: 2, WideTile: 4}.get(kind, 0) for kind in x.kinds.values())

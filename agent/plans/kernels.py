@@ -110,7 +110,7 @@ def composed(
         if not known:
             spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
             known = {"spec": spec.text, "text": Composer().write(spec, lambda *_: None)}
-            known |= {"level": "", "accepted": _equal(load(known["text"])[spec.name], spec)}
+            known |= {"level": "", "accepted": equal(load(known["text"])[spec.name], spec)}
         else:
             spec = load_spec(Path(f"{source.name}.md"), text=known["spec"])
         if known["accepted"]:
@@ -179,7 +179,7 @@ def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
     }
 
 
-def _equal(program: Program, spec: Spec) -> str:
+def equal(program: Program, spec: Spec) -> str:
     """The name of the accepted kernel that computes the same with the same types, or ""."""
     for name, (_, programs, theirs) in _accepted().items():
         if any(_same(program, p) for p in programs):

@@ -76,9 +76,9 @@ class Shown(BaseModel):
     kernels: list[tuple[str, str, str]]
 
 
-def shown(graph: Graph) -> Shown:
-    """The plan of a graph, of which nothing is judged or kept."""
-    plan = planned(graph, kept=False)
+def shown(graph: Graph, plan: Plan | None = None) -> Shown:
+    """The plan of a graph; where none is given, one of which nothing is judged or kept."""
+    plan = plan or planned(graph, kept=False)
     called, before = as_called(graph), [f"{v.name} = {written(v)}" for v in graph.values]
     after = [f"{v.name} = {written(v)}" for v in plan.graph.values]
     diff = [x for x in difflib.unified_diff(before, after, n=0, lineterm="") if x[:2] != "@@"]
