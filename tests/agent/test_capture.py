@@ -268,7 +268,7 @@ def test_a_products_gradients_are_two_products(tmp_path: Path) -> None:
         (SMALL | {"hidden_act": "tan"}, "the activation is 'tan', expected one of silu"),
         (SMALL | {"rms_norm_eps": "x"}, "the norms' epsilon is 'x', expected a positive number"),
         (SMALL | {"hidden_size": None}, "hidden_size is None, expected a positive number"),
-        ({"model_type": "qwen2"}, "hidden_size is None, expected a positive number"),
+        ({"model_type": "qwen2", "hidden_act": "silu"}, "hidden_size is None"),
         (DIT | {"norm_elementwise_affine": True}, "norm_elementwise_affine is True"),
         ([1], "is no model's configuration"),
     ],
