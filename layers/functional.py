@@ -159,9 +159,8 @@ def head_loss(
 
 class _LinearResidualNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, weight: Tensor, x: Tensor, gamma: Tensor, eps: float
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        a, weight, x, gamma, eps = inputs
         out, h, s = gemm_residual_partial_rmsnorm(a, weight, x, gamma)
         ctx.save_for_backward(a, weight)
         return _with_normed(ctx, out, h, _rms(s, eps))
@@ -183,17 +182,8 @@ class _LinearResidualNorm(torch.autograd.Function):
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        h: Tensor,
-        r: Tensor,
-        gamma: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        next_gamma: Tensor,
-        next_eps: float,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        x, h, r, gamma, gate_up, down, next_gamma, next_eps = inputs
         z, act = gemm_rmsnorm_swiglu(h, gate_up, r)
         out, next_h, s = gemm_residual_partial_rmsnorm(act, down, x, next_gamma)
         ctx.save_for_backward(x, r, gamma, gate_up, down, z)
@@ -217,17 +207,8 @@ class _Mlp(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        h: Tensor,
-        r: Tensor,
-        gamma: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sizes: tuple[int, ...],
-        table: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        x, h, r, gamma, weight, bias, sizes, table = inputs
         factors = (h, weight) if bias is None else _with_bias(h, r, weight, bias)
         if table is None:
             y: Any = gemm_rmsnorm(*factors, r)
@@ -252,16 +233,8 @@ class _NormLinear(torch.autograd.Function):
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        h: Tensor,
-        r: Tensor,
-        gamma: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, h, r, gamma, weight, targets, weights = inputs
         wanted, trained = any(ctx.needs_input_grad), ctx.needs_input_grad[4]
         step = max(128, _LOGITS // len(weight))
         loss = x.new_zeros((), dtype=torch.float32)

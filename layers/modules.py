@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,44 +22,37 @@ class Names:
 
     Attributes:
         halves: Whether its rotary embedding takes halves of heads, not pairs.
+        input_norm, qkv, o, mlp_norm, gate_up, down: Modules; several where one here packs them.
     """
 
+    halves: bool
     input_norm: str
-    q: str
-    k: str
-    v: str
+    qkv: tuple[str, str, str]
     o: str
     mlp_norm: str
-    gate: str
-    up: str
+    gate_up: tuple[str, str]
     down: str
-    halves: bool
 
 
 HUGGING_FACE = Names(
+    True,
     "input_layernorm",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj",
     "post_attention_layernorm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
+    ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj",
-    halves=True,
 )
 TORCHTITAN = Names(
+    False,
     "attention_norm",
-    "attention.wq",
-    "attention.wk",
-    "attention.wv",
+    ("attention.wq", "attention.wk", "attention.wv"),
     "attention.wo",
     "ffn_norm",
-    "feed_forward.w1",
-    "feed_forward.w3",
+    ("feed_forward.w1", "feed_forward.w3"),
     "feed_forward.w2",
-    halves=False,
 )
+_ALIKE = "input_norm", "o", "mlp_norm", "down"
 
 
 class DecoderLayer(nn.Module):
@@ -138,28 +131,22 @@ class DecoderLayer(nn.Module):
     def state_dict_of(self, names: Names) -> dict[str, Tensor]:
         """Its weights as a library names and orders them: copies."""
         own = {name: t.detach().clone() for name, t in self.named_parameters()}
-        qkv = unpack_qkv(own["qkv.weight"], self.sizes, self.heads if names.halves else None)
-        gate, up = separate(own["gate_up.weight"])
-        given = {names.q: qkv[0], names.k: qkv[1], names.v: qkv[2], names.gate: gate, names.up: up}
-        for part in ("input_norm", "o", "mlp_norm", "down"):
-            given[getattr(names, part)] = own[f"{part}.weight"]
+        heads = self.heads if names.halves else None
+        given = dict(zip(names.qkv, unpack_qkv(own["qkv.weight"], self.sizes, heads), strict=True))
+        given |= zip(names.gate_up, separate(own["gate_up.weight"]), strict=True)
+        given |= {getattr(names, part): own[f"{part}.weight"] for part in _ALIKE}
         return {f"{name}.weight": t for name, t in given.items()}
 
 
-def _pack(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _pack(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Bring another library's weights in `state` under this module's names, packed."""
-    assert isinstance(module, DecoderLayer)
     for names in (HUGGING_FACE, TORCHTITAN):
-        if f"{prefix}{names.q}.weight" not in state:
+        if f"{prefix}{names.o}.weight" not in state:
             continue
-
-        def take(part: str, names: Names = names) -> Tensor:
-            return state.pop(f"{prefix}{getattr(names, part)}.weight")
-
+        q, k, v, gate, up = (
+            state.pop(f"{prefix}{name}.weight") for name in names.qkv + names.gate_up
+        )
         heads = module.heads if names.halves else None
-        packed: Mapping[str, Tensor] = {
-            "qkv": pack_qkv(take("q"), take("k"), take("v"), heads),
-            "gate_up": interleave(take("gate"), take("up")),
-            **{part: take(part) for part in ("input_norm", "o", "mlp_norm", "down")},
-        }
+        packed = {"qkv": pack_qkv(q, k, v, heads), "gate_up": interleave(gate, up)}
+        packed |= {part: state.pop(f"{prefix}{getattr(names, part)}.weight") for part in _ALIKE}
         state.update({f"{prefix}{part}.weight": t for part, t in packed.items()})

@@ -324,18 +324,14 @@ def _rotation(attention: Any, report: Report) -> bool:
 class _Tables:
     """The table of `norm_linear` for the last cosines: all layers of a call are given the same."""
 
-    def __init__(self) -> None:
-        self.last: tuple[tuple[Tensor, Tensor], Any, Tensor] | None = None
+    last: tuple[Any, Any, Tensor] | None = None
 
     def find(self, places: tuple[Tensor, Tensor], batch: int, heads: int, columns: int) -> Tensor:
-        cos, sin = places
-        key = _version(cos), _version(sin), batch, heads, columns
-        if self.last and self.last[0][0] is cos and self.last[0][1] is sin and self.last[1] == key:
-            return self.last[2]
-        cosines, sines = (t.detach().expand(batch, -1, -1) for t in places)
-        table = rotary_table(cosines, sines, heads, columns)
-        self.last = places, key, table
-        return table
+        key = batch, heads, columns
+        if self.last is None or self.last[0] is not places or self.last[1] != key:
+            cos, sin = (t.detach().expand(batch, -1, -1) for t in places)
+            self.last = places, key, rotary_table(cos, sin, heads, columns)
+        return self.last[2]
 
 
 def _version(t: Tensor) -> int:
