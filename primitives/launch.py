@@ -181,13 +181,8 @@ def _fused(given: Arguments) -> Callable[..., None]:
     program, a, b, operands, _, config = given
     plan = _plan(given)
     swap, parts = config.swap_ab, plan.split_k > 1
-    # Where the values of a launch lie: None, outputs, inputs, and at last where parts of K meet.
+    gemm, epilogue = (itemgetter(*places) for places in _ordered(given, plan))
     a_at = len(program.outputs) + 1
-    named = (*program.outputs, None, None, *program.operands)
-    at = {name: 1 + named.index(o) for o, name in kernel_names(program).items()}
-    at |= {"split_k_semaphore": -2, "split_k_workspace": -1} if parts else {}
-    gemm = itemgetter(a_at + swap, a_at + (not swap), at.get("D", 0), at.get("c", 0))
-    epilogue = itemgetter(*[at.get(name, 0) for name in plan.arg_template])
     makes: list[tuple[int, Callable[[Any], Any]]] = [(a_at + 1, attrgetter("mT"))] if swap else []
     for i, (o, kind) in enumerate(program.operands.items(), a_at + 2):
         if kind.vector:  # quack takes vectors with a batch dimension
@@ -209,6 +204,26 @@ def _fused(given: Arguments) -> Callable[..., None]:
         call(*gemm(values), epilogue(values), scheduler, None, None, None)
 
     return enqueue
+
+
+def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a fused kernel's arguments lie among None, the outputs, the inputs, and at last where
+    parts of K meet: A, B, D and C, and those of its epilogue.
+
+    Raises:
+        CompileError: as `launch`.
+    """
+    return _ordered(given, cached(partial(_plan, given)))
+
+
+def _ordered(given: Arguments, plan: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    program, swap = given.program, given.config.swap_ab
+    a_at = len(program.outputs) + 1
+    named = (*program.outputs, None, None, *program.operands)
+    at = {name: 1 + named.index(o) for o, name in kernel_names(program).items()}
+    at |= {"split_k_semaphore": -2, "split_k_workspace": -1} if plan.split_k > 1 else {}
+    gemm = a_at + swap, a_at + (not swap), at.get("D", 0), at.get("c", 0)
+    return gemm, tuple(at.get(name, 0) for name in plan.arg_template)
 
 
 # Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between

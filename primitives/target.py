@@ -82,8 +82,9 @@ def compile_blind(
     depends.
 
     Returns:
-        `object` (path of the cached object file), `shared_bytes` (dynamic, None when the object
-        came from the cache without its record), and what `resources` reads.
+        `object` (path of the cached object file), `order` (of a fused kernel's arguments, as
+        `launch.order`), `shared_bytes` (dynamic, None when the object came from the cache without
+        its record), and what `resources` reads.
 
     Raises:
         CompileError: the program does not lower or compile.
@@ -92,7 +93,7 @@ def compile_blind(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from coda_agent.primitives import unfused
-    from coda_agent.primitives.launch import Arguments, allocate, launch
+    from coda_agent.primitives.launch import Arguments, allocate, launch, order
     from coda_agent.primitives.lower import forget
 
     def meta(*shape: int, name: str) -> Any:
@@ -117,7 +118,9 @@ def compile_blind(
         outputs = allocate(program, _M, _N, dtypes, config, "meta")
         a = meta(_K, _M, name=dtype).mT if "A" in turned else meta(_M, _K, name=dtype)
         b = meta(_K, _N, name=dtype).mT if "B" in turned else meta(_N, _K, name=dtype)
-        launch(Arguments(program, a, b, operands, outputs, config), run=False)
+        given = Arguments(program, a, b, operands, outputs, config)
+        launch(given, run=False)
+        ordered = order(given) if config.fused else None
     path = record.get("object")
     if path is None or not Path(path).exists():
         raise CompileError(f"{program.name}: the compiler left no object file for {config.label}")
@@ -125,7 +128,7 @@ def compile_blind(
     if "registers" not in report:  # reading them takes 0.35 s an object
         report |= resources(Path(path))
         _keep(Path(path), report)
-    return {"object": path, **report}
+    return {"object": path, "order": ordered, **report}
 
 
 def _keep(path: Path, report: Mapping[str, Any]) -> None:

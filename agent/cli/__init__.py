@@ -31,6 +31,7 @@ class _Root(TyperGroup):
             *lazily("capture", "capture"),
             *lazily("tuning", "tune", "fit", "warm"),
             *lazily("measuring", "bench"),
+            *lazily("exporting", "export"),
             *lazily("kernels", "verify", "list_", "show"),
             *lazily("basics", "explain", "primitives"),
             *lazily("authoring", "generate", "resume"),

@@ -52,9 +52,11 @@ SpecData = Annotated[Spec, PlainValidator(_read_spec), PlainSerializer(_write_sp
 
 
 class BuiltObject(Resources):
-    """A compile job's answer: the object file in the cache, and what is in it."""
+    """A compile job's answer: the object file in the cache, the order of a fused kernel's arguments
+    (`launch.order`), and what is in it."""
 
     object: str
+    order: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 class CompileJob(Record):

@@ -1,0 +1,301 @@
+"""What an export holds of a kernel: the tiles that are worth their bytes, which of them a shape
+runs, and a shared library for each."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent.execution.local import here
+from coda_agent.agent.judge.job import BuiltObject, CompileJob
+from coda_agent.generated.kernel import Kernel
+from coda_agent.generated.ops import Variant, scalars
+from coda_agent.primitives.dispatch import Shape
+from coda_agent.primitives.errors import CodaError, CompileError, MachineError
+from coda_agent.primitives.function import reduction_block
+from coda_agent.primitives.kinds import Output, Resource
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import HalfTile, steps
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+
+RUN = "sm_90a"
+"""The architecture that kernels are judged on; objects for others were compiled and never run."""
+_DIMS = {"M", "N", "2*N", "N/2"}
+# Of M, N and K: the shapes between which the table of choices tells.
+_AXES = (
+    tuple(1 << i for i in range(4, 15)),
+    tuple(1 << i for i in range(9, 18)),
+    tuple(1 << i for i in range(9, 16)),
+)
+_RUNTIME = Path(__file__).with_name("runtime.c")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a kernel is exported.
+
+    Attributes:
+        gpu: The name of the GPU whose measured times choose tiles.
+        tiles: How many tiles, at most.
+        types: Element types of A; none for all that the spec has.
+        archs: The architectures.
+    """
+
+    gpu: str
+    tiles: int
+    types: tuple[str, ...] = ()
+    archs: tuple[str, ...] = (RUN,)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The tiles of a kernel, and a table for each type of A (`loader.Variant._choose`)."""
+
+    tiles: tuple[TileConfig, ...]
+    tables: Mapping[str, Mapping[str, Any]]
+
+
+def choose(kernel: Kernel, wanted: Wanted) -> Choices:
+    """The tiles that are dispatched most often over a grid of shapes, those of measured shapes
+    first, and which of them each shape runs.
+
+    Tiles of unfused forms are left out, since cuBLAS is no part of an export, and clusters of more
+    than two, whose count a GPU's driver alone knows.
+
+    Raises:
+        CodaError: nothing is known of that GPU, or of such a type.
+    """
+    spec = kernel.spec
+    types = [spec.dtype_of(spec.gemm[0], x) for x in spec.type_choices()]
+    if unknown := sorted(set(wanted.types) - set(types)):
+        raise CodaError(f"{spec.name} does not take {unknown[0]}, expected {' or '.join(types)}")
+    counts, ranked = Counter[TileConfig](), dict[str, dict[Shape, list[TileConfig]]]()
+    for dtype in wanted.types or types:
+        if wanted.gpu not in kernel.tuned and not kernel.model(wanted.gpu, dtype):
+            raise CodaError(f"nothing was measured of {spec.name} on a {wanted.gpu!r}")
+        lines = kernel.tuned.get(wanted.gpu, {}).get(dtype, [])
+        measured = [(line["m"], line["n"], line["k"]) for line in lines]
+        at = ranked[dtype] = dict[Shape, list[TileConfig]]()
+        for shape in (*measured, *product(*_AXES)):
+            found = kernel.ranked(shape, dtype, wanted.gpu)
+            if first := shape in measured and kernel.choose(*shape, dtype, None, wanted.gpu):
+                found = [first, *found]
+            at[shape] = [x for x in found if x.fused and x.cluster_m * x.cluster_n <= 2]
+            counts[at[shape][0]] += 10**6 if shape in measured else 1  # measured ones first
+    kept = [tile for tile, _ in counts.most_common(wanted.tiles)]
+    return Choices(tuple(kept), {x: _table(at, kept) for x, at in ranked.items()})
+
+
+def _table(ranked: Mapping[Shape, Sequence[TileConfig]], kept: Sequence[TileConfig]) -> Any:
+    """The order in which a shape prefers `kept` tiles: measured shapes by name, the grid's by
+    place."""
+    orders: dict[tuple[int, ...], int] = {}
+
+    def order(shape: Shape) -> int:
+        known = [kept.index(x) for x in dict.fromkeys(ranked[shape]) if x in kept]
+        return orders.setdefault(tuple(known), len(orders))
+
+    grid = [*product(*_AXES)]
+    exact = {"x".join(map(str, x)): order(x) for x in ranked if x not in set(grid)}
+    near = [order(x) for x in grid]
+    return {"axes": _AXES, "near": near, "exact": exact, "orders": [*orders]}
+
+
+def refuse(kernel: Kernel) -> None:
+    """Refuse what the loader has no form for.
+
+    Raises:
+        CodaError: the kernel takes a layout of its own, a table, or a group of columns.
+    """
+    spec = kernel.spec
+    if spec.layout:
+        raise CodaError(f"{spec.name} takes tensors in a layout of its own, which no export does")
+    for program in kernel.programs.values():
+        kinds = (*program.operands.values(), *program.outputs.values())
+        if odd := [kind.__name__ for kind in kinds if not set(kind.dims) <= _DIMS]:
+            raise CodaError(f"{spec.name} has a {odd[0]}, which no export does")
+
+
+def exported(
+    kernel: Kernel, wanted: Wanted, progress: Callable[[int, int, str], None]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What the loader knows of a kernel, and its shared libraries by name.
+
+    Raises:
+        CodaError: it cannot be exported so.
+        CompileError: a tile does not compile.
+        MachineError: there is no C compiler to link with.
+    """
+    refuse(kernel)
+    spec, choices = kernel.spec, choose(kernel, wanted)
+    others = tuple(DEFAULT_CONFIGS[arch] for arch in wanted.archs if arch != RUN)
+    tiles = tuple(dict.fromkeys((*choices.tiles, *others)))
+    jobs = [*_jobs(kernel, wanted, choices)]
+    total = len(jobs)
+    built = here().map(
+        [x.job for x in jobs], lambda done, job: progress(done, total, job.config.label)
+    )
+    files: dict[str, bytes] = {}
+    objects: dict[tuple[str, str], dict[str, Any]] = {}
+    for x, found in zip(jobs, built, strict=True):
+        if isinstance(found, CompileError):
+            raise found
+        files[x.file] = linked(Path(found.object))
+        form = objects.setdefault((x.variant, x.job.dtype), {}).setdefault(x.job.arch, {})
+        named = form.setdefault("memory" if x.job.read_scalars else "number", {})
+        named[x.job.config.label] = {"file": x.file, "order": _placed(found)}
+    program = next(iter(kernel.programs.values()))
+    about = {
+        "name": spec.name,
+        "doc": kernel.__doc__,
+        "inputs": [*spec.inputs],
+        "scalars": [*map([*spec.inputs].index, scalars(spec))],
+        "parameters": dict(spec.parameters),
+        "tiles": [_tile(x, program) for x in tiles],
+        "choices": choices.tables,
+        "variants": [
+            _variant(key, variant, spec.variant(x), kernel, choices, objects)
+            for (key, variant), x in zip(kernel.variants.items(), spec.bindings(), strict=True)
+        ],
+    }
+    return about, files
+
+
+@dataclass(frozen=True)
+class _Job:
+    variant: str
+    job: CompileJob
+    file: str
+
+
+def _jobs(kernel: Kernel, wanted: Wanted, choices: Choices) -> Iterator[_Job]:
+    """An object for each program, type, architecture and tile; where there are scalars another,
+    which reads them."""
+    spec = kernel.spec
+    for (variant, program), types in product(kernel.programs.items(), spec.type_choices()):
+        dtype = spec.dtype_of(spec.gemm[0], types)
+        if dtype not in choices.tables:
+            continue
+        element = next(iter(types.values()), "bfloat16")
+        forms = (False, True) if any(not k.dims for k in program.operands.values()) else (False,)
+        for arch in wanted.archs:
+            tiles = choices.tiles if arch == RUN else (DEFAULT_CONFIGS[arch],)
+            # An order of tiles is no code.
+            codes = dict.fromkeys(replace(tile, swizzle=8) for tile in tiles)
+            for tile, read in product(codes, forms):
+                job = CompileJob.of(program, tile, arch, spec, element)
+                words = (variant, dtype, tile.label, arch, "memory" * read)
+                file = "-".join(filter(None, words)).replace(" ", "-")
+                yield _Job(
+                    variant, job.model_copy(update={"read_scalars": read}), f"objects/{file}.so"
+                )
+
+
+def _placed(built: BuiltObject) -> Any:
+    if built.order is None:
+        raise CodaError(f"{built.object} does not say in which order it takes its arguments")
+    return built.order
+
+
+def _tile(config: TileConfig, program: Program) -> dict[str, Any]:
+    code = replace(config, swizzle=8).label
+    block = reduction_block(program, config) if program.reductions else None
+    return {**config.to_dict(), "label": config.label, "code": code, "block": block}
+
+
+def _variant(
+    key: tuple[str, ...],
+    variant: Variant,
+    name: str,
+    kernel: Kernel,
+    choices: Choices,
+    objects: Mapping[tuple[str, str], Any],
+) -> dict[str, Any]:
+    """What the loader knows of a variant."""
+    spec, program = kernel.spec, variant.function.program
+    kinds: Mapping[str, type[Resource]] = variant.function.operands
+    shown = [*spec.outputs]
+    forms = {}
+    for types in spec.type_choices():
+        if (dtype := spec.dtype_of(spec.gemm[0], types)) not in choices.tables:
+            continue
+        import torch
+
+        outputs = {o: spec.dtype_of(o, types) for o in program.outputs}
+        outputs |= {o: "float32" for o in program.reductions}
+        sizes = [getattr(torch, x).itemsize for x in outputs.values()]
+        half = HalfTile in program.outputs.values()
+        element = getattr(torch, dtype).itemsize
+        forms[dtype] = {
+            "choice": dtype,
+            "steps": steps(element, sizes, half=half, group=program.group),
+            "operands": [
+                _types(o, kind, spec.dtype_of, types, outputs) for o, kind in kinds.items()
+            ],
+            "outputs": [*outputs.values()],
+            "objects": objects[name, dtype],
+        }
+    return {
+        "key": key,
+        "places": variant.places,
+        "kept": variant.kept,
+        "updated": variant.updated,
+        "shown": [(shown.index([*program.outputs][o]), i) for o, i in variant.updated],
+        "returned": variant.returned,
+        "operands": [
+            {"dims": kind.dims, "vector": getattr(kind, "vector", False)} for kind in kinds.values()
+        ],
+        "outputs": [_output(kind) for kind in program.outputs.values()],
+        "forms": forms,
+    }
+
+
+def _types(
+    o: str,
+    kind: type[Resource],
+    dtype_of: Callable[[str, Mapping[str, str]], str],
+    types: Mapping[str, str],
+    outputs: Mapping[str, str],
+) -> list[str]:
+    """The types that an operand was compiled for."""
+    if not kind.dims:
+        return ["float32"]
+    return [outputs[o]] if o in outputs else [dtype_of(o, types)]
+
+
+def _output(kind: type[Output]) -> dict[str, Any]:
+    reduction = None
+    if issubclass(kind, Reduction):
+        names = "combine", "mean", "over_rows"
+        reduction = {x: getattr(kind, x) for x in names} | {"identity": kind.identity()}
+    return {"dims": kind.dims, "accumulates": kind.accumulates, "reduction": reduction}
+
+
+def linked(path: Path) -> bytes:
+    """A shared library of a compiled object and what it asks of its host (`runtime.c`). Equal
+    objects give equal bytes.
+
+    Raises:
+        MachineError: there is no C compiler, or it refuses.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise MachineError("no C compiler was found", hint="install gcc: it links what is exported")
+    with tempfile.TemporaryDirectory() as folder:
+        names, out = Path(folder) / "names", Path(folder) / "out.so"
+        names.write_text("{ global: __tvm_ffi_func; local: *; };\n", "utf-8")
+        # CUDA's functions are bound when they are called: torch has them in the process then.
+        flags = ["-O2", "-fPIC", "-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,lazy"]
+        command = [compiler, *flags, f"-Wl,--version-script={names}", "-o", out, _RUNTIME, path]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            raise MachineError(f"{compiler} does not link: {done.stderr.strip().splitlines()[-1:]}")
+        return out.read_bytes()

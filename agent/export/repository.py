@@ -1,0 +1,155 @@
+"""A repository in the layout of Hugging Face `kernels`, variant `tvm-ffi`: kernels compiled ahead,
+the loader, digests, and what each kernel stands on."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent.export.objects import RUN, Wanted, exported
+from coda_agent.agent.workspace import GitError, Kernel, run_git
+from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.errors import CodaError, MachineError
+
+NAME = "coda-agent-kernels"
+# One for each release of CUDA that torch may be built for; they hold the same bytes.
+_CUDA = "cu128", "cu130"
+_MARK = "metadata.json"
+
+
+def write(
+    kernels: Sequence[Kernel],
+    out: Path,
+    wanted: Wanted,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """Export kernels to the folder `out`, in the place of an export that is there.
+
+    Returns:
+        `folder`, `variants`, `id`, and by kernel how many `objects` it has and their `bytes`.
+
+    Raises:
+        CodaError: `out` holds something else, or a kernel cannot be exported so.
+        MachineError: what is needed to link is missing.
+    """
+    if out.exists() and any(out.iterdir()) and not [*out.glob(f"build/*/{_MARK}")]:
+        raise CodaError(f"{out} is not empty and holds no export", hint="name another --out")
+    abouts: list[dict[str, Any]] = []
+    files: dict[str, bytes] = {}
+    sizes: dict[str, Any] = {}
+    for kernel in kernels:
+        about, objects = exported(load_kernel(kernel.folder), wanted, progress)
+        abouts.append(about)
+        files |= objects
+        for path in (kernel.program, kernel.spec, kernel.folder / "evidence.json"):
+            files[f"kernels/{kernel.name}/{path.name.replace('.py', '.txt')}"] = path.read_bytes()
+        sizes[kernel.name] = {"objects": len(objects), "bytes": sum(map(len, objects.values()))}
+    files["kernels.json"] = _json({"gpu": wanted.gpu, "kernels": abouts})
+    files["_loader.py"] = Path(__file__).with_name("loader.py").read_bytes()
+    files["__init__.py"] = _module([kernel.name for kernel in kernels]).encode()
+    metadata = _metadata(files, wanted, kernels[0].folder)
+    files[_MARK] = _json(metadata)
+    ffi = "".join(importlib.metadata.version("apache-tvm-ffi").split(".")[:2])
+    variants = [f"tvm-ffi{ffi}-{cuda}-x86_64-linux" for cuda in _CUDA]
+    readme = page(kernels, wanted, metadata["id"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
+        for name, data in files.items():
+            for variant in variants:
+                path = Path(folder, "new", "build", variant, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        Path(folder, "new", "README.md").write_text(readme, "utf-8")
+        if out.exists():
+            out.rename(Path(folder, "old"))
+        Path(folder, "new").rename(out)
+    return {"folder": out, "variants": variants, "id": metadata["id"], "kernels": sizes}
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+
+
+def _module(names: Sequence[str]) -> str:
+    lines = [
+        '"""Kernels that were compiled ahead: `help` of each says what it takes and computes."""',
+        "",
+        "from pathlib import Path",
+        "",
+        "from ._loader import KernelError, load",
+        "",
+        "_kernels = load(Path(__file__).parent)",
+        *(f'{name} = _kernels["{name}"]' for name in names),
+        "",
+        f"__all__ = {sorted([*names, 'KernelError'])}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _metadata(files: Mapping[str, bytes], wanted: Wanted, folder: Path) -> dict[str, Any]:
+    """`metadata.json`, as `kernels` 0.17 reads it. Its `id` is unique for what is exported."""
+    sums = {name: hashlib.sha256(data).digest() for name, data in sorted(files.items())}
+    whole = hashlib.sha256(b"".join(name.encode() + x for name, x in sums.items())).hexdigest()
+    archs = [f"{arch[3:-2]}.{arch[-2:]}" for arch in wanted.archs]
+    found = {
+        "id": f"{NAME.replace('-', '_')}_cuda_{whole[:8]}",
+        "name": NAME,
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": ["tvm-ffi"],
+        "backend": {"type": "cuda", "archs": archs},
+        "digest": {
+            "algorithm": "sha256",
+            "files": {name: base64.b64encode(x).decode() for name, x in sums.items()},
+        },
+    }
+    try:
+        commit = run_git(folder, "rev-parse", "HEAD").decode().strip()
+        dirty = bool(run_git(folder, "status", "--porcelain", "--", "."))
+    except (GitError, MachineError):  # a package that was installed has no history
+        return found
+    builder = {"version": importlib.metadata.version("coda-agent")}
+    return found | {
+        "provenance": {"kernel-builder": builder, "kernel": {"commit": commit, "dirty": dirty}}
+    }
+
+
+def page(kernels: Sequence[Kernel], wanted: Wanted, id_: str) -> str:
+    """README.md: how to load it, and what each kernel takes, was measured at and stands on."""
+    lines = [
+        f"---\nlibrary_name: kernels\nlicense: apache-2.0\ntags: [kernels]\n---\n\n# {NAME}\n",
+        "GEMM-epilogue kernels, compiled ahead. They need torch for CUDA 12.8 or later and",
+        "apache-tvm-ffi.\n",
+        "```python\nfrom pathlib import Path\nfrom kernels import get_local_kernel\n",
+        f'kernels = get_local_kernel(Path("."))\nhelp(kernels.{kernels[0].name})\n```\n',
+        "- A is (…, M, K) and B (N, K), the `nn.Linear` layout. K is last in memory; other strides",
+        "  are copied. There is no backward pass.",
+        f"- Tiles are chosen by what was measured on {wanted.gpu}.",
+        f"- Operators are `torch.ops.{id_}.<kernel>`.",
+        "- `kernels/<kernel>/` in a variant's folder has the program, the spec and the evidence.",
+    ]
+    if never := [arch for arch in wanted.archs if arch != RUN]:
+        lines.append(f"- Objects for {', '.join(never)} compile, and never ran.")
+    for kernel in kernels:
+        evidence = kernel.evidence
+        function = load_kernel(kernel.folder)
+        lines += ["", f"## {kernel.name}", "", "```", function.__doc__ or "", "```", ""]
+        lines.append(f"Verdict: {evidence.level}.")
+        lines += ["", "| gate | passed | date | machine |", "|---|---|---|---|"]
+        for name, gate in evidence.gates.items():
+            said = "yes" if gate.passed else "no"
+            lines.append(f"| {name} | {said} | {gate.date[:10]} | {gate.machine} |")
+        if evidence.cells:
+            lines += ["", "| dtype | shape | tile | of the bare GEMM | over torch.compile |"]
+            lines.append("|---|---|---|---|---|")
+        for cell in evidence.cells:
+            shape = "×".join(map(str, cell.sizes.values()))
+            shares = [f"{x.ratio:.3f}" if x else "" for x in (cell.of_gemm, cell.over_compile)]
+            lines.append(f"| {cell.dtype} | {shape} | {cell.tile} | {' | '.join(shares)} |")
+    return "\n".join(lines) + "\n"
