@@ -74,11 +74,13 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
         CodaError: nothing is known of that GPU, or of such a type.
     """
     spec = kernel.spec
-    types = [spec.dtype_of(spec.gemm[0], x) for x in spec.type_choices()]
-    if unknown := sorted(set(wanted.types) - set(types)):
-        raise CodaError(f"{spec.name} does not take {unknown[0]}, expected {' or '.join(types)}")
+    known = [spec.dtype_of(spec.gemm[0], x) for x in spec.type_choices()]
+    types = [x for x in known if not wanted.types or x in wanted.types]
+    if not types:
+        got, expected = " or ".join(wanted.types), " or ".join(known)
+        raise CodaError(f"{spec.name} takes no {got}, expected {expected}")
     counts, ranked = Counter[TileConfig](), dict[str, dict[Shape, list[TileConfig]]]()
-    for dtype in wanted.types or types:
+    for dtype in types:
         if wanted.gpu not in kernel.tuned and not kernel.model(wanted.gpu, dtype):
             raise CodaError(f"nothing was measured of {spec.name} on a {wanted.gpu!r}")
         lines = kernel.tuned.get(wanted.gpu, {}).get(dtype, [])

@@ -1,0 +1,181 @@
+"""Exports: one kernel in one tile, loaded where nothing of this package can be imported."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coda_agent.agent.export.objects import Wanted, choose
+from coda_agent.agent.export.repository import write
+from coda_agent.agent.workspace import Kernel
+from coda_agent.generated import gemm_residual_partial_rmsnorm, gemm_swiglu
+from coda_agent.primitives.errors import CodaError
+
+GENERATED = Path(__file__).parents[2] / "generated"
+H200 = "NVIDIA H200"
+ONE = Wanted(H200, 1, ("bfloat16",))
+
+# Loads a repository as `kernels` does, in a process without quack, the DSL, Triton and this package.
+LOAD = """
+import importlib.util, sys
+from pathlib import Path
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"quack", "cutlass", "nvidia_cutlass_dsl", "triton", "coda_agent"}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Block())
+import torch
+folder = Path(sys.argv[1])
+spec = importlib.util.spec_from_file_location("exported", folder / "__init__.py")
+module = sys.modules["exported"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("export") / "kernels"
+    write([Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")], out, ONE)
+    return out
+
+
+@pytest.fixture(scope="module")
+def variant(repository: Path) -> Path:
+    return next((repository / "build").glob("*cu130*"))
+
+
+def run(folder: Path, code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD + code, str(folder)], capture_output=True, text=True, timeout=60
+    )
+    return done.stdout or done.stderr.strip().splitlines()[-1]
+
+
+def test_the_layout_is_that_of_a_kernel_repository(repository: Path, variant: Path) -> None:
+    names = {path.name for path in (repository / "build").iterdir()}
+    assert {name.split("-cu")[1] for name in names} == {"128-x86_64-linux", "130-x86_64-linux"}
+    assert all(name.startswith("tvm-ffi0") for name in names)
+    metadata = json.loads((variant / "metadata.json").read_text())
+    assert metadata["python-depends"] == ["tvm-ffi"]
+    assert metadata["backend"] == {"type": "cuda", "archs": ["9.0a"]}
+    assert metadata["digest"]["algorithm"] == "sha256"
+    found = {
+        str(path.relative_to(variant)): base64.b64encode(
+            hashlib.sha256(path.read_bytes()).digest()
+        ).decode()
+        for path in variant.rglob("*")
+        if path.is_file() and path.name != "metadata.json"
+    }
+    assert metadata["digest"]["files"] == found
+    evidence = GENERATED / "gemm_swiglu" / "evidence.json"
+    assert (variant / "kernels/gemm_swiglu/evidence.json").read_bytes() == evidence.read_bytes()
+    page = (repository / "README.md").read_text()
+    assert "| numerics | yes |" in page and "4096×4096×4096" in page
+
+
+def test_exporting_twice_gives_equal_bytes(repository: Path) -> None:
+    def everything() -> dict[str, bytes]:
+        files = (path for path in repository.rglob("*") if path.is_file())
+        return {str(path.relative_to(repository)): path.read_bytes() for path in files}
+
+    before = everything()
+    write([Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")], repository, ONE)
+    assert everything() == before
+    assert [*repository.parent.iterdir()] == [repository]
+
+
+def test_what_is_no_export_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(CodaError, match="is not empty and holds no export"):
+        write([Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")], tmp_path, ONE)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_torch_and_tvm_ffi_alone_load_it_and_trace_it(variant: Path) -> None:
+    said = run(
+        variant,
+        """
+import tvm_ffi
+print(module.__all__, tvm_ffi.load_module(str(next(folder.glob("objects/*.so"))))["func"])
+from torch._subclasses.fake_tensor import FakeTensorMode
+def call(a, b):
+    return module.gemm_swiglu(a, b)
+with FakeTensorMode():
+    a = torch.empty(4, 64, 128, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty(256, 128, dtype=torch.bfloat16, device="cuda")
+    print([(tuple(t.shape), str(t.dtype)) for t in call(a, b)])
+    graph = torch.fx.experimental.proxy_tensor.make_fx(call)(a, b)
+print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" in str(node.target)])
+""",
+    )
+    assert said.splitlines() == [
+        "['KernelError', 'gemm_swiglu'] ffi.Function",
+        "[((4, 64, 256), 'torch.bfloat16'), ((4, 64, 128), 'torch.bfloat16')]",
+        "[['gemm_swiglu', 'default']]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("a, b", "gemm_swiglu: tensors are on cpu, expected a GPU of sm_90a"),
+        ("a.half(), b.half()", "gemm_swiglu: A is float16, but exported were bfloat16"),
+        ("a", "gemm_swiglu takes A, B, given were A"),
+        ("a, 1", "gemm_swiglu: input 'B' is int, expected a tensor"),
+        ("a, b[:7]", "gemm_swiglu: N, K = 7, 128, expected positive, N a multiple of 16 and K of 8"),
+        ("a.requires_grad_(), b", "gemm_swiglu: has no backward pass, but an input requires a gradient; use torch.no_grad()"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_one_line(variant: Path, call: str, said: str) -> None:
+    made = "a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(32, 128, dtype=torch.bfloat16)\n"
+    assert (
+        run(variant, f"{made}module.gemm_swiglu({call})") == f"exported._loader.KernelError: {said}"
+    )
+
+
+def test_another_machine_and_a_changed_file_are_one_line(variant: Path, tmp_path: Path) -> None:
+    made = "x = torch.zeros(64, 128, dtype=torch.bfloat16)\nvariant = module.gemm_swiglu.variants[()]\n"
+    other = "torch.cuda.get_device_capability = lambda _: (8, 0)\ntorch.cuda.get_device_name = lambda _: 'A100'\n"
+    ask = "variant._objects(variant._forms['bfloat16'], torch.device('cuda'))"
+    assert run(variant, made + other + ask).endswith(
+        "gemm_swiglu: A100 has compute capability 8.0, but exported was sm_90a"
+    )
+    choose = "variant._choose(variant._forms['bfloat16'], {}, (64, 32, 128), None)"
+    assert "no tile was exported for block_size None at (64, 32, 128)" in run(
+        variant, made + choose
+    )
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(variant), str(copy)], check=True)
+    file = next(copy.glob("objects/*.so"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    said = run(copy, f"module.gemm_swiglu.variants[()]._store.function('objects/{file.name}')")
+    assert "is not what was exported: its SHA-256 differs; export it again" in said
+    (copy / "kernels.json").unlink()
+    assert "cannot be read: No such file or directory; export it again" in run(copy, "")
+    old = "del torch.Tensor.__dlpack_c_exchange_api__\nmodule._loader.load(folder)"
+    assert "is too old: its tensors have no DLPack exchange API" in run(variant, old)
+
+
+def test_a_table_has_the_tile_that_a_measured_shape_dispatches() -> None:
+    choices = choose(gemm_residual_partial_rmsnorm, Wanted(H200, 6))
+    for dtype, table in choices.tables.items():
+        for line in gemm_residual_partial_rmsnorm.tuned[H200][dtype]:
+            shape = line["m"], line["n"], line["k"]
+            at = 0
+            for size, axis in zip(shape, table["axes"], strict=True):
+                at = at * len(axis) + axis.index(size)
+            first = choices.tiles[table["orders"][table["near"][at]][0]]
+            assert first == gemm_residual_partial_rmsnorm.choose(*shape, dtype, None, H200)
+
+
+def test_a_type_and_a_gpu_that_nothing_is_known_of() -> None:
+    with pytest.raises(CodaError, match="takes no float32, expected bfloat16 or float16"):
+        choose(gemm_swiglu, Wanted(H200, 1, ("float32",)))
+    with pytest.raises(CodaError, match="nothing was measured of gemm_swiglu on a 'RTX'"):
+        choose(gemm_swiglu, Wanted("RTX", 1))
