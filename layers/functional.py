@@ -356,4 +356,5 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fused(function: Callable[..., Any], on: Tensor) -> Callable[..., Any]:
     """`function` as one kernel of Inductor where `on` is on a GPU; on a CPU as it is."""
-    return _compiled(function) if on.is_cuda else function
+    eager = on.is_cuda and not torch.compiler.is_compiling()
+    return _compiled(function) if eager else function

@@ -199,12 +199,12 @@ class _Carried:
     def take(cls, x: Tensor, norm: Any) -> Normed:
         """What came with `x`, else what PyTorch computes. It is taken off, or it would live as long
         as x does, which the backward pass keeps."""
-        carried = getattr(x, "_coda_carried", None)
+        carried = None if torch.compiler.is_compiling() else getattr(x, "_coda_carried", None)
         if carried is not None:
             del x._coda_carried  # pyright: ignore[reportAttributeAccessIssue]
-        versions = _version(x), _version(norm.weight)
-        if carried is not None and carried.norm is norm and carried.versions == versions:
-            return carried.given
+            versions = _version(x), _version(norm.weight)
+            if carried.norm is norm and carried.versions == versions:
+                return carried.given
         return normed(x.flatten(0, -2), norm.weight, _eps(norm))
 
 
@@ -280,12 +280,15 @@ class _Layer:
         """Weights of query, key and value, and of gate and up."""
         block = self.layer.mlp
         weights = [m.weight for m in (*self.linears, block.gate_proj, block.up_proj)]
+        q, k, v, gate, up = weights
+        heads = self.heads if rotates else None
+        if torch.compiler.is_compiling():
+            return pack_qkv(q, k, v, heads), interleave(gate, up)
         key = rotates, [(w.data_ptr(), _version(w)) for w in weights]
         keeps = not torch.is_grad_enabled() and not self.layer.training
         if keeps and self.kept is not None and self.kept[0] == key:
             return self.kept[1]
-        q, k, v, gate, up = weights
-        packed = pack_qkv(q, k, v, self.heads if rotates else None), interleave(gate, up)
+        packed = pack_qkv(q, k, v, heads), interleave(gate, up)
         self.kept = (key, packed) if keeps else None
         return packed
 
@@ -328,10 +331,13 @@ class _Tables:
 
     def find(self, places: tuple[Tensor, Tensor], batch: int, heads: int, columns: int) -> Tensor:
         key = batch, heads, columns
-        if self.last is None or self.last[0] is not places or self.last[1] != key:
-            cos, sin = (t.detach().expand(batch, -1, -1) for t in places)
-            self.last = places, key, rotary_table(cos, sin, heads, columns)
-        return self.last[2]
+        traced = torch.compiler.is_compiling()
+        if not traced and self.last and self.last[0] is places and self.last[1] == key:
+            return self.last[2]
+        cos, sin = (t.detach().expand(batch, -1, -1) for t in places)
+        table = rotary_table(cos, sin, heads, columns)
+        self.last = None if traced else (places, key, table)
+        return table
 
 
 def _version(t: Tensor) -> int:

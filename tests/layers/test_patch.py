@@ -185,3 +185,29 @@ def test_models_of_transformers(family: str) -> None:
     said = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
     report.revert()
     assert torch.equal(said, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+def test_a_compiled_model_is_one_graph_a_pass() -> None:
+    model = built(KINDS["llama"])
+    apply_coda_kernels(model)
+    expected = ran(model)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    stack = torch.compile(model.model, backend=backend, fullgraph=True)
+    ids = torch.randint(0, 96, (2, 23), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = model.lm_head(stack(ids))
+    torch.testing.assert_close(found, expected["logits"], rtol=0.1, atol=0.05)
+    model.zero_grad()
+    logits = model.train().lm_head(stack(ids))
+    torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+    ).backward()
+    assert len(graphs) == 2
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=0.2, atol=0.02, msg=name)
