@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coda_agent.agent.doctor import package_version
 from coda_agent.agent.export.objects import RUN, Wanted, exported
 from coda_agent.agent.workspace import GitError, Kernel, run_git
 from coda_agent.generated.kernel import load_kernel
@@ -114,7 +115,7 @@ def _metadata(files: Mapping[str, bytes], wanted: Wanted, folder: Path) -> dict[
         dirty = bool(run_git(folder, "status", "--porcelain", "--", "."))
     except (GitError, MachineError):  # a package that was installed has no history
         return found
-    builder = {"version": importlib.metadata.version("coda-agent")}
+    builder = {"version": package_version("coda-agent", "coda_agent")}
     return found | {
         "provenance": {"kernel-builder": builder, "kernel": {"commit": commit, "dirty": dirty}}
     }
