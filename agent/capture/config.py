@@ -80,7 +80,7 @@ FAMILIES = {
         required={"add_cross_attention": False},
     ),
     "dit": Family(
-        norm="modulated", gated=False, rotary=False, biased=OUTPUT | MLP,
+        norm="modulated", gated=False, rotary=False, biased=OUTPUT | MLP | {"head"},
         optional={"attention_bias": QKV},
         keys={
             "attention_head_dim": "head_dim", "activation_fn": "hidden_act",
@@ -100,7 +100,7 @@ class Layer:
         name: The model's, as specs are named.
         family: What its kind of model has.
         sizes: Widths, as `shapes.widths` names them.
-        biased: Projections that have a bias, among q, k, v, o, gate, up and down.
+        biased: Projections that have a bias, among q, k, v, o, gate, up, down and head.
         activation: Of the MLP: silu, relu, gelu or gelu_tanh.
         epsilon: Of its norms.
         soft_cap: Logits are this times tanh of their quotient by it; None without.

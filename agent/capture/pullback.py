@@ -19,8 +19,10 @@ class Moved(NamedTuple):
     launches: int = 0
     seconds: float = 0.0
 
-    def plus(self, other: Moved) -> Moved:
-        return Moved(*(a + b for a, b in zip(self, other, strict=True)))  # pyright: ignore
+    def less(self, other: Moved) -> Moved:
+        return Moved(
+            self.bytes - other.bytes, self.launches - other.launches, self.seconds - other.seconds
+        )
 
 
 def moved(bytes: int, flops: int = 0, launches: int = 1) -> Moved:
@@ -31,10 +33,9 @@ def moved(bytes: int, flops: int = 0, launches: int = 1) -> Moved:
 
 def total(parts: Iterable[Moved]) -> Moved:
     """All of them together."""
-    found = Moved()
-    for part in parts:
-        found = found.plus(part)
-    return found
+    each = [*parts]
+    bytes, launches = sum(x.bytes for x in each), sum(x.launches for x in each)
+    return Moved(bytes, launches, sum(x.seconds for x in each))
 
 
 def pulled_back(calls: Iterable[Value], constant: frozenset[str]) -> dict[Value, Moved]:

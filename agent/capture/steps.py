@@ -55,7 +55,7 @@ class Step:
 
     @property
     def single(self) -> bool:
-        """Whether it is one call of PyTorch that multiplies no matrices."""
+        """Whether it is one call of PyTorch."""
         return self.name.startswith("of ") or " = " in self.name
 
 
@@ -143,10 +143,11 @@ class _Piece:
             self._products(self._name(kernel), _sides(kernel.members), brought)
         for value in plan.steps:
             if isinstance(value, Value) and value in pulled:
-                if sides := _sides([value]):
-                    self._products(value.name, sides, brought)
-                else:
-                    self._step(BACKWARD, f"of {value.called} {value.name}", "", pulled[value])
+                moves = pulled[value]
+                if (sides := product(value)) and _source(sides[0]) in brought:
+                    k, n = sides[0].shape[-1], value.shape[-1]
+                    moves = moves.less(_product(sides[0].count // k, k, n))
+                self._step(BACKWARD, f"of {value.called} {value.name}", "", moves)
 
     def _derived(
         self, kernel: Kernel, plan: Plan, pulled: Mapping[Value, Moved], brought: set[Value]

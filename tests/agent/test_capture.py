@@ -139,7 +139,7 @@ class Reference:
     def exit(self, t: dict[str, Tensor]) -> Tensor:
         down = self.linear(t["active"], t, "down", biased=self.kind in ("llama", "gpt2", "dit"))
         logits = self.norm(self.joined(t["residual"], down, t, "mlp"), t, "next")
-        logits = self.linear(logits, t, "head", biased=False)
+        logits = self.linear(logits, t, "head", biased=self.kind == "dit")
         if self.kind == "dit":
             return logits
         if self.kind == "gemma2":
