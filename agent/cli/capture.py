@@ -84,7 +84,7 @@ def _sums(found: "Captured") -> list[str]:
     inner = [x for (p, _), x in pairs.items() if p != "exit"]
     pairs["a layer", ""] = total(plan for plan, _ in inner), total(eager for _, eager in inner)
     for (piece, direction), (plan, eager) in pairs.items():
-        saved = 1e6 * (eager.seconds - plan.seconds)
+        saved = round(1e6 * (eager.seconds - plan.seconds), 1) + 0.0  # never -0.0
         share = f"{saved:.1f} us, {saved / (1e4 * eager.seconds):.0f} %"
         rows.append((piece, direction, *_cells(plan), *_cells(eager), share))
     return [columns(rows), ""]
