@@ -21,7 +21,9 @@ class _Root(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         trials = "leaderboard", "enter", "regrade", "scaling", "audit"
         scoring = "Score the judge: what it kills, passes, says, and how long it takes."
-        scores = "mutants", "diagnosis", "by_hand", "corpus", "generated", "latency", "timing"
+        scores = (
+            "mutants", "diagnosis", "by_hand", "corpus", "generated", "plans", "latency", "timing",
+        )  # fmt: skip
         settings["commands"] = [
             *lazily("basics", "init", "doctor"),
             group("spec", "Draft a spec from a function, check one, copy a shipped one.",

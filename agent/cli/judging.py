@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from coda_agent.evals.judge import report, selection
 from coda_agent.evals.judge.against_itself import KERNEL, score_timing
 from coda_agent.evals.judge.by_hand import SETS
 from coda_agent.evals.judge.generated import score_generated
+from coda_agent.evals.judge.plans import score_plans
 from coda_agent.evals.judge.scores import Judge, score_corpus, score_latency, score_mutants
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.objects import use_cache
@@ -89,10 +90,17 @@ def generated(
 ) -> Reply:  # fmt: skip
     """Compose PyTorch functions written at random, and judge what comes of it, on all cores;
     resumes."""
-    with _judge("cpu", as_json) as judge:
-        record = score_generated(judge, count, seed=seed)
-        faulty = any(c["faults"] for c in record["cells"].values())
-        return _reply(judge, record, {"generated": record}, faulty)
+    return _written(score_generated, "generated", count, seed, as_json)
+
+
+@reported
+def plans(
+    count: Annotated[int, typer.Option(min=1, help="So many functions.")] = 2000,
+    seed: Seed = 1, as_json: Json = False,
+) -> Reply:  # fmt: skip
+    """Plan functions of two and three products written at random, and compare the plans with the
+    functions in float64, on all cores; resumes."""
+    return _written(score_plans, "plans", count, seed, as_json)
 
 
 @reported
@@ -146,6 +154,16 @@ def _judge(device: str, silent: bool) -> Iterator[Judge]:
             bar.update(task, completed=done - 1, total=total, description=note)
 
         yield Judge(find().root, "cuda" if cuda else "cpu", say)
+
+
+def _written(
+    score: Callable[..., dict[str, Any]], name: str, count: int, seed: int, silent: bool
+) -> Reply:
+    """The reply to a score of functions written at random."""
+    with _judge("cpu", silent) as judge:
+        record = score(judge, count, seed=seed)
+        faulty = any(c["faults"] for c in record["cells"].values())
+        return _reply(judge, record, {name: record}, faulty)
 
 
 def _mutants(judge: Judge, name: str, count: int | None, seed: int) -> dict[str, Any]:

@@ -120,7 +120,8 @@ def reference({names}):
 """
 
 
-def _listed(text: str) -> list[str]:
+def listed(text: str) -> list[str]:
+    """What a table of this module names, parted by bars and lines."""
     return [one.strip() for line in text.strip().splitlines() for one in line.split("|")]
 
 
@@ -133,7 +134,7 @@ class _Written:
         self.batched = a.startswith("[S")
         self.row, r = choose(_VECTORS)
         self.inputs = {"A": a, "B": b, **INPUTS, "r": r}
-        self.lines = [f"D = {choose(_listed(products))}"]
+        self.lines = [f"D = {choose(listed(products))}"]
         self.tiles, self.halves = ["D"], list[str]()
 
     def assign(self, values: list[str], expression: str) -> str:
@@ -150,30 +151,30 @@ class _Written:
         x = self.tiles[-1]
         kind = self.choose(["unary"] * 9 + ["binary"] * 8 + ["pairs", "half"])
         if kind == "half" and len(self.halves) < 2:
-            self.assign(self.halves, self.choose(_listed(HALVES)).format(x=x))
+            self.assign(self.halves, self.choose(listed(HALVES)).format(x=x))
         elif kind == "binary":
             y = self.other()
-            template = self.choose(_listed(BINARY)[: 3 if y == "0.5" else None])
+            template = self.choose(listed(BINARY)[: 3 if y == "0.5" else None])
             self.assign(self.tiles, template.format(x=x, y=y))
         else:
             table = PAIRS if kind == "pairs" else UNARY
-            self.assign(self.tiles, self.choose(_listed(table)).format(x=x))
+            self.assign(self.tiles, self.choose(listed(table)).format(x=x))
 
     def outputs(self) -> dict[str, tuple[str, str]]:
         """Each output's shape and expression; a value of the wrong kind once in a while."""
         choose, last = self.choose, self.tiles[-1]
         if choose(range(12)) == 0:
-            last = self.assign(self.tiles, choose(_listed(UNTAKEN)).format(x=last))
+            last = self.assign(self.tiles, choose(listed(UNTAKEN)).format(x=last))
         found = {"O": ("[M, N]", last)}
         if self.halves:
             x = self.halves[-1]
             for _ in range(choose(range(3))):
-                x = self.assign(self.halves, choose(_listed(UNARY)).format(x=x))
+                x = self.assign(self.halves, choose(listed(UNARY)).format(x=x))
             found["H"] = ("[M, N/2]", x)
         if choose(range(3)) == 0:
-            found["s"] = ("[M]", choose(_listed(ROWS)).format(x=choose(self.tiles)))
+            found["s"] = ("[M]", choose(listed(ROWS)).format(x=choose(self.tiles)))
         if choose(range(5)) == 0 and not self.batched:
-            found["n"] = ("[N]", choose(_listed(COLUMNS)).format(x=choose(self.tiles)))
+            found["n"] = ("[N]", choose(listed(COLUMNS)).format(x=choose(self.tiles)))
         return found
 
 
@@ -264,16 +265,23 @@ def tried(seed: int, number: int) -> dict[str, Any]:
 
 
 def score_generated(judge: Judge, count: int, *, seed: int) -> dict[str, Any]:
-    """Try so many references, a hundred a cell; the record, judge-generated-cpu.json.
+    """Try so many references; the record, judge-generated-cpu.json."""
+    return score_batches(judge, "generated", tried, count, seed=seed)
+
+
+def score_batches(
+    judge: Judge, name: str, one: Callable[[int, int], dict[str, Any]], count: int, *, seed: int
+) -> dict[str, Any]:
+    """Try numbers up to `count` by `one(seed, number)` on all cores, a hundred a cell.
 
     A cell says how many there are of each layer, how often each refusal was said, and which were
-    "wrong" or "disputed".
+    kept with their "reference".
     """
     cores, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cores, context, initializer=_alone) as pool:
 
         def batch(numbers: range) -> dict[str, Any]:
-            found = [*pool.map(partial(tried, seed), numbers)]
+            found = [*pool.map(partial(one, seed), numbers)]
             refused = Counter(_kind(c["said"]) for c in found if c["layer"] == "refused")
             layers = Counter(c["layer"] for c in found)
             faults = [c for c in found if "reference" in c]
@@ -282,7 +290,7 @@ def score_generated(judge: Judge, count: int, *, seed: int) -> dict[str, Any]:
         starts = range(0, count, _BATCH)
         ranges = [range(i, min(i + _BATCH, count)) for i in starts]
         jobs = {f"{r.start} to {r.stop - 1}": lambda r=r: batch(r) for r in ranges}
-        return recorded(judge, "generated", {"seed": seed}, jobs)
+        return recorded(judge, name, {"seed": seed}, jobs)
 
 
 def _alone() -> None:

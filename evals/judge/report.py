@@ -164,6 +164,7 @@ FIGURES = {
     "by-hand-blind": _fates,
     "corpus": _corpus,
     "generated": _generated,
+    "plans": _generated,
     "latency": _latency,
     "timing": lambda record: {},
     "exploits": _exploits,

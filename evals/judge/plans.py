@@ -1,0 +1,176 @@
+"""Functions of two and three products written at random, with values that are needed after their
+own reduction: what their plans compute, in float64.
+
+A plan is right, or its function is left to PyTorch by name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.plans.cut import Compose, Plan, cut
+from coda_agent.agent.plans.kernels import composed
+from coda_agent.agent.plans.rules import product
+from coda_agent.agent.plans.run import Runner
+from coda_agent.agent.plans.trace import record
+from coda_agent.evals.judge.generated import listed, score_batches
+from coda_agent.evals.judge.scores import Judge
+from coda_agent.specs.reference import _widened
+
+if TYPE_CHECKING:
+    import torch
+
+M, N = 6, 32
+
+ELEMENTWISE = """
+F.silu({x}) | F.gelu({x}, approximate='tanh') | torch.tanh({x}) | {x} * 0.5 | 1 - {x} | {x} + r
+{x} * r | {x} + b | F.relu({x}).float() | ({x} * c[:, None]) | {x}.clamp(-2, 2) | {x} * g | -{x}
+torch.sigmoid({x}) * {x} | {x}.float() / (1 + {x}.abs()) | {x}.view(-1, {x}.shape[-1])
+torch.cat([F.silu({x}[..., ::2]) * {x}[..., 1::2]] * 2, -1)
+torch.stack({x}.chunk(2, -1), -1).flatten(-2)
+{x}.unflatten(-1, (2, -1)).flatten(-2) | {x}.mT.contiguous().mT | {x} + h0
+"""
+# A value that is needed after its own reduction.
+AFTER = """
+{x} * torch.rsqrt({x}.float().pow(2).mean(-1, keepdim=True) + 1e-5) * g
+F.rms_norm({x}, ({x}.shape[-1],), g, 1e-5) | F.rms_norm({x}, ({x}.shape[-1],), None, 1e-5)
+F.softmax({x}.float(), -1) | {x} / {x}.float().norm(dim=-1, keepdim=True) | {x} - {x}.mean(-1, True)
+F.layer_norm({x}, ({x}.shape[-1],), g, b) | {x} * {x}.sum() | {x} - {x}.amax(-1, keepdim=True)
+{x} / (1 + {x}.abs().amax(-1, keepdim=True)) * g | {x}.cumsum(-1)
+{x} + {x}.logsumexp(-1)[:, None]
+g * ({x} * torch.rsqrt({x}.square().mean(-1, keepdim=True) + 0.1))
+{x} / {x}.float().std(-1, keepdim=True)
+"""
+PRODUCT = """
+F.linear({x}, w) | {x} @ w.T | torch.mm({x}, w.T) | F.linear({x}, w, b) | {x} @ u
+torch.addmm(b, {x}, u)
+F.silu(F.linear({x}, w)) * F.linear({x}, v) | F.linear({x}, w) + F.linear({x}, v) * c[:, None]
+torch.cat([F.linear({x}, w), F.linear({x}, v)], -1)[..., ::2]
+"""
+REDUCED = """
+{x}.sum(-1) | {x}.float().logsumexp(-1) | {x}.float().square().mean(-1, keepdim=True) | {x}.amax(-1)
+{x}.sum(0) | {x}.gather(1, t[:, None]) | F.cross_entropy({x}.float(), t) | {x}.float().mean()
+F.cross_entropy({x}.float(), t, reduction='sum')
+"""
+
+
+def function(seed: int) -> str:
+    """The text of `function`, of two or three products."""
+    pick = random.Random(seed)
+    lines, known = [], ["x"]
+
+    def say(ways: str, of: str) -> str:
+        name = f"y{len(lines)}"
+        lines.append(f"    {name} = ({pick.choice(listed(ways)).format(x=of)}).to(x.dtype)")
+        known.append(name)
+        return name
+
+    value = "x"
+    for n in range(pick.choice((2, 2, 3))):
+        value = say(PRODUCT, value)
+        for _ in range(pick.randrange(3)):
+            value = say(ELEMENTWISE, value)
+        if pick.random() < 0.8 or n == 0:
+            value = say(AFTER, value)
+        if pick.random() < 0.3:
+            say(ELEMENTWISE, value)
+    if pick.random() < 0.6:
+        value = say(REDUCED, value)
+    results = [value, *(y for y in known[1:-1] if pick.random() < 0.15)]
+    head = "def function(x, w, v, u, r, b, c, g, h0, t):"
+    return "\n".join([head, *lines, f"    return {', '.join(results)}"])
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    """Of bfloat16: A, three weights, a tile, a bias, a column, a norm's weight, another tile; and
+    an index. All products are square in the columns, so that any may follow any."""
+    import torch
+
+    made = torch.Generator().manual_seed(seed)
+    shapes = [(M, N), (N, N), (N, N), (N, N), (M, N), (N,), (M,), (N,), (M, N)]
+    floats = [torch.randn(s, generator=made).bfloat16() for s in shapes]
+    return [*floats, torch.randint(0, N, (M,), generator=made)]
+
+
+def planned(text: str, args: list[torch.Tensor], compose: Compose) -> Plan:
+    """The plan of a function's text."""
+    call = _called(text)
+    return cut(record(call, tuple(args), {}, call.__code__.co_varnames), compose)
+
+
+def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
+    """What is wrong with a plan of a function, or "".
+
+    Its kernels run as their texts say, and every number is a double on both sides.
+    """
+    members = {v for kernel in plan.kernels for v in kernel.members}
+    if lost := [v for v in plan.graph.values if product(v) and v not in (*members, *plan.why)]:
+        return f"{lost[0].name} is left to PyTorch without a reason"
+    for kernel in plan.kernels:
+        kernel.made = Written(kernel.text)
+    run = Runner(plan.graph, plan.steps)
+    expected, found = exactly(_called(text), *args), exactly(lambda *x: run(x), *args)
+    if [x.shape for x in found] != [x.shape for x in expected]:
+        return f"{len(found)} results for {len(expected)}, or of other shapes"
+    for i, (want, have) in enumerate(zip(expected, found, strict=True)):
+        scale = want.abs().max().clamp(min=1e-4)  # a sum that is 0 has an error all the same
+        if not (want.isfinite() == have.isfinite()).all():
+            return f"result {i} is finite elsewhere"
+        if not (off := float(((want - have).abs() / scale).nan_to_num().max())) < 1e-9:
+            return f"result {i} is off by {off:.1e} of its largest value"
+    return ""
+
+
+def exactly(call: Callable[..., Any], *args: Any) -> list[torch.Tensor]:
+    """What it returns where every number is a double."""
+    import torch
+
+    wide = [a.double() if a.is_floating_point() else a for a in args]
+    with _widened(torch.float64, lambda _: False, None):
+        found = call(*wide)
+    return [*found] if isinstance(found, tuple | list) else [found]
+
+
+class Written:
+    """A step as its text says."""
+
+    def __init__(self, text: str) -> None:
+        self.function = _called(text)
+
+    def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: Any = self.function(*args)
+        return found if isinstance(found, tuple) else (found,)
+
+
+def tried(seed: int, number: int) -> dict[str, Any]:
+    """What becomes of the function of that number: "layer" is "right", "refused" where no part of
+    it is a kernel, or "wrong"."""
+    number += 10_000 * seed
+    text, args = function(number), tensors(number)
+    try:
+        plan = planned(text, args, partial(composed, judged=False, kept=False))
+        said = fault(text, args, plan)
+    except Exception as error:  # a plan that raises is as bad as one that is wrong
+        said = f"{type(error).__name__}: {error}"
+    if said:
+        return {"layer": "wrong", "said": said, "number": number, "reference": text}
+    if not plan.kernels:
+        return {"layer": "refused", "said": next(iter(plan.why.values()))}
+    return {"layer": "right"}
+
+
+def score_plans(judge: Judge, count: int, *, seed: int) -> dict[str, Any]:
+    """Plan so many functions; the record, judge-plans-cpu.json, as of `score_generated`."""
+    return score_batches(judge, "plans", tried, count, seed=seed)
+
+
+def _called(text: str) -> Any:
+    """The function of a text."""
+    import torch
+
+    space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    exec(text, space)
+    return next(v for k, v in space.items() if k.startswith("function"))
