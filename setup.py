@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-ROOMS = ("agent", "primitives", "demos", "specs", "generated", "layers", "evals")
+ROOMS = ("agent", "primitives", "demos", "specs", "generated", "layers", "fuse", "evals")
 
 setup(
     packages=[

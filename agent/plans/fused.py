@@ -313,9 +313,6 @@ def _after(product: Callable[..., Any], epilogue: Callable[..., Any]) -> Fused:
     return fuse(lambda *given: epilogue(product(*given)), judged=False)
 
 
-setattr(fuse, "mm", mm)  # noqa: B010 (a plain assignment is an error to a type checker)
-
-
 def _left(plan: Plan) -> str:
     """What of a plan PyTorch runs, in one line."""
     said = dict.fromkeys(f"{v.called}: {why}" for v, why in plan.why.items())

@@ -7,15 +7,14 @@ A plan is right, or its function is left to PyTorch by name.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.cut import Compose, Plan, cut
 from coda_agent.agent.plans.kernels import composed
 from coda_agent.agent.plans.rules import product
 from coda_agent.agent.plans.run import Runner
-from coda_agent.agent.plans.trace import record
+from coda_agent.agent.plans.trace import Value, record
 from coda_agent.evals.judge.generated import listed, score_batches
 from coda_agent.evals.judge.scores import Judge
 from coda_agent.specs.reference import _widened
@@ -104,13 +103,11 @@ def planned(text: str, args: list[torch.Tensor], compose: Compose) -> Plan:
 def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
     """What is wrong with a plan of a function, or "".
 
-    Its kernels run as their texts say, and every number is a double on both sides.
+    Its kernels are `Written`, and every number is a double on both sides.
     """
     members = {v for kernel in plan.kernels for v in kernel.members}
     if lost := [v for v in plan.graph.values if product(v) and v not in (*members, *plan.why)]:
         return f"{lost[0].name} is left to PyTorch without a reason"
-    for kernel in plan.kernels:
-        kernel.made = Written(kernel.text)
     run = Runner(plan.graph, plan.steps)
     expected, found = exactly(_called(text), *args), exactly(lambda *x: run(x), *args)
     if [x.shape for x in found] != [x.shape for x in expected]:
@@ -148,14 +145,20 @@ class Written:
 def tried(seed: int, number: int) -> dict[str, Any]:
     """What becomes of the function of that number: "layer" is "right", "refused" where no part of
     it is a kernel, or "wrong"."""
+
+    def compose(text: str, inputs: Mapping[str, Value], a: str) -> Written:
+        composed(text, inputs, a, judged=False, kept=False)
+        return Written(text)
+
     number += 10_000 * seed
     text, args = function(number), tensors(number)
+    plan = None
     try:
-        plan = planned(text, args, partial(composed, judged=False, kept=False))
+        plan = planned(text, args, compose)
         said = fault(text, args, plan)
     except Exception as error:  # a plan that raises is as bad as one that is wrong
         said = f"{type(error).__name__}: {error}"
-    if said:
+    if said or not plan:
         return {"layer": "wrong", "said": said, "number": number, "reference": text}
     if not plan.kernels:
         return {"layer": "refused", "said": next(iter(plan.why.values()))}

@@ -278,10 +278,19 @@ def test_other_rows_take_the_kernel_that_was_composed(cache: Path) -> None:
     assert sum("softplus" in text for text in texts) == 1
 
 
+def test_the_module_is_the_function() -> None:
+    from coda_agent import fuse as module
+
+    x, w = torch.ones(4, 16).bfloat16(), torch.ones(16, 16).bfloat16()
+    assert module.fuse is fuse
+    decorated: Any = module(judged=False)  # pyright: ignore[reportCallIssue]
+    assert isinstance(decorated(lambda x, w: F.relu(x @ w)), Fused)
+    assert torch.equal(module.mm(torch.mm, (x, w), F.relu), x @ w)
+
+
 def test_the_call_of_flexgemm() -> None:
     x, w = drawn(24, H), drawn(D, H).T
     assert torch.allclose(mm(torch.mm, (x, w), F.relu), F.relu(torch.mm(x, w)), atol=1e-2)
-    assert fuse.__dict__["mm"] is mm
 
 
 def test_as_a_decorator() -> None:
