@@ -329,10 +329,8 @@ class Variant:
             expected = sum((sizes[d] for d in x["dims"]), ())
             if tuple(value.shape) != expected and (x["dims"] or value.numel() != 1):
                 raise self._error(f"{name} has shape {tuple(value.shape)}, expected {expected}")
-            if str(value.dtype)[6:] not in kind:
-                raise self._error(
-                    f"{name} is {str(value.dtype)[6:]}, but exported was {' or '.join(kind)}"
-                )
+            if str(value.dtype)[6:] != kind:
+                raise self._error(f"{name} is {str(value.dtype)[6:]}, but exported was {kind}")
         for name, value in zip(names, (a, b, *operands)):
             if isinstance(value, torch.Tensor) and value.device != a.device:
                 raise self._error(f"{name} is on {value.device}, {names[0]} on {a.device}")

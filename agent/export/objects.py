@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.execution.local import here
-from coda_agent.agent.judge.job import BuiltObject, CompileJob
+from coda_agent.agent.judge.job import CompileJob
 from coda_agent.generated.kernel import Kernel
 from coda_agent.generated.ops import Variant, scalars
 from coda_agent.primitives.dispatch import Shape
@@ -153,7 +153,7 @@ def exported(
         files[x.file] = linked(Path(found.object))
         form = objects.setdefault((x.variant, x.job.dtype), {}).setdefault(x.job.arch, {})
         named = form.setdefault("memory" if x.job.read_scalars else "number", {})
-        named[x.job.config.label] = {"file": x.file, "order": _placed(found)}
+        named[x.job.config.label] = {"file": x.file, "order": found.order}
     program = next(iter(kernel.programs.values()))
     about = {
         "name": spec.name,
@@ -201,16 +201,9 @@ def _jobs(kernel: Kernel, wanted: Wanted, choices: Choices) -> Iterator[_Job]:
                 )
 
 
-def _placed(built: BuiltObject) -> Any:
-    if built.order is None:
-        raise CodaError(f"{built.object} does not say in which order it takes its arguments")
-    return built.order
-
-
 def _tile(config: TileConfig, program: Program) -> dict[str, Any]:
     code = replace(config, swizzle=8).label
-    block = reduction_block(program, config) if program.reductions else None
-    return {**config.to_dict(), "label": config.label, "code": code, "block": block}
+    return {**config.to_dict(), "code": code, "block": reduction_block(program, config)}
 
 
 def _variant(
@@ -240,7 +233,8 @@ def _variant(
             "choice": dtype,
             "steps": steps(element, sizes, half=half, group=program.group),
             "operands": [
-                _types(o, kind, spec.dtype_of, types, outputs) for o, kind in kinds.items()
+                "float32" if not kind.dims else outputs.get(o) or spec.dtype_of(o, types)
+                for o, kind in kinds.items()
             ],
             "outputs": [*outputs.values()],
             "objects": objects[name, dtype],
@@ -258,19 +252,6 @@ def _variant(
         "outputs": [_output(kind) for kind in program.outputs.values()],
         "forms": forms,
     }
-
-
-def _types(
-    o: str,
-    kind: type[Resource],
-    dtype_of: Callable[[str, Mapping[str, str]], str],
-    types: Mapping[str, str],
-    outputs: Mapping[str, str],
-) -> list[str]:
-    """The types that an operand was compiled for."""
-    if not kind.dims:
-        return ["float32"]
-    return [outputs[o]] if o in outputs else [dtype_of(o, types)]
 
 
 def _output(kind: type[Output]) -> dict[str, Any]:

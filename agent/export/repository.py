@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +55,9 @@ def write(
     files["__init__.py"] = _module([kernel.name for kernel in kernels]).encode()
     metadata = _metadata(files, wanted, kernels[0].folder)
     files[_MARK] = _json(metadata)
-    ffi = "".join(importlib.metadata.version("apache-tvm-ffi").split(".")[:2])
+    import tvm_ffi
+
+    ffi = "".join(tvm_ffi.__version__.split(".")[:2])
     variants = [f"tvm-ffi{ffi}-{cuda}-x86_64-linux" for cuda in _CUDA]
     readme = page(kernels, wanted, metadata["id"])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +132,8 @@ def page(kernels: Sequence[Kernel], wanted: Wanted, id_: str) -> str:
         f'kernels = get_local_kernel(Path("."))\nhelp(kernels.{kernels[0].name})\n```\n',
         "- A is (…, M, K) and B (N, K), the `nn.Linear` layout. K is last in memory; other strides",
         "  are copied. There is no backward pass.",
+        "- Final reductions are folded by PyTorch's own launches; sums may differ in the last bits",
+        "  from that of coda-agent. `block_size` gives the partials, from one launch.",
         f"- Tiles are chosen by what was measured on {wanted.gpu}.",
         f"- Operators are `torch.ops.{id_}.<kernel>`.",
         "- `kernels/<kernel>/` in a variant's folder has the program, the spec and the evidence.",

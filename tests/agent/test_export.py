@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,45 +122,51 @@ print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" i
     ]
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("a, b", "gemm_swiglu: tensors are on cpu, expected a GPU of sm_90a"),
-        ("a.half(), b.half()", "gemm_swiglu: A is float16, but exported were bfloat16"),
-        ("a", "gemm_swiglu takes A, B, given were A"),
-        ("a, 1", "gemm_swiglu: input 'B' is int, expected a tensor"),
-        ("a, b[:7]", "gemm_swiglu: N, K = 7, 128, expected positive, N a multiple of 16 and K of 8"),
-        ("a.requires_grad_(), b", "gemm_swiglu: has no backward pass, but an input requires a gradient; use torch.no_grad()"),
-    ],
-)  # fmt: skip
-def test_a_wrong_call_is_one_line(variant: Path, call: str, said: str) -> None:
-    made = "a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(32, 128, dtype=torch.bfloat16)\n"
-    assert (
-        run(variant, f"{made}module.gemm_swiglu({call})") == f"exported._loader.KernelError: {said}"
-    )
-
-
-def test_another_machine_and_a_changed_file_are_one_line(variant: Path, tmp_path: Path) -> None:
-    made = "x = torch.zeros(64, 128, dtype=torch.bfloat16)\nvariant = module.gemm_swiglu.variants[()]\n"
-    other = "torch.cuda.get_device_capability = lambda _: (8, 0)\ntorch.cuda.get_device_name = lambda _: 'A100'\n"
-    ask = "variant._objects(variant._forms['bfloat16'], torch.device('cuda'))"
-    assert run(variant, made + other + ask).endswith(
-        "gemm_swiglu: A100 has compute capability 8.0, but exported was sm_90a"
-    )
-    choose = "variant._choose(variant._forms['bfloat16'], {}, (64, 32, 128), None)"
-    assert "no tile was exported for block_size None at (64, 32, 128)" in run(
-        variant, made + choose
-    )
+def test_wrong_calls_other_machines_and_changed_files_are_one_line(
+    variant: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
-    subprocess.run(["cp", "-r", str(variant), str(copy)], check=True)
+    shutil.copytree(variant, copy)
     file = next(copy.glob("objects/*.so"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    said = run(copy, f"module.gemm_swiglu.variants[()]._store.function('objects/{file.name}')")
-    assert "is not what was exported: its SHA-256 differs; export it again" in said
-    (copy / "kernels.json").unlink()
-    assert "cannot be read: No such file or directory; export it again" in run(copy, "")
-    old = "del torch.Tensor.__dlpack_c_exchange_api__\nmodule._loader.load(folder)"
-    assert "is too old: its tensors have no DLPack exchange API" in run(variant, old)
+    gemm = "gemm_swiglu: "
+    cases = {
+        "call(a, b)": f"{gemm}tensors are on cpu, expected a GPU of sm_90a",
+        "call(a.half(), b.half())": f"{gemm}A is float16, but exported were bfloat16",
+        "call(a)": "gemm_swiglu takes A, B, given were A",
+        "call(a, 1)": f"{gemm}input 'B' is int, expected a tensor",
+        "call(a, b[:7])": f"{gemm}N, K = 7, 128, expected positive, N a multiple of 16 and K of 8",
+        "call(a.clone().requires_grad_(), b)": f"{gemm}has no backward pass, but an input requires a gradient; use torch.no_grad()",
+        "one._objects(form, torch.device('cuda'))": f"{gemm}A100 has compute capability 8.0, but exported was sm_90a",
+        "one._choose(form, {}, (64, 32, 128), None)": f"{gemm}no tile was exported for block_size None at (64, 32, 128)",
+        "one.fake((a, b), 7)": f"{gemm}no tile of block_size 7 was exported, but [128]",
+        f"one._store.function('objects/{file.name}')": f"{file} is not what was exported: its SHA-256 differs; export it again",
+        "one._store.read('none')": f"{copy / 'none'} cannot be read: No such file or directory; export it again",
+        "exchange()": "is too old: its tensors have no DLPack exchange API",
+    }  # fmt: skip
+    code = f"""
+a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(32, 128, dtype=torch.bfloat16)
+call = module.gemm_swiglu
+one = call.variants[()]
+form = one._forms["bfloat16"]
+torch.cuda.get_device_capability = lambda _: (8, 0)
+torch.cuda.get_device_name = lambda _: "A100"
+def exchange():
+    for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
+        if hasattr(torch.Tensor, name):
+            delattr(torch.Tensor, name)
+    module._loader.load(folder)
+for case in {[*cases]!r}:
+    try:
+        eval(case)
+    except module.KernelError as error:
+        print(error)
+    else:
+        print("no error")
+"""
+    lines = run(copy, code).splitlines()
+    assert len(lines) == len(cases)
+    assert all(line.endswith(said) for line, said in zip(lines, cases.values(), strict=True)), lines
 
 
 def test_a_table_has_the_tile_that_a_measured_shape_dispatches() -> None:
