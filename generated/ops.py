@@ -70,7 +70,7 @@ class Recent:
     def __init__(self, a: int, b: int, scalars: Sequence[int], count: int) -> None:
         self._a, self._b, self._scalars = a, b, scalars
         self._others = itemgetter(*[i for i in range(count) if i not in scalars])
-        self._kept: dict[Any, list[tuple[Callable[..., bool], CallPlan]]] = {}
+        self._kept: dict[Any, list[tuple[Callable[..., bool], CallPlan, bool]]] = {}
 
     def find(self, values: Sequence[Any], block_size: int | None) -> CallPlan | None:
         """The plan of an earlier call with such inputs."""
@@ -79,8 +79,11 @@ class Recent:
             key = block_size, len(tensors), values[self._a].shape, values[self._b].shape
         except AttributeError:  # no tensors
             return None
-        for suits, plan in self._kept.get(key, ()):
+        for suits, plan, requires in self._kept.get(key, ()):
             if suits(*tensors):
+                # The check does not go by the grad mode: without, such tensors have no gradient.
+                if requires and differentiated(tensors):
+                    return None
                 return plan if _aligned(tensors) else None
         return None
 
@@ -97,7 +100,8 @@ class Recent:
         key = block_size, len(tensors), values[self._a].shape, values[self._b].shape
         if len(self._kept) >= _SHAPES:
             self._kept.clear()
-        self._kept[key] = [(suits, plan), *self._kept.get(key, ())][:_LAYOUTS]
+        requires = any(t.requires_grad for t in tensors)
+        self._kept[key] = [(suits, plan, requires), *self._kept.get(key, ())][:_LAYOUTS]
 
     def _tensors(self, values: Sequence[Any]) -> Sequence[Any]:
         """All inputs, or those beside the scalars where these are numbers."""

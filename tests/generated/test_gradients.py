@@ -13,9 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from coda_agent import generated
 from coda_agent.generated.kernel import Kernel, load_kernel
+from coda_agent.primitives import function as function_module
+from coda_agent.primitives import plan as plan_module
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.specs import Spec, draw_inputs, run_reference
 from tests.generated.test_kernel import ADDS, IN_PLACE, READS
+from tests.primitives.test_plan import Launches
 
 NAMES = dir(generated)
 REFUSED = {
@@ -219,6 +222,21 @@ def test_raw_partials_have_gradients() -> None:
     total = partials.logsumexp(-1)
     got = torch.autograd.grad((total - target).sum() + z.float().sum(), inputs["A"])[0]
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-8)
+
+
+def test_a_call_without_gradients_does_not_detach_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variant, values = SWIGLU.variants[()], given()
+    monkeypatch.setattr(variant.recent, "_kept", {})
+    monkeypatch.setitem(vars(variant.function), "plans", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(function_module, "supported", lambda _: True)
+        patch.setattr(plan_module, "bind", Launches())
+        for _ in range(2):
+            with torch.no_grad():
+                assert not any(t.requires_grad for t in SWIGLU(*values))
+            assert all(t.requires_grad for t in SWIGLU(*values))
 
 
 def test_no_rows_have_gradients_of_zero() -> None:

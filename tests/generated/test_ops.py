@@ -90,6 +90,15 @@ def test_what_is_not_kept_is_not_found() -> None:
         assert recent.find(values, None) is None
 
 
+def test_a_plan_of_a_call_without_gradients_serves_no_call_with_them() -> None:
+    recent, plan, values = Recent(0, 1, [2, 3], 5), object(), inputs()
+    values[1].requires_grad_()
+    with torch.no_grad():
+        recent.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
+        assert recent.find(values, None) is plan
+    assert recent.find(values, None) is None
+
+
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_SHAPES", 3)
     recent, b = Recent(0, 1, [], 2), torch.ones(16, 32)
