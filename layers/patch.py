@@ -66,14 +66,18 @@ class Report:
             layer.kept = None
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Give `module` another forward."""
+        """Give `module` another forward, which may have one of another patch."""
+        before = vars(module).get("forward")
 
         @wraps(module.forward)  # its signature is what trainers look at
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
         module.forward = replaced
-        self._undo.append(lambda: vars(module).pop("forward", None))
+        if before is None:
+            self._undo.append(lambda: delattr(module, "forward"))
+        else:
+            self._undo.append(lambda: setattr(module, "forward", before))
 
     def __str__(self) -> str:
         lines = [f"{name}: by kernels: {what}" for name, what in self.replaced.items()]
@@ -155,6 +159,8 @@ def _unfit(layer: Any, after: nn.Module | None) -> str:
 
 def _unfit_head(model: nn.Module, norm: nn.Module) -> str:
     head = getattr(model, "lm_head", None)
+    if "forward" in vars(norm):
+        return "the final norm has been patched already"
     if type(head) is not nn.Linear or head.bias is not None:
         return f"it is {type(head).__name__}, expected nn.Linear without a bias"
     if head.weight.dtype not in _TYPES or any(extent % 16 for extent in head.weight.shape):

@@ -13,7 +13,10 @@ from coda_agent.layers import apply_coda_kernels
 from tests.layers.llama import Config, Llama
 from tests.layers.test_functional import within
 
-pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coda-agent. no Hopper"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),  # eval, reentrant
+]
 KINDS = {
     "llama": Config(),
     "tied": Config(tied=True, kv_heads=4),
@@ -152,6 +155,17 @@ def test_a_model_is_patched_once() -> None:
     report = apply_coda_kernels(model)
     assert apply_coda_kernels(model).left["layers.0"] == "q_proj has been patched already"
     report.revert()
+
+
+def test_another_patch_comes_back() -> None:
+    model = built(KINDS["llama"])
+    layer = model.model.layers[0]
+    layer.forward = other = layer.forward  # as libraries that place layers on devices do
+    report = apply_coda_kernels(model)
+    assert layer.forward is not other
+    report.revert()
+    assert vars(layer)["forward"] is other
+    assert all("forward" not in vars(m) for m in model.modules() if m is not layer)
 
 
 TRANSFORMERS = {
