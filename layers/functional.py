@@ -240,7 +240,7 @@ class _HeadLoss(torch.autograd.Function):
         loss = x.new_zeros((), dtype=torch.float32)
         dx = torch.zeros_like(x) if wanted else None
         dgamma = torch.zeros_like(gamma, dtype=torch.float32) if wanted else None
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        dweight = None
         for start in range(0, len(x), step):
             some = slice(start, start + step)
             z, target, lse = gemm_rmsnorm_partial_cross_entropy(
@@ -249,13 +249,13 @@ class _HeadLoss(torch.autograd.Function):
             loss += ((lse - target) * weights[some]).where(weights[some] > 0, 0).sum()
             if dx is None or dgamma is None:
                 continue
-            dz, total = _fused(_logit_gradient, x)(z, targets[some], weights[some])
+            total = _fused(_logit_gradient, x)(z, targets[some], weights[some])
             statistic, update = total / x.shape[1], "in_place"
             args = x[some], r[some], gamma, statistic, dx[some], update
-            _, n, part = _through_norm(dz, weight, *args)
+            _, n, part = _through_norm(z, weight, *args)
             dgamma += part
-            if dweight is not None:
-                dweight = _add_product(dweight, dz.T, n)
+            if trained:
+                dweight = _sum_product(dweight, z.T, n, last=start + step >= len(x))
         ctx.save_for_backward(dx, dgamma, dweight)
         ctx.types = x.dtype, gamma.dtype, weight.dtype
         return loss
@@ -314,23 +314,27 @@ def _joined(
     """The gradient before the rotation, and its inner product with what the product gave, before
     the bias, row by row.
 
-    A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩.
+    A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩. Parts are
+    joined last, since Inductor then writes each into its place.
     """
-    grad = torch.cat(list(grads), dim=1)
-    total = (grad.float() * torch.cat(list(parts), dim=1).float()).sum(-1)
-    if table is not None:
-        x, y = grad[:, 0::2].float(), grad[:, 1::2].float()
-        cos, sin = table[:, 0::2].float(), table[:, 1::2].float()
-        grad = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
-        grad = grad.to(table.dtype)
-    if bias is not None:
-        total = total - (grad.float() * bias.float()).sum(-1)
-    return grad, total
+    back, total, start = [], torch.zeros_like(grads[0][:, 0], dtype=torch.float32), 0
+    for grad, part in zip(grads, parts, strict=True):
+        total = total + (grad.float() * part.float()).sum(-1)
+        columns = slice(start, start := start + grad.shape[1])
+        if table is not None:
+            x, y = grad[:, 0::2].float(), grad[:, 1::2].float()
+            cos, sin = table[:, columns][:, 0::2].float(), table[:, columns][:, 1::2].float()
+            turned = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
+            grad = turned.to(grad.dtype)
+        if bias is not None:
+            total = total - (grad.float() * bias[columns].float()).sum(-1)
+        back.append(grad)
+    return torch.cat(back, dim=1), total
 
 
-def _logit_gradient(z: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of each row's cross-entropy at its logits, times the row's weight, and its inner
-    product with them.
+def _logit_gradient(z: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Put the gradient of each row's cross-entropy, times the row's weight, in the place of its
+    logits; return its inner product with them.
 
     The softmax is that of the rounded logits. With the log-sum-exp of those before rounding, a row
     that is nearly sure would have a gradient of rounding errors.
@@ -339,19 +343,26 @@ def _logit_gradient(z: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor
     hit = torch.arange(z.shape[1], device=z.device) == targets[:, None]
     grad = (wide.softmax(-1) - hit.float()) * weights[:, None]
     grad = grad.where(weights[:, None] > 0, 0)  # a row of NaN may not count
-    return grad.to(z.dtype), (grad * wide).sum(-1)
+    total = (grad * wide).sum(-1)
+    z.copy_(grad)
+    return total
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b in float32, of 16-bit factors; `total` is overwritten where that is possible."""
-    if total.is_cuda:
+def _sum_product(total: Tensor | None, a: Tensor, b: Tensor, *, last: bool) -> Tensor:
+    """total + a b of 16-bit factors, in float32. A sum of one term is rounded at once in bfloat16;
+    float16 may not hold it."""
+    if total is None and last and a.dtype == torch.bfloat16:
+        return a @ b
+    if a.is_cuda and total is not None:
         return torch.addmm(total, a, b, out_dtype=torch.float32)
-    return total.addmm_(a.float(), b.float())
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
 
 
 @lru_cache(maxsize=2)
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    return torch.compile(function)
 
 
 def _fused(function: Callable[..., Any], on: Tensor) -> Callable[..., Any]:
