@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.generated.ops import Variant, Variants, operators, scalars
 from coda_agent.primitives.errors import LaunchError, ProgramError
@@ -76,58 +76,81 @@ def _gradient(variant: Variant, wanted: tuple[str, ...], given: tuple[str, ...])
         raise LaunchError(message, hint=error.hint) from None
 
 
+class _Saving(NamedTuple):
+    """What calls of a variant keep, of which the same inputs require gradients.
+
+    Attributes:
+        wanted: Places among the inputs of what has a gradient, that of A for the product's.
+        names: Of the outputs.
+        reads: Places of what is kept, among the inputs and then the outputs.
+    """
+
+    wanted: dict[str, int]
+    names: list[str]
+    reads: dict[str, int]
+
+
+@lru_cache(maxsize=1024)
+def _saving(variant: Variant, needed: tuple[bool, ...]) -> _Saving:
+    a, b, *places = variant.places
+    at = dict(zip(variant.operands, places, strict=True))
+    wanted = {o: i for o, i in at.items() if needed[i]}
+    wanted |= {PRODUCT: a} if needed[a] or needed[b] else {}
+    names = [[*variant.function.program.outputs][i] for i in variant.returned]
+    able = differentiable(variant)
+    gradient = _gradient(variant, tuple(wanted), tuple(o for o in names if o in able))
+    at |= {o: len(needed) + i for i, o in enumerate(names)}
+    reads = {o: at[o] for o in gradient.reads}
+    reads |= {_A: a} if needed[b] or gradient.product else {}
+    reads |= {_B: b} if needed[a] or gradient.product else {}
+    return _Saving(wanted, names, reads)
+
+
 def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Save for the backward what it can read of a call."""
     import torch
 
-    a, b, *places = variant.places
-    needed = ctx.needs_input_grad
+    needed, (a, b, *_) = ctx.needs_input_grad[: len(inputs)], variant.places
     for label, i in (("A", a), ("B", b)):
         if needed[i] and inputs[i].dtype.itemsize == 1:
             raise LaunchError(
                 f"{variant.name}: {label} is {inputs[i].dtype}, which has no gradient",
                 hint=f"detach {label}; its gradient is that of what was rounded to it",
             )
-    wanted = {o: i for o, i in zip(variant.operands, places, strict=True) if needed[i]}
-    wanted |= {PRODUCT: a} if needed[a] or needed[b] else {}
-    ctx.names = [[*variant.function.program.outputs][i] for i in variant.returned]
-    able = differentiable(variant)
-    gradient = _gradient(variant, tuple(wanted), tuple(o for o in ctx.names if o in able))
-    known = {o: inputs[i] for o, i in zip(variant.operands, places, strict=True)}
-    known |= dict(zip(ctx.names, outputs, strict=True))
-    kept = {o: known[o] for o in gradient.reads}
-    kept |= {_A: inputs[a]} if needed[b] or gradient.product else {}
-    kept |= {_B: inputs[b]} if needed[a] or gradient.product else {}
-    for o, value in kept.items():
+    saving, tensors = _saving(variant, needed), (*inputs, *outputs)
+    kept = [tensors[i] for i in saving.reads.values()]
+    for i, value in enumerate(kept):
         if not isinstance(value, torch.Tensor):
-            kept[o] = torch.full((), value, device=inputs[a].device)
-    ctx.kept, ctx.product = tuple(kept), (a, b)
-    ctx.wanted = {o: (i, inputs[i].dtype) for o, i in wanted.items()}
+            kept[i] = torch.full((), value, device=inputs[a].device)
+    ctx.saving, ctx.product = saving, (a, b)
+    ctx.types = [inputs[i].dtype for i in saving.wanted.values()]
     ctx.shapes = [getattr(x, "shape", None) for x in inputs]
-    ctx.save_for_backward(*kept.values())
+    ctx.save_for_backward(*kept)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*[t for t in outputs if t.dtype.itemsize == 1])
+    if eight := [t for t in outputs if t.dtype.itemsize == 1]:
+        ctx.mark_non_differentiable(*eight)
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     import torch
 
     (a, b), shapes, results = ctx.product, ctx.shapes, [None] * len(ctx.shapes)
-    given = {gradient_of(o): g for o, g in zip(ctx.names, grads, strict=True) if g is not None}
+    names, wanted = ctx.saving.names, ctx.saving.wanted
+    given = {gradient_of(o): g for o, g in zip(names, grads, strict=True) if g is not None}
     if not given:
         return tuple(results)
-    kept = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+    kept = dict(zip(ctx.saving.reads, ctx.saved_tensors, strict=True))
     tensors = kept | given
     found = torch.ops.coda_agent.gradients(
         [*tensors.values()],
         ";".join(tensors),
         ctx.which,
-        ";".join(f"{o}:{dtype}".replace("torch.", "") for o, (_, dtype) in ctx.wanted.items()),
+        ";".join(f"{o}:{str(t)[6:]}" for o, t in zip(wanted, ctx.types, strict=True)),
         math.prod(shapes[a][:-1]),
         shapes[b][0],
         ctx.block_size,
     )
-    for (o, (i, _)), gradient in zip(ctx.wanted.items(), found, strict=True):
+    for (o, i), gradient in zip(wanted.items(), found, strict=True):
         if o != PRODUCT:
             results[i] = gradient.reshape(shapes[i])
         else:

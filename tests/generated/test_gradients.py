@@ -236,7 +236,8 @@ def test_a_call_without_gradients_does_not_detach_a_later_one(
         for _ in range(2):
             with torch.no_grad():
                 assert not any(t.requires_grad for t in SWIGLU(*values))
-            assert all(t.requires_grad for t in SWIGLU(*values))
+            # By the operator: the launches here are PyTorch's, which have gradients of their own.
+            assert all("coda_agent" in str(t.grad_fn) for t in SWIGLU(*values))
 
 
 def test_no_rows_have_gradients_of_zero() -> None:
