@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import hashlib
 import json
 import math
@@ -86,10 +87,14 @@ class Store:
             import tvm_ffi
         except ImportError:
             raise KernelError("tvm_ffi is missing: pip install apache-tvm-ffi") from None
-        if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 8):
-            raise KernelError(
-                f"torch is built for CUDA {torch.version.cuda}, expected 12.8 or later"
-            )
+        major, minor = map(int, (torch.version.cuda or "0.0").split(".")[:2])
+        if (major, minor) < (12, 8):
+            cuda = torch.version.cuda
+            raise KernelError(f"torch is built for CUDA {cuda}, expected 12.8 or later")
+        try:  # an object's calls into CUDA are bound by name, among what is global
+            ctypes.CDLL(f"libcudart.so.{major}", mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise KernelError(f"torch's CUDA runtime cannot be loaded: {error}") from None
         return tvm_ffi.load_module(str(self._folder / name))["func"]
 
 
