@@ -260,10 +260,13 @@ class _Layer:
         o, norm = self.attention.o_proj, layer.post_attention_layernorm
         rows = rows if o.bias is None else rows + o.bias
         rows, given = linear_residual_norm(attended, o.weight, rows, norm.weight, _eps(norm))
-        weights = gate_up, layer.mlp.down_proj.weight, after.weight
+        # FSDP has not gathered the next layer's weights yet: then that layer starts anew.
+        there = type(after.weight) in (Tensor, nn.Parameter)
+        weights = gate_up, layer.mlp.down_proj.weight, (after if there else norm).weight
         rows, given = mlp(rows, given, norm.weight, *weights, _eps(after))
         out = rows.view_as(x)
-        _Carried.put(out, after, given)
+        if there:
+            _Carried.put(out, after, given)
         return out
 
     def _projection(self, part: int | None, original: Callable[..., Any]) -> Callable[..., Any]:

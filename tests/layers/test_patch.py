@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.layers.test_functional import within
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coda-agent. no Hopper"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),  # eval, reentrant
 ]
 KINDS = {
@@ -43,9 +45,9 @@ def ran(model: Any, batch: int = 2, width: int = 23) -> dict[str, Tensor]:
     model.zero_grad()
     loss = model.train()(ids, labels=ids).loss
     loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
     with torch.no_grad():
         logits = model.eval()(ids).logits
-    found = {n: p.grad.clone() for n, p in model.named_parameters()}
     return {"logits": logits, "loss": loss.detach(), **found}
 
 
@@ -166,6 +168,32 @@ def test_another_patch_comes_back() -> None:
     report.revert()
     assert vars(layer)["forward"] is other
     assert all("forward" not in vars(m) for m in model.modules() if m is not layer)
+
+
+def test_sharded_layers_start_anew(tmp_path: Path) -> None:
+    """FSDP gathers a layer's weights when its forward begins, so the next norm's are not there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain = built(KINDS["llama"])
+    sharded = copy.deepcopy(plain)
+    apply_coda_kernels(plain)
+    expected = ran(plain)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        apply_coda_kernels(sharded)
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        found = ran(sharded)
+        for name, t in expected.items():
+            mine: Any = found[name]
+            mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+            torch.testing.assert_close(mine.float(), t.float(), rtol=0.1, atol=0.02, msg=name)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 TRANSFORMERS = {
