@@ -314,6 +314,8 @@ def forked(function: Callable[[], Any], address_space_bytes: int) -> Any:
     pid = os.fork()
     if pid == 0:
         try:
+            # Where the launcher itself is killed, nobody else ends a function that never returns.
+            launcher.prctl(launcher.PARENT_DEATH_SIGNAL, signal.SIGKILL)
             os.dup2(writer, 3)
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))
             launcher.lock_down(limit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.execution.pool import CompilePool
+from coda_agent.agent.sandbox import launcher
 from coda_agent.primitives.errors import CompileError
 
 GOOD = "from coda_agent.primitives import Tile, epilogue\n@epilogue(O=Tile)\ndef k(acc):\n    return {'O': acc}\n"
@@ -28,6 +31,28 @@ def test_a_candidate_is_traced_in_the_child_and_comes_back_as_data() -> None:
     with CompilePool(1) as pool:
         programs = pool.run({"kind": "load", "text": GOOD})
     assert programs["k"]["outputs"] == {"O": ["Tile", 0]}
+
+
+def test_a_function_that_never_returns_ends_with_the_launcher_of_its_worker() -> None:
+    with CompilePool(1) as pool:
+        pool.run({"kind": "load", "text": GOOD})
+        known = launcher.below(os.getpid())
+        endless = {"kind": "load", "text": "while True: pass"}
+
+        def run() -> None:
+            with pytest.raises(CompileError):
+                pool.run(endless)
+
+        call = threading.Thread(target=run)
+        call.start()
+        while not (begun := [p for p in launcher.below(os.getpid()) if p not in known]):
+            time.sleep(0.01)
+        os.kill(known[0], signal.SIGKILL)
+        call.join(30)
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{p}/cmdline").exists() for p in begun):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_map_keeps_order_and_returns_errors_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
