@@ -100,7 +100,7 @@ def composed(
     ]
     key = json.dumps([text, faces, judge_digest()])
     path = user_cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    known = _kept(path)
+    known = remembered(path)
     if "refused" in known:
         raise ProgramError(known["refused"])
     if known.get("accepted", "") and known["accepted"] not in _accepted():
@@ -119,10 +119,10 @@ def composed(
             known["level"] = _judged(spec, known["text"])
     except CodaError as error:
         if kept and not isinstance(error, MachineError):
-            _keep(path, {"refused": error.message})
+            remember(path, {"refused": error.message})
         raise
     if kept:
-        _keep(path, known)
+        remember(path, known)
     return Composed(spec, known["text"], known["level"], known["accepted"])
 
 
@@ -135,15 +135,17 @@ def _example(name: str, x: Value, a: Value) -> Example:
     return Example(x.shape, "T" if x.meta.dtype == a.meta.dtype else dtype)
 
 
-def _kept(path: Path) -> dict[str, str]:
+def remembered(path: Path) -> dict[str, str]:
+    """What was kept in a file; nothing where there is none that can be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
 
 
-def _keep(path: Path, known: Mapping[str, str]) -> None:
-    if dict(known) != _kept(path):
+def remember(path: Path, known: Mapping[str, str]) -> None:
+    """Keep it in a file for `remembered`."""
+    if dict(known) != remembered(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(known))
 

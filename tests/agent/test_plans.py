@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from typer.testing import CliRunner
 
 from coda_agent.agent.cli import app
+from coda_agent.agent.judge.samples import Samples
+from coda_agent.agent.plans import fused
 from coda_agent.agent.plans.cut import MERGE, Plan
 from coda_agent.agent.plans.fused import Fused, Made, fuse, mm
 from coda_agent.agent.plans.rules import CARRY
@@ -276,6 +279,48 @@ def test_other_rows_take_the_kernel_that_was_composed(cache: Path) -> None:
         assert torch.allclose(fused(x, w), function(x, w), atol=1e-2)
     texts = [json.loads(path.read_text()).get("text", "") for path in kept.iterdir()]
     assert sum("softplus" in text for text in texts) == 1
+
+
+def test_the_fastest_way_is_timed_once_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    us, timed = {"the plan": 3.0, "PyTorch": 2.0, "torch.compile": 1.0}, []
+
+    def times(runs: Any, tensors: Any) -> list[Samples]:
+        timed.append(runs)
+        return [Samples((us[run],) * 11) for run in runs]
+
+    class Way(str):
+        def __call__(self, tensors: Any) -> None:
+            if self == "torch.compile" and "torch.compile" not in us:
+                raise RuntimeError("Inductor")
+
+    def fastest(x: Tensor) -> tuple[Any, str]:
+        ways = {name: lambda n=name: Way(n) for name in ("the plan", "PyTorch", "torch.compile")}
+        plan = fuse(lambda x: x + 1).plan(x)
+        return fused._fastest(ways, [x], plan)
+
+    monkeypatch.setattr(fused, "_timed", times)
+    x = torch.ones(4, 16)
+    assert fastest(x) == ("torch.compile", "the plan 3, PyTorch 2, torch.compile 1")
+    assert fastest(x)[0] == "torch.compile"
+    assert len(timed) == 1
+    del us["torch.compile"]
+    assert fastest(torch.ones(8, 16)) == ("PyTorch", "the plan 3, PyTorch 2")
+
+
+def test_what_inductor_runs_has_gradients() -> None:
+    x, w = drawn(24, H).requires_grad_(), drawn(D, H)
+    call = fuse(lambda x, w: F.relu(F.linear(x, w)), judged=False)
+    call(x, w)
+    known = call.planned(*tree_flatten(((x, w), {})))
+    known.run = fused._by_inductor(known.torch)
+    expected = F.relu(F.linear(x, w))
+    assert torch.allclose(call(x, w), expected, atol=1e-2)
+    own, theirs = (torch.autograd.grad(y.sum(), x) for y in (call(x, w), expected))
+    assert torch.allclose(own[0], theirs[0], atol=1e-2)
 
 
 def test_the_module_is_the_function() -> None:
