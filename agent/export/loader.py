@@ -136,6 +136,7 @@ class Kernel:
         if not _traced():
             results = variant(values, block_size)
         else:
+            variant.refuse_gradients(values)  # what is compiled would leave them out
             op = getattr(getattr(torch.ops, self._id), self.__name__ + "_" * bool(variant.updated))
             static: dict[str, Any] = dict(zip(self._parameters, key))
             if block_size is not None:
@@ -257,7 +258,7 @@ class Variant:
                 key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad)
         plan = self._plans.get(known := tuple(key))
         if plan is None or torch.is_grad_enabled():
-            self._refuse_gradients(values)
+            self.refuse_gradients(values)
         if plan is None:
             m, n, k, form = self._check(values)
             if m == 0:
@@ -303,7 +304,7 @@ class Variant:
     def _error(self, message: str) -> KernelError:
         return KernelError(f"{self._name}: {message}")
 
-    def _refuse_gradients(self, values: Sequence[Any]) -> None:
+    def refuse_gradients(self, values: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values):
             raise self._error(
                 "has no backward pass, but an input requires a gradient; use torch.no_grad()"

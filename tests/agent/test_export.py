@@ -122,6 +122,27 @@ print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" i
     ]
 
 
+def test_the_compiler_of_torch_takes_it_whole_and_leaves_no_gradient_out(variant: Path) -> None:
+    said = run(
+        variant,
+        """
+a = torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True)
+b = torch.zeros(256, 128, dtype=torch.bfloat16)
+def seen(graph, _):
+    print([str(n.target).split(".")[1] for n in graph.graph.nodes if "gemm" in str(n.target)])
+    return lambda *_: tuple(torch.zeros(1) for _ in graph.graph.output_node().args[0])
+call = torch.compile(lambda a, b: module.gemm_swiglu(a, b), fullgraph=True, backend=seen, dynamic=True)
+try:
+    call(a, b)
+except Exception as error:
+    print(type(error).__name__)
+with torch.no_grad():
+    call(a, b)
+""",
+    )
+    assert said.splitlines() == ["Unsupported", "['gemm_swiglu']"]
+
+
 def test_wrong_calls_other_machines_and_changed_files_are_one_line(
     variant: Path, tmp_path: Path
 ) -> None:
