@@ -21,7 +21,7 @@ from coda_agent.agent.plans.kernels import Composed, equal
 from coda_agent.agent.plans.rules import as_called, product
 from coda_agent.agent.plans.show import shown
 from coda_agent.agent.plans.trace import Value, record
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.inspect import launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec, load_spec
@@ -123,9 +123,9 @@ class _Piece:
             moves = Moved(cost.bytes, cost.launches, cost.floor_us / 1e6)
             if kernel := kernels.get(cost.step):
                 about = _about(kernel)
-                own = self._name(kernel)
-                known = about.accepted or self._spec(own, about.spec.text)
-                self._step(FORWARD, own, known, moves, accepted=bool(about.accepted))
+                known = about.accepted or self._spec(kernel, "", about.spec.text)
+                accepted = bool(about.accepted)
+                self._step(FORWARD, self._name(kernel), known, moves, accepted=accepted)
             else:
                 self._step(FORWARD, cost.step, "", moves, cost.what)
         steps, specs = [*self.found.steps], {**self.found.specs}
@@ -177,16 +177,22 @@ class _Piece:
             if file == WEIGHT_GRADIENT:
                 self.found.specs[file] = text
                 continue
-            own = f"{self._name(kernel)}_{file.rpartition('_')[2]}"
+            suffix = file[-4:]
             found = load_spec(Path(f"{file}.md"), text=text)
-            program = load(Composer().write(found, lambda *_: None))[found.variant(found.bind())]
-            twin = equal(program, found)
-            known = twin or self._spec(own, text)
-            moves, note = moved(2 * m * wide, launches=0), "what its forward stores as well"
-            if file.endswith("_bwd"):
-                count = launches(program, DEFAULT_CONFIGS["sm_90a"])
-                flops = 2 * sizes["M"] * sizes["N"] * sizes["K"]
-                moves, note = moved(_bytes(found, sizes), flops, count), ""
+            twin, count, note = "", 1, ""
+            try:
+                written = load(Composer().write(found, lambda *_: None))
+                program = written[found.variant(found.bind())]
+                twin, count = equal(program, found), launches(program, DEFAULT_CONFIGS["sm_90a"])
+            except ProgramError as error:
+                note = f"the composer leaves it to an author: {error.message}"
+            if suffix == "_bwd":
+                moves = moved(_bytes(found, sizes), 2 * math.prod(sizes.values()), count)
+            else:
+                moves = moved(2 * m * wide, launches=0)
+                note = note or "what its forward stores as well"
+            known = twin or self._spec(kernel, suffix, text)
+            own = f"{self._name(kernel)}{suffix}"
             self._step(BACKWARD, own, known, moves, note, accepted=bool(twin))
 
     def _products(
@@ -215,14 +221,17 @@ class _Piece:
         last = "_last" * (self.piece.name == "exit" and step != "head")
         return f"{self.layer.name}_{step}{last}"
 
-    def _spec(self, name: str, text: str) -> str:
-        """Keeps a spec under that name, unless one with the same words is there; says which."""
-        own = text.replace(load_spec(Path("drafted.md"), text=text).name, name)
-        for known, there in self.found.specs.items():
-            if there.replace(known, name) == own:
-                return known
-        self.found.specs[name] = own
-        return name
+    def _spec(self, kernel: Kernel, suffix: str, text: str) -> str:
+        """Keeps a kernel's spec under a name of the model's, unless one with the same words is
+        there; says which."""
+        stem, count = self._name(kernel), 1
+        while True:
+            name = f"{stem}{f'_{count}' if count > 1 else ''}"
+            own = text.replace(kernel.name, name)
+            known = self.found.specs.setdefault(f"{name}{suffix}", own)
+            if known == own:
+                return f"{name}{suffix}"
+            count += 1
 
 
 def _about(kernel: Kernel) -> Composed:

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from coda_agent.agent.capture.config import Layer, read
 from coda_agent.agent.capture.pieces import pieces
 from coda_agent.agent.capture.pullback import pulled_back
+from coda_agent.agent.capture.steps import Captured, _Piece
 from coda_agent.agent.cli import app
+from coda_agent.agent.plans.cut import Kernel
 from coda_agent.agent.plans.trace import record
 from coda_agent.specs import load_spec
 
@@ -290,3 +292,19 @@ def test_a_broken_file_is_said_to_be_one(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["capture", str(path)])
     assert result.exit_code == 2
     assert "is not JSON" in result.output
+
+
+def test_specs_of_one_name_and_other_words_are_both_kept(tmp_path: Path) -> None:
+    layer = layer_of(SMALL, tmp_path)
+    found = Captured()
+    piece = _Piece(layer, pieces(layer, 2, 5)[0], found)
+    x, w = torch.empty(64, 32, device="meta"), torch.empty(48, 32, device="meta")
+    graph = record(lambda x, w_q: x @ w_q.T, (x.half(), w.half()), {}, ["x", "w_q"])
+    kernel = Kernel("drawn_1", "", graph.inputs, graph.values, graph.values[-1:], lambda: ())
+    assert piece._spec(kernel, "_bwd", "name: drawn_1_bwd, of drawn_1") == "tiny_projections_bwd"
+    assert piece._spec(kernel, "_bwd", "name: drawn_1_bwd, of drawn_1") == "tiny_projections_bwd"
+    assert piece._spec(kernel, "_bwd", "name: drawn_1_bwd") == "tiny_projections_2_bwd"
+    assert found.specs == {
+        "tiny_projections_bwd": "name: tiny_projections_bwd, of tiny_projections",
+        "tiny_projections_2_bwd": "name: tiny_projections_2_bwd",
+    }
