@@ -12,7 +12,12 @@ from coda_agent.agent.capture.config import Layer
 from coda_agent.agent.capture.pieces import STEPS, Piece, pieces
 from coda_agent.agent.capture.pullback import Moved, moved, pulled_back, total
 from coda_agent.agent.capture.pullback import product as _product
-from coda_agent.agent.derive.backward import WEIGHT_GRADIENT, bytes_of_tiles, derive
+from coda_agent.agent.derive.backward import (
+    WEIGHT_GRADIENT,
+    bytes_of_tiles,
+    derive,
+    weight_gradient,
+)
 from coda_agent.agent.derive.checking import check
 from coda_agent.agent.derive.kernel import Asked, Form
 from coda_agent.agent.plans.cut import Kernel, Plan
@@ -25,6 +30,7 @@ from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.inspect import launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.admission import admit
 from coda_agent.specs.layout import extent
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -157,9 +163,12 @@ class _Piece:
         name = f"{self._name(kernel)}_bwd"
         rest = total(m for v, m in pulled.items() if v in kernel.members and not product(v))
         try:
-            spec = _about(kernel).spec
-            derived = derive(spec, Asked(into.name if into else "", norm))
+            derived = derive(_about(kernel).spec, Asked(into.name if into else "", norm))
             check(derived)
+            texts = {x: text for x, text in derived.files.items() if x != WEIGHT_GRADIENT}
+            specs = {x: load_spec(Path(f"{x}.md"), text=text) for x, text in texts.items()}
+            for found in specs.values():
+                admit(found)
         except CodaError as error:
             self._step(BACKWARD, name, "", rest, f"PyTorch: {error.message}")
             return
@@ -173,12 +182,8 @@ class _Piece:
         if derived.kernel.form is Form.ELEMENTWISE and derived.kernel.computes:
             one = moved(bytes_of_tiles(derived.kernel, m, wide))
             self._step(BACKWARD, name, "", one, "PyTorch: one pass, where torch.compile fuses it")
-        for file, text in derived.files.items():
-            if file == WEIGHT_GRADIENT:
-                self.found.specs[file] = text
-                continue
+        for file, found in specs.items():
             suffix = file[-4:]
-            found = load_spec(Path(f"{file}.md"), text=text)
             twin, count, note = "", 1, ""
             try:
                 written = load(Composer().write(found, lambda *_: None))
@@ -191,7 +196,7 @@ class _Piece:
             else:
                 moves = moved(2 * m * wide, launches=0)
                 note = note or "what its forward stores as well"
-            known = twin or self._spec(kernel, suffix, text)
+            known = twin or self._spec(kernel, suffix, texts[file])
             own = f"{self._name(kernel)}{suffix}"
             self._step(BACKWARD, own, known, moves, note, accepted=bool(twin))
 
@@ -204,6 +209,7 @@ class _Piece:
         if _source(a) not in brought:
             self._step(BACKWARD, f"{name}: input", "", _product(m, k, n))
         # It is added to what .grad holds: read and written.
+        self.found.specs[WEIGHT_GRADIENT] = weight_gradient()
         self._step(BACKWARD, f"{name}: weight", WEIGHT_GRADIENT, _product(n, k, m, 2 * n * k))
 
     def _step(

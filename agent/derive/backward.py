@@ -74,6 +74,11 @@ def derive(spec: Spec, asked: Asked, binding: Mapping[str, str] | None = None) -
     return _Writer(spec, bound, program, asked, chosen, notes).backward()
 
 
+def weight_gradient() -> str:
+    """The spec of the gradient of any product's weight."""
+    return Path(__file__).with_name("weight_gradient.md").read_text("utf-8")
+
+
 def _chosen(program: Program, spec: Spec, asked: Asked) -> tuple[Kernel, Asked, list[str]]:
     """The form of the backward kernel, and why."""
     if asked.into:
@@ -153,7 +158,7 @@ class _Writer:
             files[name] = self._spec(name)
             merged = x.form is Form.MERGED
             given = dict(zip("AB", self.next if merged else self.spec.gemm, strict=True))
-        files[WEIGHT_GRADIENT] = Path(__file__).with_name("weight_gradient.md").read_text("utf-8")
+        files[WEIGHT_GRADIENT] = weight_gradient()
         given |= {leaf: self._argument(leaf) for leaf in x.leaves}
         code = head + self._code(f"out = {name}({', '.join(f'{n}={g}' for n, g in given.items())})")
         if "torch." in code and not code.startswith("import torch"):

@@ -18,6 +18,7 @@ from coda_agent.agent.cli import app
 from coda_agent.agent.plans.cut import Kernel
 from coda_agent.agent.plans.trace import record
 from coda_agent.specs import load_spec
+from coda_agent.specs.admission import admit
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
@@ -308,3 +309,17 @@ def test_specs_of_one_name_and_other_words_are_both_kept(tmp_path: Path) -> None
         "tiny_projections_bwd": "name: tiny_projections_bwd, of tiny_projections",
         "tiny_projections_2_bwd": "name: tiny_projections_2_bwd",
     }
+
+
+def test_no_spec_is_written_that_admission_refuses(tmp_path: Path) -> None:
+    """A tile of float32, such as Gemma's norm of what joins the residual stream takes, is stored by
+    a forward whose derived spec says otherwise."""
+    layer = layer_of(GEMMA | {"model_type": "gemma2"}, tmp_path)
+    found = Captured()
+    _Piece(layer, pieces(layer, 2, 64)[0], found).add()
+    assert len(found.specs) > 3
+    for name, text in found.specs.items():
+        admit(load_spec(Path(f"{name}.md"), text=text))
+    refused = next(s for s in found.steps if s.name == "output_bwd")
+    assert not refused.kernel
+    assert "expected float32" in refused.note
