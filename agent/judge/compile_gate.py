@@ -194,7 +194,7 @@ def compile_all(
         if isinstance(built, CompileError):
             error, hint = built.message, built.hint
         else:
-            made = built.model_dump(exclude={"object"})
+            made = built.model_dump(exclude={"object", "order"})
             error = lacking(job, built.instructions or {}) or None
             if error is None and not default and (built.local_stores or 0) > MAX_LOCAL_STORES:
                 error = f"spills: {built.local_stores} stores to local memory"
