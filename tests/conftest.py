@@ -60,7 +60,8 @@ def _sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
         if (mark := item.get_closest_marker("sampled")) and chosen.random() >= mark.args[0]
     ]
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

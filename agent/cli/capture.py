@@ -33,8 +33,7 @@ def capture(
     found = captured(layer, batch, positions)
     paths = {name: workspace.specs / f"{name}.md" for name in found.specs}
     for name, path in paths.items():
-        same = path.exists() and path.read_text("utf-8") == found.specs[name]
-        check_free(path, force=force or same)
+        check_free(path, found.specs[name], force=force)
     for name, path in paths.items():
         write_whole(path, found.specs[name])
     document = {

@@ -62,8 +62,7 @@ def derive(
     says = [*derived.notes]
     paths = {name: workspace.specs / f"{name}.md" for name in derived.files}
     for name, path in paths.items():
-        same = path.exists() and path.read_text("utf-8") == derived.files[name]
-        check_free(path, force=force or same)
+        check_free(path, derived.files[name], force=force)
     for name, text in derived.files.items():
         write_whole(paths[name], text)
         try:

@@ -59,7 +59,8 @@ def write(
 
     ffi = "".join(tvm_ffi.__version__.split(".")[:2])
     variants = [f"tvm-ffi{ffi}-{cuda}-x86_64-linux" for cuda in _CUDA]
-    readme = page(kernels, wanted, metadata["id"])
+    docs = [about["doc"] or "" for about in abouts]
+    readme = page(kernels, docs, wanted, metadata["id"])
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         for name, data in files.items():
@@ -122,8 +123,9 @@ def _metadata(files: Mapping[str, bytes], wanted: Wanted, folder: Path) -> dict[
     }
 
 
-def page(kernels: Sequence[Kernel], wanted: Wanted, id_: str) -> str:
-    """README.md: how to load it, and what each kernel takes, was measured at and stands on."""
+def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: str) -> str:
+    """README.md: how to load it, and what each kernel takes (`docs`), was measured at and stands
+    on."""
     lines = [
         f"---\nlibrary_name: kernels\nlicense: apache-2.0\ntags: [kernels]\n---\n\n# {NAME}\n",
         "GEMM-epilogue kernels, compiled ahead. They need torch for CUDA 12.8 or later and",
@@ -140,10 +142,9 @@ def page(kernels: Sequence[Kernel], wanted: Wanted, id_: str) -> str:
     ]
     if never := [arch for arch in wanted.archs if arch != RUN]:
         lines.append(f"- Objects for {', '.join(never)} compile, and never ran.")
-    for kernel in kernels:
+    for kernel, doc in zip(kernels, docs, strict=True):
         evidence = kernel.evidence
-        function = load_kernel(kernel.folder)
-        lines += ["", f"## {kernel.name}", "", "```", function.__doc__ or "", "```", ""]
+        lines += ["", f"## {kernel.name}", "", "```", doc, "```", ""]
         lines.append(f"Verdict: {evidence.level}.")
         lines += ["", "| gate | passed | date | machine |", "|---|---|---|---|"]
         for name, gate in evidence.gates.items():
