@@ -88,7 +88,8 @@ def disturbed(
         binding: The static parameters.
         seed: What the noise follows from.
         finer: A factor on all errors; float64's own are 2⁻²⁹ of float32's.
-        sign: A factor on what approximations err of their range; -1 turns its direction.
+        sign: A factor on what approximations err of their range; -1 turns its direction, and 0
+            leaves it out.
     """
     import torch
 

@@ -167,13 +167,15 @@ def make_case(
 
     def certain() -> dict[str, torch.Tensor]:
         more = range(probes, probes + _CERTAIN)
-        return allowed_by([disturbed(spec, inputs, binding, seed + i) for i in more])
+        found = allowed_by([disturbed(spec, inputs, binding, seed + i) for i in more])
+        return {o: found[o] for o in found.keys() - settled}
 
-    allowed = allowed_by(runs)
+    allowed, settled = allowed_by(runs), set[str]()
     rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
     rounding |= {o: rounding[o] + jump for o, jump in jumps.items() if o in rounding}
     exact = []
     for o in _representable(spec, inputs, binding, truth) if structure and structure.exact else ():
+        settled.add(o)
         if truth[o].ndim == 1:
             # A mean's partials are divided by the block, which need not be a power of two. Those of
             # signed values may cancel, and then err as the largest do.
@@ -188,9 +190,8 @@ def make_case(
         twice = once if addend is None else _stored(addend, dtypes[o]) + held[o].double()
         truth[o], allowed[o] = once, (_stored(twice, dtypes[o]) - once).abs()
         rounding[o] = allowed[o]
-    again = dict if structure and structure.exact else certain
     return Case(
-        inputs, truth, bounds, errors, allowed, rounding, sizes, structure, tuple(exact), again
+        inputs, truth, bounds, errors, allowed, rounding, sizes, structure, tuple(exact), certain
     )
 
 

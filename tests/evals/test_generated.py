@@ -35,6 +35,12 @@ def test_the_judge_agrees_with_the_interpreter() -> None:
     assert {c["layer"] for c in cells} == {"not admitted", "refused", "right"}
 
 
+@pytest.mark.parametrize("number", [1274, 1290, 2613, 3184, 4869])
+def test_what_was_refused_though_right_passes(number: int) -> None:
+    """A hypotenuse of NaN and infinity, and elements of integers within rounding of a jump."""
+    assert generated.tried(2, number) == {"layer": "right"}
+
+
 SPEC = """---
 name: generated_{number}
 gemm: [A, B]

@@ -123,6 +123,15 @@ def _rounded(x: Expr, decimals: Expr | float = 0.0) -> Expr:
     return apply("round_even", x * unit) / unit
 
 
+def _hypotenuse(x: Expr, y: Expr) -> Expr:
+    """√(x² + y²); infinite where one of them is, if the other is NaN too (IEEE 754-2019, 9.2.1)."""
+    square = x * x + y * y
+    for one in (x, y):
+        infinite = apply("equal", apply("absolute", one), _INFINITE)
+        square = apply("where", infinite, _INFINITE, square)
+    return apply("sqrt", square)
+
+
 def _times_log(x: Expr, y: Expr, log: str = "log") -> Expr:
     """x · log(y), and 0 where x is, but for a NaN."""
     nothing = apply("where", apply("equal", y, y), 0.0, y)
@@ -175,7 +184,7 @@ _ELEMENTWISE: dict[str, Callable[..., Expr]] = {
     "sin": partial(_turned, "sin"),
     "cos": partial(_turned, "cos"),
     "log10": lambda x: apply("log2", x) * math.log10(2.0),
-    "hypot": lambda x, y: apply("sqrt", x * x + y * y),
+    "hypot": _hypotenuse,
     "positive": lambda x: x,
     "add": lambda x, y, alpha=1.0: x + y * alpha,
     "sub": lambda x, y, alpha=1.0: x - y * alpha,
