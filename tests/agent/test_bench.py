@@ -217,7 +217,7 @@ def test_a_bench_that_ends_while_it_is_asked_is_no_fault_of_the_caller(
             bench.call({"tool": "write_candidate", "given": {"text": "x" * 1_000_000}})
 
 
-KILLS = int(os.environ.get("CODA_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("CODA_TEST_KILLS", "4"))
 LEAN = (
     "from coda_agent.agent.bench import server as s; s._warm = s._compile_something = int; s.main()"
 )

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,14 @@ BOUND = r"^(\w+ = )[^\"'\n]*\d.*$"
 FINDING = r"(Finding\(\s*message=f?\")"
 
 
+once = cache(meaning)
+"""Of a hundred modules, one is edited in a test; parsing them all took 2 s a test."""
+
+
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of all that could decide, to be edited."""
+    monkeypatch.setattr(rules, "meaning", once)
     for folder in ("agent", "primitives", "specs", "generated"):
         ignored = shutil.ignore_patterns("__pycache__", "*.json", "*.md")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)

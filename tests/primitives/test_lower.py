@@ -211,6 +211,7 @@ def demo_programs(name: str) -> tuple[Program, ...]:
 @pytest.mark.parametrize(
     "program", [gated, statistics, masked, rotated, transcendental], ids=lambda p: p.name
 )
+@pytest.mark.sampled(0.5)
 def test_compiles_for_hopper(program: Program) -> None:
     found = build(program, "sm_90a")
     assert 0 < found["registers"] <= 255
@@ -268,6 +269,7 @@ def test_an_impossible_tile_is_a_compile_error() -> None:
 
 
 @pytest.mark.parametrize("program", [widened, accumulating, tabled], ids=lambda p: p.name)
+@pytest.mark.sampled(0.5)
 def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     """With them: a Tile beside each, a 16-bit RowGather, a masked sum of a table's values."""
     found = build(program, "sm_90a")
@@ -293,6 +295,7 @@ def test_wide_tiles_of_208_columns_hardly_spill() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 @pytest.mark.parametrize("program", [widened, accumulating], ids=lambda p: p.name)
+@pytest.mark.sampled(0.5)
 def test_wide_added_and_tabled_compile_for_blackwell(program: Program, arch: str) -> None:
     assert build(program, arch)["mma_instructions"] > 0
 
@@ -374,6 +377,7 @@ def test_two_full_width_outputs_on_pairs() -> None:
     [*demo_programs("cross_entropy"), *demo_programs("column_statistics")],
     ids=lambda p: p.name,
 )
+@pytest.mark.sampled(0.5)
 def test_gathers_and_column_reductions_compile_for_hopper(program: Program) -> None:
     found = build(program, "sm_90a")
     assert 0 < found["registers"] <= 255
