@@ -239,7 +239,8 @@ class Child:
             status = self._process.wait(2)
         except subprocess.TimeoutExpired:
             return "it closed its results"
-        while self._output >= 0:  # whoever could write there is dead
+        # Whoever could write there is dead, or about to be where the launcher was killed.
+        while self._output >= 0 and select.select([self._output], [], [], 1)[0]:
             self._read_log()
         lines = [line.strip() for line in self._log.decode(errors="replace").split("\n")]
         said = next((line for line in reversed(lines) if line), "")[:300]
@@ -311,11 +312,11 @@ def forked(function: Callable[[], Any], address_space_bytes: int) -> Any:
     launcher.hide_from_children()
     reader, writer = os.pipe()
     limit = launcher.mapped_bytes() + address_space_bytes
-    pid = os.fork()
+    own, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
             # Where the launcher itself is killed, nobody else ends a function that never returns.
-            launcher.prctl(launcher.PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            launcher.die_with(own)
             os.dup2(writer, 3)
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))
             launcher.lock_down(limit)

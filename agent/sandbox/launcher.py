@@ -46,6 +46,13 @@ def be_subreaper() -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def die_with(parent: int) -> None:
+    """This process is killed when `parent`, which forked it, ends, or has ended already."""
+    prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def hide_from_children() -> None:
     """No process of the same user may look into this one, trace it, or open its descriptors."""
     prctl(_PR_SET_DUMPABLE, 0)
@@ -95,10 +102,10 @@ def _supervise(lifeline: int, limits: dict[str, int | None], command: list[str])
     folder = os.environ.get("TMPDIR", "/tmp")  # tempfile takes longer to import than this to run
     private = f"{folder}/coda-agent-{os.getpid()}-{time.time_ns():x}"
     os.mkdir(private, 0o700)
-    pid = os.fork()
+    own, pid = os.getpid(), os.fork()
     if pid == 0:
         os.setsid()
-        prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        die_with(own)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in (lifeline, waker, wake):
             os.close(fd)

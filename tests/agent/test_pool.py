@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -56,6 +58,28 @@ def test_a_function_that_never_returns_ends_with_the_launcher_of_its_worker() ->
         while any(Path(f"/proc/{p}/cmdline").exists() for p in begun):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+ORPHAN = """
+import os, time
+from coda_agent.agent.sandbox import launcher
+reader, writer = os.pipe()
+if os.fork() == 0:
+    parent = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        launcher.die_with(parent)
+        os.write(writer, b"lives on")
+    os._exit(0)
+os.close(writer)
+os.wait()
+print(os.read(reader, 99))
+"""
+
+
+def test_a_process_whose_parent_is_gone_already_ends_as_well() -> None:
+    assert subprocess.check_output([sys.executable, "-c", ORPHAN], text=True) == "b''\n"
 
 
 def test_map_keeps_order_and_returns_errors_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
