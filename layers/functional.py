@@ -15,7 +15,7 @@ and backward their accepted counterparts beside `torch.mm`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,7 @@ class Normed(NamedTuple):
 def normed(x: Tensor, gamma: Tensor, eps: float) -> Normed:
     """The `Normed` of a stream that no kernel wrote, such as an embedding's."""
     with torch.no_grad():
-        wide = x.float()
-        return Normed((wide * gamma.float()).to(x.dtype), _rms(wide.square().mean(-1), eps))
+        return Normed(*_fused(_normed, x)(x, gamma, eps))
 
 
 def linear_residual_norm(
@@ -224,7 +223,12 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, r, gamma, weight, bias, table, *parts = ctx.saved_tensors
         *dparts, through = grads
-        dy, total = _fused(_joined, x)(dparts, parts, table, bias)
+        dy, start = x.new_empty(len(x), len(weight)), 0
+        total = x.new_zeros(len(x), dtype=torch.float32)
+        for grad, part in zip(dparts, parts, strict=True):
+            of = slice(start, start := start + grad.shape[1])
+            cut = None if table is None else table[:, of], None if bias is None else bias[of]
+            total += _fused(_put_back, x)(dy[:, of], grad, part, *cut)
         statistic = total / x.shape[1]
         dx, n, dgamma = _through_norm(dy, weight, x, r, gamma, statistic, through.contiguous())
         dweight = dy.T @ n if ctx.needs_input_grad[4] else None
@@ -250,7 +254,7 @@ class _HeadLoss(torch.autograd.Function):
             loss += ((lse - target) * weights[some]).where(weights[some] > 0, 0).sum()
             if dx is None or dgamma is None:
                 continue
-            total = _fused(_logit_gradient, x)(z, targets[some], weights[some])
+            total = _fused(_logit_gradient, x)(z, lse, targets[some], weights[some])
             statistic, update = total / x.shape[1], "in_place"
             args = x[some], r[some], gamma, statistic, dx[some], update
             _, n, part = _through_norm(z, weight, *args)
@@ -265,11 +269,13 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dloss,) = grads
-        dx, dgamma, dweight = (
-            None if t is None else (t * dloss).to(kind)
-            for t, kind in zip(ctx.saved_tensors, ctx.types, strict=True)
-        )
+        dx, dgamma, dweight = _fused(_scaled, dloss)(ctx.saved_tensors, dloss, ctx.types)
         return dx, None, None, dgamma, dweight, None, None
+
+
+def _normed(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    return (wide * gamma.float()).to(x.dtype), _rms(wide.square().mean(-1), eps)
 
 
 def _rms(mean: Tensor, eps: float) -> Tensor:
@@ -320,44 +326,58 @@ def _turned(weight: Tensor) -> Tensor:
     return weight.T.contiguous() if turn else weight.T
 
 
-def _joined(
-    grads: Sequence[Tensor], parts: Sequence[Tensor], table: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradient before the rotation, and its inner product with what the product gave, before
-    the bias, row by row.
+def _put_back(
+    into: Tensor, grad: Tensor, part: Tensor, table: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Put the gradient before the rotation into its place; return its inner product with what the
+    product gave, before the bias, row by row.
 
-    A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩. Parts are
-    joined last, since Inductor then writes each into its place.
+    A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩. Each part
+    is put into its place by a call of its own: one kernel of Inductor that joins them took 3.0 ms
+    for 16,384 rows of 6144 on an H200 (2026-11-23).
     """
-    back, total, start = [], torch.zeros_like(grads[0][:, 0], dtype=torch.float32), 0
-    for grad, part in zip(grads, parts, strict=True):
-        total = total + (grad.float() * part.float()).sum(-1)
-        columns = slice(start, start := start + grad.shape[1])
-        if table is not None:
-            x, y = grad[:, 0::2].float(), grad[:, 1::2].float()
-            cos, sin = table[:, columns][:, 0::2].float(), table[:, columns][:, 1::2].float()
-            turned = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
-            grad = turned.to(grad.dtype)
-        if bias is not None:
-            total = total - (grad.float() * bias[columns].float()).sum(-1)
-        back.append(grad)
-    return torch.cat(back, dim=1), total
+    total = (grad.float() * part.float()).sum(-1)
+    if table is not None:
+        pairs, turns = (t.unflatten(-1, (-1, 2)).float() for t in (grad, table))
+        sign = 2 * torch.arange(2, device=grad.device) - 1
+        turned = pairs * turns[..., :1] + pairs.flip(-1) * (turns[..., 1:] * sign)
+        grad = turned.flatten(-2).to(grad.dtype)
+    if bias is not None:
+        total = total - (grad.float() * bias.float()).sum(-1)
+    into.copy_(grad)
+    return total
 
 
-def _logit_gradient(z: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Put the gradient of each row's cross-entropy, times the row's weight, in the place of its
     logits; return its inner product with them.
 
-    The softmax is that of the rounded logits. With the log-sum-exp of those before rounding, a row
-    that is nearly sure would have a gradient of rounding errors.
+    The softmax is that of the rounded logits. With the log-sum-exp of those before rounding alone,
+    a row that is nearly sure would have a gradient of rounding errors. That one spares the search
+    for the row's maximum.
+
+    Args:
+        z: (M, V), logits.
+        lse: (M,), float32, the log-sum-exp of each row before rounding.
+        targets: (M,).
+        weights: (M,), float32.
     """
     wide = z.float()
     hit = torch.arange(z.shape[1], device=z.device) == targets[:, None]
-    grad = (wide.softmax(-1) - hit.float()) * weights[:, None]
+    powers = torch.exp(wide - lse[:, None])
+    grad = (powers / powers.sum(-1, keepdim=True) - hit.float()) * weights[:, None]
     grad = grad.where(weights[:, None] > 0, 0)  # a row of NaN may not count
     total = (grad * wide).sum(-1)
     z.copy_(grad)
     return total
+
+
+def _scaled(
+    tensors: Sequence[Tensor | None], factor: Tensor, types: Sequence[torch.dtype]
+) -> list[Tensor | None]:
+    return [
+        None if t is None else (t * factor).to(kind) for t, kind in zip(tensors, types, strict=True)
+    ]
 
 
 def _sum_product(total: Tensor | None, a: Tensor, b: Tensor, *, last: bool) -> Tensor:
@@ -372,7 +392,7 @@ def _sum_product(total: Tensor | None, a: Tensor, b: Tensor, *, last: bool) -> T
     return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
 
 
-@lru_cache(maxsize=2)
+@cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
