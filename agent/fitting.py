@@ -73,6 +73,7 @@ def fit_tables(
     observer: Observer,
     *,
     count: int,
+    also: Callable[[Path], Sequence[Shape]] | None = None,
     fresh: bool,
     say: Callable[[str], None],
 ) -> Path | None:
@@ -85,7 +86,8 @@ def fit_tables(
         kernels: Which.
         executor: What carries out the jobs.
         observer: Told of gates.
-        count: Shapes of each.
+        count: Shapes of each, spread by `shapes`.
+        also: Further ones, of a kernel by its spec's path.
         fresh: Whether to measure again what the table has, and to drop its other shapes.
         say: Told a line for each kernel.
 
@@ -99,12 +101,13 @@ def fit_tables(
 
     gpu = usable(executor, "cuda")
     assert gpu is not None  # "cuda" demands one
-    path, wanted = None, shapes(count)
+    path, spread = None, shapes(count)
     table = read(folder, gpu.name)
     work: list[_Due] = []
     for kernel in kernels:
         spec, text = load_spec(kernel.spec), kernel.program.read_text("utf-8")
         digest = executor.load(text)[spec.variant(spec.bindings()[0])].digest
+        wanted = list(dict.fromkeys((*spread, *(also(kernel.spec) if also else ()))))
         held: Mapping[Shape, Times] = {}
         known = table.kernels.get(kernel.name) if table and not fresh else None
         if table and known and _stands(known, digest):

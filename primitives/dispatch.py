@@ -30,9 +30,11 @@ Shape = tuple[int, int, int]
 # Octaves of M, N and K over which a miss of the formula fades; how much closer, in their squares, a
 # shape must be to outweigh others; and how much evidence, in measured shapes at distance zero, the
 # formula itself counts as. Where shapes were held back, others near these values did as well.
-_REACH = 1.5
-_CLOSE = 0.05
-_TRUST = 0.03
+_REACH = 2.0
+_CLOSE = 0.1
+_TRUST = 0.1
+# K steps of a wave that splitting K has to save a library before it does.
+_SPLIT_STEPS = 16
 # Configurations are corrected that the formula puts within this factor of the fastest.
 _CONTENDS = 1.4
 # Sharpness of the roofline's edge: where work and memory take equally long, a kernel takes 2^(1/4)
@@ -77,6 +79,7 @@ class Cost(NamedTuple):
             H200 few rows took up to 1.6 times as long as rows that fill their tiles.
         wave: The epilogue of a wave, as far as no mainloop hides it.
         epilogue: The same for as many tiles as fill the GPU.
+        split: What is added to `start` where K is in parts.
     """
 
     start: float
@@ -85,6 +88,7 @@ class Cost(NamedTuple):
     padding: float
     wave: float
     epilogue: float
+    split: float = 0.0
 
 
 class Memory(NamedTuple):
@@ -96,7 +100,8 @@ class Memory(NamedTuple):
 
 class Features(NamedTuple):
     """What a shape is to a configuration: waves, how often its tiles fill the GPU, steps along K of
-    one tile, the part of the tiles' M that is padding, bytes of A and B, elements of the output.
+    one tile, the part of the tiles' M that is padding, bytes of A and B, elements of the output,
+    and 1 where K is in parts, else 0.
     """
 
     waves: float
@@ -105,6 +110,7 @@ class Features(NamedTuple):
     padding: float
     bytes: float
     elements: float
+    split: float
 
 
 def features(config: TileConfig, shape: Shape, *, element_bytes: int, sms: int) -> Features:
@@ -113,8 +119,9 @@ def features(config: TileConfig, shape: Shape, *, element_bytes: int, sms: int) 
     in_bytes = (m + n) * k * element_bytes
     steps = math.ceil(k * element_bytes / 128)
     if not config.fused:
-        waves, filled = _library_waves(shape, sms), m * n / 128**2 / sms
-        return Features(waves, filled, steps, 1 - m / (64 * -(-m // 64)), in_bytes, m * n)
+        waves, split = _library_waves(shape, steps, sms)
+        filled, padding = m * n / 128**2 / sms, 1 - m / (64 * -(-m // 64))
+        return Features(waves, filled, steps, padding, in_bytes, m * n, split)
     rows, columns = (n, m) if config.swap_ab else (m, n)
     # A cluster is launched whole.
     height, width = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
@@ -123,7 +130,8 @@ def features(config: TileConfig, shape: Shape, *, element_bytes: int, sms: int) 
     # Some SMs are left over: on an H200 120 CTAs in clusters of four ran at once, and 128 did not.
     filled = down * along * cluster * parts / (sms if cluster < 4 else sms * 10 / 11)
     padding = 1 - m / (along * width if config.swap_ab else down * height)
-    return Features(math.ceil(filled), filled, math.ceil(steps / parts), padding, in_bytes, m * n)
+    steps = math.ceil(steps / parts)
+    return Features(math.ceil(filled), filled, steps, padding, in_bytes, m * n, parts > 1)
 
 
 # What cuBLAS may pick among: CTA tiles, and what a wave of one costs beside its area's share.
@@ -134,18 +142,22 @@ _LIBRARY = (
 
 
 @lru_cache(maxsize=256)
-def _library_waves(shape: Shape, sms: int) -> float:
-    """Waves of tiles of 128 x 128 that a library's product is worth, which picks its own tile and
-    splits K where tiles are few."""
+def _library_waves(shape: Shape, steps: int, sms: int) -> tuple[float, bool]:
+    """Waves of tiles of 128 x 128 that a library's product is worth, which picks its own tile, and
+    whether it splits K, where tiles are few."""
     m, n, k = shape
-    return min(
-        math.ceil(-(-m // height) * -(-n // width) * parts / sms)
-        * (height * width / 128**2 / parts)
-        * (factor * (1 + 0.06 * (parts - 1)))
+    found = (
+        (
+            math.ceil(-(-m // height) * -(-n // width) * parts / sms)
+            * (height * width / 128**2 / parts)
+            * (factor * (1 + 0.06 * (parts - 1))),
+            parts > 1,
+        )
         for height, width, factor in _LIBRARY
         for parts in (1, 2, 4)
         if parts == 1 or k >= 1024 * parts
     )
+    return min(found, key=lambda pick: pick[0] * steps + pick[1] * _SPLIT_STEPS)
 
 
 def time_us(cost: Any, memory: Any, f: Any) -> Any:
@@ -153,7 +165,7 @@ def time_us(cost: Any, memory: Any, f: Any) -> Any:
     step = f.waves * cost.step + f.filled * (cost.load + f.padding * cost.padding)
     work = f.steps * step + f.waves * cost.wave + f.filled * cost.epilogue
     floor = memory.byte * f.bytes + memory.element * f.elements
-    return cost.start + (work**_EDGE + floor**_EDGE) ** (1 / _EDGE)
+    return cost.start + f.split * cost.split + (work**_EDGE + floor**_EDGE) ** (1 / _EDGE)
 
 
 @dataclass(frozen=True)
@@ -190,30 +202,47 @@ class Model:
             near, limit = self._near(shape), _CONTENDS * min(times.values())
             for config, time in times.items():
                 if time < limit:
-                    times[config] = time * self._correction(self.misses[config], near)
+                    times[config] = time * self._correction(config, shape, near)
         return sorted(times.items(), key=lambda found: found[1])
 
     def _formula_us(self, config: TileConfig, shape: Shape) -> float:
-        seen = features(config, shape, element_bytes=self.element_bytes, sms=self.sms)
-        return time_us(self.costs[config], self.memory, seen)
+        return time_us(self.costs[config], self.memory, self._features(config, shape))
 
-    def _correction(self, misses: Sequence[float | None], near: list[tuple[int, float]]) -> float:
+    def _features(self, config: TileConfig, shape: Shape) -> Features:
+        return features(config, shape, element_bytes=self.element_bytes, sms=self.sms)
+
+    def _correction(
+        self, config: TileConfig, shape: Shape, near: Sequence[tuple[int, float]]
+    ) -> float:
+        """By what the misses near a shape change a configuration's time: those count most where its
+        waves were as full as they are here, and alone what was measured here."""
+        assert self.misses
+        misses, full = self.misses[config], self._fullness.get(config)
+        if full is None:
+            seen = (self._features(config, shape) for shape in self.shapes)
+            full = self._fullness[config] = tuple(_full(config, x) for x in seen)
+        here = _full(config, self._features(config, shape))
         total, weight = 0.0, _TRUST
-        for i, w in near:
+        for i, square in near:
             if (miss := misses[i]) is not None:
+                if not square:
+                    return math.exp(miss)  # measured here
+                far = square + (here - full[i]) ** 2
+                w = math.exp(-far / 2) / (1 + far / _CLOSE)
                 total += w * miss
                 weight += w
         return math.exp(total / weight)
 
+    @cached_property
+    def _fullness(self) -> dict[TileConfig, tuple[float, ...]]:
+        """Of configurations that were asked for, at each of `shapes`."""
+        return {}
+
     def _near(self, shape: Shape) -> list[tuple[int, float]]:
-        """Measured shapes that matter here, with their weights."""
+        """Measured shapes that matter here, with the squares of their distances."""
         x, y, z = _place(shape)
-        found = []
-        for i, (u, v, w) in enumerate(self._places):
-            square = (x - u) ** 2 + (y - v) ** 2 + (z - w) ** 2
-            if square < 8:
-                found.append((i, math.exp(-square / 2) / (1 + square / _CLOSE)))
-        return found
+        squares = [(x - u) ** 2 + (y - v) ** 2 + (z - w) ** 2 for u, v, w in self._places]
+        return [(i, square) for i, square in enumerate(squares) if square < 8]
 
     @cached_property
     def _places(self) -> list[tuple[float, ...]]:
@@ -231,6 +260,11 @@ class Model:
         }
 
 
+def _full(config: TileConfig, seen: Features) -> float:
+    """The part of a configuration's waves that is filled; a library's are its own affair."""
+    return seen.filled / seen.waves if config.fused else 0.0
+
+
 def _place(shape: Shape) -> tuple[float, ...]:
     return tuple(math.log2(size) / _REACH for size in shape)
 
@@ -245,7 +279,7 @@ def prior(
 ) -> Model:
     """The model of a program at one shape on a GPU where nothing was measured. Its costs are
     rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3437 places its picks
-    are 4.1 % slower than the fastest. `spills` has a thread's stores to local memory, by a
+    are 4.7 % slower than the fastest. `spills` has a thread's stores to local memory, by a
     configuration's label."""
     one, two = (
         inspect_program(program, 128, columns, 64, element_bytes=2, gemm_bytes=0).bytes_moved
@@ -270,14 +304,14 @@ def _guessed(config: TileConfig, element: float, waits: float) -> Cost:
     """The costs of a configuration whose epilogue moves so many bytes for an element, and waits so
     many microseconds in a tile of 128 x 128."""
     if not config.fused:  # two launches, and cuBLAS splits K where it has few tiles
-        return Cost(15.0, 0.02, 0.5, 0.0, 0.1, 1.0)
+        return Cost(12.0, 0.02, 0.5, 0.0, 0.1, 1.0, 1.5)
     area = config.tile_m * config.tile_n / 128**2
-    parts = config.split_k if config.split_k > 1 else 0
+    split = config.split_k * (1.1 + 1.6 * area)
     # Ping-pong hides most of an epilogue, and the start of a mainloop.
     exposed, slower = (0.2, 1.0) if config.pingpong else (1.0, 1.13)
     epilogue = (0.6 + 0.1 * element + waits) * area * exposed
     step = (0.12 + 0.24 * area) * slower
-    return Cost(6 + 2.5 * area + parts * (1.1 + 1.6 * area), step, 0.01, 0.3 * step, epilogue, 0.1)
+    return Cost(6 + 2.5 * area, step, 0.01, 0.3 * step, epilogue, 0.1, split)
 
 
 def propose(

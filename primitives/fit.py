@@ -24,9 +24,9 @@ Times = Mapping[TileConfig, float]
 _STEPS = 150  # of the optimiser; its loss was flat by then
 _FOLDS = 8
 # Errors of the logarithm beyond which a time pulls no harder; how little the start values pull; and
-# how much the costs of a configuration are pulled to those of its kind: a few shapes with a short K
-# say little of each one's epilogue, and much of all. Held back, 0.003 and 0.01 did best.
-_OUTLIER, _PULL, _ALIKE = 0.1, 1e-5, 3e-3
+# how much the costs of a configuration are pulled to those of its kind, divided by the number of
+# shapes: a few with a short K say little of each one's epilogue, and much of all.
+_OUTLIER, _PULL, _ALIKE = 0.1, 1e-5, 0.1
 _DISTURBED = math.log(1.8)
 
 
@@ -50,13 +50,14 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
     axes: list[Any] = [*torch.tensor(seen, dtype=torch.float64).unbind(-1)]
     known = ~times.isnan()
     best = times.nan_to_num(math.inf).amin(0)
-    weights = (best / times).square().nan_to_num(0.0)
+    weights = (best / times).pow(3).nan_to_num(0.0)
     logs = times.nan_to_num(1.0).log()
     areas = [c.tile_m * c.tile_n / 16384 if c.fused else 1.0 for c in configs]
     area = torch.tensor(areas, dtype=torch.float64)
     kind = torch.tensor([c.fused + c.pingpong for c in configs])
     step, small = 0.35 * area.clamp(min=0.3), torch.full_like(area, 0.05)
-    begin = torch.stack([120 * small, step, small, small, 0.5 * area, small]).log()
+    start, split = 120 * small, 40 * small
+    begin = torch.stack([start, step, small, small, 0.5 * area, small, split]).log()
     about = torch.tensor([1e6 / 4e12, 4e6 / 4e12], dtype=torch.float64).log()
     # The costs: where they begin, and what a kind and what a configuration of it have beside.
     alike = begin.new_zeros(len(begin), 3).requires_grad_()
@@ -74,7 +75,7 @@ def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Mod
         optimiser.zero_grad()
         errors = torch.nn.functional.huber_loss(predicted(), logs, reduction="none", delta=_OUTLIER)
         pull = _PULL * (alike.square().sum() + (shared - about).square().sum())
-        pull += _ALIKE * own.square().mean()
+        pull += _ALIKE / len(shapes) * own.square().mean()
         total = (weights * errors).sum() / weights.sum() + pull
         total.backward()
         return total

@@ -113,11 +113,19 @@ def fit(
     kernels: Kernels = None,
     every: All = False,
     count: Annotated[int, typer.Option(min=24, help="Shapes to measure, of each kernel.")] = 120,
+    shape: ShapeOption = None,
+    file: ShapesOption = None,
+    from_model: ModelOption = None,
+    rows: RowsOption = ROWS,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure what is known, too.")] = False,
     as_json: Json = False,
 ) -> Reply:
-    """Measure kernels over shapes on this GPU, and fit what picks their tiles elsewhere."""
+    """Measure kernels over shapes on this GPU, and fit what picks their tiles elsewhere.
+
+    Shapes of your own are measured too, and what is fastest there is then picked there.
+    """
     workspace = find()
+    named = _named(shape, file, from_model, rows) if shape or file or from_model else None
     chosen = [workspace.kernel(name) for name in targets.named(kernels, every)]
     targets.require_gpu("cuda")
     lines: list[str] = []
@@ -128,8 +136,9 @@ def fit(
 
     with progress(silent=as_json) as observer:
         path = fitting.fit_tables(
-            workspace.generated, chosen, executor(), observer, count=count, fresh=fresh, say=say
-        )
+            workspace.generated, chosen, executor(), observer,
+            count=count, also=named, fresh=fresh, say=say,
+        )  # fmt: skip
     written = f"wrote {path}; it takes effect where the package is loaded next" if path else ""
     return Reply({"table": path, "kernels": lines}, written)
 

@@ -159,13 +159,26 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    folder: Path, names: list[str], executor: Any, *, fresh: bool = False, count: int = 24
+    folder: Path,
+    names: list[str],
+    executor: Any,
+    *,
+    fresh: bool = False,
+    count: int = 24,
+    own: tuple[tuple[int, int, int], ...] = (),
 ) -> tuple[Path | None, list[str]]:
     kernels = [Kernel(name, ROOT / name) for name in names]
     lines: list[str] = []
     tables.read.cache_clear()
     path = fit_tables(
-        folder, kernels, executor, lambda *_: None, count=count, fresh=fresh, say=lines.append
+        folder,
+        kernels,
+        executor,
+        lambda *_: None,
+        count=count,
+        also=lambda _: own,
+        fresh=fresh,
+        say=lines.append,
     )
     return path, lines
 
@@ -221,6 +234,17 @@ def test_what_was_measured_of_the_same_program_stays(
     for shape, times in found.items():
         for config, us in times.items():
             assert us == pytest.approx(simulated_us(config, *shape), rel=3e-3)
+    own = (200, 1024, 4096)
+    run(tmp_path, [NAME], executor, count=30, own=(own, shapes(30)[0]))
+    assert executor.shapes == [own]
+    # What is fastest there is picked there.
+    tables.read.cache_clear()
+    table = tables.read(tmp_path, "Test GPU")
+    assert table is not None
+    model = table.kernels[NAME].model(100)
+    times = model.measured()[own]
+    (pick, us), *_ = model.ranked(own)
+    assert us == pytest.approx(times[pick]) and times[pick] == min(times.values())
     raised = {**worded, "lowering": "77"}
     monkeypatch.setattr(fitting, "given", lambda _: raised)
     run(tmp_path, [NAME], executor)
