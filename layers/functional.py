@@ -31,6 +31,7 @@ from coda_agent.generated import (
     gemm_rmsnorm_rope,
     gemm_rmsnorm_swiglu,
 )
+from coda_agent.layers import passes
 
 # Logits that the head holds at a time: 1 GiB in 16 bits.
 _LOGITS = 1 << 29
@@ -228,7 +229,7 @@ class _NormLinear(torch.autograd.Function):
         for grad, part in zip(dparts, parts, strict=True):
             of = slice(start, start := start + grad.shape[1])
             cut = None if table is None else table[:, of], None if bias is None else bias[of]
-            total += _fused(_put_back, x)(dy[:, of], grad, part, *cut)
+            _on(x).put_back(dy[:, of], grad, part, *cut, total)
         statistic = total / x.shape[1]
         dx, n, dgamma = _through_norm(dy, weight, x, r, gamma, statistic, through.contiguous())
         dweight = dy.T @ n if ctx.needs_input_grad[4] else None
@@ -254,7 +255,7 @@ class _HeadLoss(torch.autograd.Function):
             loss += ((lse - target) * weights[some]).where(weights[some] > 0, 0).sum()
             if dx is None or dgamma is None:
                 continue
-            total = _fused(_logit_gradient, x)(z, lse, targets[some], weights[some])
+            total = _on(x).logit_gradient(z, lse, targets[some], weights[some])
             statistic, update = total / x.shape[1], "in_place"
             args = x[some], r[some], gamma, statistic, dx[some], update
             _, n, part = _through_norm(z, weight, *args)
@@ -323,53 +324,7 @@ def _turned(weight: Tensor) -> Tensor:
     13 and 23 MB turning lost.
     """
     turn = weight.is_cuda and weight.numel() * weight.element_size() >= _LARGE_BYTES
-    return weight.T.contiguous() if turn else weight.T
-
-
-def _put_back(
-    into: Tensor, grad: Tensor, part: Tensor, table: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Put the gradient before the rotation into its place; return its inner product with what the
-    product gave, before the bias, row by row.
-
-    A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩. Each part
-    is put into its place by a call of its own: one kernel of Inductor that joins them took 3.0 ms
-    for 16,384 rows of 6144 on an H200 (2026-11-23).
-    """
-    total = (grad.float() * part.float()).sum(-1)
-    if table is not None:
-        pairs, turns = (t.unflatten(-1, (-1, 2)).float() for t in (grad, table))
-        sign = 2 * torch.arange(2, device=grad.device) - 1
-        turned = pairs * turns[..., :1] + pairs.flip(-1) * (turns[..., 1:] * sign)
-        grad = turned.flatten(-2).to(grad.dtype)
-    if bias is not None:
-        total = total - (grad.float() * bias.float()).sum(-1)
-    into.copy_(grad)
-    return total
-
-
-def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Put the gradient of each row's cross-entropy, times the row's weight, in the place of its
-    logits; return its inner product with them.
-
-    The softmax is that of the rounded logits. With the log-sum-exp of those before rounding alone,
-    a row that is nearly sure would have a gradient of rounding errors. That one spares the search
-    for the row's maximum.
-
-    Args:
-        z: (M, V), logits.
-        lse: (M,), float32, the log-sum-exp of each row before rounding.
-        targets: (M,).
-        weights: (M,), float32.
-    """
-    wide = z.float()
-    hit = torch.arange(z.shape[1], device=z.device) == targets[:, None]
-    powers = torch.exp(wide - lse[:, None])
-    grad = (powers / powers.sum(-1, keepdim=True) - hit.float()) * weights[:, None]
-    grad = grad.where(weights[:, None] > 0, 0)  # a row of NaN may not count
-    total = (grad * wide).sum(-1)
-    z.copy_(grad)
-    return total
+    return _on(weight).turned(weight.contiguous()) if turn else weight.T
 
 
 def _scaled(
@@ -395,6 +350,16 @@ def _sum_product(total: Tensor | None, a: Tensor, b: Tensor, *, last: bool) -> T
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
+
+
+def _on(tensor: Tensor) -> Any:
+    """The passes as launches of their own where the tensor is on a GPU, else in PyTorch; what
+    torch.compile traces is in PyTorch, too."""
+    if tensor.is_cuda and not torch.compiler.is_compiling():
+        from coda_agent.layers import kernels  # Triton, which not every torch brings
+
+        return kernels
+    return passes
 
 
 def _fused(function: Callable[..., Any], on: Tensor) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ class _Spelling:
         if v.called == "getitem":
             index = v.args[1] if isinstance(v.args[1], tuple) else (v.args[1],)
             return f"{self.argument(v.args[0])}[{', '.join(map(self.index, index))}]"
-        args = [self.argument(x) for x in v.args]
+        args = [self.argument(x) for x in self.split(v)]
         keywords = [f"{k}={self.argument(x)}" for k, x in v.kwargs.items() if x is not None]
         if v.called in _INFIX and len(args) == 2 and not keywords:
             left, right = args[::-1] if v.called[0] == "r" else args
@@ -92,6 +92,21 @@ class _Spelling:
         if place.startswith("torch"):
             return f"{path}({', '.join(args + keywords)})"
         raise ValueError(f"{v.called} is no function of torch")
+
+    def split(self, v: Value) -> tuple[Any, ...]:
+        """A call's arguments. The width of heads that a view splits columns into is a number, by
+        which a kernel groups them, wherever it was taken from."""
+        if v.called not in ("view", "reshape", "unflatten") or not v.inputs:
+            return v.args
+        first, *sizes = v.args
+        *leading, last = sizes[-1] if isinstance(sizes[-1], tuple | list) else sizes
+        splits = v.called == "unflatten" or len(leading) + 1 > first.meta.ndim
+        if not splits:
+            return v.args
+        whole = (*leading, plain(last))
+        return (
+            (first, *sizes[:-1], whole) if isinstance(sizes[-1], tuple | list) else (first, *whole)
+        )
 
     def index(self, x: Any) -> str:
         if isinstance(x, slice):

@@ -120,6 +120,24 @@ def test_projections_of_several_widths_are_one_kernel_behind_a_spelled_norm() ->
         assert norms(got, true) <= 1.1 * norms(own, true)
 
 
+def normed_heads(x: Tensor, w: Tensor, g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = F.linear(x, w).view(x.shape[0], -1, g.shape[0])
+    n = F.rms_norm(y, (g.shape[0],), g, 1e-6)
+    a, b = n.chunk(2, -1)
+    return n * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+
+def test_the_width_of_heads_is_a_number_wherever_it_is_taken_from() -> None:
+    args = [drawn(48, D), drawn(128, D), drawn(64).abs() + 0.5]
+    angle = torch.rand(48, 64, generator=torch.Generator().manual_seed(0)) * 6
+    args += [angle.cos().bfloat16(), angle.sin().bfloat16()]
+    fused = plain(normed_heads)
+    plan = fused.plan(*args)
+    assert plan is not None and len(plan.kernels) == len(plan.steps) == 1
+    truth = normed_heads(*(a.float() for a in args))
+    assert norms(fused(*args), truth) <= norms(normed_heads(*args), truth)
+
+
 def test_a_loss_leaves_a_number_a_row() -> None:
     args = [drawn(2, 24, FF), drawn(D, FF), drawn(2, 24, D), drawn(D).abs() + 0.5, drawn(160, D)]
     index = torch.randint(0, 160, (2, 24), generator=torch.Generator().manual_seed(0))
