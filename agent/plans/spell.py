@@ -99,14 +99,12 @@ class _Spelling:
         if v.called not in ("view", "reshape", "unflatten") or not v.inputs:
             return v.args
         first, *sizes = v.args
-        *leading, last = sizes[-1] if isinstance(sizes[-1], tuple | list) else sizes
-        splits = v.called == "unflatten" or len(leading) + 1 > first.meta.ndim
-        if not splits:
+        listed = isinstance(sizes[-1], tuple | list)
+        *leading, last = sizes[-1] if listed else sizes
+        if v.called != "unflatten" and len(leading) < first.meta.ndim:
             return v.args
-        whole = (*leading, plain(last))
-        return (
-            (first, *sizes[:-1], whole) if isinstance(sizes[-1], tuple | list) else (first, *whole)
-        )
+        given = *leading, plain(last)
+        return (first, *sizes[:-1], given) if listed else (first, *given)
 
     def index(self, x: Any) -> str:
         if isinstance(x, slice):
