@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from coda_agent.primitives import fold
+from coda_agent.primitives.target import _tool
 
 # Triton reads the variable when it is imported. The interpreter has no dependent launches.
 SCRIPT = """
@@ -66,3 +69,15 @@ def test_buffers_are_asked_for_as_torch_takes_them(monkeypatch: pytest.MonkeyPat
     outs = fold.folding(raws, [("add", 0.5, 0.0), ("max", 1.0, 0.0)])(raws)
     assert [t.shape for t in outs] == [(77,), (300,)]
     assert asked == [(tuple, tuple)] * 2  # a torch.Size is refused on a GPU
+
+
+@pytest.mark.parametrize("partials", [14, 20, 28, 40])
+def test_all_rows_are_loaded_before_one_is_summed(partials: int, tmp_path: Path) -> None:
+    raw, out = (torch.empty(shape, device="meta") for shape in ((512, partials), (512,)))
+    grid, rest = fold.prepared([raw], [("add", 1.0, 0.0)])
+    with fold._absent():
+        kernel = fold._fold.warmup((raw,), (out,), *rest, grid=grid, launch_pdl=True)
+    cubin = tmp_path / "fold.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    order = re.findall("LDG|SHFL", _tool("nvdisasm", "-c", str(cubin)))
+    assert "SHFL" in order and order == sorted(order)
