@@ -69,6 +69,17 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def folded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """`func`, or for a product of leading dims and a matrix the same with these flattened: torch
+    2.11's own asks for its number of elements, which symbolic sizes do not have."""
+    if getattr(func, "__name__", "") not in ("linear", "matmul", "__matmul__") or kwargs:
+        return func
+    x, matrix = args[:2]
+    if not (hasattr(x, "ndim") and hasattr(matrix, "ndim") and x.ndim > 2 and matrix.ndim == 2):
+        return func
+    return lambda x, *rest: func(x.flatten(0, -2), *rest).unflatten(0, x.shape[:-1])
+
+
 def traced(
     function: Callable[..., Any],
     shapes: Mapping[str, tuple[int, ...]],
@@ -94,7 +105,14 @@ def traced(
         ShapeEnv,
         StatelessSymbolicContext,
     )
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Folding(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return folded(func, args, kwargs)(*args, **(kwargs or {}))
 
     environment = ShapeEnv(duck_shape=False)
     fake = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)  # constants
@@ -166,7 +184,12 @@ def traced(
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with fake, torch.device("meta"), Watch():  # which what it makes by itself is on too
+        with (
+            fake,
+            torch.device("meta"),
+            Watch(),
+            Folding(),
+        ):  # which what it makes by itself is on too
             function(**inputs)
     finally:
         log.setLevel(level)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.simpler import simpler
 from coda_agent.primitives.errors import CodaError
+from coda_agent.specs.tracing import folded
 
 if TYPE_CHECKING:
     import torch
@@ -227,18 +228,6 @@ def _shares(one: Any, other: Any) -> bool:
     return one is other or one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _folded(func: Any, args: Any, kwargs: Any) -> Callable[..., torch.Tensor] | None:
-    """A product of leading dims and a matrix, with these flattened: torch 2.11's own asks for its
-    number of elements, which symbolic sizes do not have."""
-    name = getattr(func, "__name__", "")
-    if name not in ("linear", "matmul", "__matmul__") or kwargs or len(args) < 2:
-        return None
-    x, matrix = args[0], args[1]
-    if not (hasattr(x, "ndim") and hasattr(matrix, "ndim") and x.ndim > 2 and matrix.ndim == 2):
-        return None
-    return lambda x, *rest: func(x.flatten(0, -2), *rest).unflatten(0, x.shape[:-1])
-
-
 def _recorder() -> Any:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -314,7 +303,7 @@ def _recorder() -> Any:
                 return result
             seen = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             versions = [x._version for x in seen]
-            result = (_folded(func, args, kwargs) or func)(*args, **kwargs)
+            result = folded(func, args, kwargs)(*args, **kwargs)
             self.exempt = False
             if versions != [x._version for x in seen]:
                 raise Unplanned(f"it writes in place ({getattr(func, '__name__', func)})")
