@@ -278,8 +278,8 @@ def prior(
     spills: Mapping[str, int] | None = None,
 ) -> Model:
     """The model of a program at one shape on a GPU where nothing was measured. Its costs are
-    rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3437 places its picks
-    are 4.7 % slower than the fastest. `spills` has a thread's stores to local memory, by a
+    rounded from those fitted to 19 kernels on an H200 (2026-11-22), at whose 3772 places its picks
+    are 4.6 % slower than the fastest. `spills` has a thread's stores to local memory, by a
     configuration's label."""
     one, two = (
         inspect_program(program, 128, columns, 64, element_bytes=2, gemm_bytes=0).bytes_moved

@@ -139,7 +139,7 @@ def prepared(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> tuple[Any, tu
     for _, folded, _, stride in layouts:
         width = min(max(triton.next_power_of_2(folded), 16), 256 if stride == 1 else 64)
         # Where a warp has a row and cannot load it in vectors, ptxas sums each row before it loads
-        # the next: 17 to 31 partials took 5 us longer than 32 on an H200 (2026-11-22).
+        # the next: 24 to 30 partials took 4 us longer than 32 on an H200 (2026-11-23).
         across.append(64 if width == 32 and folded % 16 and stride == 1 else width)
     down = [_STEP // x for x in across]
     most = max(triton.cdiv(kept, y) for (kept, *_), y in zip(layouts, down, strict=True))
