@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.language.extra.cuda import gdc_wait
 
@@ -99,22 +100,25 @@ _KEPT = 1024
 
 
 class _Absent:
-    """What compiling asks of a driver, for a Hopper GPU that is not here."""
+    """What compiling asks of a driver, for a GPU that is not here."""
+
+    def __init__(self, capability: int, device: int) -> None:
+        self._target, self._device = GPUTarget("cuda", capability, 32), device
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_current_device(self) -> int:
-        return -1
+        return self._device
 
     def get_current_stream(self, _: int) -> int:
         return 0
 
 
 @contextmanager
-def _absent() -> Iterator[None]:
+def _absent(capability: int = 90, device: int = -1) -> Iterator[None]:
     drivers: Any = triton.runtime.driver
-    before, drivers._active = drivers._active, _Absent()
+    before, drivers._active = drivers._active, _Absent(capability, device)
     try:
         yield
     finally:
@@ -130,6 +134,17 @@ def fold(raw: torch.Tensor, combine: str, weight: float, eps: float = 0.0) -> to
     """
     flat = [raw if raw.ndim == 2 else raw.flatten(0, -2)]
     return folding(flat, [(combine, weight, eps)])(flat)[0].view(raw.shape[:-1])
+
+
+def compiled(raw: torch.Tensor, combine: str, capability: int) -> Any:
+    """What Triton makes of a fold of `raw` (kept, folded) on the meta device, for GPUs of a compute
+    capability such as 90. It names no lines of source, so equal code gives equal bytes."""
+    grid, rest = prepared([raw], [(combine, 1.0, 0.0)])
+    out = raw.new_empty(raw.shape[:1])
+    # Triton keeps what it compiled by the number of the device.
+    with _absent(capability, -capability), knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True
+        return _fold.warmup((raw,), (out,), *rest, grid=grid, launch_pdl=True)
 
 
 def prepared(raws: Sequence[torch.Tensor], ways: Sequence[Way]) -> tuple[Any, tuple[Any, ...]]:

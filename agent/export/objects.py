@@ -36,6 +36,7 @@ _AXES = (
     tuple(1 << i for i in range(9, 16)),
 )
 _RUNTIME = Path(__file__).with_name("runtime.c")
+_OBJECT = "__tvm_ffi_func"
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def exported(
     for x, found in zip(jobs, built, strict=True):
         if isinstance(found, CompileError):
             raise found
-        files[x.file] = linked(Path(found.object))
+        files[x.file] = linked(_OBJECT, _RUNTIME, Path(found.object))
         form = objects.setdefault((x.variant, x.job.dtype), {}).setdefault(x.job.arch, {})
         named = form.setdefault("memory" if x.job.read_scalars else "number", {})
         named[x.job.config.label] = {"file": x.file, "order": found.order}
@@ -262,9 +263,9 @@ def _output(kind: type[Output]) -> dict[str, Any]:
     return {"dims": kind.dims, "accumulates": kind.accumulates, "reduction": reduction}
 
 
-def linked(path: Path) -> bytes:
-    """A shared library of a compiled object and what it asks of its host (`runtime.c`). Equal
-    objects give equal bytes.
+def linked(names: str, *paths: Path) -> bytes:
+    """A shared library of sources in C and objects, which shows `names` alone. Equal ones give
+    equal bytes.
 
     Raises:
         MachineError: there is no C compiler, or it refuses.
@@ -273,11 +274,11 @@ def linked(path: Path) -> bytes:
     if compiler is None:
         raise MachineError("no C compiler was found", hint="install gcc: it links what is exported")
     with tempfile.TemporaryDirectory() as folder:
-        names, out = Path(folder) / "names", Path(folder) / "out.so"
-        names.write_text("{ global: __tvm_ffi_func; local: *; };\n", "utf-8")
+        shown, out = Path(folder) / "names", Path(folder) / "out.so"
+        shown.write_text(f"{{ global: {names}; local: *; }};\n", "utf-8")
         # CUDA's functions are bound when they are called: torch has them in the process then.
         flags = ["-O2", "-fPIC", "-shared", "-s", "-Wl,--build-id=none", "-Wl,-z,lazy"]
-        command = [compiler, *flags, f"-Wl,--version-script={names}", "-o", out, _RUNTIME, path]
+        command = [compiler, *flags, f"-Wl,--version-script={shown}", "-o", out, *paths]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             raise MachineError(f"{compiler} does not link: {done.stderr.strip().splitlines()[-1:]}")

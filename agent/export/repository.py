@@ -6,15 +6,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.doctor import package_version
+from coda_agent.agent.export.folds import folds
 from coda_agent.agent.export.objects import RUN, Wanted, exported
 from coda_agent.agent.workspace import GitError, Kernel, run_git
+from coda_agent.generated import recent
 from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives import memory
 from coda_agent.primitives.errors import CodaError, MachineError
 
 NAME = "coda-agent-kernels"
@@ -40,18 +44,19 @@ def write(
     """
     if out.exists() and any(out.iterdir()) and not [*out.glob(f"build/*/{_MARK}")]:
         raise CodaError(f"{out} is not empty and holds no export", hint="name another --out")
+    loaded = [load_kernel(kernel.folder) for kernel in kernels]
     abouts: list[dict[str, Any]] = []
-    files: dict[str, bytes] = {}
+    folded, files = folds((p for x in loaded for p in x.programs.values()), wanted.archs)
     sizes: dict[str, Any] = {}
-    for kernel in kernels:
-        about, objects = exported(load_kernel(kernel.folder), wanted, progress)
+    for kernel, callable_ in zip(kernels, loaded, strict=True):
+        about, objects = exported(callable_, wanted, progress)
         abouts.append(about)
         files |= objects
         for path in (kernel.program, kernel.spec, kernel.folder / "evidence.json"):
             files[f"kernels/{kernel.name}/{path.name.replace('.py', '.txt')}"] = path.read_bytes()
         sizes[kernel.name] = {"objects": len(objects), "bytes": sum(map(len, objects.values()))}
-    files["kernels.json"] = _json({"gpu": wanted.gpu, "kernels": abouts})
-    files["_loader.py"] = Path(__file__).with_name("loader.py").read_bytes()
+    files["kernels.json"] = _json({"gpu": wanted.gpu, "folds": folded, "kernels": abouts})
+    files |= _loader()
     files["__init__.py"] = _module([kernel.name for kernel in kernels]).encode()
     metadata = _metadata(files, wanted, kernels[0].folder)
     files[_MARK] = _json(metadata)
@@ -75,6 +80,18 @@ def write(
     return {"folder": out, "variants": variants, "id": metadata["id"], "kernels": sizes}
 
 
+def _loader() -> dict[str, bytes]:
+    """Its modules by name: they import each other, and two of other rooms, as one package."""
+    own = Path(__file__).with_name("loader").glob("*.py")
+    found = {}
+    for path in (*own, Path(recent.__file__), Path(memory.__file__)):
+        text = re.sub(
+            r"(?m)^from coda_agent\.[\w.]*\b(\w+) import", r"from .\1 import", path.read_text()
+        )
+        found[f"_loader/{path.name}"] = text.encode()
+    return found
+
+
 def _json(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
@@ -85,7 +102,8 @@ def _module(names: Sequence[str]) -> str:
         "",
         "from pathlib import Path",
         "",
-        "from ._loader import KernelError, load",
+        "from ._loader.kernel import load",
+        "from ._loader.store import KernelError",
         "",
         "_kernels = load(Path(__file__).parent)",
         *(f'{name} = _kernels["{name}"]' for name in names),
@@ -134,8 +152,7 @@ def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: st
         f'kernels = get_local_kernel(Path("."))\nhelp(kernels.{kernels[0].name})\n```\n',
         "- A is (…, M, K) and B (N, K), the `nn.Linear` layout. K is last in memory; other strides",
         "  are copied. There is no backward pass.",
-        "- Final reductions are folded by PyTorch's own launches; sums may differ in the last bits",
-        "  from that of coda-agent. `block_size` gives the partials, from one launch.",
+        "- Final reductions are folded by one launch more; `block_size` gives the partials.",
         f"- Tiles are chosen by what was measured on {wanted.gpu}.",
         f"- Operators are `torch.ops.{id_}.<kernel>`.",
         "- `kernels/<kernel>/` in a variant's folder has the program, the spec and the evidence.",

@@ -76,7 +76,7 @@ RULES = {
         _in(
             "agent/judge", "compare disturbance imported meaning numerics oracle runners structures"
         )
-        + _in("generated", "__init__ declared kernel ops"),
+        + _in("generated", "__init__ declared kernel ops recent"),
         _COMPILED,
     ),
     "performance": Rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from coda_agent.primitives.errors import CodaError
 GENERATED = Path(__file__).parents[2] / "generated"
 H200 = "NVIDIA H200"
 ONE = Wanted(H200, 1, ("bfloat16",))
+NAMES = "gemm_swiglu", "gemm_residual_partial_rmsnorm"
+KERNELS = [Kernel(name, GENERATED / name) for name in NAMES]
 
 # Loads a repository as `kernels` does, in a process without quack, the DSL, Triton and this package.
 LOAD = """
@@ -42,7 +45,7 @@ spec.loader.exec_module(module)
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("export") / "kernels"
-    write([Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")], out, ONE)
+    write(KERNELS, out, ONE)
     return out
 
 
@@ -86,7 +89,7 @@ def test_exporting_twice_gives_equal_bytes(repository: Path) -> None:
         return {str(path.relative_to(repository)): path.read_bytes() for path in files}
 
     before = everything()
-    write([Kernel("gemm_swiglu", GENERATED / "gemm_swiglu")], repository, ONE)
+    write(KERNELS, repository, ONE)
     assert everything() == before
     assert [*repository.parent.iterdir()] == [repository]
 
@@ -116,7 +119,7 @@ print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" i
 """,
     )
     assert said.splitlines() == [
-        "['KernelError', 'gemm_swiglu'] ffi.Function",
+        "['KernelError', 'gemm_residual_partial_rmsnorm', 'gemm_swiglu'] ffi.Function",
         "[((4, 64, 256), 'torch.bfloat16'), ((4, 64, 128), 'torch.bfloat16')]",
         "[['gemm_swiglu', 'default']]",
     ]
@@ -158,7 +161,7 @@ def test_wrong_calls_other_machines_and_changed_files_are_one_line(
         "call(a, 1)": f"{gemm}input 'B' is int, expected a tensor",
         "call(a, b[:7])": f"{gemm}N, K = 7, 128, expected positive, N a multiple of 16 and K of 8",
         "call(a.clone().requires_grad_(), b)": f"{gemm}has no backward pass, but an input requires a gradient; use torch.no_grad()",
-        "one._objects(form, torch.device('cuda'))": f"{gemm}A100 has compute capability 8.0, but exported was sm_90a",
+        "one._arch(form, torch.device('cuda'))": f"{gemm}A100 has compute capability 8.0, but exported was sm_90a",
         "one._choose(form, {}, (64, 32, 128), None)": f"{gemm}no tile was exported for block_size None at (64, 32, 128)",
         "one.fake((a, b), 7)": f"{gemm}no tile of block_size 7 was exported, but [128]",
         f"one._store.function('objects/{file.name}')": f"{file} is not what was exported: its SHA-256 differs; export it again",
@@ -176,7 +179,7 @@ def exchange():
     for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
         if hasattr(torch.Tensor, name):
             delattr(torch.Tensor, name)
-    module._loader.load(folder)
+    module._loader.kernel.load(folder)
 for case in {[*cases]!r}:
     try:
         eval(case)
@@ -188,6 +191,88 @@ for case in {[*cases]!r}:
     lines = run(copy, code).splitlines()
     assert len(lines) == len(cases)
     assert all(line.endswith(said) for line, said in zip(lines, cases.values(), strict=True)), lines
+
+
+# The CUDA runtime where there is none: a launch sums rows of partials on the CPU.
+RUNTIME = r"""
+typedef struct { unsigned grid[3], block[3]; unsigned long shared; void *stream, *attributes; unsigned count; } Launch;
+static unsigned long seen;
+int cudaLibraryLoadData(void **library, const char *code, ...) { *library = 0; return code[1] != 'E'; }
+int cudaLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = &seen; return name[0] != '_'; }
+int cudaLaunchKernelExC(const Launch *launch, const void *kernel, void **given) {
+  const float *raw = *(float **)given[0];
+  float *out = *(float **)given[1], weight = *(float *)given[5];
+  int kept = *(int *)given[2], folded = *(int *)given[3], stride = *(int *)given[4];
+  if (kernel != &seen || launch->count != 1 || launch->block[0] != 128 || *(int *)launch->attributes != 6) return 9;
+  if (*(float *)given[6] || *(void **)given[7] || *(void **)given[8]) return 10;
+  for (int i = 0; i < kept; i++, out++) {
+    *out = 0;
+    for (int j = 0; j < folded; j++) *out += raw[i * stride + j] * weight;
+  }
+  return launch->grid[0] * 128 < kept;
+}
+"""
+
+
+def test_a_call_launches_an_object_and_a_fold_with_what_each_takes(
+    variant: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cuda.c").write_text(RUNTIME)
+    cuda = tmp_path / "libcudart.so.13"
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcudart.so.13", tmp_path / "cuda.c"]
+    subprocess.run([*command, "-o", cuda], check=True)
+    said = run(
+        variant,
+        f"""
+import ctypes, types
+ctypes.CDLL({str(cuda)!r}, mode=ctypes.RTLD_GLOBAL)
+torch.version.cuda, torch._C._cuda_getCurrentRawStream = "13.0", lambda _: 0
+torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(multi_processor_count=132)
+call = module.gemm_residual_partial_rmsnorm
+one = call.variants[()]
+one._arch = lambda form, _: next(iter(form["objects"]))
+launched = []
+def launch(a, b, d, c, epilogue, *_):
+    launched.append((a, b))
+    partials = next(t for t in epilogue if t is not None and t.dtype == torch.float32)
+    partials.copy_(torch.arange(partials.numel()).reshape(partials.shape) % 7)
+one._store.function = lambda _: launch
+m, n, k = 2 * 150, 1160, 64
+a, b, c, gamma = (torch.randn(x).bfloat16() for x in ((2, 150, k), (n, k), (2, 150, n), (n,)))
+with torch.no_grad():
+    for x in (a, a, a.mT.contiguous().mT, torch.randn(m * k + 1).bfloat16()[1:].view(2, 150, k)):
+        d, o, s = call(x, b, c, gamma)
+        tile = one._choose(one._forms["bfloat16"], {{x["code"]: 0 for x in one._tiles}}, (m, n, k), None)
+        blocks = -(-n // tile["tile_n"])
+        want = (torch.arange(m * blocks).reshape(2, 150, blocks) % 7).float().sum(-1) * tile["tile_n"] / n
+        print(tuple(d.shape), s.dtype, torch.allclose(s, want), launched[-1][0].equal(x.reshape(m, k)),
+              launched[-1][0].data_ptr() == x.data_ptr(), len(one._calls))
+    raw = call(a, b, c, gamma, block_size=tile["block"])[2]
+    print(tuple(raw.shape) == (2, 150, blocks), raw.flatten()[:8].tolist())
+""",
+    )
+    kept, copied = (f"(2, 150, 1160) torch.float32 True True {same} " for same in ("True", "False"))
+    assert said.splitlines() == [
+        *(kept + "1", kept + "1", copied + "2", copied + "3"),
+        "True [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0]",
+    ]
+
+
+@pytest.mark.parametrize("over_rows", [False, True])
+def test_a_fold_has_the_order_of_the_one_that_runs_in_place(over_rows: bool) -> None:
+    """How many rows are kept changes no layout of threads, by which a sum has its order."""
+    import torch
+
+    from coda_agent.primitives.fold import compiled
+
+    def layouts(kept: int, folded: int) -> list[str]:
+        strides = (1, kept) if over_rows else (folded, 1)
+        raw = torch.empty_strided((kept, folded), strides, device="meta")
+        return re.findall(r"#blocked\d* = (.*)", compiled(raw, "add", 90).asm["ttgir"])
+
+    few = (4096, 64, 208) if over_rows else (4096, 8191, 1, 40)
+    for folded in (1, 16, 31, 48):
+        assert all(layouts(kept, folded) == layouts(few[0], folded) for kept in few[1:])
 
 
 def test_a_table_has_the_tile_that_a_measured_shape_dispatches() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from coda_agent import generated
 from coda_agent.generated import ops
-from coda_agent.generated.ops import Recent
+from coda_agent.generated import recent as kept_plans
+from coda_agent.generated.recent import Recent
 from coda_agent.primitives import function as function_module
 from coda_agent.primitives import plan as plan_module
 from coda_agent.primitives.launch import signature
@@ -100,7 +101,7 @@ def test_a_plan_of_a_call_without_gradients_serves_no_call_with_them() -> None:
 
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_SHAPES", 3)
+    monkeypatch.setattr(kept_plans, "_SHAPES", 3)
     recent, b = Recent(0, 1, [], 2), torch.ones(16, 32)
     layouts = [torch.ones(8, 32 + 8 * i)[:, :32] for i in range(6)]
     for i, a in enumerate(layouts):
