@@ -128,35 +128,47 @@ def refuse(kernel: Kernel) -> None:
 
 
 def exported(
-    kernel: Kernel, wanted: Wanted, progress: Callable[[int, int, str], None]
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What the loader knows of a kernel, and its shared libraries by name.
+    kernels: Sequence[Kernel], wanted: Wanted, progress: Callable[[int, int, str], None]
+) -> tuple[list[dict[str, Any]], list[dict[str, bytes]]]:
+    """What the loader knows of each kernel, and its shared libraries by name. All are compiled side
+    by side.
 
     Raises:
-        CodaError: it cannot be exported so.
+        CodaError: one cannot be exported so.
         CompileError: a tile does not compile.
         MachineError: there is no C compiler to link with.
     """
-    refuse(kernel)
-    spec, choices = kernel.spec, choose(kernel, wanted)
+    for kernel in kernels:
+        refuse(kernel)
+    chosen = [choose(kernel, wanted) for kernel in kernels]
+    jobs = [[*_jobs(kernel, wanted, x)] for kernel, x in zip(kernels, chosen, strict=True)]
+    flat = [x.job for some in jobs for x in some]
+    built = iter(here().map(flat, lambda done, job: progress(done, len(flat), job.config.label)))
+    abouts, libraries = [], []
+    for kernel, choices, some in zip(kernels, chosen, jobs, strict=True):
+        files: dict[str, bytes] = {}
+        objects: dict[tuple[str, str], dict[str, Any]] = {}
+        for x in some:
+            found = next(built)
+            if isinstance(found, CompileError):
+                raise found
+            files[x.file] = linked(_OBJECT, _RUNTIME, Path(found.object))
+            form = objects.setdefault((x.variant, x.job.dtype), {}).setdefault(x.job.arch, {})
+            named = form.setdefault("memory" if x.job.read_scalars else "number", {})
+            named[x.job.config.label] = {"file": x.file, "order": found.order}
+        abouts.append(_about(kernel, wanted, choices, objects))
+        libraries.append(files)
+    return abouts, libraries
+
+
+def _about(
+    kernel: Kernel, wanted: Wanted, choices: Choices, objects: Mapping[tuple[str, str], Any]
+) -> dict[str, Any]:
+    """What the loader knows of a kernel."""
+    spec, program = kernel.spec, next(iter(kernel.programs.values()))
     others = tuple(DEFAULT_CONFIGS[arch] for arch in wanted.archs if arch != RUN)
     tiles = tuple(dict.fromkeys((*choices.tiles, *others)))
-    jobs = [*_jobs(kernel, wanted, choices)]
-    total = len(jobs)
-    built = here().map(
-        [x.job for x in jobs], lambda done, job: progress(done, total, job.config.label)
-    )
-    files: dict[str, bytes] = {}
-    objects: dict[tuple[str, str], dict[str, Any]] = {}
-    for x, found in zip(jobs, built, strict=True):
-        if isinstance(found, CompileError):
-            raise found
-        files[x.file] = linked(_OBJECT, _RUNTIME, Path(found.object))
-        form = objects.setdefault((x.variant, x.job.dtype), {}).setdefault(x.job.arch, {})
-        named = form.setdefault("memory" if x.job.read_scalars else "number", {})
-        named[x.job.config.label] = {"file": x.file, "order": found.order}
-    program = next(iter(kernel.programs.values()))
-    about = {
+    return {
         "name": spec.name,
         "doc": kernel.__doc__,
         "inputs": [*spec.inputs],
@@ -169,7 +181,6 @@ def exported(
             for (key, variant), x in zip(kernel.variants.items(), spec.bindings(), strict=True)
         ],
     }
-    return about, files
 
 
 @dataclass(frozen=True)

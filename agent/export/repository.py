@@ -45,12 +45,11 @@ def write(
     if out.exists() and any(out.iterdir()) and not [*out.glob(f"build/*/{_MARK}")]:
         raise CodaError(f"{out} is not empty and holds no export", hint="name another --out")
     loaded = [load_kernel(kernel.folder) for kernel in kernels]
-    abouts: list[dict[str, Any]] = []
+    loaded = [load_kernel(kernel.folder) for kernel in kernels]
+    abouts, libraries = exported(loaded, wanted, progress)
     folded, files = folds((p for x in loaded for p in x.programs.values()), wanted.archs)
     sizes: dict[str, Any] = {}
-    for kernel, callable_ in zip(kernels, loaded, strict=True):
-        about, objects = exported(callable_, wanted, progress)
-        abouts.append(about)
+    for kernel, objects in zip(kernels, libraries, strict=True):
         files |= objects
         for path in (kernel.program, kernel.spec, kernel.folder / "evidence.json"):
             files[f"kernels/{kernel.name}/{path.name.replace('.py', '.txt')}"] = path.read_bytes()
