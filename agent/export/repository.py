@@ -54,7 +54,9 @@ def write(
         for path in (kernel.program, kernel.spec, kernel.folder / "evidence.json"):
             files[f"kernels/{kernel.name}/{path.name.replace('.py', '.txt')}"] = path.read_bytes()
         sizes[kernel.name] = {"objects": len(objects), "bytes": sum(map(len, objects.values()))}
-    files["kernels.json"] = _json({"gpu": wanted.gpu, "folds": folded, "kernels": abouts})
+    files["kernels.json"] = _json(
+        {"gpu": wanted.gpu, "ran": [RUN], "folds": folded, "kernels": abouts}
+    )
     files |= _loader()
     files["__init__.py"] = _module([kernel.name for kernel in kernels]).encode()
     metadata = _metadata(files, wanted, kernels[0].folder)

@@ -31,7 +31,7 @@ def load(folder: Path) -> dict[str, Kernel]:
         )
     store = Store(folder)
     about = json.loads(store.read("kernels.json"))
-    store.folds = about["folds"]
+    store.ran, store.folds = about["ran"], about["folds"]
     store.library = library = torch.library.Library(store.id, "FRAGMENT")
     kernels = {x["name"]: Kernel(x, store) for x in about["kernels"]}
     for kernel in kernels.values():

@@ -22,10 +22,12 @@ class Store:
     Attributes:
         id: What the operators are registered under.
         library: Operators live as long as this.
+        ran: The architectures that kernels were judged on.
         folds: Of `kernels.json`, by architecture.
     """
 
     library: torch.library.Library
+    ran: list[str]
     folds: dict[str, list[dict[str, Any]]]
 
     def __init__(self, folder: Path) -> None:

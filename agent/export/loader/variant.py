@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Mapping, Optional, Sequence
 
 import torch
@@ -208,4 +209,7 @@ class Variant:
             raise self._error(
                 f"{name} has compute capability {found[0]}.{found[1]}, but exported was {known}"
             )
+        if arch not in self._store.ran:
+            message = f"{self._name}: what was exported for {arch} compiles, and was never run"
+            warnings.warn(message, stacklevel=2)
         return arch
