@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from coda_agent.primitives import unfused
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.lower import kernel_names, lower
+from coda_agent.primitives.memory import parts_meet
 from coda_agent.primitives.objects import cached
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
@@ -194,13 +195,14 @@ def _fused(given: Arguments) -> Callable[..., None]:
     call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
     scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
     rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
+    tile, cluster = (config.tile_m, config.tile_n), (config.cluster_m, config.cluster_n)
 
     def enqueue(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         values = [None, *outputs, *inputs]
         for i, make in makes:
             values[i] = make(values[i])
         if parts:
-            values += _parts_meet(rows, columns, config, inputs[0].device)
+            values += parts_meet(rows, columns, tile, cluster, inputs[0].device)
         call(*gemm(values), epilogue(values), scheduler, None, None, None)
 
     return enqueue
@@ -224,35 +226,6 @@ def _ordered(given: Arguments, plan: Any) -> tuple[tuple[int, ...], tuple[int, .
     at |= {"split_k_semaphore": -2, "split_k_workspace": -1} if plan.split_k > 1 else {}
     gemm = a_at + swap, a_at + (not swap), at.get("D", 0), at.get("c", 0)
     return gemm, tuple(at.get(name, 0) for name in plan.arg_template)
-
-
-# Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between
-# kernels, and kernels of one stream may share them.
-_FLAGS: dict[tuple[int, int], torch.Tensor] = {}
-
-
-def _parts_meet(
-    rows: int, columns: int, config: TileConfig, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the CTAs that share an output tile meet: a flag and float32 sums for each tile of the
-    kernel's output, in whole clusters and in quack's layout; the sums need no first value."""
-    import torch
-
-    down = -(-rows // (config.tile_m * config.cluster_m)) * config.cluster_m
-    across = -(-columns // (config.tile_n * config.cluster_n)) * config.cluster_n
-    tiles, area = down * across, config.tile_m * config.tile_n
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    flags = _FLAGS.get(key)
-    if torch.cuda.is_current_stream_capturing():
-        # A graph may run beside this stream, so it has its own, and clears them each time.
-        flags = torch.zeros(tiles, dtype=torch.int32, device=device)
-    elif flags is None or flags.numel() < tiles:
-        flags = _FLAGS[key] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=device)
-    sums = torch.empty(tiles * area, dtype=torch.float32, device=device)
-    return (
-        flags.as_strided((down, across, 1), (across, 1, tiles)),
-        sums.as_strided((area, down, across, 1), (1, across * area, area, tiles * area)),
-    )
 
 
 def _plan(given: Arguments) -> Any:

@@ -1,4 +1,5 @@
-"""Device memory of a call, from torch's caching allocator."""
+"""Device memory of a call, from torch's caching allocator. Exports take this module: it needs torch
+alone."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+# Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between
+# kernels, and kernels of one stream may share them.
+_FLAGS: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -20,4 +25,32 @@ def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
         return fast
     return lambda shape, strides, dtype: torch.empty_strided(
         shape, strides, dtype=dtype, device=device
+    )
+
+
+def parts_meet(
+    rows: int,
+    columns: int,
+    tile: tuple[int, int],
+    cluster: tuple[int, int],
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the CTAs that share an output tile meet: a flag and float32 sums for each tile of the
+    kernel's output, in whole clusters and in quack's layout; the sums need no first value."""
+    import torch
+
+    down = -(-rows // (tile[0] * cluster[0])) * cluster[0]
+    across = -(-columns // (tile[1] * cluster[1])) * cluster[1]
+    tiles, area = down * across, tile[0] * tile[1]
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    flags = _FLAGS.get(key)
+    if torch.cuda.is_current_stream_capturing():
+        # A graph may run beside this stream, so it has its own, and clears them each time.
+        flags = torch.zeros(tiles, dtype=torch.int32, device=device)
+    elif flags is None or flags.numel() < tiles:
+        flags = _FLAGS[key] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=device)
+    sums = torch.empty(tiles * area, dtype=torch.float32, device=device)
+    return (
+        flags.as_strided((down, across, 1), (across, 1, tiles)),
+        sums.as_strided((area, down, across, 1), (1, across * area, area, tiles * area)),
     )

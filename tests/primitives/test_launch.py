@@ -24,6 +24,7 @@ from coda_agent.primitives import (
     epilogue,
     gather,
     interleave,
+    memory,
     pairs,
 )
 from coda_agent.primitives import launch as module
@@ -79,7 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     monkeypatch.setattr(Load, "_validate_pointer_value", lambda *_: None)  # it asks for a GPU's
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(module, "_FLAGS", {})
+    monkeypatch.setattr(memory, "_FLAGS", {})
     monkeypatch.setattr(module, "_BOUND", {})
     with target("sm_90a"):
         forget()

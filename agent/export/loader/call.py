@@ -9,7 +9,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence
 import torch
 
 from coda_agent.agent.export.loader.fold import Fold
-from coda_agent.primitives.memory import allocator
+from coda_agent.primitives.memory import allocator, parts_meet
 
 
 class Chosen(NamedTuple):
@@ -77,7 +77,10 @@ class Call:
         count = torch.cuda.get_device_properties(device).multi_processor_count
         clusters = count // (tile["cluster_m"] * tile["cluster_n"]) * tile["persistent"]
         self._scheduler = (clusters, None, tile["swizzle"], None, None, None)
-        self._meeting = partial(_meeting, shape, tile, device) if tile["split_k"] > 1 else None
+        sizes = (shape[1], shape[0]) if tile["swap_ab"] else shape[:2]
+        extent, cluster = ((tile[f"{x}_m"], tile[f"{x}_n"]) for x in ("tile", "cluster"))
+        meeting = partial(parts_meet, *sizes, extent, cluster, device)
+        self._meeting = meeting if tile["split_k"] > 1 else None
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """The outputs that overwrite no input: a tuple, a single one alone, or None."""
@@ -174,30 +177,3 @@ def _ready(t: torch.Tensor, ndim: int, rows: bool) -> torch.Tensor:
         return t
     # Not `contiguous()`: that keeps any stride of a dimension of extent 1.
     return t.clone(memory_format=torch.contiguous_format)
-
-
-# Flags by device and stream. The last CTA of a tile clears its flag, so they are zero between
-# kernels, and kernels of one stream may share them.
-_FLAGS: dict[tuple[Any, int], torch.Tensor] = {}
-
-
-def _meeting(
-    shape: tuple[int, int, int], tile: Mapping[str, Any], device: torch.device
-) -> list[torch.Tensor]:
-    """Where CTAs that share an output tile meet: a flag and float32 sums for each tile."""
-    rows, columns = (shape[1], shape[0]) if tile["swap_ab"] else shape[:2]
-    down = -(-rows // (tile["tile_m"] * tile["cluster_m"])) * tile["cluster_m"]
-    across = -(-columns // (tile["tile_n"] * tile["cluster_n"])) * tile["cluster_n"]
-    tiles, area = down * across, tile["tile_m"] * tile["tile_n"]
-    key = device, torch._C._cuda_getCurrentRawStream(device.index)
-    flags = _FLAGS.get(key)
-    if torch.cuda.is_current_stream_capturing():
-        # A graph may run beside this stream, so it has its own, and clears them each time.
-        flags = torch.zeros(tiles, dtype=torch.int32, device=device)
-    elif flags is None or flags.numel() < tiles:
-        flags = _FLAGS[key] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=device)
-    sums = torch.empty(tiles * area, dtype=torch.float32, device=device)
-    return [
-        flags.as_strided((down, across, 1), (across, 1, tiles)),
-        sums.as_strided((area, down, across, 1), (1, across * area, area, tiles * area)),
-    ]
