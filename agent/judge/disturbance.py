@@ -76,6 +76,7 @@ def disturbed(
     *,
     finer: float = 1.0,
     sign: float = 1.0,
+    single: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The exact reference with the result of each operation off by what float32 may err.
 
@@ -90,6 +91,8 @@ def disturbed(
         finer: A factor on all errors; float64's own are 2⁻²⁹ of float32's.
         sign: A factor on what approximations err of their range; -1 turns its direction, and 0
             leaves it out.
+        single: Results are rounded to float32, too: it hits 0 or a whole number where one lies
+            near, which noise alone never does.
     """
     import torch
 
@@ -125,7 +128,7 @@ def disturbed(
         unit = _APPROXIMATION if error == "result" else _OPERATION
         share = noise(result)
         off = result * (finer * unit * share)
-        if finer == 1.0:  # float32 flushes what is less to 0, where a sign or a ceiling jumps
+        if finer >= 1.0:  # float32 flushes what is less to 0, where a sign or a ceiling jumps
             off += (_FLUSHED * share).where(result != 0, 0.0)
         if getattr(function, "__name__", "") in _OF_ONE:
             off += finer * unit * share
@@ -137,7 +140,8 @@ def disturbed(
             argument = tensors[0] if tensors[0].shape == result.shape else result
             size, finite = argument.abs(), argument.nan_to_num()
             off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
-        return result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
+        moved = result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
+        return moved.float().to(moved.dtype) if single else moved
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()

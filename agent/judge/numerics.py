@@ -143,7 +143,7 @@ class TileCheck:
     """Input tensors by shape and layout, which cases share."""
     before: dict[Place, dict[str, torch.Tensor]] = field(default_factory=dict)
     """What the last case in each place gave."""
-    errors: list[tuple[Case, str, Errors]] = field(default_factory=list)
+    errors: list[tuple[Case, str, Errors, Errors]] = field(default_factory=list)
     """How far each output was off in each case."""
 
     def fault(self, cases: Iterable[Case], *, full: bool) -> Finding | None:
@@ -162,9 +162,8 @@ class TileCheck:
     def worst(self, known: WorstError) -> WorstError:
         """`known`, or what was seen here where that is more."""
         found = known.model_dump()
-        for case, o, error in self.errors:
+        for case, o, error, limit in self.errors:
             found["element"] = max(found["element"], error.element)
-            limit = case.bounds[o]
             ratio = max(error.norm / limit.norm, error.tile / limit.tile)
             if ratio > found["ratio"]:
                 about = {"output": o, "sizes": dict(case.sizes), "config": self.config.label}
@@ -210,11 +209,13 @@ class TileCheck:
         )
         # One wait for the device a case.
         found = dict(zip(case.truth, (Errors(*e) for e in errors.tolist()), strict=True))
+        seen = list[tuple[Case, str, Errors, Errors]]()
         for o, error in found.items():
-            if not within(error, case.bounds[o]) and o in (certain := case.certain()):
-                out = self._judged(case, o, results[o])
-                error = measure(out, case.truth[o], certain[o], case.rounding.get(o))
-            if not within(error, case.bounds[o]):
+            limit = case.bounds[o]
+            if not within(error, limit) and o in (certain := case.certain()):
+                out, (allowed, rounding, limit) = self._judged(case, o, results[o]), certain[o]
+                error = measure(out, case.truth[o], allowed, rounding)
+            if not within(error, limit):
                 wrong = self._wrong(case, o, results[o], again[o], error, stale.get(o))
                 if len(found) > 1:
                     said = {x: within(e, case.bounds[x]) for x, e in found.items()} | {o: False}
@@ -224,7 +225,8 @@ class TileCheck:
                 return Finding(
                     message=f"{o} differs between two runs on the same inputs", where={"output": o}
                 )
-        self.errors += [(case, o, error) for o, error in found.items()]
+            seen.append((case, o, error, limit))
+        self.errors += seen
         return None
 
     def _placed(self, case: Case) -> tuple[Place, Inputs]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.compare import (
     BASELINE_LIMIT,
@@ -43,8 +43,30 @@ _FOLD = 2.0**-20
 # then a right result is refused there. That befell 11 of 3000 draws of log(1 + |z|), and none with
 # four runs.
 _PROBES = 4
-# Before an element is called wrong: few runs may all leave it on one side of a jump, as of ceil.
-_CERTAIN = 32
+# Before an output is called wrong: few runs may all leave an element on one side of a jump, as of
+# ceil. Errors of single programs are at times larger than disturbances, so some runs are disturbed
+# more; of these only jumps count.
+_CERTAIN, _FAR = 32, 16
+_LARGER = 4.0
+# How they are disturbed, in turn: `finer`, `sign` and `single`. Of what approximations err of their
+# range both directions, or hardly any, where what is nearly 0 has either sign; results on float32's
+# grid; and on that grid with hardly any error, as where a sum happens to be exact.
+_HARDLY = 2.0**-16
+_WAYS = (
+    (1.0, 1.0, False), (1.0, -1.0, False), (1.0, _HARDLY, False), (1.0, -_HARDLY, False),
+    (1.0, 1.0, True), (1.0, -1.0, True), (_HARDLY, 1.0, True), (_HARDLY, -1.0, True),
+)  # fmt: skip
+_SEVERAL = {"addcdiv", "addcmul", "lerp"}
+# A jump moves an element by more than this share of the output's root-mean-square.
+_JUMP = 2.0**-8
+
+
+class Certain(NamedTuple):
+    """What an output may err, by many disturbed runs: each element, the store of each, and all."""
+
+    allowed: torch.Tensor
+    rounding: torch.Tensor
+    bound: Errors
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,7 @@ class Case:
         sizes: Dims.
         structure: None for the spec's own draws.
         exact: Outputs that must match bit for bit.
-        certain: What each element may err by many probes, of outputs whose `allowed` is by few.
+        certain: The same by many probes, of outputs whose own are by few.
     """
 
     inputs: Inputs
@@ -73,7 +95,7 @@ class Case:
     sizes: Mapping[str, int]
     structure: Structure | None = None
     exact: tuple[str, ...] = ()
-    certain: Callable[[], Mapping[str, torch.Tensor]] = dict
+    certain: Callable[[], Mapping[str, Certain]] = dict
 
     @property
     def label(self) -> str:
@@ -165,16 +187,35 @@ def make_case(
             if probes
         }
 
-    def certain() -> dict[str, torch.Tensor]:
-        more = range(probes, probes + _CERTAIN)
-        found = allowed_by([disturbed(spec, inputs, binding, seed + i) for i in more])
-        return {o: found[o] for o in found.keys() - settled}
+    def certain() -> dict[str, Certain]:
+        found = dict[str, Certain]()
+        if len(settled) == len(truth):
+            return found
+        more = list[dict[str, torch.Tensor]]()
+        for n in range(_CERTAIN + _FAR):
+            finer, sign, single = _WAYS[n % len(_WAYS)]
+            finer *= 1.0 if n < _CERTAIN else _LARGER
+            how = {"finer": finer, "sign": sign, "single": single}
+            more.append(disturbed(spec, inputs, binding, seed + probes + n, **how))
+        near = allowed_by(more[:_CERTAIN])
+        for o in near.keys() - settled:
+            t = truth[o].nan_to_num(0.0, 0.0, 0.0)
+            change = largest_change(truth[o], [run[o] for run in more])
+            jump = change.where(change > _JUMP * t.square().mean().sqrt(), 0.0)
+            share = float(jump.norm() / t.norm().clamp_min(1e-300))
+            bound = replace(bounds[o], norm=bounds[o].norm + share)
+            jump *= 1 + 2 * unit_of(dtypes[o])  # what it leads to is stored, too
+            found[o] = Certain(near[o] + jump, rounding[o] + jump, bound)
+        return found
 
     allowed, settled = allowed_by(runs), set[str]()
     rounding = {o: store_rounding(truth[o], dtypes[o], held.get(o)) for o in allowed}
     rounding |= {o: rounding[o] + jump for o, jump in jumps.items() if o in rounding}
     exact = []
-    for o in _representable(spec, inputs, binding, truth) if structure and structure.exact else ():
+    # Torch may round once what is several operations of a program.
+    whole = any(getattr(function, "__name__", "") in _SEVERAL for function in called)
+    claims = structure and structure.exact and not whole
+    for o in _representable(spec, inputs, binding, truth) if claims else ():
         settled.add(o)
         if truth[o].ndim == 1:
             # A mean's partials are divided by the block, which need not be a power of two. Those of

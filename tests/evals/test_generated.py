@@ -105,9 +105,10 @@ def reference(A, B{names}):
 
 
 @pytest.mark.parametrize(
-    ("number", "inputs", "lines", "results"),
+    ("seed", "number", "inputs", "lines", "results"),
     [
         pytest.param(
+            2,
             1274,
             {"r": "[M, 1], dtype: float32"},
             ["x = 2 * D", "h = torch.hypot(x / (x.abs() + 1), x)"],
@@ -115,6 +116,7 @@ def reference(A, B{names}):
             id="a hypotenuse of NaN and infinity",
         ),
         pytest.param(
+            2,
             1290,
             {},
             ["x = D.abs().sinc().clamp(-1, 2)"],
@@ -122,6 +124,7 @@ def reference(A, B{names}):
             id="signs of a sinc of integers",
         ),
         pytest.param(
+            2,
             2613,
             {"C": "[M, N], dtype: T"},
             ["x = F.gelu(torch.rsub(2 * D + 0.5, C), approximate='tanh')"],
@@ -129,6 +132,7 @@ def reference(A, B{names}):
             id="a remainder of a gelu",
         ),
         pytest.param(
+            2,
             3184,
             {"b": "[N], dtype: T"},
             ["h = torch.hypot(D**3, b)"],
@@ -139,6 +143,7 @@ def reference(A, B{names}):
             id="a hypotenuse compared with a side",
         ),
         pytest.param(
+            2,
             4869,
             {},
             [
@@ -149,13 +154,74 @@ def reference(A, B{names}):
             {"O": ("torch.fmod(p, x.abs() + 1)", "T")},
             id="remainders of pairs",
         ),
+        pytest.param(
+            2,
+            3894,
+            {},
+            ["x = (2 * D).sinc()"],
+            {
+                "O": ("F.hardswish((3 * x).ceil().div(x.abs() + 1, rounding_mode='floor'))", "T"),
+                "n": ("2 * D.sum(0)", "float32"),
+            },
+            id="a ceiling of what is nearly 0",
+        ),
+        pytest.param(
+            3,
+            216,
+            {
+                "r": "[M], dtype: float32, draw: {uniform: [0.5, 1.5]}",
+                "b": "[N], dtype: float32, draw: {uniform: [0.5, 1.5]}",
+            },
+            ["D = (A * 0.5) @ B.T", "x = torch.addcmul(D, D, D, value=0.5)"],
+            {
+                "O": ("torch.clamp(x, -b.abs(), b.abs()) - r[..., None]", "float32"),
+                "s": ("D.mean(-1)", "float32"),
+            },
+            id="what torch rounds once",
+        ),
+        pytest.param(
+            3,
+            918,
+            {"b": "[N], dtype: float32"},
+            ["x = F.softshrink(A.float() @ B.float().T).frac()", "w = b[None, :]"],
+            {
+                "O": (
+                    "F.leaky_relu(torch.hypot(x.div(w.abs() + 1, rounding_mode='floor'), w), 2.0)",
+                    "float32",
+                )
+            },
+            id="a whole number that float32 hits",
+        ),
+        pytest.param(
+            3,
+            1497,
+            {},
+            ["x = (2 * D).unflatten(-1, (-1, 2)).flip(-1).flatten(-2).frac()"],
+            {"O": ("torch.where(x < 0, x, 0.3).sign()", "T")},
+            id="the sign of what float32 rounds to 0",
+        ),
+        pytest.param(
+            3,
+            3659,
+            {},
+            ["x = (0.25 * D).sigmoid()"],
+            {
+                "O": ("x", "float32"),
+                "H": ("x.unflatten(-1, (-1, 2)).sum(-1).clamp(-1, 2).frac()", "T"),
+            },
+            id="jumps in the norm of an output",
+        ),
     ],
 )
 def test_a_right_program_near_a_jump_is_not_refused(
-    number: int, inputs: dict[str, str], lines: list[str], results: dict[str, tuple[str, str]]
+    seed: int,
+    number: int,
+    inputs: dict[str, str],
+    lines: list[str],
+    results: dict[str, tuple[str, str]],
 ) -> None:
     """On a case of integers, the few probes at first all left an element on one side of a jump."""
-    shapes = {"O": "[M, N]", "H": "[M, N/2]", "s": "[M]"}
+    shapes = {"O": "[M, N]", "H": "[M, N/2]", "s": "[M]", "n": "[N]"}
     text = NEAR_JUMPS.format(
         number=number,
         inputs="".join(f"  {n}: {{shape: {how}}}\n" for n, how in inputs.items()),
@@ -170,7 +236,7 @@ def test_a_right_program_near_a_jump_is_not_refused(
         ),
     )
     spec = load_spec(Path(f"generated_{number}.md"), text=text)
-    assert generated.judged(spec, Judge(Path(), "cpu"), seed=2 + number) == {"layer": "right"}
+    assert generated.judged(spec, Judge(Path(), "cpu"), seed=seed + number) == {"layer": "right"}
 
 
 @pytest.mark.parametrize(("old", "new"), [("maximum(", "minimum("), ("0.25", "0.26")])
