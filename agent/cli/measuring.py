@@ -16,7 +16,15 @@ from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find
-from coda_agent.evals import chain_error, contest, contest_page, definitions, host_time, shapes_page
+from coda_agent.evals import (
+    chain_error,
+    contest,
+    contest_page,
+    definitions,
+    host_time,
+    layer_speed,
+    shapes_page,
+)
 from coda_agent.evals.benchmarks import write_table
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.objects import use_cache
@@ -28,12 +36,14 @@ def bench(
     kernels: Kernels = None,
     every: All = False,
     suite: Annotated[
-        str | None, typer.Option(help="A suite (paper, shapes), or KERNELs of it.")
+        str | None, typer.Option(help="A suite (paper, shapes, layers), or KERNELs of it.")
     ] = None,
     sizes: Annotated[
         str | None, typer.Option("--sizes", "--rows", help="Of the suite: 2048,4096,8192.")
     ] = None,
-    models: Annotated[str | None, typer.Option(help="Of the suite: llama-3-8b,…")] = None,
+    models: Annotated[
+        str | None, typer.Option("--models", "--cases", help="Of the suite: llama-3-8b,…")
+    ] = None,
     contenders: Annotated[str | None, typer.Option(help="Of the suite: ours,compile,…")] = None,
     rounds: Annotated[int | None, typer.Option(min=10, help="Of the suite.")] = None,
     seconds: Annotated[
@@ -65,6 +75,16 @@ def bench(
             use_cache()
             chain_error.measure(root, machine=_machine(), device="cuda")
         return _written(chain_error.write_page(root))
+    if suite == "layers":
+        if not table:
+            use_cache()
+            require_idle()
+            layer_speed.measure(
+                root, clock=timing, machine=_machine(), cases=_names(models),
+                names=_names(contenders), rounds=rounds, seconds=seconds,
+                say=lambda line: typer.echo(line, err=as_json),
+            )  # fmt: skip
+        return _written(layer_speed.write_page(root))
     if suite is not None:
         chosen = definitions.load(suite)
         rows = bool(chosen.measured().models)  # refused before anything is measured or read

@@ -1,0 +1,66 @@
+"""Blocks and heads beside others: at reduced size, interpreted, by a clock that is no clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.judge.samples import Samples
+from coda_agent.evals.layer_speed import CASES, measure, write_page
+from coda_agent.primitives.errors import CodaError
+
+SMALL = ["block 2048", "block Qwen2.5-7B", "head 4096"]
+MACHINE = {"gpu": {"name": "NVIDIA H200"}, "packages": {}}
+
+
+class Clock:
+    PROTOCOL = 0
+    calls = 0
+
+    def interleave(self, contenders: Mapping[str, Callable[[int], Any]], rounds: int) -> Any:
+        for call in contenders.values():
+            call(0)
+            self.calls += 1
+        times = {"ours": 10.0, "gemm": 9.0, "eager": 15.0}
+        return {name: Samples((times[name],) * rounds) for name in contenders}
+
+    def steady(self, contenders: Any) -> Any: ...
+    def gpu_state(self) -> Any: ...
+
+
+def run(root: Path, clock: Clock, **options: Any) -> list[str]:
+    said = list[str]()
+    options = {"cases": SMALL, "names": ["ours", "eager", "compile"], **options}
+    measure(root, clock=clock, machine=MACHINE, rounds=10, device="cpu", shrink=64,
+            say=said.append, **options)  # fmt: skip
+    return said
+
+
+def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
+    clock = Clock()
+    said = run(tmp_path, clock)
+    assert [line.partition(":")[0] for line in said] == SMALL
+    file = tmp_path / "evals" / "results" / "layers-nvidia-h200.json"
+    cells = json.loads(file.read_text())["cells"]
+    for case in SMALL:
+        cell = cells[case]
+        assert cell["both"]["over"]["eager"] == {"ratio": 1.5, "low": 1.5, "high": 1.5}
+        assert cell["absent"] == {"compile": "needs a GPU"}
+        assert 0.0 < cell["errors"]["ours"] <= 1.05  # at these sizes single roundings count
+    assert clock.calls == 3 * 3 * len(SMALL)
+    assert run(tmp_path, clock) == [f"{case}: in the record" for case in SMALL]
+    _, page = write_page(tmp_path)
+    text = page.read_text()
+    assert "| block 2048 | both | 10 | 0.900 (0.900–0.900) | 1.500 (1.500–1.500) |" in text
+    assert f"Not measured yet: {', '.join(c for c in CASES if c not in SMALL)}." in text
+
+
+def test_what_is_unknown_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CodaError, match="no case 'block 1', expected block 2048"):
+        run(tmp_path, Clock(), cases=["block 1"])
+    with pytest.raises(CodaError, match="no record of layers"):
+        write_page(tmp_path)
