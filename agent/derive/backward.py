@@ -12,6 +12,7 @@ from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.authors.composer.emit import emit
 from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.agent.derive.kernel import Asked, Form, Kernel, Unfused, named
+from coda_agent.agent.derive.scaling import scaled_first
 from coda_agent.agent.derive.spelling import function
 from coda_agent.agent.derive.steps import expanded, kernel
 from coda_agent.primitives.errors import ProgramError, SpecError
@@ -67,7 +68,7 @@ def derive(spec: Spec, asked: Asked, binding: Mapping[str, str] | None = None) -
         for name in (x for x in names if x not in known):
             raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
     written = rewrite(capture(spec, bound))
-    program = load(emit(spec, [written]))[written.name]
+    program = scaled_first(load(emit(spec, [written]))[written.name])
     if asked.norm and (not asked.into or program.outputs[asked.norm] is not RowMean):
         raise SpecError(f"--norm {asked.norm} asks for --into, and for a row mean of squares")
     chosen, asked, notes = _chosen(program, spec, asked)
@@ -303,11 +304,13 @@ class _Writer:
         inputs |= {x: inputs[x]._replace(shape=(m, n)) for x in self.tables}
         outputs[self.saved] = Face((m, n), "T")
         a, b = spec.gemm
+        own = ("T", spec.inputs[a].dtype)
+        types = {x: f"torch.{f.dtype}" for x, f in outputs.items() if f.dtype not in own}
         product = f"{a}.float() @ {b}.float().T" if self.eight else f"({a} @ {b}.T).float()"
         block = function(
             "reference", graph, {x.name: x.shape for x in graph.nodes if x.op == "operand"},
             dict(self.program.outputs) | {self.saved: Tile}, [*inputs], a, f"{b}.shape[0]", product,
-            "torch.bfloat16" if self.eight else "",
+            "torch.bfloat16" if self.eight else "", types,
         )  # fmt: skip
         return self._text(
             f"{self.stem}_fwd", f"{spec.name} that also stores {self.saved} for its backward.",

@@ -41,6 +41,7 @@ _LONG = 48
 def function(
     name: str, graph: Graph, leaves: Mapping[str, Shape], kinds: Mapping[str, type],
     arguments: Sequence[str], like: str, columns: str, product: str = "", dtype: str = "",
+    types: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
     """A PyTorch function that computes `graph`.
 
@@ -54,6 +55,7 @@ def function(
         columns: How many columns the tile has.
         product: The accumulator; empty where there is none.
         dtype: What tiles are stored as; the type of `like` where empty.
+        types: What single outputs are stored as instead.
     """
     lines = [f"acc = {product}"] if product else [f"dtype = {like}.dtype"]
     for leaf, shape in leaves.items():
@@ -63,7 +65,9 @@ def function(
     dtype = dtype or (f"{like}.dtype" if product else "dtype")
     lines += [*spelled.lines, "return {"]
     for output, kind in kinds.items():
-        text = spelled.stored(graph.outputs[output], kind.__name__, dtype)
+        text = spelled.stored(
+            graph.outputs[output], kind.__name__, (types or {}).get(output, dtype)
+        )
         lines.append(f'    "{output}": {text},')
     text = "\n".join([*lines, "}"])
     uses = {

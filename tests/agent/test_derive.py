@@ -180,6 +180,47 @@ def reference(A, B, C, seed):
 """
 
 
+HALVES = """---
+name: halves
+types: {T: [bfloat16]}
+gemm: [A, B]
+inputs:
+  A: [M, K]
+  B: [2*N, K]
+  r: {shape: [M], dtype: float32}
+outputs:
+  O: [M, N]
+  s: {shape: [M], dtype: float32}
+---
+```python reference
+import torch.nn.functional as F
+
+
+def reference(A, B, r):
+    d, r = (A @ B.T).float(), r[:, None]
+    O = F.silu(d[:, 0::2] * r) * d[:, 1::2] * r
+    return {"O": O.to(A.dtype), "s": O.mean(-1)}
+```
+"""
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_scale_of_both_columns_of_pairs_is_the_rows(scaled: bool) -> None:
+    text = HALVES if scaled else HALVES.replace("d[:, 1::2] * r", "d[:, 1::2]")
+    backward = derive(load_spec(Path("halves.md"), text=text), Asked(into="O"))
+    check(backward)
+    assert (backward.kernel.scale == "r") == scaled
+
+
+def test_a_forward_that_stores_more_keeps_the_types_of_its_outputs() -> None:
+    text = DROPOUT.replace("  O: [M, N]", "  O: [M, N]\n  E: {shape: [M, N], dtype: float32}")
+    text = text.replace("return {", 'return {"E": torch.exp(d), ').replace("K: 64}", "K: 4096}")
+    backward = derive(load_spec(Path("dropped.md"), text=text), Asked())
+    said = backward.files["dropped_fwd"]
+    assert ".to(torch.float32)," in said and said.count(".to(A.dtype),") == 2
+    admit(load_spec(Path("dropped_fwd.md"), text=said))
+
+
 @pytest.mark.parametrize("asked", [Asked(), Asked(into="O")])
 def test_dropout_is_drawn_again_from_its_counter(asked: Asked) -> None:
     backward = derive(load_spec(Path("dropped.md"), text=DROPOUT), asked)
