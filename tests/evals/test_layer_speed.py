@@ -64,3 +64,16 @@ def test_what_is_unknown_is_said(tmp_path: Path) -> None:
         run(tmp_path, Clock(), cases=["block 1"])
     with pytest.raises(CodaError, match="no record of layers"):
         write_page(tmp_path)
+
+
+def test_the_readme_gives_what_the_record_has() -> None:
+    root = Path(__file__).parents[2]
+    cells = json.loads((root / "evals" / "results" / "layers-nvidia-h200.json").read_text())[
+        "cells"
+    ]
+    over = {case: cell["both"]["over"]["compile"]["ratio"] for case, cell in cells.items()}
+    blocks = sorted(ratio for case, ratio in over.items() if case.startswith("block"))
+    heads = [f"{ratio:.2f} times" for case, ratio in over.items() if case.startswith("head")]
+    text = " ".join((root / "README.md").read_text().split())
+    assert f"are {blocks[0]:.2f} to {blocks[-1]:.2f} times as fast as under torch.compile" in text
+    assert f"and the head with its loss {' and '.join(heads)}" in text
