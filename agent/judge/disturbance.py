@@ -128,7 +128,7 @@ def disturbed(
         unit = _APPROXIMATION if error == "result" else _OPERATION
         share = noise(result)
         off = result * (finer * unit * share)
-        if finer >= 1.0:  # float32 flushes what is less to 0, where a sign or a ceiling jumps
+        if finer >= 1.0 and not single:  # float32 flushes what is less to 0, where a sign jumps
             off += (_FLUSHED * share).where(result != 0, 0.0)
         if getattr(function, "__name__", "") in _OF_ONE:
             off += finer * unit * share
@@ -138,10 +138,14 @@ def disturbed(
             # The slope errs as well, for references that differentiate: |x| has one, and so has a
             # term whose value is 0.
             argument = tensors[0] if tensors[0].shape == result.shape else result
+            if getattr(function, "__name__", "") == "glu":
+                argument = tensors[0].chunk(2, args[1] if len(args) > 1 else -1)[0]
             size, finite = argument.abs(), argument.nan_to_num()
             off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
         moved = result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
-        return moved.float().to(moved.dtype) if single else moved
+        return (
+            moved.where(moved.abs() >= _FLUSHED, 0.0).float().to(moved.dtype) if single else moved
+        )
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from coda_agent.agent.judge.compare import Errors, distances, measure, same, within
+from coda_agent.agent.judge.compare import Errors, distances, few_wrong, measure, same, within
 from coda_agent.agent.judge.diagnosis import diagnosed
 from coda_agent.agent.judge.oracle import Case, make_cases
 from coda_agent.agent.judge.records import (
@@ -212,9 +212,13 @@ class TileCheck:
         seen = list[tuple[Case, str, Errors, Errors]]()
         for o, error in found.items():
             limit = case.bounds[o]
-            if not within(error, limit) and o in (certain := case.certain()):
-                out, (allowed, rounding, limit) = self._judged(case, o, results[o]), certain[o]
-                error = measure(out, case.truth[o], allowed, rounding)
+            if not within(error, limit):
+                out = self._judged(case, o, results[o])
+                if few_wrong(out, case.truth[o], case.allowed.get(o)) and o in (
+                    certain := case.certain()
+                ):
+                    allowed, rounding, limit = certain[o]
+                    error = measure(out, case.truth[o], allowed, rounding)
             if not within(error, limit):
                 wrong = self._wrong(case, o, results[o], again[o], error, stale.get(o))
                 if len(found) > 1:

@@ -211,6 +211,22 @@ def reference(A, B{names}):
             },
             id="jumps in the norm of an output",
         ),
+        pytest.param(
+            4,
+            1400,
+            {},
+            ["x = D.frac().sign()"],
+            {"O": ("(x == x).float() * x", "T"), "s": ("2 * x.sum(-1)", "float32")},
+            id="a whole number that few runs hit",
+        ),
+        pytest.param(
+            4,
+            4424,
+            {},
+            ["x = torch.exp(-(A.float() @ B.float().T).abs())"],
+            {"O": ("torch.hypot(x, x)", "T")},
+            id="a hypotenuse whose squares vanish",
+        ),
     ],
 )
 def test_a_right_program_near_a_jump_is_not_refused(

@@ -124,12 +124,18 @@ def _rounded(x: Expr, decimals: Expr | float = 0.0) -> Expr:
 
 
 def _hypotenuse(x: Expr, y: Expr) -> Expr:
-    """√(x² + y²); infinite where one of them is, if the other is NaN too (IEEE 754-2019, 9.2.1)."""
-    square = x * x + y * y
-    for one in (x, y):
-        infinite = apply("equal", apply("absolute", one), _INFINITE)
-        square = apply("where", infinite, _INFINITE, square)
-    return apply("sqrt", square)
+    """√(x² + y²), of sides over the longer one where squares would overflow or vanish; infinite
+    where a side is, if the other is NaN too (IEEE 754-2019, 9.2.1)."""
+    sides = [apply("absolute", side) for side in (x, y)]
+    longer = apply("maximum", *sides)
+    plain = apply("where", apply("greater", longer, 2.0**-50), apply("greater", 2.0**60, longer), 0.0)
+    unit = apply("where", apply("greater", longer, 0.0), longer, 1.0)
+    unit = apply("where", apply("greater", plain, 0.0), 1.0, unit)
+    a, b = (side / unit for side in sides)
+    found = unit * apply("sqrt", a * a + b * b)
+    for side in sides:
+        found = apply("where", apply("equal", side, _INFINITE), _INFINITE, found)
+    return found
 
 
 def _times_log(x: Expr, y: Expr, log: str = "log") -> Expr:
