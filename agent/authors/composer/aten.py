@@ -128,7 +128,8 @@ def _hypotenuse(x: Expr, y: Expr) -> Expr:
     where a side is, if the other is NaN too (IEEE 754-2019, 9.2.1)."""
     sides = [apply("absolute", side) for side in (x, y)]
     longer = apply("maximum", *sides)
-    plain = apply("where", apply("greater", longer, 2.0**-50), apply("greater", 2.0**60, longer), 0.0)
+    small = apply("greater", 2.0**60, longer)
+    plain = apply("where", apply("greater", longer, 2.0**-50), small, 0.0)
     unit = apply("where", apply("greater", longer, 0.0), longer, 1.0)
     unit = apply("where", apply("greater", plain, 0.0), 1.0, unit)
     a, b = (side / unit for side in sides)
