@@ -14,6 +14,7 @@ from coda_agent.evals.judge.plans import Written, fault, function, planned, tens
 from coda_agent.primitives.errors import ProgramError
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_plan_is_right_whatever_the_composer_refuses(seed: int) -> None:
     text, args, chance = function(seed), tensors(seed), random.Random(seed)

@@ -104,6 +104,7 @@ def reference(A, B{names}):
 """
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize(
     ("seed", "number", "inputs", "lines", "results"),
     [

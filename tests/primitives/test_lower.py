@@ -223,6 +223,7 @@ def test_compiles_for_hopper(program: Program) -> None:
 
 
 @pytest.mark.parametrize(("program", "arch"), [(three, "sm_100a"), (gated, "sm_120a")])
+@pytest.mark.sampled(0.5)
 def test_compiles_for_blackwell(program: Program, arch: str) -> None:
     found = build(program, arch)
     assert found["registers"] > 0
@@ -410,6 +411,7 @@ def test_output_buffers_are_not_filled() -> None:
     ("arch", "stored", "store"),
     [("sm_90a", "bfloat16", "STG.E.U16"), ("sm_100a", "float32", "STG.E")],
 )
+@pytest.mark.sampled(0.5)
 def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, store: str) -> None:
     @epilogue(t=RowGather)
     def program(acc, y: ColIndex):
@@ -727,6 +729,7 @@ def test_offered_tiles(program: Program, base: set[TileConfig], few: set[TileCon
 
 
 @pytest.mark.parametrize("program", [quantised, sums], ids=lambda p: p.name)
+@pytest.mark.sampled(0.5)
 def test_k_in_parts_without_a_store_of_the_gemm(program: Program) -> None:
     """Nothing there is stored by the GEMM itself, which quack 0.6.5 asks for."""
     assert "D" not in kernel_names(program).values()

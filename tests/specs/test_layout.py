@@ -344,6 +344,7 @@ def namespace(made: Spec) -> Any:
     return space["reference"]
 
 
+@pytest.mark.sampled(0.4)
 def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Program]) -> None:
     made, program = composed
     admit(made)
@@ -362,7 +363,7 @@ def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Pr
         assert (out.double() - due.double()).norm() <= allowed * due.double().norm()
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_the_judge_agrees(composed: tuple[Spec, Program]) -> None:
     made, program = composed
     assert not check_meaning(made, {"probe": program}, seed=1)
