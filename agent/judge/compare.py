@@ -22,7 +22,7 @@ TILE = 64
 _NEIGHBOURS, _RUN = (4, 8), 32
 # What the arithmetic may err, in standard disturbances; see `allowance`.
 SAFETY = 16.0
-# So many wrong elements, or a sixteenth of all, may be due to jumps.
+# So many wrong elements, or a quarter of all, may be due to jumps.
 _FEW = 8
 # Fast approximations flush what is less to 0.
 _FLUSHED = 2.0**-126
@@ -119,7 +119,7 @@ def few_wrong(out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor | No
     """Whether so few elements are further off than is allowed that jumps may be the reason."""
     off = (out.double() - truth).abs()
     wrong = off > (0.0 if allowed is None else allowed)
-    return int(wrong.sum()) <= max(_FEW, wrong.numel() >> 4)
+    return int(wrong.sum()) <= max(_FEW, wrong.numel() >> 2)
 
 
 def unit_of(dtype: torch.dtype) -> float:
