@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,8 @@ def test_a_kill_at_any_point_of_a_call_loses_nothing_unsaid(
     opened = call({"tool": "read_spec", "spec": "gemm_swiglu", "device": "cpu"})
     about["run"] = opened["document"]["run"]
     assert call({"tool": "write_candidate", "given": {"text": RIGHT}})["code"] == 0
-    for i in range(KILLS):
+    # By chance, several kills in turn may all come before a call or after it.
+    for i in takewhile(lambda i: i < KILLS or ("lost" not in came and i < 30), count()):
         assert call(DEMO)["code"] == 0  # the last run goes on, at a new bench
         asked, within = CALLS[i % len(CALLS)]
         if "spec" in asked:
@@ -297,7 +299,7 @@ def test_a_kill_at_any_point_of_a_call_loses_nothing_unsaid(
             state = runs.state(run)
             assert state.begun is None and state.outcome in ("running", "failed")
     assert call({"tool": "check", "given": {"level": "static"}})["code"] == 0
-    print(KILLS, "kills:", {kind: came.count(kind) for kind in sorted(set(came))})
+    print(len(came), "kills:", {kind: came.count(kind) for kind in sorted(set(came))})
     assert "lost" in came
     for _ in range(3):  # an end right after a call is no kill, and is not missed
         started[-1].terminate()
