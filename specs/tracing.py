@@ -72,12 +72,14 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 def folded(func: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     """`func`, or for a product of leading dims and a matrix the same with these flattened: torch
     2.11's own asks for its number of elements, which symbolic sizes do not have."""
-    if getattr(func, "__name__", "") not in ("linear", "matmul", "__matmul__") or kwargs:
+    if getattr(func, "__name__", "") not in ("linear", "matmul", "__matmul__") or len(args) < 2:
         return func
     x, matrix = args[:2]
     if not (hasattr(x, "ndim") and hasattr(matrix, "ndim") and x.ndim > 2 and matrix.ndim == 2):
         return func
-    return lambda x, *rest: func(x.flatten(0, -2), *rest).unflatten(0, x.shape[:-1])
+    return lambda x, *rest, **named: func(x.flatten(0, -2), *rest, **named).unflatten(
+        0, x.shape[:-1]
+    )
 
 
 def traced(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coda_agent.agent.plans.trace import Graph, Value, mapped
+from coda_agent.specs.tracing import folded
 
 PRODUCTS = frozenset({"linear", "mm", "matmul", "rmatmul", "addmm"})
 _REDUCTIONS = """
@@ -124,7 +125,8 @@ def carry_row_factors(
 
     def new(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
         metas, kept = mapped((args, kwargs), lambda x: x.meta if isinstance(x, Value) else x)
-        value = Value(f"c{len(made) + 1}", func, args, kwargs, func(*metas, **kept))
+        meta = folded(func, metas, kept)(*metas, **kept)
+        value = Value(f"c{len(made) + 1}", func, args, kwargs, meta)
         made.append(value)
         return value
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from typer.testing import CliRunner
 
@@ -284,6 +285,30 @@ def test_one_tensor_as_two_arguments_and_other_numbers_of_the_same_shapes() -> N
     with torch.autocast("cpu", torch.bfloat16):
         fused(square, other, square)
     assert "autocast" in fused.why
+
+
+class AsTorch211(TorchFunctionMode):
+    """Whose products of leading dims and a matrix ask symbolic sizes for their number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.linear, torch.matmul, Tensor.matmul) and args[0].ndim > 2:
+            if type(args[0].shape[0]) is not int:
+                raise RuntimeError("Cannot call numel() on tensor with symbolic sizes/strides")
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_of_leading_dims_has_symbolic_sizes() -> None:
+    def function(x: Tensor, r: Tensor, wo: Tensor, g: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        n = F.rms_norm(r + torch.matmul(x, wo), (D,), g, 1e-5)
+        return F.linear(n, w, bias=b)
+
+    args = [drawn(2, 24, H), drawn(2, 24, D), drawn(H, D), drawn(D).abs() + 0.5]
+    args += [drawn(FF, D), drawn(FF)]
+    fused = plain(function)
+    with AsTorch211():
+        plan = fused.plan(*args)
+    assert plan is not None and CARRY in [note.rule for note in plan.notes if note.fired]
+    assert torch.allclose(fused(*args), function(*args), atol=2e-2)
 
 
 def test_other_rows_take_the_kernel_that_was_composed(cache: Path) -> None:
