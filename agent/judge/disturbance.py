@@ -76,7 +76,7 @@ def disturbed(
     *,
     finer: float = 1.0,
     sign: float = 1.0,
-    single: bool = False,
+    grid: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """The exact reference with the result of each operation off by what float32 may err.
 
@@ -91,8 +91,8 @@ def disturbed(
         finer: A factor on all errors; float64's own are 2⁻²⁹ of float32's.
         sign: A factor on what approximations err of their range; -1 turns its direction, and 0
             leaves it out.
-        single: Results are rounded to float32, too: it hits 0 or a whole number where one lies
-            near, which noise alone never does.
+        grid: Results are rounded to float32 less so many bits, too: it hits 0 or a whole number
+            where one lies near, which noise alone never does.
     """
     import torch
 
@@ -128,7 +128,7 @@ def disturbed(
         unit = _APPROXIMATION if error == "result" else _OPERATION
         share = noise(result)
         off = result * (finer * unit * share)
-        if finer >= 1.0 and not single:  # float32 flushes what is less to 0, where a sign jumps
+        if finer >= 1.0 and grid is None:  # float32 flushes what is less to 0, where a sign jumps
             off += (_FLUSHED * share).where(result != 0, 0.0)
         if getattr(function, "__name__", "") in _OF_ONE:
             off += finer * unit * share
@@ -143,9 +143,11 @@ def disturbed(
             size, finite = argument.abs(), argument.nan_to_num()
             off += weight * (1 + (finite - finite.detach()) if error == "range" else size)
         moved = result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
-        return (
-            moved.where(moved.abs() >= _FLUSHED, 0.0).float().to(moved.dtype) if single else moved
-        )
+        if grid is None:
+            return moved
+        bits = moved.where(moved.abs() >= _FLUSHED, 0.0).float().view(torch.int32)
+        step = 1 << grid
+        return ((bits + step // 2) & -step).view(torch.float32).to(moved.dtype)
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()

@@ -88,7 +88,7 @@ name: generated_{number}
 gemm: [A, B]
 inputs:
   A: {{shape: [M, K]}}
-  B: {{shape: [N, K]}}
+  B: {{shape: {b}}}
 {inputs}outputs:
 {outputs}check_shapes: [{{M: 1, N: 16, K: 8}}, {{M: 37, N: 48, K: 24}}]
 ---
@@ -98,7 +98,7 @@ import torch.nn.functional as F
 
 
 def reference(A, B{names}):
-    D = A @ B.T
+    D = {product}
 {lines}    return {{{results}}}
 ```
 """
@@ -214,6 +214,18 @@ def reference(A, B{names}):
         ),
         pytest.param(
             4,
+            1358,
+            {"r": "[M, 1], dtype: T", "b": "[N], dtype: T, draw: {uniform: [0.5, 1.5]}"},
+            [
+                "x1 = torch.lerp(D, r, 0.25)",
+                "x2 = torch.stack((-x1[..., 1::2], x1[..., 0::2]), -1).flatten(-2)",
+                "x4 = torch.fmod(torch.where(x2 > D, x2, D * 2), b[None, :].abs() + 1)",
+            ],
+            {"O": ("x4", "T"), "s": ("(x4 > 0).float().sum(-1)", "float32")},
+            id="a remainder that is 0 in one step of many",
+        ),
+        pytest.param(
+            4,
             1400,
             {},
             ["x = D.frac().sign()"],
@@ -241,6 +253,8 @@ def test_a_right_program_near_a_jump_is_not_refused(
     shapes = {"O": "[M, N]", "H": "[M, N/2]", "s": "[M]", "n": "[N]"}
     text = NEAR_JUMPS.format(
         number=number,
+        product="A @ B" if number == 1358 else "A @ B.T",
+        b="[K, N]" if number == 1358 else "[N, K]",
         inputs="".join(f"  {n}: {{shape: {how}}}\n" for n, how in inputs.items()),
         outputs="".join(
             f"  {o}: {{shape: {shapes[o]}, dtype: {d}}}\n" for o, (_, d) in results.items()
