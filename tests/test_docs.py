@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is run: every ```python block, and the spelling of every command.
+"""What README.md, docs/ and the skill show is run: every ```python block, and the spelling of every command.
 
 - A block is run in this process, from an empty folder, alone: it has to bring its own imports.
 - A block whose fence says `python no-run` is an excerpt and is left alone.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "agent" / "skill.md"]
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```\s*$", re.DOTALL | re.MULTILINE)
 
 

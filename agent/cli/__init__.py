@@ -41,6 +41,7 @@ class _Root(TyperGroup):
             *lazily("authoring", "prompt"),
             *lazily("tool", "tool"),
             *lazily("authoring", "mcp"),
+            *lazily("skill", "skill"),
             *lazily("runs", "tips"),
             group("run", "One run.", *lazily("runs", "show")),
             group("eval", "Compare authors on a suite.",
