@@ -6,40 +6,38 @@ from typing import Annotated
 
 import typer
 
-from coda_agent.agent.cli.options import Json
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals import archive
 
 
-@reported
-def pack(as_json: Json = False) -> Reply:
+@reported()
+def pack() -> Reply:
     """Pack the raw records of all kernels into evals/archive/."""
     path = archive.pack_kernels(find())
     return Reply({"archive": path}, f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB")
 
 
-@reported
-def show(kernel: str, as_json: Json = False) -> Reply:
+@reported()
+def show(kernel: str) -> Reply:
     """Print what each gate saw of a kernel, whole."""
     workspace = find()
     records = archive.raw(workspace, workspace.kernel(kernel))
     return Reply(records, json.dumps(records, indent=1) if records else "no raw record is here")
 
 
-@reported
-def check(as_json: Json = False) -> Reply:
+@reported()
+def check() -> Reply:
     """Say whether every archive holds what its name and the evidence say."""
     found = archive.problems(find())
     return Reply({"problems": found}, "\n".join(found) or "complete", REFUSED if found else 0)
 
 
-@reported
+@reported()
 def unpack(
     file: Annotated[Path, typer.Argument(metavar="ARCHIVE", dir_okay=False, exists=True)],
     into: Annotated[Path, typer.Option(help="Folder.")] = Path("build", "archive"),
-    as_json: Json = False,
 ) -> Reply:
     """Write the files of an archive."""
     written = archive.unpack(file, into)

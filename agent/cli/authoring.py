@@ -13,8 +13,8 @@ from coda_agent.agent import runs as past
 from coda_agent.agent.authors.claude import model_named, server_named
 from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
-from coda_agent.agent.cli.options import DeviceOption, Json, NoCommit, RunName, sharing
-from coda_agent.agent.cli.report import columns, outcomes, progress, reported
+from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName
+from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
 from coda_agent.agent.cli.targets import here, require_gpu
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Desk, bench, serve
@@ -44,8 +44,7 @@ BaseUrl = Annotated[
 Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold back (A/B).")]
 
 
-@reported
-@sharing("sandbox", "contended")
+@reported("sandbox", "contended")
 def generate(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
@@ -60,7 +59,6 @@ def generate(
     base_url: BaseUrl = "",
     tip_holdout: Holdout = 0.0,
     no_commit: NoCommit = False,
-    as_json: Json = False,
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
     require_gpu(device)
@@ -72,22 +70,19 @@ def generate(
     options = authors.Options(
         model or "", effort, fallback_model, price, budget, tip_holdout, base_url
     )
-    who = _made(author or authors.default(), options, workspace, silent=as_json)
+    who = _made(author or authors.default(), options, workspace)
     if max_usd is not None and not who.in_dollars:
         hint = "give --price-in and --price-out, or --limit tokens=N instead"
         raise CodaError("--max-usd needs the model's price, which is not known", hint=hint)
-    with progress(silent=as_json) as observer:
+    with progress() as observer:
         outcome = pipeline.generate(
             workspace, path, who, observer, device=device, commit=not no_commit
         )
     return outcomes([outcome], single=True)
 
 
-@reported
-@sharing("sandbox", "contended")
-def resume(
-    run: RunName, max_usd: MaxUsd = None, limit: Limits = None, as_json: Json = False
-) -> Reply:
+@reported("sandbox", "contended")
+def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     """Go on with a model's run where it stopped, by its own limits unless others are given."""
     workspace = find()
     found = past.find(workspace, run)
@@ -97,19 +92,18 @@ def resume(
         raise CodaError(f"{found.id} is not a run of claude or messages", hint=hint)
     options = authors.Options.of(first.options)
     budget = options.budget.changed(max_usd, limit or [])
-    who = _made(str(first.author), replace(options, budget=budget), workspace, silent=as_json)
-    with progress(silent=as_json) as observer:
+    who = _made(str(first.author), replace(options, budget=budget), workspace)
+    with progress() as observer:
         outcome = pipeline.resume(workspace, found, who, observer)
     return outcomes([outcome], single=True)
 
 
-@reported
+@reported()
 def prompt(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
     cost: Annotated[bool, typer.Option("--cost", help="What each part costs, instead.")] = False,
     model: Model = None,
     base_url: BaseUrl = "",
-    as_json: Json = False,
 ) -> Reply:
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
     workspace = here()
@@ -151,8 +145,7 @@ def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[l
         return guessed, f"estimated: {error.message}"
 
 
-@reported
-@sharing("sandbox")
+@reported("sandbox", json_too=False)
 def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     workspace = find()
@@ -171,11 +164,9 @@ def price_of(price_in: float | None, price_out: float | None) -> Price | None:
     return None if price_in is None or price_out is None else Price.of(price_in, price_out)
 
 
-def _made(
-    name: str, options: authors.Options, workspace: Workspace, *, silent: bool
-) -> authors.Author:
+def _made(name: str, options: authors.Options, workspace: Workspace) -> authors.Author:
     """An author, its limits said."""
     who = authors.make(name, options, workspace)
-    if who.limits and not silent:
+    if who.limits and not quiet():
         typer.echo(who.limits)
     return who

@@ -8,7 +8,6 @@ import typer
 
 from coda_agent.agent import workspace
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.options import Json, sharing
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.cli.spec import Shapes, examples_of, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
@@ -24,8 +23,8 @@ _EXAMPLE = """an example, in that folder:
   coda-agent generate gemm_bias_act"""
 
 
-@reported
-def init(path: Annotated[Path, typer.Argument()] = Path(), as_json: Json = False) -> Reply:
+@reported()
+def init(path: Annotated[Path, typer.Argument()] = Path()) -> Reply:
     """Make a workspace: specs/, generated/, logs/ under git."""
     made, new = workspace.init(path)
     left = workspace.commit_made(made, new)
@@ -34,8 +33,8 @@ def init(path: Annotated[Path, typer.Argument()] = Path(), as_json: Json = False
     return Reply({"workspace": made.root, "made": new, "left": left}, text)
 
 
-@reported
-def doctor(as_json: Json = False) -> Reply:
+@reported()
+def doctor() -> Reply:
     """Say what this machine has, and what that makes possible."""
     items, level = diagnose(Path.cwd())
     rows = [
@@ -48,12 +47,10 @@ def doctor(as_json: Json = False) -> Reply:
     return Reply(document, f"{columns(rows)}\n\n{end}", code)
 
 
-@reported
-@sharing("sandbox")
+@reported("sandbox")
 def explain(
     target: Annotated[
-        str,
-        typer.Argument(metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION"),
+        str, typer.Argument(metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION")
     ],
     stage: Annotated[
         Literal["graph", "plan", "program", "cute", "ptx", "sass"] | None,
@@ -64,7 +61,6 @@ def explain(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Of a plan: rules that did not fire, too.")
     ] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Print one stage of a program on its way to the machine, or how a function is cut."""
     if ":" in target or stage == "plan":
@@ -104,10 +100,8 @@ def _planned(target: str, stage: str, shapes: list[str], *, verbose: bool) -> Re
     return Reply(document | {"texts": texts}, "\n\n".join(texts))
 
 
-@reported
-def primitives(
-    name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False
-) -> Reply:
+@reported()
+def primitives(name: Annotated[str | None, typer.Argument()] = None) -> Reply:
     """List what programs are written from, or describe one."""
     known = {entry.name: entry for entry in entries()}
     if name is None:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coda_agent.agent.cli.options import Json
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.cli.spec import check_free
 from coda_agent.agent.reply import Reply
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
     from coda_agent.agent.capture.steps import Captured
 
 
-@reported
+@reported()
 def capture(
     config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or its folder.")],
     batch: Annotated[int, typer.Option(min=2, help="Samples.")] = 2,
     positions: Annotated[int, typer.Option(min=2, help="Tokens of each sample.")] = 4096,
     force: Annotated[bool, typer.Option("--force", help="Overwrite specs that are there.")] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Write the specs of a model's layer, attention left out, and show what its steps move."""
     from coda_agent.agent.capture import config as configurations

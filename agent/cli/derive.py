@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent import references
-from coda_agent.agent.cli.options import Json, sharing
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.cli.spec import check_free
 from coda_agent.agent.cli.targets import here
@@ -18,8 +17,7 @@ from coda_agent.specs import load_spec
 _Names = list[str] | None
 
 
-@reported
-@sharing("sandbox")
+@reported("sandbox")
 def derive(
     spec: Annotated[str, typer.Argument(help="A forward spec's path or name.")],
     backward: Annotated[bool, typer.Option("--backward", help="What to derive.")] = False,
@@ -43,7 +41,6 @@ def derive(
         _Names, typer.Option(metavar="NAME=VALUE", help="A static parameter; else its first value.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite specs that are there.")] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Derive the specs of the backward pass of SPEC; they are checked against autograd."""
     from coda_agent.agent.authors.composer import Composer

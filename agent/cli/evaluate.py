@@ -13,8 +13,8 @@ from rich.text import Text
 
 from coda_agent.agent import authors
 from coda_agent.agent.cli.authoring import BaseUrl, Effort, PriceIn, PriceOut, price_of
-from coda_agent.agent.cli.options import DeviceOption, Json, sharing
-from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.cli.options import DeviceOption
+from coda_agent.agent.cli.report import columns, quiet, reported
 from coda_agent.agent.device import Device
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import Reply
@@ -39,8 +39,7 @@ _Told = Callable[[trials.Task, records.TrialRecord | None], None]
 Out = Annotated[Path | None, typer.Option(help="Folder of the records; evals/results/trials.")]
 
 
-@reported
-@sharing("executor")
+@reported("executor")
 def run(
     suite: SuiteName,
     author: Annotated[list[str], typer.Option(help=f"{_SPELLINGS}; repeatable.")],
@@ -56,11 +55,10 @@ def run(
     price_out: PriceOut = None,
     base_url: BaseUrl = "",
     out: Out = None,
-    as_json: Json = False,
 ) -> Reply:
     """Try authors on a suite. What is done is kept; run it again to go on."""
     options = authors.Options(effort=effort, price=price_of(price_in, price_out), base_url=base_url)
-    session = _Session(suite, author, device, out, options, silent=as_json)
+    session = _Session(suite, author, device, out, options)
     found = session.tried(count, jobs, only or [], repeat=repeat)
     together = session.suite.groups
     said = comparison.document(found, together)
@@ -70,8 +68,7 @@ def run(
     return Reply({"folder": session.folder, "authors": said}, text)
 
 
-@reported
-@sharing("executor")
+@reported("executor")
 def ablate(
     suite: SuiteName,
     author: Annotated[str, typer.Option(help=f"{_AIDED}.")],
@@ -85,11 +82,10 @@ def ablate(
     price_out: PriceOut = None,
     base_url: BaseUrl = "",
     out: Out = None,
-    as_json: Json = False,
 ) -> Reply:
     """Try an author with a part of its help and without, and say what the part is worth."""
     options = authors.Options(effort=effort, price=price_of(price_in, price_out), base_url=base_url)
-    session = _Session(suite, [author], device, out, options, silent=as_json)
+    session = _Session(suite, [author], device, out, options)
     parts = comparison.withheld(session.workspace, author, without, session.device)
     arms = [session.tried(count, jobs, only or [], without=w) for w in ((), parts)]
     full, deprived = (metrics.by_spec(r for rs in arm.values() for r in rs) for arm in arms)
@@ -107,14 +103,14 @@ class _Session:
 
     def __init__(
         self, suite: str, names: list[str], device: Device, out: Path | None,
-        options: authors.Options, *, silent: bool,
+        options: authors.Options,
     ) -> None:  # fmt: skip
         self.workspace = find()
         self.suite = definitions.load(suite, self.workspace.root / "evals" / "suites")
         self.device: records.Device = self.suite.device(device)
         self.folder = (out or trials_folder(self.workspace.root)) / self.suite.name
         self.authors = list(dict.fromkeys(names))
-        self.options, self.silent = options, silent
+        self.options = options
 
     def tried(
         self, count: int | None, jobs: int, only: list[str], *, repeat: bool = False,
@@ -127,7 +123,7 @@ class _Session:
         )  # fmt: skip
         for problem in read_records(self.folder).problems:
             typer.echo(f"not counted: {problem}", err=True)
-        with _watched(plan, silent=self.silent) as told, workers(jobs) as pool:
+        with _watched(plan) as told, workers(jobs) as pool:
             made = trials.run(plan, self.folder, pool, width=jobs, told=told)
         found: dict[str, list[records.TrialRecord]] = {}
         for record in sorted(made, key=lambda r: (self._place(r.author), r.author)):
@@ -141,13 +137,13 @@ class _Session:
 
 
 @contextlib.contextmanager
-def _watched(plan: trials.Plan, *, silent: bool) -> Iterator[_Told]:
+def _watched(plan: trials.Plan) -> Iterator[_Told]:
     """Shows trials as they begin and end: in a live table on a terminal, elsewhere a line each."""
     states: dict[tuple[str, str], list[str]] = {}
     for record in plan.done:
         states.setdefault((record.author, record.spec.name), []).append(record.outcome)
     left = len(plan.tasks)
-    live = not silent and sys.stdout.isatty() and left > 0
+    live = not quiet() and sys.stdout.isatty() and left > 0
 
     def told(task: trials.Task, record: records.TrialRecord | None) -> None:
         nonlocal left
@@ -157,7 +153,7 @@ def _watched(plan: trials.Plan, *, silent: bool) -> Iterator[_Told]:
             return
         of_spec[of_spec.index("…")] = record.outcome
         left -= 1
-        if not live and not silent:
+        if not live and not quiet():
             said = f": {record.reason}" if record.reason else ""
             typer.echo(
                 f"{task.author} {task.spec} {task.trial}: {record.outcome}{said} "

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.options import Json, sharing
 from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.export.objects import RUN, Wanted
 from coda_agent.agent.export.repository import write
@@ -16,8 +15,7 @@ from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.target import ARCHITECTURES
 
 
-@reported
-@sharing("sandbox")
+@reported("sandbox")
 def export(
     kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...")],
     out: Annotated[Path, typer.Option(help="The folder of the repository.")],
@@ -29,7 +27,6 @@ def export(
     arch: Annotated[
         list[str] | None, typer.Option(help="An architecture beside sm_90a: compiled, never run.")
     ] = None,
-    as_json: Json = False,
 ) -> Reply:
     """Compile kernels ahead, into a repository that torch and apache-tvm-ffi alone load."""
     if unknown := sorted(set(arch or ()) - set(ARCHITECTURES)):
@@ -38,7 +35,7 @@ def export(
     archs = tuple(dict.fromkeys((RUN, *(arch or ()))))
     wanted = Wanted(gpu, tiles, tuple(dtype or ()), archs)
     chosen = [targets.accepted(name) for name in dict.fromkeys(kernels)]
-    with progress(silent=as_json) as observer:
+    with progress() as observer:
 
         def tell(done: int, total: int, note: str) -> None:
             observer(

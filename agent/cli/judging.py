@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent.cli.options import DeviceOption, Json, sharing
-from coda_agent.agent.cli.report import reported
+from coda_agent.agent.cli.options import DeviceOption
+from coda_agent.agent.cli.report import quiet, reported
 from coda_agent.agent.cli.targets import require_gpu
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing as clock
@@ -34,24 +34,20 @@ Repeat = Annotated[int, typer.Option(min=1, help="How often each is judged.")]
 Seed = Annotated[int, typer.Option(help="Chooses the mutants and what they are judged on.")]
 
 
-@reported
-def mutants(
-    device: DeviceOption = "auto", count: Count = None, seed: Seed = 1, as_json: Json = False
-) -> Reply:
+@reported()
+def mutants(device: DeviceOption = "auto", count: Count = None, seed: Seed = 1) -> Reply:
     """Judge programs and lowerings with one fault each; resumes."""
-    with _judge(device, as_json) as judge:
+    with _judge(device) as judge:
         record = _mutants(judge, "mutants", count, seed)
         return _reply(judge, record, {"mutants": record}, _survived(record))
 
 
-@reported
-def diagnosis(
-    device: DeviceOption = "auto", count: Count = None, seed: Seed = 1, as_json: Json = False
-) -> Reply:
+@reported()
+def diagnosis(device: DeviceOption = "auto", count: Count = None, seed: Seed = 1) -> Reply:
     """How often the fault that the judge names is the one that was made, in mistakes
     that authors make, in the accepted kernels, and in the demonstrations, which it was not tuned
     on; judges what is missing."""
-    with _judge(device, as_json) as judge:
+    with _judge(device) as judge:
         wrong = selection.evenly(selection.authors(find()), count)
         authors = score_mutants(judge, "authors", wrong, seed=seed)
         record, held_out = (_mutants(judge, n, count, seed) for n in ("mutants", "held-out"))
@@ -59,10 +55,10 @@ def diagnosis(
         return _reply(judge, {**record, "held_out": held_out, "authors": authors}, shown, False)
 
 
-@reported
-def by_hand(device: DeviceOption = "auto", seed: Seed = 1, as_json: Json = False) -> Reply:
+@reported()
+def by_hand(device: DeviceOption = "auto", seed: Seed = 1) -> Reply:
     """Judge wrong programs that people wrote, in two sets; resumes."""
-    with _judge(device, as_json) as judge:
+    with _judge(device) as judge:
         chosen = {name: selection.by_hand(find(), name) for name in SETS}
         records = {
             name: score_mutants(judge, f"by-hand-{name}", wrong, seed=seed)
@@ -72,61 +68,55 @@ def by_hand(device: DeviceOption = "auto", seed: Seed = 1, as_json: Json = False
         return _reply(judge, records, shown, any(map(_survived, records.values())))
 
 
-@reported
-def corpus(
-    device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 5, as_json: Json = False
-) -> Reply:
+@reported()
+def corpus(device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 5) -> Reply:
     """Judge right programs, each several times with fresh seeds; resumes."""
-    with _judge(device, as_json) as judge:
+    with _judge(device) as judge:
         record = score_corpus(judge, *selection.right(find(), count), repeat=repeat)
         refused = any(c["refused"] for c in record["cells"].values())
         return _reply(judge, record, {"corpus": record}, refused)
 
 
-@reported
+@reported()
 def generated(
     count: Annotated[int, typer.Option(min=1, help="So many functions.")] = 5000,
-    seed: Seed = 1, as_json: Json = False,
+    seed: Seed = 1,
 ) -> Reply:  # fmt: skip
     """Compose PyTorch functions written at random, and judge what comes of it, on all cores;
     resumes."""
-    return _written(score_generated, "generated", count, seed, as_json)
+    return _written(score_generated, "generated", count, seed)
 
 
-@reported
+@reported()
 def plans(
     count: Annotated[int, typer.Option(min=1, help="So many functions.")] = 2000,
-    seed: Seed = 1, as_json: Json = False,
+    seed: Seed = 1,
 ) -> Reply:  # fmt: skip
     """Plan functions of two and three products written at random, and compare the plans with the
     functions in float64, on all cores; resumes."""
-    return _written(score_plans, "plans", count, seed, as_json)
+    return _written(score_plans, "plans", count, seed)
 
 
-@reported
-def latency(
-    device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 5, as_json: Json = False
-) -> Reply:
+@reported()
+def latency(device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 5) -> Reply:
     """Time whole verdicts from warm workers over the kernels of the paper."""
     workspace = find()
     # The one with most programs first: it warms up as many workers as any needs.
     names = selection.evenly(list(definitions.load("paper").specs), count)
     names.sort(key=lambda name: -len(load_spec(workspace.kernel(name).spec).bindings()))
-    with tempfile.TemporaryDirectory() as cache, _judge(device, as_json) as judge:
+    with tempfile.TemporaryDirectory() as cache, _judge(device) as judge:
         os.environ["QUACK_CACHE_DIR"] = cache  # an empty one: nothing compiled before counts
         timed = functools.partial(selection.verdict_s, workspace, judge.device)
         record = score_latency(judge, timed, names, repeat=repeat)
         return _reply(judge, record, {"latency": record}, False)
 
 
-@reported
-@sharing("contended")
+@reported("contended")
 def timing(
     trials: Annotated[int, typer.Option(min=1, help="Comparisons of a contender.")] = 200,
-    as_json: Json = False,
 ) -> Reply:
     """Compare a kernel with itself on this GPU: how often are the two called different?"""
-    with _judge("cuda", as_json) as judge:
+    with _judge("cuda") as judge:
         kernel = load_kernel(find().kernel(KERNEL).folder)
         use_cache()
         path = score_timing(
@@ -140,14 +130,14 @@ def timing(
 
 
 @contextmanager
-def _judge(device: str, silent: bool) -> Iterator[Judge]:
+def _judge(device: str) -> Iterator[Judge]:
     import torch
     from rich.console import Console
     from rich.progress import Progress
 
     require_gpu(device)
     cuda = device != "cpu" and torch.cuda.is_available()
-    with Progress(console=Console(stderr=True), disable=silent, transient=True) as bar:
+    with Progress(console=Console(stderr=True), disable=quiet(), transient=True) as bar:
         task = bar.add_task("")
 
         def say(done: int, total: int, note: str) -> None:
@@ -156,11 +146,9 @@ def _judge(device: str, silent: bool) -> Iterator[Judge]:
         yield Judge(find().root, "cuda" if cuda else "cpu", say)
 
 
-def _written(
-    score: Callable[..., dict[str, Any]], name: str, count: int, seed: int, silent: bool
-) -> Reply:
+def _written(score: Callable[..., dict[str, Any]], name: str, count: int, seed: int) -> Reply:
     """The reply to a score of functions written at random."""
-    with _judge("cpu", silent) as judge:
+    with _judge("cpu") as judge:
         record = score(judge, count, seed=seed)
         faulty = any(c["faults"] for c in record["cells"].values())
         return _reply(judge, record, {name: record}, faulty)

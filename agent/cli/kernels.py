@@ -8,16 +8,15 @@ import typer
 
 from coda_agent.agent import execution, pipeline
 from coda_agent.agent.cli import report, targets
-from coda_agent.agent.cli.options import All, DeviceOption, Json, Kernels, NoCommit, sharing
-from coda_agent.agent.cli.report import columns, outcomes, progress, reported
+from coda_agent.agent.cli.options import All, DeviceOption, Kernels, NoCommit
+from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Kernel, Workspace, find
 from coda_agent.primitives.errors import CodaError
 
 
-@reported
-@sharing("sandbox")
+@reported("sandbox")
 def check(
     target: Annotated[str, typer.Argument(metavar="FILE|KERNEL")],
     spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
@@ -25,7 +24,6 @@ def check(
     sanitize: Annotated[
         str | None, typer.Option(help="Tools of compute-sanitizer: memcheck,racecheck,initcheck.")
     ] = None,
-    as_json: Json = False,
 ) -> Reply:
     """Judge a program without timing or storing it."""
     tools: tuple[str, ...] = ()
@@ -35,31 +33,29 @@ def check(
         device, tools = "cuda", sanitizing.tools(sanitize)
     targets.require_gpu(device)
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
-    outcome = targets.judged("check", target, spec, device=device, gates=gates, silent=as_json)
+    outcome = targets.judged("check", target, spec, device=device, gates=gates)
     return outcomes([outcome], single=True)
 
 
-@reported
-@sharing("sandbox", "contended")
+@reported("sandbox", "contended")
 def verify(
     kernels: Kernels = None,
     every: All = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Every gate, stale or not.")] = False,
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
-    as_json: Json = False,
 ) -> Reply:
     """Judge again what is stale of accepted kernels; raise or revoke their levels."""
     targets.require_gpu(device)
     workspace = find()
     names = targets.named(kernels, every)
-    if every and not as_json and execution.usable_gpu(device) is None:
+    if every and not quiet() and execution.usable_gpu(device) is None:
         typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
                    "kept or revoked, and none raised above proved.")  # fmt: skip
     records: list[dict[str, Any]] = []
     for name in names:
         try:
-            with progress(silent=as_json or every) as observer:
+            with progress(silent=every) as observer:
                 outcome = pipeline.verify(
                     workspace, name, observer,
                     device=device, commit=not no_commit, fresh=fresh,
@@ -76,15 +72,15 @@ def verify(
         if other := _differing(workspace, workspace.kernel(name)):
             said += f"\n{name}: its spec.md differs from {other}; generate makes a kernel of that"
         records[-1]["differing_spec"] = other
-        if not as_json:
+        if not quiet():
             typer.echo(said)
     stand = sum(record["passed"] for record in records)
     text = f"{stand} of {len(records)} kernels stand"
     return Reply({"kernels": records}, text, report.REFUSED if stand < len(records) else 0)
 
 
-@reported
-def list_(as_json: Json = False) -> Reply:
+@reported()
+def list_() -> Reply:
     """List the kernels, and the specs still without one."""
     workspace = find()
     kernels = workspace.kernels()
@@ -103,8 +99,8 @@ def list_(as_json: Json = False) -> Reply:
     return Reply({"kernels": listed, "specs": missing}, text)
 
 
-@reported
-def show(kernel: Annotated[str, typer.Argument()], as_json: Json = False) -> Reply:
+@reported()
+def show(kernel: Annotated[str, typer.Argument()]) -> Reply:
     """Show a kernel: program, level, evidence in short, what a call dispatches."""
     found = find().kernel(kernel)
     evidence = found.evidence

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from coda_agent.agent import runs as past
-from coda_agent.agent.cli.options import Json, RunName
-from coda_agent.agent.cli.report import columns, reported
+from coda_agent.agent.cli.options import RunName
+from coda_agent.agent.cli.report import columns, quiet, reported
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Workspace, find
 from coda_agent.evals import definitions, entries, pages, record_files, regrading, staleness
@@ -26,7 +26,7 @@ RecordsOption = Annotated[
 ]
 
 
-@reported
+@reported()
 def leaderboard(
     records: RecordsOption = None,
     html: Annotated[Path | None, typer.Option(help="Write the pages here.")] = None,
@@ -34,7 +34,6 @@ def leaderboard(
     publish: Annotated[
         bool, typer.Option("--publish", help="Pack the workspace's records into evals/archive/.")
     ] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Rank authors from their trial records."""
     gc.disable()  # hundreds of thousands of objects and no garbage: it is a third of the time
@@ -64,12 +63,11 @@ def leaderboard(
     return Reply(document, "\n\n".join(parts) or f"no records in {folder}")
 
 
-@reported
+@reported()
 def enter(
     run: RunName,
     suite: Annotated[str, typer.Option(help="smoke, paper, catalogue, blocks, a path.")],
     records: RecordsOption = None,
-    as_json: Json = False,
 ) -> Reply:
     """Enter an agent's run at the tools (tool, mcp) in a suite, as its next trial of that spec."""
     workspace = find()
@@ -81,21 +79,21 @@ def enter(
     return Reply(document, f"{said} attempts, {made.spent.received} characters ({path})")
 
 
-@reported
-def regrade(records: RecordsOption = None, as_json: Json = False) -> Reply:
+@reported()
+def regrade(records: RecordsOption = None) -> Reply:
     """Judge the programs of stale records again; without a GPU, timed ones stay as they are."""
     found: list[regrading.Regraded] = []
     for one in regrading.regrade(*_places(records)):
         found.append(one)
-        if not as_json:
+        if not quiet():
             typer.echo(f"{one.outcome}: {one.record} ({one.why})")
     counts = Counter(one.outcome for one in found)
     end = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return Reply({"records": [one._asdict() for one in found]}, end or "nothing is stale")
 
 
-@reported
-def scaling(as_json: Json = False) -> Reply:
+@reported()
+def scaling() -> Reply:
     """Sum up trials that were run on one GPU of a host and on all: evals/results/scaling/."""
     summary, packed = evaluations.summarise(find().root)
     found = json.loads(summary.read_text("utf-8"))
@@ -104,7 +102,7 @@ def scaling(as_json: Json = False) -> Reply:
     return Reply({**found, "written": [summary, packed]}, columns(rows))
 
 
-@reported
+@reported()
 def audit(
     record: Annotated[str, typer.Argument(help="The name of a record's file.")],
     finding: Annotated[
@@ -113,7 +111,6 @@ def audit(
     ],
     evidence: Annotated[str, typer.Option(help="What shows it: a line, a file, a link.")],
     records: RecordsOption = None,
-    as_json: Json = False,
 ) -> Reply:
     """Write down what you found out about a trial; it is in its cell from then on."""
     _, folder = _places(records)

@@ -9,7 +9,7 @@ import typer
 
 from coda_agent.agent import shapes
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.options import All, Json, Kernels, sharing
+from coda_agent.agent.cli.options import All, Kernels
 from coda_agent.agent.cli.report import columns, outcomes, reported
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge import timing
@@ -30,8 +30,7 @@ from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.objects import use_cache
 
 
-@reported
-@sharing("sandbox", "contended")
+@reported("sandbox", "contended")
 def bench(
     kernels: Kernels = None,
     every: All = False,
@@ -58,7 +57,6 @@ def bench(
     table: Annotated[
         bool, typer.Option("--table", help="Only write the page in docs/ from what is stored.")
     ] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
     root = find().root
@@ -82,7 +80,7 @@ def bench(
             layer_speed.measure(
                 root, clock=timing, machine=_machine(), cases=_names(models),
                 names=_names(contenders), rounds=rounds, seconds=seconds,
-                say=lambda line: typer.echo(line, err=as_json),
+                say=typer.echo,
             )  # fmt: skip
         return _written(layer_speed.write_page(root))
     if suite is not None:
@@ -97,7 +95,7 @@ def bench(
             contest.run_contest(
                 root, chosen, clock=timing, machine=_machine(), kernels=kernels or [],
                 sizes=numbers, models=_names(models), names=_names(contenders), rounds=rounds,
-                seconds=seconds, say=lambda line: typer.echo(line, err=as_json),
+                seconds=seconds, say=typer.echo,
             )  # fmt: skip
         page = shapes_page if rows else contest_page
         return _written(page.write_page(root, chosen))
@@ -105,7 +103,7 @@ def bench(
         path = write_table(root)
         return Reply({"table": path}, f"wrote {path}")
     targets.require_gpu("cuda")
-    judged = (targets.judged("bench", n, silent=as_json) for n in targets.named(kernels, every))
+    judged = (targets.judged("bench", n) for n in targets.named(kernels, every))
     return outcomes(list(judged))
 
 

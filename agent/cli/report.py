@@ -6,14 +6,17 @@ pages and greps the same as it reads.
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from coda_agent.agent.cli.options import SHARED
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
 
@@ -23,28 +26,63 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge.records import Observer
     from coda_agent.agent.pipeline import Outcome
 
+_AS_JSON = ContextVar("_AS_JSON", default=False)
 
-P = ParamSpec("P")
+
+def reported(
+    *shared: str, json_too: bool = True
+) -> Callable[[Callable[..., Reply]], Callable[..., None]]:
+    """Makes a function returning a Reply into a command, which has options of `SHARED` and --json.
+
+    One that has `sandbox` begins only where a sandbox as strong works.
+    """
+
+    def decorate(command: Callable[..., Reply]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(*, as_json: bool = False, **given: Any) -> None:
+            with _one_document() if as_json else contextlib.nullcontext():
+                reply = answered(lambda: command(**_own(shared, given)))
+            if said := json.dumps(plain(reply.document), indent=1) if as_json else reply.text:
+                typer.echo(said, err=reply.err and not as_json)
+            raise typer.Exit(reply.code)
+
+        signature, kind = inspect.signature(command), inspect.Parameter.KEYWORD_ONLY
+        more = [
+            inspect.Parameter(name, kind, default=None, annotation=SHARED[name])
+            for name in (*shared, *["as_json"] * json_too)
+        ]
+        parameters = [*signature.parameters.values(), *more]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
-def reported(command: Callable[P, Reply]) -> Callable[P, None]:
-    """Makes a function returning a Reply into a command; its --json parameter is `as_json`."""
+def _own(shared: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
+    """What of the options a command takes itself; the others go to where `SHARED` says.
 
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        as_json = bool(kwargs.get("as_json"))
-        with _stdout_to_stderr() if as_json else contextlib.nullcontext():
-            reply = answered(functools.partial(command, *args, **kwargs))
-        if said := json.dumps(plain(reply.document), indent=1) if as_json else reply.text:
-            typer.echo(said, err=reply.err and not as_json)
-        raise typer.Exit(reply.code)
+    Raises:
+        MachineError: the sandbox that is asked for does not work here.
+    """
+    for name in shared:
+        if value := given.pop(name):
+            os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
+    if "sandbox" in shared and os.environ.get("CODA_AGENT_SANDBOX"):
+        from coda_agent.agent import sandbox
 
-    return run
+        sandbox.choose()
+    return given
+
+
+def quiet() -> bool:
+    """Whether stdout is to be one document, so that progress is not told."""
+    return _AS_JSON.get()
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Sends what libraries and child processes print to stderr: stdout is one document."""
+def _one_document() -> Iterator[None]:
+    """Sends what libraries and child processes print to stderr."""
+    before = _AS_JSON.set(True)
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
@@ -54,6 +92,7 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+        _AS_JSON.reset(before)
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
@@ -111,10 +150,10 @@ def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
 
 
 @contextlib.contextmanager
-def progress(*, silent: bool) -> "Iterator[Observer]":
+def progress(*, silent: bool = False) -> "Iterator[Observer]":
     """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere. The spinner
     is gone before anything else is printed, and with the context."""
-    if silent:
+    if silent or quiet():
         yield lambda *_: None
         return
     status: Status | None = None

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from coda_agent.agent.cli.options import Json
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find
@@ -14,12 +13,11 @@ from coda_agent.evals.review import Review, index, ordered, write_pages
 from coda_agent.primitives.errors import WorkspaceError
 
 
-@reported
+@reported()
 def review(
     kernel: Annotated[str | None, typer.Argument(metavar="[KERNEL]")] = None,
     html: Annotated[bool, typer.Option("--html", help="Write a page per kernel.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of --html; build/review.")] = None,
-    as_json: Json = False,
 ) -> Reply:
     """Show what accepted kernels stand on; what needs a look is on top."""
     workspace = find()

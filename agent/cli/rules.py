@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from coda_agent.agent.cli.options import Json
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.judge import rules
 from coda_agent.agent.reply import Reply
@@ -26,8 +25,8 @@ def _root(context: typer.Context) -> None:
 
 
 @app.command()
-@reported
-def show(as_json: Json = False) -> Reply:
+@reported()
+def show() -> Reply:
     """The versions, and what differs from the lock."""
     differing, locked = rules.differing(), rules.lock()
     rows = [("rule", "version", "sources", "why"), *(
@@ -54,16 +53,16 @@ def _unconfirmed() -> dict[str, list[str]]:
 
 
 @app.command("raise")
-@reported
-def raise_(names: Rules, why: Why, as_json: Json = False) -> Reply:
+@reported()
+def raise_(names: Rules, why: Why) -> Reply:
     """The meaning of rules changed: verdicts by them have to be given again."""
     locked = rules.raise_versions(names, why)
     return _changed(names, {name: locked[name].version for name in names})
 
 
 @app.command()
-@reported
-def same(names: Rules, why: Why, as_json: Json = False) -> Reply:
+@reported()
+def same(names: Rules, why: Why) -> Reply:
     """Rules are worded otherwise and mean the same; the judge's scores then have to confirm it."""
     locked = rules.declare_same(names, why)
     return _changed(names, {name: locked[name].version for name in names})

@@ -9,21 +9,19 @@ import typer
 from coda_agent.agent import pipeline
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
-from coda_agent.agent.cli.options import DeviceOption, Json, RunName, sharing
-from coda_agent.agent.cli.report import columns, progress, reported
+from coda_agent.agent.cli.options import DeviceOption, RunName
+from coda_agent.agent.cli.report import columns, progress, quiet, reported
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import find
 
 
-@reported
-@sharing("sandbox", "contended")
+@reported("sandbox", "contended")
 def replay(
     run: RunName,
     device: DeviceOption = "auto",
     commit: Annotated[bool, typer.Option("--commit", help="Accept what passes.")] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Repeat a recorded author's calls before today's judge; no network."""
     workspace = find()
@@ -31,7 +29,7 @@ def replay(
     recorded = found.folder / "spec.md"
     who = Replay(past.history(found.folder)[0])
     path = recorded if recorded.is_file() else workspace.resolve_spec(str(past.state(found).spec))
-    with progress(silent=as_json) as observer:
+    with progress() as observer:
         outcome = pipeline.generate(workspace, path, who, observer, device=device, commit=commit)
     document = {**outcome.record(), "differences": who.differences, "skipped": who.skipped}
     lines = [f"differs: {line}" for line in who.differences]
@@ -40,8 +38,8 @@ def replay(
     return Reply(document, "\n".join(lines), REFUSED if who.differences else 0)
 
 
-@reported
-def runs(as_json: Json = False) -> Reply:
+@reported()
+def runs() -> Reply:
     """List the runs: who, what, how it ended, what it cost."""
     found = [(run, past.state(run)) for run in past.everything(find())]
     rows = [
@@ -52,17 +50,16 @@ def runs(as_json: Json = False) -> Reply:
     return Reply([{"run": r.id, **s.record()} for r, s in found], columns(rows) or "no runs yet")
 
 
-@reported
+@reported()
 def show(
     run: RunName,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
-    as_json: Json = False,
 ) -> Reply:
     """What was tried in a run, what the judge said, what it cost."""
     from rich.console import Console
 
     found = past.find(find(), run)
-    if as_json:
+    if quiet():
         return Reply([event.line() for event in past.history(found.folder)[0]])
     if html:
         console = Console(record=True, file=io.StringIO(), width=140)
@@ -73,12 +70,11 @@ def show(
     return Reply(None)
 
 
-@reported
+@reported()
 def tips(
     prune: Annotated[
         list[str] | None, typer.Option(help='A tip to remove; "auto": those that did not help.')
     ] = None,
-    as_json: Json = False,
 ) -> Reply:
     """List what earlier runs taught, with its worth: shown against held back."""
     store = Tips.of(find())

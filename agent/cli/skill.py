@@ -6,15 +6,13 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent import skill as skills
-from coda_agent.agent.cli.options import Json
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.reply import Reply
 
 
-@reported
+@reported()
 def skill(
     out: Annotated[Path, typer.Option(help="The skill's folder, whose name is the skill's.")],
-    as_json: Json = False,
 ) -> Reply:
     """Write an agent skill: how to write specs and programs, with every demonstration."""
     paths = skills.write(out)

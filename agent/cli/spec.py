@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent import references
-from coda_agent.agent.cli.options import Json, sharing
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.cli.targets import here
 from coda_agent.agent.reply import Reply
@@ -39,8 +38,7 @@ Shapes = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
 
 
-@reported
-@sharing("sandbox")
+@reported("sandbox")
 def new(
     function: Annotated[
         str, typer.Argument(metavar="MODULE:FUNCTION|FILE.py:FUNCTION|-", help="- reads stdin.")
@@ -48,7 +46,6 @@ def new(
     shape: Shapes = None,
     name: Annotated[str | None, typer.Option(help="The spec's; else the function's.")] = None,
     force: Force = False,
-    as_json: Json = False,
 ) -> Reply:
     """Draft a spec from a PyTorch function and an example of its shapes."""
     workspace = find()
@@ -65,22 +62,17 @@ def new(
     return Reply(_about(spec), f"{path}: {_line(spec)}\nnext: coda-agent generate {called}")
 
 
-@reported
-@sharing("sandbox")
-def check(
-    spec: Annotated[str, typer.Argument(help="A spec's path or name.")], as_json: Json = False
-) -> Reply:
+@reported("sandbox")
+def check(spec: Annotated[str, typer.Argument(help="A spec's path or name.")]) -> Reply:
     """Parse SPEC and admit it, in the sandbox; no program is written or judged."""
     found = load_spec(resolve_spec(spec, here()))
     references.admitted(found)
     return Reply(_about(found), f"{found.path}: {_line(found)}")
 
 
-@reported
+@reported()
 def copy(
-    spec: Annotated[str, typer.Argument(help="A shipped spec's name.")],
-    force: Force = False,
-    as_json: Json = False,
+    spec: Annotated[str, typer.Argument(help="A shipped spec's name.")], force: Force = False
 ) -> Reply:
     """Copy a shipped spec into the workspace, to change it there."""
     known = packaged_specs()

@@ -130,12 +130,11 @@ def judged(
     *,
     device: Device = "cuda",
     gates: tuple[str, ...] | None = None,
-    silent: bool,
 ) -> pipeline.Outcome:
     """What the judge says of a FILE or KERNEL, in a run of its own."""
     text, found = program(target, spec)
     run = new_run(kind, found.name)
-    with progress(silent=silent) as observer:
+    with progress() as observer:
         return pipeline.judge_only(run, kind, found, text, observer, device=device, gates=gates)
 
 

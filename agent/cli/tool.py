@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from coda_agent.agent.bench.client import VARIABLE, Bench
-from coda_agent.agent.cli.options import DeviceOption, Json, NoCommit, sharing
+from coda_agent.agent.cli.options import DeviceOption, NoCommit
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.reply import Reply
@@ -22,8 +22,7 @@ _TEXTS = {"write_candidate", "edit_candidate"}
 """The tools whose help has the rules of the language."""
 
 
-@reported
-@sharing("sandbox", "contended")
+@reported("sandbox", "contended")
 def tool(
     context: typer.Context,
     name: Annotated[
@@ -45,7 +44,6 @@ def tool(
     help: Annotated[
         bool, typer.Option("--help", help="Show this, or after a tool's name what it takes.")
     ] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Work at a run's bench: call one of an author's tools."""
     root = above(Path.cwd())

@@ -9,7 +9,7 @@ import typer
 
 from coda_agent.agent import fitting, pipeline, shapes, warming
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.options import All, Json, Kernels, sharing
+from coda_agent.agent.cli.options import All, Kernels
 from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.execution import executor
 from coda_agent.agent.reply import REFUSED, Reply
@@ -39,8 +39,7 @@ RowsOption = Annotated[str, typer.Option(help="Values of M, with --from-model.")
 ROWS = "1,16,64,128,512,2048,8192"
 
 
-@reported
-@sharing("sandbox", "contended")
+@reported("sandbox", "contended")
 def tune(
     kernel: Annotated[str, typer.Argument(help="A kernel of the workspace or of the package.")],
     shape: ShapeOption = None,
@@ -50,7 +49,6 @@ def tune(
     commit: Annotated[
         bool, typer.Option("--commit", help="Also into the workspace's tuned.json, and commit it.")
     ] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Find a kernel's best tiles for your own shapes on this GPU, and keep them for its calls."""
     named = _named(shape, file, from_model, rows)
@@ -59,7 +57,7 @@ def tune(
     wanted = named(found.spec)
     targets.require_gpu("cuda")
 
-    with progress(silent=as_json) as observer:
+    with progress() as observer:
 
         def observe(type: str, data: dict[str, Any]) -> None:
             if type != "gate.finished" or not data.get("passed"):  # three gates a shape
@@ -79,8 +77,7 @@ def tune(
     return Reply({"tuned": lines, "cache": path, "commit": sha}, "\n".join(text))
 
 
-@reported
-@sharing("sandbox")
+@reported("sandbox")
 def warm(
     kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help="As for tune.")],
     shape: ShapeOption = None,
@@ -93,22 +90,20 @@ def warm(
     gpu: Annotated[
         str | None, typer.Option(help='Such as "NVIDIA H200"; else the one here.')
     ] = None,
-    as_json: Json = False,
 ) -> Reply:
     """Compile ahead what calls of these shapes will run, so that a first call compiles nothing."""
     named = _named(shape, file, from_model, rows)
     found = [targets.accepted(name) for name in dict.fromkeys(kernels)]
     work = [warming.ahead(k, named(k.spec), gpu=gpu, block=block_size) for k in found]
     jobs, folds = ([x for part in parts for x in part] for parts in zip(*work, strict=True))
-    with progress(silent=as_json) as observer:
+    with progress() as observer:
         built = warming.compiled(jobs, folds, observer)
     said = f"{built.new} compiled, {built.known} were there, in {built.folder}"
     text = "\n".join([*(f"{job}: {why}" for job, why in built.failed.items()), said])
     return Reply(vars(built), text, REFUSED if built.failed else 0)
 
 
-@reported
-@sharing("sandbox", "contended")
+@reported("sandbox", "contended")
 def fit(
     kernels: Kernels = None,
     every: All = False,
@@ -118,7 +113,6 @@ def fit(
     from_model: ModelOption = None,
     rows: RowsOption = ROWS,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure what is known, too.")] = False,
-    as_json: Json = False,
 ) -> Reply:
     """Measure kernels over shapes on this GPU, and fit what picks their tiles elsewhere.
 
@@ -132,9 +126,9 @@ def fit(
 
     def say(line: str) -> None:
         lines.append(line)
-        typer.echo(line, err=as_json)
+        typer.echo(line)
 
-    with progress(silent=as_json) as observer:
+    with progress() as observer:
         path = fitting.fit_tables(
             workspace.generated, chosen, executor(), observer,
             count=count, also=named, fresh=fresh, say=say,
