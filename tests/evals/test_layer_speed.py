@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coda_agent.agent.judge.samples import Samples
+from coda_agent.evals import layer_cases, layer_speed, pages
 from coda_agent.evals.layer_speed import CASES, measure, write_page
+from coda_agent.layers import functional
 from coda_agent.primitives.errors import CodaError
 
 SMALL = ["block 2048", "block Qwen2.5-7B", "head 4096"]
@@ -53,10 +57,61 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
         assert 0.0 < cell["errors"]["ours"] <= 1.05  # at these sizes single roundings count
     assert clock.calls == 3 * 3 * len(SMALL)
     assert run(tmp_path, clock) == [f"{case}: in the record" for case in SMALL]
+    cells["block 2048"]["fallbacks"] = {"eager": "graph break: a *print*"}
+    pages.write_record(file, {"suite": "layers", "date": "2026-11-23"}, cells)
     _, page = write_page(tmp_path)
     text = page.read_text()
-    assert "| block 2048 | both | 10 | 0.900 (0.900–0.900) | 1.500 (1.500–1.500) |" in text
+    assert (
+        "| block 2048 | both | 10 | 0.900 (0.900–0.900) | 1.500 (1.500–1.500), fell back |" in text
+    )
+    assert "| block Qwen2.5-7B | both | 10 | 0.900 (0.900–0.900) | 1.500 (1.500–1.500) |" in text
+    assert "- block 2048: PyTorch: graph break: a \\*print\\*" in text
     assert f"Not measured yet: {', '.join(c for c in CASES if c not in SMALL)}." in text
+
+
+def test_a_cell_is_of_its_sources_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = layer_speed._sources()
+    assert {"functional.py", "kernels.py", "layer_cases.py"} < before["sources"].keys()
+    assert before["kernels"].keys() >= {"gemm_rmsnorm_swiglu", "gemm_residual_partial_rmsnorm_bwd"}
+    monkeypatch.setitem(functional.gemm_rmsnorm.tuned, "another GPU", {})
+    then = layer_speed._sources()
+    assert [n for n, held in then["kernels"].items() if held != before["kernels"][n]] == [
+        "gemm_rmsnorm"
+    ]
+    assert then["sources"] == before["sources"]
+
+
+def test_what_torch_compile_leaves_as_it_was_is_named() -> None:
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break("on purpose")
+        return x * 2
+
+    found: dict[str, Any] = {"absent": {}, "fallbacks": {}}
+
+    def ready(name: str) -> Any:
+        if name == "liger":
+            raise ValueError("no such\nkernel")
+        way = torch.compile({"compile": whole}.get(name, broken), backend="eager")
+        assert torch.equal(way(torch.ones(2)), torch.full((2,), 2.0))
+        return way
+
+    made = layer_cases.prepared(["compile", "liger", "liger_compile"], ready, found, "cuda")
+    assert [*made] == ["compile", "liger_compile"]
+    assert found["absent"] == {"liger": "ValueError: no such"}
+    assert [*found["fallbacks"]] == ["liger_compile"]
+    assert found["fallbacks"]["liger_compile"].startswith("graph break: ")
+    with (
+        layer_cases.fallbacks() as said
+    ):  # as where Triton does not compile a kernel that is traced
+        try:
+            raise ValueError
+        except ValueError:
+            logger = logging.getLogger("torch._higher_order_ops.triton_kernel_wrap")
+            logger.warning("Encountered an exception", exc_info=True)
+    assert said == ["Encountered an exception (ValueError)"]
 
 
 def test_what_is_unknown_is_said(tmp_path: Path) -> None:
