@@ -25,6 +25,19 @@ NAME = "coda-agent-kernels"
 # One for each release of CUDA that torch may be built for; they hold the same bytes.
 _CUDA = "cu128", "cu130"
 _MARK = "metadata.json"
+_MAPPING = """A model takes these in place of its own layers of a name, with gradients and under
+torch.compile; weights stay the model's. `help` of each says what it expects there.
+
+```python
+from kernels import CUDAProperties, Device, LocalLayerRepository
+
+hopper = Device("cuda", CUDAProperties(90, 90))
+names = [{layers}]
+mapping = {{x: {{hopper: LocalLayerRepository(Path("."), layer_name=x)}} for x in names}}
+```
+
+Call `kernelize(model, mode=Mode.TRAINING)` within `use_kernel_mapping(mapping)`. From the Hub,
+`LayerRepository` takes the place of `LocalLayerRepository`."""
 
 
 def write(
@@ -58,7 +71,7 @@ def write(
         {"gpu": wanted.gpu, "ran": [RUN], "folds": folded, "kernels": abouts}
     )
     files |= _loader()
-    files["__init__.py"] = _module([kernel.name for kernel in kernels]).encode()
+    files |= _modules([kernel.name for kernel in kernels])
     metadata = _metadata(files, wanted, kernels[0].folder)
     files[_MARK] = _json(metadata)
     import tvm_ffi
@@ -97,7 +110,16 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
 
-def _module(names: Sequence[str]) -> str:
+def _layers(kernels: Sequence[str]) -> list[str]:
+    """The layers that run by these kernels."""
+    from coda_agent.agent.export.loader.layers import LAYERS
+
+    return [name for name, (kernel, _) in LAYERS.items() if kernel in kernels]
+
+
+def _modules(kernels: Sequence[str]) -> dict[str, bytes]:
+    """What is imported of the repository, and its layers where it has any."""
+    layers, public = _layers(kernels), [*kernels, "KernelError"]
     lines = [
         '"""Kernels that were compiled ahead: `help` of each says what it takes and computes."""',
         "",
@@ -107,11 +129,25 @@ def _module(names: Sequence[str]) -> str:
         "from ._loader.store import KernelError",
         "",
         "_kernels = load(Path(__file__).parent)",
-        *(f'{name} = _kernels["{name}"]' for name in names),
-        "",
-        f"__all__ = {sorted([*names, 'KernelError'])}",
+        *(f'{name} = _kernels["{name}"]' for name in kernels),
     ]
-    return "\n".join(lines) + "\n"
+    files = {}
+    if layers:
+        lines += ["", "from . import layers"]
+        public.append("layers")
+        text = [
+            '"""Layers that run by these kernels, for a mapping of `kernels`."""',
+            "",
+            "from . import _kernels",
+            "from ._loader.layers import layer",
+            "",
+            *(f'{name} = layer("{name}", _kernels)' for name in layers),
+            "",
+            f"__all__ = {layers}",
+        ]
+        files["layers.py"] = ("\n".join(text) + "\n").encode()
+    lines += ["", f"__all__ = {sorted(public)}"]
+    return files | {"__init__.py": ("\n".join(lines) + "\n").encode()}
 
 
 def _metadata(files: Mapping[str, bytes], wanted: Wanted, folder: Path) -> dict[str, Any]:
@@ -152,7 +188,7 @@ def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: st
         "```python\nfrom pathlib import Path\nfrom kernels import get_local_kernel\n",
         f'kernels = get_local_kernel(Path("."))\nhelp(kernels.{kernels[0].name})\n```\n',
         "- A is (…, M, K) and B (N, K), the `nn.Linear` layout. K is last in memory; other strides",
-        "  are copied. There is no backward pass.",
+        "  are copied. Kernels have no backward pass, layers have one.",
         "- Final reductions are folded by one launch more; `block_size` gives the partials.",
         f"- Tiles are chosen by what was measured on {wanted.gpu}.",
         f"- Operators are `torch.ops.{id_}.<kernel>`.",
@@ -160,6 +196,8 @@ def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: st
     ]
     if never := [arch for arch in wanted.archs if arch != RUN]:
         lines.append(f"- Objects for {', '.join(never)} compile, and never ran.")
+    if layers := _layers([kernel.name for kernel in kernels]):
+        lines += ["", "## Layers", "", _MAPPING.format(layers=", ".join(map(repr, layers)))]
     for kernel, doc in zip(kernels, docs, strict=True):
         evidence = kernel.evidence
         lines += ["", f"## {kernel.name}", "", "```", doc, "```", ""]
