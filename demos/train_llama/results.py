@@ -1,0 +1,90 @@
+"""What the training shows: where losses end, time and memory of a step, and the curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from coda_agent.demos.train_llama.chart import Panel, chart
+
+_Records = Sequence[dict[str, Any]]
+# Student's t, two-sided 95 %, of 1 to 9 degrees of freedom; of more it is smaller.
+_T95 = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
+
+
+def ends(records: _Records) -> dict[str, dict[int, float]]:
+    """By form and seed, the mean loss of the last tenth of steps."""
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        tail = record["losses"][-max(1, len(record["losses"]) // 10) :]
+        found.setdefault(record["form"], {})[record["seed"]] = statistics.fmean(tail)
+    return found
+
+
+def verdict(records: _Records) -> tuple[bool, str]:
+    """Whether our losses end within seed noise, and lines that say so.
+
+    The noise is measured on PyTorch's ends over n seeds, as the band in which 95 of 100 further
+    seeds would end, were ends normal: mean ± t · s · sqrt(1 + 1 / n), Student's t of n - 1 degrees.
+    """
+    last = ends(records)
+    plain, ours = last.get("PyTorch", {}), last["coda-agent"]
+    if len(plain) < 2:
+        return True, "Seed noise was not measured: it takes PyTorch and two seeds."
+    middle, n = statistics.fmean(plain.values()), len(plain)
+    half = _T95[min(n, len(_T95) + 1) - 2] * statistics.stdev(plain.values()) * (1 + 1 / n) ** 0.5
+    within = all(abs(end - middle) <= half for end in ours.values())
+    shift = max(abs(ours[seed] - end) for seed, end in plain.items())
+    return within, (
+        f"By PyTorch's {n} seeds, 95 of 100 seeds end within {middle:.4f} ± {half:.4f}. "
+        f"{'All' if within else 'Not all'} of coda-agent's do.\n"
+        f"At the same seed the two end at most {shift:.4f} apart."
+    )
+
+
+def rows(records: _Records, tokens: int) -> list[tuple[str, ...]]:
+    """A table: form, where each seed ends, ms a step with its middle half, how many times as fast
+    as PyTorch beside it, tokens/s, and peak memory. `tokens` are those of a step."""
+    found: list[tuple[str, ...]]
+    found = [("", "losses at the end", "ms a step", "over PyTorch", "tokens/s", "peak MiB")]
+    plain = {r["seed"]: r["seconds"] for r in records if r["form"] == "PyTorch"}
+    for form, last in ends(records).items():
+        own = [r for r in records if r["form"] == form]
+        times = [1e3 * t for r in own for t in r["seconds"]]
+        shown = "not timed", "", ""
+        if len(times) > 1:
+            middle, (low, _, high) = statistics.median(times), statistics.quantiles(times, n=4)
+            pairs = [zip(plain[r["seed"]], r["seconds"], strict=True) for r in own if plain]
+            over = [theirs / t for pair in pairs for theirs, t in pair]
+            ratio = f"{statistics.median(over):.3f}" if over else ""
+            shown = f"{middle:.2f} ({low:.2f}–{high:.2f})", ratio, f"{1e3 * tokens / middle:.0f}"
+        peaks = [r["peak_mib"] for r in own if r["peak_mib"]]
+        losses = " ".join(f"{end:.4f}" for end in last.values())
+        found.append((form, losses, *shown, str(max(peaks)) if peaks else ""))
+    return found
+
+
+def drawn(records: _Records) -> str:
+    """loss.svg: losses by step, and how far each is from the mean of PyTorch's seeds."""
+    lines: dict[str, list[list[float]]] = {}
+    for record in records:
+        lines.setdefault(record["form"], []).append(_smooth(record["losses"]))
+    panels = [Panel("Loss (mean of 10 steps)", lines)]
+    if "PyTorch" in lines:
+        steps = [*zip(*lines["PyTorch"], strict=True)]
+        middle = [statistics.fmean(step) for step in steps]
+        apart = {f: [_less(line, middle) for line in own] for f, own in lines.items()}
+        del apart["PyTorch"]
+        band = _less(map(min, steps), middle), _less(map(max, steps), middle)
+        title = "The same less the mean of PyTorch's seeds, which lie in the band"
+        panels.append(Panel(title, apart, band))
+    return chart("A small Llama in training", panels)
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    return [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+
+
+def _less(values: Any, middle: Sequence[float]) -> list[float]:
+    return [v - m for v, m in zip(values, middle, strict=True)]
