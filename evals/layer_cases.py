@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.evals.contest import Clock
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKENS, HEAD_DIM, EPS = 16384, 128, 1e-5
-PHASES = ("forward", "backward", "both")
-CONTENDERS = {
-    "ours": "ours", "gemm": "the bare products", "eager": "PyTorch", "compile": "torch.compile",
-    "liger": "Liger", "liger_compile": "Liger under torch.compile",
-}  # fmt: skip
 Values = dict[str, "Tensor"]
 Way = Callable[[Values], "tuple[Tensor, ...]"]
 
@@ -41,11 +36,17 @@ class Widths:
     kv: int = 0
     bias: bool = False
     words: int = 0
+    PHASES: ClassVar = ("forward", "backward", "both")
+    CONTENDERS: ClassVar = ("ours", "gemm", "eager", "compile", "liger", "liger_compile")
 
     def shrunk(self, by: int) -> Widths:
         """So many times as small, in multiples of 16."""
         sizes = {n: -(-x // by // 16) * 16 for n, x in asdict(self).items() if n != "bias"}
         return Widths(**sizes, bias=self.bias)
+
+    def on(self, device: str, shrink: int) -> Case:
+        """The case on a device, so many times as small."""
+        return Case(self.shrunk(shrink), device, TOKENS // shrink)
 
 
 class Case:
@@ -54,13 +55,11 @@ class Case:
     Args:
         widths: Of what.
         device: "cpu" interprets and compiles nothing.
-        shrink: Divides all sizes.
+        tokens: Rows.
     """
 
-    PHASES, CONTENDERS = PHASES, tuple(CONTENDERS)
-
-    def __init__(self, widths: Widths, device: str, shrink: int) -> None:
-        self.widths, self.device, self.tokens = widths.shrunk(shrink), device, TOKENS // shrink
+    def __init__(self, widths: Widths, device: str, tokens: int) -> None:
+        self.widths, self.device, self.tokens = widths, device, tokens
         whole = self.widths.d % HEAD_DIM == 0 and self.widths.kv % HEAD_DIM == 0
         self.dh = HEAD_DIM if whole else 16
         self.values = self._drawn()

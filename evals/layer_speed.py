@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.judge import rules
-from coda_agent.evals import layer_cases, pages
+from coda_agent.evals import layer_cases, pages, train_step
 from coda_agent.evals.contest import Clock, require_hopper
-from coda_agent.evals.layer_cases import CONTENDERS, PHASES, Case, Widths
+from coda_agent.evals.layer_cases import Widths
+from coda_agent.evals.train_step import Training
 from coda_agent.primitives.errors import CodaError
 
 ROUNDS = 15
-CASES = {
+CONTENDERS = {
+    "ours": "ours", "gemm": "the bare products", "eager": "PyTorch", "compile": "torch.compile",
+    "liger": "Liger", "liger_compile": "Liger under torch.compile",
+}  # fmt: skip
+CASES: dict[str, Widths | Training] = {
     "block 2048": Widths(2048, 5632, 512),
     "block 4096": Widths(4096, 11008, 1024),
     "block 8192": Widths(8192, 28672, 1024),
@@ -25,6 +30,7 @@ CASES = {
     "block Qwen2.5-7B": Widths(3584, 18944, 512, bias=True),
     "head 4096": Widths(4096, words=32000),
     "head Llama-3-8B": Widths(4096, words=128256),
+    "train-1b": Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
 }
 
 
@@ -66,32 +72,34 @@ def measure(
         require_hopper()
     path = pages.gpu_record(root, "layers", machine, device)
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
-    wanted, sources = {"ours", "gemm", *(names or CONTENDERS)}, _sources()
+    sources = _sources()
     for done, case in enumerate(cases or CASES):
-        widths = CASES[case].shrunk(shrink)
-        about = [machine["gpu"], machine["packages"], asdict(widths), clock.PROTOCOL, sources]
-        digest = _digest(about)
-        held = cells.get(case, {})
-        if held.get("digest") == digest and {*held["forward"]["times"], *held["absent"]} >= wanted:
+        what = CASES[case]
+        wanted = {"ours", "gemm", *(names or CONTENDERS)} & {*what.CONTENDERS}
+        sizes = asdict(what.shrunk(shrink) if shrink > 1 else what)
+        about = [machine["gpu"], machine["packages"], sizes, clock.PROTOCOL, sources]
+        digest, held = _digest(about), cells.get(case, {})
+        whole = what.PHASES[-1]
+        if held.get("digest") == digest and {*held[whole]["times"], *held["absent"]} >= wanted:
             say(f"{case}: in the record")
             continue
         if done and seconds is not None and time.monotonic() - began > seconds:
             say(f"{case} and what follows: left, after {seconds:g} s")
             break
         started = time.monotonic()
-        it = Case(CASES[case], device, shrink)
+        it = what.on(device, shrink)
         found = it.measured(wanted, clock, rounds or ROUNDS)
         took = round(time.monotonic() - started, 1)
         cells[case] = {
-            "digest": digest, "widths": asdict(widths), "tokens": it.tokens,
-            "machine": machine, **found, "seconds": took,
+            "digest": digest, "sizes": sizes, "tokens": it.tokens, "machine": machine, **found,
+            "seconds": took,
         }  # fmt: skip
         del it
         pages.write_record(path, {"suite": "layers", "date": pages.today()}, cells)
-        over = {n: r["ratio"] for n, r in found["both"]["over"].items() if n != "ours"}
+        over = {n: r["ratio"] for n, r in found[whole]["over"].items() if n != "ours"}
         fell = dict.fromkeys(found["fallbacks"], " (fell back)")
         said = ", ".join(f"{n} {ratio:.3f}{fell.get(n, '')}" for n, ratio in over.items())
-        say(f"{case}: forward and backward over {said} ({took} s)")
+        say(f"{case}: {whole} over {said} ({took} s)")
     return path
 
 
@@ -102,7 +110,8 @@ def _sources() -> dict[str, Any]:
     from coda_agent.generated.kernel import Kernel
     from coda_agent.layers import functional
 
-    files = [*Path(layers.__file__).parent.glob("*.py"), Path(layer_cases.__file__)]
+    ours = Path(layers.__file__).parent.glob("*.py")
+    files = [*ours, *(Path(str(cases.__file__)) for cases in (layer_cases, train_step))]
     meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in sorted(files)}
     kernels = (kernel for kernel in vars(functional).values() if isinstance(kernel, Kernel))
     called = {
@@ -129,7 +138,7 @@ def write_page(root: Path) -> list[Path]:
     others = [n for n in CONTENDERS if n != "ours"]
     rows = [("", "", "ours, µs", *(f"over {CONTENDERS[n]}" for n in others))]
     for case, cell in cells.items():
-        for phase in PHASES:
+        for phase in CASES[case].PHASES:
             over = cell[phase]["over"]
             fell = dict.fromkeys(cell.get("fallbacks", ()), ", fell back")
             shown = [pages.filled(pages.interval("it"), {"it": over[n]}) + fell.get(n, "")
@@ -138,10 +147,18 @@ def write_page(root: Path) -> list[Path]:
     memory = [("", *(CONTENDERS[n] for n in CONTENDERS if n != "gemm"), "error")]
     for case, cell in cells.items():
         peaks = (str(cell["peak_mib"].get(n, "")) for n in CONTENDERS if n != "gemm")
-        memory.append((case, *peaks, str(cell["errors"]["ours"])))
+        memory.append((case, *peaks, str(cell.get("errors", {}).get("ours", ""))))
+    named = {n: label for n, label in CONTENDERS.items() if n in Training.CONTENDERS}
+    steps = [("", *(f"{label}, tokens/s" for label in named.values()))]
+    losses = [("", *named.values())]
+    for case, cell in ((case, cell) for case, cell in cells.items() if "step" in cell):
+        times = {n: time["median_us"] for n, time in cell["step"]["times"].items()}
+        speeds = {n: f"{cell['tokens'] / us * 1e6:.0f}" for n, us in times.items()}
+        for row, shown in ((steps, speeds), (losses, cell["losses"])):
+            row.append((case, *(str(shown.get(n, "")) for n in named)))
     page = pages.write(
         root / "docs" / "layers.md", "layers.md", record=file.relative_to(root).as_posix(),
-        date=record["date"], rows=rows, memory=memory, cells=cells,
+        date=record["date"], rows=rows, memory=memory, steps=steps, losses=losses,
         left=[case for case in CASES if case not in cells],
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.evals import layer_cases, layer_speed, pages
 from coda_agent.evals.layer_speed import CASES, measure, write_page
+from coda_agent.evals.train_step import Training
 from coda_agent.layers import functional
 from coda_agent.primitives.errors import CodaError
 
@@ -67,6 +69,49 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
     assert "| block Qwen2.5-7B | both | 10 | 0.900 (0.900–0.900) | 1.500 (1.500–1.500) |" in text
     assert "- block 2048: PyTorch: graph break: a \\*print\\*" in text
     assert f"Not measured yet: {', '.join(c for c in CASES if c not in SMALL)}." in text
+
+
+def test_a_training_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case, clock = CASES["train-1b"], Clock()
+    assert isinstance(case, Training)
+    found = case.on("cpu", 64).measured({"ours", "compile"}, clock, 10)
+    assert found["absent"] == {"compile": "needs a GPU"} and clock.calls == 1
+    step = case.on("cpu", 64)
+    before = step.model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    plain = float(step.model(input_ids=step.ids, labels=step.ids).loss)
+    assert found["losses"]["ours"] == pytest.approx(plain, rel=2e-3)
+    assert step.model.lm_head.weight is step.model.model.embed_tokens.weight
+    step.measured({"ours"}, clock, 10)
+    assert not torch.equal(before, step.model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_training_step_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.models.llama", None)
+    with pytest.raises(CodaError, match="transformers is not installed, whose Llama"):
+        CASES["train-1b"].on("cpu", 64)
+
+
+def test_the_page_gives_tokens_a_second(tmp_path: Path) -> None:
+    one = {"ratio": 1.25, "low": 1.2, "high": 1.3}
+    cell = {
+        "tokens": 32768, "machine": MACHINE, "losses": {"ours": 11.9, "compile": 11.8},
+        "peak_mib": {"ours": 7, "compile": 8}, "absent": {"liger": "ImportError: no"},
+        "step": {"times": {"ours": {"median_us": 400000.0}, "compile": {"median_us": 5e5}},
+                 "over": {"ours": one, "compile": one}},
+    }  # fmt: skip
+    path = tmp_path / "evals" / "results" / "layers-nvidia-h200.json"
+    path.parent.mkdir(parents=True)
+    pages.write_record(path, {"suite": "layers", "date": "2026-11-23"}, {"train-1b": cell})
+    text = write_page(tmp_path)[1].read_text()
+    for line in (
+        "| train-1b | step | 400000 |  |  | 1.250 (1.200–1.300) |  |  |",
+        "| train-1b | 7 |  | 8 |  |  |  |",
+        "| train-1b | 81920 | 65536 |  |  |",
+        "| train-1b | 11.9 | 11.8 |  |  |",
+        "- train-1b: Liger: ImportError: no",
+    ):
+        assert line in text
 
 
 def test_a_cell_is_of_its_sources_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +171,8 @@ def test_the_readme_gives_what_the_record_has() -> None:
     cells = json.loads((root / "evals" / "results" / "layers-nvidia-h200.json").read_text())[
         "cells"
     ]
-    over = {case: cell["both"]["over"]["compile"]["ratio"] for case, cell in cells.items()}
+    whole = {case: cell for case, cell in cells.items() if "both" in cell}
+    over = {case: cell["both"]["over"]["compile"]["ratio"] for case, cell in whole.items()}
     blocks = sorted(ratio for case, ratio in over.items() if case.startswith("block"))
     heads = [f"{ratio:.2f} times" for case, ratio in over.items() if case.startswith("head")]
     text = " ".join((root / "README.md").read_text().split())

@@ -1,0 +1,140 @@
+"""A whole training step of a Llama of transformers' by coda_agent.layers, torch.compile and Liger:
+forward, backward and AdamW.
+
+All contenders train the same weights, by one optimizer, on the same random tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from coda_agent.evals.contest import Clock
+from coda_agent.evals.layer_cases import peak, prepared, timed
+from coda_agent.primitives.errors import CodaError
+
+
+@dataclass(frozen=True)
+class Training:
+    """A Llama with tied embeddings, and the tokens of a step."""
+
+    width: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    words: int
+    theta: float
+    batch: int
+    length: int
+    PHASES: ClassVar = ("step",)
+    CONTENDERS: ClassVar = ("ours", "compile", "liger", "liger_compile")
+
+    def shrunk(self, by: int) -> Training:
+        """About so many times as small."""
+        heads, kv_heads = max(2, self.heads // by), max(1, self.kv_heads // by)
+        dim = max(16, self.width // self.heads // by)
+        ffn, words = (-(-x // by // 16) * 16 for x in (self.ffn, self.words))
+        sizes = max(2, self.layers // by), heads, kv_heads, words, self.theta
+        batch, length = max(1, self.batch // by), max(16, self.length // by)
+        return Training(heads * dim, ffn, *sizes, batch, length)
+
+    def on(self, device: str, shrink: int) -> Step:
+        """The case on a device, so many times as small."""
+        return Step(self.shrunk(shrink) if shrink > 1 else self, device)
+
+
+class Step:
+    """A training step on one device.
+
+    Raises:
+        CodaError: transformers is not installed.
+    """
+
+    def __init__(self, what: Training, device: str) -> None:
+        import torch
+
+        try:
+            from transformers.models.llama import (  # pyright: ignore[reportMissingImports]
+                modeling_llama,
+            )
+        except ImportError:
+            raise CodaError(
+                "transformers is not installed, whose Llama the case trains",
+                hint="`pip install transformers`, or name other cases with --models",
+            ) from None
+        self.what, self.device, self.tokens = what, device, what.batch * what.length
+        self.home: Any = modeling_llama
+        config = modeling_llama.LlamaConfig(
+            hidden_size=what.width, intermediate_size=what.ffn, num_hidden_layers=what.layers,
+            num_attention_heads=what.heads, num_key_value_heads=what.kv_heads,
+            vocab_size=what.words, max_position_embeddings=max(what.length, 2048),
+            rope_theta=what.theta, rms_norm_eps=1e-5, tie_word_embeddings=True, use_cache=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        kept = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)  # of parameters alone: frequencies stay float32
+        try:
+            with torch.device(device):
+                self.model = modeling_llama.LlamaForCausalLM(config).train()
+        finally:
+            torch.set_default_dtype(kept)
+        self.ids = torch.randint(what.words, (what.batch, what.length), device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+
+    def measured(self, wanted: Iterable[str], clock: Clock, rounds: int) -> dict[str, Any]:
+        """Times, peak memory in MiB, the loss of the first weights, why a contender is absent, and
+        what torch.compile left as it was."""
+        found: dict[str, Any] = {"absent": {}, "fallbacks": {}, "losses": {}, "peak_mib": {}}
+        rotation = self.home.apply_rotary_pos_emb
+        names = [name for name in Training.CONTENDERS if name in wanted]
+        try:
+            ready = lambda name: self._ready(name, rotation, found["losses"])
+            steps = prepared(names, ready, found, self.device)
+            for step in steps.values():
+                step()  # the optimizer makes its states
+            if self.device == "cuda":
+                found["peak_mib"] = {name: peak(step) for name, step in steps.items()}
+            found["step"] = timed(clock, steps, rounds)
+        finally:
+            self.home.apply_rotary_pos_emb = rotation
+        return found
+
+    def _ready(
+        self, name: str, rotation: Callable[..., Any], losses: dict[str, float]
+    ) -> Callable[[], None]:
+        import torch
+
+        self.home.apply_rotary_pos_emb = rotation
+        shared = {id(p): p for p in self.model.parameters()}
+        model = copy.deepcopy(self.model, shared)
+        if name == "ours":
+            from coda_agent.layers import apply_coda_kernels_to_llama
+
+            if left := apply_coda_kernels_to_llama(model).left:
+                raise CodaError(f"ours leaves parts as they are: {left}")
+        elif name.startswith("liger"):
+            from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+                apply_liger_kernel_to_llama,
+            )
+
+            apply_liger_kernel_to_llama(model=model)
+        rotates = self.home.apply_rotary_pos_emb  # ours and Liger replace the module's
+        called = torch.compile(model, dynamic=False) if "compile" in name else model
+
+        def loss() -> Any:
+            self.home.apply_rotary_pos_emb = rotates
+            found = called(input_ids=self.ids, labels=self.ids).loss
+            found.backward()
+            return found
+
+        def step() -> None:
+            loss()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        losses[name] = round(loss().item(), 5)
+        self.optimizer.zero_grad()
+        return step
