@@ -7,7 +7,7 @@ chart.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +28,7 @@ _BARS_STYLE = """text { font: 11px system-ui, sans-serif; fill: #24292f } .end {
 @media (prefers-color-scheme: dark) { text { fill: #d7dce2 } .one { stroke: #d7dce2 } }"""
 
 Point = tuple[float, float]
+Box = tuple[str, str, str]
 
 
 def dataflow(program: Program, dtypes: Mapping[str, str]) -> Markup:
@@ -43,11 +44,45 @@ def dataflow(program: Program, dtypes: Mapping[str, str]) -> Markup:
         if n.op != "const" or i in graph.outputs.values()
     }
     parents |= {name: [root] for name, root in graph.outputs.items()}
-    rank: dict[Any, int] = {}
-    for key in parents:
-        rank[key] = 1 + max((rank[p] for p in parents[key]), default=-1)
+    rank = _ranked(parents)
     for key in (i for i in parents if isinstance(i, int) and nodes[i].op == "operand"):
         rank[key] = max(0, min(rank[c] for c in parents if key in parents[c]) - 1)
+
+    def box(key: Any) -> Box:
+        if isinstance(key, str):
+            return "out", f"{key}: {program.outputs[key].__name__}", dtypes.get(key, "")
+        node = nodes[key]
+        kind = node.op if node.op in ("acc", "operand") else "op"
+        under = f" {dtypes.get(node.name, 'float32')}" * (kind != "op")
+        return kind, _label(program, key), node.shape.value + under
+
+    widths = {i: _WIDTHS.get(nodes[i].shape, 1) for i in parents if isinstance(i, int)}
+    return _layered(f"Dataflow of {program.name}", parents, rank, box, widths)
+
+
+def steps(title: str, parents: Mapping[Any, Sequence[Any]], box: Callable[[Any], Box]) -> Markup:
+    """Steps from the first down to the last, each under those whose results it takes.
+
+    Args:
+        title: Of the picture.
+        parents: By step, in order, those before it that it takes from.
+        box: A step's kind, what stands in its box, and below that.
+    """
+    return _layered(title, parents, _ranked(parents), box, {})
+
+
+def _ranked(parents: Mapping[Any, Sequence[Any]]) -> dict[Any, int]:
+    rank: dict[Any, int] = {}
+    for key, above in parents.items():
+        rank[key] = 1 + max((rank[p] for p in above), default=-1)
+    return rank
+
+
+def _layered(
+    title: str, parents: Mapping[Any, Sequence[Any]], rank: dict[Any, int],
+    box: Callable[[Any], Box], widths: Mapping[Any, float],
+) -> Markup:  # fmt: skip
+    rank = dict(rank)
     chains: list[list[Any]] = []  # each edge with a place kept for it in every layer it crosses
     for key, above in parents.items():
         for p in dict.fromkeys(above):
@@ -64,24 +99,16 @@ def dataflow(program: Program, dtypes: Mapping[str, str]) -> Markup:
             middle = (y + _HIGH + y1) / 2
             path += f"C{x0:.0f} {middle:.0f} {x1:.0f} {middle:.0f} {x1:.0f} {y1}"
             path += f"V{y1 + _HIGH}" if (x1, y1) != points[-1] else ""
-        parts.append(_path(path, "flow", stroke_width=_WIDTHS.get(nodes[chain[0]].shape, 1)))
+        parts.append(_path(path, "flow", stroke_width=widths.get(chain[0], 1)))
     for key in parents:
-        if isinstance(key, str):
-            kind, label = "out", f"{key}: {program.outputs[key].__name__}"
-            under = dtypes.get(key, "")
-        else:
-            node = nodes[key]
-            kind = node.op if node.op in ("acc", "operand") else "op"
-            label, under = _label(program, key), node.shape.value
-            if kind != "op":
-                under += f" {dtypes.get(node.name, 'float32')}"
+        kind, label, under = box(key)
         middle, top = x[key], rank[key] * _LAYER + 6
         parts += [
             _rect(middle - _BOX / 2, top, _BOX, _HIGH, f"box {kind}", rx=5),
             _text(middle, top + 16, label, "mid strong"),
             _text(middle, top + 31, under, "mid small"),
         ]
-    return _svg(wide, (max(rank.values()) + 1) * _LAYER, f"Dataflow of {program.name}", parts)
+    return _svg(wide, (max(rank.values()) + 1) * _LAYER, title, parts)
 
 
 def _placed(rank: dict[Any, int], chains: list[list[Any]]) -> tuple[dict[Any, float], float]:

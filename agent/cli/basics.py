@@ -61,17 +61,25 @@ def explain(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Of a plan: rules that did not fire, too.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a plan as a page with its picture.")
+    ] = None,
 ) -> Reply:
     """Print one stage of a program on its way to the machine, or how a function is cut."""
+    stage = stage or ("plan" if ":" in target or html else None)
+    if html and stage != "plan":
+        raise WorkspaceError(f"--html shows a plan, and --stage is {stage}", hint="--stage plan")
     if ":" in target or stage == "plan":
-        return _planned(target, stage or "plan", shape or [], verbose=verbose)
+        return _planned(target, stage or "plan", shape or [], html, verbose=verbose)
     program, spec = targets.explainable(target)
     stage = stage or "program"
     text = explained(spec, program, stage, variant=variant)
     return Reply({"target": target, "stage": stage, "text": text}, text.rstrip())
 
 
-def _planned(target: str, stage: str, shapes: list[str], *, verbose: bool) -> Reply:
+def _planned(
+    target: str, stage: str, shapes: list[str], html: Path | None, *, verbose: bool
+) -> Reply:
     """The plan of a function or of a spec's reference, or one stage of each of its kernels."""
     from coda_agent.agent.plans import show  # it imports what runs kernels
 
@@ -85,6 +93,14 @@ def _planned(target: str, stage: str, shapes: list[str], *, verbose: bool) -> Re
         source, examples = spec_examples(spec)
     found = show.explained(source, examples)
     document = {"target": target, "stage": stage, **found.model_dump(mode="json")}
+    if html:
+        from coda_agent.evals import plan_page  # jinja2 takes as long as the rest
+
+        try:
+            plan_page.write(html, source.name, found)
+        except OSError as error:
+            raise WorkspaceError(f"{html} cannot be written: {error.strerror}") from error
+        return Reply(document | {"html": html}, f"wrote {html}")
     if stage == "plan":
         parts = [
             f"{heading}\n" + indent(columns(rows), "  ")

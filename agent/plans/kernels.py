@@ -44,13 +44,18 @@ class Composed:
         text: The candidate.
         level: What the judge gave it: "" where it was not asked, else "proved" or "verified"; or
             the level of the accepted kernel that computes the same.
-        accepted: That kernel's name, or "".
+        folder: That kernel's, or "".
     """
 
     spec: Spec
     text: str
     level: str
-    accepted: str
+    folder: str
+
+    @property
+    def accepted(self) -> str:
+        """The accepted kernel's name, or ""."""
+        return Path(self.folder).name
 
     @cached_property
     def program(self) -> Program:
@@ -66,7 +71,7 @@ class Composed:
         programs = {self.spec.name: self.program}
         if not self.accepted:
             return _LOADED.setdefault(name, Kernel(self.spec, programs, {}, frozenset(), name))
-        known = load_kernel(_accepted()[self.accepted][0].folder)
+        known = load_kernel(Path(self.folder))
         like = Kernel(
             self.spec, programs, known.tuned, known.refused, name, known.user, known.folder,
             known.spills,
@@ -103,19 +108,22 @@ def composed(
     known = remembered(path)
     if "refused" in known:
         raise ProgramError(known["refused"])
-    if known.get("accepted", "") and known["accepted"] not in _accepted():
+    folder = known.get("folder")
+    if folder is None or (folder and known["accepted"] != _evidence(Path(folder))):
         known = {}
     try:
         source = extracted(text, "plan")
         if not known:
             spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
             known = {"spec": spec.text, "text": Composer().write(spec, lambda *_: None)}
-            known |= {"level": "", "accepted": equal(load(known["text"])[spec.name], spec)}
+            twin = _equal(load(known["text"])[spec.name], spec)
+            known |= {"level": "", "folder": str(twin.folder) if twin else ""}
+            known["accepted"] = _evidence(twin.folder) if twin else ""
         else:
             spec = load_spec(Path(f"{source.name}.md"), text=known["spec"])
         if known["accepted"]:
             known["level"] = "accepted"
-        elif judged and known["level"] != _reachable():
+        elif judged and known["level"] != "verified" and known["level"] != _reachable():
             known["level"] = _judged(spec, known["text"])
     except CodaError as error:
         if kept and not isinstance(error, MachineError):
@@ -123,7 +131,7 @@ def composed(
         raise
     if kept:
         remember(path, known)
-    return Composed(spec, known["text"], known["level"], known["accepted"])
+    return Composed(spec, known["text"], known["level"], known["folder"])
 
 
 def _example(name: str, x: Value, a: Value) -> Example:
@@ -181,13 +189,31 @@ def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
     }
 
 
+def _evidence(folder: Path) -> str:
+    """A digest of an accepted kernel's program and of what is known of it; "" where there is none.
+
+    What was kept of a step names the kernel that computes the same. Without a look at that program
+    and at its level it would outlive both.
+    """
+    try:
+        found = [(folder / x).read_bytes() for x in ("kernel.py", "spec.md", "evidence.json")]
+    except OSError:
+        return ""
+    return hashlib.sha256(b"\0".join(found)).hexdigest()
+
+
 def equal(program: Program, spec: Spec) -> str:
     """The name of the accepted kernel that computes the same with the same types, or ""."""
-    for name, (_, programs, theirs) in _accepted().items():
+    twin = _equal(program, spec)
+    return twin.name if twin else ""
+
+
+def _equal(program: Program, spec: Spec) -> Entry | None:
+    for kernel, programs, theirs in _accepted().values():
         if any(_same(program, p) for p in programs):
             if sorted(_types(theirs)) == sorted(_types(spec)):
-                return name
-    return ""
+                return kernel
+    return None
 
 
 def _types(spec: Spec) -> Iterator[str]:

@@ -45,6 +45,7 @@ class Cost(BaseModel):
         launches: On the device; of a call of PyTorch one, where it moves anything.
         floor_us: The roofline of an H200.
         what: Whose kernel it is, or why it is PyTorch's.
+        takes: The places of the steps whose results it takes.
     """
 
     step: str
@@ -52,6 +53,7 @@ class Cost(BaseModel):
     launches: int
     floor_us: float
     what: str
+    takes: list[int] = []
 
 
 class Shown(BaseModel):
@@ -75,6 +77,15 @@ class Shown(BaseModel):
     packed: int
     kernels: list[tuple[str, str, str]]
 
+    def total(self) -> Cost:
+        """All steps of the plan together."""
+        return Cost(
+            step="plan", bytes=sum(c.bytes for c in self.steps),
+            launches=sum(c.launches for c in self.steps),
+            floor_us=sum(c.floor_us for c in self.steps),
+            what=f"{self.packed / 1e6:.1f} MB of weights are packed once" * bool(self.packed),
+        )  # fmt: skip
+
 
 def shown(graph: Graph, plan: Plan | None = None) -> Shown:
     """The plan of a graph; where none is given, one of which nothing is judged or kept."""
@@ -85,11 +96,16 @@ def shown(graph: Graph, plan: Plan | None = None) -> Shown:
     made = [(k, k.made.about) for k in plan.kernels if isinstance(k.made, Made)]
     packed = [x for k, _ in made for x in k.inputs if x.name in k.made.packed]  # type: ignore[attr-defined]
     whole = [_call(v, "") for v in called.values if not _free(v)]
+    steps = [step for step in plan.steps if not _free(step)]
+    makers = {v: i for i, s in enumerate(steps) for v in _outputs(s)}
     return Shown(
         graph=[f"{v.name} = {written(v)}  # {list(v.shape)}" for v in called.values],
         notes=plan.notes,
         changed=diff[2:],
-        steps=[_cost(step, plan) for step in plan.steps if not _free(step)],
+        steps=[
+            _cost(step, plan).model_copy(update={"takes": sorted(_makers(step, makers))})
+            for step in steps
+        ],
         eager=Cost(
             step="eager", bytes=sum(c.bytes for c in whole), launches=len(whole),
             floor_us=sum(c.floor_us for c in whole), what="each call by itself",
@@ -106,15 +122,9 @@ def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[
         rows = [(n.rule, n.where, n.why) for n in found.notes if n.fired == fired]
         yield "rules that fired" if fired else "rules that did not fire", rows
     yield "changed", [(line,) for line in found.changed]
-    total = Cost(
-        step="plan", bytes=sum(c.bytes for c in found.steps),
-        launches=sum(c.launches for c in found.steps),
-        floor_us=sum(c.floor_us for c in found.steps),
-        what=f"{found.packed / 1e6:.1f} MB of weights are packed once" * bool(found.packed),
-    )  # fmt: skip
     rows = [
         (c.step, f"{c.bytes / 1e6:.1f} MB", c.launches, f"{c.floor_us:.1f} us", c.what)
-        for c in (*found.steps, total, found.eager)
+        for c in (*found.steps, found.total(), found.eager)
     ]
     yield "plan, with bytes, launches and an H200's roofline", rows
 
@@ -137,6 +147,22 @@ def explained(source: Source, examples: Mapping[str, Example]) -> Shown:
 
 def _free(step: Kernel | Value) -> bool:
     return isinstance(step, Value) and (step.view or not step.tensor)
+
+
+def _outputs(step: Kernel | Value) -> list[Value]:
+    return step.outputs if isinstance(step, Kernel) else [step]
+
+
+def _makers(step: Kernel | Value, makers: Mapping[Value, int]) -> set[int]:
+    """The places of the steps that make what it takes, or what that is a view of."""
+    found, pending = set[int](), [*step.inputs]
+    while pending:
+        x = pending.pop()
+        if x in makers:
+            found.add(makers[x])
+        else:
+            pending += x.inputs
+    return found
 
 
 def _cost(step: Kernel | Value, plan: Plan) -> Cost:

@@ -1,6 +1,7 @@
 """Plans of whole functions, and `fuse`."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from typer.testing import CliRunner
 
+from coda_agent import generated
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.agent.plans import fused
+from coda_agent.agent.plans import fused, kernels
 from coda_agent.agent.plans.cut import MERGE, Plan
 from coda_agent.agent.plans.fused import Fused, Made, fuse, mm
 from coda_agent.agent.plans.rules import CARRY
 from coda_agent.agent.plans.trace import Value
+from coda_agent.agent.workspace import Kernel as Entry
 
 
 @pytest.fixture(autouse=True)
@@ -324,6 +327,34 @@ def test_other_rows_take_the_kernel_that_was_composed(cache: Path) -> None:
     assert sum("softplus" in text for text in texts) == 1
 
 
+def test_what_is_kept_of_an_accepted_kernel_ends_with_its_evidence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "gemm_residual_partial_rmsnorm"
+    shutil.copytree(Path(generated.__file__).parent / "gemm_residual_partial_rmsnorm", folder)
+    monkeypatch.setattr(
+        kernels, "packaged_kernels", lambda: {folder.name: Entry(folder.name, folder)}
+    )
+    monkeypatch.chdir(tmp_path)  # which is no workspace
+    args = layer()
+
+    def accepted() -> str:
+        kernels._accepted.cache_clear()
+        plan = plain(attention_output).plan(*args)
+        assert plan is not None and isinstance(plan.kernels[0].made, Made)
+        return plan.kernels[0].made.about.accepted
+
+    try:
+        assert [accepted(), accepted()] == ["gemm_residual_partial_rmsnorm"] * 2
+        path = folder / "evidence.json"
+        evidence = json.loads(path.read_text("utf-8"))
+        path.write_text(json.dumps(evidence | {"level": "revoked"}), "utf-8")
+        assert accepted() == ""
+    finally:
+        kernels._accepted.cache_clear()
+
+
 def test_the_fastest_way_is_timed_once_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -421,3 +452,13 @@ def test_explain_shows_a_functions_plan_and_its_bytes(tmp_path: Path) -> None:
     assert steps[3]["floor_us"] == pytest.approx(
         1e6 * max(2 * 512 * 256 * 2048 / 990e12, steps[3]["bytes"] / 4.8e12)
     )
+    page = tmp_path / "plan.html"
+    result = CliRunner().invoke(app, [*args, "--html", str(page)])
+    assert result.exit_code == 0 and result.stdout.strip() == f"wrote {page}"
+    text = page.read_text("utf-8")
+    assert all(s["step"] in text for s in steps)
+    assert [s["takes"] for s in steps] == [[], [0], [1], [0, 2]]
+    refused = CliRunner().invoke(app, [*args, "--stage", "ptx", "--html", str(page)])
+    assert refused.exit_code != 0 and "--html shows a plan" in refused.stderr
+    missing = CliRunner().invoke(app, [*args, "--html", "/proc/none/plan.html"])
+    assert missing.exit_code != 0 and "cannot be written" in missing.stderr
