@@ -34,8 +34,20 @@ def init(path: Annotated[Path, typer.Argument()] = Path()) -> Reply:
 
 
 @reported()
-def doctor() -> Reply:
-    """Say what this machine has, and what that makes possible."""
+def doctor(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DIR]...", help="With --exports: exports, or folders of some."),
+    ] = None,
+    exports: Annotated[
+        bool, typer.Option("--exports", help="Look at what was exported, here by default.")
+    ] = False,
+) -> Reply:
+    """Say what this machine has and what that makes possible, or what exports hold."""
+    if exports:
+        return _exports(folders or [Path()])
+    if folders:
+        raise WorkspaceError(f"{folders[0]} is looked at with --exports")
     items, level = diagnose(Path.cwd())
     rows = [
         (item.name, item.value or "missing", item.enables + (f" ({item.hint})" * (not item.value)))
@@ -45,6 +57,26 @@ def doctor() -> Reply:
     document = {"items": [vars(item) for item in items], "level": level}
     code = 0 if level else MachineError.exit_code
     return Reply(document, f"{columns(rows)}\n\n{end}", code)
+
+
+def _exports(folders: list[Path]) -> Reply:
+    """A line for each exported kernel, and one for each fault."""
+    from coda_agent.agent.export.inspection import exports_in, inspected  # it takes long to import
+
+    found = [inspected(x) for folder in folders for x in exports_in(folder)]
+    rows = [
+        (
+            kernel["name"], f"{kernel['level']} {kernel['judged']}, {kernel['machine']}",
+            f"tiles for {export['gpu']}", ", ".join(kernel["archs"]), ", ".join(kernel["dtypes"]),
+            "damaged" if export["faults"] else "intact", kernel["load"],
+        )
+        for export in found for kernel in export["kernels"]
+    ]  # fmt: skip
+    faults = [fault for export in found for fault in export["faults"]]
+    intact = sum(not export["faults"] for export in found)
+    end = f"{intact} of {len(found)} exports are intact"
+    text = "\n".join([*[columns(rows)] * bool(rows), *faults, "", end])
+    return Reply({"exports": found}, text, WorkspaceError.exit_code if faults else 0)
 
 
 @reported("sandbox")

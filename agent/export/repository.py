@@ -150,22 +150,29 @@ def _modules(kernels: Sequence[str]) -> dict[str, bytes]:
     return files | {"__init__.py": ("\n".join(lines) + "\n").encode()}
 
 
+def digest(data: bytes) -> str:
+    """SHA-256 as `metadata.json` has it."""
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+def identity(digests: Mapping[str, str]) -> str:
+    """The `id` of a variant, by the digests of its files."""
+    sums = (name.encode() + base64.b64decode(x) for name, x in sorted(digests.items()))
+    return f"{NAME.replace('-', '_')}_cuda_{hashlib.sha256(b''.join(sums)).hexdigest()[:8]}"
+
+
 def _metadata(files: Mapping[str, bytes], wanted: Wanted, folder: Path) -> dict[str, Any]:
     """`metadata.json`, as `kernels` 0.17 reads it. Its `id` is unique for what is exported."""
-    sums = {name: hashlib.sha256(data).digest() for name, data in sorted(files.items())}
-    whole = hashlib.sha256(b"".join(name.encode() + x for name, x in sums.items())).hexdigest()
+    sums = {name: digest(data) for name, data in sorted(files.items())}
     archs = [f"{arch[3:-2]}.{arch[-2:]}" for arch in wanted.archs]
     found = {
-        "id": f"{NAME.replace('-', '_')}_cuda_{whole[:8]}",
+        "id": identity(sums),
         "name": NAME,
         "version": 1,
         "license": "Apache-2.0",
         "python-depends": ["tvm-ffi"],
         "backend": {"type": "cuda", "archs": archs},
-        "digest": {
-            "algorithm": "sha256",
-            "files": {name: base64.b64encode(x).decode() for name, x in sums.items()},
-        },
+        "digest": {"algorithm": "sha256", "files": sums},
     }
     try:
         commit = run_git(folder, "rev-parse", "HEAD").decode().strip()

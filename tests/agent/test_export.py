@@ -10,9 +10,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from coda_agent.agent.cli import app
+from coda_agent.agent.export.inspection import inspected
 from coda_agent.agent.export.objects import Wanted, choose
 from coda_agent.agent.export.repository import write
 from coda_agent.agent.workspace import Kernel
@@ -92,6 +96,62 @@ def test_exporting_twice_gives_equal_bytes(repository: Path) -> None:
     write(KERNELS, repository, ONE)
     assert everything() == before
     assert [*repository.parent.iterdir()] == [repository]
+
+
+def test_doctor_says_what_was_exported_for_what_and_how_it_is_loaded(repository: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--exports", str(repository.parent)])
+    assert done.exit_code == 0
+    *lines, _, end = done.stdout.splitlines()
+    assert end == "1 of 1 exports are intact"
+    for name, line in zip(NAMES, lines, strict=True):
+        evidence = json.loads((GENERATED / name / "evidence.json").read_text())
+        day = max(gate["date"] for gate in evidence["gates"].values())[:10]
+        load = f'get_local_kernel(Path("{repository}")).{name}'
+        said = f"{evidence['level']} {day}, {H200}", f"tiles for {H200}", "sm_90a", "bfloat16"
+        assert re.split(r"  +", line) == [name, *said, "intact", load]
+    found = inspected(repository)
+    assert found["id"] == json.loads(next(repository.rglob("metadata.json")).read_text())["id"]
+    assert found["variants"] == sorted(path.name for path in (repository / "build").iterdir())
+
+
+def _another_id(path: Path) -> None:
+    path.write_text(path.read_text().replace("_cuda_", "_cuda_0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("objects/*.so", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+         "is not what was exported: its SHA-256 differs"),
+        ("kernels/gemm_swiglu/spec.md", Path.unlink, "cannot be read: No such file or directory"),
+        ("kernels.json", lambda path: path.write_text("{"), "is not what was exported: its SHA-256 differs"),
+        ("metadata.json", Path.unlink, "cannot be read: No such file or directory"),
+        ("metadata.json", _another_id, "has digests that are not those of its id"),
+        ("metadata.json", lambda path: path.write_text("[]"), "is not of a form that is known"),
+    ],
+)  # fmt: skip
+def test_doctor_names_the_file_that_is_damaged(
+    repository: Path, tmp_path: Path, name: str, damage: Any, said: str
+) -> None:
+    shutil.copytree(repository, copy := tmp_path / "copy")
+    damage(path := next(copy.glob(f"build/*/{name}")))
+    done = CliRunner().invoke(app, ["doctor", "--exports", str(repository), str(copy)])
+    assert done.exit_code == 2
+    *lines, fault, _, end = done.stdout.splitlines()
+    assert end == "1 of 2 exports are intact"
+    assert (str(path) in fault or str(path.parent) in fault) and said in fault
+    assert [line.split()[0] for line in lines] == [*NAMES] * 2
+    assert all("intact" in x for x in lines[:2]) and all("damaged" in x for x in lines[2:])
+
+
+def test_doctor_finds_no_export_where_there_is_none(tmp_path: Path) -> None:
+    for arguments, said in (
+        (["--exports", str(tmp_path)], f"{tmp_path} is no export, and holds none"),
+        ([str(tmp_path)], f"{tmp_path} is looked at with --exports"),
+    ):
+        done = CliRunner().invoke(app, ["doctor", *arguments])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
 def test_what_is_no_export_is_not_overwritten(tmp_path: Path) -> None:
