@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_agent.layers.functional import Normed, linear_residual_norm, mlp, norm_linear, normed
-from coda_agent.layers.packing import interleave, pack_qkv, separate, unpack_qkv
+from coda_agent.layers.packing import interleave, pack_qkv, rotary_table, separate, unpack_qkv
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(B, S, Hq · D), (B, S, Hk · D), (B, S, Hk · D) to (B, S, Hq · D)."""
@@ -105,7 +105,7 @@ class DecoderLayer(nn.Module):
             x: (B, S, d), the stream.
             given: Its `Normed` by this layer's `input_norm`, from the layer before; None where
                 there is none.
-            table: (B · S, columns of `qkv`), see `packing.rotary_table`.
+            table: (B · S, columns of `qkv`), as `table` gives it, for all layers alike.
             next_norm: The norm behind this layer.
             attend: Attention; by default PyTorch's, causal.
         """
@@ -122,6 +122,10 @@ class DecoderLayer(nn.Module):
         weights = norm.weight, self.gate_up.weight, self.down.weight, next_norm.weight
         rows, given = mlp(rows, given, *weights, next_eps)
         return rows.view_as(x), given
+
+    def table(self, cos: Tensor, sin: Tensor) -> Tensor:
+        """The rotation's table of this layer out of Hugging Face's cosines and sines (B, S, D)."""
+        return rotary_table(cos, sin, sum(self.heads), sum(self.sizes))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))

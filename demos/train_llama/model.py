@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_agent.layers import DecoderLayer, head_loss
-from coda_agent.layers.packing import rotary_table
 
 WORDS = 256
 EPS = 1e-5
@@ -89,13 +88,11 @@ class LlamaByKernels(Llama):
         return DecoderLayer(s.width, s.ffn, s.heads, s.kv_heads, s.head_dim, EPS)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        s, x = self.sizes, self.embed(ids)
+        x, layers = self.embed(ids), list[Any](self.layers)
+        table = layers[0].table(*(t.expand(len(ids), -1, -1) for t in self.places(ids, x.dtype)))
+        norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
         given: Any = None
-        cos, sin = (t.expand(len(ids), -1, -1) for t in self.places(ids, x.dtype))
-        rotated, columns = s.heads + s.kv_heads, (s.heads + 2 * s.kv_heads) * s.head_dim
-        table = rotary_table(cos, sin, rotated, columns)
-        norms = [*(layer.input_norm for layer in self.layers), self.norm]
-        for layer, next_norm in zip(self.layers, norms[1:], strict=True):
+        for layer, next_norm in zip(layers, norms, strict=True):
             x, given = layer(x, given, table, next_norm)
         weights = self.norm.weight, self.head.weight
         return head_loss(x.flatten(0, 1), given, *weights, targets.flatten())

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from coda_agent.layers.functional import head_loss, normed
 from coda_agent.layers.modules import HUGGING_FACE, TORCHTITAN, DecoderLayer, Names
-from coda_agent.layers.packing import rotary_table
 from tests.layers.llama import Config, Layer, RMSNorm, positions
 
 pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper")
@@ -60,8 +59,7 @@ def test_a_layer_and_all_its_gradients(batch: int) -> None:
     theirs, _ = reference(layer, norm, x)
 
     start = x.clone().requires_grad_()
-    table = rotary_table(cos, sin, CONFIG.heads + CONFIG.kv_heads, sum(ours.sizes))
-    out, given = ours(start, None, table, after)
+    out, given = ours(start, None, ours.table(cos, sin), after)
     ((out * g).sum() + (after(out) * gn).sum()).backward()
     # Gradients are packed as the weights are: take them apart by the same way.
     for p in ours.parameters():
