@@ -12,12 +12,13 @@ import yaml
 
 from coda_agent.agent import prompt
 from coda_agent.agent.workbench import TOOLS
+from coda_agent.agent.workbench.reading import programs_to_define
 from coda_agent.agent.workspace import packaged_specs
 from coda_agent.demos import demos
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import write_whole
-from coda_agent.specs import defaults
+from coda_agent.specs import defaults, load_spec
 
 DESCRIPTION = """\
 Writes fused GEMM-epilogue kernels for NVIDIA Hopper GPUs with coda-agent, out of a spec
@@ -105,7 +106,11 @@ def _primitives() -> str:
 def _spec() -> str:
     """The format: as it is told, what stands for what is left out, and examples."""
     left_out = inspect.cleandoc(defaults.completed.__doc__ or "").partition("\n\n")[2]
-    examples = "\n".join(f"- [{x}](specs/{x}.md)" for x in EXAMPLES)
+    paths = {name: packaged_specs()[name] for name in EXAMPLES}
+    examples = "\n\n".join(
+        f"### [{name}](specs/{name}.md)\n\n```text\n{programs_to_define(load_spec(path))}\n```"
+        for name, path in paths.items()
+    )
     return (
         f"# Specs\n\n{_text('spec_format')}\n\n## What may be left out, and what then holds\n\n"
         f"{left_out.partition('Args:')[0]}## Examples\n\n{examples}"

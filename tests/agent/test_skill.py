@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 import typer
 import yaml
 from typer.testing import CliRunner
@@ -12,14 +13,16 @@ from typer.testing import CliRunner
 from coda_agent.agent import skill
 from coda_agent.agent.cli import app
 from coda_agent.agent.execution.compile_worker import load_programs
+from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.static import check_source, program_names
 from coda_agent.agent.prompt import instructions
 from coda_agent.agent.workbench import TOOLS
 from coda_agent.demos import END, demos
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
-from coda_agent.specs import load_spec
+from coda_agent.specs import draw_inputs, load_spec, run_reference
 from coda_agent.specs.format import DTYPES, Dim, Draw, Header, InPlace, Input, Tolerance
 
 FILES = skill.files("coda-agent")
@@ -57,9 +60,22 @@ def test_every_demonstration_is_there_and_is_a_program() -> None:
 def test_every_spec_in_it_is_one() -> None:
     shown = {path: text for path, text in FILES.items() if "/specs/" in path}
     assert {load_spec(path, text=text).name for path, text in shown.items()} == {*skill.EXAMPLES}
+
+
+def test_its_own_example_is_a_spec_and_a_program_of_it() -> None:
     first, *_ = re.findall(r"````markdown\n(.*?)````", FILES["references/spec.md"], re.DOTALL)
-    assert [*load_spec("x.md", text=first).inputs] == ["x", "w", "b"]
     assert len(first.splitlines()) == 12
+    spec = load_spec("ffn_gate.md", text=first)
+    text = re.findall(r"```python no-run\n(.*?)```", FILES["SKILL.md"], re.DOTALL)[0]
+    assert check_source(text, [spec.name]) == []
+    programs = {name: Program.from_dict(x) for name, x in load_programs(text).items()}
+    assert check_signature(spec, programs) == []
+    values = draw_inputs(spec, spec.check_shapes[1], spec.default_types(), seed=0)
+    want = run_reference(spec, values, exact=True)["y"]
+    x, w = (values[name].double() for name in spec.gemm)
+    dtypes, wide = {"y": torch.float64}, torch.float64
+    got = interpret(programs[spec.name], x, w, values, dtypes=dtypes, compute=wide)["y"]
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 def test_the_language_the_tools_and_the_format_are_whole() -> None:
