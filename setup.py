@@ -2,7 +2,17 @@
 
 from setuptools import find_packages, setup
 
-ROOMS = ("agent", "primitives", "demos", "specs", "generated", "layers", "fuse", "evals")
+ROOMS = (
+    "agent",
+    "primitives",
+    "demos",
+    "specs",
+    "generated",
+    "layers",
+    "fuse",
+    "integrations",
+    "evals",
+)
 
 setup(
     packages=[

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("agent", "demos", "evals", "fuse", "generated", "layers", "primitives", "specs")
+ROOMS = (
+    "agent",
+    "demos",
+    "evals",
+    "fuse",
+    "generated",
+    "integrations",
+    "layers",
+    "primitives",
+    "specs",
+)
 
 
 @pytest.fixture(scope="module")

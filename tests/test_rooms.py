@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("primitives", "specs", "demos", "generated", "layers", "agent", "fuse", "evals")
+ROOMS = (
+    "primitives",
+    "specs",
+    "demos",
+    "generated",
+    "layers",
+    "agent",
+    "fuse",
+    "integrations",
+    "evals",
+)
 # Rooms within rooms. What is left of `agent` is single modules, which are rooms of their own here.
 INNER = ("agent.authors.claude", "agent.authors.composer", "evals.judge")
 
