@@ -10,6 +10,7 @@ and backward their accepted counterparts beside `torch.mm`.
   is known before the product that brings g, and that product's epilogue ends the norm's backward.
 - All tensors are bfloat16 or all float16. The caller flattens leading dims: rows are tokens.
 - A second derivative is refused by PyTorch (`once_differentiable`).
+- A weight that has a `main_grad` gets its gradient there (`weight_gradient`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from coda_agent.generated import (
     gemm_rmsnorm_swiglu,
 )
 from coda_agent.layers import passes
+from coda_agent.layers.weight_gradient import added, announced, mains, sum_product
 
 # Logits that the head holds at a time: 1 GiB in 16 bits.
 _LOGITS = 1 << 29
@@ -164,6 +166,7 @@ class _LinearResidualNorm(torch.autograd.Function):
         a, weight, x, gamma, eps = inputs
         out, h, s = gemm_residual_partial_rmsnorm(a, weight, x, gamma)
         ctx.save_for_backward(a, weight)
+        ctx.mains = mains(weight)
         return _with_normed(ctx, out, h, _rms(s, eps))
 
     @staticmethod
@@ -174,7 +177,7 @@ class _LinearResidualNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad
         return (
             dout @ weight if needs[0] else None,
-            dout.T @ a if needs[1] else None,
+            added(ctx.mains[0], dout.T, a) if needs[1] else None,
             dout,
             None,
             None,
@@ -188,6 +191,7 @@ class _Mlp(torch.autograd.Function):
         z, act = gemm_rmsnorm_swiglu(h, gate_up, r)
         out, next_h, s = gemm_residual_partial_rmsnorm(act, down, x, next_gamma)
         ctx.save_for_backward(x, r, gamma, gate_up, down, z)
+        ctx.mains = mains(gate_up, down)
         return _with_normed(ctx, out, next_h, _rms(s, next_eps))
 
     @staticmethod
@@ -198,11 +202,11 @@ class _Mlp(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dout = dout.contiguous()
         dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned(down), z)
-        ddown = dout.T @ act if needs[5] else None
+        ddown = added(ctx.mains[1], dout.T, act) if needs[5] else None
         del act
         statistic = mean * (down.shape[1] / x.shape[1])
         dx, n, dgamma = _through_norm(dz, gate_up, x, r, gamma, statistic, dout)
-        dgate_up = dz.T @ n if needs[4] else None
+        dgate_up = added(ctx.mains[0], dz.T, n) if needs[4] else None
         return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None
 
 
@@ -217,6 +221,7 @@ class _NormLinear(torch.autograd.Function):
             _, y = gemm_rmsnorm_rope(*factors, r, table)
         parts = y.split(sizes, dim=1)
         ctx.save_for_backward(x, r, gamma, weight, bias, table, *parts)
+        ctx.mains = mains(weight)
         return (*parts, x.view_as(x))
 
     @staticmethod
@@ -232,7 +237,7 @@ class _NormLinear(torch.autograd.Function):
             _on(x).put_back(dy[:, of], grad, part, *cut, total)
         statistic = total / x.shape[1]
         dx, n, dgamma = _through_norm(dy, weight, x, r, gamma, statistic, through.contiguous())
-        dweight = dy.T @ n if ctx.needs_input_grad[4] else None
+        dweight = added(ctx.mains[0], dy.T, n) if ctx.needs_input_grad[4] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[5] else None
         return dx, None, None, dgamma.to(gamma.dtype), dweight, dbias, None, None
 
@@ -261,17 +266,23 @@ class _HeadLoss(torch.autograd.Function):
             _, n, part = _through_norm(z, weight, *args)
             dgamma += part
             if trained:
-                dweight = _sum_product(dweight, z.T, n, last=start + step >= len(x))
+                dweight = sum_product(dweight, z.T, n, last=start + step >= len(x))
         ctx.save_for_backward(dx, dgamma, dweight)
-        ctx.types = x.dtype, gamma.dtype, weight.dtype
+        ctx.types, ctx.mains = (x.dtype, gamma.dtype, weight.dtype), mains(weight)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dloss,) = grads
-        dx, dgamma, dweight = _fused(_scaled, dloss)(ctx.saved_tensors, dloss, ctx.types)
-        return dx, None, None, dgamma, dweight, None, None
+        dx, dgamma, dweight = ctx.saved_tensors
+        main = None if dweight is None else ctx.mains[0]
+        if main is not None:
+            main.main_grad.addcmul_(dweight, dloss)
+            dweight = None
+        kept = dx, dgamma, dweight
+        dx, dgamma, dweight = _fused(_scaled, dloss)(kept, dloss, ctx.types)
+        return dx, None, None, dgamma, dweight if main is None else announced(main), None, None
 
 
 def _normed(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -333,18 +344,6 @@ def _scaled(
     return [
         None if t is None else (t * factor).to(kind) for t, kind in zip(tensors, types, strict=True)
     ]
-
-
-def _sum_product(total: Tensor | None, a: Tensor, b: Tensor, *, last: bool) -> Tensor:
-    """total + a b of 16-bit factors, in float32. A sum of one term is rounded at once in bfloat16;
-    float16 may not hold it."""
-    if total is None and last and a.dtype == torch.bfloat16:
-        return a @ b
-    if a.is_cuda and total is not None:
-        return torch.addmm(total, a, b, out_dtype=torch.float32)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
 
 
 @cache

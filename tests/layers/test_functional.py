@@ -127,6 +127,62 @@ def test_the_head_s_loss_and_gradients(step: int, monkeypatch: pytest.MonkeyPatc
         within(mine.grad, other, exact)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_to_main_grad(kind: torch.dtype) -> None:
+    """Two passes against those of plain autograd, in a layer and its head."""
+    c, plain, ours = CONFIG, built()[2], built()[2]
+    after = torch.nn.RMSNorm(c.width, eps=c.eps, dtype=torch.bfloat16)
+    words = (torch.randn(c.vocab, c.width) / 4).bfloat16()
+    heads = [torch.nn.Parameter(words.clone()) for _ in range(2)]
+    draws = [torch.randn(1, 9, c.width).bfloat16() for _ in range(2)]
+    y = torch.randint(0, c.vocab, (9,))
+
+    def passed(layer: DecoderLayer, head: Tensor, x: Tensor) -> None:
+        out, given = layer(x, None, None, after)
+        head_loss(out.flatten(0, 1), given, after.weight, head, y).backward()
+
+    products: dict[str, Any] = {n: getattr(ours, n).weight for n in ("qkv", "o", "gate_up", "down")}
+    products["head"] = heads[1]
+    start = {n: torch.randn_like(w, dtype=kind) / 8 for n, w in products.items()}
+    for name, weight in products.items():
+        weight.main_grad = start[name].clone()
+    if kind == torch.bfloat16:
+        products["o"].grad = products["o"].main_grad
+    hooked = list[bool]()
+    flagged: Any = products["down"]
+    flagged.grad_added_to_main_grad = False
+    flagged.register_post_accumulate_grad_hook(
+        lambda w: hooked.append(w.grad_added_to_main_grad and not w.grad.any())
+    )
+    truth: dict[str, Tensor] = {}
+    for x in draws:
+        plain.zero_grad()
+        heads[0].grad = None
+        passed(plain, heads[0], x)
+        passed(ours, heads[1], x)
+        for name in products:
+            grad = heads[0].grad if name == "head" else getattr(plain, name).weight.grad
+            assert grad is not None
+            truth[name] = truth.get(name, start[name].double()) + grad.double()
+    assert hooked == [True, True]
+    for name, weight in products.items():
+        assert name == "down" or weight.grad is (
+            weight.main_grad if name == "o" and kind == torch.bfloat16 else None
+        )
+        found, moved = weight.main_grad, (truth[name] - start[name].double()).norm()
+        assert found.dtype == kind and moved > 0
+        # The reference rounds each gradient to bfloat16, and bfloat16 sums are rounded twice.
+        bound = 0.004 * moved + (0 if kind == torch.float32 else 0.006 * truth[name].norm())
+        assert (found.double() - truth[name]).norm() <= bound, name
+    norm = ours.mlp_norm.weight
+    assert norm.grad is not None  # is not a product's
+    flagged.main_grad = torch.zeros(3, dtype=kind)
+    with pytest.raises(
+        TypeError, match=r"main_grad is \(3,\) torch.*, expected \(64, 80\) float32"
+    ):
+        passed(ours, heads[1], draws[0])
+
+
 def test_a_second_derivative_is_refused() -> None:
     ours = built()[2]
     x = torch.randn(1, 5, CONFIG.width).bfloat16().requires_grad_()
