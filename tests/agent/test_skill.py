@@ -72,7 +72,7 @@ def test_its_own_example_is_a_spec_and_a_program_of_it() -> None:
     assert check_signature(spec, programs) == []
     values = draw_inputs(spec, spec.check_shapes[1], spec.default_types(), seed=0)
     want = run_reference(spec, values, exact=True)["y"]
-    x, w = (values[name].double() for name in spec.gemm)
+    x, w = (torch.as_tensor(values[name]).double() for name in spec.gemm)
     dtypes, wide = {"y": torch.float64}, torch.float64
     got = interpret(programs[spec.name], x, w, values, dtypes=dtypes, compute=wide)["y"]
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
