@@ -55,7 +55,7 @@ class Recent(Generic[Plan]):
 
     def keep(self, values: Sequence[Any], block_size: int | None, plan: Plan) -> None:
         """Keep the plan of a call whose inputs have a `signature`; not where a number is beside
-        scalars in memory, or an address is no multiple of 16 bytes."""
+        scalars in memory, or an address is no multiple of 32 bytes."""
         from torch._C._dynamo import guards
 
         tensors = self._tensors(values)
@@ -81,4 +81,4 @@ def _aligned(tensors: Sequence[Any]) -> bool:
     addresses = 0
     for t in tensors:
         addresses |= t.data_ptr()
-    return not addresses & 15
+    return not addresses & 31

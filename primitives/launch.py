@@ -46,7 +46,7 @@ def _plain() -> tuple[type, type]:
 
 
 def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What a launch depends on: of a tensor its shape, strides, dtype, device and address mod 16,
+    """What a launch depends on: of a tensor its shape, strides, dtype, device and address mod 32,
     of a number nothing. None where a value is neither, a subclass of a tensor, or a view that
     negates."""
     tensor, parameter = _plain()
@@ -56,7 +56,7 @@ def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
         if kind is tensor or kind is parameter:
             if value.is_neg():
                 return None
-            offset = value.data_ptr() & 15
+            offset = value.data_ptr() & 31
             parts += (value.shape, value.stride(), value.dtype, value.device, offset)
         elif kind is float or kind is int:
             parts.append(None)

@@ -234,7 +234,7 @@ def finalised(
 
 def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
     """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the
-    kernel's loads.
+    kernel's loads. quack holds vectors to four elements, which are 32 bytes of int64.
 
     Args:
         t: The tensor.
@@ -248,7 +248,7 @@ def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
     suits = strides[-1] == 1 and all(s % step == 0 and s > 0 for s in strides[:-1])
     if either_major and not suits:
         suits = strides[0] == 1 and strides[1] % step == 0 and strides[1] > 0
-    if suits and t.data_ptr() % 16 == 0:
+    if suits and t.data_ptr() % max(16, 4 * t.element_size()) == 0:
         return t
     # Not `contiguous()`: that keeps any stride of a dimension of extent 1.
     return t.clone(memory_format=torch.contiguous_format)

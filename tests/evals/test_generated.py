@@ -240,6 +240,14 @@ def reference(A, B{names}):
             {"O": ("torch.hypot(x, x)", "T")},
             id="a hypotenuse whose squares vanish",
         ),
+        pytest.param(
+            5,
+            3929,
+            {"b": "[N], dtype: T"},
+            ["x = D - torch.sign(D) * torch.floor(D.abs())"],  # how torch 2.11 has frac
+            {"O": ("torch.add(x, b, alpha=2)", "T")},
+            id="a fraction in a longer sum",
+        ),
     ],
 )
 def test_a_right_program_near_a_jump_is_not_refused(

@@ -316,3 +316,21 @@ def test_huge_tiles_sums_and_gathers() -> None:
     torch.testing.assert_close(got["g"][chosen].double(), sums, rtol=1e-4, atol=5e-2)
     found = (a.float() * b[y].float()).sum(-1)
     torch.testing.assert_close(got["t"], found, rtol=1e-4, atol=1e-4)
+
+
+def test_labels_may_begin_anywhere() -> None:
+    """Labels are most often those of the next token, a slice that begins where it likes."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    h, w = (
+        torch.randn(size, K, generator=generator, device=DEVICE).bfloat16() * K**-0.5
+        for size in (M, 512)
+    )
+    labels = torch.randint(0, 512, (M + 4,), generator=generator, device=DEVICE)
+    for start in range(5):
+        given = labels[start : start + M]
+        for got, want in zip(
+            generated.gemm_partial_cross_entropy(h, w, given),
+            generated.gemm_partial_cross_entropy(h, w, given.clone()),
+            strict=True,
+        ):
+            assert torch.equal(got, want), start

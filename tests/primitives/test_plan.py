@@ -30,6 +30,7 @@ from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import Arguments, Bound, signature
+from coda_agent.primitives.plan import tma_ready
 from coda_agent.primitives.tiles import TileConfig
 
 M, N, K = 24, 272, 32
@@ -254,3 +255,13 @@ def test_a_subclass_of_a_tensor_has_no_signature() -> None:
     )
     assert signature([t.as_subclass(Odd)]) is None
     assert signature([[1.0]]) is None
+
+
+def test_an_index_is_aligned_to_four_elements() -> None:
+    index, numbers = torch.zeros(64, dtype=torch.int64), torch.zeros(64)
+    assert index.data_ptr() % 32 == numbers.data_ptr() % 32 == 0
+    fits, off = index[4:36], index[2:34]
+    assert tma_ready(fits) is fits and tma_ready(off) is not off
+    vector = numbers[4:36]
+    assert tma_ready(vector) is vector  # 16 bytes are enough
+    assert signature((fits,)) != signature((off,))

@@ -76,10 +76,13 @@ class _Form:
 
 
 def _remnant(expr: Expr) -> bool:
-    """Whether it is what rounding leaves, x - trunc(x): in a longer sum x would cancel late, and
-    take the digits of other terms along."""
-    inner = [a.args[0] if a.op == "neg" else a for a in expr.args]
-    return expr.op == "add" and any(a.op in _ROUNDED for a in inner)
+    """Whether it is what rounding leaves, x - trunc(x) or x - sign(x) · floor(|x|), as torch 2.11
+    has it: in a longer sum x would cancel late, and take the digits of other terms along."""
+
+    def rounded(a: Expr) -> bool:
+        return a.op in _ROUNDED or (a.op in ("neg", "mul") and any(map(rounded, a.args)))
+
+    return expr.op == "add" and any(map(rounded, expr.args))
 
 
 def _extremum(op: str, args: list[Expr], *, inner: bool) -> Expr:

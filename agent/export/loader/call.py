@@ -172,7 +172,7 @@ def _ready(t: torch.Tensor, ndim: int, rows: bool) -> torch.Tensor:
         t = t.flatten(0, t.ndim - ndim)
     step = 16 // t.element_size()
     strides = t.stride()
-    suits = strides[-1] == 1 and t.data_ptr() % 16 == 0
+    suits = strides[-1] == 1 and t.data_ptr() % max(16, 4 * t.element_size()) == 0
     if suits and all([s > 0 and s % step == 0 for s in strides[:-1]]):
         return t
     # Not `contiguous()`: that keeps any stride of a dimension of extent 1.

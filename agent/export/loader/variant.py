@@ -57,7 +57,7 @@ class Variant:
         key: list[Any] = [block_size]
         for x in values:
             if isinstance(x, torch.Tensor):
-                key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+                key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 31)
         call = self._calls.get(known := tuple(key))
         if call is None:
             m, n, k, form = self._check(values)
