@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 from torchtitan.config.override import (  # pyright: ignore[reportMissingImports]
@@ -80,22 +83,28 @@ def test_a_feed_forward_that_computes_more_is_left_alone() -> None:
     assert [line.split()[2] for line in lines] == ["layers.0"]
 
 
-def test_it_trains_as_torchtitans_own() -> None:
-    torch.manual_seed(0)
-    stock, (ours, _) = built()[0], built(NAME)
-    ours.load_state_dict(stock.state_dict())
+def losses(*models: Any) -> list[torch.Tensor]:
+    """Of a few steps of each, on the same data."""
     x, y = torch.randn(2, 2, 40, 64).bfloat16()
-    losses = []
-    for model in (stock.bfloat16(), ours.bfloat16()):
+    found = []
+    for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        losses.append([])
+        some = []
         for _ in range(8):
             loss = (model(x) - y).float().square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses[-1].append(loss.item())
-    theirs, own = (torch.tensor(some) for some in losses)
+            some.append(loss.item())
+        found.append(torch.tensor(some))
+    return found
+
+
+def test_it_trains_as_torchtitans_own() -> None:
+    torch.manual_seed(0)
+    stock, (ours, _) = built()[0], built(NAME)
+    ours.load_state_dict(stock.state_dict())
+    theirs, own = losses(stock.bfloat16(), ours.bfloat16())
     assert theirs[-1] < 0.9 * theirs[0]
     torch.testing.assert_close(own, theirs, rtol=0.005, atol=0)
 
@@ -106,3 +115,34 @@ def test_the_compiler_of_torch_takes_it_whole() -> None:
     x = torch.randn(2, 40, 64).bfloat16()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_it_trains_under_fsdp_with_weights_in_float32() -> None:
+    torch.manual_seed(0)
+    models = built()[0], built(NAME)[0]
+    models[1].load_state_dict(models[0].state_dict())
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for model in models:
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    theirs, own = losses(*models)
+    assert models[1].layers[0].w13.dtype == torch.float32
+    torch.testing.assert_close(own, theirs, rtol=0.005, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_in_dtensors_are_left_to_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = built(NAME)[0].layers[0]
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    layer.w13 = nn.Parameter(distribute_tensor(layer.w13.detach(), mesh, [Shard(0)]))
+    monkeypatch.setattr(type(layer).__mro__[1], "forward", lambda *_: "torchtitan's own")
+    assert layer(torch.zeros(1, 64)) == "torchtitan's own"
