@@ -1,6 +1,6 @@
 """The command, `python -m coda_agent.demos.train_llama`.
 
-Exit codes: 0 done, 1 losses end beyond seed noise, 2 bad input, 3 no Hopper GPU, 130 interrupted.
+Exit codes: 0 done, 1 losses beyond seed noise, 2 bad input, 3 no Hopper GPU, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _run(
     for row in body:
         table.add_row(*row)
     Console().print(table)
-    within, line = results.verdict(records)
-    typer.echo(f"{line}\nCurves: {out / 'loss.svg'}")
+    within, lines = results.verdict(records)
+    typer.echo("\n".join([*lines, f"Curves: {out / 'loss.svg'}"]))
     return 0 if within else 1
 
 

@@ -108,7 +108,10 @@ def train(
             if stop:
                 return None
         state["records"] += [run.record for run in runs.values()]
-    _write(results, {"settings": said, "records": state["records"]})
+    machine = {"device": settings.device, "torch": torch.__version__}
+    if settings.device == "cuda":
+        machine["device"] = torch.cuda.get_device_name()
+    _write(results, {"settings": said, "machine": machine, "records": state["records"]})
     kept.unlink(missing_ok=True)
     return state["records"]
 

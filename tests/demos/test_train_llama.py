@@ -144,22 +144,51 @@ def record(form: str, seed: int, end: float, seconds: list[float]) -> dict[str, 
     }  # fmt: skip
 
 
+# Twenty steps, so that the last tenth ends at `end` where all of them have a mean of 0.9 · 5 + 0.1 · end.
 @pytest.mark.parametrize(
-    ("end", "within"), [(2.03, True), (2.09, True), (2.12, False), (1.8, False)]
+    ("end", "early", "within"),
+    [
+        (2.03, 5.0, True),
+        (2.11, 5.0, True),
+        (2.12, 5.0, False),
+        (1.9, 5.0, False),
+        (2.02, 5.02, False),
+    ],
 )
-def test_seed_noise(end: float, within: bool) -> None:
+def test_seed_noise(end: float, early: float, within: bool) -> None:
     """Ends of 2.00, 2.02 and 2.04 have s = 0.02; t of two degrees of freedom is 4.303."""
     plain = [record("PyTorch", seed, 2 + 0.02 * seed, []) for seed in range(3)]
     ours = [record("coda-agent", seed, 2.02, []) for seed in range(2)]
-    found, line = results.verdict([*plain, *ours, record("coda-agent", 2, end, [])])
+    other = record("coda-agent", 2, end, [])
+    other["losses"][:18] = [early] * 18
+    found, (whole, last) = results.verdict([*plain, *ours, other])
+    half = 4.303 * 0.02 * (4 / 3) ** 0.5
     assert found is within
-    assert f"2.0200 ± {4.303 * 0.02 * (4 / 3) ** 0.5:.4f}" in line
-    assert f"most {max(abs(end - 2.04), 0.02):.4f} apart" in line
+    assert f"2.0200 ± {half:.4f}" in last and f"4.7020 ± {half / 10:.4f}" in whole
+    assert ("not all" in last) == (abs(end - 2.02) > half)
+    assert ("not all" in whole) == (abs(0.9 * early + 0.1 * end - 4.702) > half / 10)
+    assert f"most {max(abs(end - 2.04), 0.02):.4f} from" in last
 
 
 def test_one_seed_shows_no_noise() -> None:
-    found, line = results.verdict([record("PyTorch", 0, 2.0, []), record("coda-agent", 0, 9.0, [])])
-    assert found and "not measured" in line
+    found, lines = results.verdict(
+        [record("PyTorch", 0, 2.0, []), record("coda-agent", 0, 9.0, [])]
+    )
+    assert found and "not measured" in lines[0]
+
+
+def test_the_page_is_of_its_record() -> None:
+    """docs/training.md and its chart say what the record says."""
+    root = Path(__file__).parents[2]
+    held = json.loads((root / "evals/results/train-llama-nvidia-h200.json").read_text())
+    page, records = (root / "docs/training.md").read_text(), held["records"]
+    sizes = SIZES[held["settings"]["size"]]
+    for row in results.rows(records, sizes.batch * sizes.context):
+        assert f"| {' | '.join(row)} |" in page
+    for line in results.verdict(records)[1]:
+        assert line in page
+    assert held["machine"]["device"] in page
+    assert results.drawn(records) == (root / "docs/training.svg").read_text()
 
 
 def test_the_table() -> None:
@@ -215,7 +244,7 @@ def test_the_command_goes_on_after_a_signal(
     assert "state.pt" in done.output
     done = invoked(*args)
     assert (done.exit_code, len(calls)) == (0, 12), done.output
-    assert "95 of 100 seeds" in done.output and "not timed" in done.output
+    assert "95 of 100 lie" in done.output and "not timed" in done.output
     kept = json.loads((tmp_path / "out" / "results.json").read_text())
     assert losses(kept["records"]) == whole
     assert (tmp_path / "out" / "loss.svg").read_text().startswith("<svg")
