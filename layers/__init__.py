@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         mlp,
         norm_linear,
         normed,
+        qk_norm_rope,
     )
     from coda_agent.layers.modules import DecoderLayer
     from coda_agent.layers.patch import (
@@ -39,8 +40,10 @@ __all__ = [
     "mlp",
     "norm_linear",
     "normed",
+    "qk_norm_rope",
 ]
-_FUNCTIONS = {"Normed", "head_loss", "linear_residual_norm", "mlp", "norm_linear", "normed"}
+_FUNCTIONS = {name for name in __all__ if name.islower() and not name.startswith("apply")}
+_FUNCTIONS |= {"Normed"}
 
 
 def __getattr__(name: str) -> Any:

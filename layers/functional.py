@@ -82,8 +82,12 @@ def mlp(
     down: Tensor,
     next_gamma: Tensor,
     next_eps: float,
+    activation: str = "silu",
 ) -> tuple[Tensor, Normed]:
-    """x + (silu(n gateᵀ) · (n upᵀ)) downᵀ with n = x · r · gamma, and its `Normed`.
+    """x + (f(n gateᵀ) · (n upᵀ)) downᵀ with n = x · r · gamma, and its `Normed`.
+
+    SwiGLU is in the epilogues of its products, forward and backward. Of other gates there is no
+    accepted kernel: those are a pass of PyTorch between the products.
 
     Args:
         x: (M, d), the stream.
@@ -93,8 +97,16 @@ def mlp(
         down: (d, F).
         next_gamma: (d,), the weight of the norm behind.
         next_eps: Of that norm.
+        activation: f, one of `passes.ACTIVATIONS`.
+
+    Raises:
+        ValueError: no such activation.
     """
-    out, h, r = _Mlp.apply(x, *given, gamma, gate_up, down, next_gamma.detach(), next_eps)
+    if activation not in passes.ACTIVATIONS:
+        known = ", ".join(passes.ACTIVATIONS)
+        raise ValueError(f"no activation {activation!r}, expected one of {known}")
+    last = next_gamma.detach(), next_eps, activation
+    out, h, r = _Mlp.apply(x, *given, gamma, gate_up, down, *last)
     return out, Normed(h, r)
 
 
@@ -125,6 +137,19 @@ def norm_linear(
         gradients: the last kernel of the backward pass adds them.
     """
     return _NormLinear.apply(x, *given, gamma, weight, bias, tuple(sizes), table)
+
+
+def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> Tensor:
+    """Query or key (M, H · D) of `norm_linear` with no table: the RMS norm of each head, then the
+    rotation. There is no accepted kernel of both: it is a pass of PyTorch.
+
+    Args:
+        y: (M, H · D).
+        gamma: (D,), the norm's weight, in the order of `y`'s columns.
+        eps: Of the norm.
+        table: (M, H · D), those columns of `packing.rotary_table`; None rotates nothing.
+    """
+    return _fused(passes.qk_norm_rope, y)(y, gamma, eps, table)
 
 
 def head_loss(
@@ -187,11 +212,15 @@ class _LinearResidualNorm(torch.autograd.Function):
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        x, h, r, gamma, gate_up, down, next_gamma, next_eps = inputs
-        z, act = gemm_rmsnorm_swiglu(h, gate_up, r)
+        x, h, r, gamma, gate_up, down, next_gamma, next_eps, activation = inputs
+        if activation == "silu":
+            z, act = gemm_rmsnorm_swiglu(h, gate_up, r)
+        else:
+            z: Any = gemm_rmsnorm(h, gate_up, r)
+            act = _fused(passes.gated, z)(z, activation)
         out, next_h, s = gemm_residual_partial_rmsnorm(act, down, x, next_gamma)
         ctx.save_for_backward(x, r, gamma, gate_up, down, z)
-        ctx.mains = mains(gate_up, down)
+        ctx.mains, ctx.activation = mains(gate_up, down), activation
         return _with_normed(ctx, out, next_h, _rms(s, next_eps))
 
     @staticmethod
@@ -201,13 +230,17 @@ class _Mlp(torch.autograd.Function):
         x, r, gamma, gate_up, down, z = ctx.saved_tensors
         needs = ctx.needs_input_grad
         dout = dout.contiguous()
-        dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned(down), z)
+        if ctx.activation == "silu":
+            dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned(down), z)
+            total = mean * down.shape[1]
+        else:
+            dz, total, act = _fused(passes.gate_gradient, z)(dout @ down, z, ctx.activation)
         ddown = added(ctx.mains[1], dout.T, act) if needs[5] else None
         del act
-        statistic = mean * (down.shape[1] / x.shape[1])
+        statistic = total / x.shape[1]
         dx, n, dgamma = _through_norm(dz, gate_up, x, r, gamma, statistic, dout)
         dgate_up = added(ctx.mains[0], dz.T, n) if needs[4] else None
-        return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None
+        return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None, None
 
 
 class _NormLinear(torch.autograd.Function):
@@ -247,7 +280,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, h, r, gamma, weight, targets, weights = inputs
         wanted, trained = any(ctx.needs_input_grad), ctx.needs_input_grad[4]
-        step = max(128, _LOGITS // len(weight))
+        step = max(128, _LOGITS // len(weight) // 128 * 128)  # kernels take aligned pieces alone
         loss = x.new_zeros((), dtype=torch.float32)
         dx = torch.zeros_like(x) if wanted else None
         dgamma = torch.zeros_like(gamma, dtype=torch.float32) if wanted else None

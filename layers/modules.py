@@ -9,8 +9,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_agent.layers.functional import Normed, linear_residual_norm, mlp, norm_linear, normed
-from coda_agent.layers.packing import interleave, pack_qkv, rotary_table, separate, unpack_qkv
+from coda_agent.layers.functional import (
+    Normed,
+    linear_residual_norm,
+    mlp,
+    norm_linear,
+    normed,
+    qk_norm_rope,
+)
+from coda_agent.layers.packing import (
+    interleave,
+    pack_qkv,
+    pair_halves,
+    rotary_table,
+    separate,
+    split_pairs,
+    unpack_qkv,
+)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(B, S, Hq · D), (B, S, Hk · D), (B, S, Hk · D) to (B, S, Hq · D)."""
@@ -23,6 +38,7 @@ class Names:
     Attributes:
         halves: Whether its rotary embedding takes halves of heads, not pairs.
         input_norm, qkv, o, mlp_norm, gate_up, down: Modules; several where one here packs them.
+        q_norm, k_norm: Of heads, in layers that have them.
     """
 
     halves: bool
@@ -32,6 +48,8 @@ class Names:
     mlp_norm: str
     gate_up: tuple[str, str]
     down: str
+    q_norm: str
+    k_norm: str
 
 
 HUGGING_FACE = Names(
@@ -42,6 +60,8 @@ HUGGING_FACE = Names(
     "post_attention_layernorm",
     ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
 )
 TORCHTITAN = Names(
     False,
@@ -51,12 +71,15 @@ TORCHTITAN = Names(
     "ffn_norm",
     ("feed_forward.w1", "feed_forward.w3"),
     "feed_forward.w2",
+    "attention.q_norm",
+    "attention.k_norm",
 )
 _ALIKE = "input_norm", "o", "mlp_norm", "down"
+_HEADS = "q_norm", "k_norm"
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm layer of a decoder: attention behind an RMSNorm, SwiGLU behind another.
+    """A pre-norm layer of a decoder: attention behind an RMSNorm, a gated MLP behind another.
 
     Its weights are packed as the kernels take them. A state dict of Hugging Face or torchtitan
     loads as it is, and `state_dict_of` gives one back.
@@ -66,7 +89,9 @@ class DecoderLayer(nn.Module):
         ffn: Columns of gate and of up.
         heads, kv_heads: Of queries; of keys and values.
         head_dim: D.
-        eps: Of both norms.
+        eps: Of all norms.
+        activation: Of the gate: "silu" (SwiGLU), "gelu", "gelu_tanh" (GeGLU) or "relu" (ReGLU).
+        qk_norm: Whether the heads of query and key have RMSNorms, as in Qwen3.
         kind: `device` and `dtype` of the parameters; 16-bit types only.
     """
 
@@ -78,9 +103,12 @@ class DecoderLayer(nn.Module):
         kv_heads: int,
         head_dim: int,
         eps: float = 1e-5,
+        activation: str = "silu",
+        qk_norm: bool = False,
         **kind: Any,
     ) -> None:
         super().__init__()
+        self.activation = activation
         self.heads, self.head_dim = (heads, kv_heads), head_dim
         self.sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.input_norm = nn.RMSNorm(width, eps=eps, **kind)
@@ -89,6 +117,9 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(width, eps=eps, **kind)
         self.gate_up = nn.Linear(width, 2 * ffn, bias=False, **kind)
         self.down = nn.Linear(ffn, width, bias=False, **kind)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(head_dim, eps=eps, **kind) if qk_norm else None for _ in _HEADS
+        )
         self.register_load_state_dict_pre_hook(_pack)
 
     def forward(
@@ -110,17 +141,27 @@ class DecoderLayer(nn.Module):
             attend: Attention; by default PyTorch's, causal.
         """
         rows = x.flatten(0, 1)
-        norm, next_eps = self.mlp_norm, next_norm.eps or 0.0
+        next_eps = next_norm.eps or 0.0
         if given is None:
             given = normed(rows, self.input_norm.weight, self.input_norm.eps or 0.0)
         *qkv, rows = norm_linear(
-            rows, given, self.input_norm.weight, self.qkv.weight, self.sizes, table
+            rows,
+            given,
+            self.input_norm.weight,
+            self.qkv.weight,
+            self.sizes,
+            table if self.q_norm is None else None,
         )
+        for i, (norm, start) in enumerate(((self.q_norm, 0), (self.k_norm, self.sizes[0]))):
+            if norm is not None:
+                cut = None if table is None else table[:, start : start + self.sizes[i]]
+                qkv[i] = qk_norm_rope(qkv[i], norm.weight, norm.eps or 0.0, cut)
         q, k, v = (t.unflatten(0, x.shape[:2]) for t in qkv)
         a = (attend or self._attend)(q, k, v).flatten(0, 1)
+        norm = self.mlp_norm
         rows, given = linear_residual_norm(a, self.o.weight, rows, norm.weight, norm.eps or 0.0)
         weights = norm.weight, self.gate_up.weight, self.down.weight, next_norm.weight
-        rows, given = mlp(rows, given, *weights, next_eps)
+        rows, given = mlp(rows, given, *weights, next_eps, self.activation)
         return rows.view_as(x), given
 
     def table(self, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,6 +180,9 @@ class DecoderLayer(nn.Module):
         given = dict(zip(names.qkv, unpack_qkv(own["qkv.weight"], self.sizes, heads), strict=True))
         given |= zip(names.gate_up, separate(own["gate_up.weight"]), strict=True)
         given |= {getattr(names, part): own[f"{part}.weight"] for part in _ALIKE}
+        for part in _HEADS if self.q_norm is not None else ():
+            gamma = own[f"{part}.weight"]
+            given[getattr(names, part)] = split_pairs(gamma, 1) if names.halves else gamma
         return {f"{name}.weight": t for name, t in given.items()}
 
 
@@ -153,4 +197,7 @@ def _pack(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
         heads = module.heads if names.halves else None
         packed = {"qkv": pack_qkv(q, k, v, heads), "gate_up": interleave(gate, up)}
         packed |= {part: state.pop(f"{prefix}{getattr(names, part)}.weight") for part in _ALIKE}
+        for part in _HEADS if module.q_norm is not None else ():
+            gamma = state.pop(f"{prefix}{getattr(names, part)}.weight")
+            packed[part] = pair_halves(gamma, 1) if names.halves else gamma
         state.update({f"{prefix}{part}.weight": t for part, t in packed.items()})

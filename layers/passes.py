@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+_gelu_backward: Callable[..., Tensor] = torch.ops.aten.gelu_backward
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": (F.silu, lambda d, x: torch.ops.aten.silu_backward(d, x)),
+    "gelu": (F.gelu, lambda d, x: _gelu_backward(d, x)),
+    "gelu_tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda d, x: _gelu_backward(d, x, approximate="tanh"),
+    ),
+    "relu": (F.relu, lambda d, x: d.where(x > 0, 0)),
+}
+"""Of gates, by name: the function, and what takes the gradient behind it to the one before it."""
 
 
 def turned(x: Tensor) -> Tensor:
@@ -66,3 +81,33 @@ def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> 
     total = (grad * wide).where(grad != 0, 0).sum(-1)
     z.copy_(grad)
     return total
+
+
+def gated(z: Tensor, activation: str) -> Tensor:
+    """f(g) · u of gates g and ups u in turn, the columns of z (M, 2F): (M, F)."""
+    gate, up = z.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return (ACTIVATIONS[activation][0](gate) * up).to(z.dtype)
+
+
+def gate_gradient(grad: Tensor, z: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of `gated`: of z (M, 2F); its inner product with z by rows (M,), float32; and
+    what `gated` gave."""
+    function, backward = ACTIVATIONS[activation]
+    gate, up = z.float().unflatten(-1, (-1, 2)).unbind(-1)
+    wide, active = grad.float(), function(gate)
+    dgate, dup = backward(wide * up, gate), wide * active
+    dz = torch.stack((dgate, dup), dim=-1).flatten(-2).to(z.dtype)
+    return dz, (gate * dgate + up * dup).sum(-1), (active * up).to(z.dtype)
+
+
+def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> Tensor:
+    """Each head of y (M, H · D) by its RMS norm, times gamma (D,), and adjacent pairs rotated by
+    `table` (M, H · D), cosines and negated sines in turn; None rotates nothing."""
+    heads = y.float().unflatten(-1, (-1, len(gamma)))
+    scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
+    found = (heads * scale * gamma.float()).flatten(-2)
+    if table is not None:
+        even, odd = found.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = table.float().unflatten(-1, (-1, 2)).unbind(-1)
+        found = torch.stack((even * cos + odd * sin, odd * cos - even * sin), dim=-1).flatten(-2)
+    return found.to(y.dtype)

@@ -32,8 +32,10 @@ from coda_agent.layers.functional import (
     mlp,
     norm_linear,
     normed,
+    qk_norm_rope,
 )
-from coda_agent.layers.packing import interleave, pack_qkv, rotary_table
+from coda_agent.layers.packing import interleave, pack_qkv, pair_halves, rotary_table
+from coda_agent.layers.passes import ACTIVATIONS
 
 _TYPES = torch.bfloat16, torch.float16
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -113,8 +115,7 @@ def apply_coda_kernels(model: nn.Module) -> Report:
             continue
         patched = _Layer(layer, after, report)
         report._layers.append(patched)
-        qkv = "norm + QKV + RoPE" if patched.rotates else "norm + QKV (RoPE is the model's)"
-        report.replaced[name] = f"{qkv}, o + residual, norm + SwiGLU, down + residual"
+        report.replaced[name] = patched.says()
     if why := _unfit_head(model, last):
         report.left["lm_head"] = why
     else:
@@ -148,13 +149,21 @@ def _unfit(layer: Any, after: nn.Module | None) -> str:
         return "the MLP has biases"
     if len({linears[n].bias is None for n in ("q_proj", "k_proj", "v_proj")}) > 1:
         return "only some of query, key and value have biases"
-    probe = torch.linspace(-3, 3, 16, device=linears["up_proj"].weight.device)
-    if not torch.equal(block.act_fn(probe), F.silu(probe)):
-        return f"its activation is {type(block.act_fn).__name__}, expected SiLU"
+    if not _activation(block):
+        return f"its activation is {type(block.act_fn).__name__}, expected SiLU, GELU or ReLU"
     for norm in (layer.input_layernorm, layer.post_attention_layernorm, after):
         if not _is_rms_norm(norm):
             return f"{type(norm).__name__} is no RMSNorm with a plain weight"
     return ""
+
+
+def _activation(block: Any) -> str:
+    """The name of an MLP's activation, by its values; empty where there is none."""
+    probe = torch.linspace(-3, 3, 16, device=block.up_proj.weight.device)
+    found = (
+        n for n, (f, _) in ACTIVATIONS.items() if torch.allclose(block.act_fn(probe), f(probe))
+    )
+    return next(found, "")
 
 
 def _unfit_head(model: nn.Module, norm: nn.Module) -> str:
@@ -223,14 +232,36 @@ class _Layer:
         self.linears = [getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
         self.sizes = [linear.out_features for linear in self.linears]
         self.heads = [size // attention.head_dim for size in self.sizes[:2]]
-        self.rotates = _rotation(attention, report)
+        self.activation = _activation(layer.mlp)
+        self.norms: list[Any] = [getattr(attention, n, None) for n in ("q_norm", "k_norm")]
+        self.rotates = self._fits(self.norms) and _rotation(attention, report)
         self.tables = report._tables
         self.handed: tuple[Tensor, ...] | None = None
+        self.headed = False
         self.kept: tuple[Any, tuple[Tensor, Tensor]] | None = None
         for i, linear in enumerate(self.linears):
             report.replace(linear, self._projection(i, linear.forward))
         report.replace(attention.o_proj, self._projection(None, attention.o_proj.forward))
+        for norm in self.norms if self.rotates and self.norms[0] else ():
+            report.replace(norm, self._passed(norm.forward))
         report.replace(layer, self)
+
+    def _fits(self, norms: list[Any]) -> bool:
+        """Whether norms of query and key, if there are any, are RMSNorms of heads."""
+        dim = self.attention.head_dim
+        return norms == [None, None] or all(
+            norm is not None and _is_rms_norm(norm) and len(norm.weight) == dim for norm in norms
+        )
+
+    def says(self) -> str:
+        """What of the layer runs by what."""
+        qkv = "norm + QKV + RoPE" if self.rotates else "norm + QKV (RoPE is the model's)"
+        if self.rotates and self.norms[0]:
+            qkv = "norm + QKV, QK norms + RoPE by PyTorch"
+        gate = (
+            "SwiGLU" if self.activation == "silu" else f"gate and up, {self.activation} by PyTorch"
+        )
+        return f"{qkv}, o + residual, norm + {gate}, down + residual"
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         x, places, weight = hidden_states, kwargs.get("position_embeddings"), self.linears[0].weight
@@ -249,9 +280,14 @@ class _Layer:
             kwargs["position_embeddings"] = None, None
             table = self.tables.find(places, len(x), sum(self.heads), len(qkv))
         given = _Carried.take(x, norm)
-        *parts, rows = norm_linear(
-            x.flatten(0, 1), given, norm.weight, qkv, self.sizes, table, self._bias(rotates)
-        )
+        self.headed = table is not None and self.norms[0] is not None
+        packed = qkv, self.sizes, None if self.headed else table, self._bias(rotates)
+        *parts, rows = norm_linear(x.flatten(0, 1), given, norm.weight, *packed)
+        if self.headed and table is not None:
+            cuts = table.split(self.sizes, dim=1)
+            for i, norm in enumerate(self.norms):
+                gamma = pair_halves(norm.weight, 1)
+                parts[i] = qk_norm_rope(parts[i], gamma, _eps(norm), cuts[i])
         self.handed = tuple(t.unflatten(0, x.shape[:2]) for t in parts)
         try:
             attended = self.attention(hidden_states=x, **kwargs)[0].flatten(0, 1)
@@ -263,7 +299,7 @@ class _Layer:
         # FSDP has not gathered the next layer's weights yet: then that layer starts anew.
         there = type(after.weight) in (Tensor, nn.Parameter)
         weights = gate_up, layer.mlp.down_proj.weight, (after if there else norm).weight
-        rows, given = mlp(rows, given, norm.weight, *weights, _eps(after))
+        rows, given = mlp(rows, given, norm.weight, *weights, _eps(after), self.activation)
         out = rows.view_as(x)
         if there:
             _Carried.put(out, after, given)
@@ -279,6 +315,10 @@ class _Layer:
             return x if part is None else self.handed[part]
 
         return forward
+
+    def _passed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a norm of heads, which while this layer runs may be done already."""
+        return lambda x: x if self.handed is not None and self.headed else original(x)
 
     def _bias(self, rotates: bool) -> Tensor | None:
         """That of query, key and value, whose weights have one each or none."""
@@ -306,7 +346,7 @@ def _rotation(attention: Any, report: Report) -> bool:
     """Whether the kernel may rotate: then the model's own rotation skips what has no cosines."""
     home = sys.modules[type(attention).__module__]
     rotate = getattr(home, "apply_rotary_pos_emb", None)
-    if rotate is None or hasattr(attention, "q_norm") or hasattr(attention, "k_norm"):
+    if rotate is None:
         return False
     users = getattr(rotate, "_coda_users", None)
     if users is None:

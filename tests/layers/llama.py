@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "relu": nn.ReLU,
+}
 
 
 @dataclass
@@ -85,7 +93,7 @@ class Mlp(nn.Module):
         self.gate_proj = nn.Linear(c.width, c.ffn, bias=False)
         self.up_proj = nn.Linear(c.width, c.ffn, bias=False)
         self.down_proj = nn.Linear(c.ffn, c.width, bias=False)
-        self.act_fn = nn.SiLU() if c.hidden_act == "silu" else nn.GELU()
+        self.act_fn = ACTIVATIONS[c.hidden_act]()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))

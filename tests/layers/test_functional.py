@@ -9,12 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from coda_agent.layers import functional
 from coda_agent.layers.functional import head_loss, normed
 from coda_agent.layers.modules import HUGGING_FACE, TORCHTITAN, DecoderLayer, Names
 from tests.layers.llama import Config, Layer, RMSNorm, positions
 
 pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper")
 CONFIG = Config()
+KINDS = {
+    "llama": CONFIG,
+    "geglu": Config(hidden_act="gelu"),
+    "geglu by tanh": Config(hidden_act="gelu_tanh"),
+    "reglu": Config(hidden_act="relu"),
+    "head norms": Config(qk_norm=True),
+}
 
 
 def within(ours: Tensor, theirs: Tensor, truth: Tensor, *, times: float = 1.0) -> None:
@@ -25,20 +33,18 @@ def within(ours: Tensor, theirs: Tensor, truth: Tensor, *, times: float = 1.0) -
     assert error <= times * bound, f"error {error:.3e}, PyTorch's {bound:.3e}"
 
 
-def built() -> tuple[Layer, RMSNorm, DecoderLayer]:
+def built(c: Config = CONFIG) -> tuple[Layer, RMSNorm, DecoderLayer]:
     torch.manual_seed(0)
-    layer, norm = Layer(CONFIG).bfloat16(), RMSNorm(CONFIG.width, CONFIG.eps).bfloat16()
-    c = CONFIG
-    ours = DecoderLayer(
-        c.width, c.ffn, c.heads, c.kv_heads, c.head_dim, c.eps, dtype=torch.bfloat16
-    )
+    layer, norm = Layer(c).bfloat16(), RMSNorm(c.width, c.eps).bfloat16()
+    sizes = c.width, c.ffn, c.heads, c.kv_heads, c.head_dim, c.eps
+    ours = DecoderLayer(*sizes, c.hidden_act, c.qk_norm, dtype=torch.bfloat16)
     ours.load_state_dict(layer.state_dict())
     return layer, norm, ours
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_layer_and_all_its_gradients(batch: int) -> None:
-    layer, norm, ours = built()
+@pytest.mark.parametrize(("kind", "batch"), [("llama", 1), *((kind, 3) for kind in KINDS)])
+def test_a_layer_and_all_its_gradients(kind: str, batch: int) -> None:
+    layer, norm, ours = built(KINDS[kind])
     after = torch.nn.RMSNorm(CONFIG.width, eps=CONFIG.eps, dtype=torch.bfloat16)
     after.weight.data.copy_(norm.weight)
     x = torch.randn(batch, 37, CONFIG.width).bfloat16()
@@ -72,16 +78,17 @@ def test_a_layer_and_all_its_gradients(batch: int) -> None:
     torch.testing.assert_close(given.h.double(), h, atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize("kind", ["llama", "head norms"])
 @pytest.mark.parametrize("names", [HUGGING_FACE, TORCHTITAN], ids=["hugging face", "torchtitan"])
-def test_state_dicts_load_either_way(names: Names) -> None:
-    _, _, ours = built()
-    other = built()[2]
+def test_state_dicts_load_either_way(names: Names, kind: str) -> None:
+    _, _, ours = built(KINDS[kind])
+    other = built(KINDS[kind])[2]
     for p in other.parameters():
         p.data.zero_()
     given = ours.state_dict_of(names)
     other.load_state_dict(given)
     again = other.state_dict_of(names)
-    assert len(given) == 9
+    assert len(given) == (11 if kind == "head norms" else 9)
     for name, t in given.items():
         assert torch.equal(t, again[name])
     for name, t in ours.state_dict().items():
@@ -96,7 +103,7 @@ def test_the_names_of_hugging_face_are_its_own() -> None:
         assert torch.equal(t, given[name])
 
 
-@pytest.mark.parametrize("step", [128, 1 << 20], ids=["pieces", "whole"])
+@pytest.mark.parametrize("step", [128, 96 * 131, 1 << 20], ids=["pieces", "131 rows", "whole"])
 def test_the_head_s_loss_and_gradients(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     width, vocabulary, rows = 64, 96, 300
@@ -104,6 +111,13 @@ def test_the_head_s_loss_and_gradients(step: int, monkeypatch: pytest.MonkeyPatc
     x, gamma = torch.randn(rows, width).bfloat16(), torch.rand(width).bfloat16() + 0.5
     weight = (torch.randn(vocabulary, width) / 4).bfloat16()
     y = torch.randint(0, vocabulary, (rows,))
+    kernel = functional.gemm_rmsnorm_partial_cross_entropy
+
+    def aligned(*tensors: Tensor) -> Any:
+        assert all(t.storage_offset() * t.element_size() % 32 == 0 for t in tensors)
+        return kernel(*tensors)
+
+    monkeypatch.setattr(functional, "gemm_rmsnorm_partial_cross_entropy", aligned)
     y[::7] = -100
 
     def reference(kind: torch.dtype) -> list[Any]:
@@ -181,6 +195,12 @@ def test_weight_gradients_are_added_to_main_grad(kind: torch.dtype) -> None:
         TypeError, match=r"main_grad is \(3,\) torch.*, expected \(64, 80\) float32"
     ):
         passed(ours, heads[1], draws[0])
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    layer = DecoderLayer(16, 16, 1, 1, 16, activation="swish", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="no activation 'swish', expected one of silu, gelu,"):
+        layer(torch.ones(1, 2, 16).bfloat16(), None, None, layer.mlp_norm)
 
 
 def test_a_second_derivative_is_refused() -> None:
