@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,9 +119,10 @@ def test_the_compiler_of_torch_takes_it_whole() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    meet = f"file://{tmp_path}/meet"
+    distributed.init_process_group("gloo", init_method=meet, rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
