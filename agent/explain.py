@@ -9,7 +9,6 @@ from pathlib import Path
 
 from coda_agent.agent import execution
 from coda_agent.agent.authors.composer import Composer
-from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.static import check_source, program_names
 from coda_agent.agent.sandbox import launcher
@@ -43,6 +42,8 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
         if spec is None:
             raise CodaError("explain needs a spec or a program")
         if stage == "graph":
+            from coda_agent.agent.authors.composer.capture import capture
+
             return str(capture(spec, _binding(spec, variant)))
         text = Composer().write(spec, lambda *_: None)
     if stage == "program":

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent.agent.derive.backward import Backward
 from coda_agent.agent.derive.kernel import named
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import Spec, draw_inputs, load_spec, run_reference
 
-if TYPE_CHECKING:
-    import torch
-
-    Tensors = Mapping[str, torch.Tensor]
-    Run = Callable[[Spec, dict[str, Any]], Tensors]
+Tensors = Mapping[str, torch.Tensor]
+Run = Callable[[Spec, dict[str, Any]], Tensors]
 
 TOLERANCE = 1e-9
 EPSILON = 1e-6
@@ -36,8 +35,6 @@ def check(derived: Backward) -> None:
     Raises:
         ProgramError: one is off by more than the order of sums; names it.
     """
-    import torch
-
     spec = derived.spec
     sizes = dict(spec.check_shapes[len(spec.check_shapes) // 2])
     _, n, _ = spec.gemm_dims  # a kernel of half the columns takes multiples of 16, too
@@ -70,8 +67,6 @@ def gradients(
         run: What a kernel gives of a spec and its canonical inputs.
         seed: Of everything that is drawn.
     """
-    import torch
-
     spec, asked, exact = derived.spec, derived.asked, dtype is torch.float64
     generator = torch.Generator().manual_seed(seed + 1)
 

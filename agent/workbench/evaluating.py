@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent import primitives
 from coda_agent.agent import execution
@@ -26,9 +28,6 @@ from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import OPERAND_KINDS, ColIndex
 from coda_agent.specs import Spec, draw_inputs, run_reference
-
-if TYPE_CHECKING:
-    import torch
 
 SHOWN = 6  # elements of an output
 _SEED = 0
@@ -93,8 +92,6 @@ def inputs_of(
     Raises:
         ToolError: a value for what is no operand, or the finding has no case.
     """
-    import torch
-
     if failing is not None:
         drawn = _failed(spec, binding, failing)
     else:
@@ -148,8 +145,6 @@ def table(
         inputs: In float64.
         given: How many columns of the first row to show; else the elements that differ most.
     """
-    import torch
-
     truth = run_reference(spec, inputs, binding=binding, exact=True)
     types = {o: getattr(torch, spec.dtype_of(o, spec.default_types())) for o in spec.outputs}
     exact = {name: replayed(spec, p, {**inputs}) for name, p in programs.items()}
@@ -196,8 +191,6 @@ def _places(
     if given:
         columns = range(min(given, SHOWN * 2, value.shape[-1] if value.ndim == 2 else 1))
         return [(0, j) if value.ndim == 2 else (j,) for j in columns]
-    import torch
-
     off = torch.zeros_like(value)
     if truth is not None:
         off = (value - truth).abs() / truth.abs().clamp_min(1e-290)

@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors import Author, Kind, Options, Writer
-from coda_agent.agent.authors.composer.capture import capture
-from coda_agent.agent.authors.composer.emit import emit
-from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.judge.meaning import replayed
@@ -43,6 +40,10 @@ class Composer(Writer):
         Raises:
             ProgramError: The reference cannot be expressed, or the program disagrees with it.
         """
+        from coda_agent.agent.authors.composer.capture import capture  # these import torch
+        from coda_agent.agent.authors.composer.emit import emit
+        from coda_agent.agent.authors.composer.rewrite import rewrite
+
         programs = []
         for binding in spec.bindings():
             variant = spec.variant(binding)

@@ -15,14 +15,19 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.fx.traceback as notes
+from torch import fx
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import Spec, canonical_reference
-
-if TYPE_CHECKING:
-    from torch import fx
-
 
 # What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
 _DECOMPOSED = (
@@ -112,13 +117,6 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
 
 
 def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> Captured:
-    import torch
-    import torch.fx.traceback as notes
-    from torch._decomp import get_decompositions
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
     reference = canonical_reference(spec, binding)
     types = spec.default_types()
     shapes = {name: spec.shape_of(name, sizes, binding) for name in spec.inputs}
@@ -178,9 +176,6 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
 
 def _lines(path: str) -> Any:
     """A mode that notes each node's line of `path`, and unfolds what would guard on a scalar."""
-    import torch
-    import torch.fx.traceback as notes
-    from torch.overrides import TorchFunctionMode
 
     def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         scalars = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.SymFloat)]

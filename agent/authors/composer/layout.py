@@ -16,7 +16,8 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from coda_agent.agent.authors.composer.expression import Expr, const, group_width, leaf, make
 from coda_agent.agent.authors.composer.halves import exchanged, joined
@@ -24,9 +25,6 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import WIDTHS
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.tables import TABLES, Table
-
-if TYPE_CHECKING:
-    import torch
 
 _SHIFT = 40
 _FRAMES = (
@@ -139,8 +137,6 @@ class Layout:
 
     def partly(self, readings: list[tuple[Expr, torch.Tensor]], shape: tuple[int, ...]) -> Elements:
         """A tensor that is part of the rows or columns: what the tile reads, if it reads so."""
-        import torch
-
         raw = leaf("table", str(len(self._tables)), 0, frozenset({"M", "N"}))
         self._tables[raw] = readings
         codes = torch.arange(math.prod(shape)) + (self._number(raw) << _SHIFT)
@@ -162,8 +158,6 @@ class Layout:
     def half(self, codes: torch.Tensor, width: int) -> Expr | None:
         """The expression over (M, N) whose elements in the first halves of groups of columns stand
         in `codes` (M, N/2); of those in the second halves with the halves exchanged."""
-        import torch
-
         if len(numbers := (codes >> _SHIFT).unique()) > 1:
             return None
         expr = self._exprs[int(numbers)]
@@ -186,8 +180,6 @@ class Layout:
 
     def _alike(self, width: int, expr: Expr) -> bool:
         """Whether it is the same in both halves of a group, column by column."""
-        import torch
-
         if expr.op.startswith("group_"):
             return int(expr.value) % width == 0
         read = [at for some in self._tables.values() for whole, at in some if whole == expr]
@@ -225,8 +217,6 @@ class Layout:
 
     def _places(self, kind: type[Table], r: int, c: int) -> torch.Tensor | None:
         """Which element of an (R, C) table each of the tile's reads; None where it does not fit."""
-        import torch
-
         m, n = self.extents["M"], self.extents["N"]
         if m % r or n % (c * (kind.step or 1)):
             return None
@@ -279,8 +269,6 @@ class Layout:
 
     def constants(self, values: torch.Tensor) -> Elements:
         """A tensor whose values are known; few different ones, or it would be an operand."""
-        import torch
-
         distinct, which = torch.unique(values.double(), return_inverse=True)
         if len(distinct) > 4:
             raise ProgramError(
@@ -327,8 +315,6 @@ class Layout:
         return [self._exprs[int(i)] for i in (elements.codes >> _SHIFT).unique()]
 
     def _find(self, codes: torch.Tensor, dims: tuple[str, ...]) -> Expr | None:
-        import torch
-
         numbers = codes >> _SHIFT
         number = int(numbers.flatten()[0])
         if bool((numbers == number).all()):
@@ -369,8 +355,6 @@ class Layout:
 
     def grid(self, expr: Expr, dims: tuple[str, ...]) -> torch.Tensor:
         """Codes of `expr` over `dims`, which include its own."""
-        import torch
-
         own = [self.extents[d] if d in expr.dims else 1 for d in dims]
         codes = torch.arange(math.prod(own)).reshape(own) + (self._number(expr) << _SHIFT)
         return codes.expand([self.extents[d] for d in dims])

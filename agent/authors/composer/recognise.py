@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives import activations
 from coda_agent.primitives.operation import OPS
-
-if TYPE_CHECKING:
-    import torch
 
 _FUNCTIONS = ("silu", "gelu_tanh", "gelu_erf", "hard_swish", "sigmoid", "tanh")
 # Points an unnamed function of one value is compared at, and how far it may be off.
@@ -26,8 +25,6 @@ def known_product(*factors: tuple[Expr, bool]) -> tuple[str, Expr, float] | None
 
     A factor is an expression and whether it divides. A derivative's name begins with "d_".
     """
-    import torch
-
     below = _near([f for f, _ in factors])
     if not any(_curved(e.op) for e in below):
         return None
@@ -51,8 +48,6 @@ def known_product(*factors: tuple[Expr, bool]) -> tuple[str, Expr, float] | None
 @functools.lru_cache(maxsize=1)
 def _known() -> dict[str, torch.Tensor]:
     """Each known function and derivative at the points."""
-    import torch
-
     points = torch.tensor(_POINTS, dtype=torch.float64)
     names = [name for f in _FUNCTIONS for name in (f, f"d_{f}")]
     return {name: _meaning(name)(points) for name in names}
@@ -60,8 +55,6 @@ def _known() -> dict[str, torch.Tensor]:
 
 def _meaning(op: str) -> Any:
     """An elementwise operation on tensors, by name; None for others."""
-    import torch
-
     if not op.startswith("d_"):
         return OPS[op].torch if op in OPS else getattr(activations, op, None)
     function: Callable[..., Any] = _meaning(op[2:])
@@ -85,8 +78,6 @@ def _near(roots: list[Expr]) -> list[Expr]:
 
 def _at(f: Expr, x: Expr, points: torch.Tensor) -> torch.Tensor | None:
     """f at `points`, or None where it depends on more than x, not on it, or from too far."""
-    import torch
-
     values: dict[Expr, torch.Tensor | None] = {x: points}
 
     def value(e: Expr, depth: int) -> torch.Tensor | None:

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+import torch.fx
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from coda_agent.agent.authors.composer.across import Across
 from coda_agent.agent.authors.composer.aten import (
@@ -35,29 +40,16 @@ from coda_agent.agent.authors.composer.expression import (
     apply,
     const,
     leaf,
-    lift,
     make,
     walk,
 )
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
 from coda_agent.agent.authors.composer.rounding import before_store, rounding
+from coda_agent.primitives import ColIndex, ColVector, HalfTile, RowVector, Scalar, Tile, WideTile
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import GROUP_TILES, WIDTHS
-from coda_agent.primitives.resources import (
-    ColIndex,
-    ColVector,
-    HalfTile,
-    RowVector,
-    Scalar,
-    Tile,
-    WideTile,
-)
 from coda_agent.primitives.tables import TABLES
 from coda_agent.specs.layout import extent, halved, interleaved
-
-if TYPE_CHECKING:
-    import torch
-    from torch import fx
 
 
 @dataclass(frozen=True)
@@ -102,8 +94,6 @@ class _Rewriter:
         self.leaves: dict[str, Expr] = {}
 
     def run(self) -> Rewritten:
-        import torch.fx
-
         env: dict[fx.Node, Any] = {}
         inputs = iter(enumerate(self.spec.inputs, start=1))
         returned: Any = None
@@ -202,9 +192,6 @@ class _Rewriter:
         return kind.named(m, n)
 
     def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        import torch
-        from torch.utils._pytree import tree_leaves
-
         op, target = _name(node), cast("Callable[..., Any]", node.target)
         evaluated = op == "rrelu_with_noise" and not any(args[4:5])
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not evaluated:
@@ -261,8 +248,6 @@ class _Rewriter:
 
     def _cast(self, x: Any, source: torch.dtype | None, dtype: torch.dtype | None) -> Any:
         """`x` in another type: the same number, but where a condition is made of it."""
-        import torch
-
         if dtype is not None and (name := rounding(self.spec, dtype)):
             return self._apply(partial(apply, name), [x], {})
         if dtype is None or dtype.is_floating_point or dtype == source or self.across.is_index(x):
@@ -278,8 +263,6 @@ class _Rewriter:
 
     def _counted(self, found: torch.Tensor) -> Elements | torch.Tensor:
         """The numbers of all rows, or of all columns, as what follows from an element's place."""
-        import torch
-
         for dim, name in (("M", "row"), ("N", "column")):
             count = self.layout.extents[dim]
             if torch.equal(found, torch.arange(count, dtype=found.dtype)):
@@ -313,16 +296,11 @@ class _Rewriter:
         return self.layout.write(made, shape, Frame(("M", "N")))
 
     def _lift(self, value: Any) -> Elements:
-        import torch
-
         if isinstance(value, Elements):
             return value
         return self.layout.constants(torch.as_tensor(value))
 
     def _view(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        import torch
-        from torch.utils._pytree import tree_map
-
         def codes(value: Any) -> Any:
             """Of what is moved; constants that index are not."""
             constant = isinstance(value, torch.Tensor) and op != "index"
@@ -338,83 +316,70 @@ class _Rewriter:
         self, function: Callable[..., Expr], args: Iterable[Any], kwargs: Mapping[str, Any]
     ) -> Elements:
         """An elementwise function of tensors and numbers."""
-        import torch
+        args = [*args]
 
-        args = list(args)
-        tensors = [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
+        def bound(*exprs: Expr) -> Expr:
+            rest = iter(exprs)
+
+            def given(value: Any) -> Any:
+                if _tensor(value):
+                    return next(rest)
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                return const(value) if number else value
+
+            values = [given(v) for v in args]  # before those by name
+            return function(*values, **{k: given(v) for k, v in kwargs.items()})
+
+        return self._applied(
+            bound, [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
+        )
+
+    def _applied(self, function: Callable[..., Expr], tensors: list[Elements]) -> Elements:
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
-
-        def others(values: Iterable[Elements]) -> torch.Tensor:
-            """Codes of the same function of other tensors in the places of the given ones."""
-            rest = iter(values)
-            given = [next(rest) if _tensor(v) else v for v in args]
-            named = {k: next(rest) if _tensor(v) else v for k, v in kwargs.items()}
-            return self._apply(function, given, named).codes
-
         if (found := self.layout.whole(tensors, shape)) is not None:
             # One weight's columns of several: computed as if of all.
-            return Elements(others(found[0])[..., found[1]].reshape(shape))
+            return Elements(self._applied(function, found[0]).codes[..., found[1]].reshape(shape))
         frame = self.layout.frame(shape)
         parts = any(e.op == "table" for t in tensors for e in self.layout.sources(t))
-        if frame is None and parts and (found := self._table_wise(function, args, kwargs, shape)):
+        if frame is None and parts and (found := self._table_wise(function, tensors, shape)):
             return found
-        if frame is None and (part := self._part_wise(function, args, kwargs, tensors)):
+        if frame is None and (part := self._part_wise(function, tensors)):
             return part
         if frame is None and (width := self.layout.group(shape)):
             # What is one for each group is computed as if for each column.
             over = (self.layout.over_group(t.codes.broadcast_to(shape), width) for t in tensors)
-            return Elements(others(map(Elements, over))[..., ::width].reshape(shape))
+            whole = self._applied(function, [*map(Elements, over)])
+            return Elements(whole.codes[..., ::width].reshape(shape))
         if frame is None:
             raise ProgramError(
                 f"works on a shape {self._words(shape)} that is neither (M, N) nor part of it",
                 hint="return the tensor itself, and do this in the next kernel or with torch",
             )
         if self.layout.in_halves(shape):
-            paired = partial(self._ordered, order=interleaved)
-            args, kwargs = map(paired, args), {k: paired(v) for k, v in kwargs.items()}
-            result = self._elementwise(function, list(args), kwargs, shape, frame)
-            return self._ordered(result, order=halved)
+            paired = [self._ordered(t, interleaved) for t in tensors]
+            return self._ordered(self._elementwise(function, paired, shape, frame), halved)
         try:
-            return self._elementwise(function, args, kwargs, shape, frame)
+            return self._elementwise(function, tensors, shape, frame)
         except ProgramError:
-            if (found := self._half_wise(function, args, kwargs, shape)) is None:
+            if (found := self._half_wise(function, tensors, shape)) is None:
                 raise
             return found
 
     def _half_wise(
-        self,
-        function: Callable[..., Expr],
-        args: Iterable[Any],
-        kwargs: Mapping[str, Any],
-        shape: tuple[int, ...],
+        self, function: Callable[..., Expr], tensors: Iterable[Elements], shape: tuple[int, ...]
     ) -> Elements | None:
         """A function of halves of groups of columns, computed as if of the whole tile."""
         m, n, width = self.layout.extents["M"], self.layout.extents["N"], 2 * shape[-1]
         if width not in WIDTHS or math.prod(shape) != m * n // 2:
             return None
-
-        def over(value: Any) -> Any:
-            if not _tensor(value):
-                return lift(value) if isinstance(value, (int, float)) else value
-            codes = self._lift(value).codes.broadcast_to(shape).reshape(m, n // 2)
-            if (found := self.layout.half(codes, width)) is None:
-                raise LookupError
-            return found
-
-        try:
-            given, named = [over(v) for v in args], {k: over(v) for k, v in kwargs.items()}
-        except LookupError:
+        codes = (t.codes.broadcast_to(shape).reshape(m, n // 2) for t in tensors)
+        given = [self.layout.half(half, width) for half in codes]
+        if any(expr is None for expr in given):
             return None
-        whole = self.layout.write(function(*given, **named), (m, n), Frame(("M", "N")))
+        whole = self.layout.write(function(*given), (m, n), Frame(("M", "N")))
         return Elements(self.layout.apart(whole.codes, width)[0].reshape(shape))
 
-    def _part_wise(
-        self,
-        function: Callable[..., Expr],
-        args: Iterable[Any],
-        kwargs: Mapping[str, Any],
-        tensors: list[Elements],
-    ) -> Elements | None:
+    def _part_wise(self, function: Callable[..., Expr], tensors: list[Elements]) -> Elements | None:
         """A function of part of an operand and of numbers, computed as if of all of it."""
         if len(tensors) != 1 or len(sources := self.layout.sources(tensors[0])) != 1:
             return None
@@ -424,53 +389,36 @@ class _Rewriter:
             return None
         for matrix, turned in ((codes, False), (codes.mT, True)):
             if (at := self.layout.taken(matrix, expr, dims)) is not None:
-                given = [expr if _tensor(v) else v for v in args]
-                whole = function(
-                    *given, **{k: expr if _tensor(v) else v for k, v in kwargs.items()}
-                )
-                found = self.layout.grid(whole, dims)[at[0]][:, at[1]]
+                found = self.layout.grid(function(expr), dims)[at[0]][:, at[1]]
                 return Elements(found.mT if turned else found)
         return None
 
     def _table_wise(
-        self,
-        function: Callable[..., Expr],
-        args: list[Any],
-        kwargs: Mapping[str, Any],
-        shape: tuple[int, ...],
+        self, function: Callable[..., Expr], tensors: list[Elements], shape: tuple[int, ...]
     ) -> Elements | None:
         """A function of what is part of the rows or columns, computed as if of the whole tile."""
         tile = Frame(("M", "N"))
         found: list[tuple[Expr, torch.Tensor]] = []
         for at in self.layout.readings(shape):
-
-            def over(value: Any, at: torch.Tensor = at) -> Any:
-                if not _tensor(value):
-                    return value
-                return Elements(self._lift(value).codes.broadcast_to(shape).flatten()[at])
-
-            full, named = tuple(at.shape), {k: over(v) for k, v in kwargs.items()}
+            full = tuple(at.shape)
+            over = [Elements(t.codes.broadcast_to(shape).flatten()[at]) for t in tensors]
             with suppress(ProgramError):
-                whole = self._elementwise(function, [over(v) for v in args], named, full, tile)
+                whole = self._elementwise(function, over, full, tile)
                 found.append((self.layout.read(whole, full, tile), at))
         return self.layout.partly(found, shape) if found else None
 
-    def _ordered(self, value: Any, order: Callable[..., torch.Tensor]) -> Any:
+    def _ordered(self, value: Elements, order: Callable[..., torch.Tensor]) -> Elements:
         """A value whose columns are all the product's in another order; any other as it is."""
-        if not _tensor(value) or not self.layout.in_halves(tuple(self._lift(value).codes.shape)):
-            return value
-        return Elements(order(self._lift(value).codes, -1))
+        halves = self.layout.in_halves(tuple(value.codes.shape))
+        return Elements(order(value.codes, -1)) if halves else value
 
     def _elementwise(
         self,
         function: Callable[..., Expr],
-        args: list[Any],
-        kwargs: Mapping[str, Any],
+        tensors: list[Elements],
         shape: tuple[int, ...],
         frame: Frame,
     ) -> Elements:
-        import torch
-
         seen, wide = shape, frame.dims == ("M", "2*N")
         if wide:
             seen, frame = tuple(self.layout.extents[d] for d in "MN"), Frame(("M", "N"))
@@ -478,17 +426,12 @@ class _Rewriter:
         def computed(side: int) -> torch.Tensor:
             """The result; of a wide value one of its sides, which programs compute with apart."""
 
-            def expr(value: Any) -> Any:
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    return const(value)
-                if not _tensor(value):
-                    return value
-                codes = self._lift(value).codes.broadcast_to(shape)
+            def expr(tensor: Elements) -> Expr:
+                codes = tensor.codes.broadcast_to(shape)
                 codes = codes.reshape(*seen, 2)[..., side] if wide else codes
                 return self.layout.read(Elements(codes), seen, frame)
 
-            result = function(*map(expr, args), **{k: expr(v) for k, v in kwargs.items()})
-            return self.layout.write(result, seen, frame).codes
+            return self.layout.write(function(*map(expr, tensors)), seen, frame).codes
 
         codes = torch.stack([computed(0), computed(1)], -1) if wide else computed(0)
         return Elements(codes.reshape(shape))
@@ -496,8 +439,6 @@ class _Rewriter:
     def _gemm(self, x: Any, y: Any) -> Elements:
         """A product of A with some of B's rows, over K or over a part of it that is packed. One
         over a part is a value of its own, and with the others it is the whole."""
-        import torch
-
         if not (isinstance(x, Elements) and isinstance(y, Elements)):
             raise self._other_product()
         if any(e == self.acc for v in (x, y) for e in walk(self.layout.sources(v))):
@@ -677,8 +618,6 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 
 def _tensor(value: Any) -> bool:
-    import torch
-
     return isinstance(value, (Elements, torch.Tensor))
 
 

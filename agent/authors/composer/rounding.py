@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.rounding import ROUNDINGS
+from coda_agent.specs import Spec
 from coda_agent.specs.reference import narrow
-
-if TYPE_CHECKING:
-    import torch
-
-    from coda_agent.specs import Spec
 
 
 def rounding(spec: Spec, dtype: torch.dtype) -> str:
