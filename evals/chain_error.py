@@ -16,15 +16,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from coda_agent.evals import pages, svg
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.auxiliary import rstd
 from coda_agent.primitives.errors import CodaError
-
-if TYPE_CHECKING:
-    import torch
 
 TOKENS, LAYERS, HIDDEN, FFN, QKV, VOCABULARY = 2048, 32, 4096, 14336, 4096 + 2 * 1024, 128256
 BLOCK, EPS = 128, 1e-5
@@ -63,9 +63,6 @@ def measure(
 def _layer(
     kernels: Mapping[str, Any], site: str, layer: int, layers: int, device: str, shrink: int
 ) -> dict[str, float]:
-    import torch
-    import torch.nn.functional as F
-
     inner, outer, second = SITES[site]
     m, k, d, n = (x // shrink for x in (TOKENS, inner, HIDDEN, outer))
     generator = torch.Generator(device).manual_seed(1000 * [*SITES].index(site) + layer)

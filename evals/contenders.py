@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from coda_agent.agent.judge.numerics import run_interpreter
 from coda_agent.agent.judge.performance import bare_gemm
 from coda_agent.agent.judge.tuner import Launched
@@ -81,8 +83,6 @@ def _of_the_block(workload: Workload, benchmark: Benchmark) -> list[TileConfig]:
 def ours(workload: Workload, config: TileConfig, *, raw: bool = False) -> Rotation:
     """The accepted kernel in one launch and the finalisers of its reductions. With `raw`, the
     finalisers run only when the outputs are looked at."""
-    import torch
-
     spec, inputs = workload.kernel.spec, workload.inputs
     program = workload.kernel.programs[spec.variant()]
     types = dict.fromkeys(spec.types, workload.dtype)

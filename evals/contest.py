@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
+
+from coda_agent.agent import execution
 from coda_agent.agent.doctor import package_version
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.samples import Samples, speedup
@@ -30,11 +33,10 @@ from coda_agent.evals.definitions import Benchmark, Place, Suite
 from coda_agent.evals.host_time import time_loops
 from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.evals.workloads import Outputs, Rotation, Workload, make_workload
+from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.function import supported
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
-
-if TYPE_CHECKING:
-    from coda_agent.generated.kernel import Kernel
 
 
 class Clock(Protocol):
@@ -63,10 +65,6 @@ def require_hopper() -> None:
     Raises:
         MachineError: kernels do not run on this machine.
     """
-    import torch
-
-    from coda_agent.primitives.function import supported
-
     if not (torch.cuda.is_available() and supported(torch.device("cuda"))):
         raise MachineError("evaluations run kernels on a Hopper GPU, and there is none here")
 
@@ -115,8 +113,6 @@ def run_contest(
         CodaError: unknown kernel, model or contender, or a suite without a benchmark.
         MachineError: no Hopper GPU.
     """
-    import torch
-
     benchmark, known, began = suite.measured(), contenders(), time.monotonic()
     _check_known("kernel", kernels, benchmark.kernels)
     _check_known("model", models, benchmark.models)
@@ -185,8 +181,6 @@ def run_contest(
 def _accepted(root: Path, names: Iterable[str]) -> dict[str, Kernel]:
     """Kernels by name, without those that are not accepted. Each is read once, since that takes
     5 ms and a suite has hundreds of cells."""
-    from coda_agent.generated.kernel import load_kernel
-
     folders = {name: root / "generated" / name for name in names}
     return {n: load_kernel(f) for n, f in folders.items() if (f / "kernel.py").is_file()}
 
@@ -221,8 +215,6 @@ def _compile_ahead(
 ) -> None:
     """Compile the kernels of all tasks side by side: one after the other they take 3 s each. What
     does not compile is said of its cell."""
-    from coda_agent.agent.execution import executor
-
     jobs: dict[tuple[str, TileConfig], CompileJob] = {}
     for task in tasks:
         spec = task.kernel.spec
@@ -231,7 +223,7 @@ def _compile_ahead(
         jobs[program.digest, task.config] = job
     if jobs:
         started = time.monotonic()
-        executor().map([*jobs.values()], lambda *_: None)
+        execution.executor().map([*jobs.values()], lambda *_: None)
         say(f"{len(jobs)} kernels compiled in {time.monotonic() - started:.0f} s")
 
 
@@ -244,8 +236,6 @@ def _measured(
     task: _Task, benchmark: Benchmark, clock: Clock, rounds: int, device: str
 ) -> dict[str, Any]:
     """Build each contender, check it against the truth, and time those that are right."""
-    import torch
-
     torch.compiler.reset()  # a reference may be compiled eight times in a process, then not again
     place = task.place
     sizes = place.sizes(task.kernel.spec)

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent.agent.judge.samples import Samples
+from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.specs import draw_inputs
-
-if TYPE_CHECKING:
-    from coda_agent.generated.kernel import Kernel
 
 ROUNDS, CALLS = 40, 8
 LOOPS, LOOP = 5, 200
@@ -78,8 +78,6 @@ def measure(
         compiled: Whether under torch.compile as well.
         rounds: Turns of `CALLS` calls each.
     """
-    import torch
-
     spec = kernel.spec
     sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     drawn = draw_inputs(spec, sizes, spec.default_types(), seed=0, device=device)
@@ -165,6 +163,4 @@ def time_loops(
 
 def _wait(device: str) -> Callable[[], None]:
     """What waits for the device."""
-    import torch
-
     return torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -12,16 +12,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent.evals.contenders import Absent, contender
 from coda_agent.evals.definitions import Benchmark
 from coda_agent.evals.workloads import EPS, Call, Outputs, Rotation, Workload
-
-if TYPE_CHECKING:
-    import torch
-
-    from coda_agent.primitives.tiles import TileConfig
+from coda_agent.primitives.tiles import TileConfig
 
 Function = Callable[..., Any]
 
@@ -83,8 +81,6 @@ def compile_max(workload: Workload) -> Rotation:
 
 
 def _compiled(workload: Workload, mode: str) -> Rotation:
-    import torch
-
     from coda_agent.specs import reference_callable
 
     reference = reference_callable(workload.kernel.spec, baseline=True)
@@ -162,8 +158,6 @@ def _liger_kernels() -> Library:
 
 
 def _flashinfer_kernels() -> Library:
-    import torch
-
     fi = importlib.import_module("flashinfer")
 
     def rope(q: Any, k: Any, table: Any) -> None:
@@ -187,8 +181,6 @@ def compose(workload: Workload, library: Library) -> Rotation:
     Raises:
         Absent: it has nothing for this kernel.
     """
-    import torch
-
     out, ones = workload.product(), torch.ones_like(workload.operands(workload.inputs[0])[0][0])
 
     def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
@@ -205,8 +197,6 @@ def _finish(
     workload: Workload, library: Library, x: dict[str, Any], b: Any
 ) -> tuple[Any, Function]:
     """The weight of the product, as the library likes it, and what makes outputs of the product."""
-    import torch
-
     m, n, _ = workload.mnk
     match workload.name.removeprefix("gemm_rmsnorm_").removeprefix("gemm_"):
         case "swiglu":
@@ -236,8 +226,6 @@ def _finish(
 def _rope(workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any) -> Call:
     """The rotation, in place, so that O overwrites D, and on q and k alone. A library that wants q
     and k contiguous gets each from a product of its own."""
-    import torch
-
     (m, _, k), width, columns = workload.mnk, workload.heads.width, workload.heads.columns
     # What the kernel calls sin turns the other way.
     table = library.table(cs[:, 0:width:2].contiguous(), -cs[:, 1:width:2])
@@ -265,7 +253,6 @@ def _rope(workload: Workload, library: Library, left: Function, cs: Any, b: Any,
 
 def _quack_call(workload: Workload, x: dict[str, Any], config: TileConfig) -> Any:
     """The epilogue, its D, its C, its arguments, and what returns the outputs."""
-    import torch
     from quack.epilogue import library
 
     (m, n, _), d = workload.mnk, workload.product()

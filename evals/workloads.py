@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from coda_agent.generated.kernel import Kernel
+from coda_agent.generated.kernel import Kernel
+from coda_agent.specs import draw_inputs, run_reference
 
 Outputs = dict[str, Any]
 """By the spec's names; what costs time to look at is a function that yields it."""
@@ -137,10 +137,6 @@ def make_workload(
     norm's output. `cs` is one table for all heads, with the identity for the values. Scales of
     whole tensors are the same in both sets, since torch.compile specialises on numbers.
     """
-    import torch
-
-    from coda_agent.specs import draw_inputs, run_reference
-
     spec = kernel.spec
     types = dict.fromkeys(spec.types, dtype)
     over_rows, over_columns, _ = spec.gemm_dims

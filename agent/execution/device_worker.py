@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
 from coda_agent.agent.execution.child import serve
 from coda_agent.agent.judge.job import read_job
@@ -76,8 +78,6 @@ class Watch:
 
 def main() -> None:
     """Serves jobs; the imports come first, while the other gates still run."""
-    import torch
-
     use_cache()
     watch = Watch(launcher.get(), torch.cuda.synchronize)
     launcher.set(watch)
@@ -88,8 +88,6 @@ def main() -> None:
 
 def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:
     """One job, of the judge or of `COMMANDS`."""
-    import torch
-
     watch.begin(tell, every=job["kind"] == "numerics")
 
     def progress(done: int, total: int, note: str) -> None:
@@ -117,8 +115,6 @@ def named(error: Exception) -> str | None:
 
 def probe() -> bool:
     """Whether the GPU allocates and multiplies: small integers, so that the product is exact."""
-    import torch
-
     a = torch.arange(256 * 256).reshape(256, 256).float() % 7 - 3
     product = (a.cuda() @ a.cuda().t()).double().cpu()
     return torch.equal(product, a.double() @ a.double().t())

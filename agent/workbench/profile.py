@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coda_agent.agent.explain import compiled, traced
 from coda_agent.agent.judge.performance import inspected
 from coda_agent.agent.judge.runners import run_kernel
@@ -132,8 +134,6 @@ def parse_counters(rows: list[str]) -> dict[str, float]:
 
 def _launch(job: dict[str, Any]) -> None:
     """Body of the profiled process: three launches of the kernel at its default tile."""
-    import torch
-
     use_cache()
     spec = load_spec(Path(job["spec"]))
     types = spec.default_types()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from coda_agent.demos import Demo
 from coda_agent.evals.judge.edits import rewritten
 from coda_agent.evals.pages import render
@@ -88,8 +90,6 @@ def demonstrations(found: Iterable[Demo]) -> tuple[list[Subject], list[str]]:
 
 
 def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
-    import torch
-
     drawn = demo.inputs(torch.Generator().manual_seed(0), **_SHAPE)
     place = program.accumulated
     # An input that is added to has the output's name in a demonstration, and its own in a spec.

@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
+
 from coda_agent.primitives import interleave, pairs
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.graph import Graph, Node, Shape, Value, record
@@ -79,8 +81,6 @@ def _again(graph: Graph, node: Node, arguments: list[Value], kinds: Mapping[str,
         case "interleave":
             return interleave(*arguments)
         case op if all(graph.nodes[a.index].op == "const" for a in arguments):
-            import torch
-
             numbers = (torch.tensor(graph.nodes[a.index].value).double() for a in arguments)
             return graph.const(float(OPS[op].torch(*numbers)))
         case op:

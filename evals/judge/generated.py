@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from coda_agent.agent.authors.composer import Composer, load
 from coda_agent.agent.judge.meaning import replayed
 from coda_agent.agent.judge.static import check_source
@@ -294,8 +296,6 @@ def score_batches(
 
 
 def _alone() -> None:
-    import torch
-
     torch.set_num_threads(1)
 
 

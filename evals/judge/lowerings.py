@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from coda_agent.agent.judge.runners import run_interpreter
 from coda_agent.evals.judge.edits import other_axis
 from coda_agent.primitives.graph import Shape
@@ -97,8 +99,6 @@ def _next_element(vector: Any) -> Any:
 
 def _rounded(call: Launch) -> dict[str, Any]:
     """The product is rounded to 16 bits. It takes the place of A, and a unit matrix that of B."""
-    import torch
-
     (a, b), names = call.gemm, call.spec.gemm
     product = (a.float() @ b.float().mT).to(torch.bfloat16)
     eye = torch.eye(len(b), dtype=torch.bfloat16, device=product.device)
@@ -170,8 +170,6 @@ def _neighbour(out: Any, call: Launch) -> Any:
 
 def _rolled(out: Any, by: int) -> Any:
     """Columns moved to the right; as bytes where PyTorch has no roll of a type, e4m3 on a GPU."""
-    import torch
-
     bytewise = out.view(torch.uint8) if out.element_size() == 1 else out
     return bytewise.roll(by, 1).view(out.dtype)
 
@@ -189,14 +187,10 @@ def _roll(by: int) -> Broken:
 
 
 def _swap_pairs(out: Any, _: Launch) -> Any:
-    import torch
-
     return torch.stack((out[:, 1::2], out[:, 0::2]), dim=-1).flatten(1)
 
 
 def _noise(out: Any, call: Launch) -> Any:
-    import torch
-
     height = call.config.tile_m
     top = random.randrange(len(out)) // height * height
     part = out[top : top + height].float()
@@ -225,8 +219,6 @@ def _padded_divisor(out: Any, call: Launch) -> Any:
 
 
 def _other_axis(call: Launch) -> dict[str, Any]:
-    import torch
-
     vector, by_row = call.inputs[call.site], call.program.operands[call.site] is ColVector
     length = len(call.gemm[by_row])
     read = vector[torch.arange(length, device=vector.device) % len(vector)]

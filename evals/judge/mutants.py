@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from coda_agent.agent.judge.compare import unit_of
 from coda_agent.agent.judge.meaning import draws, replayed
 from coda_agent.evals.judge.corpus import Subject
@@ -105,8 +107,6 @@ def equivalent(mutant: Mutant, device: str) -> bool:
     run in float64, on draws of the spec and on inputs beyond them. A fault of a lowering is never
     equivalent.
     """
-    import torch
-
     if mutant.lowered:
         return False
     spec, right = mutant.right.spec, mutant.right

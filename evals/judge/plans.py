@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent.agent.plans.cut import Compose, Plan, cut
 from coda_agent.agent.plans.kernels import composed
@@ -18,9 +20,6 @@ from coda_agent.agent.plans.trace import Value, record
 from coda_agent.evals.judge.generated import listed, score_batches
 from coda_agent.evals.judge.scores import Judge
 from coda_agent.specs.reference import _widened
-
-if TYPE_CHECKING:
-    import torch
 
 M, N = 6, 32
 
@@ -86,8 +85,6 @@ def function(seed: int) -> str:
 def tensors(seed: int) -> list[torch.Tensor]:
     """Of bfloat16: A, three weights, a tile, a bias, a column, a norm's weight, another tile; and
     an index. All products are square in the columns, so that any may follow any."""
-    import torch
-
     made = torch.Generator().manual_seed(seed)
     shapes = [(M, N), (N, N), (N, N), (N, N), (M, N), (N,), (M,), (N,), (M, N)]
     floats = [torch.randn(s, generator=made).bfloat16() for s in shapes]
@@ -123,8 +120,6 @@ def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
 
 def exactly(call: Callable[..., Any], *args: Any) -> list[torch.Tensor]:
     """What it returns where every number is a double."""
-    import torch
-
     wide = [a.double() if a.is_floating_point() else a for a in args]
     with _widened(torch.float64, lambda _: False, None):
         found = call(*wide)
@@ -172,8 +167,6 @@ def score_plans(judge: Judge, count: int, *, seed: int) -> dict[str, Any]:
 
 def _called(text: str) -> Any:
     """The function of a text."""
-    import torch
-
     space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     exec(text, space)
     return next(v for k, v in space.items() if k.startswith("function"))
