@@ -1,28 +1,22 @@
 """Dispatch tables: measures kernels over a range of shapes, and fits a model to each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from coda_agent.agent.judge import compile_gate, survey_candidate
+from coda_agent.agent.judge import Observer, compile_gate, survey_candidate
+from coda_agent.agent.judge.executor import Executor, usable
+from coda_agent.agent.judge.records import Survey
 from coda_agent.agent.judge.rules import given
 from coda_agent.agent.workspace import Kernel
 from coda_agent.generated.tables import Entry, Table, read, width
 from coda_agent.primitives.dispatch import Regret, Shape
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.fit import Times, fit, held_back, undisturbed
-from coda_agent.specs import load_spec
-
-if TYPE_CHECKING:
-    from coda_agent.agent.judge import Observer
-    from coda_agent.agent.judge.executor import Executor
-    from coda_agent.agent.judge.records import Survey
-    from coda_agent.specs import Spec
+from coda_agent.specs import Spec, load_spec
 
 _ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _WIDTHS = (1024, 2048, 4096, 6144, 8192, 14336, 28672)
@@ -97,8 +91,6 @@ def fit_tables(
     Raises:
         MachineError: there is no Hopper GPU.
     """
-    from coda_agent.agent.judge.executor import usable
-
     gpu = usable(executor, "cuda")
     assert gpu is not None  # "cuda" demands one
     path, spread = None, shapes(count)

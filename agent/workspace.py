@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.evidence import Evidence
-from coda_agent.agent.rooms import ROOMS
+from coda_agent.agent.rooms import ROOMS, above
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
@@ -267,11 +267,8 @@ def find(start: Path | None = None) -> Workspace:
     """
     start = (start or Path.cwd()).resolve()
     top = _top(start)
-    for folder in (start, *start.parents):
-        if not folder.is_relative_to(top):
-            break
-        if all((folder / room).is_dir() for room in ROOMS):
-            return Workspace(folder, top)
+    if (folder := above(start)) and folder.is_relative_to(top):
+        return Workspace(folder, top)
     missing = ", ".join(f"{room}/" for room in ROOMS if not (top / room).is_dir())
     raise WorkspaceError(f"{top} is not a workspace: it has no {missing}", hint=INIT_HINT)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.evidence import Evidence, digest, raw_path
+from coda_agent.agent.evidence import digest, raw_path
 from coda_agent.agent.workspace import Kernel, Workspace
 from coda_agent.primitives.errors import CodaError
 
@@ -137,7 +137,7 @@ def problems(workspace: Workspace) -> list[str]:
 def _records(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[str, bytes | None]]:
     """Each gate of a kernel's evidence that has a raw record, and that, where it is here."""
     packed = [read(path) for path in found(KERNELS, workspace.root / FOLDER)]
-    for gate, about in Evidence.model_validate(kernel.evidence).gates.items():
+    for gate, about in kernel.evidence.gates.items():
         if about.raw is not None:
             path = raw_path(workspace.root, about.raw)
             kept = [files.get(f"{kernel.name}/{gate}.json", b"") for files in packed]

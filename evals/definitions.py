@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -28,14 +28,13 @@ from pydantic import (
     model_validator,
 )
 
+from coda_agent.agent import execution
+from coda_agent.agent.workspace import Workspace
 from coda_agent.evals.records import Device, Level, suite_digest
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import evaluate
-
-if TYPE_CHECKING:
-    from coda_agent.agent.workspace import Workspace
-    from coda_agent.specs import Spec
 
 FOLDER = Path(__file__).parent / "suites"
 _UNDECISIVE = {"title", "groups", "trials", "judge", "benchmark"}
@@ -102,7 +101,7 @@ class Place:
         """Its name in records."""
         return " ".join(filter(None, (self.model, self.kernel, self.product, str(self.size))))
 
-    def sizes(self, spec: "Spec") -> dict[str, int]:
+    def sizes(self, spec: Spec) -> dict[str, int]:
         """The extents of the kernel's dims."""
         known = {**self.widths, "S": self.size}
         return {d: int(evaluate(self.dims.get(d, "S"), known)) for d in spec.dims}
@@ -215,9 +214,7 @@ class Suite(_Model):
         Raises:
             MachineError: there is no such GPU here.
         """
-        from coda_agent.agent.execution import executor
-
-        jobs = executor()  # a cluster that does not answer is said now
+        jobs = execution.executor()  # a cluster that does not answer is said now
         if asked == "cpu" or (asked == "auto" and not self.gpu):
             return "cpu"
         found = jobs.gpu()
@@ -237,7 +234,7 @@ class Suite(_Model):
             raise CodaError(f"suite {self.name} has no [benchmark] table", hint=hint)
         return self.benchmark
 
-    def spec_names(self, workspace: "Workspace") -> list[str]:
+    def spec_names(self, workspace: Workspace) -> list[str]:
         """Its specs, in order.
 
         Raises:
@@ -249,15 +246,13 @@ class Suite(_Model):
             workspace.resolve_spec(name)
         return self._listed()
 
-    def spec(self, workspace: "Workspace", name: str) -> "Spec":
+    def spec(self, workspace: Workspace, name: str) -> Spec:
         """One spec, with the suite's shapes in place of its own.
 
         Raises:
             SpecError: the spec cannot be used, or not at these shapes.
             WorkspaceError: it does not exist.
         """
-        from coda_agent.specs import load_spec
-
         path = workspace.resolve_spec(name)
         spec = load_spec(path)
         given = self.shapes.get(name, Shapes())

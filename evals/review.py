@@ -6,6 +6,7 @@
 """
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -314,6 +315,30 @@ def write_pages(folder: Path, reviews: Sequence[Review]) -> list[Path]:
         path = folder / f"{r.name}.html"
         written.append(pages.write(path, "review.html", r=r, flows=flows, strips=strips, **shared))
     return written
+
+
+def write_benchmarks(root: Path) -> Path:
+    """Write docs/benchmarks.md of a workspace from its evidence files and from nothing else."""
+    files = sorted(root.glob("generated/*/evidence.json"))
+    found = [Version("", "", "", json.loads(file.read_text("utf-8"))) for file in files]
+    timed = [version for version in found if version.cells()]
+    cells = [cell for version in timed for cell in version.cells()]
+    kernels = ["kernel", *(v.evidence["kernel"] for v in timed for _ in v.cells())]
+    rows = [(kernel, *row) for kernel, row in zip(kernels, pages.speed(cells), strict=True)]
+    return pages.write(
+        root / "docs" / "benchmarks.md", "benchmarks.md", rows=rows,
+        streamed=any("of_gemm" in c.get("steady", {}) for c in cells),
+        rounds=sorted({c["times"]["ours"]["rounds"] for c in cells}),
+        machines=dict.fromkeys(
+            pages.machine(v.evidence["machines"][v.evidence["gates"]["performance"]["machine"]])
+            for v in timed
+        ),
+        refused=dict.fromkeys(
+            "{program} ({dtype}), tile {tile}: {fault}".format(**tile)
+            for v in found for tile in v.evidence["refused_tiles"]
+        ),
+        untimed=[v.evidence for v in found if v not in timed],
+    )  # fmt: skip
 
 
 def _diff(old: Version, new: Version) -> list[str]:

@@ -42,12 +42,6 @@ class Options:
     base_url: str = ""
     """The server that has the model; Anthropic's, or the SDK's own setting, where it is empty."""
 
-    @classmethod
-    def of(cls, said: dict[str, Any]) -> "Options":
-        """From the plain data of a run's first event."""
-        price = said["price"] and Price(**said["price"])
-        return cls(**{**said, "price": price, "budget": Budget(**said["budget"])})
-
 
 class Author(ABC):
     """Works at the workbench until its run is over."""

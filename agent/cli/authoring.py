@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import TypeAdapter
 
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent import prompt as prompting
@@ -90,7 +91,7 @@ def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     if not first.options:
         hint = "coda-agent tool works at any run; replay judges a recorded one again"
         raise CodaError(f"{found.id} is not a run of claude or messages", hint=hint)
-    options = authors.Options.of(first.options)
+    options = TypeAdapter(authors.Options).validate_python(first.options)
     budget = options.budget.changed(max_usd, limit or [])
     who = _made(str(first.author), replace(options, budget=budget), workspace)
     with progress() as observer:

@@ -18,12 +18,11 @@ from coda_agent.agent.judge import timing as clock
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals import definitions
-from coda_agent.evals.judge import report, selection
-from coda_agent.evals.judge.against_itself import KERNEL, score_timing
+from coda_agent.evals.judge import report, scores, selection
 from coda_agent.evals.judge.by_hand import SETS
 from coda_agent.evals.judge.generated import score_generated
 from coda_agent.evals.judge.plans import score_plans
-from coda_agent.evals.judge.scores import Judge, score_corpus, score_latency, score_mutants
+from coda_agent.evals.judge.scores import Judge, score_mutants
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.objects import use_cache
 from coda_agent.specs import load_spec
@@ -72,7 +71,7 @@ def by_hand(device: DeviceOption = "auto", seed: Seed = 1) -> Reply:
 def corpus(device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 5) -> Reply:
     """Judge right programs, each several times with fresh seeds; resumes."""
     with _judge(device) as judge:
-        record = score_corpus(judge, *selection.right(find(), count), repeat=repeat)
+        record = scores.score_corpus(judge, *selection.right(find(), count), repeat=repeat)
         refused = any(c["refused"] for c in record["cells"].values())
         return _reply(judge, record, {"corpus": record}, refused)
 
@@ -107,7 +106,7 @@ def latency(device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 
     with tempfile.TemporaryDirectory() as cache, _judge(device) as judge:
         os.environ["QUACK_CACHE_DIR"] = cache  # an empty one: nothing compiled before counts
         timed = functools.partial(selection.verdict_s, workspace, judge.device)
-        record = score_latency(judge, timed, names, repeat=repeat)
+        record = scores.score_latency(judge, timed, names, repeat=repeat)
         return _reply(judge, record, {"latency": record}, False)
 
 
@@ -117,9 +116,9 @@ def timing(
 ) -> Reply:
     """Compare a kernel with itself on this GPU: how often are the two called different?"""
     with _judge("cuda") as judge:
-        kernel = load_kernel(find().kernel(KERNEL).folder)
+        kernel = load_kernel(find().kernel(scores.KERNEL).folder)
         use_cache()
-        path = score_timing(
+        path = scores.score_timing(
             judge.root, kernel, clock=clock, machine=environment("cuda"), trials=trials,
             say=judge.say,
         )  # fmt: skip

@@ -23,9 +23,8 @@ from coda_agent.evals import (
     definitions,
     host_time,
     layer_speed,
-    shapes_page,
 )
-from coda_agent.evals.benchmarks import write_table
+from coda_agent.evals.review import write_benchmarks
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.objects import use_cache
 
@@ -97,10 +96,10 @@ def bench(
                 sizes=numbers, models=_names(models), names=_names(contenders), rounds=rounds,
                 seconds=seconds, say=typer.echo,
             )  # fmt: skip
-        page = shapes_page if rows else contest_page
-        return _written(page.write_page(root, chosen))
+        write = contest_page.write_shapes if rows else contest_page.write_page
+        return _written(write(root, chosen))
     if table:
-        path = write_table(root)
+        path = write_benchmarks(root)
         return Reply({"table": path}, f"wrote {path}")
     targets.require_gpu("cuda")
     judged = (targets.judged("bench", n) for n in targets.named(kernels, every))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -26,10 +27,13 @@ from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
+from coda_agent.evals import contenders
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
-from coda_agent.evals.pages import today, write_record
+from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.evals.staleness import wordings
+from coda_agent.evals.workloads import make_workload
+from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[int, int, str], None]
 _WRITE_S = 10.0
+KERNEL = "gemm_residual_partial_rmsnorm"
+"""Two launches, reading and writing tiles: more to vary than a bare product."""
 
 
 class Judge:
@@ -144,6 +150,40 @@ def score_latency(
 
     jobs = {name: lambda name=name: one(name) for name in names}
     return recorded(judge, "latency", head, jobs, resume=False)
+
+
+def score_timing(
+    root: Path, kernel: Kernel, *, clock: Any, machine: Mapping[str, Any],
+    trials: int = 200, device: str = "cuda", say: Say = lambda *_: None,
+) -> Path:  # fmt: skip
+    """Compare a kernel with itself, and cuBLAS's product with itself, at its smallest bench shape,
+    where noise is the largest share; the record, judge-timing-<gpu>.json in evals/results/.
+
+    `clock` is `coda_agent.agent.judge.timing`. Device "cpu" interprets instead, for tests.
+
+    Raises:
+        MachineError: the GPU is in use, or its clocks disagree.
+    """
+    clock.require_idle()
+    sizes = min(kernel.spec.bench_shapes, key=lambda s: math.prod(s.values()))
+    workload = make_workload(kernel, sizes, "bfloat16", device)
+    config = kernel.choose(*workload.mnk, "bfloat16") or DEFAULT_CONFIGS["sm_90a"]
+    calls = {"ours": contenders.ours(workload, config), "gemm": contenders.gemm(workload)}
+    cells: dict[str, dict[str, Any]] = {}
+    for name, call in calls.items():
+        before = clock.gpu_state()
+
+        def tell(done: int, total: int, _: str, name: str = name) -> None:
+            say(done + 1, total, f"{name} against itself")
+
+        found = clock.a_a(call, trials=trials, rounds=50, progress=tell)
+        state = {"before": before, "after": clock.gpu_state()}
+        cells[name] = {"sizes": workload.sizes, **found, "gpu": state}
+    path = gpu_record(root, "judge-timing", machine, device)
+    compared, different = (sum(c[k] for c in cells.values()) for k in ("trials", "different"))
+    head = {"kernel": kernel.spec.name, "machine": machine, "date": today(), "compared": compared}
+    write_record(path, {**head, "different": different}, cells)
+    return path
 
 
 def recorded(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coda_agent.evals.judge.against_itself import KERNEL, score_timing
+from coda_agent.evals.judge.scores import KERNEL, score_timing
 from coda_agent.generated.kernel import load_kernel
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.evals.benchmarks import write_table
+from coda_agent.evals.review import write_benchmarks
 
 
 def times(median: float) -> dict:
@@ -65,7 +65,7 @@ def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
     }
     (tmp_path / "generated" / "gemm_y").mkdir()
     (tmp_path / "generated" / "gemm_y" / "evidence.json").write_text(json.dumps(proved))
-    page = write_table(tmp_path).read_text()
+    page = write_benchmarks(tmp_path).read_text()
     assert (
         "| gemm_x | bfloat16 | 4096³ | 180.0 | 171.0 | 207.0 | 0.950 (0.940–0.960) | "
         "1.150 (1.140–1.160) | 763 | 150.0 | 128x192 pp 2x1 |" in page
@@ -79,7 +79,7 @@ def test_rows_machines_and_refused_tiles(tmp_path: Path) -> None:
     fewer["cells"][0]["times"]["ours"]["rounds"] = 38
     (folder / "evidence.json").write_text(json.dumps({**fewer, "kernel": "gemm_x"}))
     (tmp_path / "generated" / "gemm_y" / "evidence.json").write_text(json.dumps(EVIDENCE))
-    assert "median of 38 to 50 rounds." in " ".join(write_table(tmp_path).read_text().split())
+    assert "median of 38 to 50 rounds." in " ".join(write_benchmarks(tmp_path).read_text().split())
 
 
 def test_the_steady_regime_is_shown_where_it_was_measured(tmp_path: Path) -> None:
@@ -89,14 +89,14 @@ def test_the_steady_regime_is_shown_where_it_was_measured(tmp_path: Path) -> Non
     file = tmp_path / "generated" / "gemm_x" / "evidence.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(evidence))
-    text = write_table(tmp_path).read_text()
+    text = write_benchmarks(tmp_path).read_text()
     assert ", steady |" not in text and "no evidence here has it yet" in text
     timed[0]["steady"] = {
         "of_gemm": {"ratio": 0.9, "low": 0.88, "high": 0.91},
         "over_compile": {"ratio": 1.2, "low": 1.19, "high": 1.22},
     }
     file.write_text(json.dumps(evidence))
-    text = write_table(tmp_path).read_text()
+    text = write_benchmarks(tmp_path).read_text()
     assert "| of GEMM, steady | over compile, steady | TFLOP/s |" in text
     ratios = "0.950 (0.940–0.960) | 1.150 (1.140–1.160)"
     assert f"| {ratios} | 0.900 (0.880–0.910) | 1.200 (1.190–1.220) | 763 |" in text
@@ -114,4 +114,4 @@ def test_warm_ratios_are_as_near_a_stream_without_a_pause_as_pages_say() -> None
 
 
 def test_without_evidence_it_says_so(tmp_path: Path) -> None:
-    assert "No evidence file holds a benchmark yet" in write_table(tmp_path).read_text()
+    assert "No evidence file holds a benchmark yet" in write_benchmarks(tmp_path).read_text()

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.samples import Samples, speedup
-from coda_agent.evals import contest, definitions, host_time, libraries, shapes_page
+from coda_agent.evals import contest, definitions, host_time, libraries
 from coda_agent.evals.contenders import Absent, called, ours
 from coda_agent.evals.contest import run_contest
+from coda_agent.evals.contest_page import write_shapes
 from coda_agent.evals.workloads import Heads, make_workload
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -310,7 +311,7 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
     (results / "shapes-nvidia-h200.json").write_text(
         json.dumps({"suite": "shapes", "date": "2026-01-02", "cells": found})
     )
-    record, page, chart = shapes_page.write_page(tmp_path, SHAPES)
+    record, page, chart = write_shapes(tmp_path, SHAPES)
     assert record == results / "shapes-nvidia-h200.json"
     text = page.read_text()
     rows = [[c.strip() for c in line.strip("| ").split(" | ")] for line in text.splitlines()]
@@ -341,7 +342,7 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
 
 
 def test_without_a_record_the_page_says_so(tmp_path: Path) -> None:
-    (page,) = shapes_page.write_page(tmp_path, SHAPES)
+    (page,) = write_shapes(tmp_path, SHAPES)
     assert "There is no record of this suite yet." in page.read_text()
     assert not any(c.isdigit() for c in page.read_text())
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from bench import RIGHT, generate, log_of, run_of
+from pydantic import TypeAdapter
 from server import Reply, call, text
 from typer.testing import CliRunner
 
@@ -75,7 +76,7 @@ def test_without_a_price_tokens_are_the_budget_and_the_run_can_be_resumed(
     state = RunState.of(log_of(where))
     assert state.reason == "budget: 130000 tokens; 60050 used" and state.spent.usd is None
     assert state.options and state.options["base_url"] == server.url
-    options = Options.of({**state.options, "budget": vars(Budget())})
+    options = TypeAdapter(Options).validate_python({**state.options, "budget": vars(Budget())})
     who = authors.make("messages", options, where)
     assert pipeline.resume(where, run_of(where), who, lambda *_: None).passed
     assert RunState.of(log_of(where)).spent.usd is None
