@@ -1,11 +1,10 @@
 """Shapes (M, N, K) as a user names them: one by one, in a file, or by a model's configuration."""
 
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from coda_agent.agent.configuration import configuration, json_of, text_of, widths
 from coda_agent.evals import definitions
 from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError
@@ -47,10 +46,10 @@ def in_file(path: Path) -> list[Shape]:
     Raises:
         CodaError: it cannot be read, holds none, or something else.
     """
-    text = _text(path)
+    text = text_of(path)
     lines = [line.partition("#")[0] for line in text.splitlines()]
     if text.lstrip().startswith("["):
-        lines = [str(entry).strip("[]") for entry in _json(path, text)]
+        lines = [str(entry).strip("[]") for entry in json_of(path, text)]
     found = [shape(x, f"{path}, {i}:") for i, x in enumerate(lines, 1) if x.strip()]
     if not found:
         raise CodaError(f"{path} holds no shapes, expected {EXPECTED} a line")
@@ -83,59 +82,3 @@ def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:
     found = [place.sizes(spec) for place in places]
     m, n, k = spec.gemm_dims
     return list(dict.fromkeys((s[m], s[n], s[k]) for s in found))
-
-
-def configuration(path: Path) -> dict[str, Any]:
-    """A Hugging Face config.json, or that of a folder, as an object.
-
-    Raises:
-        CodaError: it cannot be read, or is something else.
-    """
-    path = path / "config.json" if path.is_dir() else path
-    about = _json(path, _text(path))
-    if not isinstance(about, dict):
-        raise CodaError(f"{path} is no model's configuration, expected a JSON object")
-    if isinstance(text := about.get("text_config"), dict):  # of a model that reads more than text
-        about |= text
-    return about
-
-
-def widths(about: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """The widths of a model's layer, as suites name them, by a configuration's keys.
-
-    Raises:
-        CodaError: `path` lacks one.
-    """
-
-    def width(key: str, default: int | None = None) -> int:
-        found = about.get(key)
-        found = default if found is None else found
-        if not isinstance(found, int) or found <= 0:
-            raise CodaError(f"{path}: {key} is {found!r}, expected a positive number")
-        return found
-
-    hidden, heads = width("hidden_size"), width("num_attention_heads")
-    head = width("head_dim", hidden // heads)
-    return {
-        "hidden": hidden,
-        "q": heads * head,
-        "kv": width("num_key_value_heads", heads) * head,
-        "head": head,
-        "mlp": width("intermediate_size"),
-        "vocabulary": width("vocab_size"),
-    }
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise CodaError(f"{path} cannot be read as text: {said}") from error
-
-
-def _json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise CodaError(f"{path} is not JSON: {error}") from error

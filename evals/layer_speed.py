@@ -1,4 +1,5 @@
-"""What cases of coda_agent.layers take beside others (`layer_cases`): the record and its page."""
+"""What cases of coda_agent.layers (`layer_cases`, `train_step`) and of plans (`model_cases`) take
+beside others: the records and their pages."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent.judge import rules
-from coda_agent.evals import layer_cases, pages, train_step
+from coda_agent.evals import layer_cases, model_cases, pages, train_step
 from coda_agent.evals.contest import Clock, require_hopper
 from coda_agent.evals.layer_cases import Widths
+from coda_agent.evals.model_cases import Captured
 from coda_agent.evals.train_step import Training
 from coda_agent.primitives.errors import CodaError
 
@@ -33,9 +35,27 @@ CASES: dict[str, Widths | Training] = {
     "train-1b": Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
 }
 
+TINYLLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "hidden_act": "silu",
+    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "hidden_act": "silu",
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+SUITES: dict[str, Mapping[str, Widths | Training | Captured]] = {
+    "layers": CASES,
+    "models": {
+        f"{name}, {tokens} tokens": Captured(about, tokens)
+        for name, about in (("TinyLlama-1.1B", TINYLLAMA), ("Qwen2.5-7B", QWEN))
+        for tokens in (32, 128, 512, 8192)
+    },
+}
+
 
 def measure(
     root: Path,
+    suite: str = "layers",
     *,
     clock: Clock,
     machine: Mapping[str, Any],
@@ -47,12 +67,13 @@ def measure(
     shrink: int = 1,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Measure what the record, evals/results/layers-<gpu>.json, does not hold yet; its path.
+    """Measure what the record, evals/results/<suite>-<gpu>.json, does not hold yet; its path.
 
     Args:
+        suite: One of `SUITES`.
         clock: What times.
         machine: `gpu` (name, driver) and `packages`, kept with each cell.
-        cases: Some of `CASES`; none means all.
+        cases: Some of the suite's; none means all.
         names: Some of `CONTENDERS`; none means all. Ours and the products always take part.
         rounds: Timed rounds a cell.
         seconds: Begin no further case after so long.
@@ -64,17 +85,17 @@ def measure(
         CodaError: an unknown case or contender.
         MachineError: no Hopper GPU.
     """
-    began = time.monotonic()
-    for what, given, known in (("case", cases, CASES), ("contender", names, CONTENDERS)):
+    began, known_cases = time.monotonic(), SUITES[suite]
+    for what, given, known in (("case", cases, known_cases), ("contender", names, CONTENDERS)):
         if unknown := [name for name in given if name not in known]:
             raise CodaError(f"no {what} {unknown[0]!r}, expected {', '.join(known)}")
     if device == "cuda":
         require_hopper()
-    path = pages.gpu_record(root, "layers", machine, device)
+    path = pages.gpu_record(root, suite, machine, device)
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
-    sources = _sources()
-    for done, case in enumerate(cases or CASES):
-        what = CASES[case]
+    sources = _SOURCES[suite]()
+    for done, case in enumerate(cases or known_cases):
+        what = known_cases[case]
         wanted = {"ours", "gemm", *(names or CONTENDERS)} & {*what.CONTENDERS}
         sizes = asdict(what.shrunk(shrink) if shrink > 1 else what)
         about = [machine["gpu"], machine["packages"], sizes, clock.PROTOCOL, sources]
@@ -95,7 +116,7 @@ def measure(
             "seconds": took,
         }  # fmt: skip
         del it
-        pages.write_record(path, {"suite": "layers", "date": pages.today()}, cells)
+        pages.write_record(path, {"suite": suite, "date": pages.today()}, cells)
         over = {n: r["ratio"] for n, r in found[whole]["over"].items() if n != "ours"}
         fell = dict.fromkeys(found["fallbacks"], " (fell back)")
         said = ", ".join(f"{n} {ratio:.3f}{fell.get(n, '')}" for n, ratio in over.items())
@@ -103,7 +124,19 @@ def measure(
     return path
 
 
-def _sources() -> dict[str, Any]:
+def _of_models() -> dict[str, Any]:
+    """The same of plans: what the sources mean that make a plan out of a configuration."""
+    agent = Path(rules.__file__).parents[1]
+    folders = (agent / "plans", agent / "capture", agent / "authors" / "composer")
+    files = [*(file for folder in folders for file in folder.glob("*.py"))]
+    files += [Path(str(cases.__file__)) for cases in (layer_cases, model_cases)]
+    return {
+        f"{file.parent.name}/{file.name}": rules.meaning(file.read_text("utf-8"))
+        for file in sorted(files)
+    }
+
+
+def _of_layers() -> dict[str, Any]:
     """What figures depend on beside the machine: what the sources of layers and of their cases
     mean, and the accepted kernels that they call, with their tiles."""
     from coda_agent import layers
@@ -125,28 +158,34 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def write_page(root: Path) -> list[Path]:
-    """Write docs/layers.md of a workspace from the latest record; the record and the page.
+_SOURCES = {"layers": _of_layers, "models": _of_models}
+
+
+def write_page(root: Path, suite: str = "layers") -> list[Path]:
+    """Write docs/<suite>.md of a workspace from the latest record; the record and the page.
 
     Raises:
         CodaError: no record.
     """
-    if not (found := pages.latest(root, "layers")):
-        raise CodaError("there is no record of layers", hint="`coda-agent bench --suite layers`")
-    record, file = found
-    cells = {case: cell for case in CASES if (cell := record["cells"].get(case))}
-    others = [n for n in CONTENDERS if n != "ours"]
+    if not (found := pages.latest(root, suite)):
+        hint = f"`coda-agent bench --suite {suite}`"
+        raise CodaError(f"there is no record of {suite}", hint=hint)
+    (record, file), cases = found, SUITES[suite]
+    cells = {case: cell for case in cases if (cell := record["cells"].get(case))}
+    taking = {n for case in cases.values() for n in case.CONTENDERS}
+    others = [n for n in CONTENDERS if n != "ours" and n in taking]
     rows = [("", "", "ours, µs", *(f"over {CONTENDERS[n]}" for n in others))]
     for case, cell in cells.items():
-        for phase in CASES[case].PHASES:
+        for phase in cases[case].PHASES:
             over = cell[phase]["over"]
             fell = dict.fromkeys(cell.get("fallbacks", ()), ", fell back")
             shown = [pages.filled(pages.interval("it"), {"it": over[n]}) + fell.get(n, "")
                      if n in over else "" for n in others]  # fmt: skip
             rows.append((case, phase, f"{cell[phase]['times']['ours']['median_us']:.0f}", *shown))
-    memory = [("", *(CONTENDERS[n] for n in CONTENDERS if n != "gemm"), "error")]
+    held = ["ours", *(n for n in others if n != "gemm")]
+    memory = [("", *(CONTENDERS[n] for n in held), "error")]
     for case, cell in cells.items():
-        peaks = (str(cell["peak_mib"].get(n, "")) for n in CONTENDERS if n != "gemm")
+        peaks = (str(cell["peak_mib"].get(n, "")) for n in held)
         memory.append((case, *peaks, str(cell.get("errors", {}).get("ours", ""))))
     named = {n: label for n, label in CONTENDERS.items() if n in Training.CONTENDERS}
     steps = [("", *(f"{label}, tokens/s" for label in named.values()))]
@@ -157,9 +196,9 @@ def write_page(root: Path) -> list[Path]:
         for row, shown in ((steps, speeds), (losses, cell["losses"])):
             row.append((case, *(str(shown.get(n, "")) for n in named)))
     page = pages.write(
-        root / "docs" / "layers.md", "layers.md", record=file.relative_to(root).as_posix(),
+        root / "docs" / f"{suite}.md", f"{suite}.md", record=file.relative_to(root).as_posix(),
         date=record["date"], rows=rows, memory=memory, steps=steps, losses=losses,
-        left=[case for case in CASES if case not in cells],
+        left=[case for case in cases if case not in cells],
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},
         machines=dict.fromkeys(pages.machine(cell["machine"]) for cell in cells.values()),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.shapes import configuration, widths
+from coda_agent.agent.configuration import configuration, widths
 from coda_agent.primitives.errors import CodaError
 
 QKV, MLP, OUTPUT = frozenset("qkv"), frozenset({"gate", "up", "down"}), frozenset("o")
@@ -99,7 +99,7 @@ class Layer:
     Attributes:
         name: The model's, as specs are named.
         family: What its kind of model has.
-        sizes: Widths, as `shapes.widths` names them.
+        sizes: Widths, as `configuration.widths` names them.
         biased: Projections that have a bias, among q, k, v, o, gate, up, down and head.
         activation: Of the MLP: silu, relu, gelu or gelu_tanh.
         epsilon: Of its norms.
@@ -124,7 +124,11 @@ def read(path: Path) -> Layer:
     Raises:
         CodaError: it cannot be read, lacks something, or is of a model that is not known here.
     """
-    about = configuration(path)
+    return layer_of(configuration(path), path)
+
+
+def layer_of(about: Mapping[str, Any], path: Path) -> Layer:
+    """The layer of a configuration that is read already; raises as `read`, and says `path`."""
     kind = str(about.get("model_type", "")).removesuffix("_text")
     if about.get("norm_type") == "ada_norm_zero":
         kind = "dit"

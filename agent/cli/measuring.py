@@ -34,7 +34,7 @@ def bench(
     kernels: Kernels = None,
     every: All = False,
     suite: Annotated[
-        str | None, typer.Option(help="A suite (paper, shapes, layers), or KERNELs of it.")
+        str | None, typer.Option(help="A suite (paper, shapes, layers, models), or KERNELs of it.")
     ] = None,
     sizes: Annotated[
         str | None, typer.Option("--sizes", "--rows", help="Of the suite: 2048,4096,8192.")
@@ -72,16 +72,16 @@ def bench(
             use_cache()
             chain_error.measure(root, machine=_machine(), device="cuda")
         return _written(chain_error.write_page(root))
-    if suite == "layers":
+    if suite in layer_speed.SUITES:
         if not table:
             use_cache()
             require_idle()
             layer_speed.measure(
-                root, clock=timing, machine=_machine(), cases=_names(models),
+                root, suite, clock=timing, machine=_machine(), cases=_names(models),
                 names=_names(contenders), rounds=rounds, seconds=seconds,
                 say=typer.echo,
             )  # fmt: skip
-        return _written(layer_speed.write_page(root))
+        return _written(layer_speed.write_page(root, suite))
     if suite is not None:
         chosen = definitions.load(suite)
         rows = bool(chosen.measured().models)  # refused before anything is measured or read

@@ -46,6 +46,29 @@ def planned(graph: Graph, *, judged: bool = False, kept: bool = True) -> Plan:
     return cut(graph, compose)
 
 
+def chosen(
+    graph: Graph, tensors: Sequence[torch.Tensor], *, judged: bool, training: bool = False
+) -> tuple[Plan, Runner, Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
+    """The plan of a graph, the function's own calls, and what is faster for these tensors: on a GPU
+    it is timed, elsewhere the plan is. In `training` weights are packed at each call, since they
+    change, and what a plan leaves to PyTorch may be torch.compile's."""
+    called = as_called(graph)
+    own, plan = Runner(called, called.values), planned(graph, judged=judged)
+    run = Runner(plan.graph, plan.steps)
+    for kernel in plan.kernels:
+        kernel.made.keeps = not training  # type: ignore[attr-defined]
+    if not tensors or not all(t.is_cuda for t in tensors):
+        return plan, own, run if plan.kernels else own
+    ways: dict[str, Callable[[], Any]] = {"the plan": lambda: run} if plan.kernels else {}
+    if training and plan.kernels:
+        ways["the plan under torch.compile"] = lambda: _by_inductor(run)
+    ways |= {"PyTorch": lambda: own, "torch.compile": lambda: _by_inductor(own)}
+    best, way, us = _fastest(ways, tensors, plan)
+    if plan.kernels and "the plan" not in way:
+        plan.why[plan.kernels[0].members[0]] = f"by times of a call in us: {us}"
+    return plan, own, best
+
+
 @dataclass(eq=False)
 class Planned:
     """What calls with tensors of some shapes run.
@@ -172,21 +195,10 @@ class Fused:
             shape = list(missing[0].shape)
             raise Unplanned(f"it takes a tensor {shape} that is neither an argument nor a module's")
         held = tuple(paths[id(t)] for t in graph.held)
-        called = as_called(graph)
-        own = Runner(called, called.values)
-        plan = planned(graph, judged=self.judged)
-        run = Runner(plan.graph, plan.steps)
+        tensors = [x for x in leaves if hasattr(x, "is_meta")] + graph.held
+        plan, own, run = chosen(graph, tensors, judged=self.judged)
         known = Planned(plan, own, run, graph.structure, held, next(_NUMBERS))
         _PLANNED[known.number] = known
-        if not plan.kernels:
-            known.run = own
-        tensors = [x for x in leaves if hasattr(x, "is_meta")] + graph.held
-        if tensors and all(t.is_cuda for t in tensors):
-            ways = {"the plan": lambda: run} if plan.kernels else {}
-            ways |= {"PyTorch": lambda: own, "torch.compile": lambda: _by_inductor(own)}
-            known.run, us = _fastest(ways, tensors, plan)
-            if plan.kernels and known.run is not run:
-                plan.why[plan.kernels[0].members[0]] = f"by times of a call in us: {us}"
         return known
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -407,9 +419,9 @@ def _by_inductor(run: Runner) -> Any:
 
 def _fastest(
     ways: Mapping[str, Callable[[], Any]], tensors: Sequence[torch.Tensor], plan: Plan
-) -> tuple[Any, str]:
-    """The fastest of some ways to run a plan's graph, the first where none is faster; and their
-    times. Which it was is kept in the user's cache."""
+) -> tuple[Any, str, str]:
+    """The fastest of some ways to run a plan's graph, the first where none is faster; its name, and
+    the times of all. Which it was is kept in the user's cache."""
     import torch
 
     layout = [(*t.shape, *t.stride(), str(t.dtype)) for t in tensors]
@@ -420,11 +432,12 @@ def _fastest(
     known = remembered(path)
     if known.get("way") not in ways:
         runs = {name: made() for name, made in ways.items()}
-        try:
-            with torch.no_grad():
-                runs["torch.compile"](tensors)
-        except Exception:  # of Inductor, whatever it is: PyTorch runs the function as it is
-            del runs["torch.compile"]
+        for name in [name for name in runs if "torch.compile" in name]:
+            try:
+                with torch.no_grad():
+                    runs[name](tensors)
+            except Exception:  # of Inductor, whatever it is: PyTorch runs the function as it is
+                del runs[name]
         times = dict(zip(runs, _timed([*runs.values()], tensors), strict=True))
         best = next(iter(runs))
         for name in runs:
@@ -432,8 +445,8 @@ def _fastest(
         us = ", ".join(f"{name} {found.median_us:.0f}" for name, found in times.items())
         known = {"way": best, "us": us}
         remember(path, known)
-        return runs[best], us
-    return ways[known["way"]](), known["us"]
+        return runs[best], best, us
+    return ways[known["way"]](), known["way"], known["us"]
 
 
 def _timed(runs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Samples]:

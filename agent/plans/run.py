@@ -80,6 +80,10 @@ class Packed:
 
     What is packed is kept as long as its parts are the same tensors at the same version, as
     PyTorch counts writes. A write by way of `.data` is not counted; `forget` packs anew.
+
+    Attributes:
+        kernel: The kernel.
+        keeps: Whether it is kept at all.
     """
 
     def __init__(self, kernel: Any, names: Sequence[str]) -> None:
@@ -88,7 +92,7 @@ class Packed:
             kernel: A kernel (`generated.kernel.Kernel`).
             names: The step's arguments, by the names of the spec that it was drafted to.
         """
-        self.kernel = kernel
+        self.kernel, self.keeps = kernel, True
         places = {name: i for i, name in enumerate(names)}
         self._order = [
             [places[p.name] for p in kernel.packing[x].parts] if x in kernel.packing else places[x]
@@ -115,7 +119,7 @@ class Packed:
         return [name for parts in self._parts for name in parts]
 
     def _packed(self, i: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        counted = not any(t.is_inference() for t in parts)
+        counted = self.keeps and not any(t.is_inference() for t in parts)
         versions = [x for t in parts for x in (t._version, t.data_ptr())] if counted else []
         if counted and (known := self._kept.get(i)):
             refs, of, packed = known

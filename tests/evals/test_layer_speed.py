@@ -115,11 +115,11 @@ def test_the_page_gives_tokens_a_second(tmp_path: Path) -> None:
 
 
 def test_a_cell_is_of_its_sources_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = layer_speed._sources()
+    before = layer_speed._of_layers()
     assert {"functional.py", "kernels.py", "layer_cases.py"} < before["sources"].keys()
     assert before["kernels"].keys() >= {"gemm_rmsnorm_swiglu", "gemm_residual_partial_rmsnorm_bwd"}
     monkeypatch.setitem(functional.gemm_rmsnorm.tuned, "another GPU", {})
-    then = layer_speed._sources()
+    then = layer_speed._of_layers()
     assert [n for n, held in then["kernels"].items() if held != before["kernels"][n]] == [
         "gemm_rmsnorm"
     ]

@@ -1,0 +1,67 @@
+"""A captured layer as a function: between two layers' projections, attention included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.capture.config import Layer
+from coda_agent.agent.capture.pieces import Piece, between, pieces, turned
+from coda_agent.agent.plans.passes import by_passes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROWS = ("attended", "residual")
+Part = Callable[[Layer, Mapping[str, "Tensor"]], "Sequence[Tensor]"]
+
+
+def attending(
+    c: Layer, t: Mapping[str, Tensor], heads: Part = turned, rest: Part = between
+) -> tuple[Tensor, ...]:
+    """From queries, keys and values to the residual stream and the next layer's.
+
+    Args:
+        c: The layer.
+        t: q, k, v and residual, each (batch, positions, width), and what the pieces "heads" and
+            "layer" take.
+        heads, rest: The two pieces, or what computes the same.
+    """
+    import torch.nn.functional as F
+
+    q, k = (x.transpose(1, 2) for x in heads(c, t))
+    v = t["v"].unflatten(-1, (-1, c.sizes["head"])).transpose(1, 2)
+    causal = c.family.norm != "modulated"
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return tuple(rest(c, {**t, "attended": y.transpose(1, 2).flatten(2)}))
+
+
+def by_plans(
+    c: Layer, batch: int, positions: int, *, judged: bool = True
+) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+    """`attending` with each pass of each piece by its plan, where that is faster; attention is
+    PyTorch's."""
+    found = {p.name: p for p in pieces(c, batch, positions) if p.name != "exit"}
+    parts = {name: _planned(c, piece, judged=judged) for name, piece in found.items()}
+    heads, rest = parts.get("heads", turned), parts["layer"]
+    return lambda t: attending(c, t, heads, rest)
+
+
+def _planned(c: Layer, piece: Piece, *, judged: bool) -> Part:
+    names = [*piece.inputs]
+    # A condition belongs to a sample, so that rows of several samples are not one dim.
+    flat = piece.name == "layer" and c.family.norm != "modulated"
+
+    def function(*tensors: Tensor) -> Any:
+        return piece.function(c, dict(zip(names, tensors, strict=True)))
+
+    call = by_passes(function, judged=judged)
+
+    def run(_: Layer, t: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        if not flat:
+            return call(*(t[name] for name in names))
+        rows = t["residual"].shape[:-1]
+        results = call(*(t[n].flatten(0, -2) if n in _ROWS else t[n] for n in names))
+        return [y.unflatten(0, rows) for y in results]
+
+    return run

@@ -1,0 +1,74 @@
+"""A Hugging Face configuration, and the widths of a layer that it gives."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coda_agent.primitives.errors import CodaError
+
+
+def configuration(path: Path) -> dict[str, Any]:
+    """A Hugging Face config.json, or that of a folder, as an object.
+
+    Raises:
+        CodaError: it cannot be read, or is something else.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    about = json_of(path, text_of(path))
+    if not isinstance(about, dict):
+        raise CodaError(f"{path} is no model's configuration, expected a JSON object")
+    if isinstance(text := about.get("text_config"), dict):  # of a model that reads more than text
+        about |= text
+    return about
+
+
+def widths(about: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """The widths of a model's layer, as suites name them, by a configuration's keys.
+
+    Raises:
+        CodaError: `path` lacks one.
+    """
+
+    def width(key: str, default: int | None = None) -> int:
+        found = about.get(key)
+        found = default if found is None else found
+        if not isinstance(found, int) or found <= 0:
+            raise CodaError(f"{path}: {key} is {found!r}, expected a positive number")
+        return found
+
+    hidden, heads = width("hidden_size"), width("num_attention_heads")
+    head = width("head_dim", hidden // heads)
+    return {
+        "hidden": hidden,
+        "q": heads * head,
+        "kv": width("num_key_value_heads", heads) * head,
+        "head": head,
+        "mlp": width("intermediate_size"),
+        "vocabulary": width("vocab_size"),
+    }
+
+
+def text_of(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        CodaError: it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise CodaError(f"{path} cannot be read as text: {said}") from error
+
+
+def json_of(path: Path, text: str) -> Any:
+    """The JSON that a file's text is.
+
+    Raises:
+        CodaError: it is none.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CodaError(f"{path} is not JSON: {error}") from error

@@ -1,0 +1,63 @@
+"""Models' layers by their plans: at reduced size, interpreted, by a clock that is no clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.judge.samples import Samples
+from coda_agent.evals.layer_speed import SUITES, measure, write_page
+from coda_agent.primitives.errors import CodaError
+
+SMALL = ["TinyLlama-1.1B, 512 tokens", "Qwen2.5-7B, 512 tokens"]
+
+
+class Clock:
+    PROTOCOL = 0
+
+    def interleave(self, contenders: Mapping[str, Callable[[int], Any]], rounds: int) -> Any:
+        for call in contenders.values():
+            call(0)
+        return {n: Samples(({"ours": 10.0, "eager": 15.0}[n],) * rounds) for n in contenders}
+
+    def steady(self, contenders: Any) -> Any: ...
+    def gpu_state(self) -> Any: ...
+
+
+def run(root: Path, **options: Any) -> list[str]:
+    said = list[str]()
+    machine = {"gpu": {"name": "NVIDIA H200"}, "packages": {}}
+    measure(root, "models", clock=Clock(), machine=machine, rounds=10, device="cpu", shrink=64,
+            say=said.append, **options)  # fmt: skip
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
+def test_layers_run_by_plans_as_right_as_by_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert [line.partition(":")[0] for line in run(tmp_path, cases=SMALL)] == SMALL
+    file = tmp_path / "evals" / "results" / "models-nvidia-h200.json"
+    for case, cell in json.loads(file.read_text())["cells"].items():
+        assert case in SMALL and cell["tokens"] == 16
+        assert cell["both"]["over"]["eager"] == {"ratio": 1.5, "low": 1.5, "high": 1.5}
+        assert cell["absent"] == {"compile": "needs a GPU"}
+        assert 0.0 < cell["errors"]["ours"] <= 1.1  # at these sizes single roundings count
+    assert run(tmp_path, cases=SMALL) == [f"{case}: in the record" for case in SMALL]
+    _, page = write_page(tmp_path, "models")
+    text = page.read_text()
+    assert f"| {SMALL[0]} | both | 10 | 1.500 (1.500–1.500) |  |" in text
+    left = [case for case in SUITES["models"] if case not in SMALL]
+    assert f"Not measured yet: {', '.join(left)}." in text
+
+
+def test_what_is_unknown_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CodaError, match=r"no case .Llama., expected TinyLlama-1\.1B, 32 tokens"):
+        run(tmp_path, cases=["Llama"])
+    with pytest.raises(CodaError, match="no record of models"):
+        write_page(tmp_path, "models")
