@@ -49,16 +49,18 @@ def _has_hopper() -> bool:
 
 def _sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves to other runs all but a share of what is marked `sampled`: of a hundred functions each
-    is tested as the next one is, and `make test` runs often. Outside of it all run."""
+    is tested as the next one is, and `make test` runs often. Outside of it all run. Tests that are
+    marked with one name are drawn together, where what is shared between them takes the time."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # all workers of a run draw the same
     if run is None or os.environ.get("CODA_TEST_ALL"):
         return
-    chosen = random.Random(run)
-    left = [
-        item
-        for item in items
-        if (mark := item.get_closest_marker("sampled")) and chosen.random() >= mark.args[0]
-    ]
+    chosen, draws = random.Random(run), dict[str, float]()
+    left = list[pytest.Item]()
+    for item in items:
+        if mark := item.get_closest_marker("sampled"):
+            share, *together = mark.args
+            if draws.setdefault((together or [item.nodeid])[0], chosen.random()) >= share:
+                left.append(item)
     config.hook.pytest_deselected(items=left)
     gone = set(left)
     items[:] = [item for item in items if item not in gone]

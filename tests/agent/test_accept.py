@@ -619,6 +619,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("again", [True, False])
+@pytest.mark.sampled(0.5)
 def test_killed_anywhere(where: Workspace, again: bool) -> None:
     """Kills a real process before its n-th step, for every n: old or new, and the next run ends."""
     if again:

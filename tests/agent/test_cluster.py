@@ -30,6 +30,8 @@ from coda_agent.specs import Spec, load_spec
 
 pytest.importorskip("distributed", reason="needs coda-agent[dask]")
 
+pytestmark = pytest.mark.sampled(0.3, "a cluster")
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TEXT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()

@@ -170,6 +170,7 @@ def _input(results: Results, inputs: Mapping[str, Any]) -> None:
         (_input, "input gamma was changed"),
     ],
 )
+@pytest.mark.sampled(0.5)
 def test_a_spoilt_output_is_refused(spoil: Any, said: str) -> None:
     assert said in refused(spoilt(spoil))
 

@@ -217,6 +217,7 @@ def test_inspecting(bench: Workbench) -> None:
     assert "only imports and @epilogue" in fail(bench, "inspect", what="graph")
 
 
+@pytest.mark.sampled(0.5)
 def test_tiles_are_compiled_on_request(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     from coda_agent.agent.judge import compile_gate
     from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig

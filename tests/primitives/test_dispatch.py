@@ -165,7 +165,7 @@ def test_few_rows_do_not_get_the_tile_of_many() -> None:
     assert many.parts(14336) == 1 and not many.swap_ab and many.fused
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def table(fitted: Model) -> Table:
     about = {
         "program": plain.digest,

@@ -158,6 +158,7 @@ def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ],
     ids=["every", "halves", "unfused", "blackwell"],
 )
+@pytest.mark.sampled(0.4)
 def test_it_compiles(program: Program, arch: str, config: TileConfig) -> None:
     outputs = dict.fromkeys(program.outputs, "bfloat16") | {"first": "float32"}
     types = {o: outputs[o] for o in program.outputs}

@@ -211,7 +211,7 @@ def demo_programs(name: str) -> tuple[Program, ...]:
 @pytest.mark.parametrize(
     "program", [gated, statistics, masked, rotated, transcendental], ids=lambda p: p.name
 )
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_compiles_for_hopper(program: Program) -> None:
     found = build(program, "sm_90a")
     assert 0 < found["registers"] <= 255
@@ -223,7 +223,7 @@ def test_compiles_for_hopper(program: Program) -> None:
 
 
 @pytest.mark.parametrize(("program", "arch"), [(three, "sm_100a"), (gated, "sm_120a")])
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_compiles_for_blackwell(program: Program, arch: str) -> None:
     found = build(program, arch)
     assert found["registers"] > 0
@@ -270,7 +270,7 @@ def test_an_impossible_tile_is_a_compile_error() -> None:
 
 
 @pytest.mark.parametrize("program", [widened, accumulating, tabled], ids=lambda p: p.name)
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     """With them: a Tile beside each, a 16-bit RowGather, a masked sum of a table's values."""
     found = build(program, "sm_90a")
@@ -296,7 +296,7 @@ def test_wide_tiles_of_208_columns_hardly_spill() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 @pytest.mark.parametrize("program", [widened, accumulating], ids=lambda p: p.name)
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_wide_added_and_tabled_compile_for_blackwell(program: Program, arch: str) -> None:
     assert build(program, arch)["mma_instructions"] > 0
 
@@ -378,7 +378,7 @@ def test_two_full_width_outputs_on_pairs() -> None:
     [*demo_programs("cross_entropy"), *demo_programs("column_statistics")],
     ids=lambda p: p.name,
 )
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_gathers_and_column_reductions_compile_for_hopper(program: Program) -> None:
     found = build(program, "sm_90a")
     assert 0 < found["registers"] <= 255
@@ -411,7 +411,7 @@ def test_output_buffers_are_not_filled() -> None:
     ("arch", "stored", "store"),
     [("sm_90a", "bfloat16", "STG.E.U16"), ("sm_100a", "float32", "STG.E")],
 )
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, store: str) -> None:
     @epilogue(t=RowGather)
     def program(acc, y: ColIndex):
@@ -729,7 +729,7 @@ def test_offered_tiles(program: Program, base: set[TileConfig], few: set[TileCon
 
 
 @pytest.mark.parametrize("program", [quantised, sums], ids=lambda p: p.name)
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 def test_k_in_parts_without_a_store_of_the_gemm(program: Program) -> None:
     """Nothing there is stored by the GEMM itself, which quack 0.6.5 asks for."""
     assert "D" not in kernel_names(program).values()
