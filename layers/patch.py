@@ -6,6 +6,7 @@
   call: query, key and value, and gate and up, are copied, and the copies live until the backward
   pass. In eval without gradients they are packed once and kept beside the parameters, until a
   parameter changes in place. What is written by `.data` is not noticed: call `Report.forget`.
+- With `pack`, what is packed are the parameters (`packed.py`), and nothing is copied.
 - In training with labels, the loss comes without logits; the output's are then None.
 - What does not fit is left as it is, and the report says why. What does not fit in a single call
   (another type, autocast) runs by the model's own code.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from coda_agent.layers.fit import activation, eps, is_rms_norm, unfit, unfit_head
 from coda_agent.layers.functional import (
     Normed,
     head_loss,
@@ -34,11 +36,8 @@ from coda_agent.layers.functional import (
     normed,
     qk_norm_rope,
 )
+from coda_agent.layers.packed import PLACES, Packed, unpackable
 from coda_agent.layers.packing import interleave, pack_qkv, pair_halves, rotary_table
-from coda_agent.layers.passes import ACTIVATIONS
-
-_TYPES = torch.bfloat16, torch.float16
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
 @dataclass
@@ -87,12 +86,15 @@ class Report:
         return "\n".join(lines)
 
 
-def apply_coda_kernels(model: nn.Module) -> Report:
+def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
     """Run a causal language model by the kernels, from its next call on.
 
     Args:
         model: One with `model.layers`, `model.norm` and `lm_head`, as Hugging Face's Llama,
             Mistral, Qwen2 and Qwen3 have them, in bfloat16 or float16.
+        pack: Whether the weights of query, key and value, and of gate and up, become one parameter
+            each. A training step then spends neither time nor memory on copies of them. Make the
+            optimizer afterwards: these parameters are new ones. State dicts stay as they were.
 
     Returns:
         What was replaced and what was not. `revert()` undoes it.
@@ -110,13 +112,13 @@ def apply_coda_kernels(model: nn.Module) -> Report:
     norms = [*[getattr(layer, "input_layernorm", None) for layer in layers[1:]], last]
     for i, (layer, after) in enumerate(zip(layers, norms, strict=True)):
         name = f"layers.{i}"
-        if why := _unfit(layer, after):
+        if why := unfit(layer, after) or (unpackable(layer) if pack else ""):
             report.left[name] = why
             continue
-        patched = _Layer(layer, after, report)
+        patched = _Layer(layer, after, report, pack)
         report._layers.append(patched)
         report.replaced[name] = patched.says()
-    if why := _unfit_head(model, last):
+    if why := unfit_head(model, last):
         report.left["lm_head"] = why
     else:
         _Head(model, last, report)
@@ -126,75 +128,6 @@ def apply_coda_kernels(model: nn.Module) -> Report:
 
 apply_coda_kernels_to_llama = apply_coda_kernels_to_mistral = apply_coda_kernels
 apply_coda_kernels_to_qwen2 = apply_coda_kernels_to_qwen3 = apply_coda_kernels
-
-
-def _unfit(layer: Any, after: nn.Module | None) -> str:
-    """Why a layer stays as it is; empty where it need not."""
-    if {name for name, _ in layer.named_children()} != _PARTS:
-        return f"its parts are not {', '.join(sorted(_PARTS))}"
-    block, attention = layer.mlp, layer.self_attn
-    linears: dict[str, Any]
-    linears = {n: getattr(block, n, None) for n in ("gate_proj", "up_proj", "down_proj")}
-    linears |= {n: getattr(attention, n, None) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    for name, linear in linears.items():
-        if type(linear) is not nn.Linear:
-            return f"{name} is {type(linear).__name__}, expected nn.Linear"
-        if "forward" in linear.__dict__:
-            return f"{name} has been patched already"
-        if linear.weight.dtype not in _TYPES:
-            return f"{name} is {linear.weight.dtype}, expected bfloat16 or float16"
-        if any(extent % 16 for extent in linear.weight.shape):
-            return f"{name} is {tuple(linear.weight.shape)}, expected multiples of 16"
-    if any(linears[n].bias is not None for n in ("gate_proj", "up_proj", "down_proj")):
-        return "the MLP has biases"
-    if len({linears[n].bias is None for n in ("q_proj", "k_proj", "v_proj")}) > 1:
-        return "only some of query, key and value have biases"
-    if not _activation(block):
-        return f"its activation is {type(block.act_fn).__name__}, expected SiLU, GELU or ReLU"
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm, after):
-        if not _is_rms_norm(norm):
-            return f"{type(norm).__name__} is no RMSNorm with a plain weight"
-    return ""
-
-
-def _activation(block: Any) -> str:
-    """The name of an MLP's activation, by its values; empty where there is none."""
-    probe = torch.linspace(-3, 3, 16, device=block.up_proj.weight.device)
-    found = (
-        n for n, (f, _) in ACTIVATIONS.items() if torch.allclose(block.act_fn(probe), f(probe))
-    )
-    return next(found, "")
-
-
-def _unfit_head(model: nn.Module, norm: nn.Module) -> str:
-    head = getattr(model, "lm_head", None)
-    if "forward" in vars(norm):
-        return "the final norm has been patched already"
-    if type(head) is not nn.Linear or head.bias is not None:
-        return f"it is {type(head).__name__}, expected nn.Linear without a bias"
-    if head.weight.dtype not in _TYPES or any(extent % 16 for extent in head.weight.shape):
-        shape = tuple(head.weight.shape)
-        return f"it is {shape} {head.weight.dtype}, expected 16 bits and multiples of 16"
-    loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-    if loss != "ForCausalLMLoss":
-        return "the model's loss is not transformers' ForCausalLMLoss"
-    return "" if _is_rms_norm(norm) else "the final norm is no RMSNorm with a plain weight"
-
-
-def _eps(norm: Any) -> float:
-    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0
-
-
-@torch.no_grad()
-def _is_rms_norm(norm: Any) -> bool:
-    """Whether a module is x · rsqrt(mean x² + eps) · weight: tried on numbers."""
-    weight = getattr(norm, "weight", None)
-    if weight is None or weight.dtype not in _TYPES:
-        return False
-    x = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).to(weight).view(3, -1)
-    wide = x.float()
-    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _eps(norm)) * weight
-    return torch.allclose(norm(x).float(), expected, rtol=0.02, atol=1e-3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,19 +153,19 @@ class _Carried:
             versions = _version(x), _version(norm.weight)
             if carried.norm is norm and carried.versions == versions:
                 return carried.given
-        return normed(x.flatten(0, -2), norm.weight, _eps(norm))
+        return normed(x.flatten(0, -2), norm.weight, eps(norm))
 
 
 class _Layer:
     """A decoder layer by the kernels; it is the layer's forward."""
 
-    def __init__(self, layer: Any, after: Any, report: Report) -> None:
+    def __init__(self, layer: Any, after: Any, report: Report, pack: bool) -> None:
         self.layer, self.after, self.original = layer, after, layer.forward
         self.attention = attention = layer.self_attn
         self.linears = [getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
         self.sizes = [linear.out_features for linear in self.linears]
         self.heads = [size // attention.head_dim for size in self.sizes[:2]]
-        self.activation = _activation(layer.mlp)
+        self.activation = activation(layer.mlp)
         self.norms: list[Any] = [getattr(attention, n, None) for n in ("q_norm", "k_norm")]
         self.rotates = self._fits(self.norms) and _rotation(attention, report)
         self.tables = report._tables
@@ -245,12 +178,19 @@ class _Layer:
         for norm in self.norms if self.rotates and self.norms[0] else ():
             report.replace(norm, self._passed(norm.forward))
         report.replace(layer, self)
+        self.packed: Packed | None = None
+        if pack:
+            self.packed = packed = Packed(layer, self.sizes, self.heads if self.rotates else None)
+            for name in sum(PLACES.values(), ()):
+                linear = layer.get_submodule(name)
+                report.replace(linear, self._unpacked(name, linear))
+            report._undo.append(packed.undo)
 
     def _fits(self, norms: list[Any]) -> bool:
         """Whether norms of query and key, if there are any, are RMSNorms of heads."""
         dim = self.attention.head_dim
         return norms == [None, None] or all(
-            norm is not None and _is_rms_norm(norm) and len(norm.weight) == dim for norm in norms
+            norm is not None and is_rms_norm(norm) and len(norm.weight) == dim for norm in norms
         )
 
     def says(self) -> str:
@@ -261,20 +201,23 @@ class _Layer:
         gate = (
             "SwiGLU" if self.activation == "silu" else f"gate and up, {self.activation} by PyTorch"
         )
-        return f"{qkv}, o + residual, norm + {gate}, down + residual"
+        packed = "; weights packed" if self.packed else ""
+        return f"{qkv}, o + residual, norm + {gate}, down + residual{packed}"
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        x, places, weight = hidden_states, kwargs.get("position_embeddings"), self.linears[0].weight
+        x, places = hidden_states, kwargs.get("position_embeddings")
+        layer, norm, after = self.layer, self.layer.input_layernorm, self.after
+        rotates = places is not None and places[0].shape[-1] == self.attention.head_dim
+        rotates = rotates and self.rotates
         if (
             args
             or places is None
-            or x.dtype != weight.dtype
+            or x.dtype != self.attention.o_proj.weight.dtype
             or torch.is_autocast_enabled(x.device.type)
+            or (self.packed is not None and rotates != self.rotates)
         ):
             return self.original(hidden_states, *args, **kwargs)
-        layer, norm, after = self.layer, self.layer.input_layernorm, self.after
-        rotates = self.rotates and places[0].shape[-1] == self.attention.head_dim
-        qkv, gate_up = self._packed(rotates)
+        qkv, gate_up = self.packed.both() if self.packed else self._packed(rotates)
         table = None
         if rotates:
             kwargs["position_embeddings"] = None, None
@@ -287,7 +230,7 @@ class _Layer:
             cuts = table.split(self.sizes, dim=1)
             for i, norm in enumerate(self.norms):
                 gamma = pair_halves(norm.weight, 1)
-                parts[i] = qk_norm_rope(parts[i], gamma, _eps(norm), cuts[i])
+                parts[i] = qk_norm_rope(parts[i], gamma, eps(norm), cuts[i])
         self.handed = tuple(t.unflatten(0, x.shape[:2]) for t in parts)
         try:
             attended = self.attention(hidden_states=x, **kwargs)[0].flatten(0, 1)
@@ -295,11 +238,11 @@ class _Layer:
             self.handed = None
         o, norm = self.attention.o_proj, layer.post_attention_layernorm
         rows = rows if o.bias is None else rows + o.bias
-        rows, given = linear_residual_norm(attended, o.weight, rows, norm.weight, _eps(norm))
+        rows, given = linear_residual_norm(attended, o.weight, rows, norm.weight, eps(norm))
         # FSDP has not gathered the next layer's weights yet: then that layer starts anew.
         there = type(after.weight) in (Tensor, nn.Parameter)
         weights = gate_up, layer.mlp.down_proj.weight, (after if there else norm).weight
-        rows, given = mlp(rows, given, norm.weight, *weights, _eps(after), self.activation)
+        rows, given = mlp(rows, given, norm.weight, *weights, eps(after), self.activation)
         out = rows.view_as(x)
         if there:
             _Carried.put(out, after, given)
@@ -319,6 +262,19 @@ class _Layer:
     def _passed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a norm of heads, which while this layer runs may be done already."""
         return lambda x: x if self.handed is not None and self.headed else original(x)
+
+    def _unpacked(self, name: str, linear: Any) -> Callable[..., Any]:
+        """The forward of a linear whose weight is packed: before it, what was its forward, where
+        that does not need the weight."""
+        before, packed = linear.forward, self.packed
+        assert packed is not None
+
+        def forward(x: Tensor) -> Any:
+            if self.handed is not None:
+                return before(x)
+            return F.linear(x, packed.weight(name), linear.bias)
+
+        return forward
 
     def _bias(self, rotates: bool) -> Tensor | None:
         """That of query, key and value, whose weights have one each or none."""

@@ -133,6 +133,69 @@ def test_packed_weights_are_kept_in_eval_until_they_change() -> None:
         assert not torch.equal(first, model(ids).logits)
 
 
+@pytest.mark.parametrize("kind", ["llama", "biased", "head norms", "geglu"])
+def test_packed_parameters_are_the_same_model(kind: str) -> None:
+    model = built(KINDS[kind])
+    plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    apply_coda_kernels(plain)
+    expected, own = ran(plain), [*model.parameters()]
+    report = apply_coda_kernels(model, pack=True)
+    assert report.replaced["layers.1"].endswith("down + residual; weights packed")
+    weights = dict(model.named_parameters())
+    assert weights["model.layers.0.mlp.gate_up_weight"].shape == (160, 64)
+    assert "model.layers.0.mlp.up_proj.weight" not in weights
+    state = model.state_dict()
+    assert state.keys() == before.keys() and len(weights) == len(own) - 3 * 2
+    assert all(torch.equal(state[n], t) for n, t in before.items())
+    found = ran(model)
+    for name in ("logits", "loss", *(n for n in expected if n in weights)):
+        assert torch.equal(found[name], expected[name]), name
+    with torch.autocast("cpu", torch.bfloat16):  # by the model's own code, on parts of the weights
+        out, other = (m.eval()(torch.arange(8)[None]).logits for m in (model, plain))
+    assert torch.equal(out, other)
+
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    for one, its in ((model, optimizer), (plain, theirs)):
+        ran(one)
+        its.step()
+    trained = model.state_dict()
+    for name, t in plain.state_dict().items():
+        assert torch.equal(trained[name], t), name
+        assert "proj.weight" not in name or not torch.equal(t, before[name]), name
+
+    model.load_state_dict(before)
+    assert torch.equal(ran(model)["logits"], expected["logits"])
+    model.load_state_dict(trained)
+    report.revert()
+    assert {*map(id, model.parameters())} == {*map(id, own)}
+    state = model.state_dict()
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[n], t) for n, t in trained.items())
+    ran(model)
+
+
+def test_half_frozen_weights_are_not_packed() -> None:
+    model = built(KINDS["llama"])
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    report = apply_coda_kernels(model, pack=True)
+    assert report.left["layers.0"] == "only some of mlp.gate_proj, mlp.up_proj are trained"
+    assert [*report.replaced] == ["layers.1"]
+
+
+def test_packed_parameters_accumulate_in_main_grad() -> None:
+    model = built(KINDS["llama"])
+    apply_coda_kernels(model, pack=True)
+    expected = ran(model)
+    name = "model.layers.1.mlp.gate_up_weight"
+    weight: Any = model.get_parameter(name)
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    model.zero_grad()
+    ids = torch.randint(0, 96, (2, 23), generator=torch.Generator().manual_seed(2))
+    model.train()(ids, labels=ids).loss.backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad.bfloat16(), expected[name])
+
+
 def test_what_does_not_fit_is_named() -> None:
     model = built(Config(layers=3))
     first, second, _ = model.model.layers
@@ -236,9 +299,10 @@ def test_models_of_transformers(family: str) -> None:
     assert torch.equal(said, model.generate(ids, max_new_tokens=5, do_sample=False))
 
 
-def test_a_compiled_model_is_one_graph_a_pass() -> None:
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_compiled_model_is_one_graph_a_pass(pack: bool) -> None:
     model = built(KINDS["llama"])
-    apply_coda_kernels(model)
+    apply_coda_kernels(model, pack=pack)
     expected = ran(model)
     graphs: list[Any] = []
 
