@@ -4,6 +4,7 @@ their times, peak memory, and errors against float32.
 A block is a decoder layer without attention: from the output projection to the next layer's query,
 key and value with their rotation. A head is the final norm, the product with the vocabulary, and
 the loss. All take the same weights, as a model has them: what ours packs, it packs in each call.
+One contender, `packed`, has what it packs as parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.agent.judge.samples import Samples, speedup
@@ -37,7 +39,12 @@ class Widths:
     bias: bool = False
     words: int = 0
     PHASES: ClassVar = ("forward", "backward", "both")
-    CONTENDERS: ClassVar = ("ours", "gemm", "eager", "compile", "liger", "liger_compile")
+
+    @property
+    def CONTENDERS(self) -> tuple[str, ...]:
+        """Who takes part; a head packs nothing."""
+        packed = () if self.words else ("packed",)
+        return ("ours", *packed, "gemm", "eager", "compile", "liger", "liger_compile")
 
     def shrunk(self, by: int) -> Widths:
         """So many times as small, in multiples of 16."""
@@ -134,6 +141,7 @@ class Case:
         )
         made: dict[str, Callable[[], Way]] = {
             "ours": lambda: ours,
+            "packed": lambda: self._packed_block,
             "gemm": lambda: self._products,
             "eager": lambda: plain,
             "compile": lambda: torch.compile(plain, dynamic=False),
@@ -152,7 +160,7 @@ class Case:
     def _call(self, way: Way, phase: str) -> Callable[[], Any]:
         import torch
 
-        values = self.values
+        values = self._own if way == self._packed_block else self.values
         if way == self._products:
             return lambda: self._multiplied(phase)
         if phase == "forward":
@@ -261,16 +269,29 @@ class Case:
 
     def _our_block(self, t: Values) -> tuple[Tensor, ...]:
         """As patched models do it (layers/patch.py)."""
-        from coda_agent.layers import linear_residual_norm, mlp, norm_linear
+        return self._packed_block(self._packed(t))
+
+    def _packed(self, t: Values) -> Values:
         from coda_agent.layers.packing import interleave, pack_qkv
 
-        bias = None
+        rest = {n: t[n] for n in ("a", "x", "wo", "gamma", "down", "gamma2")}
+        rest["gate_up"] = interleave(t["gate"], t["up"])
+        rest["qkv"] = pack_qkv(t["q"], t["k"], t["v"], self.heads)
         if self.widths.bias:
-            bias = pack_qkv(t["q_bias"], t["k_bias"], t["v_bias"], self.heads)
-        qkv, gate_up = pack_qkv(t["q"], t["k"], t["v"], self.heads), interleave(t["gate"], t["up"])
+            rest["bias"] = pack_qkv(t["q_bias"], t["k_bias"], t["v_bias"], self.heads)
+        return rest
+
+    @cached_property
+    def _own(self) -> Values:
+        packed = self._packed(self.values)
+        return {n: value.detach().clone().requires_grad_() for n, value in packed.items()}
+
+    def _packed_block(self, t: Values) -> tuple[Tensor, ...]:
+        from coda_agent.layers import linear_residual_norm, mlp, norm_linear
+
         x, given = linear_residual_norm(t["a"], t["wo"], t["x"], t["gamma"], EPS)
-        x, given = mlp(x, given, t["gamma"], gate_up, t["down"], t["gamma2"], EPS)
-        return norm_linear(x, given, t["gamma2"], qkv, self.sizes, self.table, bias)
+        x, given = mlp(x, given, t["gamma"], t["gate_up"], t["down"], t["gamma2"], EPS)
+        return norm_linear(x, given, t["gamma2"], t["qkv"], self.sizes, self.table, t.get("bias"))
 
     def _our_head(self, t: Values) -> tuple[Tensor, ...]:
         from coda_agent.layers import head_loss, normed
@@ -340,7 +361,7 @@ def prepared(
             with fallbacks() as said:
                 made[name] = ready(name)
         except Exception as fault:  # foreign code: anything may come out of it
-            if name in ("ours", "gemm", "eager"):
+            if name in ("ours", "packed", "gemm", "eager"):
                 raise
             line = (str(fault).strip().splitlines() or [""])[0]
             found["absent"][name] = f"{type(fault).__name__}: {line}"[:200]

@@ -21,7 +21,8 @@ from coda_agent.primitives.errors import CodaError
 
 ROUNDS = 15
 CONTENDERS = {
-    "ours": "ours", "gemm": "the bare products", "eager": "PyTorch", "compile": "torch.compile",
+    "ours": "ours", "packed": "ours, packed before", "gemm": "the bare products",
+    "eager": "PyTorch", "compile": "torch.compile",
     "liger": "Liger", "liger_compile": "Liger under torch.compile",
 }  # fmt: skip
 CASES: dict[str, Widths | Training] = {

@@ -1,7 +1,8 @@
 """A whole training step of a Llama of transformers' by coda_agent.layers, torch.compile and Liger:
 forward, backward and AdamW.
 
-All contenders train the same weights, by one optimizer, on the same random tokens.
+All contenders train the same weights, by one optimizer, on the same random tokens; `packed`, whose
+parameters are others, trains a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Training:
     batch: int
     length: int
     PHASES: ClassVar = ("step",)
-    CONTENDERS: ClassVar = ("ours", "compile", "liger", "liger_compile")
+    CONTENDERS: ClassVar = ("ours", "packed", "compile", "liger", "liger_compile")
 
     def shrunk(self, by: int) -> Training:
         """About so many times as small."""
@@ -82,7 +83,7 @@ class Step:
         finally:
             torch.set_default_dtype(kept)
         self.ids = torch.randint(what.words, (what.batch, what.length), device=device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.optimizer = _adamw(self.model)
 
     def measured(self, wanted: Iterable[str], clock: Clock, rounds: int) -> dict[str, Any]:
         """Times, peak memory in MiB, the loss of the first weights, why a contender is absent, and
@@ -108,13 +109,16 @@ class Step:
         import torch
 
         self.home.apply_rotary_pos_emb = rotation
+        optimizer = self.optimizer
         shared = {id(p): p for p in self.model.parameters()}
-        model = copy.deepcopy(self.model, shared)
-        if name == "ours":
+        model = copy.deepcopy(self.model, {} if name == "packed" else shared)
+        if name in ("ours", "packed"):
             from coda_agent.layers import apply_coda_kernels_to_llama
 
-            if left := apply_coda_kernels_to_llama(model).left:
+            if left := apply_coda_kernels_to_llama(model, pack=name == "packed").left:
                 raise CodaError(f"ours leaves parts as they are: {left}")
+            if name == "packed":
+                optimizer = _adamw(model)
         elif name.startswith("liger"):
             from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
                 apply_liger_kernel_to_llama,
@@ -132,9 +136,15 @@ class Step:
 
         def step() -> None:
             loss()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
         losses[name] = round(loss().item(), 5)
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         return step
+
+
+def _adamw(model: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -31,7 +31,7 @@ class Clock:
         for call in contenders.values():
             call(0)
             self.calls += 1
-        times = {"ours": 10.0, "gemm": 9.0, "eager": 15.0}
+        times = {"ours": 10.0, "packed": 8.0, "gemm": 9.0, "eager": 15.0}
         return {name: Samples((times[name],) * rounds) for name in contenders}
 
     def steady(self, contenders: Any) -> Any: ...
@@ -40,7 +40,7 @@ class Clock:
 
 def run(root: Path, clock: Clock, **options: Any) -> list[str]:
     said = list[str]()
-    options = {"cases": SMALL, "names": ["ours", "eager", "compile"], **options}
+    options = {"cases": SMALL, "names": ["packed", "eager", "compile"], **options}
     measure(root, clock=clock, machine=MACHINE, rounds=10, device="cpu", shrink=64,
             say=said.append, **options)  # fmt: skip
     return said
@@ -57,16 +57,20 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
         assert cell["both"]["over"]["eager"] == {"ratio": 1.5, "low": 1.5, "high": 1.5}
         assert cell["absent"] == {"compile": "needs a GPU"}
         assert 0.0 < cell["errors"]["ours"] <= 1.05  # at these sizes single roundings count
-    assert clock.calls == 3 * 3 * len(SMALL)
+    assert clock.calls == 3 * (4 + 4 + 3)  # a head packs nothing
     assert run(tmp_path, clock) == [f"{case}: in the record" for case in SMALL]
     cells["block 2048"]["fallbacks"] = {"eager": "graph break: a *print*"}
     pages.write_record(file, {"suite": "layers", "date": "2026-11-23"}, cells)
     _, page = write_page(tmp_path)
     text = page.read_text()
     assert (
-        "| block 2048 | both | 10 | 0.900 (0.900–0.900) | 1.500 (1.500–1.500), fell back |" in text
+        "| block 2048 | both | 10 | 0.800 (0.800–0.800) | 0.900 (0.900–0.900) | 1.500 (1.500–1.500), fell back |"
+        in text
     )
-    assert "| block Qwen2.5-7B | both | 10 | 0.900 (0.900–0.900) | 1.500 (1.500–1.500) |" in text
+    assert (
+        "| block Qwen2.5-7B | both | 10 | 0.800 (0.800–0.800) | 0.900 (0.900–0.900) | 1.500 (1.500–1.500) |"
+        in text
+    )
     assert "- block 2048: PyTorch: graph break: a \\*print\\*" in text
     assert f"Not measured yet: {', '.join(c for c in CASES if c not in SMALL)}." in text
 
@@ -75,12 +79,12 @@ def test_a_training_step(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     case, clock = CASES["train-1b"], Clock()
     assert isinstance(case, Training)
-    found = case.on("cpu", 64).measured({"ours", "compile"}, clock, 10)
-    assert found["absent"] == {"compile": "needs a GPU"} and clock.calls == 1
+    found = case.on("cpu", 64).measured({"ours", "packed", "compile"}, clock, 10)
+    assert found["absent"] == {"compile": "needs a GPU"} and clock.calls == 2
     step = case.on("cpu", 64)
     before = step.model.model.layers[0].mlp.up_proj.weight.detach().clone()
     plain = float(step.model(input_ids=step.ids, labels=step.ids).loss)
-    assert found["losses"]["ours"] == pytest.approx(plain, rel=2e-3)
+    assert found["losses"]["ours"] == found["losses"]["packed"] == pytest.approx(plain, rel=2e-3)
     assert step.model.lm_head.weight is step.model.model.embed_tokens.weight
     step.measured({"ours"}, clock, 10)
     assert not torch.equal(before, step.model.model.layers[0].mlp.up_proj.weight)
@@ -105,10 +109,10 @@ def test_the_page_gives_tokens_a_second(tmp_path: Path) -> None:
     pages.write_record(path, {"suite": "layers", "date": "2026-11-23"}, {"train-1b": cell})
     text = write_page(tmp_path)[1].read_text()
     for line in (
-        "| train-1b | step | 400000 |  |  | 1.250 (1.200–1.300) |  |  |",
-        "| train-1b | 7 |  | 8 |  |  |  |",
-        "| train-1b | 81920 | 65536 |  |  |",
-        "| train-1b | 11.9 | 11.8 |  |  |",
+        "| train-1b | step | 400000 |  |  |  | 1.250 (1.200–1.300) |  |  |",
+        "| train-1b | 7 |  |  | 8 |  |  |  |",
+        "| train-1b | 81920 |  | 65536 |  |  |",
+        "| train-1b | 11.9 |  | 11.8 |  |  |",
         "- train-1b: Liger: ImportError: no",
     ):
         assert line in text
