@@ -198,7 +198,9 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
             row.append((case, *(str(shown.get(n, "")) for n in named)))
     page = pages.write(
         root / "docs" / f"{suite}.md", f"{suite}.md", record=file.relative_to(root).as_posix(),
-        date=record["date"], rows=rows, memory=memory, steps=steps, losses=losses,
+        date=record["date"], rows=rows, memory=memory, steps=steps, whole=[
+            case for case, cell in cells.items() if cell.get("way") == "torch.compile"
+        ], losses=losses,
         left=[case for case in cases if case not in cells],
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},

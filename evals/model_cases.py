@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.agent.capture.config import layer_of
 from coda_agent.agent.capture.pieces import pieces
-from coda_agent.agent.capture.running import attending, by_plans
+from coda_agent.agent.capture.running import ByPlans, attending
+from coda_agent.evals.contest import Clock
 from coda_agent.evals.layer_cases import Case, Values, Way, prepared
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class LayerCase(Case):
         }
         drawn = {name: self._one(name, shape) for name, shape in shapes.items()}
         self.constants = {name: drawn.pop(name) for name in _CONSTANT if name in drawn}
+        self.ours: ByPlans | None = None
         self.values: Values = {name: value.requires_grad_() for name, value in drawn.items()}
 
     def _one(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -83,13 +85,17 @@ class LayerCase(Case):
         spread = shape[-1] ** -0.5 if kind in ("w", "b") else 1.0
         return (torch.randn(shape, device=self.device) * spread).bfloat16()
 
+    def measured(self, wanted: Iterable[str], clock: Clock, rounds: int) -> dict[str, Any]:
+        """What a case of layers measures, and the `way` that ours chose."""
+        return super().measured(wanted, clock, rounds) | {"way": self.ours and self.ours.way}
+
     def _ways(self, wanted: Iterable[str], found: dict[str, Any]) -> dict[str, Way]:
         import torch
 
         plain = lambda t: attending(self.layer, {**t, **self.constants})
 
         def planned() -> Way:
-            run = by_plans(self.layer, *self.shape, judged=False)
+            run = self.ours = ByPlans(self.layer, *self.shape, judged=False)
             return lambda t: run({**t, **self.constants})
 
         made: dict[str, Callable[[], Way]] = {

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.capture.config import Layer
 from coda_agent.agent.capture.pieces import Piece, between, pieces, turned
+from coda_agent.agent.judge.samples import speedup
+from coda_agent.agent.plans.fused import times_of
 from coda_agent.agent.plans.passes import by_passes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ROWS = ("attended", "residual")
+Run = Callable[[Mapping[str, "Tensor"]], "tuple[Tensor, ...]"]
 Part = Callable[[Layer, Mapping[str, "Tensor"]], "Sequence[Tensor]"]
 
 
@@ -36,15 +39,50 @@ def attending(
     return tuple(rest(c, {**t, "attended": y.transpose(1, 2).flatten(2)}))
 
 
-def by_plans(
-    c: Layer, batch: int, positions: int, *, judged: bool = True
-) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
-    """`attending` with each pass of each piece by its plan, where that is faster; attention is
-    PyTorch's."""
-    found = {p.name: p for p in pieces(c, batch, positions) if p.name != "exit"}
-    parts = {name: _planned(c, piece, judged=judged) for name, piece in found.items()}
-    heads, rest = parts.get("heads", turned), parts["layer"]
-    return lambda t: attending(c, t, heads, rest)
+class ByPlans:
+    """`attending` with each pass of each piece by its plan; attention is PyTorch's.
+
+    On a GPU the first call that is differentiated times it, forward and backward, beside
+    torch.compile of the whole, which runs from then on where it is faster.
+
+    Attributes:
+        way: "plans" or "torch.compile".
+        us: The times of both; empty where they were not taken.
+    """
+
+    def __init__(self, c: Layer, batch: int, positions: int, *, judged: bool = True) -> None:
+        found = {p.name: p for p in pieces(c, batch, positions) if p.name != "exit"}
+        parts = {name: _planned(c, piece, judged=judged) for name, piece in found.items()}
+        heads, rest = parts.get("heads", turned), parts["layer"]
+        self.layer, self.way, self.us = c, "plans", dict[str, float]()
+        self._run: Run = lambda t: attending(c, t, heads, rest)
+
+    def __call__(self, t: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        import torch
+
+        if not self.us and t["residual"].is_cuda and torch.is_grad_enabled():
+            self._choose(t)
+        return self._run(t)
+
+    def _choose(self, t: Mapping[str, Tensor]) -> None:
+        import torch
+
+        whole = torch.compile(lambda t: attending(self.layer, t), dynamic=False)
+        ways: dict[str, Run] = {"plans": self._run, "torch.compile": whole}
+        inputs = [x for x in t.values() if x.requires_grad]
+
+        def step(way: Run) -> Callable[[Any], None]:
+            def call(_: Any) -> None:
+                with torch.enable_grad():
+                    outs = way(t)
+                    torch.autograd.grad(outs, inputs, [torch.ones_like(y) for y in outs])
+
+            return call
+
+        times = times_of([step(way) for way in ways.values()], None)
+        self.us = {name: found.median_us for name, found in zip(ways, times, strict=True)}
+        if speedup(*times).ratio < 1:
+            self.way, self._run = "torch.compile", whole
 
 
 def _planned(c: Layer, piece: Piece, *, judged: bool) -> Part:

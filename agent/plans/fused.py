@@ -438,7 +438,7 @@ def _fastest(
                     runs[name](tensors)
             except Exception:  # of Inductor, whatever it is: PyTorch runs the function as it is
                 del runs[name]
-        times = dict(zip(runs, _timed([*runs.values()], tensors), strict=True))
+        times = dict(zip(runs, times_of([*runs.values()], tensors), strict=True))
         best = next(iter(runs))
         for name in runs:
             best = name if speedup(times[best], times[name]).ratio < 1 else best
@@ -449,7 +449,7 @@ def _fastest(
     return ways[known["way"]](), known["way"], known["us"]
 
 
-def _timed(runs: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Samples]:
+def times_of(runs: Sequence[Any], tensors: Any) -> list[Samples]:
     """Times of a call, in a loop as Python runs it: the host's time counts where it is longer."""
     import torch
 

@@ -120,6 +120,8 @@ def _spelled(target: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
         return lambda x, **kept: x.to(kept.get("dtype", x.dtype))
     if name == "slice":
         return _sliced
+    if name == "addmm" and not kwargs and args[0].ndim == 1:
+        return lambda bias, a, b: F.linear(a, b.t(), bias)  # whose bias a rule can part from it
     if kwargs and name in ("add", "sub"):
         return getattr(torch, name)
     signs = {"mul": operator.mul, "add": operator.add, "sub": operator.sub, "div": operator.truediv}

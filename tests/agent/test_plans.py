@@ -315,12 +315,15 @@ def test_no_product_of_leading_dims_has_symbolic_sizes() -> None:
 
 
 def test_both_passes_have_plans_with_the_papers_cuts() -> None:
-    def function(x: Tensor, res: Tensor, wo: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    def function(
+        x: Tensor, res: Tensor, wo: Tensor, g: Tensor, w: Tensor, b: Tensor
+    ) -> tuple[Tensor, ...]:
         h = res + F.linear(x, wo)
         n = F.rms_norm(h, (h.shape[-1],), g, 1e-5)
-        return h, F.silu(F.linear(n, w))
+        return h, F.silu(F.linear(n, w, b))
 
     args = [drawn(24, H), drawn(24, D), drawn(D, H), drawn(D).abs() + 0.5, drawn(FF, D)]
+    args.append(drawn(FF))
     call = passes.by_passes(function, judged=False)
     planned, made = [], fused.chosen
 
@@ -337,7 +340,7 @@ def test_both_passes_have_plans_with_the_papers_cuts() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "chosen", seen)
-        for wanted in ([0, 1, 2, 3, 4], [0, 2]):  # what needs no gradient has none
+        for wanted in ([0, 1, 2, 3, 4, 5], [0, 2]):  # what needs no gradient has none
             got, own = results(call, args, wanted), results(function, args, wanted)
             truth = results(function, [a.float() for a in args], wanted)
             for one, other, true in zip(got, own, truth, strict=True):
@@ -420,7 +423,7 @@ def test_the_fastest_way_is_timed_once_and_kept(
         plan = fuse(lambda x: x + 1).plan(x)
         return fused._fastest(ways, [x], plan)
 
-    monkeypatch.setattr(fused, "_timed", times)
+    monkeypatch.setattr(fused, "times_of", times)
     x = torch.ones(4, 16)
     assert fastest(x)[1:] == ("torch.compile", "the plan 3, PyTorch 2, torch.compile 1")
     assert fastest(x)[0] == "torch.compile"

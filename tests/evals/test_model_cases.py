@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from coda_agent.agent.capture import running
+from coda_agent.agent.capture.config import layer_of
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.evals.layer_speed import SUITES, measure, write_page
+from coda_agent.evals.layer_speed import SUITES, TINYLLAMA, measure, write_page
 from coda_agent.primitives.errors import CodaError
 
 SMALL = ["TinyLlama-1.1B, 512 tokens", "Qwen2.5-7B, 512 tokens"]
@@ -47,6 +50,7 @@ def test_layers_run_by_plans_as_right_as_by_pytorch(
         assert case in SMALL and cell["tokens"] == 16
         assert cell["both"]["over"]["eager"] == {"ratio": 1.5, "low": 1.5, "high": 1.5}
         assert cell["absent"] == {"compile": "needs a GPU"}
+        assert cell["way"] == "plans"
         assert 0.0 < cell["errors"]["ours"] <= 1.1  # at these sizes single roundings count
     assert run(tmp_path, cases=SMALL) == [f"{case}: in the record" for case in SMALL]
     _, page = write_page(tmp_path, "models")
@@ -54,6 +58,19 @@ def test_layers_run_by_plans_as_right_as_by_pytorch(
     assert f"| {SMALL[0]} | both | 10 | 1.500 (1.500–1.500) |  |" in text
     left = [case for case in SUITES["models"] if case not in SMALL]
     assert f"Not measured yet: {', '.join(left)}." in text
+
+
+def test_what_is_slower_than_torch_compile_is_torch_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = layer_of(TINYLLAMA, Path("config.json"))
+    monkeypatch.setattr(
+        running, "times_of", lambda runs, _: [Samples((3.0,) * 9), Samples((2.0,) * 9)]
+    )
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    found = running.ByPlans(layer, 1, 16, judged=False)
+    found._choose({"residual": torch.ones(1, requires_grad=True)})
+    assert found.way == "torch.compile" and found.us == {"plans": 3.0, "torch.compile": 2.0}
 
 
 def test_what_is_unknown_is_said(tmp_path: Path) -> None:
