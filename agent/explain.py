@@ -69,14 +69,22 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
         CodaError: it is not in the language, does not trace, or has no such program.
     """
     wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
-    findings = check_source(text, wanted)
-    if findings:
-        raise CodaError(findings[0].message, hint=findings[0].hint)
-    programs = execution.executor().load(text)
-    name = variant or wanted[0]
+    programs, name = programs_of(text, wanted), variant or wanted[0]
     if name not in programs:
         raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")
     return programs[name]
+
+
+def programs_of(text: str, names: list[str]) -> dict[str, Program]:
+    """The programs of a text that has all of `names`, traced in a compile worker.
+
+    Raises:
+        CodaError: the text is not in the language, or has no such program.
+        CompileError: it does not trace.
+    """
+    if findings := check_source(text, names):
+        raise CodaError(findings[0].message, hint=findings[0].hint)
+    return execution.executor().load(text)
 
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:

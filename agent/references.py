@@ -10,8 +10,7 @@ from coda_agent.agent.execution.local import here
 from coda_agent.agent.execution.pool import CompilePool
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs import Spec
-from coda_agent.specs.draft import Example
-from coda_agent.specs.source import Source
+from coda_agent.specs.source import Example, Source
 
 _Result = TypeVar("_Result")
 LIMIT_S = 60.0

@@ -15,10 +15,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from fractions import Fraction
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.admission import admit
@@ -26,12 +27,8 @@ from coda_agent.specs.defaults import TYPES, up
 from coda_agent.specs.front_matter import Face, front_matter, sizes_listed
 from coda_agent.specs.layout import Entry, extent, parts
 from coda_agent.specs.load import load_spec
-from coda_agent.specs.source import Source, with_tensors
+from coda_agent.specs.source import Example, Source, with_tensors
 from coda_agent.specs.tracing import Trace, operands, traced
-
-if TYPE_CHECKING:
-    import torch
-
 
 _FILE = "<reference>"
 _UNITS = (1, 32, 64, 128, 256, 96, 192, 48, 80, 160)
@@ -52,19 +49,6 @@ _VALUES = re.compile("DataDependent|data-dependent|meta tensor", re.IGNORECASE)
 _DRAWS = ("normal", "{uniform: [0.5, 1.5]}", "{integers: [0, 2]}")
 """How what is no operand of the product is drawn: the second suits roots and logarithms, the third
 masks."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """An example of an input.
-
-    Attributes:
-        axes: Sizes, or letters of dims; () for a number.
-        dtype: Its element type; "T" for the one that a spec leaves open.
-    """
-
-    axes: tuple[Entry, ...]
-    dtype: str = "T"
 
 
 def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
@@ -221,8 +205,6 @@ class _Draft:
         )
 
     def _dtype(self, name: str, chosen: str) -> torch.dtype:
-        import torch
-
         dtype = self.examples[name].dtype
         return getattr(torch, chosen if dtype == "T" else dtype)
 
@@ -250,8 +232,6 @@ class _Draft:
 
     def _own_fault(self, error: Exception) -> Exception:
         """What the function raises at the example's sizes as numbers, rather than as symbols."""
-        import torch
-
         try:
             with torch.device("meta"):
                 self.function(**self._inputs(self.example, TYPES[0], "meta"))
@@ -404,8 +384,6 @@ class _Draft:
         self, shapes: Mapping[str, tuple[int, ...]], chosen: str, device: str = "cpu"
     ) -> dict[str, Any]:
         """Values in [0.5, 1.5]; of integers 1."""
-        import torch
-
         torch.manual_seed(0)
         inputs: dict[str, Any] = {}
         for name, shape in shapes.items():
@@ -415,8 +393,6 @@ class _Draft:
         return inputs
 
     def _named(self, returned: Any) -> dict[str, torch.Tensor]:
-        import torch
-
         if isinstance(returned, dict):
             found = {str(name): value for name, value in returned.items()}
         else:
@@ -575,8 +551,6 @@ class _Draft:
     def _unlike(self, second: Sequence[str], outputs: Sequence[str]) -> bool:
         """Whether two outputs, of one weight each, are not computed alike: with weights exchanged,
         and vectors the same, they are not exchanged."""
-        import torch
-
         one, *others = (self.shapes[x] for x in second)
         if len(second) != 2 or len(outputs) != 2 or others != [one]:
             return False
@@ -594,8 +568,6 @@ class _Draft:
     def _scales(self, first: Sequence[str], second: Sequence[str]) -> list[str]:
         """A line of the front matter that says by which power of two the function multiplies each
         product of a sum but the first: so scaled, it does the same to the first one alone."""
-        import torch
-
         inputs = self._inputs(self._extents(self._distinct()), TYPES[0])
         sums = [
             next((e for e in self.shapes[b] if e in self.shapes[a]), None)

@@ -50,6 +50,19 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Example:
+    """An example of an input.
+
+    Attributes:
+        axes: Sizes, or letters of dims; () for a number.
+        dtype: Its element type; "T" for the one that a spec leaves open.
+    """
+
+    axes: _Axes
+    dtype: str = "T"
+
+
+@dataclass(frozen=True)
 class Source:
     """A function as a reference block.
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from coda_agent.agent.cli.options import DeviceOption
 from coda_agent.agent.cli.report import quiet, reported
@@ -130,10 +133,6 @@ def timing(
 
 @contextmanager
 def _judge(device: str) -> Iterator[Judge]:
-    import torch
-    from rich.console import Console
-    from rich.progress import Progress
-
     require_gpu(device)
     cuda = device != "cpu" and torch.cuda.is_available()
     with Progress(console=Console(stderr=True), disable=quiet(), transient=True) as bar:

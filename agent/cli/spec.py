@@ -16,10 +16,9 @@ from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
-from coda_agent.specs.draft import Example
 from coda_agent.specs.format import DTYPES
 from coda_agent.specs.layout import extent
-from coda_agent.specs.source import Source, axes_of, extracted, located
+from coda_agent.specs.source import Example, Source, axes_of, extracted, located
 
 _CAST = {
     "bool": "such as a mask of 0 and 1 of which the function asks `> 0`",

@@ -21,10 +21,9 @@ from coda_agent.agent.judge.job import CompileJob
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.program import Program
 from coda_agent.specs.admission import admit
-from coda_agent.specs.draft import Example, draft
 from coda_agent.specs.effects import forbid_effects
 from coda_agent.specs.load import load_spec
-from coda_agent.specs.source import Source, extracted
+from coda_agent.specs.source import Example, Source, extracted
 
 _CANDIDATE = "<candidate>"
 _SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
@@ -53,6 +52,8 @@ def load_programs(text: str) -> dict[str, Any]:
 
 
 def _draft(job: dict[str, Any]) -> str:
+    from coda_agent.specs.draft import draft  # it imports torch
+
     forbid_effects()
     source = _SOURCE.validate_python(job["source"])
     return draft(source, _EXAMPLES.validate_python(job["examples"]), job["name"])
@@ -68,10 +69,10 @@ def _admit(job: dict[str, Any]) -> str:
 def _import(module: str) -> None:
     """Import what a user's function needs, once and not in every fork: that takes 2 s, and a fork
     could open nothing for writing."""
-    importlib.import_module(module)
+    imported = importlib.import_module(module)
     if module == "coda_agent.specs.draft":
         source = extracted("def relu(x, w):\n    return (x @ w.T).relu()", "here")
-        draft(source, {"x": Example((64, 8)), "w": Example((32, 8))}, "relu")
+        imported.draft(source, {"x": Example((64, 8)), "w": Example((32, 8))}, "relu")
 
 
 _FORKED: dict[str, tuple[Callable[[dict[str, Any]], Any], type, int]] = {

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from coda_agent import primitives
-from coda_agent.agent import execution
+from coda_agent.agent.explain import programs_of
 from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.diagnosis import read_at
 from coda_agent.agent.judge.meaning import draws, replayed
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.runners import interpreted
-from coda_agent.agent.judge.static import check_source
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.workbench.registry import ToolError
 from coda_agent.primitives.errors import CodaError, CompileError
@@ -34,23 +33,12 @@ _SEED = 0
 _OUTPUTS = ("Tile", "HalfTile", "WideTile", "RowGather")  # what an expression may be stored as
 
 
-def traced(text: str, names: list[str], name: str) -> Program:
-    """The program `name` of a text that has all of `names`, traced in a compile worker.
-
-    Raises:
-        ToolError: the text is not in the language, or has no such program.
-        CompileError: it does not trace.
-    """
-    if findings := check_source(text, names):
-        raise ToolError(findings[0].message, hint=findings[0].hint)
-    return execution.executor().load(text)[name]
-
-
 def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
     """The program that stores an expression as `value`; lines before its last are assignments.
 
     Raises:
-        ToolError, CompileError: as `traced`.
+        ToolError: it is empty.
+        CodaError: as `programs_of`.
     """
     m, n, _ = spec.gemm_dims
     if not expression.strip():
@@ -76,7 +64,7 @@ def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
             f"def expression({', '.join(declared)}):\n{body}    return {{'value': {last}}}\n"
         )
         try:
-            return traced(text, ["expression"], "expression")
+            return programs_of(text, ["expression"])["expression"]
         except CompileError as error:
             refused = refused or error
     assert refused is not None
