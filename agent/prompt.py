@@ -112,12 +112,8 @@ def estimated_tokens(sent: object) -> int:
 
 def language() -> str:
     """The rules of a candidate's text."""
-    return _body(static.__doc__)
-
-
-def _body(doc: str | None) -> str:
-    """A module's docstring without its first line, which names the module's place."""
-    return inspect.cleandoc(doc or "").partition("\n\n")[2]
+    # Its first line names the module's place.
+    return inspect.cleandoc(static.__doc__ or "").partition("\n\n")[2]
 
 
 def _words(text: str) -> set[str]:

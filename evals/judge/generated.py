@@ -280,7 +280,9 @@ def score_batches(
     kept with their "reference".
     """
     cores, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cores, context, initializer=_alone) as pool:
+    with ProcessPoolExecutor(
+        cores, context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
 
         def batch(numbers: range) -> dict[str, Any]:
             found = [*pool.map(partial(one, seed), numbers)]
@@ -293,10 +295,6 @@ def score_batches(
         ranges = [range(i, min(i + _BATCH, count)) for i in starts]
         jobs = {f"{r.start} to {r.stop - 1}": lambda r=r: batch(r) for r in ranges}
         return recorded(judge, name, {"seed": seed}, jobs)
-
-
-def _alone() -> None:
-    torch.set_num_threads(1)
 
 
 def _kind(said: str) -> str:

@@ -81,7 +81,7 @@ class Across:
         """Variance and mean of groups of adjacent columns."""
         try:
             off = self._of(Expr.__sub__, x, self.reduce("mean", x, dims, True))
-            variance = self.reduce("mean", self._of(_square, off), dims, keepdim)
+            variance = self.reduce("mean", self._of(lambda x: x * x, off), dims, keepdim)
         except ProgramError:
             raise ProgramError(WHOLE_ROW, hint=ROW_STATISTICS) from None
         count = x.codes.numel() // variance.codes.numel()
@@ -183,11 +183,6 @@ class Across:
 
 
 _root = partial(apply, "sqrt")
-
-
-def _square(x: Expr) -> Expr:
-    return x * x
-
 
 _OUTSIDE = "return the tensor itself, and do this with torch or in the next kernel"
 _BY_INPUT = "x.gather(1, index[:, None]) takes the columns that an integer input names, one a row"
