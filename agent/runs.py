@@ -37,17 +37,6 @@ def find(workspace: Workspace, name: str) -> Run:
     raise WorkspaceError(f"{len(found) or 'no'} runs are called {name!r}", hint=hint)
 
 
-def open_one(workspace: Workspace) -> Run:
-    """The latest run of an author that is not over and that no model drives.
-
-    Raises:
-        WorkspaceError: there is none.
-    """
-    if run := next(open_ones(workspace), None):
-        return run
-    raise WorkspaceError("no run is open", hint="read_spec with a spec begins one")
-
-
 def open_ones(workspace: Workspace) -> Iterator[Run]:
     """The runs of authors that are not over and that no model drives, the latest first."""
     for run in reversed(everything(workspace)):

@@ -30,12 +30,6 @@ def moved(then: Mapping[str, str], now: Mapping[str, str], keys: Iterable[str]) 
     return [key for key in keys if then.get(key) != now.get(key)]
 
 
-def of_verdict(gates: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The rules that have other versions than a verdict names, by gate."""
-    found = (rules.moved(then, gate) if then else [EARLIER] for gate, then in gates.items())
-    return list(dict.fromkeys(name for names in found for name in names))
-
-
 def of_scores(record: Mapping[str, Any]) -> list[str]:
     """The rules that a score record was not made by as they are worded now, so that it confirms
     nothing that was declared of them."""
@@ -69,9 +63,12 @@ def of_trials(workspace: Workspace, suites: Mapping[str, Suite]) -> Stale:
 
 
 def _of_judgement(judged: Judgement | None) -> list[str]:
-    if judged is None:
-        return []
-    return of_verdict(judged.rules) if judged.rules else [EARLIER]
+    """The rules that have other versions than a verdict names, by gate."""
+    if judged is None or not judged.rules:
+        return [] if judged is None else [EARLIER]
+    gates = judged.rules.items()
+    found = (rules.moved(then, gate) if then else [EARLIER] for gate, then in gates)
+    return list(dict.fromkeys(name for names in found for name in names))
 
 
 def needs_trial(record: TrialRecord, suite: Suite, spec: Spec) -> bool:

@@ -124,7 +124,11 @@ def _run(workspace: Workspace, call: Call) -> Run | None:
     `read_spec` of a spec whose run is over, or of whose run the spec is another by now, begins one.
     """
     if call.run is None:
-        return past.open_one(workspace) if call.spec is None else None
+        if call.spec is not None:
+            return None
+        if run := next(past.open_ones(workspace), None):
+            return run
+        raise WorkspaceError("no run is open", hint="read_spec with a spec begins one")
     run = past.find(workspace, call.run)
     if call.spec is None or call.tool != "read_spec":
         return run

@@ -21,10 +21,10 @@ from coda_agent.agent.judge import timing as clock
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals import definitions
+from coda_agent.evals.judge import generated as references
+from coda_agent.evals.judge import plans as planning
 from coda_agent.evals.judge import report, scores, selection
 from coda_agent.evals.judge.by_hand import SETS
-from coda_agent.evals.judge.generated import score_generated
-from coda_agent.evals.judge.plans import score_plans
 from coda_agent.evals.judge.scores import Judge, score_mutants
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.objects import use_cache
@@ -86,7 +86,7 @@ def generated(
 ) -> Reply:  # fmt: skip
     """Compose PyTorch functions written at random, and judge what comes of it, on all cores;
     resumes."""
-    return _written(score_generated, "generated", count, seed)
+    return _written(references.tried, "generated", count, seed)
 
 
 @reported()
@@ -96,7 +96,7 @@ def plans(
 ) -> Reply:  # fmt: skip
     """Plan functions of two and three products written at random, and compare the plans with the
     functions in float64, on all cores; resumes."""
-    return _written(score_plans, "plans", count, seed)
+    return _written(planning.tried, "plans", count, seed)
 
 
 @reported()
@@ -144,10 +144,10 @@ def _judge(device: str) -> Iterator[Judge]:
         yield Judge(find().root, "cuda" if cuda else "cpu", say)
 
 
-def _written(score: Callable[..., dict[str, Any]], name: str, count: int, seed: int) -> Reply:
+def _written(one: Callable[[int, int], dict[str, Any]], name: str, count: int, seed: int) -> Reply:
     """The reply to a score of functions written at random."""
     with _judge("cpu") as judge:
-        record = score(judge, count, seed=seed)
+        record = references.score_batches(judge, name, one, count, seed=seed)
         faulty = any(c["faults"] for c in record["cells"].values())
         return _reply(judge, record, {name: record}, faulty)
 

@@ -415,7 +415,7 @@ class Workbench:
     ) -> Result:
         """What a program became: its graph, its roofline, its tiles or its code."""
         from coda_agent.agent.explain import explain
-        from coda_agent.agent.workbench.inspection import compiled_to, tiles
+        from coda_agent.agent.workbench.inspection import epilogue, tiles
         from coda_agent.agent.workbench.profile import roofline
 
         text = self._candidate()
@@ -426,9 +426,9 @@ class Workbench:
                 return Result(text=roofline(self.spec, text, program))
             case "tiles":
                 return Result(text=tiles(self.spec, text, program))
-        said, whole = compiled_to(self.spec, text, what, program)
+        whole = explain(self.spec, text, what, program)
         path = self.log.artifact(f"{what}-{short_digest(whole)}.txt", whole)
-        return Result(text=f"{said}\n(the whole kernel: {path})", artifacts=[path])
+        return Result(text=f"{epilogue(what, whole)}\n(the whole kernel: {path})", artifacts=[path])
 
     @tool(last=True)
     def log_tip(

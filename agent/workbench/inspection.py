@@ -4,7 +4,7 @@ import re
 import textwrap
 
 from coda_agent.agent import execution
-from coda_agent.agent.explain import explain, traced
+from coda_agent.agent.explain import traced
 from coda_agent.agent.judge import compile_gate
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.agent.workbench.feedback import resources
@@ -16,12 +16,6 @@ _BEGINS = {"cute": "wgmma.wait.group", "ptx": "wgmma.wait_group", "sass": "WARPG
 _ENDS = {"cute": "bulk.commit.group", "ptx": "bulk.commit_group", "sass": "UTMACMDFLUSH"}
 _NOISE = re.compile(r"/\*[0-9a-f]{4,}\*/|// (begin|end) inline asm|\s+$")
 _WIDEST = 120
-
-
-def compiled_to(spec: Spec, text: str, stage: str, program: str | None) -> tuple[str, str]:
-    """A stage of `explain`: the epilogue's, and the whole kernel's."""
-    whole = explain(spec, text, stage, program)
-    return epilogue(stage, whole), whole
 
 
 def epilogue(stage: str, text: str) -> str:

@@ -266,15 +266,11 @@ def tried(seed: int, number: int) -> dict[str, Any]:
     return cell | ({"number": number, "reference": spec.reference_source} if kept else {})
 
 
-def score_generated(judge: Judge, count: int, *, seed: int) -> dict[str, Any]:
-    """Try so many references; the record, judge-generated-cpu.json."""
-    return score_batches(judge, "generated", tried, count, seed=seed)
-
-
 def score_batches(
     judge: Judge, name: str, one: Callable[[int, int], dict[str, Any]], count: int, *, seed: int
 ) -> dict[str, Any]:
-    """Try numbers up to `count` by `one(seed, number)` on all cores, a hundred a cell.
+    """Try numbers up to `count` by `one(seed, number)` on all cores, a hundred a cell; the record,
+    judge-<name>-cpu.json.
 
     A cell says how many there are of each layer, how often each refusal was said, and which were
     kept with their "reference".

@@ -17,8 +17,7 @@ from coda_agent.agent.plans.kernels import composed
 from coda_agent.agent.plans.rules import product
 from coda_agent.agent.plans.run import Runner
 from coda_agent.agent.plans.trace import Value, record
-from coda_agent.evals.judge.generated import listed, score_batches
-from coda_agent.evals.judge.scores import Judge
+from coda_agent.evals.judge.generated import listed
 from coda_agent.specs.reference import _widened
 
 M, N = 6, 32
@@ -158,11 +157,6 @@ def tried(seed: int, number: int) -> dict[str, Any]:
     if not plan.kernels:
         return {"layer": "refused", "said": next(iter(plan.why.values()))}
     return {"layer": "right"}
-
-
-def score_plans(judge: Judge, count: int, *, seed: int) -> dict[str, Any]:
-    """Plan so many functions; the record, judge-plans-cpu.json, as of `score_generated`."""
-    return score_batches(judge, "plans", tried, count, seed=seed)
 
 
 def _called(text: str) -> Any:
