@@ -34,7 +34,6 @@ class Demo:
     Attributes:
         name: The module's name.
         summary: First line of its docstring.
-        problem: The docstring: mathematics, shapes and dtypes.
         why: Why the program is written so: what is free, what costs, what would be worse.
         text: The module's source.
         programs: The programs it defines, in order; their output names are distinct.
@@ -45,7 +44,6 @@ class Demo:
 
     name: str
     summary: str
-    problem: str
     why: str
     text: str
     programs: tuple[Program, ...]
@@ -75,7 +73,6 @@ def _load(file: Path) -> Demo:
     return Demo(
         name=file.stem,
         summary=problem.split("\n")[0],
-        problem=problem,
         why=module.WHY.strip(),
         text=file.read_text(encoding="utf-8"),
         programs=tuple(v for v in vars(module).values() if isinstance(v, Program)),
