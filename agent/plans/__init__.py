@@ -4,5 +4,6 @@
 - `rules`: what is changed in it first; `cut`: which calls each kernel takes along.
 - `spell`: a step as the text that a person would write; `kernels`: that text as a kernel.
 - `run`: the steps as a callable; `fused`: the function that users call.
+- `imports`: what makes a first call quicker.
 - `passes`: a function's forward and backward pass, each by a plan.
 """

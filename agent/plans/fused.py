@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.agent.plans.cut import Kernel, Plan, cut
+from coda_agent.agent.plans.imports import import_quack
 from coda_agent.agent.plans.kernels import Composed, composed, remember, remembered
 from coda_agent.agent.plans.rules import as_called
 from coda_agent.agent.plans.run import Packed, Runner
@@ -59,6 +60,8 @@ def chosen(
         kernel.made.keeps = not training  # type: ignore[attr-defined]
     if not tensors or not all(t.is_cuda for t in tensors):
         return plan, own, run if plan.kernels else own
+    if plan.kernels:
+        import_quack()
     ways: dict[str, Callable[[], Any]] = {"the plan": lambda: run} if plan.kernels else {}
     if training and plan.kernels:
         ways["the plan under torch.compile"] = lambda: _by_inductor(run)

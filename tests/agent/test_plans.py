@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -430,6 +432,29 @@ def test_the_fastest_way_is_timed_once_and_kept(
     assert len(timed) == 1
     del us["torch.compile"]
     assert fastest(torch.ones(8, 16))[1:] == ("PyTorch", "the plan 3, PyTorch 2")
+
+
+QUACK = """
+import sys, torch
+from coda_agent.agent.plans.imports import import_quack
+asked = []
+torch.compile = lambda function, *, recompile_limit=8, **options: asked.append(function) or function
+given = torch.compile
+import_quack()
+assert asked == [] and torch.compile is given
+assert "torch._inductor.compile_fx" not in sys.modules
+from quack.blockscaled import quantize
+x = torch.randn(4, 64).bfloat16()
+for one, other in zip(quantize.to_mx_compiled(x), quantize.to_mx(x), strict=True):
+    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+quantize.to_mx_compiled(x)
+assert asked == [quantize.to_mx_compiled.__wrapped__]
+"""
+
+
+def test_quack_asks_torch_compile_for_its_quantisers_when_they_are_called() -> None:
+    done = subprocess.run([sys.executable, "-c", QUACK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_inductor_runs_has_gradients() -> None:
