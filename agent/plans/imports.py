@@ -12,8 +12,8 @@ def import_quack() -> None:
     """Imports of quack what asks torch.compile for functions when it is imported.
 
     quack 0.6.5 does so for quantisers (quack/blockscaled/quantize.py) that no epilogue of ours
-    calls, and torch imports Inductor when it is asked: 0.85 s of the 2.65 s of CPU time that quack's
-    imports take on 2 cores with torch 2.13. Here they are compiled when they are first called.
+    calls, and torch imports Inductor when it is asked: 0.85 s of the 2.65 s of CPU time that
+    quack's imports take on 2 cores with torch 2.13. Here they are compiled at their first call.
     """
     import torch
 
