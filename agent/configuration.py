@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coda_agent.agent.plain import text_of
 from coda_agent.primitives.errors import CodaError
 
 
@@ -47,19 +48,6 @@ def widths(about: Mapping[str, Any], path: Path) -> dict[str, int]:
         "mlp": width("intermediate_size"),
         "vocabulary": width("vocab_size"),
     }
-
-
-def text_of(path: Path) -> str:
-    """A file's text.
-
-    Raises:
-        CodaError: it cannot be read.
-    """
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise CodaError(f"{path} cannot be read as text: {said}") from error
 
 
 def json_of(path: Path, text: str) -> Any:

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from coda_agent.agent.configuration import configuration, json_of, text_of, widths
+from coda_agent.agent.configuration import configuration, json_of, widths
+from coda_agent.agent.plain import text_of
 from coda_agent.evals import definitions
 from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError

@@ -10,9 +10,10 @@ import typer
 from coda_agent.agent import references
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.cli.targets import here
+from coda_agent.agent.plain import text_of
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, packaged_specs, resolve_spec
-from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
+from coda_agent.primitives.errors import CodaError, WorkspaceError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
@@ -95,16 +96,13 @@ def source_of(function: str) -> Source:
     """The function that `MODULE:FUNCTION`, `FILE.py:FUNCTION` or `-` names.
 
     Raises:
+        CodaError: it cannot be read.
         SpecError: there is none, or it does not stand alone.
     """
     if function == "-":
         return extracted(sys.stdin.read(), "stdin")
     path, called = located(function)
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read as text: {error}") from error
-    return extracted(text, str(path), called)
+    return extracted(text_of(path), str(path), called)
 
 
 def examples_of(source: Source, given: list[str]) -> dict[str, Example]:

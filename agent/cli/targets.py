@@ -8,6 +8,7 @@ from coda_agent.agent import doctor, pipeline
 from coda_agent.agent.cli.report import progress
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge.static import program_names
+from coda_agent.agent.plain import text_of
 from coda_agent.agent.workspace import (
     Kernel,
     Run,
@@ -67,7 +68,7 @@ def program(arg: str, spec: str | None = None) -> tuple[str, Spec]:
         WorkspaceError: there is no such thing, or no spec for it.
     """
     path = _program_file(arg)
-    return _read(path), load_spec(_spec_of(path, spec))
+    return text_of(path), load_spec(_spec_of(path, spec))
 
 
 def explainable(arg: str) -> tuple[str | None, Spec | None]:
@@ -81,9 +82,9 @@ def explainable(arg: str) -> tuple[str | None, Spec | None]:
     if arg.endswith(".py") or arg in kernels:
         path = _program_file(arg)
         try:
-            return _read(path), load_spec(_spec_of(path, None))
+            return text_of(path), load_spec(_spec_of(path, None))
         except (WorkspaceError, SpecError):
-            return _read(path), None
+            return text_of(path), None
     specs = workspace.spec_names() if workspace else packaged_specs()
     if not arg.endswith(".md") and "/" not in arg and arg not in specs:
         hint = near_matches(arg, [*kernels, *specs])
@@ -100,13 +101,6 @@ def _program_file(arg: str) -> Path:
     return find().kernel(arg).program
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CodaError(f"{path} cannot be read as text: {error}") from error
-
-
 def _spec_of(path: Path, spec: str | None) -> Path:
     """The spec given, else spec.md beside the program, else one by the program's own name."""
     workspace = here()
@@ -116,7 +110,7 @@ def _spec_of(path: Path, spec: str | None) -> Path:
         return beside
     known = workspace.spec_names() if workspace else packaged_specs()
     # A spec with parameters has a program for each choice, named <spec>__<value>.
-    names = sorted({name.partition("__")[0] for name in program_names(_read(path))})
+    names = sorted({name.partition("__")[0] for name in program_names(text_of(path))})
     if len(found := [name for name in names if name in known]) == 1:
         return known[found[0]].resolve()
     what = " or ".join(names) or "no program"

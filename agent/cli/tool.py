@@ -13,6 +13,7 @@ from coda_agent.agent.bench.client import VARIABLE, Bench
 from coda_agent.agent.cli.options import DeviceOption, NoCommit
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.keys import KEYS
+from coda_agent.agent.plain import text_of
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.rooms import above
 from coda_agent.primitives.errors import CodaError
@@ -88,12 +89,7 @@ def read(given: list[str]) -> tuple[dict[str, str], dict[str, str]]:
         if value.startswith("@@"):
             texts[key] = value[1:]
         elif value.startswith("@"):
-            try:
-                texts[key] = Path(value[1:]).read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                hint = "@@ stands for an @ that begins a text"
-                message = f"{value[1:]} cannot be read as text: {error}"
-                raise CodaError(message, hint=hint) from error
+            texts[key] = text_of(Path(value[1:]), "@@ stands for an @ that begins a text")
         else:
             words[key] = value
     return texts, words
