@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from coda_agent.layers.patch import (
         Report,
         apply_coda_kernels,
+        apply_coda_kernels_to_gemma3,
         apply_coda_kernels_to_llama,
         apply_coda_kernels_to_mistral,
         apply_coda_kernels_to_qwen2,
@@ -31,6 +32,7 @@ __all__ = [
     "Normed",
     "Report",
     "apply_coda_kernels",
+    "apply_coda_kernels_to_gemma3",
     "apply_coda_kernels_to_llama",
     "apply_coda_kernels_to_mistral",
     "apply_coda_kernels_to_qwen2",

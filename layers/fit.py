@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coda_agent.layers.passes import ACTIVATIONS
 
 _TYPES = torch.bfloat16, torch.float16
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_SANDWICH = _PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
 def unfit(layer: Any, after: nn.Module | None) -> str:
     """Why a layer stays as it is; empty where it need not."""
-    if {name for name, _ in layer.named_children()} != _PARTS:
+    parts = {name for name, _ in layer.named_children()}
+    if parts not in (_PARTS, _SANDWICH):
         return f"its parts are not {', '.join(sorted(_PARTS))}"
     block, attention = layer.mlp, layer.self_attn
     linears: dict[str, Any]
@@ -36,9 +38,17 @@ def unfit(layer: Any, after: nn.Module | None) -> str:
         return "only some of query, key and value have biases"
     if not activation(block):
         return f"its activation is {type(block.act_fn).__name__}, expected SiLU, GELU or ReLU"
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm, after):
-        if not is_rms_norm(norm):
+    attended = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    norms = [getattr(layer, name) for name in sorted(parts) if name.endswith("norm")]
+    offsets = {norm_offset(norm) for norm in (*norms, after)}
+    for norm in (*norms, after):
+        if norm_offset(norm) is None:
             return f"{type(norm).__name__} is no RMSNorm with a plain weight"
+    offsets |= {norm_offset(norm) for norm in attended if norm is not None} - {None}
+    if len(offsets) > 1:
+        return "only some of its norms add one to their weights"
+    if offsets == {1.0} and parts == _PARTS:
+        return "its norms add one to their weights, which is done for Gemma 3's structure alone"
     return ""
 
 
@@ -63,20 +73,33 @@ def unfit_head(model: nn.Module, norm: nn.Module) -> str:
     loss = getattr(getattr(model, "loss_function", None), "__name__", "")
     if loss != "ForCausalLMLoss":
         return "the model's loss is not transformers' ForCausalLMLoss"
-    return "" if is_rms_norm(norm) else "the final norm is no RMSNorm with a plain weight"
+    if getattr(getattr(model, "config", None), "final_logit_softcapping", None):
+        return "its logits are capped"
+    plain = norm_offset(norm) is not None
+    return "" if plain else "the final norm is no RMSNorm with a plain weight"
 
 
 def eps(norm: Any) -> float:
     return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0
 
 
+def gamma(norm: Any, offset: float) -> Tensor:
+    """What an RMSNorm multiplies by. One more than a weight has more digits than 16 bits hold: it
+    is float32."""
+    return norm.weight if offset == 0 else norm.weight.float() + offset
+
+
 @torch.no_grad()
-def is_rms_norm(norm: Any) -> bool:
-    """Whether a module is x · rsqrt(mean x² + eps) · weight: tried on numbers."""
+def norm_offset(norm: Any) -> float | None:
+    """0 where a module is x · rsqrt(mean x² + eps) · weight, 1 where it multiplies by 1 + weight,
+    as Gemma's; None where it is neither. It is tried on numbers."""
     weight = getattr(norm, "weight", None)
     if weight is None or weight.dtype not in _TYPES:
-        return False
+        return None
     x = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).to(weight).view(3, -1)
-    wide = x.float()
-    expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps(norm)) * weight
-    return torch.allclose(norm(x).float(), expected, rtol=0.02, atol=1e-3)
+    wide, found = x.float(), norm(x).float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps(norm))
+    fits = (
+        o for o in (0.0, 1.0) if torch.allclose(found, wide * (weight + o), rtol=0.02, atol=1e-3)
+    )
+    return next(fits, None)

@@ -152,6 +152,16 @@ def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> 
     return _fused(passes.qk_norm_rope, y)(y, gamma, eps, table)
 
 
+def gate(z: Tensor, activation: str) -> Tensor:
+    """f(g) · u of gates g and ups u in turn, the columns of z (M, 2F): a pass of PyTorch."""
+    return _fused(passes.gated, z)(z, activation)
+
+
+def add_normed(x: Tensor, y: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """x (M, d) plus y (M, d) by its RMS norm, times gamma (d,): a pass of PyTorch."""
+    return _fused(passes.add_normed, y)(x, y, gamma, eps)
+
+
 def head_loss(
     x: Tensor,
     given: Normed,

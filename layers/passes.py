@@ -111,3 +111,10 @@ def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> 
         cos, sin = table.float().unflatten(-1, (-1, 2)).unbind(-1)
         found = torch.stack((even * cos + odd * sin, odd * cos - even * sin), dim=-1).flatten(-2)
     return found.to(y.dtype)
+
+
+def add_normed(x: Tensor, y: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """x plus y by its RMS norm, times gamma."""
+    wide = y.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return x + (wide * scale * gamma.float()).to(x.dtype)

@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,18 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_agent.layers.fit import activation, eps, is_rms_norm, unfit, unfit_head
-from coda_agent.layers.functional import (
-    Normed,
-    head_loss,
-    linear_residual_norm,
-    mlp,
-    norm_linear,
-    normed,
-    qk_norm_rope,
-)
-from coda_agent.layers.packed import PLACES, Packed, unpackable
-from coda_agent.layers.packing import interleave, pack_qkv, pair_halves, rotary_table
+from coda_agent.layers.fit import gamma, norm_offset, unfit, unfit_head
+from coda_agent.layers.functional import head_loss
+from coda_agent.layers.packed import unpackable
+from coda_agent.layers.patched import Carried, Layer, Sandwich, Tables
 
 
 @dataclass
@@ -51,8 +42,8 @@ class Report:
 
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    _layers: list[_Layer] = field(default_factory=list)
-    _tables: _Tables = field(default_factory=lambda: _Tables())
+    _layers: list[Layer] = field(default_factory=list)
+    _tables: Tables = field(default_factory=lambda: Tables())
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def revert(self) -> None:
@@ -91,7 +82,7 @@ def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
 
     Args:
         model: One with `model.layers`, `model.norm` and `lm_head`, as Hugging Face's Llama,
-            Mistral, Qwen2 and Qwen3 have them, in bfloat16 or float16.
+            Mistral, Qwen2, Qwen3 and Gemma 3 have them, in bfloat16 or float16.
         pack: Whether the weights of query, key and value, and of gate and up, become one parameter
             each. A training step then spends neither time nor memory on copies of them. Make the
             optimizer afterwards: these parameters are new ones. State dicts stay as they were.
@@ -115,7 +106,8 @@ def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
         if why := unfit(layer, after) or (unpackable(layer) if pack else ""):
             report.left[name] = why
             continue
-        patched = _Layer(layer, after, report, pack)
+        kind = Sandwich if hasattr(layer, "pre_feedforward_layernorm") else Layer
+        patched = kind(layer, after, report, pack)
         report._layers.append(patched)
         report.replaced[name] = patched.says()
     if why := unfit_head(model, last):
@@ -128,225 +120,7 @@ def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
 
 apply_coda_kernels_to_llama = apply_coda_kernels_to_mistral = apply_coda_kernels
 apply_coda_kernels_to_qwen2 = apply_coda_kernels_to_qwen3 = apply_coda_kernels
-
-
-@dataclass(frozen=True, eq=False)
-class _Carried:
-    """The `Normed` of a stream by a norm, as an attribute of the stream's tensor."""
-
-    norm: nn.Module
-    given: Normed
-    versions: tuple[int, int]
-
-    @classmethod
-    def put(cls, x: Tensor, norm: Any, given: Normed) -> None:
-        if not torch.compiler.is_compiling():
-            x._coda_carried = cls(norm, given, (_version(x), _version(norm.weight)))  # pyright: ignore
-
-    @classmethod
-    def take(cls, x: Tensor, norm: Any) -> Normed:
-        """What came with `x`, else what PyTorch computes. It is taken off, or it would live as long
-        as x does, which the backward pass keeps."""
-        carried = None if torch.compiler.is_compiling() else getattr(x, "_coda_carried", None)
-        if carried is not None:
-            del x._coda_carried  # pyright: ignore[reportAttributeAccessIssue]
-            versions = _version(x), _version(norm.weight)
-            if carried.norm is norm and carried.versions == versions:
-                return carried.given
-        return normed(x.flatten(0, -2), norm.weight, eps(norm))
-
-
-class _Layer:
-    """A decoder layer by the kernels; it is the layer's forward."""
-
-    def __init__(self, layer: Any, after: Any, report: Report, pack: bool) -> None:
-        self.layer, self.after, self.original = layer, after, layer.forward
-        self.attention = attention = layer.self_attn
-        self.linears = [getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
-        self.sizes = [linear.out_features for linear in self.linears]
-        self.heads = [size // attention.head_dim for size in self.sizes[:2]]
-        self.activation = activation(layer.mlp)
-        self.norms: list[Any] = [getattr(attention, n, None) for n in ("q_norm", "k_norm")]
-        self.rotates = self._fits(self.norms) and _rotation(attention, report)
-        self.tables = report._tables
-        self.handed: tuple[Tensor, ...] | None = None
-        self.headed = False
-        self.kept: tuple[Any, tuple[Tensor, Tensor]] | None = None
-        for i, linear in enumerate(self.linears):
-            report.replace(linear, self._projection(i, linear.forward))
-        report.replace(attention.o_proj, self._projection(None, attention.o_proj.forward))
-        for norm in self.norms if self.rotates and self.norms[0] else ():
-            report.replace(norm, self._passed(norm.forward))
-        report.replace(layer, self)
-        self.packed: Packed | None = None
-        if pack:
-            self.packed = packed = Packed(layer, self.sizes, self.heads if self.rotates else None)
-            for name in sum(PLACES.values(), ()):
-                linear = layer.get_submodule(name)
-                report.replace(linear, self._unpacked(name, linear))
-            report._undo.append(packed.undo)
-
-    def _fits(self, norms: list[Any]) -> bool:
-        """Whether norms of query and key, if there are any, are RMSNorms of heads."""
-        dim = self.attention.head_dim
-        return norms == [None, None] or all(
-            norm is not None and is_rms_norm(norm) and len(norm.weight) == dim for norm in norms
-        )
-
-    def says(self) -> str:
-        """What of the layer runs by what."""
-        qkv = "norm + QKV + RoPE" if self.rotates else "norm + QKV (RoPE is the model's)"
-        if self.rotates and self.norms[0]:
-            qkv = "norm + QKV, QK norms + RoPE by PyTorch"
-        gate = (
-            "SwiGLU" if self.activation == "silu" else f"gate and up, {self.activation} by PyTorch"
-        )
-        packed = "; weights packed" if self.packed else ""
-        return f"{qkv}, o + residual, norm + {gate}, down + residual{packed}"
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        x, places = hidden_states, kwargs.get("position_embeddings")
-        layer, norm, after = self.layer, self.layer.input_layernorm, self.after
-        rotates = places is not None and places[0].shape[-1] == self.attention.head_dim
-        rotates = rotates and self.rotates
-        if (
-            args
-            or places is None
-            or x.dtype != self.attention.o_proj.weight.dtype
-            or torch.is_autocast_enabled(x.device.type)
-            or (self.packed is not None and rotates != self.rotates)
-        ):
-            return self.original(hidden_states, *args, **kwargs)
-        qkv, gate_up = self.packed.both() if self.packed else self._packed(rotates)
-        table = None
-        if rotates:
-            kwargs["position_embeddings"] = None, None
-            table = self.tables.find(places, len(x), sum(self.heads), len(qkv))
-        given = _Carried.take(x, norm)
-        self.headed = table is not None and self.norms[0] is not None
-        packed = qkv, self.sizes, None if self.headed else table, self._bias(rotates)
-        *parts, rows = norm_linear(x.flatten(0, 1), given, norm.weight, *packed)
-        if self.headed and table is not None:
-            cuts = table.split(self.sizes, dim=1)
-            for i, norm in enumerate(self.norms):
-                gamma = pair_halves(norm.weight, 1)
-                parts[i] = qk_norm_rope(parts[i], gamma, eps(norm), cuts[i])
-        self.handed = tuple(t.unflatten(0, x.shape[:2]) for t in parts)
-        try:
-            attended = self.attention(hidden_states=x, **kwargs)[0].flatten(0, 1)
-        finally:
-            self.handed = None
-        o, norm = self.attention.o_proj, layer.post_attention_layernorm
-        rows = rows if o.bias is None else rows + o.bias
-        rows, given = linear_residual_norm(attended, o.weight, rows, norm.weight, eps(norm))
-        # FSDP has not gathered the next layer's weights yet: then that layer starts anew.
-        there = type(after.weight) in (Tensor, nn.Parameter)
-        weights = gate_up, layer.mlp.down_proj.weight, (after if there else norm).weight
-        rows, given = mlp(rows, given, norm.weight, *weights, eps(after), self.activation)
-        out = rows.view_as(x)
-        if there:
-            _Carried.put(out, after, given)
-        return out
-
-    def _projection(self, part: int | None, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a projection: while this layer runs, what was computed for it; that of the
-        output gives what it gets."""
-
-        def forward(x: Tensor) -> Any:
-            if self.handed is None:
-                return original(x)
-            return x if part is None else self.handed[part]
-
-        return forward
-
-    def _passed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a norm of heads, which while this layer runs may be done already."""
-        return lambda x: x if self.handed is not None and self.headed else original(x)
-
-    def _unpacked(self, name: str, linear: Any) -> Callable[..., Any]:
-        """The forward of a linear whose weight is packed: before it, what was its forward, where
-        that does not need the weight."""
-        before, packed = linear.forward, self.packed
-        assert packed is not None
-
-        def forward(x: Tensor) -> Any:
-            if self.handed is not None:
-                return before(x)
-            return F.linear(x, packed.weight(name), linear.bias)
-
-        return forward
-
-    def _bias(self, rotates: bool) -> Tensor | None:
-        """That of query, key and value, whose weights have one each or none."""
-        q, k, v = (linear.bias for linear in self.linears)
-        return None if q is None else pack_qkv(q, k, v, self.heads if rotates else None)
-
-    def _packed(self, rotates: bool) -> tuple[Tensor, Tensor]:
-        """Weights of query, key and value, and of gate and up."""
-        block = self.layer.mlp
-        weights = [m.weight for m in (*self.linears, block.gate_proj, block.up_proj)]
-        q, k, v, gate, up = weights
-        heads = self.heads if rotates else None
-        if torch.compiler.is_compiling():
-            return pack_qkv(q, k, v, heads), interleave(gate, up)
-        key = rotates, [(w.data_ptr(), _version(w)) for w in weights]
-        keeps = not torch.is_grad_enabled() and not self.layer.training
-        if keeps and self.kept is not None and self.kept[0] == key:
-            return self.kept[1]
-        packed = pack_qkv(q, k, v, heads), interleave(gate, up)
-        self.kept = (key, packed) if keeps else None
-        return packed
-
-
-def _rotation(attention: Any, report: Report) -> bool:
-    """Whether the kernel may rotate: then the model's own rotation skips what has no cosines."""
-    home = sys.modules[type(attention).__module__]
-    rotate = getattr(home, "apply_rotary_pos_emb", None)
-    if rotate is None:
-        return False
-    users = getattr(rotate, "_coda_users", None)
-    if users is None:
-        q = torch.linspace(-1, 2, 2 * 3 * attention.head_dim).view(1, 2, 3, -1)
-        cos, sin = q[:, 0].cos(), q[:, 1].sin()
-        a, b = q.chunk(2, dim=-1)
-        turned = q * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
-        if not torch.allclose(rotate(q, q, cos, sin)[0], turned):
-            return False
-
-        def skipping(q: Tensor, k: Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-            return (q, k) if cos is None else rotate(q, k, cos, sin, *args, **kwargs)
-
-        users = skipping._coda_users = [rotate]  # pyright: ignore[reportFunctionMemberAccess]
-        home.apply_rotary_pos_emb = skipping  # pyright: ignore[reportAttributeAccessIssue]
-    users.append(attention)
-
-    def undo() -> None:
-        users.remove(attention)
-        if len(users) == 1:
-            home.apply_rotary_pos_emb = users[0]  # pyright: ignore[reportAttributeAccessIssue]
-
-    report._undo.append(undo)
-    return True
-
-
-class _Tables:
-    """The table of `norm_linear` for the last cosines: all layers of a call are given the same."""
-
-    last: tuple[Any, Any, Tensor] | None = None
-
-    def find(self, places: tuple[Tensor, Tensor], batch: int, heads: int, columns: int) -> Tensor:
-        key = batch, heads, columns
-        traced = torch.compiler.is_compiling()
-        if not traced and self.last and self.last[0] is places and self.last[1] == key:
-            return self.last[2]
-        cos, sin = (t.detach().expand(batch, -1, -1) for t in places)
-        table = rotary_table(cos, sin, heads, columns)
-        self.last = None if traced else (places, key, table)
-        return table
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+apply_coda_kernels_to_gemma3 = apply_coda_kernels
 
 
 class _Head:
@@ -354,7 +128,7 @@ class _Head:
 
     def __init__(self, model: Any, norm: Any, report: Report) -> None:
         self.model, self.norm, self.original = model, norm, model.forward
-        self.held = False
+        self.held, self.offset = False, norm_offset(norm) or 0.0
         plain = norm.forward
         report.replace(norm, lambda x: x if self.held else plain(x))
         report.replace(model, self)
@@ -388,8 +162,8 @@ class _Head:
             targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         loss = head_loss(
             x.flatten(0, 1),
-            _Carried.take(x, self.norm),
-            self.norm.weight,
+            Carried.take(x, self.norm, self.offset),
+            gamma(self.norm, self.offset).to(x.dtype),
             weight,
             targets.flatten().to(x.device),
             ignore_index=ignored,

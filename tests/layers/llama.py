@@ -35,17 +35,22 @@ class Config:
     qk_norm: bool = False
     tied: bool = False
     hidden_act: str = "silu"
+    sandwich: bool = (
+        False  # as Gemma 3: norms behind attention and the MLP, whose weights are one less
+    )
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, one: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.rand(width) + 0.5 - one)
+        self.variance_epsilon, self.one = eps, one
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.double() if x.dtype == torch.float64 else x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        if self.one:
+            return (wide * (self.one + self.weight.to(wide.dtype))).to(x.dtype)
         return self.weight * wide.to(x.dtype)
 
 
@@ -67,10 +72,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
         self.v_proj = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
         self.o_proj = nn.Linear(c.heads * c.head_dim, c.width, bias=c.o_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
-        if not c.qk_norm:
-            del self.q_norm, self.k_norm
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.head_dim, c.eps, float(c.sandwich))
+            self.k_norm = RMSNorm(c.head_dim, c.eps, float(c.sandwich))
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any
@@ -100,18 +104,26 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm
+    post_feedforward_layernorm: RMSNorm
+
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.self_attn, self.mlp = Attention(c), Mlp(c)
-        self.input_layernorm = RMSNorm(c.width, c.eps)
-        self.post_attention_layernorm = RMSNorm(c.width, c.eps)
+        sandwich = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if c.sandwich else ()
+        for name in ("input_layernorm", "post_attention_layernorm", *sandwich):
+            self.add_module(name, RMSNorm(c.width, c.eps, float(c.sandwich)))
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        hidden_states = (
-            hidden_states
-            + self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
-        )
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        x = hidden_states
+        a = self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)[0]
+        if hasattr(self, "pre_feedforward_layernorm"):
+            x = x + self.post_attention_layernorm(a)
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + a
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Stack(nn.Module):
@@ -120,7 +132,7 @@ class Stack(nn.Module):
         self.config = c
         self.embed_tokens = nn.Embedding(c.vocab, c.width)
         self.layers = nn.ModuleList([Layer(c) for _ in range(c.layers)])
-        self.norm = RMSNorm(c.width, c.eps)
+        self.norm = RMSNorm(c.width, c.eps, float(c.sandwich))
         self.checkpoint: bool | None = None  # use_reentrant, where layers are checkpointed
 
     def forward(self, ids: Tensor) -> Tensor:
