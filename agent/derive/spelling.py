@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from coda_agent.agent.authors.composer.expression import REDUCTIONS
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.groups import ROTATED
 
@@ -26,15 +27,7 @@ _FUNCTIONS = {
 """Where it is not torch's function of the operation's name."""
 _NUMBERED = {"maximum": "{}.clamp(min={})", "minimum": "{}.clamp(max={})"}
 """With a number, which torch's function of the name does not take."""
-_REDUCED = {
-    "RowSum": "sum(dim=-1)",
-    "RowMean": "mean(dim=-1)",
-    "RowMax": "amax(dim=-1)",
-    "RowMin": "amin(dim=-1)",
-    "RowLogSumExp": "logsumexp(dim=-1)",
-    "ColSum": "sum(dim=0)",
-    "ColMax": "amax(dim=0)",
-}
+_REDUCED = {r.kind: f"{r.aten}(dim={-1 if r.left == 'M' else 0})" for r in REDUCTIONS.values()}
 _LONG = 48
 
 
