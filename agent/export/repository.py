@@ -25,8 +25,8 @@ NAME = "coda-agent-kernels"
 # One for each release of CUDA that torch may be built for; they hold the same bytes.
 _CUDA = "cu128", "cu130"
 _MARK = "metadata.json"
-_MAPPING = """A model takes these in place of its own layers of a name, with gradients and under
-torch.compile; weights stay the model's. `help` of each says what it expects there.
+_MAPPING = """A model takes these in place of its own layers of a name, with gradients; weights stay
+the model's. `help` of each says what it expects there, `can_torch_compile` what its name says.
 
 ```python
 from kernels import CUDAProperties, Device, LocalLayerRepository

@@ -191,6 +191,24 @@ print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" i
 
 
 @pytest.mark.sampled(0.5, "an export")
+def test_an_export_may_be_loaded_from_two_places(variant: Path, tmp_path: Path) -> None:
+    shutil.copytree(variant, tmp_path / "again")
+    said = run(
+        variant,
+        f"""
+folder = Path({str(tmp_path / "again")!r})
+spec = importlib.util.spec_from_file_location("again", folder / "__init__.py")
+again = sys.modules["again"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(again)
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    a, b = (torch.empty(64, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    print(again.gemm_swiglu is not module.gemm_swiglu, again.gemm_swiglu(a, b)[1].shape)
+""",
+    )
+    assert said == "True torch.Size([64, 32])\n"
+
+
 def test_the_compiler_of_torch_takes_it_whole_and_leaves_no_gradient_out(variant: Path) -> None:
     said = run(
         variant,

@@ -34,8 +34,11 @@ def load(folder: Path) -> dict[str, Kernel]:
     store.ran, store.folds = about["ran"], about["folds"]
     store.library = library = torch.library.Library(store.id, "FRAGMENT")
     kernels = {x["name"]: Kernel(x, store) for x in about["kernels"]}
-    for kernel in kernels.values():
-        kernel.register(library)
+    defined = getattr(torch.ops, store.id)
+    for name, kernel in kernels.items():
+        # The same export may have been loaded from another place: its operators are these.
+        if not (hasattr(defined, name) or hasattr(defined, f"{name}_")):
+            kernel.register(library)
     return kernels
 
 
