@@ -145,9 +145,12 @@ def disturbed(
         moved = result + off.where(result.isfinite(), 0.0)  # an infinity is not moved
         if grid is None:
             return moved
-        bits = moved.where(moved.abs() >= _FLUSHED, 0.0).float().view(torch.int32)
+        kept = moved.detach()
+        bits = kept.where(kept.abs() >= _FLUSHED, 0.0).float().view(torch.int32)
         step = 1 << grid
-        return ((bits + step // 2) & -step).view(torch.float32).to(moved.dtype)
+        near = ((bits + step // 2) & -step).view(torch.float32).to(moved.dtype)
+        # Bits have no derivative, which some references ask for.
+        return moved + (near - kept).where(kept.isfinite(), 0.0) if moved.requires_grad else near
 
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()
