@@ -47,20 +47,21 @@ class ByPlans:
 
     Attributes:
         way: "plans" or "torch.compile".
-        us: The times of both; empty where they were not taken.
+        us: The times of both; None before they are taken, and empty where torch.compile fails.
     """
 
     def __init__(self, c: Layer, batch: int, positions: int, *, judged: bool = True) -> None:
         found = {p.name: p for p in pieces(c, batch, positions) if p.name != "exit"}
         parts = {name: _planned(c, piece, judged=judged) for name, piece in found.items()}
         heads, rest = parts.get("heads", turned), parts["layer"]
-        self.layer, self.way, self.us = c, "plans", dict[str, float]()
+        self.layer, self.way = c, "plans"
+        self.us: dict[str, float] | None = None
         self._run: Run = lambda t: attending(c, t, heads, rest)
 
     def __call__(self, t: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         import torch
 
-        if not self.us and t["residual"].is_cuda and torch.is_grad_enabled():
+        if self.us is None and t["residual"].is_cuda and torch.is_grad_enabled():
             self._choose(t)
         return self._run(t)
 
@@ -79,6 +80,11 @@ class ByPlans:
 
             return call
 
+        self.us = {}
+        try:
+            step(whole)(None)
+        except Exception:  # of Inductor, whatever it is
+            return
         times = times_of([step(way) for way in ways.values()], None)
         self.us = {name: found.median_us for name, found in zip(ways, times, strict=True)}
         if speedup(*times).ratio < 1:

@@ -74,6 +74,7 @@ def bench(
         return _written(chain_error.write_page(root))
     if suite in layer_speed.SUITES:
         if not table:
+            contest.require_hopper()
             use_cache()
             require_idle()
             layer_speed.measure(

@@ -27,7 +27,7 @@ def by_passes(function: Callable[..., Any], *, judged: bool = True) -> Callable[
         judged: As of `fuse`.
 
     Returns:
-        It plans anew for other shapes, types, and tensors that require gradients.
+        It plans anew for other shapes, layouts, types, and tensors that require gradients.
     """
     import torch
     import torch._functorch.config as config
@@ -43,7 +43,7 @@ def by_passes(function: Callable[..., Any], *, judged: bool = True) -> Callable[
 
     def call(*tensors: torch.Tensor) -> Any:
         wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
-        key = *((t.shape, t.dtype, t.device) for t in tensors), *wanted
+        key = *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), *wanted
         if key in made:
             return made[key](*tensors)
         compiled: Any = lambda module, _: _Pass(module, judged=judged)

@@ -434,6 +434,20 @@ def test_the_fastest_way_is_timed_once_and_kept(
     assert fastest(torch.ones(8, 16))[1:] == ("PyTorch", "the plan 3, PyTorch 2")
 
 
+RECORD = """
+import sys, torch
+from coda_agent.agent.plans.trace import record
+graph = record(lambda x, w: torch.relu(x @ w), (torch.ones(4, 16), torch.ones(16, 8)), {})
+assert [v.called for v in graph.values] == ["matmul", "relu"]
+assert not {"torch.export._trace", "torch._inductor.compile_fx"} & set(sys.modules)
+"""
+
+
+def test_a_function_is_recorded_without_what_only_messages_need() -> None:
+    done = subprocess.run([sys.executable, "-c", RECORD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 QUACK = """
 import sys, torch
 from coda_agent.agent.plans.imports import import_quack

@@ -64,13 +64,26 @@ def test_what_is_slower_than_torch_compile_is_torch_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = layer_of(TINYLLAMA, Path("config.json"))
-    monkeypatch.setattr(
-        running, "times_of", lambda runs, _: [Samples((3.0,) * 9), Samples((2.0,) * 9)]
-    )
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    found = running.ByPlans(layer, 1, 16, judged=False)
-    found._choose({"residual": torch.ones(1, requires_grad=True)})
-    assert found.way == "torch.compile" and found.us == {"plans": 3.0, "torch.compile": 2.0}
+    us = iter([(3.0, 2.0), (2.0, 3.0)])
+    times = lambda runs, _: [Samples((one,) * 9) for one in next(us)]
+    monkeypatch.setattr(running, "times_of", times)
+    monkeypatch.setattr(running, "attending", lambda c, t, *parts: (2 * t["residual"],))
+    given = {"residual": torch.ones(1, requires_grad=True)}
+
+    def chosen(compile: Any) -> running.ByPlans:
+        monkeypatch.setattr(torch, "compile", compile)
+        found = running.ByPlans(layer, 1, 16, judged=False)
+        found._choose(given)
+        assert found(given)[0].item() == 2.0
+        return found
+
+    def failing(function: Any, **_: Any) -> Any:
+        raise RuntimeError("Inductor")
+
+    assert chosen(lambda function, **_: function).way == "torch.compile"
+    assert chosen(lambda function, **_: function).us == {"plans": 2.0, "torch.compile": 3.0}
+    broken = chosen(lambda function, **_: failing)
+    assert (broken.way, broken.us) == ("plans", {})
 
 
 def test_what_is_unknown_is_said(tmp_path: Path) -> None:
