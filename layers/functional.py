@@ -188,11 +188,14 @@ def head_loss(
     rows = targets != ignore_index
     if count is None:
         count = rows.sum()
+    count = torch.as_tensor(count, dtype=torch.float32, device=x.device)
     # A power of two is left to the backward pass: float16 does not hold the gradients of a mean.
-    part, power = torch.frexp(1 / torch.as_tensor(count, dtype=torch.float32, device=x.device))
-    weights = rows * part
+    # Not by frexp and ldexp, whose power of an integer is one more thing for a compiler to get
+    # right.
+    power = torch.exp2(-torch.log2(count).ceil())
+    weights = rows / (count * power)
     loss = _HeadLoss.apply(x, *given, gamma, weight, targets.where(rows, 0), weights)
-    return loss * torch.ldexp(torch.ones_like(part), power)
+    return loss * power
 
 
 class _LinearResidualNorm(torch.autograd.Function):
