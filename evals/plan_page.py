@@ -10,7 +10,7 @@ from coda_agent.evals import pages, svg
 if TYPE_CHECKING:
     from coda_agent.agent.plans.show import Cost, Shown
 
-_LETTERS = 20
+_LETTERS = 18
 """Of a step's name in its box; the table has all of it."""
 
 
@@ -31,12 +31,14 @@ def write(path: Path, name: str, plan: Shown) -> Path:
     rows: pages.Rows = [("step", "moves", "launches", "at least", "what it is")]
     total = plan.total()
     rows += [_row(cost) for cost in (*plan.steps, total, plan.eager)]
-    return pages.write(
-        path, "plan.html", name=name, plan=plan, rows=rows, total=total,
+    text = pages.render(
+        "plan.html", name=name, plan=plan, rows=rows, total=total,
         picture=svg.steps(f"Plan of {name}", parents, box) if parents else "",
         fired=[("rule", "where", "why")]
         + [(note.rule, note.where, note.why) for note in plan.notes if note.fired],
     )  # fmt: skip
+    path.write_text(text, "utf-8")
+    return path
 
 
 def _row(cost: Cost) -> tuple[object, ...]:
