@@ -174,7 +174,8 @@ def head_loss(
 ) -> Tensor:
     """The cross-entropy of n weightᵀ with n = x · r · gamma, over all rows; float32.
 
-    Logits are held for some rows at a time, and gradients are taken while they are there.
+    Logits are held for some rows at a time, and gradients are taken while they are there. Keep it
+    out of torch.compile's graphs (`torch.compiler.disable`), as patched models do.
 
     Args:
         x: (M, d), the stream.

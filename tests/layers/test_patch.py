@@ -333,3 +333,32 @@ def test_a_compiled_model_is_one_graph_a_pass(pack: bool) -> None:
     assert len(graphs) == 2
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=0.2, atol=0.02, msg=name)
+
+
+def test_the_loss_is_outside_of_compiled_graphs() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, head_dim=16)
+    model = transformers.LlamaForCausalLM(config).bfloat16().train()
+    apply_coda_kernels(model)
+    ids = torch.randint(0, 96, (2, 9))
+    expected = model(ids, labels=ids).loss
+    expected.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    traced: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        for part in (m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)):
+            traced.extend(str(node.target) for node in part.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    loss = torch.compile(model, backend=backend)(ids, labels=ids).loss
+    loss.backward()
+    assert any("attention" in name for name in traced)
+    assert not any("cross_entropy" in name for name in traced)
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], rtol=0.2, atol=0.02, msg=name)
