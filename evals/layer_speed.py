@@ -20,6 +20,9 @@ from coda_agent.evals.train_step import Training
 from coda_agent.primitives.errors import CodaError
 
 ROUNDS = 15
+EARLIER = ", earlier"
+"""What follows the name of a case in the record that was measured before ours packed in each call,
+torch.compile might reuse memory in the backward pass, and fallbacks were looked for."""
 CONTENDERS = {
     "ours": "ours", "packed": "ours, packed before", "gemm": "the bare products",
     "eager": "PyTorch", "compile": "torch.compile",
@@ -116,6 +119,7 @@ def measure(
             "digest": digest, "sizes": sizes, "tokens": it.tokens, "machine": machine, **found,
             "seconds": took,
         }  # fmt: skip
+        cells.pop(f"{case}{EARLIER}", None)
         del it
         pages.write_record(path, {"suite": suite, "date": pages.today()}, cells)
         over = {n: r["ratio"] for n, r in found[whole]["over"].items() if n != "ours"}
@@ -172,12 +176,13 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
         hint = f"`coda-agent bench --suite {suite}`"
         raise CodaError(f"there is no record of {suite}", hint=hint)
     (record, file), cases = found, SUITES[suite]
-    cells = {case: cell for case in cases if (cell := record["cells"].get(case))}
+    names = [name for case in cases for name in (case, f"{case}{EARLIER}")]
+    cells = {name: cell for name in names if (cell := record["cells"].get(name))}
     taking = {n for case in cases.values() for n in case.CONTENDERS}
     others = [n for n in CONTENDERS if n != "ours" and n in taking]
     rows = [("", "", "ours, µs", *(f"over {CONTENDERS[n]}" for n in others))]
     for case, cell in cells.items():
-        for phase in cases[case].PHASES:
+        for phase in cases[case.removesuffix(EARLIER)].PHASES:
             over = cell[phase]["over"]
             fell = dict.fromkeys(cell.get("fallbacks", ()), ", fell back")
             shown = [pages.filled(pages.interval("it"), {"it": over[n]}) + fell.get(n, "")
@@ -202,6 +207,7 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
             case for case, cell in cells.items() if cell.get("way") == "torch.compile"
         ], losses=losses,
         left=[case for case in cases if case not in cells],
+        earlier=any(name.endswith(EARLIER) for name in cells),
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},
         machines=dict.fromkeys(pages.machine(cell["machine"]) for cell in cells.values()),
