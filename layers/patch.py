@@ -66,6 +66,9 @@ class Report:
             return forward(*args, **kwargs)
 
         module.forward = replaced
+        if not hasattr(module, "_coda_bound"):
+            module._coda_bound = _Bound()  # pyright: ignore[reportArgumentType]
+            self._undo.append(lambda: delattr(module, "_coda_bound"))
         if before is None:
             self._undo.append(lambda: delattr(module, "forward"))
         else:
@@ -75,6 +78,16 @@ class Report:
         lines = [f"{name}: by kernels: {what}" for name, what in self.replaced.items()]
         lines += [f"{name}: left as it is: {why}" for name, why in self.left.items()]
         return "\n".join(lines)
+
+
+class _Bound:
+    """Kept in a module whose forward belongs to it alone."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(
+            "a model that runs by the kernels was copied, and the copy would run the weights of "
+            "this one; copy it before apply_coda_kernels, or after revert()"
+        )
 
 
 def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,18 @@ def test_a_model_is_patched_once() -> None:
     report = apply_coda_kernels(model)
     assert apply_coda_kernels(model).left["layers.0"] == "q_proj has been patched already"
     report.revert()
+
+
+def test_a_patched_model_is_not_copied() -> None:
+    """The copy's modules would run the first one's weights."""
+    model = built(KINDS["llama"])
+    signature = inspect.signature(model.model.layers[0].forward)
+    report = apply_coda_kernels(model)
+    assert inspect.signature(model.model.layers[0].forward) == signature
+    with pytest.raises(TypeError, match="copy it before apply_coda_kernels, or after revert"):
+        copy.deepcopy(model)
+    report.revert()
+    copy.deepcopy(model)
 
 
 def test_another_patch_comes_back() -> None:
