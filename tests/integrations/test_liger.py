@@ -66,8 +66,8 @@ def test_it_is_found_by_name_and_never_chosen_unasked(monkeypatch: pytest.Monkey
 
 
 def test_it_takes_what_ligers_own_take() -> None:
-    triton, ours = (get_registered(OP, x).forward for x in ("nvidia-triton", NAME))
-    mine, theirs = (inspect.signature(x).parameters for x in (ours, triton))
+    known: list[Any] = [get_registered(OP, x) for x in (NAME, "nvidia-triton")]
+    mine, theirs = (inspect.signature(x.forward).parameters for x in known)
     assert [(x.name, x.kind, x.default) for x in mine.values()] == [
         (x.name, x.kind, x.default) for x in theirs.values()
     ]
