@@ -80,7 +80,9 @@ def unfit_head(model: nn.Module, norm: nn.Module) -> str:
 
 
 def eps(norm: Any) -> float:
-    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0
+    """A norm's eps. Where `nn.RMSNorm` has None, it takes float32's for types of 16 bits."""
+    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return torch.finfo(torch.float32).eps if found is None else found
 
 
 def gamma(norm: Any, offset: float) -> Tensor:

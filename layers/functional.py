@@ -135,7 +135,12 @@ def norm_linear(
     Returns:
         The parts, each (M, size), and x. Who takes the residual of that x saves an addition of
         gradients: the last kernel of the backward pass adds them.
+
+    Raises:
+        ValueError: the bias is not one number for each row of `weight`.
     """
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {tuple(bias.shape)}, expected ({len(weight)},) as weight's rows")
     return _NormLinear.apply(x, *given, gamma, weight, bias, tuple(sizes), table)
 
 
@@ -185,6 +190,10 @@ def head_loss(
         targets: (M,), int64 columns of `weight`.
         ignore_index: The target of rows that do not count.
         count: What the sum is divided by; by default the rows that count.
+
+    Raises:
+        RuntimeError: a target that counts is no column of `weight`; on a GPU a failed assertion
+            there, as of PyTorch's cross-entropy.
     """
     rows = targets != ignore_index
     if count is None:
@@ -195,7 +204,11 @@ def head_loss(
     # right.
     power = torch.exp2(-torch.log2(count).ceil())
     weights = rows / (count * power)
-    loss = _HeadLoss.apply(x, *given, gamma, weight, targets.where(rows, 0), weights)
+    known = targets.where(rows, 0)
+    inside = ((known >= 0) & (known < len(weight))).all()
+    message = f"a target is none of {len(weight)} columns, nor ignore_index {ignore_index}"
+    torch._assert_async(inside, message)  # pyright: ignore[reportPrivateImportUsage]
+    loss = _HeadLoss.apply(x, *given, gamma, weight, known, weights)
     return loss * power
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from coda_agent.layers.fit import eps
 from coda_agent.layers.functional import (
     Normed,
     linear_residual_norm,
@@ -141,9 +143,8 @@ class DecoderLayer(nn.Module):
             attend: Attention; by default PyTorch's, causal.
         """
         rows = x.flatten(0, 1)
-        next_eps = next_norm.eps or 0.0
         if given is None:
-            given = normed(rows, self.input_norm.weight, self.input_norm.eps or 0.0)
+            given = normed(rows, self.input_norm.weight, eps(self.input_norm))
         *qkv, rows = norm_linear(
             rows,
             given,
@@ -155,13 +156,13 @@ class DecoderLayer(nn.Module):
         for i, (norm, start) in enumerate(((self.q_norm, 0), (self.k_norm, self.sizes[0]))):
             if norm is not None:
                 cut = None if table is None else table[:, start : start + self.sizes[i]]
-                qkv[i] = qk_norm_rope(qkv[i], norm.weight, norm.eps or 0.0, cut)
+                qkv[i] = qk_norm_rope(qkv[i], norm.weight, eps(norm), cut)
         q, k, v = (t.unflatten(0, x.shape[:2]) for t in qkv)
         a = (attend or self._attend)(q, k, v).flatten(0, 1)
         norm = self.mlp_norm
-        rows, given = linear_residual_norm(a, self.o.weight, rows, norm.weight, norm.eps or 0.0)
+        rows, given = linear_residual_norm(a, self.o.weight, rows, norm.weight, eps(norm))
         weights = norm.weight, self.gate_up.weight, self.down.weight, next_norm.weight
-        rows, given = mlp(rows, given, *weights, next_eps, self.activation)
+        rows, given = mlp(rows, given, *weights, eps(next_norm), self.activation)
         return rows.view_as(x), given
 
     def table(self, cos: Tensor, sin: Tensor) -> Tensor:
@@ -191,13 +192,17 @@ def _pack(module: Any, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     for names in (HUGGING_FACE, TORCHTITAN):
         if f"{prefix}{names.o}.weight" not in state:
             continue
-        q, k, v, gate, up = (
-            state.pop(f"{prefix}{name}.weight") for name in names.qkv + names.gate_up
-        )
         heads = module.heads if names.halves else None
-        packed = {"qkv": pack_qkv(q, k, v, heads), "gate_up": interleave(gate, up)}
-        packed |= {part: state.pop(f"{prefix}{getattr(names, part)}.weight") for part in _ALIKE}
-        for part in _HEADS if module.q_norm is not None else ():
-            gamma = state.pop(f"{prefix}{getattr(names, part)}.weight")
-            packed[part] = pair_halves(gamma, 1) if names.halves else gamma
-        state.update({f"{prefix}{part}.weight": t for part, t in packed.items()})
+        packs: dict[str, Callable[..., Tensor]] = {
+            "qkv": partial(pack_qkv, heads=heads),
+            "gate_up": interleave,
+        }
+        if names.halves:
+            packs |= dict.fromkeys(_HEADS, partial(pair_halves, heads=1))
+        for part in ("qkv", "gate_up", *_ALIKE, *(_HEADS if module.q_norm is not None else ())):
+            theirs = getattr(names, part)
+            keys = [f"{prefix}{n}.weight" for n in ([theirs] if type(theirs) is str else theirs)]
+            if all(key in state for key in keys):  # else PyTorch says which are missing
+                weights = [state.pop(key) for key in keys]
+                packed = packs[part](*weights) if part in packs else weights[0]
+                state[f"{prefix}{part}.weight"] = packed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coda_agent.layers import functional
-from coda_agent.layers.functional import head_loss, normed
+from coda_agent.layers.functional import head_loss, norm_linear, normed
 from coda_agent.layers.modules import HUGGING_FACE, TORCHTITAN, DecoderLayer, Names
 from tests.layers.llama import Config, Layer, RMSNorm, positions
 
@@ -211,3 +211,38 @@ def test_a_second_derivative_is_refused() -> None:
     (grad,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.float().sum().backward()
+
+
+def test_a_norm_without_eps_is_pytorch_s() -> None:
+    layer = DecoderLayer(16, 16, 1, 1, 16, dtype=torch.bfloat16)
+    after = torch.nn.RMSNorm(16, dtype=torch.bfloat16)  # eps=None
+    with torch.no_grad():
+        layer.o.weight.zero_()
+        layer.down.weight.zero_()  # so that the stream comes out as it goes in
+        x = torch.tensor([0.0, 1e-4, 1.0])[None, :, None].expand(1, 3, 16).bfloat16()
+        _, (h, r) = layer(x, None, None, after)
+        torch.testing.assert_close(h * r[:, None].to(h), after(x[0]), rtol=0.01, atol=0.0)
+
+
+def test_part_of_a_state_dict_is_told_by_pytorch_and_loads_where_that_is_asked_for() -> None:
+    layer, _, ours = built()
+    state = layer.state_dict()
+    del state["self_attn.q_proj.weight"]
+    fresh = DecoderLayer(64, 80, 4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"qkv\.weight"'):
+        fresh.load_state_dict(dict(state))
+    found = fresh.load_state_dict(dict(state), strict=False)
+    assert found.missing_keys == ["qkv.weight"]
+    assert found.unexpected_keys == ["self_attn.k_proj.weight", "self_attn.v_proj.weight"]
+    assert torch.equal(fresh.gate_up.weight, ours.gate_up.weight)
+
+
+def test_targets_and_biases_that_do_not_fit_are_refused() -> None:
+    x, gamma, weight = torch.randn(4, 16).bfloat16(), torch.ones(16), torch.randn(32, 16).bfloat16()
+    given = normed(x, gamma.bfloat16(), 1e-5)
+    for wrong in (-1, 32):
+        targets = torch.tensor([0, 31, -100, wrong])
+        with pytest.raises(RuntimeError, match="none of 32 columns, nor ignore_index -100"):
+            head_loss(x, given, gamma.bfloat16(), weight, targets)
+    with pytest.raises(ValueError, match=r"bias is \(1,\), expected \(32,\)"):
+        norm_linear(x, given, gamma.bfloat16(), weight, (32,), None, torch.ones(1).bfloat16())
