@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from coda_agent import primitives
 from coda_agent.agent import references
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.cli.targets import here
@@ -50,10 +51,13 @@ def new(
     """Draft a spec from a PyTorch function and an example of its shapes."""
     workspace = find()
     source = source_of(function)
-    called = name or source.name
+    # A program that a primitive is called like could not import it.
+    called = name or ("gemm_" * (source.name in primitives.__all__) + source.name)
     if not called.isidentifier() or "__" in called:
         hint = "--name gives another"
         raise CodaError(f"{called!r} is no name of a spec: letters, digits and _", hint=hint)
+    if called in primitives.__all__:
+        raise CodaError(f"{called!r} is a primitive's name", hint=f"such as --name gemm_{called}")
     path = workspace.specs / f"{called}.md"
     check_free(path, force=force)
     text = references.drafted(source, examples_of(source, shape or []), called)

@@ -60,6 +60,15 @@ def test_from_a_function_to_a_spec(where: workspace.Workspace) -> None:
     assert refused.exit_code == 2 and "output 'out' is all zero" in refused.output
 
 
+def test_a_function_that_is_called_like_a_primitive(where: workspace.Workspace) -> None:
+    text = "import torch\ndef swiglu(x, w):\n    a, b = (x @ w.T).chunk(2, -1)\n"
+    text += "    return torch.nn.functional.silu(a) * b"
+    given = ["--shape", "x=64,64", "--shape", "w=64,64"]
+    done = runner.invoke(app, ["spec", "new", "-", *given], input=text)
+    assert done.exit_code == 0, done.output
+    assert [x.stem for x in where.specs.glob("*.md")] == ["gemm_swiglu"]
+
+
 @pytest.mark.parametrize(
     ("args", "stdin", "message"),
     [
@@ -76,6 +85,7 @@ def test_from_a_function_to_a_spec(where: workspace.Workspace) -> None:
             "(no kernel reads bool: give x in another",
         ),
         (["my_model:ffn_gate", *SHAPES, "--name", "a-b"], "", "'a-b' is no name of a spec"),
+        (["my_model:ffn_gate", *SHAPES, "--name", "swiglu"], "", "(such as --name gemm_swiglu)"),
         (["-"], "hello world", "stdin is no Python: invalid syntax, line 1"),
         (["-"], "x = 3", "stdin defines no function"),
     ],
