@@ -314,10 +314,15 @@ def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: boo
 
     Returns:
         A `Fused`. Its `why` says what of the last call was left to PyTorch, and why; its gradients
-        are PyTorch's own, of the function computed again.
+        are PyTorch's own, of the function computed again. These have none themselves.
+
+    Raises:
+        TypeError: what is given cannot be called.
     """
     if function is None:
         return functools.partial(fuse, judged=judged)
+    if not callable(function):
+        raise TypeError(f"fuse takes a function or a module, not {type(function).__name__}")
     fused = Fused(function, judged=judged)
     if examples:
         fused.plan(*examples)

@@ -510,6 +510,11 @@ def test_as_a_decorator() -> None:
     assert torch.allclose(named(x=x, w=w), torch.tanh(F.linear(x, w)), atol=1e-2)
 
 
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a function or a module, not str"):
+        fuse("layer")  # pyright: ignore[reportArgumentType]
+
+
 SOURCE = """
 import torch.nn.functional as F
 from torch import Tensor
