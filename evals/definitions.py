@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -268,8 +268,9 @@ class Suite(_Model):
         return load_spec(path, text=f"---\n{front}---\n{rest}")
 
 
-def load(name: str, *folders: Path) -> Suite:
-    """A suite by the path of its file, or by its name in one of `folders` or among the packaged.
+def load(name: str, *folders: Path, others: Iterable[str] = ()) -> Suite:
+    """A suite by the path of its file, or by its name in one of `folders` or among the packaged. A
+    refusal names the caller's `others`, too.
 
     Raises:
         CodaError: there is none, or its file cannot be used; names the file and the first fault.
@@ -278,7 +279,8 @@ def load(name: str, *folders: Path) -> Suite:
     if path.suffix != ".toml" and "/" not in name:
         known = {p.stem: p for folder in (FOLDER, *folders) for p in sorted(folder.glob("*.toml"))}
         if name not in known:
-            raise CodaError(f"no suite {name!r}, expected one of {', '.join(known)}, or a path")
+            names = ", ".join([*known, *others])
+            raise CodaError(f"no suite {name!r}, expected one of {names}, or a path")
         path = known[name]
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

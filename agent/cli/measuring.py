@@ -84,7 +84,7 @@ def bench(
             )  # fmt: skip
         return _written(layer_speed.write_page(root, suite))
     if suite is not None:
-        chosen = definitions.load(suite)
+        chosen = definitions.load(suite, others=layer_speed.SUITES)
         rows = bool(chosen.measured().models)  # refused before anything is measured or read
         wanted = ("numbers of rows, such as 1,16", 1) if rows else ("multiples of 128", 128)
         named = ("--rows" if rows else "--sizes", (sizes or "").strip(" ,"))
