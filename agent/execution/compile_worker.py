@@ -8,6 +8,7 @@ compiler or the object cache, and what it leaves behind is data.
 
 import builtins
 import importlib
+import sys
 import traceback
 from collections.abc import Callable
 from functools import lru_cache
@@ -70,6 +71,8 @@ def _import(module: str) -> None:
     """Import what a user's function needs, once and not in every fork: that takes 2 s, and a fork
     could open nothing for writing."""
     imported = importlib.import_module(module)
+    # At its first cast to float16 torch reads what the processor is, which a fork may not open.
+    sys.modules["torch"].zeros(1).half()
     if module == "coda_agent.specs.draft":
         source = extracted("def relu(x, w):\n    return (x @ w.T).relu()", "here")
         imported.draft(source, {"x": Example((64, 8)), "w": Example((32, 8))}, "relu")
