@@ -200,8 +200,7 @@ def head_loss(
         count = rows.sum()
     count = torch.as_tensor(count, dtype=torch.float32, device=x.device)
     # A power of two is left to the backward pass: float16 does not hold the gradients of a mean.
-    # Not by frexp and ldexp, whose power of an integer is one more thing for a compiler to get
-    # right.
+    # Not by frexp and ldexp: an export's loss that had them was wrong by Inductor on an H200.
     power = torch.exp2(-torch.log2(count).ceil())
     weights = rows / (count * power)
     known = targets.where(rows, 0)
@@ -307,7 +306,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, h, r, gamma, weight, targets, weights = inputs
         wanted, trained = any(ctx.needs_input_grad), ctx.needs_input_grad[4]
-        step = max(128, _LOGITS // len(weight) // 128 * 128)  # kernels take aligned pieces alone
+        step = max(128, _LOGITS // len(weight) // 128 * 128)  # whole tiles
         loss = x.new_zeros((), dtype=torch.float32)
         dx = torch.zeros_like(x) if wanted else None
         dgamma = torch.zeros_like(gamma, dtype=torch.float32) if wanted else None

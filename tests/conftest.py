@@ -58,8 +58,8 @@ def _sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
     left = list[pytest.Item]()
     for item in items:
         if mark := item.get_closest_marker("sampled"):
-            share, *together = mark.args
-            if draws.setdefault((together or [item.nodeid])[0], chosen.random()) >= share:
+            share, drawn = (*mark.args, item.nodeid)[:2]
+            if draws.setdefault(drawn, chosen.random()) >= share:
                 left.append(item)
     config.hook.pytest_deselected(items=left)
     gone = set(left)

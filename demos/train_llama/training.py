@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coda_agent.demos.train_llama.model import SIZES, Llama, LlamaByKernels
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import write_whole
 
 # Steps after a start that are not timed: kernels are compiled in them.
 _WARM = 5
@@ -237,9 +238,9 @@ def _read(path: Path, said: dict[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     """All of it or nothing."""
+    if path.suffix != ".pt":
+        write_whole(path, json.dumps(value, indent=1))
+        return
     new = path.with_name(f"{path.name}.new")
-    if path.suffix == ".pt":
-        torch.save(value, new)
-    else:
-        new.write_text(json.dumps(value, indent=1), "utf-8")
+    torch.save(value, new)
     new.replace(path)

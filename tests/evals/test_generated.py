@@ -88,7 +88,6 @@ name: generated_{number}
 gemm: [A, B]
 inputs:
   A: {{shape: [M, K]}}
-  B: {{shape: {b}}}
 {inputs}outputs:
 {outputs}check_shapes: [{{M: 1, N: 16, K: 8}}, {{M: 37, N: 48, K: 24}}]
 ---
@@ -97,7 +96,7 @@ import torch
 import torch.nn.functional as F
 
 
-def reference(A, B{names}):
+def reference(A{names}):
     D = {product}
 {lines}    return {{{results}}}
 ```
@@ -215,7 +214,11 @@ def reference(A, B{names}):
         pytest.param(
             4,
             1358,
-            {"r": "[M, 1], dtype: T", "b": "[N], dtype: T, draw: {uniform: [0.5, 1.5]}"},
+            {
+                "B": "[K, N]",
+                "r": "[M, 1], dtype: T",
+                "b": "[N], dtype: T, draw: {uniform: [0.5, 1.5]}",
+            },
             [
                 "x1 = torch.lerp(D, r, 0.25)",
                 "x2 = torch.stack((-x1[..., 1::2], x1[..., 0::2]), -1).flatten(-2)",
@@ -259,10 +262,10 @@ def test_a_right_program_near_a_jump_is_not_refused(
 ) -> None:
     """On a case of integers, the few probes at first all left an element on one side of a jump."""
     shapes = {"O": "[M, N]", "H": "[M, N/2]", "s": "[M]", "n": "[N]"}
+    inputs = {"B": "[N, K]"} | inputs
     text = NEAR_JUMPS.format(
         number=number,
-        product="A @ B" if number == 1358 else "A @ B.T",
-        b="[K, N]" if number == 1358 else "[N, K]",
+        product="A @ B" if inputs["B"] == "[K, N]" else "A @ B.T",
         inputs="".join(f"  {n}: {{shape: {how}}}\n" for n, how in inputs.items()),
         outputs="".join(
             f"  {o}: {{shape: {shapes[o]}, dtype: {d}}}\n" for o, (_, d) in results.items()

@@ -99,7 +99,7 @@ def cross_entropy(kernel: Kernel, gradient: Optional[Gradient] = None) -> Callab
             x, weight, targets, rows = inputs
             needs = ctx.needs_input_grad[:2]
             loss, dweight, dx = x.new_zeros((), dtype=torch.float32), None, []
-            step = max(128, _LOGITS // len(weight) // 128 * 128)  # whole tiles, at aligned targets
+            step = max(128, _LOGITS // len(weight) // 128 * 128)  # whole tiles
             for start in range(0, len(x), step):
                 some = slice(start, start + step)
                 z, target, lse = kernel(x[some], weight, targets[some])
