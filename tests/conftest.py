@@ -58,7 +58,7 @@ def _sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
     left = list[pytest.Item]()
     for item in items:
         if mark := item.get_closest_marker("sampled"):
-            share, drawn = (*mark.args, item.nodeid)[:2]
+            share, drawn = mark.args[0], (*mark.args, item.nodeid)[1]
             if draws.setdefault(drawn, chosen.random()) >= share:
                 left.append(item)
     config.hook.pytest_deselected(items=left)
