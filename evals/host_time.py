@@ -93,12 +93,12 @@ def measure(
         if plan is None:
             raise LaunchError(f"{spec.name}: no plan was kept of its call")
         inputs = variant.inputs(values)
-        buffers = plan.buffers(inputs)
+        buffers = plan.buffers(inputs, {})
         calls: dict[str, Callable[[], Any]] = {
             "call": lambda: kernel(*taken),
             "mm": lambda: torch.mm(left, right, out=product),
             "lookup": lambda: variant.recent.find(values, None),
-            "allocation": lambda: plan.buffers(inputs),
+            "allocation": lambda: plan.buffers(inputs, {}),
             "launch": lambda: plan.bound(inputs, buffers),
             "folds": lambda: plan.finish and plan.finish(list(buffers)),
         }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.generated import gradients, tables
 from coda_agent.generated.declared import Declared
 from coda_agent.generated.ops import Variant, differentiated, register, scalars
+from coda_agent.generated.out import placed
 from coda_agent.generated.tuning import UserTuning
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
@@ -94,6 +95,10 @@ class Kernel:
             for x in spec.bindings()
         }
         outputs = tuple(spec.declared.outputs)
+        self._results = {
+            tuple(x.values()): [o for o in outputs if o not in spec.updated(x)]
+            for x in spec.bindings()
+        }
         self._updated = {
             tuple(x.values()): (outputs.index(o), self._inputs.index(i))
             for x in spec.bindings()
@@ -101,7 +106,11 @@ class Kernel:
         }
 
     def __call__(
-        self, *args: Any, block_size: int | None = None, **inputs: Any
+        self,
+        *args: Any,
+        block_size: int | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        **inputs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the kernel.
 
@@ -115,6 +124,9 @@ class Kernel:
                 partials of blocks of that many columns (or rows, where rows are reduced
                 over), from one launch. Inputs whose strides or address TMA cannot load are copied
                 first.
+            out: Tensors that outputs are written to, by their names: no launch and no memory more,
+                where a tile's is contiguous and begins at 32 bytes; else copied there. A tile may
+                be an input of the same extents, such as dZ over Z.
             inputs: Inputs by name, and the spec's static parameters.
 
         Returns:
@@ -123,8 +135,8 @@ class Kernel:
 
         Raises:
             LaunchError: wrong arguments, shapes, dtypes or layouts; the message names the tensor.
-                Or an input requires a gradient, and there is none: of FP8 numbers, and of a variant
-                that overwrites an input.
+                Or an input requires a gradient, and there is none: of FP8 numbers, of a variant
+                that overwrites an input, and of a result in `out`.
         """
         key = self._choice(inputs) if self._parameters else ()
         values: Sequence[Any] = args
@@ -135,13 +147,15 @@ class Kernel:
             values = self._declared.entered(values)
         variant = None if self._traced() else self.variants[key]
         if variant and (plan := variant.recent.find(values, block_size)):
-            results = variant.run(plan, values)
+            results = variant.run(plan, values, None if self._declared else out)
         else:
             values = list(values)
             results = self._anew(variant, key, values, block_size)
         if self._declared:
             names, element = self._returned[key], values[self._a].dtype
             results = self._declared.left(names, results, element, raw=block_size is not None)
+        if out:
+            results = placed(self.__name__, self._results[key], results, out)
         if key not in self._updated:
             return results
         o, i = self._updated[key]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from coda_agent.generated.out import buffers
 from coda_agent.generated.recent import Recent, differentiated
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.function import ProgramFunction
@@ -28,6 +29,8 @@ from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
+
+    from coda_agent.generated.out import Out
 
 
 @lru_cache(maxsize=1)
@@ -113,9 +116,11 @@ class Variant:
             self.recent.keep(values, block_size, plan)
         return self._returned(values, [results[o] for o in self.function.program.outputs])
 
-    def run(self, plan: CallPlan, values: Sequence[Any]) -> Any:
-        """The same, by the plan of a call with such inputs."""
-        return self._returned(values, plan(self.inputs(values)))
+    def run(self, plan: CallPlan, values: Sequence[Any], out: Out | None = None) -> Any:
+        """The same, by the plan of a call with such inputs. It writes to what it can of `out`."""
+        inputs = self.inputs(values)
+        into = buffers(self.function.program, plan, inputs, out) if out else None
+        return self._returned(values, plan(inputs, into))
 
     def fake(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """The same for tensors without data."""

@@ -257,7 +257,8 @@ class _Mlp(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dout = dout.contiguous()
         if ctx.activation == "silu":
-            dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned(down), z)
+            into = {"dZ": z} if _last_reader() else None
+            dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned(down), z, out=into)
             total = mean * down.shape[1]
         else:
             dz, total, act = _fused(passes.gate_gradient, z)(dout @ down, z, ctx.activation)
@@ -395,6 +396,13 @@ def _turned(weight: Tensor) -> Tensor:
     """
     turn = weight.is_cuda and weight.numel() * weight.element_size() >= _LARGE_BYTES
     return _on(weight).turned(weight.contiguous()) if turn else weight.T
+
+
+def _last_reader() -> bool:
+    """Whether nothing that a backward pass saved is read after it, so that it may be written over.
+    Who keeps such a tensor all the same, by a hook, is told by PyTorch that it changed."""
+    keeps: Any = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
+    return not torch.compiler.is_compiling() and not keeps()
 
 
 def _scaled(

@@ -55,19 +55,22 @@ class CallPlan:
     ready: tuple[tuple[int, View], ...]
     finish: Finish | None
 
-    def __call__(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """The outputs; what is added to in place is the caller's tensor."""
+    def __call__(
+        self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """The outputs; what is added to in place is the caller's tensor, and so is what `out` has
+        by its place, of the shape, strides and dtype of `made`."""
         if self.elsewhere is not None and self.elsewhere():
             import torch
 
             with torch.cuda.device(self.device):
-                return self(inputs)
+                return self(inputs, out)
         given = inputs
         if self.ready:
             inputs = list(given)
             for i, make in self.ready:
                 inputs[i] = make(inputs[i])
-        outputs = self.buffers(inputs)
+        outputs = self.buffers(inputs, out or {})
         self.bound(inputs, outputs)
         if self.finish:
             self.finish(outputs)
@@ -77,9 +80,15 @@ class CallPlan:
             outputs[self.added] = given[-1]
         return outputs
 
-    def buffers(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """What the kernel writes to: new buffers, and the input that is added to."""
+    def buffers(self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """What the kernel writes to: those of `out`, the input that is added to, new ones."""
         empty = self.empty
+        if out:
+            places = enumerate(self.made)
+            return [
+                out[i] if i in out else inputs[-1] if made is None else empty(*made)
+                for i, made in places
+            ]
         return [inputs[-1] if made is None else empty(*made) for made in self.made]
 
 

@@ -203,6 +203,31 @@ def test_an_unknown_activation_is_refused() -> None:
         layer(torch.ones(1, 2, 16).bfloat16(), None, None, layer.mlp_norm)
 
 
+def test_the_last_pass_alone_writes_over_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is kept gives the same gradients again; else SwiGLU's backward takes no memory
+    for its widest gradient."""
+    layer, x = built()[2], torch.randn(1, 5, CONFIG.width).bfloat16()
+    after = torch.nn.RMSNorm(CONFIG.width, eps=CONFIG.eps, dtype=torch.bfloat16)
+    kernel, given = functional.gemm_partial_swiglu_bwd, list[Any]()
+
+    def spied(*args: Any, out: Any) -> Any:
+        given.append(out)
+        return kernel(*args, out=out)
+
+    monkeypatch.setattr(functional, "gemm_partial_swiglu_bwd", spied)
+    found = list[list[Tensor]]()
+    for passes in (["kept", "kept", "last"], ["last"]):
+        out, _ = layer(x, None, None, after)
+        for which in passes:
+            layer.zero_grad()
+            out.float().square().sum().backward(retain_graph=which == "kept")
+            found.append([w.grad.clone() for w in layer.parameters() if w.grad is not None])
+    assert [x is None for x in given] == [True, True, False, False]
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
+
+
 def test_a_second_derivative_is_refused() -> None:
     ours = built()[2]
     x = torch.randn(1, 5, CONFIG.width).bfloat16().requires_grad_()
