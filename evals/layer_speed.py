@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from coda_agent.agent.judge import rules
-from coda_agent.evals import layer_cases, model_cases, pages, train_step
+from coda_agent.evals import fp8_cases, layer_cases, model_cases, pages, train_step
 from coda_agent.evals.contest import Clock, require_hopper
+from coda_agent.evals.fp8_cases import Fp8Widths
 from coda_agent.evals.layer_cases import Widths
 from coda_agent.evals.model_cases import Captured
 from coda_agent.evals.train_step import Training
@@ -26,14 +28,20 @@ torch.compile might reuse memory in the backward pass, and fallbacks were looked
 CONTENDERS = {
     "ours": "ours", "packed": "ours, packed before", "gemm": "the bare products",
     "eager": "PyTorch", "compile": "torch.compile",
+    "compile_unit": "torch.compile, FP8 scales behind the products",
     "liger": "Liger", "liger_compile": "Liger under torch.compile",
 }  # fmt: skip
-CASES: dict[str, Widths | Training] = {
+_FP8 = "fp8.py"
+CASES: dict[str, Widths | Fp8Widths | Training] = {
     "block 2048": Widths(2048, 5632, 512),
     "block 4096": Widths(4096, 11008, 1024),
     "block 8192": Widths(8192, 28672, 1024),
     "block Llama-3-8B": Widths(4096, 14336, 1024),
     "block Qwen2.5-7B": Widths(3584, 18944, 512, bias=True),
+    "block 2048 fp8": Fp8Widths(2048, 5632, 512),
+    "block 4096 fp8": Fp8Widths(4096, 11008, 1024),
+    "block 8192 fp8": Fp8Widths(8192, 28672, 1024),
+    "block Llama-3-8B fp8": Fp8Widths(4096, 14336, 1024),
     "head 4096": Widths(4096, words=32000),
     "head Llama-3-8B": Widths(4096, words=128256),
     "train-1b": Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
@@ -47,7 +55,7 @@ QWEN = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "hidden_act": "silu",
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-SUITES: dict[str, Mapping[str, Widths | Training | Captured]] = {
+SUITES: dict[str, Mapping[str, Widths | Fp8Widths | Training | Captured]] = {
     "layers": CASES,
     "models": {
         f"{name}, {tokens} tokens": Captured(about, tokens)
@@ -97,12 +105,14 @@ def measure(
         require_hopper()
     path = pages.gpu_record(root, suite, machine, device)
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
-    sources = _SOURCES[suite]()
+    kinds = {type(known_cases[case]) for case in cases or known_cases}
+    sources = {kind: _sources(suite, kind) for kind in kinds}
     for done, case in enumerate(cases or known_cases):
         what = known_cases[case]
         wanted = {"ours", "gemm", *(names or CONTENDERS)} & {*what.CONTENDERS}
         sizes = asdict(what.shrunk(shrink) if shrink > 1 else what)
-        about = [machine["gpu"], machine["packages"], sizes, clock.PROTOCOL, sources]
+        depends = clock.PROTOCOL, sources[type(what)]
+        about = [machine["gpu"], machine["packages"], sizes, *depends]
         digest, held = _digest(about), cells.get(case, {})
         whole = what.PHASES[-1]
         if held.get("digest") == digest and {*held[whole]["times"], *held["absent"]} >= wanted:
@@ -129,8 +139,15 @@ def measure(
     return path
 
 
+def _sources(suite: str, kind: type) -> dict[str, Any]:
+    """What figures of a kind of case depend on, beside the machine."""
+    if suite == "models":
+        return _of_models()
+    return _of_fp8() if kind is Fp8Widths else _of_layers()
+
+
 def _of_models() -> dict[str, Any]:
-    """The same of plans: what the sources mean that make a plan out of a configuration."""
+    """Of plans: what the sources mean that make a plan out of a configuration."""
     agent = Path(rules.__file__).parents[1]
     folders = (agent / "plans", agent / "capture", agent / "authors" / "composer")
     files = [*(file for folder in folders for file in folder.glob("*.py"))]
@@ -142,28 +159,38 @@ def _of_models() -> dict[str, Any]:
 
 
 def _of_layers() -> dict[str, Any]:
-    """What figures depend on beside the machine: what the sources of layers and of their cases
-    mean, and the accepted kernels that they call, with their tiles."""
-    from coda_agent import layers
-    from coda_agent.generated.kernel import Kernel
+    """Of layers in 16 bits: what the sources of layers and of their cases mean, and the accepted
+    kernels that they call, with their tiles."""
     from coda_agent.layers import functional
 
-    ours = Path(layers.__file__).parent.glob("*.py")
+    ours = Path(str(functional.__file__)).parent.glob("*.py")
     files = [*ours, *(Path(str(cases.__file__)) for cases in (layer_cases, train_step))]
-    meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in sorted(files)}
-    kernels = (kernel for kernel in vars(functional).values() if isinstance(kernel, Kernel))
-    called = {
+    meant = {f.name: rules.meaning(f.read_text("utf-8")) for f in sorted(files) if f.name != _FP8}
+    return {"sources": meant, "kernels": _called(functional)}
+
+
+def _of_fp8() -> dict[str, Any]:
+    """The same of layers in FP8, which have all sources of the others and their own."""
+    from coda_agent.layers import fp8
+
+    files = (Path(str(module.__file__)) for module in (fp8, fp8_cases))
+    meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in files}
+    return {"sources": _of_layers()["sources"] | meant, "kernels": _called(fp8)}
+
+
+def _called(module: ModuleType) -> dict[str, str]:
+    """Digests of the accepted kernels that a module calls, with their tiles."""
+    from coda_agent.generated.kernel import Kernel
+
+    kernels = (kernel for kernel in vars(module).values() if isinstance(kernel, Kernel))
+    return {
         k.spec.name: _digest([[p.digest for p in k.programs.values()], sorted(k.refused), k.tuned])
         for k in kernels
     }
-    return {"sources": meant, "kernels": called}
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-_SOURCES = {"layers": _of_layers, "models": _of_models}
 
 
 def write_page(root: Path, suite: str = "layers") -> list[Path]:
@@ -193,6 +220,10 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
     for case, cell in cells.items():
         peaks = (str(cell["peak_mib"].get(n, "")) for n in held)
         memory.append((case, *peaks, str(cell.get("errors", {}).get("ours", ""))))
+    far = [n for n in CONTENDERS if n in Fp8Widths.CONTENDERS and n != "gemm"]
+    apart = [("", *(CONTENDERS[n] for n in far))]
+    for case, cell in ((case, cell) for case, cell in cells.items() if "distances" in cell):
+        apart.append((case, *(str(cell["distances"].get(n, "")) for n in far)))
     named = {n: label for n, label in CONTENDERS.items() if n in Training.CONTENDERS}
     steps = [("", *(f"{label}, tokens/s" for label in named.values()))]
     losses = [("", *named.values())]
@@ -203,7 +234,7 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
             row.append((case, *(str(shown.get(n, "")) for n in named)))
     page = pages.write(
         root / "docs" / f"{suite}.md", f"{suite}.md", record=file.relative_to(root).as_posix(),
-        date=record["date"], rows=rows, memory=memory, steps=steps, whole=[
+        date=record["date"], rows=rows, memory=memory, apart=apart, steps=steps, whole=[
             case for case, cell in cells.items() if cell.get("way") == "torch.compile"
         ], losses=losses,
         left=[case for case in cases if case not in cells],

@@ -14,9 +14,10 @@ import torch
 
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.evals import layer_cases, layer_speed, pages
+from coda_agent.evals.fp8_cases import Fp8Case
 from coda_agent.evals.layer_speed import CASES, measure, write_page
 from coda_agent.evals.train_step import Training
-from coda_agent.layers import functional
+from coda_agent.layers import fp8, functional
 from coda_agent.primitives.errors import CodaError
 
 SMALL = ["block 2048", "block Qwen2.5-7B", "head 4096"]
@@ -78,6 +79,45 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
     assert f"Not measured yet: {', '.join(left)}." in text
     run(tmp_path, clock, cases=["head 4096"])
     assert [*json.loads(file.read_text())["cells"]] == [*SMALL]
+
+
+def test_a_forward_pass_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, clock = ["block 2048 fp8", "block Llama-3-8B fp8"], Clock()
+    run(tmp_path, clock, cases=cases, names=["eager", "compile", "compile_unit"])
+    file = tmp_path / "evals" / "results" / "layers-nvidia-h200.json"
+    cells = json.loads(file.read_text())["cells"]
+    for case in cases:
+        cell = cells[case]
+        assert cell["absent"] == dict.fromkeys(("compile", "compile_unit"), "needs a GPU")
+        # e4m3 rounds by up to a sixteenth: both lose as much, and neither more than that.
+        assert 0.95 < cell["errors"]["ours"] < 1.05
+        assert all(0.01 < cell["distances"][name] < 2**-4 for name in ("ours", "eager"))
+    text = write_page(tmp_path)[1].read_text()
+    assert "| block 2048 fp8 | forward | 10 |  | 0.900 (0.900–0.900) | 1.500" in text
+    cell = cells["block 2048 fp8"]["distances"]
+    assert f"| block 2048 fp8 | {cell['ours']} | {cell['eager']} |" in text
+    again = {"cases": cases, "names": ["eager", "compile", "compile_unit"]}
+    assert run(tmp_path, clock, **again) == [f"{case}: in the record" for case in cases]
+    before = layer_speed._of_layers()
+    monkeypatch.setitem(fp8.gemm_fp8_rmsnorm_rope.tuned, "another GPU", {})
+    assert layer_speed._of_layers() == before and "fp8.py" not in before["sources"]
+    assert run(tmp_path, clock, **again)[0].startswith("block 2048 fp8: forward over gemm 0.900")
+
+
+def test_the_forms_of_scaled_products_agree() -> None:
+    case = CASES["block 2048 fp8"].on("cpu", 64)
+    assert isinstance(case, Fp8Case)
+    scale = torch.rand(256) + 0.5
+    for name, weight in case.theirs.items():
+        rows = torch.randn(256, weight.values.shape[1]).to(fp8.E4M3)
+        truth = (rows.double() * scale[:, None]) @ (
+            weight.values.double() * weight.scale[:, None]
+        ).T
+        for product in (case._scaled, case._unit):
+            found = product(rows, scale, name).double()
+            torch.testing.assert_close(found, truth, rtol=2**-7, atol=1e-5)
+    bare = case._bare()(case.values)
+    assert [tuple(y.shape) for y in bare] == [(256, 32), (256, 192), (256, 32), (256, 64)]
 
 
 def test_a_training_step(tmp_path: Path) -> None:
