@@ -1,5 +1,5 @@
-"""What cases of coda_agent.layers (`layer_cases`, `train_step`) and of plans (`model_cases`) take
-beside others: the records and their pages."""
+"""What cases of coda_agent.layers (`layer_cases`, `train_step`) and of plans (`model_cases`,
+`fuse_cases`) take beside others: the records and their pages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from coda_agent.agent.judge import rules
-from coda_agent.evals import fp8_cases, layer_cases, model_cases, pages, train_step
+from coda_agent.evals import fp8_cases, fuse_cases, layer_cases, pages, train_step
 from coda_agent.evals.contest import Clock, require_hopper
 from coda_agent.evals.fp8_cases import Fp8Widths
+from coda_agent.evals.fuse_cases import Function
 from coda_agent.evals.layer_cases import Widths
 from coda_agent.evals.model_cases import Captured
 from coda_agent.evals.train_step import Training
@@ -55,13 +56,14 @@ QWEN = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "hidden_act": "silu",
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-SUITES: dict[str, Mapping[str, Widths | Fp8Widths | Training | Captured]] = {
+SUITES: dict[str, Mapping[str, Widths | Fp8Widths | Training | Captured | Function]] = {
     "layers": CASES,
     "models": {
         f"{name}, {tokens} tokens": Captured(about, tokens)
         for name, about in (("TinyLlama-1.1B", TINYLLAMA), ("Qwen2.5-7B", QWEN))
         for tokens in (32, 128, 512, 8192)
     },
+    "fuse": fuse_cases.CASES,
 }
 
 
@@ -142,16 +144,19 @@ def measure(
 def _sources(suite: str, kind: type) -> dict[str, Any]:
     """What figures of a kind of case depend on, beside the machine."""
     if suite == "models":
-        return _of_models()
+        return _of_plans()
+    if suite == "fuse":
+        return _of_plans("fuse_cases", "fuse_functions")
     return _of_fp8() if kind is Fp8Widths else _of_layers()
 
 
-def _of_models() -> dict[str, Any]:
-    """Of plans: what the sources mean that make a plan out of a configuration."""
-    agent = Path(rules.__file__).parents[1]
+def _of_plans(*cases: str) -> dict[str, Any]:
+    """Of plans: what the sources mean that make a plan out of a configuration or of a function, and
+    those of the cases."""
+    agent, evals = Path(rules.__file__).parents[1], Path(__file__).parent
     folders = (agent / "plans", agent / "capture", agent / "authors" / "composer")
     files = [*(file for folder in folders for file in folder.glob("*.py"))]
-    files += [Path(str(cases.__file__)) for cases in (layer_cases, model_cases)]
+    files += [evals / f"{name}.py" for name in ("layer_cases", "model_cases", *cases)]
     return {
         f"{file.parent.name}/{file.name}": rules.meaning(file.read_text("utf-8"))
         for file in sorted(files)
@@ -234,13 +239,15 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
             row.append((case, *(str(shown.get(n, "")) for n in named)))
     page = pages.write(
         root / "docs" / f"{suite}.md", f"{suite}.md", record=file.relative_to(root).as_posix(),
-        date=record["date"], rows=rows, memory=memory, apart=apart, steps=steps, whole=[
-            case for case, cell in cells.items() if cell.get("way") == "torch.compile"
-        ], losses=losses,
+        date=record["date"], rows=rows, memory=memory, apart=apart, steps=steps, ways={
+            way: [case for case, cell in cells.items() if cell.get("way") == way]
+            for way in ("torch.compile", "PyTorch")
+        }, losses=losses,
         left=[case for case in cases if case not in cells],
         earlier=any(name.endswith(EARLIER) for name in cells),
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},
+        **(fuse_cases.summary(cells) if suite == "fuse" else {}),
         machines=dict.fromkeys(pages.machine(cell["machine"]) for cell in cells.values()),
     )  # fmt: skip
     return [file, page]

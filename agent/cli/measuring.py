@@ -34,7 +34,7 @@ def bench(
     kernels: Kernels = None,
     every: All = False,
     suite: Annotated[
-        str | None, typer.Option(help="A suite (paper, shapes, layers, models), or KERNELs of it.")
+        str | None, typer.Option(help="paper, shapes, layers, models, fuse, or KERNELs of one.")
     ] = None,
     sizes: Annotated[
         str | None, typer.Option("--sizes", "--rows", help="Of the suite: 2048,4096,8192.")
