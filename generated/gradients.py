@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from coda_agent.generated.ops import Variant, Variants, operators, scalars
 from coda_agent.primitives.errors import LaunchError, ProgramError
 from coda_agent.primitives.function import supported
 from coda_agent.primitives.gradient import PRODUCT, Gradient, extremum, gradient_of
+from coda_agent.primitives.gradient_pass import GradientPass
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
@@ -74,6 +76,9 @@ def _gradient(variant: Variant, wanted: tuple[str, ...], given: tuple[str, ...])
     except ProgramError as error:
         message = f"{variant.name} has no gradient: {error.message}"
         raise LaunchError(message, hint=error.hint) from None
+
+
+_pass = lru_cache(maxsize=1024)(GradientPass.of)
 
 
 class _Saving(NamedTuple):
@@ -223,6 +228,11 @@ def _computed(
         else:
             with torch.autocast(a.device.type, enabled=False):
                 product = a.float() @ b.float().mT
+    device = tensors[0].device
+    if block_size is None and supported(device) and (launched := _pass(gradient)):
+        here = device.index == torch.cuda.current_device()
+        with nullcontext() if here else torch.cuda.device(device):
+            return launched((m, n), known, types, product)
     call = gradient.fused if tensors[0].is_cuda else gradient
     return call((m, n), known, types, product, block_size)
 

@@ -4,7 +4,8 @@
 - Of the forward pass it reads what is stored. A stored tile stands for the value that was rounded
   into it, and what is under a row's scale is that value over the scale. Only what then still needs
   the accumulator has the product computed again.
-- On a GPU torch.compile makes one or two kernels of it, once for each choice of gradients.
+- On a Hopper GPU it is one launch (`gradient_pass.py`). Elsewhere PyTorch evaluates it, on another
+  GPU by kernels of torch.compile's, made once for each choice of gradients.
 """
 
 from __future__ import annotations

@@ -92,7 +92,11 @@ OUTSIDE = {
         "agent/judge",
         "approximation diagnosis executor job provenance records repairs replaying rules survey",
     ),
-    *_in("primitives", "adjoint catalogue dispatch errors fit gradient objects suggest"),
+    *_in(
+        "primitives",
+        "adjoint catalogue dispatch errors fit gradient gradient_kernel gradient_pass objects "
+        "suggest",
+    ),
     *_in("specs", "admission draft effects front_matter source tracing"),
     *_in("generated", "gradients tables tuning"),
 }

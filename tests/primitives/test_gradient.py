@@ -29,6 +29,7 @@ from coda_agent.primitives import (
     WideTile,
     epilogue,
     gather,
+    gradient_pass,
     group_max,
     group_sum,
     interleave,
@@ -39,8 +40,11 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.gradient import PRODUCT, Gradient, gradient_of
-from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.gradient_pass import GradientPass
+from coda_agent.primitives.interpret import evaluate, interpret
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.tiles import TileConfig
 
 M, N, BLOCK = 24, 64, 20
 
@@ -130,6 +134,70 @@ def test_gradients_are_those_of_autograd(
         )
         for o, g, w in zip(leaves, got, want, strict=True):
             torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-9, msg=lambda m, o=o: f"{o}: {m}")
+
+
+def standing_in(self: GradientPass, config: TileConfig, types: Any) -> Any:
+    """What the kernel writes, by the interpreter."""
+    program = self.program
+
+    def kernel(given: tuple[torch.Tensor, ...]) -> None:
+        assert types == tuple(t.dtype for t in given)
+        assert all(t.stride(-1) == 1 for t in given)
+        acc, *values = (t.double() for t in given[: 1 + len(program.operands)])
+        named = zip(program.operands.items(), values, strict=True)
+        lifted = {o: kind.lifted(t, acc) for (o, kind), t in named}
+        values = evaluate(program.graph, acc, lifted)
+        outputs = program.outputs.items()
+        for (o, kind), t in zip(outputs, given[1 + len(program.operands) :], strict=True):
+            value = values[program.graph.outputs[o]]
+            if not issubclass(kind, Reduction):
+                t.copy_(value)
+            else:
+                half = program.graph.nodes[program.graph.outputs[o]].shape.half_width
+                value = value.expand(M, N // 2 if half else N)
+                made = kind.partials(value, kind.block(config) // (2 if half else 1))
+                t.copy_(made.mT if kind.over_rows else made)
+
+    return kernel
+
+
+@pytest.mark.parametrize("program", [gate, head, added, wide], ids=lambda p: p.name)
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "product"])
+def test_one_kernel_computes_all_gradients(
+    program: Program, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    acc = torch.randn(M, N, generator=generator, dtype=torch.float64)
+    operands = drawn(program, generator)
+    results = interpret(
+        program, acc, torch.eye(N).double(), operands, dtypes={}, compute=torch.float64
+    )
+    wanted = (PRODUCT, *(o for o, t in operands.items() if t.is_floating_point()))
+    gradient = Gradient.of(program, wanted, tuple(results), [*results] if stored else [])
+    known: dict[str, Any] = operands | results
+    tensors = {o: known[o] for o in gradient.reads}
+    for o, t in results.items():
+        tensors[gradient_of(o)] = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        if o in "OX":  # as of a sum: one place in memory for all
+            tensors[gradient_of(o)] = tensors[gradient_of(o)][:1, :1].expand(t.shape)
+    types = [torch.float64] * len(wanted)
+    want = gradient((M, N), tensors, types, acc)
+    monkeypatch.setattr(GradientPass, "_kernel", standing_in)
+    kernel = GradientPass.of(gradient)
+    assert kernel is not None and (kernel.first is None) == gradient.product
+    for rows, columns in ((32, 1024), (8, 16)):
+        monkeypatch.setattr(gradient_pass, "_SUMMED_ROWS", rows)
+        monkeypatch.setattr(gradient_pass, "_COLUMNS", columns)
+        got = kernel((M, N), tensors, types, acc if gradient.product else None)
+        for o, g, w in zip(wanted, got, want, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-4, msg=lambda m, o=o: f"{o}: {m}")
+
+
+def test_what_the_kernel_does_not_carry() -> None:
+    leaves = tuple(o for o in tables.operands)
+    assert GradientPass.of(Gradient.of(tables, leaves, ("O",), [])) is None
+    assert GradientPass.of(Gradient.of(tables, (PRODUCT,), ("s",), [])) is None
+    assert GradientPass.of(Gradient.of(tables, (PRODUCT,), ("O",), [])) is not None
 
 
 def test_what_is_read() -> None:
