@@ -85,7 +85,7 @@ class Fp8Case(Case):
             "o": self.o,
             "gate_up": fp8.quantised(torch.cat((t["gate"], t["up"]))),
             "down": self.down,
-            "qkv": fp8.Weight(qkv, scale),
+            "qkv": fp8.Quantised(qkv, scale),
         }
         self.inners = torch.full((tokens,), self.inner, device=device)
         self.one = torch.ones((), device=device)

@@ -32,7 +32,6 @@ CONTENDERS = {
     "compile_unit": "torch.compile, FP8 scales behind the products",
     "liger": "Liger", "liger_compile": "Liger under torch.compile",
 }  # fmt: skip
-_FP8 = "fp8.py"
 CASES: dict[str, Widths | Fp8Widths | Training] = {
     "block 2048": Widths(2048, 5632, 512),
     "block 4096": Widths(4096, 11008, 1024),
@@ -168,9 +167,10 @@ def _of_layers() -> dict[str, Any]:
     kernels that they call, with their tiles."""
     from coda_agent.layers import functional
 
-    ours = Path(str(functional.__file__)).parent.glob("*.py")
-    files = [*ours, *(Path(str(cases.__file__)) for cases in (layer_cases, train_step))]
-    meant = {f.name: rules.meaning(f.read_text("utf-8")) for f in sorted(files) if f.name != _FP8}
+    folder = Path(str(functional.__file__)).parent
+    files = [*({*folder.glob("*.py")} - {folder / "fp8.py"})]
+    files += [Path(str(cases.__file__)) for cases in (layer_cases, train_step)]
+    meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in sorted(files)}
     return {"sources": meant, "kernels": _called(functional)}
 
 

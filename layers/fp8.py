@@ -37,24 +37,12 @@ LARGEST = torch.finfo(E4M3).max
 _LEAST = 1e-12  # of a row's maximum: zeros stay zeros
 
 
-class Tokens(NamedTuple):
-    """Quantised rows: `values` times `scale`.
-
-    Attributes:
-        values: (M, K) e4m3.
-        scale: (M,) float32.
-    """
-
-    values: Tensor
-    scale: Tensor
-
-
-class Weight(NamedTuple):
-    """A quantised weight: `values` times `scale`.
+class Quantised(NamedTuple):
+    """Tokens, or the output channels of a weight: rows of `values` times `scale`.
 
     Attributes:
         values: (N, K) e4m3.
-        scale: (N,) float32, of each row.
+        scale: (N,) float32.
     """
 
     values: Tensor
@@ -73,13 +61,13 @@ class WholeWeight(NamedTuple):
     scale: float
 
 
-def quantised(weight: Tensor) -> Weight:
+def quantised(weight: Tensor) -> Quantised:
     """A weight (N, K), as `nn.Linear` has it, with a scale for each row.
 
     Raises:
         ValueError: `weight` is no matrix, or N or K no multiple of 16.
     """
-    return Weight(*_rows(_fitting(weight)))
+    return Quantised(*_rows(_fitting(weight)))
 
 
 def quantised_whole(weight: Tensor) -> WholeWeight:
@@ -88,20 +76,29 @@ def quantised_whole(weight: Tensor) -> WholeWeight:
     return WholeWeight(values.view_as(weight), scale.item())
 
 
-def quantised_rows(x: Tensor) -> Tokens:
-    """Tokens (M, K), each by its own maximum."""
-    return Tokens(*_fused(_rows, x)(x))
+def quantised_rows(x: Tensor) -> Quantised:
+    """Tokens (M, K), each by its own maximum.
+
+    Raises:
+        ValueError: a gradient is asked for.
+    """
+    _forward_only(x)
+    return Quantised(*_fused(_rows, x)(x))
 
 
-def normed(x: Tensor, gamma: Tensor, eps: float) -> Tokens:
-    """The RMS norm of a stream (M, d) that no kernel wrote, such as an embedding's, quantised."""
+def normed(x: Tensor, gamma: Tensor, eps: float) -> Quantised:
+    """The RMS norm of a stream (M, d) that no kernel wrote, such as an embedding's, quantised.
+
+    Raises:
+        ValueError: a gradient is asked for.
+    """
     _forward_only(x, gamma)
-    return Tokens(*_fused(_normed, x)(x, gamma, eps))
+    return Quantised(*_fused(_normed, x)(x, gamma, eps))
 
 
 def linear_residual_norm(
-    a: Tensor, weight: Weight, x: Tensor, gamma: Tensor, eps: float
-) -> tuple[Tensor, Tokens]:
+    a: Tensor, weight: Quantised, x: Tensor, gamma: Tensor, eps: float
+) -> tuple[Tensor, Quantised]:
     """x + a weightᵀ, and its RMS norm, quantised.
 
     Args:
@@ -114,19 +111,19 @@ def linear_residual_norm(
     Raises:
         ValueError: a gradient is asked for.
     """
-    _forward_only(a, x, gamma)
+    _forward_only(x, gamma)
     return _residual_norm(quantised_rows(a), weight, x, gamma, eps)
 
 
 def mlp(
     x: Tensor,
-    given: Tokens,
-    gate_up: Weight,
-    down: Weight,
+    given: Quantised,
+    gate_up: Quantised,
+    down: Quantised,
     inner: float,
     next_gamma: Tensor,
     next_eps: float,
-) -> tuple[Tensor, Tokens, Tensor]:
+) -> tuple[Tensor, Quantised, Tensor]:
     """x + v downᵀ with v = silu(n gateᵀ) · (n upᵀ); its RMS norm, quantised; and the amax of v.
 
     Args:
@@ -152,11 +149,11 @@ def mlp(
         given.values, gate_up.values, given.scale, gate_up.scale, 1 / inner
     )
     scale = torch.full_like(given.scale, inner)
-    return *_residual_norm(Tokens(v, scale), down, x, next_gamma, next_eps), amax
+    return *_residual_norm(Quantised(v, scale), down, x, next_gamma, next_eps), amax
 
 
 def norm_linear(
-    given: Tokens, weight: WholeWeight, sizes: Sequence[int], table: Tensor | None = None
+    given: Quantised, weight: WholeWeight, sizes: Sequence[int], table: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """n weightᵀ in bfloat16, in parts of `sizes` columns.
 
@@ -180,9 +177,9 @@ class DecoderLayer:
     """`modules.DecoderLayer` in FP8, forward only; make it by `of`."""
 
     qkv: WholeWeight
-    o: Weight
-    gate_up: Weight
-    down: Weight
+    o: Quantised
+    gate_up: Quantised
+    down: Quantised
     input_norm: nn.RMSNorm
     mlp_norm: nn.RMSNorm
     sizes: tuple[int, int, int]
@@ -219,11 +216,11 @@ class DecoderLayer:
     def __call__(
         self,
         x: Tensor,
-        given: Tokens | None,
+        given: Quantised | None,
         table: Tensor | None,
         next_norm: nn.RMSNorm,
         attend: modules.Attend,
-    ) -> tuple[Tensor, Tokens, Tensor]:
+    ) -> tuple[Tensor, Quantised, Tensor]:
         """The stream behind this layer, its norm by `next_norm`, and the amax of `mlp`.
 
         Args:
@@ -250,11 +247,11 @@ class DecoderLayer:
 
 
 def _residual_norm(
-    a: Tokens, weight: Weight, x: Tensor, gamma: Tensor, eps: float
-) -> tuple[Tensor, Tokens]:
+    a: Quantised, weight: Quantised, x: Tensor, gamma: Tensor, eps: float
+) -> tuple[Tensor, Quantised]:
     factors = a.values, weight.values, a.scale, weight.scale
     out, h, s = gemm_fp8_residual_partial_rmsnorm(*factors, x, gamma)
-    return out, Tokens(*_fused(_rows_by_rms, out)(h, s, eps))
+    return out, Quantised(*_fused(_rows_by_rms, out)(h, s, eps))
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor]:

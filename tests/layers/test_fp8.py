@@ -57,7 +57,7 @@ def drawn(s: Sizes) -> dict[str, Tensor]:
     }
 
 
-def holds_norm(given: fp8.Tokens, stream: Tensor, gamma: Tensor) -> None:
+def holds_norm(given: fp8.Quantised, stream: Tensor, gamma: Tensor) -> None:
     """Hold that tokens are the norm of a float64 stream, but for e4m3's and bfloat16's rounding."""
     n = stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + EPS) * gamma.double()
     largest = n.abs().amax(-1)
