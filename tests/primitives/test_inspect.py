@@ -44,26 +44,11 @@ from coda_agent.primitives.inspect import (
     roofline,
 )
 from coda_agent.primitives.tiles import TileConfig
+from tests.programs import program
 
 
 def identity(acc):
     return {"O": acc}
-
-
-def scaled(acc, r: ColVector, b: RowVector, alpha: Scalar):
-    return {"O": -(alpha * acc) * r * b}
-
-
-def scaled_by_a_computed_vector(acc, r: ColVector):
-    return {"O": acc * rsqrt(r + 1e-6)}
-
-
-def divided(acc, r: ColVector):
-    return {"O": acc / r}
-
-
-def doubled(acc):
-    return {"O": acc + acc * 2.0}
 
 
 def rotated(acc, t: RowVector):
@@ -72,71 +57,36 @@ def rotated(acc, t: RowVector):
     return {"O": interleave(x * cos - y * sin, x * sin + y * cos)}
 
 
-def biased(acc, b: RowVector):
-    return {"O": acc + b}
-
-
-def half_kept(acc, alpha: Scalar):
-    x, _ = pairs(acc)
-    return {"O": interleave(x, alpha)}
-
-
-def squared(acc):
-    return {"O": acc * acc}
-
-
-def inverse(acc, r: ColVector):
-    return {"O": r / acc}
-
-
-def activated(acc):
-    return {"O": silu(acc)}
-
-
-def clipped(acc):
-    return {"O": maximum(acc, 0.0)}
-
-
-def gated(acc):
-    gate, up = pairs(acc)
-    return {"O": interleave(gate * up, up)}
-
-
 DEGREES: list[tuple[Callable[..., Any], Degree]] = [
     (identity, Degree.LINEAR),
-    (scaled, Degree.LINEAR),
-    (scaled_by_a_computed_vector, Degree.LINEAR),
-    (divided, Degree.LINEAR),
-    (doubled, Degree.LINEAR),
+    (lambda acc, r, b, alpha: {"O": -(alpha * acc) * r * b}, Degree.LINEAR),
+    (lambda acc, r: {"O": acc * rsqrt(r + 1e-6)}, Degree.LINEAR),
+    (lambda acc, r: {"O": acc / r}, Degree.LINEAR),
+    (lambda acc: {"O": acc + acc * 2.0}, Degree.LINEAR),
     (rotated, Degree.LINEAR),
-    (biased, Degree.AFFINE),
-    (half_kept, Degree.AFFINE),
-    (squared, Degree.NONLINEAR),
-    (inverse, Degree.NONLINEAR),
-    (activated, Degree.NONLINEAR),
-    (clipped, Degree.NONLINEAR),
-    (gated, Degree.NONLINEAR),
+    (lambda acc, b: {"O": acc + b}, Degree.AFFINE),
+    (lambda acc, alpha: {"O": interleave(pairs(acc)[0], alpha)}, Degree.AFFINE),
+    (lambda acc: {"O": acc * acc}, Degree.NONLINEAR),
+    (lambda acc, r: {"O": r / acc}, Degree.NONLINEAR),
+    (lambda acc: {"O": silu(acc)}, Degree.NONLINEAR),
+    (lambda acc: {"O": maximum(acc, 0.0)}, Degree.NONLINEAR),
+    (lambda acc: {"O": interleave(pairs(acc)[0] * pairs(acc)[1], 0.0)}, Degree.NONLINEAR),
 ]
 
 
-@pytest.mark.parametrize(("function", "degree"), DEGREES, ids=[f.__name__ for f, _ in DEGREES])
+@pytest.mark.parametrize(("function", "degree"), DEGREES)
 def test_degree_and_split_k(function: Callable[..., Any], degree: Degree) -> None:
-    program = epilogue(O=Tile)(function)
-    assert degrees(program.graph)[program.graph.outputs["O"]] is degree
-    found = inspect_program(program, 128, 256, 64)
+    made = program(function, O=Tile)
+    assert degrees(made.graph)[made.graph.outputs["O"]] is degree
+    found = inspect_program(made, 128, 256, 64)
     assert found.split_k_safe == (degree is Degree.LINEAR)
 
 
-def test_every_output_decides_split_k() -> None:
-    def both(acc, C: Tile):
-        return {"D": acc, "O": acc + C}
-
-    def constant_output(acc, C: Tile):
-        return {"D": acc, "O": C}
-
-    assert not inspect_program(epilogue(D=Tile, O=Tile)(both), 128, 256, 64).split_k_safe
-    # An output that ignores the accumulator would be added once for each part of K.
-    assert not inspect_program(epilogue(D=Tile, O=Tile)(constant_output), 128, 256, 64).split_k_safe
+@pytest.mark.parametrize("second", [lambda acc, C: acc + C, lambda acc, C: C])
+def test_every_output_decides_split_k(second: Callable[..., Any]) -> None:
+    """One that ignores the accumulator would be added once for each part of K."""
+    both = program(lambda acc, C: {"D": acc, "O": second(acc, C)}, D=Tile, O=Tile)
+    assert not inspect_program(both, 128, 256, 64).split_k_safe
 
 
 @pytest.mark.parametrize(
@@ -151,17 +101,10 @@ def test_every_output_decides_split_k() -> None:
     ],
 )
 def test_linear_reductions(kind: Any, safe: bool) -> None:
-    def program(acc, r: ColVector):
-        return {"D": acc, "s": acc * r}
-
-    assert inspect_program(epilogue(D=Tile, s=kind)(program), 128, 256, 64).split_k_safe is safe
-
-
-def test_sum_of_squares_is_not_split_k_safe() -> None:
-    def program(acc):
-        return {"D": acc, "s": acc * acc}
-
-    assert not inspect_program(epilogue(D=Tile, s=RowSum)(program), 128, 256, 64).split_k_safe
+    linear = program(lambda acc, r: {"D": acc, "s": acc * r}, D=Tile, s=kind)
+    assert inspect_program(linear, 128, 256, 64).split_k_safe is safe
+    squares = program(lambda acc: {"D": acc, "s": acc * acc}, D=Tile, s=kind)
+    assert not inspect_program(squares, 128, 256, 64).split_k_safe
 
 
 @epilogue(D=Tile, O=HalfTile, s=RowMean, t=RowMax)

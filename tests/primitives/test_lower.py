@@ -476,6 +476,17 @@ def test_lowering_digest() -> None:
     assert len(lowering_digest()) == 64
 
 
+def claimed(value: Any, *, past_rows: bool) -> bool:
+    """Whether a value is said to be 0 past the last row, or else the last column."""
+
+    @epilogue(O=Tile, used=Tile)
+    def program(acc, C: Tile, r: ColVector, b: RowVector, a: Scalar):
+        return {"O": value(acc, C, r, b, a), "used": acc + C + r + b + a}
+
+    found = zero_preserving(program.graph, program.operands, past_rows=past_rows)
+    return found[program.graph.outputs["O"]]
+
+
 ZERO: list[tuple[Any, bool]] = [
     (lambda acc, C, r, b, a: acc, True),
     (lambda acc, C, r, b, a: C, True),
@@ -516,13 +527,7 @@ ZERO: list[tuple[Any, bool]] = [
 
 @pytest.mark.parametrize(("value", "zero"), ZERO)
 def test_what_is_zero_past_the_last_column(value: Any, zero: bool) -> None:
-    def program(acc, C: Tile, r: ColVector, b: RowVector, a: Scalar):
-        everything = acc + C + r + b + a
-        return {"O": value(acc, C, r, b, a), "used": everything}
-
-    traced = epilogue(O=Tile, used=Tile)(program)
-    claimed = zero_preserving(traced.graph, traced.operands)
-    assert claimed[traced.graph.outputs["O"]] is zero
+    assert claimed(value, past_rows=False) is zero
 
 
 def claims(name: str, kind: type[Operand]) -> tuple[bool, bool]:
@@ -603,13 +608,7 @@ ZERO_BELOW: list[tuple[Any, bool]] = [
 
 @pytest.mark.parametrize(("value", "zero"), ZERO_BELOW)
 def test_what_is_zero_past_the_last_row(value: Any, zero: bool) -> None:
-    def program(acc, C: Tile, r: ColVector, b: RowVector, a: Scalar):
-        everything = acc + C + r + b + a
-        return {"O": value(acc, C, r, b, a), "used": everything}
-
-    traced = epilogue(O=Tile, used=Tile)(program)
-    claimed = zero_preserving(traced.graph, traced.operands, past_rows=True)
-    assert claimed[traced.graph.outputs["O"]] is zero
+    assert claimed(value, past_rows=True) is zero
 
 
 def test_a_table_is_read_past_the_edge_too() -> None:
