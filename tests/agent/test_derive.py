@@ -22,6 +22,7 @@ from coda_agent.agent.derive.kernel import Asked, Form
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.primitives.errors import CodaError, ProgramError, SpecError
 from coda_agent.specs import Spec, admit, load_spec
+from tests.written import spec
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = {p.stem: p for folder in ("", "catalogue/") for p in ROOT.glob(f"specs/{folder}*.md")}
@@ -154,68 +155,40 @@ def test_without_a_norm_before_it_the_gate_has_no_statistic() -> None:
     assert [*backward.kernel.kinds] == ["dP", "O"]
 
 
-DROPOUT = """---
-name: dropped
-types: {T: [bfloat16]}
-gemm: [A, B]
-inputs:
-  A: [M, K]
-  B: [N, K]
-  C: [M, N]
-  seed: {shape: [], dtype: float32, draw: {integers: [0, 16777216]}}
-outputs:
-  O: [M, N]
-bench_shapes: [{M: 4096, N: 4096, K: 64}]
----
-```python reference
-import torch
-from coda_agent.primitives.placed import philox
-
-
-def reference(A, B, C, seed):
-    d = torch.tanh((A @ B.T).float())
-    u = philox(seed, 3, *d.shape, device=d.device)
-    return {"O": (C + d * (u >= 0.25) / 0.75).to(A.dtype)}
-```
-"""
-
-
-HALVES = """---
-name: halves
-types: {T: [bfloat16]}
-gemm: [A, B]
-inputs:
-  A: [M, K]
-  B: [2*N, K]
-  r: {shape: [M], dtype: float32}
-outputs:
-  O: [M, N]
-  s: {shape: [M], dtype: float32}
----
-```python reference
-import torch.nn.functional as F
-
-
-def reference(A, B, r):
-    d, r = (A @ B.T).float(), r[:, None]
-    O = F.silu(d[:, 0::2] * r) * d[:, 1::2] * r
-    return {"O": O.to(A.dtype), "s": O.mean(-1)}
-```
-"""
+def dropped(k: int = 64, residual: str = "C", returned: str = "", **outputs: str) -> Spec:
+    """Dropout behind a hyperbolic tangent, and a residual."""
+    return spec(
+        "d = torch.tanh((A @ B.T).float()); u = philox(seed, 3, *d.shape, device=d.device); "
+        f"return {{{returned}'O': ({residual} + d * (u >= 0.25) / 0.75).to(A.dtype)}}",
+        {
+            residual: "[M, N]",
+            "seed": "{shape: [], dtype: float32, draw: {integers: [0, 16777216]}}",
+        },
+        {"O": "[M, N]", **outputs},
+        name="dropped",
+        header=f"types: {{T: [bfloat16]}}\nbench_shapes: [{{M: 4096, N: 4096, K: {k}}}]\n",
+    )
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_scale_of_both_columns_of_pairs_is_the_rows(scaled: bool) -> None:
-    text = HALVES if scaled else HALVES.replace("d[:, 1::2] * r", "d[:, 1::2]")
-    backward = derive(load_spec(Path("halves.md"), text=text), Asked(into="O"))
+    forward = spec(
+        "d, r = (A @ B.T).float(), r[:, None]; "
+        f"O = F.silu(d[:, 0::2] * r) * d[:, 1::2]{' * r' * scaled}; "
+        "return {'O': O.to(A.dtype), 's': O.mean(-1)}",
+        {"B": "[2*N, K]", "r": "{shape: [M], dtype: float32}"},
+        {"O": "[M, N]", "s": "{shape: [M], dtype: float32}"},
+        name="halves",
+        header="types: {T: [bfloat16]}\n",
+    )
+    backward = derive(forward, Asked(into="O"))
     check(backward)
     assert (backward.kernel.scale == "r") == scaled
 
 
 def test_a_forward_that_stores_more_keeps_the_types_of_its_outputs() -> None:
-    text = DROPOUT.replace("  O: [M, N]", "  O: [M, N]\n  E: {shape: [M, N], dtype: float32}")
-    text = text.replace("return {", 'return {"E": torch.exp(d), ').replace("K: 64}", "K: 4096}")
-    backward = derive(load_spec(Path("dropped.md"), text=text), Asked())
+    more = {"returned": "'E': torch.exp(d), ", "E": "{shape: [M, N], dtype: float32}"}
+    backward = derive(dropped(4096, **more), Asked())
     said = backward.files["dropped_fwd"]
     assert ".to(torch.float32)," in said and said.count(".to(A.dtype),") == 2
     admit(load_spec(Path("dropped_fwd.md"), text=said))
@@ -223,17 +196,14 @@ def test_a_forward_that_stores_more_keeps_the_types_of_its_outputs() -> None:
 
 @pytest.mark.parametrize("asked", [Asked(), Asked(into="O")])
 def test_dropout_is_drawn_again_from_its_counter(asked: Asked) -> None:
-    backward = derive(load_spec(Path("dropped.md"), text=DROPOUT), asked)
+    backward = derive(dropped(), asked)
     check(backward)
     program = composed(backward.files["dropped_bwd"], "dropped_bwd")["dropped_bwd"]
     assert "philox_uniform" in {n.op for n in program.graph.nodes}
 
 
 def test_a_short_product_is_computed_again_and_a_long_one_saved() -> None:
-    forms = {}
-    for k in (64, 4096):
-        text = DROPOUT.replace("K: 64}", f"K: {k}}}")
-        forms[k] = derive(load_spec(Path("dropped.md"), text=text), Asked())
+    forms = {k: derive(dropped(k), Asked()) for k in (64, 4096)}
     assert forms[64].kernel.form is Form.RECOMPUTED and "dropped_fwd" not in forms[64].files
     assert forms[4096].kernel.form is Form.ELEMENTWISE and "dropped_fwd" in forms[4096].files
     assert "dropped_fwd stores P as well, 2·M·N bytes." in forms[4096].notes
@@ -260,10 +230,8 @@ def test_names_are_the_specs_own() -> None:
 
 
 def test_an_input_that_has_the_name_of_a_gradient_is_refused() -> None:
-    text = DROPOUT.replace("  C: [M, N]", "  dO: [M, N]").replace("(C + d", "(dO + d")
-    text = text.replace("(A, B, C, seed)", "(A, B, dO, seed)")
     with pytest.raises(ProgramError, match="'dO' would be the name of a gradient too: rename it"):
-        derive(load_spec(Path("dropped.md"), text=text), Asked())
+        derive(dropped(residual="dO"), Asked())
 
 
 def test_a_gradient_that_is_wrong_is_found() -> None:

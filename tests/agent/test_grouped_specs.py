@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from coda_agent.agent.judge.compile_gate import check_signature, jobs_for
@@ -25,35 +23,13 @@ from coda_agent.primitives import (
     silu,
 )
 from coda_agent.primitives.tiles import offered
-from coda_agent.specs import Spec, load_spec
+from coda_agent.specs import Spec
 from tests.agent import verdicts
+from tests.written import spec
 
-SPEC = """---
-name: grouped
-types: {T: [bfloat16]}
-dims: {M: {}, N: {multiple_of: 128}, K: {multiple_of: 8}}
-gemm: [A, B]
-inputs:
-  A: {shape: [M, K]}
-  B: {shape: [N, K]}
-  r: {shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]}
-  g: {shape: [N], dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]}
-outputs:
-<outputs>
-check_shapes: [{M: 77, N: 384, K: 64}]
----
-```python reference
-import torch
-import torch.nn.functional as F
-
-
-def reference(A, B, r, g):
-    x = (A @ B.T).float() * g + r[:, None]
-<body>
-```
-"""
-FULL, HALF = "  O: {shape: [M, N]}", "  O: {shape: [M, N/2]}"
-SCALED = f"{FULL}\n  s: {{shape: [M, N/128], dtype: float32}}"
+VECTOR = "dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]"
+FULL, HALF = {"O": "[M, N]"}, {"O": "[M, N/2]"}
+SCALED = {**FULL, "s": "{shape: [M, N/128], dtype: float32}"}
 
 
 @epilogue(O=Tile)
@@ -128,37 +104,42 @@ CASES = [
 ]
 
 
-def spec_of(outputs: str, body: list[str]) -> Spec:
-    text = SPEC.replace("<outputs>", outputs).replace("<body>", "\n".join(f"    {b}" for b in body))
-    return load_spec(Path("grouped.md"), text=text)
+def spec_of(outputs: dict[str, str], body: list[str]) -> Spec:
+    return spec(
+        "\n".join(["x = (A @ B.T).float() * g + r[:, None]", *body]),
+        {"r": f"{{shape: [M], {VECTOR}}}", "g": f"{{shape: [N], {VECTOR}}}"},
+        outputs,
+        name="grouped",
+        header="types: {T: [bfloat16]}\ndims: {M: {}, N: {multiple_of: 128}, K: {multiple_of: 8}}\n"
+        "check_shapes: [{M: 77, N: 384, K: 64}]\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("program", "outputs", "body"), CASES, ids=[f"{p.name}{i}" for i, (p, *_) in enumerate(CASES)]
 )
-def test_as_pytorch_spells_it(program: Program, outputs: str, body: list[str]) -> None:
-    spec = spec_of(outputs, body)
-    programs = verdicts.composed(spec)
+def test_as_pytorch_spells_it(program: Program, outputs: dict[str, str], body: list[str]) -> None:
+    made = spec_of(outputs, body)
+    programs = verdicts.composed(made)
     assert programs["grouped"].digest == program.digest
-    assert check_signature(spec, programs) == []
-    verdicts.right(spec, programs)
+    assert check_signature(made, programs) == []
+    verdicts.right(made, programs)
 
 
 def test_another_width_is_another_function() -> None:
-    spec = spec_of(*CASES[0][1:])
 
     @epilogue(O=Tile)
     def wider(acc, r: ColVector, g: RowVector):
         x = acc * g + r
         return {"O": x * rsqrt(group_mean(x * x, 128) + 1e-6)}
 
-    verdicts.refused(spec, wider)
+    verdicts.refused(spec_of(*CASES[0][1:]), wider)
 
 
 def test_tiles_and_architectures_that_carry_groups() -> None:
     assert {c.tile_n % 128 for c in offered(scaled)} == {0}
     assert {c.tile_n % 64 for c in offered(rms, [(16, 4096, 4096)])} == {0}
     assert not any(c.swap_ab for c in offered(rms, [(16, 4096, 4096)]))
-    spec = spec_of(*CASES[3][1:])
-    jobs = jobs_for(spec, {"grouped": scaled}, ["bfloat16"], all_tiles=False, newer=True)
+    made = spec_of(*CASES[3][1:])
+    jobs = jobs_for(made, {"grouped": scaled}, ["bfloat16"], all_tiles=False, newer=True)
     assert [job.arch for job in jobs] == ["sm_90a", "sm_100a"]

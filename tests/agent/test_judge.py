@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +32,7 @@ from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, admit, load_spec
+from tests import written
 
 SPECS = Path(__file__).parents[2] / "specs"
 IMPORTS = (
@@ -140,34 +140,12 @@ DIFFERENTIATED = {
 
 @pytest.mark.parametrize("way", DIFFERENTIATED)
 def test_a_reference_that_differentiates_is_admitted_and_judged(spec: Spec, way: str) -> None:
-    lines = f"D = A.float() @ B.float().T\n{DIFFERENTIATED[way]}\nreturn {{'O': O.to(A.dtype)}}"
-    text = f"""---
-name: slope
-level: compose
-summary: The backward pass of a hyperbolic tangent.
-dims: {{M: {{}}, N: {{multiple_of: 16}}, K: {{multiple_of: 8}}}}
-types: {{T: [bfloat16]}}
-gemm: [A, B]
-inputs:
-  A: {{shape: [M, K], dtype: T}}
-  B: {{shape: [N, K], dtype: T}}
-  C: {{shape: [M, N], dtype: T}}
-outputs:
-  O: {{shape: [M, N], dtype: T}}
-check_shapes: [{{M: 37, N: 48, K: 64}}]
-bench_shapes: [{{M: 37, N: 48, K: 64}}]
-tolerance: {{multiple: 2.0}}
-target: 0.9
----
-```python reference
-import torch
-
-
-def reference(A, B, C):
-{indent(lines, "    ")}
-```
-"""
-    slope = load_spec("slope.md", text=text)
+    slope = written.spec(
+        f"D = A.float() @ B.float().T\n{DIFFERENTIATED[way]}\nreturn {{'O': O.to(A.dtype)}}",
+        {"C": "[M, N]"},
+        name="slope",
+        header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 37, N: 48, K: 64}]\n",
+    )
     admit(slope)
     right = Composer().write(slope, lambda *_: None)
     assert 'return {"O": acc * derivative(tanh, C)}' in right

@@ -17,46 +17,30 @@ from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, load_spec
+from tests.written import spec
 
 GENERATED = Path(__file__).parents[2] / "generated"
 NAMES = sorted(path.parent.name for path in GENERATED.glob("*/kernel.py"))
-SPEC = """---
-name: k
-types: {T: [bfloat16]}
-gemm: [A, B]
-inputs:
-  A: {shape: [M, K]}
-  B: {shape: [N, K]}
-  r: {shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}<domain>}
-outputs:
-  O: {shape: [M, N]}
-check_shapes: [{M: 33, N: 48, K: 16}]
----
-```python reference
-import torch
-import torch.nn.functional as F
 
 
-def reference(A, B, r):
-    z = (A @ B.T).float()
-    r = r[:, None]
-    return {"O": (<body>).to(A.dtype)}
-```
-"""
-
-
-def spec_of(body: str, domain: str = "") -> Spec:
+def spec_of(body: str, domain: str = "", stored: str = "bfloat16") -> Spec:
     domain = f", domain: {domain}" if domain else ""
-    return load_spec(Path("k.md"), text=SPEC.replace("<body>", body).replace("<domain>", domain))
+    return spec(
+        f"z = (A @ B.T).float(); r = r[:, None]; return {{'O': ({body}).to(torch.{stored})}}",
+        {"r": f"{{shape: [M], dtype: float32, draw: {{uniform: [0.5, 1.5]}}{domain}}}"},
+        {"O": f"{{shape: [M, N], dtype: {stored}}}"},
+        name="k",
+        header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n",
+    )
 
 
-def findings(spec: Spec, expression: str, seed: int | None = None) -> list[Finding]:
+def findings(made: Spec, expression: str, seed: int | None = None) -> list[Finding]:
     text = (
         f"from coda_agent.primitives import {', '.join(vocabulary)}\n"
         f"@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {{'O': {expression}}}\n"
     )
     programs = {n: Program.from_dict(p) for n, p in load_programs(text).items()}
-    return check_meaning(spec, programs, seed=seed)
+    return check_meaning(made, programs, seed=seed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,8 +66,8 @@ def test_accepted_kernels_mean_their_references(name: str) -> None:
 def test_what_differs_on_other_inputs_is_another_function(
     body: str, expression: str, case: str | None, share: float | None
 ) -> None:
-    spec = spec_of(body)
-    (finding,) = findings(spec, expression, seed=3)
+    made = spec_of(body)
+    (finding,) = findings(made, expression, seed=3)
     assert finding.message.startswith("O is another function of the inputs")
     where = finding.where
     assert (case or "") in where.get("case", "") and where["seed"] == 3
@@ -95,8 +79,8 @@ def test_what_differs_on_other_inputs_is_another_function(
 
 
 def test_a_quotient_that_overflows_is_another_function() -> None:
-    spec = spec_of("F.silu(z) * r")
-    (finding,) = findings(spec, "acc * (exp(acc) / (1.0 + exp(acc))) * r")
+    made = spec_of("F.silu(z) * r")
+    (finding,) = findings(made, "acc * (exp(acc) / (1.0 + exp(acc))) * r")
     assert "it is nan where" in finding.message and "is due;" in finding.message
 
 
@@ -112,9 +96,9 @@ def test_a_quotient_that_overflows_is_another_function() -> None:
     ],
 )
 def test_the_same_function_written_otherwise_passes(body: str, expression: str) -> None:
-    spec = spec_of(body)
+    made = spec_of(body)
     for seed in range(4):
-        assert findings(spec, expression, seed) == []
+        assert findings(made, expression, seed) == []
 
 
 @pytest.mark.parametrize("seed", [1684065359, 317948835])
@@ -144,12 +128,10 @@ def test_a_program_may_round_half_of_its_digits_away() -> None:
 
 def test_a_constant_excuses_nothing_where_the_store_saturates() -> None:
     """Where 448 is stored and 440 is due, a product of a long constant goes far beyond both."""
-    text = SPEC.replace("O: {shape: [M, N]}", "O: {shape: [M, N], dtype: float8_e4m3fn}")
-    text = text.replace(".to(A.dtype)", ".to(torch.float8_e4m3fn)").replace("<domain>", "")
-    spec = load_spec(Path("k.md"), text=text.replace("<body>", "torch.where(z > 0, 440.0, 0 * r)"))
-    (finding,) = findings(spec, "step(acc) * 9001.7 + 0.0 * r", seed=3)
+    made = spec_of("torch.where(z > 0, 440.0, 0 * r)", stored="float8_e4m3fn")
+    (finding,) = findings(made, "step(acc) * 9001.7 + 0.0 * r", seed=3)
     assert finding.where["got"] == 448 and finding.where["expected"] == 440
-    assert findings(spec, "step(acc) * 440.0 + 0.0 * r", seed=3) == []
+    assert findings(made, "step(acc) * 440.0 + 0.0 * r", seed=3) == []
 
 
 def test_a_constant_beyond_float32s_rounding_is_another() -> None:
@@ -176,8 +158,8 @@ def test_a_domain_is_a_range_that_holds_the_draw(domain: str) -> None:
 
 
 def test_a_kernels_documentation_names_its_domains(tmp_path: Path) -> None:
-    spec = spec_of("torch.relu(z * r)", "positive")
-    (tmp_path / "spec.md").write_text(spec.text)
+    made = spec_of("torch.relu(z * r)", "positive")
+    (tmp_path / "spec.md").write_text(made.text)
     (tmp_path / "kernel.py").write_text(
         "from coda_agent.primitives import ColVector, Tile, epilogue, relu\n\n\n"
         '@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {"O": relu(acc) * r}\n'
@@ -190,7 +172,7 @@ def test_a_kernels_documentation_names_its_domains(tmp_path: Path) -> None:
 def test_a_logarithm_of_a_sum_near_1_errs_as_the_sum_does(seed: int) -> None:
     """torch's own logsumexp has lost digits there that log1p keeps, and the program was refused."""
     root = Path(__file__).parents[2]
-    spec = load_spec(root / "specs/catalogue/gemm_log_mixture.md")
+    mixture = load_spec(root / "specs/catalogue/gemm_log_mixture.md")
     text = (root / "tests/agent/solutions/gemm_log_mixture.py").read_text("utf-8")
     programs = {name: Program.from_dict(data) for name, data in load_programs(text).items()}
-    assert check_meaning(spec, programs, seed=seed) == []
+    assert check_meaning(mixture, programs, seed=seed) == []

@@ -27,6 +27,7 @@ from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import STREAMING, TileConfig
 from coda_agent.specs import Spec, load_spec
+from tests import written
 
 GENERATED = Path(__file__).parents[2] / "generated"
 NAMES = sorted(path.parent.name for path in GENERATED.glob("*/kernel.py"))
@@ -295,24 +296,6 @@ def test_a_statistic_of_integers_is_held_to_what_folding_may_err() -> None:
     )
 
 
-SIGNED_MEAN = """---
-name: gemm_signed_mean
-gemm: [A, B]
-inputs: {A: [M, K], B: [N, K]}
-outputs: {D: [M, N], s: {shape: [M], dtype: float32}}
----
-
-```python reference
-import torch.nn.functional as F
-
-
-def reference(A, B):
-    D = F.linear(A, B)
-    return {"D": D, "s": D.float().mean(-1)}
-```
-"""
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mean_of_signed_integers_passes_where_the_block_is_no_power_of_two(seed: int) -> None:
     """Partial means of 160 columns are rounded, and nearly cancel in some rows."""
@@ -323,7 +306,11 @@ def test_a_mean_of_signed_integers_passes_where_the_block_is_no_power_of_two(see
 
     wide = TileConfig(128, 160, 2, 1, True)
     found = check_numerics(
-        load_spec(Path("gemm_signed_mean.md"), text=SIGNED_MEAN),
+        written.spec(
+            "D = A @ B.T; return {'D': D, 's': D.float().mean(-1)}",
+            outputs={"D": "[M, N]", "s": "{shape: [M], dtype: float32}"},
+            name="gemm_signed_mean",
+        ),
         {"gemm_signed_mean": gemm_signed_mean},
         {("gemm_signed_mean", "bfloat16"): (CONFIG, wide)},
         device="cpu", progress=lambda *_: None, seed=seed,

@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from coda_agent.primitives import Scalar, Tile, dropout, epilogue
-from coda_agent.specs import Spec, load_spec
+from coda_agent.specs import Spec
 from tests.agent import verdicts
+from tests.written import spec
 
-SPEC = """---
-name: placed
-types: {T: [bfloat16]}
-gemm: [A, B]
-inputs:
-  A: {shape: [M, K]}
-  B: {shape: [N, K]}
-  C: {shape: [M, N]}
-  seed: {shape: [], dtype: float32, draw: {integers: [0, 16777216]}}
-outputs:
-  O: {shape: [M, N]}
-check_shapes: [{M: 77, N: 384, K: 64}]
----
-```python reference
-from coda_agent.primitives.placed import philox
-
-
-def reference(A, B, C, seed):
-    d = (A @ B.T).float()
-    u = philox(seed, 3, *d.shape, device=d.device)
-<body>
-```
-"""
 BODIES = {
-    "dropout": "    return {'O': (C + d * (u >= 0.1) / 0.9).to(A.dtype)}",
-    "noise": "    return {'O': (C + d + u.float()).to(A.dtype)}",
-    "lower": "    return {'O': (C + u + d.tril(2)).to(A.dtype)}",
-    "upper": "    return {'O': (C + u + d.triu(-1)).to(A.dtype)}",
+    "dropout": "return {'O': (C + d * (u >= 0.1) / 0.9).to(A.dtype)}",
+    "noise": "return {'O': (C + d + u.float()).to(A.dtype)}",
+    "lower": "return {'O': (C + u + d.tril(2)).to(A.dtype)}",
+    "upper": "return {'O': (C + u + d.triu(-1)).to(A.dtype)}",
 }
 
 
 def spec_of(body: str) -> Spec:
-    return load_spec(Path("placed.md"), text=SPEC.replace("<body>", body))
+    drawn = "d = (A @ B.T).float(); u = philox(seed, 3, *d.shape, device=d.device); "
+    seed = "{shape: [], dtype: float32, draw: {integers: [0, 16777216]}}"
+    return spec(
+        drawn + body,
+        {"C": "[M, N]", "seed": seed},
+        name="placed",
+        header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 77, N: 384, K: 64}]\n",
+    )
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_it_is_admitted_composed_and_right(name: str) -> None:
-    spec = spec_of(BODIES[name])
-    programs = verdicts.composed(spec)
+    made = spec_of(BODIES[name])
+    programs = verdicts.composed(made)
     assert "philox_uniform" in {n.op for n in programs["placed"].graph.nodes}
-    verdicts.right(spec, programs)
+    verdicts.right(made, programs)
 
 
 def test_another_seed_is_another_function() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,36 +13,21 @@ from coda_agent.agent.judge.runners import run_interpreter
 from coda_agent.primitives import ColVector, Tile, epilogue, to_e4m3, to_e5m2
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.specs import Spec, load_spec
+from coda_agent.specs import Spec
+from tests import written
 from tests.agent import verdicts
-
-SPEC = """---
-name: fake
-types: {T: [bfloat16]}
-gemm: [A, B]
-inputs:
-  A: {shape: [M, K]}
-  B: {shape: [N, K]}
-  r: {shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]}
-outputs:
-  O: {shape: [M, N]}
-check_shapes: [{M: 256, N: 512, K: 1024}, {M: 33, N: 48, K: 16}]
----
-```python reference
-import torch
-
-
-def reference(A, B, r):
-    r = r[:, None]
-    q = ((A @ B.T).float() / r).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {"O": (q.float() * r).to(A.dtype)}
-```
-"""
 
 
 @pytest.fixture(scope="module")
 def spec() -> Spec:
-    return load_spec(Path("fake.md"), text=SPEC)
+    return written.spec(
+        "r = r[:, None]; q = ((A @ B.T).float() / r).clamp(-448, 448).to(torch.float8_e4m3fn); "
+        "return {'O': (q.float() * r).to(A.dtype)}",
+        {"r": "{shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}, domain: [0.01, 100]}"},
+        name="fake",
+        header="types: {T: [bfloat16]}\n"
+        "check_shapes: [{M: 256, N: 512, K: 1024}, {M: 33, N: 48, K: 16}]\n",
+    )
 
 
 @epilogue(O=Tile)

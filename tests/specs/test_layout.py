@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,82 +23,51 @@ from coda_agent.agent.workbench.reading import programs_to_define
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
-from coda_agent.specs import Spec, admit, draw_inputs, load_spec, run_reference
+from coda_agent.specs import Spec, admit, draw_inputs, run_reference
+from tests.written import spec
 
 FLOAT = "dtype: float32"
-
-
-def spec(
-    gemm: str,
-    inputs: Mapping[str, str],
-    outputs: Mapping[str, str],
-    body: str,
-    *,
-    header: str = "",
-    arguments: str = "",
-) -> Spec:
-    def listed(tensors: Mapping[str, str]) -> str:
-        return "".join(f"  {x}: {said}\n" for x, said in tensors.items())
-
-    lines = "".join(f"    {line}\n" for line in body.split("; "))
-    text = (
-        f"---\nname: probe\ngemm: {gemm}\ninputs:\n{listed(inputs)}outputs:\n{listed(outputs)}"
-        f"{header}---\n```python reference\nimport torch\nimport torch.nn.functional as F\n\n\n"
-        f"def reference({arguments or ', '.join(inputs)}):\n{lines}```\n"
-    )
-    return load_spec(Path("probe.md"), text=text)
+product = partial(spec, gemm="[x, w]")
 
 
 LAYOUTS: dict[str, Any] = {
-    "B is (K, N)": lambda: spec(
-        "[x, w]",
-        {"x": "[M, K]", "w": "[K, N]", "b": "[N]"},
-        {"y": "[M, N]"},
-        "return F.gelu(x @ w + b)",
+    "B is (K, N)": lambda: product(
+        "return F.gelu(x @ w + b)", {"x": "[M, K]", "w": "[K, N]", "b": "[N]"}, {"y": "[M, N]"}
     ),
-    "A is (K, M)": lambda: spec(
-        "[x, w]",
-        {"x": "[K, M]", "w": "[K, N]"},
-        {"y": "[M, N]"},
-        "return torch.relu(x.T @ w)",
+    "A is (K, M)": lambda: product(
+        "return torch.relu(x.T @ w)", {"x": "[K, M]", "w": "[K, N]"}, {"y": "[M, N]"}
     ),
-    "the result transposed": lambda: spec(
-        "[x, w]",
-        {"x": "[M, K]", "w": "[N, K]"},
-        {"y": "[N, M]"},
-        "return torch.tanh(w @ x.T)",
+    "the result transposed": lambda: product(
+        "return torch.tanh(w @ x.T)", {"x": "[M, K]", "w": "[N, K]"}, {"y": "[N, M]"}
     ),
-    "a batch": lambda: spec(
-        "[x, w]",
+    "a batch": lambda: product(
+        "return res + F.linear(x, w)",
         {"x": "[B, T, K]", "w": "[N, K]", "res": "[B, T, N]"},
         {"y": "[B, T, N]"},
-        "return res + F.linear(x, w)",
     ),
-    "a batch in extents of 1": lambda: spec(
-        "[x, w]",
+    "a batch in extents of 1": lambda: product(
+        "h = x @ w * r + b; s = h.float().square().sum(-1, keepdim=True); "
+        "return h.to(x.dtype), s, h.float().sum((0, 1), keepdim=True)",
         {"x": "[B, T, K]", "w": "[K, N]", "r": f"{{shape: [B, T, 1], {FLOAT}}}", "b": "[1, 1, N]"},
         {
             "y": "[B, T, N]",
             "s": f"{{shape: [B, T, 1], {FLOAT}}}",
             "c": f"{{shape: [1, 1, N], {FLOAT}}}",
         },
-        "h = x @ w * r + b; s = h.float().square().sum(-1, keepdim=True); "
-        "return h.to(x.dtype), s, h.float().sum((0, 1), keepdim=True)",
     ),
-    "K is N": lambda: spec(
-        "[x, w]",
+    "K is N": lambda: product(
+        "return res + F.linear(x, w, b)",
         {"x": "[M, K]", "w": "[K, K]", "res": "[M, K]", "b": "[K]"},
         {"y": "[M, K]"},
-        "return res + F.linear(x, w, b)",
     ),
-    "M is N": lambda: spec(
-        "[q, k]",
+    "M is N": lambda: product(
+        "z = (q @ k.T).float() * r + b; return z.to(q.dtype), z.amax(-1)",
         {"q": "[S, D]", "k": "[S, D]", "r": f"{{shape: [S, 1], {FLOAT}}}", "b": "[S]"},
         {"y": "[S, S]", "top": f"{{shape: [S], {FLOAT}}}"},
-        "z = (q @ k.T).float() * r + b; return z.to(q.dtype), z.amax(-1)",
+        gemm="[q, k]",
     ),
-    "extents of 1": lambda: spec(
-        "[x, w]",
+    "extents of 1": lambda: product(
+        "h = (F.linear(x, w) * r + b) * s; return h.to(x.dtype), h.float().mean(-1, keepdim=True)",
         {
             "x": "[M, K]",
             "w": "[N, K]",
@@ -107,23 +76,21 @@ LAYOUTS: dict[str, Any] = {
             "s": f"{{shape: [1], {FLOAT}}}",
         },
         {"y": "[M, N]", "m": f"{{shape: [M, 1], {FLOAT}}}"},
-        "h = (F.linear(x, w) * r + b) * s; return h.to(x.dtype), h.float().mean(-1, keepdim=True)",
     ),
-    "heads": lambda: spec(
-        "[x, w]",
+    "heads": lambda: product(
+        "return F.linear(x, w, b).unflatten(-1, (-1, 64))",
         {"x": "[B, T, K]", "w": "[N, K]", "b": "[N]"},
         {"y": "[B, T, N/64, 64]"},
-        "return F.linear(x, w, b).unflatten(-1, (-1, 64))",
     ),
-    "sums of 16 bits": lambda: spec(
-        "[x, w]",
-        {"x": "[M, K]", "w": "[N, K]"},
-        {"y": "[M, N]", "s": "[M, 1]", "c": "[N]"},
+    "sums of 16 bits": lambda: product(
         "y = F.linear(x, w); z = y.float(); "
         "return y, z.square().mean(-1, keepdim=True).to(x.dtype), z.amax(0).to(x.dtype)",
+        {"x": "[M, K]", "w": "[N, K]"},
+        {"y": "[M, N]", "s": "[M, 1]", "c": "[N]"},
     ),
-    "gate and up as halves": lambda: spec(
-        "[x, w]",
+    "gate and up as halves": lambda: product(
+        "h = F.linear(x, w, b) * r; gate, up = h.chunk(2, dim=-1); "
+        "return (F.silu(gate) * up).to(x.dtype), h.float().square().mean(-1)",
         {
             "x": "[B, T, K]",
             "w": "[2*F, K]",
@@ -131,37 +98,34 @@ LAYOUTS: dict[str, Any] = {
             "r": f"{{shape: [B, T, 1], {FLOAT}}}",
         },
         {"y": "[B, T, F]", "s": f"{{shape: [B, T], {FLOAT}}}"},
-        "h = F.linear(x, w, b) * r; gate, up = h.chunk(2, dim=-1); "
-        "return (F.silu(gate) * up).to(x.dtype), h.float().square().mean(-1)",
         header="pairs: halves\n",
     ),
-    "gate and up as two weights": lambda: spec(
-        "[x, [w_gate, w_up]]",
+    "gate and up as two weights": lambda: product(
+        "gate, up = x @ w_gate + b_gate, x @ w_up + b_up; return gate, up, F.silu(gate) * up",
         {"x": "[M, K]", "w_gate": "[K, F]", "w_up": "[K, F]", "b_gate": "[F]", "b_up": "[F]"},
         {"gate": "[M, F]", "up": "[M, F]", "y": "[M, F]"},
-        "gate, up = x @ w_gate + b_gate, x @ w_up + b_up; return gate, up, F.silu(gate) * up",
+        gemm="[x, [w_gate, w_up]]",
         header="pairs: halves\nsplit: [gate, up]\n",
     ),
-    "queries, keys and values of three weights": lambda: spec(
-        "[x, [wq, wk, wv]]",
+    "queries, keys and values of three weights": lambda: product(
+        "d = lambda w: F.linear(x, w).unflatten(-1, (-1, 64)); return d(wq), d(wk), d(wv)",
         {"x": "[B, T, K]", "wq": "[4*H, K]", "wk": "[H, K]", "wv": "[H, K]"},
         {"q": "[B, T, H/16, 64]", "k": "[B, T, H/64, 64]", "v": "[B, T, H/64, 64]"},
-        "d = lambda w: F.linear(x, w).unflatten(-1, (-1, 64)); return d(wq), d(wk), d(wv)",
+        gemm="[x, [wq, wk, wv]]",
     ),
-    "queries, keys and values of one": lambda: spec(
-        "[x, w]",
+    "queries, keys and values of one": lambda: product(
+        "return F.linear(x, w, b).chunk(3, -1)",
         {"x": "[M, K]", "w": "[3*N, K]", "b": "[3*N]"},
         {"q": "[M, N]", "k": "[M, N]", "v": "[M, N]"},
-        "return F.linear(x, w, b).chunk(3, -1)",
     ),
-    "a sum of two products": lambda: spec(
-        "[[x, xa], [w, b]]",
+    "a sum of two products": lambda: product(
+        "return F.gelu(F.linear(x, w) + F.linear(xa, b) + bias)",
         {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]", "bias": "[N]"},
         {"y": "[M, N]"},
-        "return F.gelu(F.linear(x, w) + F.linear(xa, b) + bias)",
+        gemm="[[x, xa], [w, b]]",
     ),
-    "FP8 with scales of rows and columns": lambda: spec(
-        "[x, w]",
+    "FP8 with scales of rows and columns": lambda: product(
+        "return ((x.float() @ w.float()) * sx * sw).bfloat16()",
         {
             "x": "{shape: [M, K], dtype: float8_e4m3fn}",
             "w": "{shape: [K, N], dtype: float8_e4m3fn}",
@@ -169,16 +133,15 @@ LAYOUTS: dict[str, Any] = {
             "sw": f"{{shape: [1, N], {FLOAT}, draw: {{uniform: [0.5, 1.5]}}}}",
         },
         {"y": "{shape: [M, N], dtype: bfloat16}"},
-        "return ((x.float() @ w.float()) * sx * sw).bfloat16()",
     ),
-    "columns that are numbers": lambda: spec(
-        "[x, w]",
+    "columns that are numbers": lambda: product(
+        "return F.linear(x, w, b).split([128, 64, 64], dim=-1)",
         {"x": "[M, K]", "w": "[256, K]", "b": "[256]"},
         {"q": "[M, 128]", "k": "[M, 64]", "v": "[M, 64]"},
-        "return F.linear(x, w, b).split([128, 64, 64], dim=-1)",
     ),
-    "a gate of each sample": lambda: spec(
-        "[h, w]",
+    "a gate of each sample": lambda: product(
+        "y = x + keep * gate * (1 + scale.unsqueeze(1)) * F.linear(h, w); "
+        "return y / (2 + torch.tanh(p.view(-1, 1, 1)))",
         {
             "x": "[B, T, N]",
             "h": "[B, T, K]",
@@ -189,17 +152,18 @@ LAYOUTS: dict[str, Any] = {
             "p": "[B]",
         },
         {"y": "[B, T, N]"},
-        "y = x + keep * gate * (1 + scale.unsqueeze(1)) * F.linear(h, w); "
-        "return y / (2 + torch.tanh(p.view(-1, 1, 1)))",
+        gemm="[h, w]",
     ),
-    "a position embedding": lambda: spec(
-        "[x, w]",
+    "a position embedding": lambda: product(
+        "return F.linear(x, w) * (2 + q) + p",
         {"x": "[B, T, K]", "w": "[N, K]", "p": "[T, N]", "q": "[1, T, 1]"},
         {"y": "[B, T, N]"},
-        "return F.linear(x, w) * (2 + q) + p",
     ),
-    "a norm and a slope of each head": lambda: spec(
-        "[x, w]",
+    "a norm and a slope of each head": lambda: product(
+        "q = F.linear(x, w).unflatten(-1, (-1, 64)); r = q.float().pow(2).mean(-1, keepdim=True); "
+        "q = q * torch.rsqrt(r + 1e-6) * (1 + g); "
+        "q = q + (slope * pos[..., None])[..., None]; "
+        "return (q * (1 + of[:, None, :, None])).to(x.dtype)",
         {
             "x": "[B, T, K]",
             "w": "[64*H, K]",
@@ -209,96 +173,85 @@ LAYOUTS: dict[str, Any] = {
             "pos": "[B, T]",
         },
         {"q": "[B, T, H, 64]"},
-        "q = F.linear(x, w).unflatten(-1, (-1, 64)); r = q.float().pow(2).mean(-1, keepdim=True); "
-        "q = q * torch.rsqrt(r + 1e-6) * (1 + g); "
-        "q = q + (slope * pos[..., None])[..., None]; "
-        "return (q * (1 + of[:, None, :, None])).to(x.dtype)",
     ),
-    "cosines of each pair": lambda: spec(
-        "[x, w]",
-        {"x": "[B, T, K]", "w": "[64*H, K]", "cos": "[T, 32]", "sin": "[T, 32]"},
-        {"q": "[B, T, H, 64]"},
+    "cosines of each pair": lambda: product(
         "q = F.linear(x, w).view(*x.shape[:2], -1, 32, 2); a, b = q.unbind(-1); "
         "c, s = cos[:, None], sin[:, None]; "
         "return torch.stack([a * c - b * s, a * s + b * c], -1).flatten(-2)",
+        {"x": "[B, T, K]", "w": "[64*H, K]", "cos": "[T, 32]", "sin": "[T, 32]"},
+        {"q": "[B, T, H, 64]"},
     ),
-    "rotation of halves": lambda: spec(
-        "[x, w]",
-        {"x": "[B, T, K]", "w": "[64*H, K]", "cos": "[B, T, 64]", "sin": "[B, T, 64]"},
-        {"y": "[B, T, H, 64]"},
+    "rotation of halves": lambda: product(
         "q = F.linear(x, w).view(*x.shape[:2], -1, 64); cos = cos.unsqueeze(2); "
         "a, b = q.chunk(2, -1); turned = torch.cat([-b, a], dim=-1); "
         "return q * cos + turned * sin.unsqueeze(2)",
+        {"x": "[B, T, K]", "w": "[64*H, K]", "cos": "[B, T, 64]", "sin": "[B, T, 64]"},
+        {"y": "[B, T, H, 64]"},
     ),
-    "rotation of halves by tables of half a head": lambda: spec(
-        "[x, w]",
-        {"x": "[B, T, K]", "w": "[H, K]", "bias": "[H]", "cos": "[T, 32]", "sin": "[T, 32]"},
-        {"y": "[B, T, H]"},
+    "rotation of halves by tables of half a head": lambda: product(
         "q = F.linear(x, w, bias).unflatten(-1, (-1, 64)); c, s = cos[:, None], sin[:, None]; "
         "q = q.float(); r = torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-6); q = q * r; "
         "a, b = q[..., :32], q[..., 32:]; "
         "return torch.cat([a * c - b * s, b * c + a * s], -1).flatten(-2).to(x.dtype)",
+        {"x": "[B, T, K]", "w": "[H, K]", "bias": "[H]", "cos": "[T, 32]", "sin": "[T, 32]"},
+        {"y": "[B, T, H]"},
         header="dims: {B: {}, T: {}, K: {multiple_of: 8}, H: {multiple_of: 64}}\n",
     ),
-    "a layer norm of each head": lambda: spec(
-        "[x, w]",
-        {"x": "[B, T, K]", "w": "[64*H, K]", "g": "[64]", "b": "[64]"},
-        {"q": "[B, T, 64*H]"},
+    "a layer norm of each head": lambda: product(
         "q = F.linear(x, w).unflatten(-1, (-1, 64)); "
         "return F.layer_norm(q, (64,), g, b, 1e-5).flatten(-2)",
+        {"x": "[B, T, K]", "w": "[64*H, K]", "g": "[64]", "b": "[64]"},
+        {"q": "[B, T, 64*H]"},
     ),
-    "a tensor of half the columns": lambda: spec(
-        "[x, w]",
+    "a tensor of half the columns": lambda: product(
+        "a, b = F.linear(x, w).unflatten(-1, (-1, 2)).unbind(-1); return d * F.silu(a) * b",
         {"x": "[B, T, K]", "w": "[2*N, K]", "d": "[B, T, N]"},
         {"y": "[B, T, N]"},
-        "a, b = F.linear(x, w).unflatten(-1, (-1, 2)).unbind(-1); return d * F.silu(a) * b",
     ),
-    "heads first, of three weights": lambda: spec(
-        "[x, [wq, wk, wv]]",
-        {"x": "[B, T, K]", "wq": "[2*N, K]", "wk": "[N, K]", "wv": "[N, K]"},
-        {"q": "[B, N/16, T, 32]", "k": "[B, N/32, 32, T]", "v": "[N/32, B, T, 32]"},
+    "heads first, of three weights": lambda: product(
         "q, k, v = (F.linear(x, w).unflatten(-1, (-1, 32)) for w in (wq, wk, wv)); "
         "return q.transpose(1, 2), k.permute(0, 2, 3, 1), v.permute(2, 0, 1, 3)",
+        {"x": "[B, T, K]", "wq": "[2*N, K]", "wk": "[N, K]", "wv": "[N, K]"},
+        {"q": "[B, N/16, T, 32]", "k": "[B, N/32, 32, T]", "v": "[N/32, B, T, 32]"},
+        gemm="[x, [wq, wk, wv]]",
         header="dims: {B: {}, T: {}, K: {multiple_of: 8}, N: {multiple_of: 32}}\n",
     ),
-    "rows as one dim": lambda: spec(
-        "[x, w]",
-        {"x": "[B, T, K]", "w": "[N, K]"},
-        {"y": "[B*T, N]", "h": "[N/16, B*T, 16]", "s": f"{{shape: [B*T], {FLOAT}}}"},
+    "rows as one dim": lambda: product(
         "y = F.linear(x.flatten(0, 1), w); h = torch.tanh(y).unflatten(-1, (-1, 16)); "
         "return y, h.transpose(0, 1), y.float().sum(-1)",
+        {"x": "[B, T, K]", "w": "[N, K]"},
+        {"y": "[B*T, N]", "h": "[N/16, B*T, 16]", "s": f"{{shape: [B*T], {FLOAT}}}"},
     ),
-    "a sum of products, one of them scaled": lambda: spec(
-        "[[x, xa], [w, b]]",
+    "a sum of products, one of them scaled": lambda: product(
+        "return F.silu(F.linear(x, w) - 4 * F.linear(xa, b))",
         {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]"},
         {"y": "[M, N]"},
-        "return F.silu(F.linear(x, w) - 4 * F.linear(xa, b))",
+        gemm="[[x, xa], [w, b]]",
         header="scales: {b: -4}\n",
     ),
-    "operands side by side before one weight": lambda: spec(
-        "[[x, y], w]",
+    "operands side by side before one weight": lambda: product(
+        "return F.silu(F.linear(torch.cat([x, y], -1), w, b))",
         {"x": "[B, T, K]", "y": "[B, T, 2*K]", "w": "[N, 3*K]", "b": "[N]"},
         {"z": "[B, T, N]"},
-        "return F.silu(F.linear(torch.cat([x, y], -1), w, b))",
+        gemm="[[x, y], w]",
     ),
-    "a sum over several dims": lambda: spec(
-        "[dy, x]",
+    "a sum over several dims": lambda: product(
+        "return dy.flatten(0, 1).T @ x.flatten(0, 1)",
         {"dy": "[B, T, M]", "x": "[B, T, N]"},
         {"dw": "[M, N]"},
-        "return dy.flatten(0, 1).T @ x.flatten(0, 1)",
+        gemm="[dy, x]",
         header="dims: {B: {}, T: {multiple_of: 8}, M: {multiple_of: 8}, N: {multiple_of: 16}}\n",
     ),
-    "a tensor of one number": lambda: spec(
-        "[x, w]",
+    "a tensor of one number": lambda: product(
+        "return F.prelu(F.linear(x, w), a)",
         {"x": "[M, K]", "w": "[N, K]", "a": "[1]"},
         {"y": "[M, N]"},
-        "return F.prelu(F.linear(x, w), a)",
     ),
-    "a K that is held as a number": lambda: spec(
-        "[q, k]",
+    "a K that is held as a number": lambda: product(
+        "return torch.tanh(q @ k.T / q.size(-1) ** 0.5)",
         {"q": "[B, T, 64]", "k": "[S, 64]"},
         {"y": "[B, T, S]"},
-        "return torch.tanh(q @ k.T / q.size(-1) ** 0.5)",
+        gemm="[q, k]",
     ),
 }
 
@@ -469,15 +422,17 @@ def test_what_has_no_layout_is_refused(
     gemm: str, inputs: dict[str, str], outputs: dict[str, str], header: str, message: str
 ) -> None:
     with pytest.raises(SpecError, match=message):
-        spec(gemm, {"x": "[M, K]", **inputs}, outputs or {"y": "[M, N]"}, "pass", header=header)
+        product(
+            "pass", {"x": "[M, K]", **inputs}, outputs or {"y": "[M, N]"}, gemm=gemm, header=header
+        )
 
 
 def test_two_weights_whose_columns_meet_are_halves() -> None:
-    made = spec(
-        "[x, [w, v]]",
+    made = product(
+        "return F.linear(x, w).sigmoid() * F.linear(x, v)",
         {"x": "[M, K]", "w": "[N, K]", "v": "[N, K]"},
         {"y": "[M, N]"},
-        "return F.linear(x, w).sigmoid() * F.linear(x, v)",
+        gemm="[x, [w, v]]",
     )
     assert "y=HalfTile" in Composer().write(made, lambda *_: None)
     said = programs_to_define(made)
@@ -493,15 +448,14 @@ def test_an_extent_that_is_a_number_stays_it() -> None:
 
 
 def test_cases_of_a_parameter_have_layouts_of_their_own() -> None:
-    made = spec(
-        "[x, w]",
+    made = product(
+        'return x @ w + (v if per == "column" else v[..., None])',
         {
             "x": "[B, T, K]",
             "w": "[K, N]",
             "v": "{shape: {parameter: per, column: [N], row: [B, T]}}",
         },
         {"y": "[B, T, N]"},
-        'return x @ w + (v if per == "column" else v[..., None])',
         header="parameters: {per: [column, row]}\n",
         arguments="x, w, v, per",
     )
@@ -540,43 +494,45 @@ def test_a_table_is_read_where_it_lies() -> None:
         assert entered[x].data_ptr() == given[x].data_ptr()
 
 
-def test_a_square_weight_is_that_of_linear() -> None:
-    made = spec(
-        "[x, w]", {"x": "[M, K]", "w": "[K, K]"}, {"y": "[M, K]"}, "return torch.tanh(x @ w)"
-    )
-    with pytest.raises(ProgramError, match="the reference raises at sizes") as caught:
-        Composer().write(made, lambda *_: None)
-    assert caught.value.hint == "w is read as [N, K]; where it is [K, N], name its two dims apart"
-
-
-def test_halves_that_are_not_declared_are_named() -> None:
-    made = spec(
-        "[x, w]",
-        {"x": "[M, K]", "w": "[N, K]"},
-        {"y": "[M, N/2]"},
-        "a, b = F.linear(x, w).chunk(2, -1); return F.silu(a) * b",
-    )
-    with pytest.raises(ProgramError, match="declare `pairs: halves`"):
-        Composer().write(made, lambda *_: None)
-
-
-def test_products_that_are_weighed_differently_are_refused() -> None:
-    made = spec(
-        "[[x, xa], [w, b]]",
-        {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]"},
-        {"y": "[M, N]"},
-        "return F.linear(x, w) + 2 * F.linear(xa, b)",
-    )
-    with pytest.raises(ProgramError, match="does not add the products of x, xa alike"):
+@pytest.mark.parametrize(
+    ("body", "inputs", "columns", "gemm", "said"),
+    [
+        (
+            "return torch.tanh(x @ w)",
+            {"x": "[M, K]", "w": "[K, K]"},
+            "K",
+            "[x, w]",
+            r"the reference raises at sizes .*w is read as \[N, K\]; where it is \[K, N\], name its",
+        ),
+        (
+            "a, b = F.linear(x, w).chunk(2, -1); return F.silu(a) * b",
+            {"x": "[M, K]", "w": "[N, K]"},
+            "N/2",
+            "[x, w]",
+            "declare `pairs: halves`",
+        ),
+        (
+            "return F.linear(x, w) + 2 * F.linear(xa, b)",
+            {"x": "[M, K]", "xa": "[M, R]", "w": "[N, K]", "b": "[N, R]"},
+            "N",
+            "[[x, xa], [w, b]]",
+            "does not add the products of x, xa alike",
+        ),
+    ],
+)
+def test_what_is_declared_otherwise_than_it_is_computed_is_refused(
+    body: str, inputs: dict[str, str], columns: str, gemm: str, said: str
+) -> None:
+    made = product(body, inputs, {"y": f"[M, {columns}]"}, gemm=gemm)
+    with pytest.raises(ProgramError, match=said):
         Composer().write(made, lambda *_: None)
 
 
 def test_a_reference_that_gives_another_shape_is_refused() -> None:
-    made = spec(
-        "[x, w]",
+    made = product(
+        "return F.linear(x, w).transpose(0, 1)",
         {"x": "[B, T, K]", "w": "[N, K]"},
         {"y": "[B, T, N]"},
-        "return F.linear(x, w).transpose(0, 1)",
     )
     with pytest.raises(SpecError, match=r"output 'y' is \(1, 2, 16\); expected \(2, 1, 16\)|is \("):
         admit(made)
