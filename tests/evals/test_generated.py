@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.evals.judge import generated
 from coda_agent.evals.judge.scores import Judge
-from coda_agent.specs import load_spec
+from tests.written import spec
 
 SETTINGS: dict[str, Any] = {
     "derandomize": True,
@@ -24,8 +24,8 @@ SETTINGS: dict[str, Any] = {
 @settings(max_examples=60, **SETTINGS)
 @given(st.data())
 def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
-    spec = generated.reference(lambda options: data.draw(st.sampled_from(options)))
-    found = generated.judged(spec, None, seed=1)
+    made = generated.reference(lambda options: data.draw(st.sampled_from(options)))
+    found = generated.judged(made, None, seed=1)
     assert found["layer"] in ("not admitted", "refused", "right"), found["said"]
     assert "\n" not in found.get("said", "")
 
@@ -35,26 +35,7 @@ def test_the_judge_agrees_with_the_interpreter() -> None:
     assert {"right"} < {c["layer"] for c in cells} <= {"not admitted", "refused", "right"}
 
 
-SPEC = """---
-name: generated_{number}
-gemm: [A, B]
-inputs:
-  A: {{shape: [M, K]}}
-  B: {{shape: [N, K]}}
-outputs:
-  O: {{shape: [M, N], dtype: {dtype}}}
-check_shapes: [{{M: 1, N: 16, K: 8}}, {{M: 37, N: 48, K: 24}}]
----
-```python reference
-import torch
-import torch.nn.functional as F
-
-
-def reference(A, B):
-    D = A @ B.T
-    return {{"O": {body}}}
-```
-"""
+SHAPES = "check_shapes: [{M: 1, N: 16, K: 8}, {M: 37, N: 48, K: 24}]\n"
 REMAINDER = "torch.fmod(torch.log(1 + torch.exp(D.clamp(max=60))), 1.5).to(A.dtype)"
 CANCELLED = "(0.5 * torch.addcdiv(torch.rsub(D, D), D, D.square() + 1)).to(A.dtype)"
 COSINE = "torch.where((F.relu(D).cos() > 0) & (D > 0), F.relu(D).cos(), D).to(A.dtype)"
@@ -78,29 +59,13 @@ COSINE = "torch.where((F.relu(D).cos() > 0) & (D > 0), F.relu(D).cos(), D).to(A.
 def test_a_right_program_that_few_digits_are_left_of_is_not_refused(
     number: int, dtype: str, body: str
 ) -> None:
-    text = SPEC.format(number=number, dtype=dtype, body=body)
-    spec = load_spec(Path(f"generated_{number}.md"), text=text)
-    assert generated.judged(spec, Judge(Path(), "cpu"), seed=number + 1) == {"layer": "right"}
-
-
-NEAR_JUMPS = """---
-name: generated_{number}
-gemm: [A, B]
-inputs:
-  A: {{shape: [M, K]}}
-{inputs}outputs:
-{outputs}check_shapes: [{{M: 1, N: 16, K: 8}}, {{M: 37, N: 48, K: 24}}]
----
-```python reference
-import torch
-import torch.nn.functional as F
-
-
-def reference(A{names}):
-    D = {product}
-{lines}    return {{{results}}}
-```
-"""
+    made = spec(
+        f"D = A @ B.T; return {{'O': {body}}}",
+        outputs={"O": f"{{shape: [M, N], dtype: {dtype}}}"},
+        name=f"generated_{number}",
+        header=SHAPES,
+    )
+    assert generated.judged(made, Judge(Path(), "cpu"), seed=number + 1) == {"layer": "right"}
 
 
 @pytest.mark.sampled(0.25)
@@ -262,23 +227,18 @@ def test_a_right_program_near_a_jump_is_not_refused(
 ) -> None:
     """On a case of integers, the few probes at first all left an element on one side of a jump."""
     shapes = {"O": "[M, N]", "H": "[M, N/2]", "s": "[M]", "n": "[N]"}
-    inputs = {"B": "[N, K]"} | inputs
-    text = NEAR_JUMPS.format(
-        number=number,
-        product="A @ B" if inputs["B"] == "[K, N]" else "A @ B.T",
-        inputs="".join(f"  {n}: {{shape: {how}}}\n" for n, how in inputs.items()),
-        outputs="".join(
-            f"  {o}: {{shape: {shapes[o]}, dtype: {d}}}\n" for o, (_, d) in results.items()
-        ),
-        names="".join(f", {n}" for n in inputs),
-        lines="".join(f"    {line}\n" for line in lines),
-        results=", ".join(
-            f'"{o}": ({x}).{"to(A.dtype)" if d == "T" else "float()"}'
-            for o, (x, d) in results.items()
-        ),
+    product = "A @ B" if inputs.get("B") == "[K, N]" else "A @ B.T"
+    returned = ", ".join(
+        f"'{o}': ({x}).{'to(A.dtype)' if d == 'T' else 'float()'}" for o, (x, d) in results.items()
     )
-    spec = load_spec(Path(f"generated_{number}.md"), text=text)
-    assert generated.judged(spec, Judge(Path(), "cpu"), seed=seed + number) == {"layer": "right"}
+    made = spec(
+        "\n".join([f"D = {product}", *lines, f"return {{{returned}}}"]),
+        {n: f"{{shape: {how}}}" for n, how in inputs.items()},
+        {o: f"{{shape: {shapes[o]}, dtype: {d}}}" for o, (_, d) in results.items()},
+        name=f"generated_{number}",
+        header=SHAPES,
+    )
+    assert generated.judged(made, Judge(Path(), "cpu"), seed=seed + number) == {"layer": "right"}
 
 
 @pytest.mark.parametrize(("old", "new"), [("maximum(", "minimum("), ("0.25", "0.26")])
@@ -286,13 +246,13 @@ def test_a_wrong_program_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new
     lines = {"D": "A @ B.T", "x1": "torch.maximum(D, E)", "O": "x1.masked_fill(x1 > 1, 0.25)"}
     picks = iter([generated.LAYOUTS[0], ("r", "[M, 1]"), "A @ B.T", 2, "binary", "E", "torch.maximum({x}, {y})", "unary",
                   "{x}.masked_fill({x} > 1, 0.25)", 1, 1, 1, "T", "", "float32"])  # fmt: skip
-    spec = generated.reference(lambda options: next(picks))
-    assert all(line in spec.reference_source for line in lines.values())
+    made = generated.reference(lambda options: next(picks))
+    assert all(line in made.reference_source for line in lines.values())
     judge = Judge(Path(), "cpu")
-    assert generated.judged(spec, judge, seed=1) == {"layer": "right"}
+    assert generated.judged(made, judge, seed=1) == {"layer": "right"}
     write = Composer.write
     monkeypatch.setattr(Composer, "write", lambda *a: _imported(write(*a).replace(old, new)))
-    found = generated.judged(spec, judge, seed=1)
+    found = generated.judged(made, judge, seed=1)
     assert found["layer"] == "wrong" and found["said"].startswith("O is off by")
 
 
