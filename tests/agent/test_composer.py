@@ -57,6 +57,7 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.specs import Spec, draw_inputs, load_spec
+from tests.meanings import EXPECTED, wide
 from tests.programs import program
 
 SPECS = Path(next(iter(specs_room.__path__)))
@@ -147,103 +148,6 @@ def body_of(text: str) -> str:
     return text[text.index("@epilogue") :]
 
 
-# What the specs compute, written once more and on its own: plain formulas in float64.
-
-
-def _bias_act(v: dict[str, Any], b: dict[str, str]) -> dict[str, torch.Tensor]:
-    bias = v["bias"].view(-1, 1) if b["bias_per"] == "row" else v["bias"]
-    x = v["alpha"] * (v["A"] @ v["B"].T) + v["beta"] * v["C"] + bias
-    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
-    return {
-        "O": {
-            "relu": x.clamp(min=0),
-            "silu": x / (1 + torch.exp(-x)),
-            "gelu_tanh": x / 2 * (1 + torch.tanh(inner)),
-        }[b["activation"]]
-    }
-
-
-def _gated(d: torch.Tensor) -> torch.Tensor:
-    gate, up = d.reshape(d.shape[0], -1, 2).unbind(-1)
-    return gate / (1 + torch.exp(-gate)) * up
-
-
-def _swiglu(d: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"D": d, "O": _gated(d)}
-
-
-def _swiglu_backward(v: dict[str, Any], _: dict[str, str]) -> dict[str, torch.Tensor]:
-    wide = v["Z"].requires_grad_()
-    out = _gated(wide)
-    (slope,) = torch.autograd.grad(out, wide, v["A"] @ v["B"].T)
-    with torch.no_grad():
-        return {"dZ": slope, "z": (slope * wide).sum(-1) / out.shape[-1], "O": out}
-
-
-def _norm_backward(v: dict[str, Any], _: dict[str, str]) -> dict[str, torch.Tensor]:
-    d, r = v["A"] @ v["B"].T, torch.diag(v["r"])
-    c = r @ v["C"]
-    change = r @ (d @ torch.diag(v["gamma"]) - torch.diag(v["z"]) @ c)
-    return {"O": change + v["X"], "C_out": c * v["gamma"], "dgamma": torch.diag(d.T @ c)}
-
-
-def _row_wise(v: dict[str, Any]) -> torch.Tensor:
-    return (v["A"] * v["scale_a"].view(-1, 1)) @ (v["B"] * v["scale_b"].view(-1, 1)).T
-
-
-def _normed(v: dict[str, Any]) -> torch.Tensor:
-    return v["r"].view(-1, 1) * ((v["A"] * v["scale_a"]) @ (v["B"] * v["scale_b"]).T)
-
-
-def _quantised(x: torch.Tensor, scale: Any) -> dict[str, torch.Tensor]:
-    return {
-        "O": torch.minimum(torch.tensor(448.0), (x * scale)).clamp(min=-448.0),
-        "amax": torch.stack([row.abs().max() for row in x]),
-    }
-
-
-def _with_statistic(v: dict[str, Any], d: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"D": d, "O": d * v["gamma"], "s": (d * d).sum(-1) / d.shape[-1]}
-
-
-def _rope(d: torch.Tensor, cs: torch.Tensor) -> dict[str, torch.Tensor]:
-    # Turning (x, y) by -angle is a product with cos - i·sin.
-    turned = torch.view_as_complex(d.unflatten(-1, (-1, 2)).contiguous())
-    table = torch.view_as_complex(cs.unflatten(-1, (-1, 2)).contiguous()).conj()
-    return {"D": d, "O": torch.view_as_real(turned * table).flatten(-2)}
-
-
-def _entropy(z: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    chosen = torch.stack([row[i] for row, i in zip(z, y.tolist(), strict=True)])
-    return {"Z": z, "z_tgt": chosen, "lse": z.exp().sum(-1).log()}
-
-
-EXPECTED: dict[str, Callable[[dict[str, Any], dict[str, str]], dict[str, torch.Tensor]]] = {
-    "gemm_bias_act": _bias_act,
-    "gemm_fp8_residual_partial_rmsnorm": lambda v, _: _with_statistic(v, _row_wise(v) + v["C"]),
-    "gemm_fp8_rmsnorm": lambda v, _: {"O": _normed(v)},
-    "gemm_fp8_rmsnorm_rope": lambda v, _: _rope(_normed(v), v["cs"]),
-    "gemm_fp8_rmsnorm_swiglu": lambda v, _: _swiglu(_normed(v)),
-    "gemm_fp8_rmsnorm_swiglu_quantised": lambda v, _: _quantised(
-        _gated(_normed(v)), v["scale_o"].view(-1, 1)
-    ),
-    "gemm_fp8_swiglu": lambda v, _: _swiglu(_row_wise(v)),
-    "gemm_fp8_swiglu_quantised": lambda v, _: _quantised(_gated(_row_wise(v)), v["scale_o"]),
-    "gemm_partial_cross_entropy": lambda v, _: _entropy(v["A"] @ v["B"].T, v["y"]),
-    "gemm_partial_swiglu_bwd": _swiglu_backward,
-    "gemm_residual_partial_rmsnorm": lambda v, _: _with_statistic(v, v["A"] @ v["B"].T + v["C"]),
-    "gemm_residual_partial_rmsnorm_bwd": _norm_backward,
-    "gemm_rmsnorm": lambda v, _: {"O": v["r"].view(-1, 1) * (v["A"] @ v["B"].T)},
-    "gemm_rmsnorm_partial_cross_entropy": lambda v, _: _entropy(
-        v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["y"]
-    ),
-    "gemm_rmsnorm_rope": lambda v, _: _rope(v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["cs"]),
-    "gemm_rmsnorm_swiglu": lambda v, _: _swiglu(v["r"].view(-1, 1) * (v["A"] @ v["B"].T)),
-    "gemm_rope": lambda v, _: _rope(v["A"] @ v["B"].T, v["cs"]),
-    "gemm_swiglu": lambda v, _: _swiglu(v["A"] @ v["B"].T),
-}
-
-
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_spec_composes_to_what_it_says(name: str) -> None:
     a_spec = load_spec(SPECS / f"{name}.md")
@@ -257,16 +161,12 @@ def test_each_spec_composes_to_what_it_says(name: str) -> None:
             seed=3,
             binding=binding,
         )
-        wide = {
-            k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-            for k, v in drawn.items()
-        }
         a, b = (drawn[k] for k in a_spec.gemm)
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         program = programs[a_spec.variant(binding)]
         held = {output: drawn[start] for output, start in a_spec.updated(binding).items()}
         got = interpret(program, a, b, {**drawn, **held}, dtypes={}, compute=torch.float64)
-        expected = EXPECTED[name](wide, binding)
+        expected = EXPECTED[name](wide(drawn), binding)
         assert list(got) == list(expected) == list(a_spec.outputs)
         for output, value in expected.items():
             torch.testing.assert_close(got[output], value, rtol=1e-10, atol=1e-12)

@@ -12,6 +12,7 @@ import coda_agent.primitives as vocabulary
 from coda_agent.agent.judge.static import check_source
 from coda_agent.demos import END, Demo, demos
 from coda_agent.primitives.interpret import interpret
+from tests.meanings import wide
 
 DEMOS = demos()
 M, N, K = 77, 272, 64
@@ -22,12 +23,6 @@ BLOCKS = pytest.mark.parametrize("block", [128, 192])
 def draw(demo: Demo, seed: int = 0) -> dict[str, Any]:
     n = -(-N // demo.n_multiple) * demo.n_multiple
     return demo.inputs(torch.Generator().manual_seed(seed), M, n, K)
-
-
-def in_float64(values: dict[str, Any]) -> dict[str, Any]:
-    """Float tensors in float64; indices and numbers as they are."""
-    floats = {k for k, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return {k: v.double() if k in floats else v for k, v in values.items()}
 
 
 def run(
@@ -64,14 +59,14 @@ def test_operands_and_outputs_match_inputs_and_reference(demo: Demo) -> None:
     assert set(demo.unusual(torch.Generator(), M, N)) <= set(values)
     outputs = [o for p in demo.programs for o in p.outputs]
     assert len(outputs) == len(set(outputs))
-    assert set(demo.reference(**in_float64(values))) == set(outputs)
+    assert set(demo.reference(**wide(values))) == set(outputs)
 
 
 @EACH
 @BLOCKS
 def test_float64_equals_the_reference(demo: Demo, block: int) -> None:
     values = draw(demo)
-    expected = demo.reference(**in_float64(values))
+    expected = demo.reference(**wide(values))
     got = run(demo, values, block, torch.float64, torch.float64)
     for o, want in expected.items():
         assert got[o].shape == want.shape, o
@@ -85,7 +80,7 @@ def test_float64_equals_the_reference(demo: Demo, block: int) -> None:
 @BLOCKS
 def test_float32_and_bfloat16_are_within_bounds(demo: Demo, block: int) -> None:
     values = draw(demo, seed=1)
-    expected = demo.reference(**in_float64(values))
+    expected = demo.reference(**wide(values))
     single = run(demo, values, block, torch.float32, torch.float32)
     rounded = run(demo, values, block, torch.bfloat16, torch.float32)
     for o, want in expected.items():
@@ -99,7 +94,7 @@ def test_float32_and_bfloat16_are_within_bounds(demo: Demo, block: int) -> None:
 
 @EACH
 def test_outputs_are_not_degenerate(demo: Demo) -> None:
-    for o, value in demo.reference(**in_float64(draw(demo))).items():
+    for o, value in demo.reference(**wide(draw(demo))).items():
         assert value.isfinite().all(), o
         assert value.std() > 1e-2 * value.abs().max(), o
 
