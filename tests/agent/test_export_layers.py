@@ -3,6 +3,8 @@ and that `kernels` takes them."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -132,6 +134,19 @@ def test_under_the_compiler_of_torch_a_layer_gives_the_same(case: str) -> None:
     call = torch.compile(run, fullgraph=whole, backend="aot_eager")
     for a, b in zip(eager, results(call, module, args), strict=True):
         torch.testing.assert_close(a, b, rtol=0.01, atol=1e-5)
+
+
+def test_layers_import_no_compiler() -> None:
+    """Which takes seconds, where a kernel's first call takes milliseconds."""
+    code = """
+import sys
+from coda_agent.agent.export.loader.layers import LAYERS, layer
+print([layer(name, dict.fromkeys([k for k, _ in LAYERS.values()])).__name__ for name in LAYERS])
+print([m for m in ("torch._dynamo", "torch._inductor", "triton") if m in sys.modules])
+"""
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [str([*LAYERS]), "[]"]
 
 
 def test_rows_that_do_not_count_may_have_any_logits() -> None:

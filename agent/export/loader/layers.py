@@ -121,7 +121,11 @@ def cross_entropy(kernel: Kernel, gradient: Optional[Gradient] = None) -> Callab
             found = [None if t is None else (t * grads[0]).to(kind) for t, kind in pairs]
             return (*found, None, None)
 
-    run: Any = torch.compiler.disable(Run.apply)
+    def run(*inputs: Any) -> Any:
+        # `disable` imports torch._dynamo, which takes seconds: not before something is traced.
+        traced = torch.compiler.is_compiling()
+        return (torch.compiler.disable(Run.apply) if traced else Run.apply)(*inputs)
+
     return run
 
 
