@@ -3,23 +3,27 @@
 - The gradient at the accumulator and those of the operands are one operator for all kernels,
   `coda_agent::gradients`. Those of A and B are then products of PyTorch's, in the type of A.
 - A call keeps what the gradients that are asked for read, and no more: A for that of B, B for that
-  of A.
+  of A. Where these would need the product again, calls with gradients run another operator,
+  `<name>_kept`, which gives a tile more.
 - Nothing is differentiated twice. FP8 outputs have no gradient, FP8 operands take none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.generated.ops import Variant, Variants, operators, scalars
 from coda_agent.primitives.errors import LaunchError, ProgramError
-from coda_agent.primitives.function import supported
-from coda_agent.primitives.gradient import PRODUCT, Gradient, extremum, gradient_of
+from coda_agent.primitives.function import Chooser, supported
+from coda_agent.primitives.gradient import KEPT, PRODUCT, Gradient, extremum, gradient_of
+from coda_agent.primitives.gradient import keeping as kept_by
 from coda_agent.primitives.gradient_pass import GradientPass
+from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
@@ -36,13 +40,34 @@ def differentiable(variant: Variant) -> list[str]:
     return [o for o in _wide(variant) if not extremum(outputs[o])]
 
 
+def keeping(
+    spec: Spec, variants: Variants, choose: Callable[[Program], Chooser]
+) -> dict[tuple[str, ...], Variant]:
+    """The variants that calls with gradients run instead: those of `variants` whose gradients need
+    the product, with what spares it as their last output. `choose` chooses the tiles of a program.
+    """
+    found = {}
+    for binding in spec.bindings():
+        variant = variants[key := tuple(binding.values())]
+        function = variant.function
+        if variant.updated or "float8" in function.types[0]:
+            continue
+        program = kept_by(function.program, differentiable(variant), _wide(variant))
+        if program is not None:
+            function = replace(function, program=program, choose=choose(program))
+            made = Variant.of(spec, binding, function)
+            found[key] = replace(made, returned=(*made.returned, len(program.outputs) - 1))
+    return found
+
+
 def register(op: str, spec: Spec, variants: Variants) -> None:
     """Register the gradients of the operator `coda_agent::op` of a kernel, where it has any: an
     operator that overwrites an input cannot."""
     import torch
 
     bindings = [x for x in spec.bindings() if not spec.updated(x)]
-    known = {key: variants[key] for key in (tuple(x.values()) for x in bindings)}
+    keys = (tuple(x.values()) for x in bindings)
+    known = {key: variants[key] for key in keys if key in variants}
     if not any(map(differentiable, known.values())):
         return
     _operator()
@@ -103,7 +128,8 @@ def _saving(variant: Variant, needed: tuple[bool, ...]) -> _Saving:
     wanted |= {PRODUCT: a} if needed[a] or needed[b] else {}
     names = [[*variant.function.program.outputs][i] for i in variant.returned]
     able = differentiable(variant)
-    gradient = _gradient(variant, tuple(wanted), tuple(o for o in names if o in able))
+    given = tuple(o for o in names if o in able and o != KEPT)
+    gradient = _gradient(variant, tuple(wanted), given)
     at |= {o: len(needed) + i for i, o in enumerate(names)}
     reads = {o: at[o] for o in gradient.reads}
     reads |= {_A: a} if needed[b] or gradient.product else {}
@@ -132,8 +158,9 @@ def _keep(ctx: Any, variant: Variant, inputs: Sequence[Any], outputs: Sequence[A
     ctx.shapes = [getattr(x, "shape", None) for x in inputs]
     ctx.save_for_backward(*kept)
     ctx.set_materialize_grads(False)
-    if eight := [t for t in outputs if t.dtype.itemsize == 1]:
-        ctx.mark_non_differentiable(*eight)
+    named = zip(saving.names, outputs, strict=True)
+    if never := [t for o, t in named if o == KEPT or t.dtype.itemsize == 1]:
+        ctx.mark_non_differentiable(*never)
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -18,7 +18,7 @@ from coda_agent.generated.out import placed
 from coda_agent.generated.tuning import UserTuning
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
-from coda_agent.primitives.function import ProgramFunction, reduction_block
+from coda_agent.primitives.function import Chooser, ProgramFunction, reduction_block
 from coda_agent.primitives.launch import signature
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
@@ -46,6 +46,8 @@ class Kernel:
         spills: A thread's stores to local memory, by a tile's label.
         variants: What runs, for each choice of the static parameters.
         ops: Their operators.
+        kept: Operators that calls with gradients run in place of these, where their backward pass
+            needs more than they store: that is their last output.
     """
 
     def __init__(
@@ -80,6 +82,9 @@ class Kernel:
         }
         self.ops = register(op_name, spec, self.variants)
         gradients.register(op_name, spec, self.variants)
+        kept = gradients.keeping(spec, self.variants, self._chooser)
+        self.kept = register(f"{op_name}_kept", spec, kept)
+        gradients.register(f"{op_name}_kept", spec, kept)
         # Plain values, because torch.compile traces the call.
         self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
         self._a = self._inputs.index(spec.gemm[0])
@@ -211,11 +216,16 @@ class Kernel:
         filled = self._scalars and self._filled(values)
         if variant is None or signature(values) is None or differentiated(values):
             self._check(values)
-            op = self.ops[key].Tensor if filled else self.ops[key].default
+            kept = self.kept.get(key) if differentiated(values) else None
+            packet = kept or self.ops[key]
+            op = packet.Tensor if filled else packet.default
             static: dict[str, Any] = dict(zip(self._parameters, key, strict=True))
             if block_size is not None:
                 static["block_size"] = block_size
-            return op(*values, **static)
+            found = op(*values, **static)
+            if kept is None:
+                return found
+            return found[:-1] if len(found) > 2 else found[0]
         try:  # what the operator runs, without the dispatcher
             return variant(values, block_size)
         except LaunchError:
@@ -358,19 +368,34 @@ class Kernel:
                     return config
         return next(iter(self.ranked((m, n, k), dtype, gpu, block)), None)
 
+    def _chooser(self, program: Program) -> Chooser:
+        """What chooses tiles of a program that no table knows."""
+
+        def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
+            gpu = _gpu_name()
+            found = self.ranked((m, n, k), dtype, gpu, block, program) if gpu else ()
+            return next(iter(found), None)
+
+        return choose
+
     def ranked(
-        self, shape: Shape, dtype: str, gpu: str, block: int | None = None
+        self,
+        shape: Shape,
+        dtype: str,
+        gpu: str,
+        block: int | None = None,
+        other: Program | None = None,
     ) -> list[TileConfig]:
         """All right configurations with this reduction block, those predicted to be fastest at
-        (M, N, K) first."""
-        program = next(iter(self.programs.values()))
+        (M, N, K) first. Those of another program than the kernel's are by the prior."""
+        program = other or next(iter(self.programs.values()))
         usable = [
             config
             for config in offered(program, [shape])
             if config.label not in self.refused
             and (block is None or reduction_block(program, config) == block)
         ]
-        model = self.model(gpu, dtype)
+        model = None if other else self.model(gpu, dtype)
         if model is None or not any(config in model.costs for config in usable):
             width = tables.width(dtype)
             model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=self.spills)

@@ -182,6 +182,7 @@ def register(
     ops = {}
     for mutates, suffix in enumerate(("", "_")):
         bindings = [x for x in spec.bindings() if bool(spec.updated(x)) == mutates]
+        bindings = [x for x in bindings if tuple(x.values()) in variants]
         if bindings:
             some = {key: variants[key] for key in (tuple(x.values()) for x in bindings)}
             _define(name + suffix, spec, some, bindings[0])
@@ -205,7 +206,7 @@ def _define(name: str, spec: Spec, variants: Variants, defaults: dict[str, str])
         return call(variant, args, block_size)
 
     library, numbers = operators(), scalars(spec)
-    results = ", ".join(["Tensor"] * (len(spec.outputs) - len(updated)))
+    results = ", ".join(["Tensor"] * len(next(iter(variants.values())).returned))
     keywords = ", ".join([*(f'str {p}="{v}"' for p, v in defaults.items()), "int? block_size=None"])
     for overload, scalar in ("", "float"), (".Tensor", "Tensor"):
         if overload and not numbers:

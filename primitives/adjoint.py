@@ -109,6 +109,12 @@ def adjoints(
                 for arg, part in zip(args, parts, strict=True):
                     add(arg, part)
                 continue
+            if node.op in _EXTREMA and 0.0 in [x for x in given if not isinstance(x, Value)]:
+                # Beside 0 the result tells as well which it is, where that is stored: no rounding
+                # makes it 0, as one may make it another bound.
+                z = values[i]
+                if isinstance(z, Value) and z.graph.nodes[z.index].op == "operand":
+                    given = [z if isinstance(x, Value) else x for x in given]
             for k, arg in enumerate(args):
                 if arg in wanted and not (node.op == "where" and k == 0):
                     slopes = [gradient if j == k else 0.0 for j in range(len(args))]

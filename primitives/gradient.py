@@ -2,8 +2,10 @@
 
 - What is computed is the chain rule over the graph (`adjoint.py`), in float32, rounded once.
 - Of the forward pass it reads what is stored. A stored tile stands for the value that was rounded
-  into it, and what is under a row's scale is that value over the scale. Only what then still needs
-  the accumulator has the product computed again.
+  into it, and what is under a row's scale is that value over the scale.
+- Where the accumulator would still be needed, the forward pass of a call with gradients stores one
+  tile more (`keeping`): at 4096³ on an H200 a product takes 0.19 ms, and a 16-bit tile 0.008 ms.
+  What needs the accumulator even so, a scale's gradient, has the product computed again.
 - On a Hopper GPU it is one launch (`gradient_pass.py`). Elsewhere PyTorch evaluates it, on another
   GPU by kernels of torch.compile's, made once for each choice of gradients.
 """
@@ -11,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
 
 PRODUCT = "acc"
 """The name of the accumulator's gradient, which no operand has."""
+
+
+KEPT = "kept"
+"""The output that `keeping` adds."""
 
 
 def extremum(kind: type) -> bool:
@@ -209,6 +215,39 @@ class Gradient:
             value = value / block
         value = value.reshape(kept, -1, 1).expand(-1, -1, block).flatten(1)[:, :folded]
         return value.mT if over_rows else value
+
+
+def keeping(program: Program, given: Sequence[str], stored: Sequence[str]) -> Program | None:
+    """The program with an output more, the tile `KEPT`, with which gradients of what is not a
+    scalar do not need the accumulator. It is the last value that has them all.
+
+    Args:
+        program: The program.
+        given: Outputs that can have a gradient.
+        stored: Tiles among the outputs that gradients may read.
+
+    Returns:
+        None where nothing is to be gained, or something has no derivative.
+    """
+    wanted = [o for o, kind in program.operands.items() if kind not in (Scalar, ColIndex)]
+
+    def needed(program: Program, wanted: Sequence[str], stored: Sequence[str]) -> bool:
+        return Gradient.of(program, wanted, given, stored).product
+
+    try:
+        if not needed(program, [PRODUCT], stored):
+            return None
+    except ProgramError:
+        return None
+    nodes, outputs = program.graph.nodes, program.graph.outputs
+    vary = dependents(program.graph, [i for i, n in enumerate(nodes) if n.op == "acc"])
+    for i in sorted(vary, reverse=True):
+        if nodes[i].shape is Shape.TILE and i not in outputs.values():
+            graph = Graph(nodes, {**outputs, KEPT: i})
+            more = replace(program, outputs={**program.outputs, KEPT: Tile}, graph=graph)
+            if not needed(more, [PRODUCT, *wanted], [*stored, KEPT]):
+                return more
+    return None
 
 
 def gradient_of(o: str) -> str:

@@ -272,6 +272,21 @@ def test_a_call_keeps_what_is_read() -> None:
     assert SWIGLU(a, b, r)[0].requires_grad
 
 
+def test_a_call_with_gradients_stores_what_spares_the_product() -> None:
+    kernel = generated.gemm_bias_act
+    inputs = leaves(kernel.spec, {"activation": "silu", "bias_per": "column"}, exact=False)
+    inputs |= {x: float(inputs[x].detach()) for x in ("alpha", "beta")}
+    out: Any = kernel(**inputs, activation="silu")
+    z = inputs["alpha"] * (inputs["A"] @ inputs["B"].mT).float() + inputs["bias"]
+    z = (z + inputs["beta"] * inputs["C"]).bfloat16()
+    kept = [t for t in out.grad_fn.saved_tensors if t.shape == z.shape]
+    assert len(kept) == 1
+    torch.testing.assert_close(kept[0], z, rtol=2**-6, atol=2**-6)
+    with torch.no_grad():
+        plain: Any = kernel(**inputs, activation="silu")
+    assert torch.equal(plain, out)
+
+
 def test_what_is_not_differentiated_is_refused() -> None:
     values = given()
     slope = torch.autograd.grad(loss(*values), values[2], create_graph=True)[0]

@@ -27,6 +27,7 @@ from coda_agent.primitives import (
     Scalar,
     Tile,
     WideTile,
+    clamp,
     epilogue,
     gather,
     gradient_pass,
@@ -34,12 +35,13 @@ from coda_agent.primitives import (
     group_sum,
     interleave,
     pairs,
+    relu,
     rotate_half,
     silu,
     swiglu,
 )
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.gradient import PRODUCT, Gradient, gradient_of
+from coda_agent.primitives.gradient import KEPT, PRODUCT, Gradient, gradient_of, keeping
 from coda_agent.primitives.gradient_pass import GradientPass
 from coda_agent.primitives.interpret import evaluate, interpret
 from coda_agent.primitives.program import Program
@@ -207,6 +209,37 @@ def test_what_is_read() -> None:
     assert Gradient.of(gate, (PRODUCT,), ("D",), ["D"]).reads == ("r",)
     # Nothing of the forward is needed where the gradient is a sum of what comes in.
     assert Gradient.of(added, ("X",), ("X",), []).reads == ()
+
+
+def test_a_tile_more_is_kept_where_the_product_would_be_needed() -> None:
+    @epilogue(O=Tile)
+    def activated(acc, C: Tile, bias: RowVector, alpha: Scalar):
+        return {"O": silu(alpha * acc + C + bias)}
+
+    @epilogue(O=Tile)
+    def rectified(acc, bias: RowVector):
+        return {"O": relu(acc + bias)}
+
+    @epilogue(O=Tile)
+    def limited(acc, bias: RowVector):
+        return {"O": clamp(acc + bias, -1.0, 1.0)}
+
+    more = keeping(activated, ["O"], ["O"])
+    assert more is not None
+    acc, c = torch.randn(2, M, N, dtype=torch.float64)
+    bias, alpha = torch.randn(N, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    operands = {"C": c, "bias": bias, "alpha": alpha}
+    found = interpret(more, acc, torch.eye(N).double(), operands, dtypes={}, compute=torch.float64)
+    torch.testing.assert_close(found[KEPT], 0.5 * acc + c + bias)
+    torch.testing.assert_close(found["O"], torch.nn.functional.silu(found[KEPT]))
+    gradient = Gradient.of(more, (PRODUCT, "C", "bias"), ("O",), ["O", KEPT])
+    assert gradient.reads == ("alpha", KEPT) and not gradient.product
+    assert Gradient.of(more, (PRODUCT, "alpha"), ("O",), ["O", KEPT]).product
+    # Where the result is 0 tells what was below 0; at another bound it may have been rounded to.
+    assert keeping(rectified, ["O"], ["O"]) is None and keeping(gate, ["D", "O"], ["D"]) is None
+    assert Gradient.of(rectified, (PRODUCT, "bias"), ("O",), ["O"]).reads == ("O",)
+    bounded = keeping(limited, ["O"], ["O"])
+    assert bounded and bounded.graph.nodes[bounded.graph.outputs[KEPT]].op == "add"
 
 
 def test_what_has_no_derivative_is_said() -> None:
