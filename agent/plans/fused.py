@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.judge.provenance import judge_digest
-from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.agent.plans.cut import Kernel, Plan, cut
 from coda_agent.agent.plans.imports import import_quack
-from coda_agent.agent.plans.kernels import Composed, composed, remember, remembered
+from coda_agent.agent.plans.kernels import Composed, composed, remember, remembered, sources
 from coda_agent.agent.plans.rules import as_called
 from coda_agent.agent.plans.run import Packed, Runner
 from coda_agent.agent.plans.spell import written
@@ -25,6 +23,8 @@ from coda_agent.primitives.objects import user_cache
 
 if TYPE_CHECKING:
     import torch
+
+    from coda_agent.agent.judge.samples import Samples
 
 _ROUNDS, _CALLS = 11, 4
 """How often a plan and PyTorch are timed beside each other, and calls each time."""
@@ -432,10 +432,12 @@ def _fastest(
     the times of all. Which it was is kept in the user's cache."""
     import torch
 
+    from coda_agent.agent.judge.samples import speedup
+
     layout = [(*t.shape, *t.stride(), str(t.dtype)) for t in tensors]
     where = torch.cuda.get_device_name(tensors[0].device), torch.__version__
     texts = [step.text if isinstance(step, Kernel) else written(step) for step in plan.steps]
-    key = json.dumps([*ways, layout, where, texts, judge_digest()])
+    key = json.dumps([*ways, layout, where, texts, sources()])
     path = user_cache() / "plans" / f"fastest-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = remembered(path)
     if known.get("way") not in ways:
@@ -460,6 +462,8 @@ def _fastest(
 def times_of(runs: Sequence[Any], tensors: Any) -> list[Samples]:
     """Times of a call, in a loop as Python runs it: the host's time counts where it is longer."""
     import torch
+
+    from coda_agent.agent.judge.samples import Samples
 
     times: list[list[float]] = [[] for _ in runs]
     with torch.no_grad():

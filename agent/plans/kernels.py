@@ -1,6 +1,7 @@
 """A step's text as a kernel: found among accepted ones by what it computes, or composed and judged.
 
-What was composed is kept in the user's cache, with the level that the judge gave it here.
+What was composed is kept in the user's cache, with the level that the judge gave it here. The
+composer and the judge are imported where nothing was kept: that took 0.3 s of CPU time.
 """
 
 from __future__ import annotations
@@ -13,22 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from coda_agent.agent import execution
-from coda_agent.agent.authors.composer import Composer, load
-from coda_agent.agent.judge import judge_candidate
-from coda_agent.agent.judge.machine import Gpu
-from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.plans.trace import Value, plain
-from coda_agent.agent.workspace import Kernel as Entry
-from coda_agent.agent.workspace import find, packaged_kernels
 from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.objects import user_cache, write_whole
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, load_spec
-from coda_agent.specs.draft import Example, draft
 from coda_agent.specs.source import extracted
+
+if TYPE_CHECKING:
+    from coda_agent.agent.workspace import Kernel as Entry
 
 _GATES = ("static", "compile", "numerics")
 # By operator: torch takes each name once a process.
@@ -42,6 +39,7 @@ class Composed:
     Attributes:
         spec: Drafted from its text.
         text: The candidate.
+        program: What it defines.
         level: What the judge gave it: "" where it was not asked, else "proved" or "verified"; or
             the level of the accepted kernel that computes the same.
         folder: That kernel's, or "".
@@ -49,6 +47,7 @@ class Composed:
 
     spec: Spec
     text: str
+    program: Program
     level: str
     folder: str
 
@@ -56,10 +55,6 @@ class Composed:
     def accepted(self) -> str:
         """The accepted kernel's name, or ""."""
         return Path(self.folder).name
-
-    @cached_property
-    def program(self) -> Program:
-        return load(self.text)[self.spec.name]
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -95,15 +90,15 @@ def composed(
     Raises:
         CodaError: no kernel computes it, or the judge refuses it.
     """
-    examples = {name: _example(name, x, inputs[a]) for name, x in inputs.items()}
+    dtypes = {name: _dtype(name, x, inputs[a]) for name, x in inputs.items()}
     # A kernel takes any number of rows, so what was composed for some is taken for others.
     lead = inputs[a].meta.shape[:-1]
     rows = {str(e): f"M{i}" for i, e in enumerate(lead) if not isinstance(e, int)}
     faces = [
-        (name, [rows.get(str(e), plain(e)) for e in x.meta.shape], examples[name].dtype)
+        (name, [rows.get(str(e), plain(e)) for e in x.meta.shape], dtypes[name])
         for name, x in inputs.items()
     ]
-    key = json.dumps([text, faces, judge_digest()])
+    key = json.dumps([text, faces, sources()])
     path = user_cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = remembered(path)
     if "refused" in known:
@@ -112,15 +107,8 @@ def composed(
     if folder is None or (folder and known["accepted"] != _evidence(Path(folder))):
         known = {}
     try:
-        source = extracted(text, "plan")
-        if not known:
-            spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
-            known = {"spec": spec.text, "text": Composer().write(spec, lambda *_: None)}
-            twin = _equal(load(known["text"])[spec.name], spec)
-            known |= {"level": "", "folder": str(twin.folder) if twin else ""}
-            known["accepted"] = _evidence(twin.folder) if twin else ""
-        else:
-            spec = load_spec(Path(f"{source.name}.md"), text=known["spec"])
+        known = known or _composed(text, {n: (x.shape, dtypes[n]) for n, x in inputs.items()})
+        spec = load_spec(Path(f"{known['name']}.md"), text=known["spec"])
         if known["accepted"]:
             known["level"] = "accepted"
         elif judged and known["level"] != "verified" and known["level"] != _reachable():
@@ -131,16 +119,56 @@ def composed(
         raise
     if kept:
         remember(path, known)
-    return Composed(spec, known["text"], known["level"], known["folder"])
+    program = Program.from_dict(json.loads(known["program"]))
+    return Composed(spec, known["text"], program, known["level"], known["folder"])
 
 
-def _example(name: str, x: Value, a: Value) -> Example:
+def _composed(text: str, faces: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, str]:
+    """What is kept of a step that the composer wrote.
+
+    Raises:
+        CodaError: as `composed`.
+    """
+    from coda_agent.agent.authors.composer import Composer, load
+    from coda_agent.specs.draft import Example, draft
+
+    source = extracted(text, "plan")
+    examples = {name: Example(*face) for name, face in faces.items()}
+    spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
+    written = Composer().write(spec, lambda *_: None)
+    program = load(written)[spec.name]
+    twin = _equal(program, spec)
+    return {
+        "name": source.name, "spec": spec.text, "text": written, "level": "",
+        "program": json.dumps(program.to_dict()), "folder": str(twin.folder) if twin else "",
+        "accepted": _evidence(twin.folder) if twin else "",
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def sources() -> str:
+    """A digest of the sources that compose, judge and run a kernel: what was kept holds as long as
+    they are the same bytes."""
+    root = Path(__file__).parents[2]
+    folders = "agent/plans agent/authors agent/judge agent/execution primitives specs generated"
+    hashed = hashlib.sha256()
+    for file in sorted(f for folder in folders.split() for f in (root / folder).glob("**/*.py")):
+        hashed.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return hashed.hexdigest()
+
+
+def _dtype(name: str, x: Value, a: Value) -> str:
+    """An argument's element type as a spec has it.
+
+    Raises:
+        CodaError: no kernel reads it.
+    """
     dtype = str(x.meta.dtype).removeprefix("torch.")
     if not x.shape and dtype != "float32":
         raise CodaError(f"{name} is one number of {dtype}, and a kernel reads float32")
     if x.meta.device != a.meta.device:
         raise CodaError(f"{name} is on {x.meta.device}, and {a.name} on {a.meta.device}")
-    return Example(x.shape, "T" if x.meta.dtype == a.meta.dtype else dtype)
+    return "T" if x.meta.dtype == a.meta.dtype else dtype
 
 
 def remembered(path: Path) -> dict[str, str]:
@@ -161,6 +189,9 @@ def remember(path: Path, known: Mapping[str, str]) -> None:
 @lru_cache(maxsize=1)
 def _reachable() -> str:
     """The level that this machine can show without timing a kernel."""
+    from coda_agent.agent import execution
+    from coda_agent.agent.judge.machine import Gpu
+
     return "verified" if isinstance(execution.usable_gpu("auto"), Gpu) else "proved"
 
 
@@ -169,6 +200,9 @@ def _judged(spec: Spec, text: str) -> str:
     Raises:
         ProgramError: the judge refuses it.
     """
+    from coda_agent.agent import execution
+    from coda_agent.agent.judge import judge_candidate
+
     verdict = judge_candidate(spec, text, execution.executor(), gates=_GATES, whole=False)
     if not verdict.passed:
         findings = [f.message for gate in verdict.gates for f in gate.findings]
@@ -179,6 +213,9 @@ def _judged(spec: Spec, text: str) -> str:
 @lru_cache(maxsize=1)
 def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
     """The accepted kernels of the package and of the workspace around the current folder."""
+    from coda_agent.agent.authors.composer import load
+    from coda_agent.agent.workspace import find, packaged_kernels
+
     known = packaged_kernels()
     with contextlib.suppress(WorkspaceError, MachineError):  # there may be no workspace, nor git
         known |= {kernel.name: kernel for kernel in find().kernels()}

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from typer.testing import CliRunner
 
 from coda_agent import generated
+from coda_agent.agent import workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.plans import fused, kernels, passes
@@ -383,7 +384,7 @@ def test_what_is_kept_of_an_accepted_kernel_ends_with_its_evidence(
     folder = tmp_path / "gemm_residual_partial_rmsnorm"
     shutil.copytree(Path(generated.__file__).parent / "gemm_residual_partial_rmsnorm", folder)
     monkeypatch.setattr(
-        kernels, "packaged_kernels", lambda: {folder.name: Entry(folder.name, folder)}
+        workspace, "packaged_kernels", lambda: {folder.name: Entry(folder.name, folder)}
     )
     monkeypatch.chdir(tmp_path)  # which is no workspace
     args = layer()
@@ -446,6 +447,24 @@ assert not {"torch.export._trace", "torch._inductor.compile_fx"} & set(sys.modul
 def test_a_function_is_recorded_without_what_only_messages_need() -> None:
     done = subprocess.run([sys.executable, "-c", RECORD], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+AGAIN = """
+import sys, torch
+from coda_agent import fuse
+x, w = torch.ones(4, 16).bfloat16(), torch.eye(16).bfloat16()
+call = fuse(lambda x, w: torch.relu(x @ w) + 1, judged=False)
+assert torch.equal(call(x, w), x + 1) and call.plan(x, w).kernels
+print("coda_agent.agent.judge" in sys.modules, "coda_agent.agent.authors" in sys.modules)
+"""
+
+
+def test_what_was_composed_before_needs_neither_composer_nor_judge(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = lambda: subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True)
+    assert [run().stdout, run().stdout] == ["True True\n", "False False\n"]
 
 
 QUACK = """
