@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -237,3 +238,23 @@ def test_the_readme_gives_what_the_record_has() -> None:
     assert f"in {mine} GiB beside {theirs} and {liger} GiB" in text
     assert f"are {blocks[0]:.2f} to {blocks[-1]:.2f} times as fast as under torch.compile" in text
     assert f"in {saved[0]} to {saved[-1]} % less memory" in text
+    eight = [cell for case, cell in cells.items() if case.endswith("fp8")]
+    by = [sorted(c["forward"]["over"][n]["ratio"] for c in eight) for n in ("compile", "gemm")]
+    saved = sorted(
+        round(100 * (1 - c["peak_mib"]["ours"] / c["peak_mib"]["compile"])) for c in eight
+    )
+    assert f"it is {by[0][0]:.2f} to {by[0][-1]:.2f} times as fast as `torch._scaled_mm`" in text
+    assert f"in {saved[0]} to {saved[-1]} % less memory. The bare FP8" in text
+    assert f"take {by[1][0]:.2f} to {by[1][-1]:.2f} of its time" in text
+
+
+def test_the_readme_gives_the_mean_of_fused_functions() -> None:
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "evals" / "results" / "fuse-nvidia-h200.json").read_text())
+    over = [cell["forward"]["over"]["compile"] for cell in record["cells"].values()]
+    mean = math.exp(sum(math.log(x["ratio"]) for x in over) / len(over))
+    slower = sum(x["high"] < 1 for x in over)
+    words = ("None was", "One was", "Two were", "Three were", "Four were")[slower]
+    text = " ".join((root / "README.md").read_text().split())
+    assert len(over) == 30 and f"ran {mean:.2f} times as fast as under torch.compile" in text
+    assert f"{words} slower, {min(x['ratio'] for x in over):.2f} times as fast at worst" in text
