@@ -218,8 +218,8 @@ class Gradient:
 
 
 def keeping(program: Program, given: Sequence[str], stored: Sequence[str]) -> Program | None:
-    """The program with an output more, the tile `KEPT`, with which gradients of what is not a
-    scalar do not need the accumulator. It is the last value that has them all.
+    """The program with an output more, the tile `KEPT`, without which gradients of its tensors need
+    the accumulator. It is the last value with which they do not.
 
     Args:
         program: The program.
@@ -229,13 +229,13 @@ def keeping(program: Program, given: Sequence[str], stored: Sequence[str]) -> Pr
     Returns:
         None where nothing is to be gained, or something has no derivative.
     """
-    wanted = [o for o, kind in program.operands.items() if kind not in (Scalar, ColIndex)]
+    tensors = [o for o, kind in program.operands.items() if kind not in (Scalar, ColIndex)]
 
-    def needed(program: Program, wanted: Sequence[str], stored: Sequence[str]) -> bool:
-        return Gradient.of(program, wanted, given, stored).product
+    def needed(program: Program, stored: Sequence[str]) -> bool:
+        return Gradient.of(program, [PRODUCT, *tensors], given, stored).product
 
     try:
-        if not needed(program, [PRODUCT], stored):
+        if not needed(program, stored):
             return None
     except ProgramError:
         return None
@@ -245,7 +245,7 @@ def keeping(program: Program, given: Sequence[str], stored: Sequence[str]) -> Pr
         if nodes[i].shape is Shape.TILE and i not in outputs.values():
             graph = Graph(nodes, {**outputs, KEPT: i})
             more = replace(program, outputs={**program.outputs, KEPT: Tile}, graph=graph)
-            if not needed(more, [PRODUCT, *wanted], [*stored, KEPT]):
+            if not needed(more, [*stored, KEPT]):
                 return more
     return None
 
