@@ -58,12 +58,12 @@ def announced(weight: Any) -> Tensor | None:
 
 
 def sum_product(total: Tensor | None, a: Tensor, b: Tensor, *, last: bool) -> Tensor:
-    """total + a b of 16-bit factors, in float32. A sum of one term is rounded at once in bfloat16;
+    """total + a b of 16-bit factors, in float32 and in the memory of total. A sum of one term is rounded at once in bfloat16;
     float16 may not hold it."""
     if total is None and last and a.dtype == torch.bfloat16:
         return a @ b
     if a.is_cuda and total is not None:
-        return torch.addmm(total, a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())

@@ -291,9 +291,9 @@ def _logit_gradient(
 
 
 def _added(total: Optional[Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """total + a b in float32."""
+    """total + a b in float32, in the memory of total."""
     if not a.is_cuda:
         return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
