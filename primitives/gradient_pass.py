@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.primitives.gradient import Gradient, gradient_of
+from coda_agent.primitives.gradient import PRODUCT, Gradient, gradient_of
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.groups import GroupTile
 from coda_agent.primitives.kinds import HALVES, Operand, Resource
-from coda_agent.primitives.launch import allocate
+from coda_agent.primitives.launch import allocate, signature
 from coda_agent.primitives.lower import lowering_digest
+from coda_agent.primitives.memory import allocator
 from coda_agent.primitives.objects import cached
 from coda_agent.primitives.plan import Finish, tma_ready
 from coda_agent.primitives.program import Program
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 # they are a sixteenth of a 16-bit tile.
 _ROWS, _SUMMED_ROWS = 8, 32
 _COLUMNS = 1024
+_PLANS = 512
 
 
 class HalfOperand(Operand):
@@ -66,13 +68,13 @@ class GradientPass:
     Attributes:
         gradient: What is computed.
         program: The same as a program.
-        first: What stands for the product; None where the product does.
+        first: What stands in the place of the product; `PRODUCT` where that does.
     """
 
     gradient: Gradient
     program: Program
-    first: str | None
-    _known: dict[Any, Callable[..., None]] = field(default_factory=dict)
+    first: str
+    _plans: dict[Any, _Plan] = field(default_factory=dict)
 
     @classmethod
     def of(cls, gradient: Gradient) -> GradientPass | None:
@@ -80,14 +82,14 @@ class GradientPass:
         where no tile is read."""
         forward, graph = gradient.program, gradient.graph
         named = {n.name for n in graph.nodes if n.op == "operand"}
-        read = {o: _read(forward, o) for o in gradient.reads}
+        read = {o: _kind(forward, o) for o in gradient.reads}
         read |= {gradient_of(o): _came(forward.outputs[o]) for o in gradient.given}
-        stored = {x: _STORED.get(forward.operands.get(x, Tile)) for x in graph.outputs}
+        stored = {x: _STORED.get(forward.operands.get(x, Tile)) for x in gradient.wanted}
         operands = {o: kind for o, kind in read.items() if kind and o in named}
-        outputs = {x: kind for x, kind in stored.items() if kind}
-        if not outputs or len(operands) < len(named) or len(outputs) < len(stored):
+        outputs = {x: kind for x, kind in stored.items() if kind and x in graph.outputs}
+        if not outputs or len(operands) < len(named) or None in stored.values():
             return None
-        first = None
+        first: str | None = PRODUCT
         if not gradient.product:
             first = next((o for o, kind in operands.items() if kind is Tile), None)
             if first is None:
@@ -108,59 +110,106 @@ class GradientPass:
         Raises:
             CompileError: the DSL refuses the program.
         """
-        (m, n), program, wanted = size, self.program, self.gradient.wanted
-        like = next(iter(tensors.values()))
-        values = [self._ready(o, kind, tensors[o], m, n) for o, kind in program.operands.items()]
-        if self.first is not None:
-            product = tma_ready(Tile.flat(tensors[self.first], m))
-        assert product is not None
-        dtypes = dict(zip(wanted, types, strict=True))
-        config = _configuration(program, n)
-        outputs = allocate(program, m, n, dtypes, config, like.device)
-        given = (product, *values, *outputs.values())
-        self._kernel(config, tuple([t.dtype for t in given]))(given)
-        results = [*outputs.values()]
-        Finish(program, m, n, config)(results)
-        found = dict(zip(outputs, results, strict=True))
-        return [
-            self._shaped(x, found[x]).to(dtype)
-            if x in found
-            else like.new_zeros(shape, dtype=dtype)
-            for x, shape, dtype in zip(
-                wanted, self.gradient.shapes(size, tensors), types, strict=True
-            )
-        ]
+        named = tensors if product is None else {**tensors, PRODUCT: product}
+        given = [named[o] for o in (self.first, *self.program.operands)]
+        parts = signature(given)
+        plan = self._plans.get(key := (size, *types, parts))
+        if plan is None:
+            plan = self._resolved(size, given, types)
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            if parts is not None:
+                self._plans[key] = plan
+        return plan(given)
 
-    def _ready(
-        self, o: str, kind: type[Resource], value: torch.Tensor, m: int, n: int
+    def _resolved(
+        self, size: tuple[int, int], given: Sequence[torch.Tensor], types: Sequence[torch.dtype]
+    ) -> _Plan:
+        program, gradient = self.program, self.gradient
+        kinds = [(self.first, Tile), *program.operands.items()]
+        makes = [partial(self._read, o, kind, size) for o, kind in kinds]
+        read = [make(t) for make, t in zip(makes, given, strict=True)]
+        config = _configuration(program, size[1])
+        dtypes = dict(zip(gradient.wanted, types, strict=True))
+        buffers = [*allocate(program, *size, dtypes, config, "meta").values()]
+        kernel = self._kernel(config, tuple([t.dtype for t in (*read, *buffers)]))
+        places = {x: i for i, x in enumerate(program.outputs)}
+        total = [gradient.program.operands.get(x) is Scalar for x in gradient.wanted]
+        return _Plan(
+            kernel,
+            allocator(given[0].device),
+            [
+                (i, make)
+                for i, (make, t, x) in enumerate(zip(makes, given, read, strict=True))
+                if (t.data_ptr(), t.shape, t.stride()) != (x.data_ptr(), x.shape, x.stride())
+            ],
+            [(tuple(t.shape), t.stride(), t.dtype) for t in buffers],
+            Finish(program, *size, config),
+            [*zip(map(places.get, gradient.wanted), total, types, strict=True)],
+            gradient.shapes(size, {}),
+        )
+
+    def _read(
+        self, o: str, kind: type[Resource], size: tuple[int, int], value: torch.Tensor
     ) -> torch.Tensor:
         """A tensor as the kernel reads it; of a mean's gradient each element's share."""
         if kind is Scalar:
             return value.reshape(1).float()
-        value = kind.flat(value, m)
+        value = kind.flat(value, size[0])
         program = self.gradient.program
         for x, mean in program.reductions.items():
             if mean.mean and gradient_of(x) == o:
                 half = program.graph.nodes[program.graph.outputs[x]].shape is Shape.HALF
-                return value / (n // 2 if half else n)
+                return value / (size[1] // 2 if half else size[1])
         return tma_ready(value) if kind.by_tma else value
-
-    def _shaped(self, x: str, found: torch.Tensor) -> torch.Tensor:
-        return found.sum() if self.gradient.program.operands.get(x) is Scalar else found
 
     def _kernel(
         self, config: TileConfig, types: tuple[torch.dtype, ...]
     ) -> Callable[[tuple[torch.Tensor, ...]], None]:
-        known = self._known.get((config, types))
-        if known is None:
-            made = cached(lambda: _compiled(self.program, config, types))
-            # Just compiled, the function is a wrapper that parses keywords; from the cache bare.
-            known = getattr(made, "_tvm_ffi_function", None) or made
-            self._known[config, types] = known
-        return known
+        made = cached(lambda: _compiled(self.program, config, types))
+        # Just compiled, the function is a wrapper that parses keywords; from the cache it is bare.
+        return getattr(made, "_tvm_ffi_function", None) or made
 
 
-def _read(program: Program, o: str) -> type[Operand] | None:
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A call with tensors of one signature.
+
+    Attributes:
+        kernel: What is launched.
+        empty: Allocates on the current device.
+        ready: Places of tensors that are not read as they are, and what makes them so.
+        made: Shapes, strides and dtypes of what the kernel writes.
+        finish: What follows the launch.
+        results: Of each gradient its place among these, whether it is their sum, and its dtype;
+            no place where it is 0.
+        shapes: Theirs.
+    """
+
+    kernel: Callable[[tuple[torch.Tensor, ...]], None]
+    empty: Callable[..., torch.Tensor]
+    ready: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
+    made: list[tuple[Any, ...]]
+    finish: Finish
+    results: list[tuple[int | None, bool, torch.dtype]]
+    shapes: list[tuple[int, ...]]
+
+    def __call__(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        for i, make in self.ready:
+            given[i] = make(given[i])
+        found = [self.empty(*x) for x in self.made]
+        self.kernel((*given, *found))
+        if self.finish.steps:
+            self.finish(found)
+        return [
+            given[0].new_zeros(shape, dtype=dtype)
+            if place is None
+            else (found[place].sum() if total else found[place]).to(dtype)
+            for (place, total, dtype), shape in zip(self.results, self.shapes, strict=True)
+        ]
+
+
+def _kind(program: Program, o: str) -> type[Operand] | None:
     """What an operand or an output of the forward pass is to the kernel."""
     if kind := program.operands.get(o):
         return ColVector if kind.varies is Shape.INDEX else kind
@@ -178,11 +227,11 @@ def _came(kind: type) -> type[Operand] | None:
     )
 
 
-def _in_place(graph: Graph, first: str | None) -> Graph:
-    """The graph where operand `first` is the accumulator."""
+def _in_place(graph: Graph, first: str) -> Graph:
+    """The graph where `first` is the accumulator."""
     found, at = Graph(), list[int]()
     for node in graph.nodes:
-        if first is not None and node.op == "operand" and node.name == first:
+        if node.op == "operand" and node.name == first:
             node = Node("acc", (), Shape.TILE)
         at.append(found.add(replace(node, args=tuple(at[a] for a in node.args))).index)
     found.outputs = {x: at[i] for x, i in graph.outputs.items()}

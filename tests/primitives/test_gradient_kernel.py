@@ -40,7 +40,7 @@ def test_every_kind_compiles_into_wide_accesses(program: Program, tmp_path: Path
     stored = [o for o in program.outputs if o in "DZ"]
     found = GradientPass.of(Gradient.of(program, wanted, tuple(program.outputs), stored))
     assert found is not None
-    types = [torch.float32 if found.first is None else torch.bfloat16]
+    types = [torch.float32 if found.first == PRODUCT else torch.bfloat16]
     types += [dtype_of(o, kind) for o, kind in found.program.operands.items()]
     sums = found.program.reductions
     types += [torch.float32 if o in sums else torch.bfloat16 for o in found.program.outputs]
