@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -10,6 +11,7 @@ import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.cut import Kernel, Plan, cut
@@ -119,9 +121,13 @@ class Fused:
         functools.update_wrapper(self, function, updated=())
         self.function, self.judged, self.why = function, judged, ""
         self._plans: dict[Any, Planned | str] = {}
-        self._roots = _roots(function)
         self._last: Planned | None = None
         _register()
+
+    @functools.cached_property
+    def _roots(self) -> dict[str, Any]:
+        """At the first call: what a function reaches may be made after it."""
+        return _roots(self.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -144,6 +150,18 @@ class Fused:
             with torch.no_grad():
                 results = known.run(tensors)
         return tree_unflatten(results, known.structure)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Fused:
+        """Of a method the one of an object, which keeps it: it reads that object's modules."""
+        if instance is None or not isinstance(self.function, FunctionType):
+            return self
+        kept = vars(instance).setdefault("_fused", _Methods())
+        if self not in kept:
+            kept[self] = Fused(self.function.__get__(instance), judged=self.judged)
+        return kept[self]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fused:
+        return Fused(copy.deepcopy(self.function, memo), judged=self.judged)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | None:
         """The plan of such a call; None where PyTorch runs the function, and `why` says why."""
@@ -221,6 +239,13 @@ class Fused:
         return tuple(results) if known.structure.type is tuple else results
 
 
+class _Methods(dict[Fused, Fused]):
+    """What an object keeps of its methods; a copy of the object has none yet."""
+
+    def __reduce__(self) -> Any:
+        return _Methods, ()
+
+
 _PLANNED: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionary()
 """What was planned, by number, as long as its `Fused` lives or its gradients are awaited."""
 _NUMBERS = itertools.count()
@@ -262,17 +287,7 @@ def _register() -> Any:
     ) -> list[torch.Tensor]:
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
-            results = _PLANNED[which].torch(inputs)
-            pairs = [
-                (r, g)
-                for r, g in zip(results, grads, strict=True)
-                if g is not None and r.requires_grad
-            ]
-            found = torch.autograd.grad(
-                [r for r, _ in pairs], [t for t in inputs if t.requires_grad],
-                [g for _, g in pairs], allow_unused=True, materialize_grads=True,
-            )  # fmt: skip
-        return [*found]
+            return _gradients(_PLANNED[which].torch, inputs, grads)
 
     def fake_back(
         grads: Any, tensors: list[torch.Tensor], wanted: list[bool], which: int
@@ -292,15 +307,39 @@ def _register() -> Any:
     def backward(ctx: Any, grads: list[torch.Tensor | None]) -> Any:
         tensors = list(ctx.saved_tensors)
         wanted = [t.requires_grad for t in tensors]
-        found = iter(
-            torch.ops.coda_agent.planned_backward(grads, tensors, wanted, ctx.planned.number)
-        )
+        if torch.is_grad_enabled():  # with create_graph: these gradients have some themselves
+            inputs = [t.view_as(t) for t in tensors]  # one may be made of another
+            found = iter(_gradients(ctx.planned.torch, inputs, grads, create_graph=True))
+        else:
+            found = iter(
+                torch.ops.coda_agent.planned_backward(grads, tensors, wanted, ctx.planned.number)
+            )
         return [next(found) if w else None for w in wanted], None
 
     torch.library.register_autograd(
         "coda_agent::planned", backward, setup_context=setup, lib=library
     )
     return library
+
+
+def _gradients(
+    run: Runner,
+    inputs: list[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    *,
+    create_graph: bool = False,
+) -> list[torch.Tensor]:
+    """PyTorch's gradients of what a runner computes, of those inputs that require some."""
+    import torch
+
+    pairs = [
+        (r, g) for r, g in zip(run(inputs), grads, strict=True) if g is not None and r.requires_grad
+    ]
+    found = torch.autograd.grad(
+        [r for r, _ in pairs], [t for t in inputs if t.requires_grad], [g for _, g in pairs],
+        allow_unused=True, materialize_grads=True, create_graph=create_graph,
+    )  # fmt: skip
+    return [*found]
 
 
 def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: bool = True) -> Any:
@@ -314,7 +353,7 @@ def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: boo
 
     Returns:
         A `Fused`. Its `why` says what of the last call was left to PyTorch, and why; its gradients
-        are PyTorch's own, of the function computed again. These have none themselves.
+        are PyTorch's own, of the function computed again, and so are theirs.
 
     Raises:
         TypeError: what is given cannot be called.

@@ -13,6 +13,7 @@ import inspect
 import logging
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -204,7 +205,8 @@ def record(
     except Unplanned:
         raise
     except Exception as error:  # the function is foreign code
-        said = (str(error).strip().splitlines() or ["no message"])[0]
+        said = recorder.at + (str(error).strip().splitlines() or ["no message"])[0]
+        said = re.sub(r"\bs\d+\b", lambda found: recorder.sizes().get(found[0], found[0]), said)
         kind = type(error).__name__
         if "data-dependent" in said.lower() or "DataDependent" in kind or "item()" in said:
             raise Unplanned("control flow, or a Python number, depends on a value") from error
@@ -260,10 +262,15 @@ def _recorder() -> Any:
             self.made: list[Value] = []
             self.taken: set[str] = set()
             self.exempt = False
+            self.at = ""  # the call that raised, by its tensors
             self.draws = Draws(self)
             # By identity; the tensors are kept by their values, so none is used again.
             self.by_id: dict[int, Value] = {}
             self.of_real: dict[int, torch.Tensor] = {}
+
+        def sizes(self) -> dict[str, str]:
+            """What the symbols of inputs stand for."""
+            return {str(e): str(plain(e)) for x in self.inputs for e in x.meta.shape}
 
         def entered(self, real: torch.Tensor, wanted: str) -> torch.Tensor:
             """The fake of a real tensor, which is an input from now on."""
@@ -312,7 +319,12 @@ def _recorder() -> Any:
                 return result
             seen = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             versions = [x._version for x in seen]
-            result = folded(func, args, kwargs)(*args, **kwargs)
+            try:
+                result = folded(func, args, kwargs)(*args, **kwargs)
+            except Exception:
+                given = ", ".join(f"{x.name} {list(x.shape)}" for x in map(self.known, seen))
+                self.at = f"{getattr(func, '__name__', func)} of {given}: "
+                raise
             self.exempt = False
             if versions != [x._version for x in seen]:
                 raise Unplanned(f"it writes in place ({getattr(func, '__name__', func)})")

@@ -1,6 +1,9 @@
 """Plans of whole functions, and `fuse`."""
 
+import copy
 import json
+import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -527,6 +530,84 @@ def test_as_a_decorator() -> None:
     assert named.__doc__ == "Its words."
     x, w = drawn(24, H), drawn(D, H)
     assert torch.allclose(named(x=x, w=w), torch.tanh(F.linear(x, w)), atol=1e-2)
+
+
+class Gated(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(H, FF, False, dtype=torch.bfloat16), scale
+
+    @fuse(judged=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * F.relu(self.up(x))
+
+
+class Doubly(Gated):
+    @fuse(judged=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+def test_a_decorated_method_is_each_objects_own() -> None:
+    one, other, x = Gated(1.0), Gated(-3.0), drawn(24, H)
+    copied = copy.deepcopy(one)
+    for module in (one, other, one, copied):
+        expected = module.scale * F.relu(x @ module.up.weight.T)
+        assert torch.allclose(module(x), expected, atol=1e-2)
+        assert module.forward.why == "" and module.forward is module.forward
+    assert isinstance(Gated.forward, Fused) and copied.forward is not one.forward
+    with torch.no_grad():
+        copied.up.weight.zero_()
+    assert torch.equal(copied(x), torch.zeros(24, FF).bfloat16()) and one(x).any()
+    both = Doubly(2.0)
+    assert torch.allclose(both(x), 1 + 2 * F.relu(x @ both.up.weight.T), atol=2e-2)
+    loaded = pickle.loads(pickle.dumps(both))
+    assert torch.equal(loaded(x), both(x))
+
+
+def test_a_copy_of_what_was_called_has_modules_of_its_own() -> None:
+    torch.manual_seed(0)
+    fused, x = plain(MLP().bfloat16()), drawn(24, D)
+    before = fused(x)
+    copied = copy.deepcopy(fused)
+    own: Any = copied.function
+    with torch.no_grad():
+        own.down.weight.zero_()
+        own.down.bias.zero_()
+    assert torch.equal(copied(x), x) and torch.equal(fused(x), before)
+
+
+def test_second_derivatives_are_pytorchs() -> None:
+    """Also where one argument is made of another, and where a factor is a gradient's alone."""
+
+    def function(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, w)) * F.linear(y, w)
+
+    args = [drawn(24, 64).requires_grad_(), drawn(FF, 64).requires_grad_()]
+
+    def seconds(call: Any) -> tuple[Tensor, ...]:
+        x, w = args
+        factor = torch.ones(24, FF).bfloat16().requires_grad_()
+        first = torch.autograd.grad(call(x, x.square() + x, w), [x, w], factor, create_graph=True)
+        total = torch.stack([g.float().square().sum() for g in first]).sum()
+        return torch.autograd.grad(total, [*args, factor])
+
+    fused = plain(function)
+    with warnings.catch_warnings(action="error"):
+        for got, own in zip(seconds(fused), seconds(function), strict=True):
+            assert own.any() and norms(got, own.float()) < 0.01
+    assert fused.why == ""
+
+
+def test_shapes_that_do_not_multiply_are_said_by_the_users_names() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(F.linear(x + 1, w))
+
+    fused = plain(function)
+    with pytest.raises(RuntimeError):  # PyTorch's own
+        fused(drawn(24, 64), drawn(FF, 32))
+    assert "linear of v1 [24, 64], w [96, 32]: " in fused.why
+    assert re.search(r"\[24, 64\].*\[32, 96\]|24x64 and 32x96", fused.why), fused.why
 
 
 def test_what_cannot_be_called_is_refused() -> None:

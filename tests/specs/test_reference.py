@@ -343,6 +343,12 @@ def test_degenerate_specs_are_refused(body: str, message: str) -> None:
     assert said.startswith("toy.md: toy: ") and message in said and "\n" not in said
 
 
+def test_a_spec_with_a_primitives_name_is_refused() -> None:
+    text = toy("return {'O': (A @ B.T + k).relu()}").text.replace("name: toy", "name: relu")
+    with pytest.raises(SpecError, match=r"relu\.md: 'relu' is a primitive's name.*gemm_relu"):
+        admit(load_spec("relu.md", text=text))
+
+
 def test_a_sound_toy_is_admitted() -> None:
     admit(toy("return {'O': (k * (A @ B.T) * u[:, None] * y[:, None]).to(A.dtype)}"))
     # (M,) outputs: the one-row check shape alone would look constant.
