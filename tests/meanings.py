@@ -1,15 +1,105 @@
-"""What the paper's specs compute, written once more and on its own: plain formulas in float64."""
+"""What functions of the vocabulary and the paper's specs compute, written once more and on its own:
+torch's own functions, and plain formulas in float64."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 def wide(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with floating-point tensors in float64."""
     floats = {k for k, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     return {k: v.double() if k in floats else v for k, v in values.items()}
+
+
+def oai(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    g = g.clamp(max=7.0)
+    return g * torch.sigmoid(1.702 * g) * (u.clamp(-7.0, 7.0) + 1)
+
+
+def quick(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+UNARY: dict[str, Callable[..., torch.Tensor]] = {
+    "absolute": torch.abs,
+    "acos": torch.acos,
+    "acosh": torch.acosh,
+    "asin": torch.asin,
+    "asinh": torch.asinh,
+    "atan": torch.atan,
+    "atanh": torch.atanh,
+    "cos": torch.cos,
+    "cosh": torch.cosh,
+    "erfc": torch.erfc,
+    "expm1": torch.expm1,
+    "floor": torch.floor,
+    "erf": torch.erf,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "gelu_erf": F.gelu,
+    "gelu_tanh": tanh_gelu,
+    "hard_swish": F.hardswish,
+    "leaky_relu": F.leaky_relu,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "log2": torch.log2,
+    "mish": F.mish,
+    "quick_gelu": quick,
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "round_even": torch.round,
+    "rsqrt": torch.rsqrt,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "sin": torch.sin,
+    "sinh": torch.sinh,
+    "softplus": F.softplus,
+    "sqrt": torch.sqrt,
+    "step": lambda x: (x > 0).to(x.dtype) + 0 * x,
+    "tan": torch.tan,
+    "tanh": torch.tanh,
+    "trunc": torch.trunc,
+    "wrapped": lambda x: x,
+}
+"""Every public elementwise function of one argument, in torch."""
+BINARY: dict[str, Callable[..., torch.Tensor]] = {
+    "atan2": torch.atan2,
+    "copysign": torch.copysign,
+    "equal": lambda x, y: (x == y).to(x.dtype) + 0 * (x + y),
+    "fmod": torch.fmod,
+    "geglu": lambda g, u: tanh_gelu(g) * u,
+    "glu": lambda g, u: torch.sigmoid(g) * u,
+    "greater": lambda x, y: (x > y).to(x.dtype) + 0 * (x + y),
+    "greater_equal": lambda x, y: (x >= y).to(x.dtype) + 0 * (x + y),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "power": torch.pow,
+    "reglu": lambda g, u: F.relu(g) * u,
+    "swiglu": lambda g, u: F.silu(g) * u,
+    "swiglu_oai": oai,
+}
+"""Likewise of two."""
+# Away from kinks, where a derivative is a matter of convention.
+GRID = torch.linspace(-9.013, 9.013, 2000, dtype=torch.float64)
+_UNIT: Callable[[torch.Tensor], torch.Tensor] = lambda x: x / 10
+_DOMAINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(("log", "log2", "power", "rsqrt", "sqrt"), torch.abs),
+    **dict.fromkeys(("acos", "asin", "atanh"), _UNIT),
+    "acosh": lambda x: x.abs() + 1,
+    "log1p": lambda x: x.abs() - 0.5,
+}
+
+
+def domain(name: str) -> torch.Tensor:
+    """The first argument of a function: the grid, or where that is defined."""
+    return _DOMAINS.get(name, torch.clone)(GRID)
 
 
 def _bias_act(v: dict[str, Any], b: dict[str, str]) -> dict[str, torch.Tensor]:

@@ -45,94 +45,13 @@ from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.ops import add, div, fma, mul, neg, rint, sub
 from coda_agent.primitives.target import compile_blind, sass
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from tests.meanings import BINARY, GRID, UNARY, domain
 
-
-def oai(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    g = g.clamp(max=7.0)
-    return g * torch.sigmoid(1.702 * g) * (u.clamp(-7.0, 7.0) + 1)
-
-
-def quick(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-# Every public elementwise function and its independent meaning in torch.
-UNARY: dict[str, Callable[..., torch.Tensor]] = {
-    "absolute": torch.abs,
-    "acos": torch.acos,
-    "acosh": torch.acosh,
-    "asin": torch.asin,
-    "asinh": torch.asinh,
-    "atan": torch.atan,
-    "atanh": torch.atanh,
-    "cos": torch.cos,
-    "cosh": torch.cosh,
-    "erfc": torch.erfc,
-    "expm1": torch.expm1,
-    "floor": torch.floor,
-    "erf": torch.erf,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "gelu_erf": F.gelu,
-    "gelu_tanh": tanh_gelu,
-    "hard_swish": F.hardswish,
-    "leaky_relu": F.leaky_relu,
-    "log": torch.log,
-    "log1p": torch.log1p,
-    "log2": torch.log2,
-    "mish": F.mish,
-    "quick_gelu": quick,
-    "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square(),
-    "round_even": torch.round,
-    "rsqrt": torch.rsqrt,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "sin": torch.sin,
-    "sinh": torch.sinh,
-    "softplus": F.softplus,
-    "sqrt": torch.sqrt,
-    "step": lambda x: (x > 0).to(x.dtype) + 0 * x,
-    "tan": torch.tan,
-    "tanh": torch.tanh,
-    "trunc": torch.trunc,
-    "wrapped": lambda x: x,
-}
-BINARY: dict[str, Callable[..., torch.Tensor]] = {
-    "atan2": torch.atan2,
-    "copysign": torch.copysign,
-    "equal": lambda x, y: (x == y).to(x.dtype) + 0 * (x + y),
-    "fmod": torch.fmod,
-    "geglu": lambda g, u: tanh_gelu(g) * u,
-    "glu": lambda g, u: torch.sigmoid(g) * u,
-    "greater": lambda x, y: (x > y).to(x.dtype) + 0 * (x + y),
-    "greater_equal": lambda x, y: (x >= y).to(x.dtype) + 0 * (x + y),
-    "maximum": torch.maximum,
-    "minimum": torch.minimum,
-    "power": torch.pow,
-    "reglu": lambda g, u: F.relu(g) * u,
-    "swiglu": lambda g, u: F.silu(g) * u,
-    "swiglu_oai": oai,
-}
-# Where a function is defined on a part of the line: the first argument, from the grid.
-_UNIT: Callable[[torch.Tensor], torch.Tensor] = lambda x: x / 10
-DOMAINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    **dict.fromkeys(("log", "log2", "power", "rsqrt", "sqrt"), torch.abs),
-    **dict.fromkeys(("acos", "asin", "atanh"), _UNIT),
-    "acosh": lambda x: x.abs() + 1,
-    "log1p": lambda x: x.abs() - 0.5,
-}
 NOT_ELEMENTWISE = {
     "clamp", "column_index", "derivative", "dropout", "epilogue", "gather", "group_max", "group_mean",
     "group_min", "group_sum", "interleave", "pairs", "philox_uniform", "ptx", "rotary", "rotate", "rotate_half",
     "row_index", "where",
 }  # fmt: skip
-# Away from kinks, where a derivative is a matter of convention.
-GRID = torch.linspace(-9.013, 9.013, 2000, dtype=torch.float64)
 
 
 def slopes(fn: Callable[..., torch.Tensor], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -149,7 +68,7 @@ def test_the_tables_below_hold_every_function() -> None:
 
 @pytest.mark.parametrize("name", UNARY)
 def test_unary_function(name: str) -> None:
-    x = DOMAINS.get(name, torch.clone)(GRID)
+    x = domain(name)
     (want,) = slopes(UNARY[name], x)
     got = torch.as_tensor(derivative(getattr(vocabulary, name), x), dtype=x.dtype)
     torch.testing.assert_close(got.expand_as(x), want, rtol=1e-9, atol=1e-12)
@@ -157,7 +76,7 @@ def test_unary_function(name: str) -> None:
 
 @pytest.mark.parametrize("name", BINARY)
 def test_binary_function(name: str) -> None:
-    x, y = DOMAINS.get(name, torch.clone)(GRID), GRID.flip(0) * 0.9 + 0.0007
+    x, y = domain(name), GRID.flip(0) * 0.9 + 0.0007
     for wrt, want in enumerate(slopes(BINARY[name], x, y)):
         got = torch.as_tensor(derivative(getattr(vocabulary, name), x, y, wrt=wrt), dtype=x.dtype)
         got = got.expand_as(x)

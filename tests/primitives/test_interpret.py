@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import coda_agent.primitives as vocabulary
 from coda_agent.primitives import (
     AddTile,
     ColIndex,
@@ -27,73 +28,40 @@ from coda_agent.primitives import (
     Scalar,
     Tile,
     WideTile,
-    absolute,
     clamp,
     epilogue,
-    erf,
     exp,
     gather,
-    geglu,
-    gelu_erf,
-    gelu_tanh,
-    glu,
-    hard_swish,
     interleave,
     leaky_relu,
-    log,
     maximum,
     minimum,
     pairs,
-    reglu,
     relu,
-    relu_squared,
-    rsqrt,
     sigmoid,
     silu,
     softplus,
-    sqrt,
-    swiglu,
-    tanh,
 )
 from coda_agent.primitives.interpret import interpret
+from tests.meanings import BINARY, GRID, UNARY, domain
+from tests.programs import program
 
 M, N, K = 5, 40, 8
 Unary = Callable[[Any], Any]
 
-UNARY: list[tuple[str, Unary, Unary]] = [
-    ("absolute", absolute, torch.abs),
-    ("clamp", lambda x: clamp(x, -0.5, 0.75), lambda x: x.clamp(-0.5, 0.75)),
-    ("erf", erf, torch.special.erf),
-    ("exp", exp, torch.exp),
-    ("gelu_erf", gelu_erf, F.gelu),
-    ("gelu_tanh", gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
-    ("hard_swish", hard_swish, F.hardswish),
-    ("leaky_relu", leaky_relu, F.leaky_relu),
-    ("leaky_relu 0.2", lambda x: leaky_relu(x, 0.2), lambda x: F.leaky_relu(x, 0.2)),
-    ("log", lambda x: log(absolute(x)), lambda x: x.abs().log()),
-    ("maximum", lambda x: maximum(x, 0.25), lambda x: x.clamp(min=0.25)),
-    ("maximum, number first", lambda x: maximum(0.25, x), lambda x: x.clamp(min=0.25)),
-    ("minimum", lambda x: minimum(x, 0.25), lambda x: x.clamp(max=0.25)),
-    ("neg", lambda x: -x, torch.neg),
-    ("relu", relu, F.relu),
-    ("relu_squared", relu_squared, lambda x: F.relu(x) ** 2),
-    ("rsqrt", lambda x: rsqrt(x * x + 0.5), lambda x: (x * x + 0.5) ** -0.5),
-    ("sigmoid", sigmoid, torch.sigmoid),
-    ("silu", silu, F.silu),
-    ("softplus", softplus, F.softplus),
-    ("softplus above 20", lambda x: softplus(x * 40.0), lambda x: F.softplus(x * 40.0)),
-    ("sqrt", lambda x: sqrt(absolute(x)), lambda x: x.abs().sqrt()),
-    ("tanh", tanh, torch.tanh),
-    ("divided by a number", lambda x: x / 3, lambda x: x / 3),
-    ("number divided", lambda x: 3 / x, lambda x: 3 / x),
-    ("number minus", lambda x: 3 - x, lambda x: 3 - x),
-]
-GATES: list[tuple[str, Callable[[Any, Any], Any], Unary]] = [
-    ("swiglu", swiglu, F.silu),
-    ("geglu", geglu, lambda x: F.gelu(x, approximate="tanh")),
-    ("reglu", reglu, F.relu),
-    ("glu", glu, torch.sigmoid),
-]
+SPELT: dict[str, tuple[Unary, Unary]] = {
+    "clamp": (lambda x: clamp(x, -0.5, 0.75), lambda x: x.clamp(-0.5, 0.75)),
+    "leaky_relu 0.2": (lambda x: leaky_relu(x, 0.2), lambda x: F.leaky_relu(x, 0.2)),
+    "maximum, number first": (lambda x: maximum(0.25, x), lambda x: x.clamp(min=0.25)),
+    "minimum, number last": (lambda x: minimum(x, 0.25), lambda x: x.clamp(max=0.25)),
+    "neg": (lambda x: -x, torch.neg),
+    "softplus above 20": (lambda x: softplus(x * 40.0), lambda x: F.softplus(x * 40.0)),
+    "divided by a number": (lambda x: x / 3, lambda x: x / 3),
+    "number divided": (lambda x: 3 / x, lambda x: 3 / x),
+    "number minus": (lambda x: 3 - x, lambda x: 3 - x),
+    # Its slope is that of x; its value is the angle within half a turn.
+    "wrapped": (vocabulary.wrapped, lambda x: x - 2 * math.pi * torch.round(x / (2 * math.pi))),
+}
 
 
 def matrices(seed: int = 0, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,29 +81,21 @@ def exact(
     return interpret(program, a, b, operands, dtypes={}, compute=torch.float64)
 
 
-@pytest.mark.parametrize(("label", "ours", "theirs"), UNARY, ids=[u[0] for u in UNARY])
-def test_elementwise(label: str, ours: Unary, theirs: Unary) -> None:
-    def program(acc):
-        return {"O": ours(acc)}
-
-    a, b = matrices()
-    want = theirs(a.double() @ b.double().T)
-    got = exact(epilogue(O=Tile)(program), a, b)["O"]
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-    single = interpret(epilogue(O=Tile)(program), a, b, {}, dtypes={"O": torch.float32})["O"]
-    torch.testing.assert_close(single.double(), want, rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize("name", {**UNARY, **SPELT})
+def test_elementwise(name: str) -> None:
+    ours, theirs = SPELT.get(name) or (getattr(vocabulary, name), UNARY[name])
+    x, one = domain(name)[:, None], torch.ones(1, 1)
+    got = exact(program(lambda acc: {"O": ours(acc)}, O=Tile), x, one)["O"]
+    torch.testing.assert_close(got, theirs(x), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("label", "gate", "activation"), GATES, ids=[g[0] for g in GATES])
-def test_gate(label: str, gate: Callable[[Any, Any], Any], activation: Unary) -> None:
-    def program(acc):
-        return {"O": gate(*pairs(acc))}
-
-    a, b = matrices()
-    acc = a.double() @ b.double().T
-    got = exact(epilogue(O=HalfTile)(program), a, b)["O"]
-    assert got.shape == (M, N // 2)
-    torch.testing.assert_close(got, activation(acc[:, 0::2]) * acc[:, 1::2], rtol=1e-12, atol=1e-14)
+@pytest.mark.parametrize("name", BINARY)
+def test_elementwise_of_two(name: str) -> None:
+    ours = getattr(vocabulary, name)
+    x, y = domain(name)[:, None], GRID.flip(0)[:, None] * 0.9 + 0.0007
+    made = program(lambda acc, C: {"O": ours(acc, C)}, O=Tile)
+    got = exact(made, x, torch.ones(1, 1), C=y)["O"]
+    torch.testing.assert_close(got, BINARY[name](x, y), rtol=1e-12, atol=1e-14)
 
 
 def test_functions_of_the_vocabulary_take_tensors_too() -> None:
