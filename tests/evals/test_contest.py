@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from coda_agent.agent.judge import tuner
-from coda_agent.agent.judge.timing import Samples, speedup
 from coda_agent.evals import contenders, definitions, libraries
 from coda_agent.evals.contenders import contender
 from coda_agent.evals.contest import run_contest
@@ -29,44 +27,13 @@ from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import Arguments
+from tests.evals.timed import MACHINE, Clock, cell, recorded
 
 ROOT = Path(__file__).parents[2]
 PAPER = definitions.load("paper")
 MEASURED = PAPER.measured()
 SMALL = PAPER.model_copy(update={"benchmark": MEASURED.model_copy(update={"sizes": (128, 256)})})
-MACHINE = {"gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}, "packages": {"torch": "2.11"}}
-
-
-class Clock:
-    """Runs each contender once and says how long it is told; stops after `cells`."""
-
-    PROTOCOL = 1
-
-    def __init__(self, times_us: Mapping[str, float], cells: int = 99) -> None:
-        self.times_us, self.left, self.cells = times_us, cells, 0
-        self.stalled: dict[str, str] = {}
-
-    def interleave(
-        self, contenders: Mapping[str, Callable[[int], Any]], rounds: int
-    ) -> dict[str, Samples]:
-        if self.left == self.cells:
-            raise KeyboardInterrupt
-        self.cells += 1
-        for run in contenders.values():
-            run(1)
-        return {name: Samples((self.times_us[name],) * rounds) for name in contenders}
-
-    def steady(self, contenders: Mapping[str, Callable[[int], Any]]) -> dict[str, Samples]:
-        slower = dict.fromkeys(contenders, 1.0) | {"ours": 1.25}
-        return {
-            name: Samples(
-                (slower[name] * self.times_us[name],) * 3, None, self.stalled.get(name, "")
-            )
-            for name in contenders
-        }
-
-    def gpu_state(self) -> dict[str, Any]:
-        return {"clocks.sm": "1980"}
+TIMES = {"ours": 200.0, "gemm": 190.0}
 
 
 @pytest.fixture
@@ -100,8 +67,7 @@ def cells(root: Path) -> dict[str, Any]:
 def test_cells_are_kept_and_skipped_until_something_changes(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {"ours": 200.0, "gemm": 190.0}
-    run(workspace, Clock(times))
+    run(workspace, Clock(TIMES))
     found = cells(workspace)
     assert list(found) == ["gemm_rope 128", "gemm_rope 256", "gemm_swiglu 128", "gemm_swiglu 256"]
     cell = found["gemm_rope 256"]
@@ -112,20 +78,20 @@ def test_cells_are_kept_and_skipped_until_something_changes(
     assert cell["steady"]["of_gemm"]["ours"] == {"ratio": 0.76, "low": 0.76, "high": 0.76}
     assert cell["steady"]["over"]["gemm"]["ratio"] == 0.76 and cell["steady"]["absent"] == {}
 
-    again = Clock(times)
+    again = Clock(TIMES)
     assert all(line.endswith("in the record") for line in run(workspace, again))
     assert again.cells == 0
 
     kernel = load_kernel(workspace / "generated" / "gemm_swiglu")
     monkeypatch.setattr(kernel, "choose", lambda *_: MEASURED.tiles[0])
-    again = Clock(times)
+    again = Clock(TIMES)
     run(workspace, again)
     assert again.cells == 2
-    again = Clock(times)
+    again = Clock(TIMES)
     run(workspace, again, names=["ours", "quack"], kernels=["gemm_rope"], sizes=[128])
     assert again.cells == 1  # a contender that the cell has no answer for
     assert "quack" in cells(workspace)["gemm_rope 128"]["absent"]  # no GPU here
-    again = Clock(times)
+    again = Clock(TIMES)
     run(workspace, again, kernels=["gemm_rope"], sizes=[128])
     assert again.cells == 0  # what was there is kept
     if find_spec("flashinfer") is None:
@@ -137,8 +103,7 @@ def test_cells_are_kept_and_skipped_until_something_changes(
 
 
 def test_a_contender_without_a_steady_figure_keeps_its_warm_one(workspace: Path) -> None:
-    times = {"ours": 200.0, "gemm": 190.0}
-    clock = Clock(times)
+    clock = Clock(TIMES)
     clock.stalled = {"gemm": "the device waited for the host"}
     run(workspace, clock, kernels=["gemm_rope"], sizes=[128])
     cell = cells(workspace)["gemm_rope 128"]
@@ -149,23 +114,21 @@ def test_a_contender_without_a_steady_figure_keeps_its_warm_one(workspace: Path)
 
 
 def test_a_cell_without_a_steady_regime_is_measured_again(workspace: Path) -> None:
-    times = {"ours": 200.0, "gemm": 190.0}
-    run(workspace, Clock(times), kernels=["gemm_rope"])
+    run(workspace, Clock(TIMES), kernels=["gemm_rope"])
     file = workspace / "evals" / "results" / "paper-nvidia-h200.json"
     record = json.loads(file.read_text())
     del record["cells"]["gemm_rope 128"]["steady"]
     file.write_text(json.dumps(record))
-    again = Clock(times)
+    again = Clock(TIMES)
     run(workspace, again, kernels=["gemm_rope"])
     assert again.cells == 1 and "steady" in cells(workspace)["gemm_rope 128"]
 
 
 def test_an_interruption_loses_one_cell(workspace: Path) -> None:
-    times = {"ours": 200.0, "gemm": 190.0}
     with pytest.raises(KeyboardInterrupt):
-        run(workspace, Clock(times, cells=3))
+        run(workspace, Clock(TIMES, cells=3))
     assert len(cells(workspace)) == 3
-    rest = Clock(times)
+    rest = Clock(TIMES)
     run(workspace, rest)
     assert rest.cells == 1
     assert len(cells(workspace)) == 4
@@ -179,8 +142,9 @@ def test_a_contender_is_one_definition(workspace: Path, monkeypatch: pytest.Monk
         return workload.rotating(lambda x, a, b: lambda: {"product": a @ b.t()})
 
     monkeypatch.setattr(libraries, "toy", toy, raising=False)
-    times = {"ours": 200.0, "gemm": 190.0, "toy": 380.0}
-    run(workspace, Clock(times), names=["toy"], kernels=["gemm_rope"], sizes=[128])
+    run(
+        workspace, Clock({**TIMES, "toy": 380.0}), names=["toy"], kernels=["gemm_rope"], sizes=[128]
+    )
     (cell,) = cells(workspace).values()
     assert cell["of_gemm"]["toy"]["ratio"] == 0.5
     assert cell["machine"]["packages"]["toy-kernels"] is None  # it is not installed
@@ -203,7 +167,7 @@ def test_a_missing_or_wrong_library_is_said_and_not_timed(
     for name, module in {"": None, **modules}.items():
         monkeypatch.setitem(sys.modules, f"liger_kernel{name}", module or SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    clock = Clock({"ours": 200.0, "gemm": 190.0})
+    clock = Clock(TIMES)
     options = {"kernels": ["gemm_swiglu"], "sizes": [128]}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     run(workspace, clock, names=["liger", "flashinfer"], **options)
@@ -286,17 +250,6 @@ def test_what_is_launched_in_turn_is_folded(monkeypatch: pytest.MonkeyPatch) -> 
     assert workload.error(run(1)) > 0.1  # the other set
 
 
-def cell(kernel: str, size: int, times: Mapping[str, float], **more: Any) -> dict[str, Any]:
-    samples = {n: Samples((t,) * 20) for n, t in times.items()}
-    return {
-        "kernel": kernel, "size": size, "sizes": {"M": size, "N": 3 * size, "K": size},
-        "machine": MACHINE, "rounds": 20, "tiles": {"ours": "128x192 pp 2x1"}, "notes": {},
-        "absent": {}, "times": {n: s.timing().model_dump() for n, s in samples.items()},
-        "of_gemm": {n: speedup(s, samples["gemm"]).model_dump() for n, s in samples.items()},
-        "over": {n: speedup(samples["ours"], s).model_dump() for n, s in samples.items()}, **more,
-    }  # fmt: skip
-
-
 def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
     found = [
         cell("gemm_swiglu", 4096, {"ours": 200.0, "gemm": 192.0, "compile": 220.0}),
@@ -305,16 +258,8 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
             notes={"liger": "without D"}, absent={"flashinfer": "not installed: No module"},
         ),
     ]  # fmt: skip
-    results = tmp_path / "evals" / "results"
-    results.mkdir(parents=True)
-    record = {
-        "suite": "paper",
-        "date": "2026-01-02",
-        "cells": {str(i): c for i, c in enumerate(found)},
-    }
-    (results / "paper-nvidia-h200.json").write_text(json.dumps(record))
-    older = {**record, "date": "2026-01-01", "cells": {}}
-    (results / "paper-nvidia-h100.json").write_text(json.dumps(older))
+    recorded(tmp_path, "paper", dict(enumerate(found)))
+    recorded(tmp_path, "paper", {}, gpu="nvidia-h100", date="2026-01-01")
     _, page, chart = write_page(tmp_path, PAPER)
     text = page.read_text()
     assert (
@@ -352,10 +297,7 @@ def test_the_page_shows_the_steady_regime_where_it_was_measured(tmp_path: Path) 
     slower = cell("gemm_swiglu", 4096, {**times, "ours": 240.0})
     steady = {key: slower[key] for key in ("times", "of_gemm", "over")} | {"absent": {}}
     found = [cell("gemm_swiglu", 4096, times, steady=steady), cell("gemm_rope", 4096, times)]
-    results = tmp_path / "evals" / "results"
-    results.mkdir(parents=True)
-    record = {"suite": "paper", "date": "2026-01-02", "cells": dict(enumerate(found))}
-    (results / "paper-nvidia-h200.json").write_text(json.dumps(record))
+    recorded(tmp_path, "paper", dict(enumerate(found)))
     text = write_page(tmp_path, PAPER)[1].read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     last = {row[0].strip("| "): row[-1].strip("| ") for row in rows[:4]}
@@ -377,15 +319,8 @@ MEANS = {
 def test_what_the_independent_clock_saw_is_shown_as_measured(tmp_path: Path) -> None:
     file = ROOT / "evals" / "results" / "independent-paper.json"
     measured = json.loads(file.read_text())
-    results = tmp_path / "evals" / "results"
-    results.mkdir(parents=True)
-    shutil.copy(file, results)
-    record = {
-        "suite": "paper",
-        "date": "2026-01-02",
-        "cells": {"0": cell("gemm_rope", 4096, {"ours": 2.0, "gemm": 1.0})},
-    }
-    (results / "paper-nvidia-h200.json").write_text(json.dumps(record))
+    path = recorded(tmp_path, "paper", {0: cell("gemm_rope", 4096, {"ours": 2.0, "gemm": 1.0})})
+    shutil.copy(file, path.parent)
     text = write_page(tmp_path, PAPER)[1].read_text()
     rows = [[c.strip() for c in line.strip("| ").split(" | ")] for line in text.splitlines()]
     heads = {row[0]: i for i, row in enumerate(rows) if row[1:2] == ["S"]}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.agent.judge.samples import Samples, speedup
+from coda_agent.agent.judge.samples import speedup
 from coda_agent.evals import contest, definitions, host_time, libraries
 from coda_agent.evals.contenders import Absent, called, ours
 from coda_agent.evals.contest import run_contest
@@ -25,6 +25,7 @@ from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import load_spec
+from tests.evals.timed import MACHINE, Clock, cell, figures, recorded
 
 ROOT = Path(__file__).parents[2]
 SHAPES = definitions.load("shapes")
@@ -33,35 +34,8 @@ TINY = {"tiny": {"hidden": 64, "q": 128, "kv": 64, "head": 64, "mlp": 96, "vocab
 SMALL = SHAPES.model_copy(
     update={"benchmark": BENCHMARK.model_copy(update={"models": TINY, "sizes": (16, 1)})}
 )
-MACHINE = {"gpu": {"name": "NVIDIA H200", "driver_version": "580.1"}, "packages": {"torch": "2.11"}}
 OTHER = definitions.load("paper").measured().tiles[4]
 TIMES = {"ours": 2e5, "gemm": 1.8e5, "compile": 2.2e5}
-
-
-class Clock:
-    """Runs each contender once and says how long it is told."""
-
-    PROTOCOL = 1
-
-    def __init__(self, times_us: Mapping[str, float] = TIMES) -> None:
-        self.times_us, self.cells = times_us, 0
-        self.fault: type[Exception] | None = None
-
-    def interleave(
-        self, contenders: Mapping[str, Callable[[int], Any]], rounds: int
-    ) -> dict[str, Samples]:
-        self.cells += 1
-        if self.fault:
-            raise self.fault("no")
-        for run in contenders.values():
-            run(1)
-        return {name: Samples((self.times_us[name],) * rounds) for name in contenders}
-
-    def steady(self, contenders: Mapping[str, Callable[[int], Any]]) -> dict[str, Samples]:
-        return {name: Samples((self.times_us[name],) * 3) for name in contenders}
-
-    def gpu_state(self) -> dict[str, Any]:
-        return {}
 
 
 @pytest.fixture
@@ -73,7 +47,7 @@ def workspace(tmp_path: Path) -> Path:
 
 def run(root: Path, clock: Clock | None = None, **options: Any) -> list[str]:
     said: list[str] = []
-    options = {"machine": MACHINE, "names": ["ours"], "clock": clock or Clock(), **options}
+    options = {"machine": MACHINE, "names": ["ours"], "clock": clock or Clock(TIMES), **options}
     run_contest(root, SMALL, device="cpu", say=said.append, **options)
     return said
 
@@ -120,7 +94,7 @@ def test_cells_are_measured_once_and_in_parts(workspace: Path) -> None:
     said = run(workspace, seconds=0)
     assert said[-1] == "stopped after 0 s: 7 cells are left"
     assert list(cells(workspace)) == ["tiny gemm_rmsnorm_rope qkv 16"]
-    clock = Clock()
+    clock = Clock(TIMES)
     run(workspace, clock)
     found = cells(workspace)
     assert clock.cells == 7 and list(found)[:5] == [
@@ -138,10 +112,10 @@ def test_cells_are_measured_once_and_in_parts(workspace: Path) -> None:
     assert down["rounds"] == 29 and down["of_gemm"]["ours"]["ratio"] == 0.9
     assert down["loop"]["times"]["ours"]["median_us"] > 0 and down["loop"]["absent"] == {}
     assert down["loop"]["over"]["gemm"]["ratio"] < 1  # interpreted on a CPU
-    for cell in found.values():
-        assert 0 < cell["errors"]["ours"] < 5e-3
+    for timed in found.values():
+        assert 0 < timed["errors"]["ours"] < 5e-3
 
-    clock = Clock()
+    clock = Clock(TIMES)
     assert all(line.endswith("in the record") for line in run(workspace, clock))
     assert clock.cells == 0
     other = {**MACHINE, "gpu": {**MACHINE["gpu"], "driver_version": "590.1"}}
@@ -157,7 +131,7 @@ def test_other_dispatch_or_other_widths_are_measured_again(
     kernel = load_kernel(workspace / "generated" / "gemm_rmsnorm_rope")
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "choose", lambda *_: OTHER)
-        run(workspace, clock := Clock(), **part)
+        run(workspace, clock := Clock(TIMES), **part)
         assert clock.cells == 1
         run(workspace, clock, **part)
         assert clock.cells == 1
@@ -176,7 +150,7 @@ def test_what_is_not_there_is_refused(workspace: Path) -> None:
 
 def test_a_cell_that_does_not_fit_says_so_and_one_without_a_clock_is_left(workspace: Path) -> None:
     part: dict[str, Any] = {"kernels": ["gemm_rmsnorm_rope"], "sizes": [16]}
-    clock = Clock()
+    clock = Clock(TIMES)
     clock.fault = MachineError
     assert run(workspace, clock, **part)[-1].endswith("qkv 16: not measured: no")
     assert not (workspace / "evals").exists()
@@ -278,18 +252,9 @@ def test_a_loop_is_timed_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
 def synthetic(
     kernel: str, product: str, size: int, times: Mapping[str, float], **more: Any
 ) -> dict[str, Any]:
-    samples = {n: Samples((t,) * 20) for n, t in times.items()}
-    figures = {
-        "times": {n: s.timing().model_dump() for n, s in samples.items()},
-        "of_gemm": {n: speedup(s, samples["gemm"]).model_dump() for n, s in samples.items()},
-        "over": {n: speedup(samples["ours"], s).model_dump() for n, s in samples.items()},
-    }
-    return {
-        "kernel": kernel, "size": size, "model": "llama-3-8b", "product": product,
-        "sizes": {"M": size, "N": 6144, "K": 4096}, "machine": MACHINE, "rounds": 20,
-        "tiles": {"ours": "64x128"}, "notes": {}, "absent": {}, **figures, "steady": figures,
-        "loop": figures, **more,
-    }  # fmt: skip
+    about = {"model": "llama-3-8b", "product": product, "tiles": {"ours": "64x128"}}
+    regimes = {"steady": figures(times), "loop": figures(times)}
+    return cell(kernel, size, times, **about, **regimes, **more)
 
 
 def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
@@ -306,13 +271,9 @@ def test_the_page_says_what_the_record_says(tmp_path: Path) -> None:
             **synthetic("gemm_rmsnorm", "head", 16384, {"ours": 1.0, "gemm": 1.0}),
             "times": {}, "over": {}, "of_gemm": {}, "absent": {"ours": "CUDA out of memory"}},
     }  # fmt: skip
-    results = tmp_path / "evals" / "results"
-    results.mkdir(parents=True)
-    (results / "shapes-nvidia-h200.json").write_text(
-        json.dumps({"suite": "shapes", "date": "2026-01-02", "cells": found})
-    )
+    kept = recorded(tmp_path, "shapes", found)
     record, page, chart = write_shapes(tmp_path, SHAPES)
-    assert record == results / "shapes-nvidia-h200.json"
+    assert record == kept
     text = page.read_text()
     rows = [[c.strip() for c in line.strip("| ").split(" | ")] for line in text.splitlines()]
     # Over compile √(0.8 · 1.125), of cuBLAS √(0.6 · 0.75), the best other √(0.8 · 1.125).
@@ -359,7 +320,8 @@ def test_kernels_are_compiled_before_anything_is_timed(
     places = itertools.islice(SMALL.measured().places(kernels=["gemm_rmsnorm_rope"]), 2)
     kernel = load_kernel(workspace / "generated" / "gemm_rmsnorm_rope")
     tasks = [
-        contest._task(kernel, place, SMALL.measured(), MACHINE, [], Clock()) for place in places
+        contest._task(kernel, place, SMALL.measured(), MACHINE, [], Clock(TIMES))
+        for place in places
     ]
     contest._compile_ahead(tasks, SMALL.measured(), lambda _: None)
     (job,) = seen
