@@ -1,4 +1,4 @@
-"""Programs of one expression, for tests that need many."""
+"""Programs of one expression, for tests that need many; and what becomes of a program."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,8 @@ from coda_agent.primitives import (
     WideTile,
     epilogue,
 )
+from coda_agent.primitives.target import compile_blind
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 KINDS = {
     **dict.fromkeys(("C", "D", "E"), Tile),
@@ -31,3 +33,19 @@ def program(function: Callable[..., Any], /, **outputs: type) -> Program:
     function.__annotations__ = {name: KINDS[name] for name in names}
     function.__name__ = "program"
     return epilogue(**outputs)(function)
+
+
+def built(
+    program: Program,
+    arch: str = "sm_90a",
+    config: TileConfig | None = None,
+    dtype: str = "bfloat16",
+    stored: str = "bfloat16",
+    **otherwise: str,
+) -> dict[str, Any]:
+    """What compiling the program without a GPU reports, by default in its default tile; outputs are
+    stored in one type, but for those that are named with another."""
+    elements = {ColVector: "float32", RowVector: "float32", ColIndex: "int64"}
+    operands = {o: elements.get(kind, "bfloat16") for o, kind in program.operands.items()}
+    outputs = dict.fromkeys(program.outputs, stored) | otherwise
+    return compile_blind(program, config or DEFAULT_CONFIGS[arch], arch, dtype, operands, outputs)

@@ -36,7 +36,7 @@ def spec(
     text = (
         f"---\nname: {name}\ngemm: {gemm}\ninputs:\n{listed(inputs)}"
         f"outputs:\n{listed(outputs or {'O': '[M, N]'})}{header}---\n"
-        f"```python reference\nimport torch\nimport torch.nn.functional as F\n{philox}\n\n"
+        f"```python reference\nimport math\nimport torch\nimport torch.nn.functional as F\n{philox}\n\n"
         f"def reference({arguments or ', '.join(inputs)}):\n{lines}```\n"
     )
     return load_spec(Path(f"{name}.md"), text=text)

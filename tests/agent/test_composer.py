@@ -57,26 +57,18 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.specs import Spec, draw_inputs, load_spec
+from tests import written
 from tests.meanings import EXPECTED, wide
 from tests.programs import program
 
 SPECS = Path(next(iter(specs_room.__path__)))
 SHAPES = {
-    "C": "[M, N]",
-    "r": "[M]",
-    "b": "[N]",
-    "half": "[M, N/2]",
-    "W": "[M, 2*N]",
-    "alpha": "[]",
-    "beta": "[]",
-    "index": "[M]",
-    "D": "[M, N]",
-    "O": "[M, N]",
-    "H": "[M, N/2]",
-    "s": "[M]",
-    "t": "[M]",
-    "n": "[N]",
-    "V": "[M, 2*N]",
+    **dict.fromkeys("CDO", "[M, N]"),
+    **dict.fromkeys(("H", "half"), "[M, N/2]"),
+    **dict.fromkeys("WV", "[M, 2*N]"),
+    **dict.fromkeys(("r", "index", "s", "t"), "[M]"),
+    **dict.fromkeys("bn", "[N]"),
+    **dict.fromkeys(("alpha", "beta"), "[]"),
 }
 
 
@@ -87,54 +79,27 @@ def spec(
     names: dict[str, str] | None = None,
     header: str = "",
 ) -> Spec:
-    """A spec whose reference has the lines of `body`; `D` is there when it is not assigned or stored."""
+    """A spec whose reference has the lines of `body`; `D` is there when it is not assigned or stored.
+
+    What is composed does not depend on the type; in float32 the references need no casts.
+    """
     names = names or {}
     new = lambda text: re.sub(r"\w+", lambda m: names.get(m[0], m[0]), text)
-    declared = [
-        f"  {n}: {{shape: {SHAPES[n]}, dtype: {'int64' if n == 'index' else 'float32'}"
-        + (", draw: {integers: [0, 16]}}" if n == "index" else ", draw: {uniform: [0.5, 1.5]}}")
-        for n in inputs.split()
-    ]
-    written = [f"  {n}: {{shape: {SHAPES[n]}, dtype: float32}}" for n in outputs.split()]
-    lines = [line.strip() for line in body.strip().split(";")]
-    text = "\n".join(
-        [
-            "---",
-            f"name: {names.get('probe', 'probe')}",
-            "level: compose",
-            "summary: A probe.",
-            "dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}",
-            new("gemm: [A, B]"),
-            "inputs:",
-            new("  A: {shape: [M, K], dtype: bfloat16}\n  B: {shape: [N, K], dtype: bfloat16}"),
-            *map(new, declared),
-            "outputs:",
-            *map(new, written),
-            "check_shapes: [{M: 3, N: 16, K: 8}]",
-            "bench_shapes: [{M: 3, N: 16, K: 8}]",
-            "tolerance: {multiple: 2.0}",
-            "target: 0.9",
-            *([header] if header else []),
-            "---",
-            "```python reference",
-            "import math",
-            "import torch",
-            "import torch.nn.functional as F",
-            "",
-            "",
-            new(f"def reference({', '.join(['A', 'B', *inputs.split()])}):"),
-            *(f"    {new(line)}" for line in lines),
-            "```",
-        ]
+    drawn = {x: "float32, draw: {uniform: [0.5, 1.5]}" for x in inputs.split()}
+    drawn |= {x: "int64, draw: {integers: [0, 16]}" for x in drawn if x == "index"}
+    operands = {new("A"): "[M, K]", new("B"): "[N, K]"}
+    tensors = {new(x): f"{{shape: {SHAPES[x]}, dtype: {how}}}" for x, how in drawn.items()}
+    made = written.spec(
+        "\n".join(new(line.strip()) for line in body.strip().split(";")),
+        operands | tensors,
+        {new(o): f"{{shape: {SHAPES[o]}, dtype: float32}}" for o in outputs.split()},
+        name=names.get("probe", "probe"),
+        gemm=new("[A, B]"),
+        header="dims: {M: {}, N: {multiple_of: 16}, K: {multiple_of: 8}}\n"
+        f"check_shapes: [{{M: 3, N: 16, K: 8}}]\n{header}\n",
     )
-    loaded = load_spec("probe.md", text=text)
-    # What is composed does not depend on the type; in float32 the references need no casts.
-    single = {
-        x: t.model_copy(update={"dtype": "float32"})
-        for x, t in loaded.inputs.items()
-        if x in loaded.gemm
-    }
-    return loaded.model_copy(update={"inputs": {**loaded.inputs, **single}})
+    single = {x: made.inputs[x].model_copy(update={"dtype": "float32"}) for x in made.gemm}
+    return made.model_copy(update={"inputs": {**made.inputs, **single}})
 
 
 def compose(a_spec: Spec) -> dict[str, Program]:
@@ -822,12 +787,12 @@ def test_a_shared_value_is_computed_once() -> None:
 REFUSED = [
     ("", O, "return {'O': torch.ones(A.shape[0], B.shape[0])}", "depends on no input"),
     ("C", O, "return {'O': C * 2}", r"no output needs the product of A and B"),
-    ("C", O, MM + "return {'O': D @ C.T @ C}", r"probe.md:26: `return .*`: mm: is a second GEMM; a kernel has one"),
+    ("C", O, MM + "return {'O': D @ C.T @ C}", r"probe.md:22: `return .*`: mm: is a second GEMM; a kernel has one"),
     ("", O, "return {'O': A @ B.T + A @ A.T @ A @ B.T}", "mm: is not the product of A with B"),
     ("", O, "return {'O': A @ (B * B).T}", "B enters the GEMM through 'mul'"),
     ("", O, "return {'O': F.silu(A) @ B.T}", "A enters the GEMM through 'mul'"),
     ("", O, "return {'O': F.rms_norm(A, A.shape[-1:]) @ B.T}", "mean: reduces over the columns of an operand, before"),
-    ("", O, MM + "return {'O': torch.softmax(D, -1)}", "25: `.*`: softmax: needs a whole row"),
+    ("", O, MM + "return {'O': torch.softmax(D, -1)}", "21: `.*`: softmax: needs a whole row"),
     ("", O, MM + "return {'O': D.cumsum(-1)}", "cumsum: needs a whole row"),
     ("", O, MM + "return {'O': torch.log_softmax(D, -1)}", "log_softmax: needs a whole row"),
     ("r", DS, MM + "return {'D': D, 's': r * D.logsumexp(-1)}", "mul: scales a log-sum-exp"),
@@ -841,7 +806,7 @@ REFUSED = [
     ("", O, MM + "return {'O': (D - D.amax(-1, True)).exp()}", "'O' uses a row reduction again"),
     ("", O, MM + "return {'O': D / D.norm(dim=-1, keepdim=True)}", "div: uses a row reduction again"),
     ("", O, MM + "s = D.square().mean(-1, keepdim=True);return {'O': D * torch.rsqrt(s + 1e-6)}",
-     r"probe.md:26: `.*`: add: uses a row reduction again in the same kernel"),
+     r"probe.md:22: `.*`: add: uses a row reduction again in the same kernel"),
     ("", O, MM + "return {'O': D - D.amax(-1, keepdim=True)}", "uses a row reduction again"),
     ("", DS, MM + "return {'D': D, 's': D.norm(dim=-1)}", "output 's' is computed by 'sqrt'"),
     ("r", DS, MM + "return {'D': D, 's': r * D.amax(-1)}", "scales a maximum or minimum by other than a pos"),
@@ -878,11 +843,11 @@ REFUSED = [
     ("", O, MM + "return {'O': torch.lgamma(D)}", "lgamma: has no counterpart among the primitives"),
     ("", O, MM + "return {'O': D * torch.linspace(0, 1, D.shape[1])}", "computes with a table of constants"),
     ("alpha", O, MM + "return {'O': D if alpha > 1 else -D}",
-     "probe.md:26: `.*`: control flow"),
+     "probe.md:22: `.*`: control flow"),
     ("", O, MM + "return {'O': D + D.shape[1]}", "'O' is off by .*the reference uses a size"),
     ("C", O, MM + "C.add_(1);return {'O': D + C}", "copy_: writes to an input in place"),
     ("r", "D O", MM + "return {'D': D, 'O': r[:, None].expand_as(D)}", "'O' is the same in every row or column"),
-    ("", O, "return {'O': A @ B}", "probe.md:24: `.*`: the reference raises at sizes that the spec allows \\(M = 7, N"),
+    ("", O, "return {'O': A @ B}", "probe.md:20: `.*`: the reference raises at sizes that the spec allows \\(M = 7, N"),
 ]  # fmt: skip
 
 

@@ -43,9 +43,9 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.ops import add, div, fma, mul, neg, rint, sub
-from coda_agent.primitives.target import compile_blind, sass
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.primitives.target import sass
 from tests.meanings import BINARY, GRID, UNARY, domain
+from tests.programs import built
 
 NOT_ELEMENTWISE = {
     "clamp", "column_index", "derivative", "dropout", "epilogue", "gather", "group_max", "group_mean",
@@ -232,19 +232,9 @@ def test_program_equals_autograd() -> None:
 
 @pytest.mark.parametrize("program", [gate_backward, many, relu_backward], ids=lambda p: p.name)
 @pytest.mark.sampled(0.3)
-def test_compiles_for_hopper(program: Program, tmp_path: Path, monkeypatch: Any) -> None:
-    import quack.cache
-
-    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
-    kinds = program.outputs.items()
-    found = compile_blind(
-        program,
-        DEFAULT_CONFIGS["sm_90a"],
-        "sm_90a",
-        "bfloat16",
-        dict.fromkeys(program.operands, "bfloat16"),
-        {o: "bfloat16" for o, k in kinds if k in (Tile, HalfTile)},
-    )
+@pytest.mark.usefixtures("fresh_cache")
+def test_compiles_for_hopper(program: Program) -> None:
+    found = built(program)
     assert found["mma_instructions"] > 0
     text = sass(Path(found["object"]))
     assert ("MUFU.EX2" in text) == (program is not relu_backward)

@@ -196,70 +196,45 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 A, B = bf16(M, K), bf16(N, K)
-GEMM_ERRORS: list[tuple[str, Any, Any, str]] = [
-    ("float32 A", A.float(), B, "doubled: A is torch.float32, expected a bfloat16 or float16 tensor"),
-    ("list", [[1.0]], B, "doubled: A is list, expected a bfloat16 or float16 tensor"),
-    ("integer B", A, B.int(), "doubled: B is torch.int32, expected a bfloat16 or float16 tensor"),
-    (
-        "two dtypes", A, B.half(),
-        "doubled: A is (24, 32) torch.bfloat16 and B (272, 32) torch.float16, expected (…, M, K) and "
-        "(N, K) of one dtype",
-    ),
-    (
-        "K differs", A, bf16(N, 40),
-        "doubled: A is (24, 32) torch.bfloat16 and B (272, 40) torch.bfloat16, expected (…, M, K) and "
-        "(N, K) of one dtype",
-    ),
-    (
-        "B not transposed", A, bf16(K, N),
-        "doubled: A is (24, 32) torch.bfloat16 and B (32, 272) torch.bfloat16, expected (…, M, K) and "
-        "(N, K) of one dtype",
-    ),
-    (
-        "vector A", bf16(K), B,
-        "doubled: A is (32,) torch.bfloat16 and B (272, 32) torch.bfloat16, expected (…, M, K) and "
-        "(N, K) of one dtype",
-    ),
-    (
-        "batched B", A, bf16(2, N, K),
-        "doubled: A is (24, 32) torch.bfloat16 and B (2, 272, 32) torch.bfloat16, expected (…, M, K) "
-        "and (N, K) of one dtype",
-    ),
-    (
-        "no columns", A, bf16(0, K),
-        "doubled: N, K = 0, 32, expected positive, N a multiple of 8 and K of 8 (TMA moves rows in "
-        "units of 16 bytes; pad the weight)",
-    ),
-    ("another device", A, bf16(N, K).to("meta"), "doubled: B is on meta, A on cpu"),
-    (
-        "K = 0", bf16(M, 0), bf16(N, 0),
-        "doubled: N, K = 272, 0, expected positive, N a multiple of 8 and K of 8 (TMA moves rows "
-        "in units of 16 bytes; pad the weight)",
-    ),
-    (
-        "ragged K", bf16(M, 36), bf16(N, 36),
-        "doubled: N, K = 272, 36, expected positive, N a multiple of 8 and K of 8 (TMA moves "
-        "rows in units of 16 bytes; pad the weight)",
-    ),
-    (
-        "rows beyond 32 bits", A[:1].expand(1 << 31, -1), B,
-        "doubled: M, N, K = 2147483648, 272, 32, expected each below 2³¹",
-    ),
-    (
-        "ragged N", A, bf16(270, K),
-        "doubled: N, K = 270, 32, expected positive, N a multiple of 8 and K of 8 (TMA moves "
-        "rows in units of 16 bytes; pad the weight)",
-    ),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "message"), [case[1:] for case in GEMM_ERRORS], ids=[c[0] for c in GEMM_ERRORS]
-)
-def test_error_in_the_gemm_operands(a: Any, b: Any, message: str) -> None:
+def misfit(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any, str]:
+    faces = [f"{tuple(x.shape)} {x.dtype}" for x in (a, b)]
+    said = f"A is {faces[0]} and B {faces[1]}, expected (…, M, K) and (N, K) of one dtype"
+    return a, b, said
+
+
+def ragged(n: int, k: int) -> tuple[Any, Any, str]:
+    said = f"N, K = {n}, {k}, expected positive, N a multiple of 8 and K of 8"
+    return bf16(M, k), bf16(n, k), f"{said} (TMA moves rows in units of 16 bytes; pad the weight)"
+
+
+GEMM_ERRORS: dict[str, tuple[Any, Any, str]] = {
+    "float32 A": (A.float(), B, "A is torch.float32, expected a bfloat16 or float16 tensor"),
+    "list": ([[1.0]], B, "A is list, expected a bfloat16 or float16 tensor"),
+    "integer B": (A, B.int(), "B is torch.int32, expected a bfloat16 or float16 tensor"),
+    "two dtypes": misfit(A, B.half()),
+    "K differs": misfit(A, bf16(N, 40)),
+    "B not transposed": misfit(A, bf16(K, N)),
+    "vector A": misfit(bf16(K), B),
+    "batched B": misfit(A, bf16(2, N, K)),
+    "no columns": ragged(0, K),
+    "K = 0": ragged(N, 0),
+    "ragged K": ragged(N, 36),
+    "ragged N": ragged(270, K),
+    "another device": (A, bf16(N, K).to("meta"), "B is on meta, A on cpu"),
+    "rows beyond 32 bits": (
+        A[:1].expand(1 << 31, -1), B, "M, N, K = 2147483648, 272, 32, expected each below 2³¹",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GEMM_ERRORS)
+def test_error_in_the_gemm_operands(name: str) -> None:
+    a, b, message = GEMM_ERRORS[name]
     with pytest.raises(LaunchError) as error:
         DOUBLED(a, b, {})
-    assert str(error.value) == message
+    assert str(error.value) == f"doubled: {message}"
 
 
 def test_half_width_outputs_need_columns_in_sixteens() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,8 +27,8 @@ from coda_agent.primitives.function import ProgramFunction
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, UNFUSED, TileConfig
+from tests.programs import built
 
 
 @epilogue(S=Tile, X=Tile, N=Tile, M=Tile, first=GroupTile32)
@@ -139,15 +138,6 @@ def _traced(function) -> Program:
     return epilogue(O=HalfTile)(program)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    import quack.cache
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quack.cache, "CACHE_DIR", str(tmp_path_factory.mktemp("objects")))
-        yield
-
-
 @pytest.mark.parametrize(
     ("program", "arch", "config"),
     [
@@ -159,18 +149,14 @@ def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ids=["every", "halves", "unfused", "blackwell"],
 )
 @pytest.mark.sampled(0.4)
+@pytest.mark.usefixtures("fresh_cache")
 def test_it_compiles(program: Program, arch: str, config: TileConfig) -> None:
-    outputs = dict.fromkeys(program.outputs, "bfloat16") | {"first": "float32"}
-    types = {o: outputs[o] for o in program.outputs}
-    found = compile_blind(
-        program, config, arch, "bfloat16", dict.fromkeys(program.operands, "float32"), types
-    )
+    stored = {"first": "float32"} if program is every else {}
+    found = built(program, arch, config, **stored)
     assert 0 < found["registers"] <= 255 and found["local_stores"] == 0
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_where_warps_share_rows_it_is_refused() -> None:
-    types = dict.fromkeys(halves.outputs, "bfloat16")
     with pytest.raises(CompileError, match="its warps share rows"):
-        compile_blind(
-            halves, DEFAULT_CONFIGS["sm_120a"], "sm_120a", "bfloat16", {"b": "float32"}, types
-        )
+        built(halves, "sm_120a")

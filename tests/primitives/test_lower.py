@@ -3,7 +3,6 @@ and tile that two tests ask for is compiled once, and what can be seen in one ke
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ from coda_agent.primitives.lower import (
 )
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ops import fma
-from coda_agent.primitives.target import compile_blind, cubin, sass, target
+from coda_agent.primitives.target import cubin, sass, target
 from coda_agent.primitives.tiles import (
     DEFAULT_CONFIGS,
     SM90_CONFIGS,
@@ -82,6 +81,9 @@ from coda_agent.primitives.tiles import (
     offered,
     unfused_forms,
 )
+from tests.programs import built
+
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 @epilogue(D=Tile, O=HalfTile)
@@ -172,38 +174,6 @@ def scaled(acc, alpha: Scalar, r: ColVector, b: RowVector):
     return {"O": alpha * acc * r * b}
 
 
-ELEMENTS: dict[type, str] = {ColVector: "float32", RowVector: "float32", ColIndex: "int64"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile for real: objects of earlier runs are neither found nor left behind."""
-    import quack.cache
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUACK_ARCH", "90")
-        patch.setenv("CUTE_DSL_ARCH", "sm_90a")
-        patch.setattr(quack.cache, "CACHE_DIR", str(tmp_path_factory.mktemp("objects")))
-        yield
-
-
-def build(
-    program: Program,
-    arch: str,
-    config: TileConfig | None = None,
-    dtype: str = "bfloat16",
-    stored: str = "bfloat16",
-) -> dict[str, Any]:
-    return compile_blind(
-        program,
-        config or DEFAULT_CONFIGS[arch],
-        arch,
-        dtype,
-        {o: ELEMENTS.get(k, "bfloat16") for o, k in program.operands.items()},
-        dict.fromkeys(program.outputs, stored),
-    )
-
-
 def demo_programs(name: str) -> tuple[Program, ...]:
     return next(d for d in demos() if d.name == name).programs
 
@@ -213,7 +183,7 @@ def demo_programs(name: str) -> tuple[Program, ...]:
 )
 @pytest.mark.sampled(0.3)
 def test_compiles_for_hopper(program: Program) -> None:
-    found = build(program, "sm_90a")
+    found = built(program, "sm_90a")
     assert 0 < found["registers"] <= 255
     assert found["mma_instructions"] > 0
     assert found["stack_bytes"] == 0
@@ -225,14 +195,14 @@ def test_compiles_for_hopper(program: Program) -> None:
 @pytest.mark.parametrize(("program", "arch"), [(three, "sm_100a"), (gated, "sm_120a")])
 @pytest.mark.sampled(0.3)
 def test_compiles_for_blackwell(program: Program, arch: str) -> None:
-    found = build(program, arch)
+    found = built(program, arch)
     assert found["registers"] > 0
     assert found["mma_instructions"] > 0
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
 
 def test_a_second_compilation_is_the_same_object_with_its_record() -> None:
-    first, second = build(gated, "sm_90a"), build(gated, "sm_90a")
+    first, second = built(gated, "sm_90a"), built(gated, "sm_90a")
     assert second == first
     text = sass(Path(first["object"]))
     assert "HGMMA.64x128x16.F32.BF16" in text
@@ -246,19 +216,19 @@ def test_renaming_reuses_the_compiled_object() -> None:
         gate, up = pairs(d)
         return {"rows": d, "gates": swiglu(gate, up)}
 
-    assert build(renamed, "sm_90a")["object"] == build(gated, "sm_90a")["object"]
+    assert built(renamed, "sm_90a")["object"] == built(gated, "sm_90a")["object"]
 
 
 def test_one_program_and_tile_for_two_architectures() -> None:
     tile = DEFAULT_CONFIGS["sm_120a"]
-    first, second = build(gated, "sm_90a", tile), build(gated, "sm_120a", tile)
+    first, second = built(gated, "sm_90a", tile), built(gated, "sm_120a", tile)
     assert first["object"] != second["object"]
-    assert build(gated, "sm_90a", tile) == first
+    assert built(gated, "sm_90a", tile) == first
 
 
 def test_unknown_architecture() -> None:
     with pytest.raises(CompileError) as error:
-        build(gated, "sm_80", TileConfig(128, 128))
+        built(gated, "sm_80", TileConfig(128, 128))
     assert str(error.value) == (
         "unknown architecture 'sm_80', expected one of sm_90a, sm_100a, sm_120a"
     )
@@ -266,14 +236,14 @@ def test_unknown_architecture() -> None:
 
 def test_an_impossible_tile_is_a_compile_error() -> None:
     with pytest.raises(CompileError, match=r"gated does not compile as 100x128 coop 1x1: "):
-        build(gated, "sm_90a", TileConfig(100, 128))
+        built(gated, "sm_90a", TileConfig(100, 128))
 
 
 @pytest.mark.parametrize("program", [widened, accumulating, tabled], ids=lambda p: p.name)
 @pytest.mark.sampled(0.3)
 def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     """With them: a Tile beside each, a 16-bit RowGather, a masked sum of a table's values."""
-    found = build(program, "sm_90a")
+    found = built(program, "sm_90a")
     assert found["mma_instructions"] > 0
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
@@ -281,14 +251,14 @@ def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
 def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
     """quack's own choice leaves one, with which a kernel hangs."""
     large = TileConfig(256, 128, 2, 1)
-    assert build(widened, "sm_90a", large)["mma_instructions"] > 0
+    assert built(widened, "sm_90a", large)["mma_instructions"] > 0
     with pytest.raises(CompileError, match="one stage of the GEMM, not two"):
-        build(crowded, "sm_90a", large)
+        built(crowded, "sm_90a", large)
 
 
 def test_wide_tiles_of_208_columns_hardly_spill() -> None:
     """With an address register for each access there were 233 stores to local memory here."""
-    found = build(gate_backward, "sm_90a", TileConfig(128, 208, 2, 1, True))
+    found = built(gate_backward, "sm_90a", TileConfig(128, 208, 2, 1, True))
     assert found["local_stores"] < 64
     assert found["mma_instructions"] > 0
     assert "HGMMA.64x208x16.F32.BF16" in sass(Path(found["object"]))
@@ -298,11 +268,11 @@ def test_wide_tiles_of_208_columns_hardly_spill() -> None:
 @pytest.mark.parametrize("program", [widened, accumulating], ids=lambda p: p.name)
 @pytest.mark.sampled(0.3)
 def test_wide_added_and_tabled_compile_for_blackwell(program: Program, arch: str) -> None:
-    assert build(program, arch)["mma_instructions"] > 0
+    assert built(program, arch)["mma_instructions"] > 0
 
 
 def test_e4m3_operands_and_outputs_compile() -> None:
-    found = build(quantised, "sm_90a", None, "float8_e4m3fn", "float8_e4m3fn")
+    found = built(quantised, "sm_90a", None, "float8_e4m3fn", "float8_e4m3fn")
     text = sass(Path(found["object"]))
     assert "QGMMA.64x128x32.F32.E4M3.E4M3" in text
     assert "F2FP.SATFINITE.E4M3" in text  # as the interpreter: saturated, not NaN
@@ -311,7 +281,7 @@ def test_e4m3_operands_and_outputs_compile() -> None:
 
 def test_an_e4m3_half_tile_beside_a_full_width_store_is_a_compile_error() -> None:
     with pytest.raises(CompileError) as error:
-        build(gated, "sm_90a", None, "bfloat16", "float8_e4m3fn")
+        built(gated, "sm_90a", None, "bfloat16", "float8_e4m3fn")
     assert str(error.value) == (
         "gated: an e4m3 HalfTile beside a full-width store is not supported (store it in 16 bits, "
         "or leave the full-width output out)"
@@ -332,7 +302,7 @@ def dry(program: Program, config: TileConfig, k: int) -> Any:
 
 def test_other_launch_forms_compile_to_other_kernels() -> None:
     forms = TRANSPOSED, TileConfig(128, 128, 2, 1, persistent=False)
-    found = [build(scaled, "sm_90a", c) for c in forms]
+    found = [built(scaled, "sm_90a", c) for c in forms]
     assert found[0]["object"] != found[1]["object"]
     assert all(f["mma_instructions"] > 0 and f["local_stores"] == 0 for f in found)
 
@@ -366,11 +336,11 @@ def test_a_form_that_cannot_carry_a_program_is_a_compile_error(
     program: Program, config: TileConfig
 ) -> None:
     with pytest.raises(CompileError, match=f"{program.name} does not compile as {config.label}: "):
-        build(program, "sm_90a", config)
+        built(program, "sm_90a", config)
 
 
 def test_two_full_width_outputs_on_pairs() -> None:
-    assert build(three, "sm_90a")["stack_bytes"] == 0
+    assert built(three, "sm_90a")["stack_bytes"] == 0
 
 
 @pytest.mark.parametrize(
@@ -380,7 +350,7 @@ def test_two_full_width_outputs_on_pairs() -> None:
 )
 @pytest.mark.sampled(0.3)
 def test_gathers_and_column_reductions_compile_for_hopper(program: Program) -> None:
-    found = build(program, "sm_90a")
+    found = built(program, "sm_90a")
     assert 0 < found["registers"] <= 255
     assert found["mma_instructions"] > 0
     assert found["stack_bytes"] == 0
@@ -417,7 +387,7 @@ def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, s
     def program(acc, y: ColIndex):
         return {"t": gather(acc, y)}
 
-    text = sass(Path(build(program, arch, stored=stored)["object"]))
+    text = sass(Path(built(program, arch, stored=stored)["object"]))
     assert len(re.findall(rf"{re.escape(store)} desc\[\w+\]\[[^]]+\], RZ ;", text)) == 1
 
 
@@ -428,7 +398,7 @@ def test_selecting_reducing_and_storing_pairs_at_once() -> None:
         turned = interleave(z, x)
         return {"D": acc, "E": turned, "t": gather(turned, y), "lse": x * z, "g": turned + r}
 
-    assert build(program, "sm_90a")["stack_bytes"] == 0
+    assert built(program, "sm_90a")["stack_bytes"] == 0
 
 
 def test_kernel_names_are_positional() -> None:
@@ -732,8 +702,8 @@ def test_offered_tiles(program: Program, base: set[TileConfig], few: set[TileCon
 def test_k_in_parts_without_a_store_of_the_gemm(program: Program) -> None:
     """Nothing there is stored by the GEMM itself, which quack 0.6.5 asks for."""
     assert "D" not in kernel_names(program).values()
-    whole = build(program, "sm_90a", TileConfig(64, 64))
-    parts = build(program, "sm_90a", TileConfig(64, 64, split_k=2))
+    whole = built(program, "sm_90a", TileConfig(64, 64))
+    parts = built(program, "sm_90a", TileConfig(64, 64, split_k=2))
     # All parts but the last leave their sums in L2, four floats at a time.
     found = ["REDG.E.ADD.F32x4" in sass(Path(o["object"])) for o in (whole, parts)]
     assert found == [False, True]
@@ -759,7 +729,7 @@ def test_a_second_process_finds_every_tile_in_the_cache(monkeypatch: pytest.Monk
 
     tiles = [DEFAULT_CONFIGS["sm_90a"], TileConfig(256, 128, 2, 1)]
     for config in tiles:
-        build(widened, "sm_90a", config)
+        built(widened, "sm_90a", config)
     forget()
 
     def compiled_again(*_: object, **__: object) -> None:

@@ -17,8 +17,8 @@ from coda_agent.primitives.lower import zero_preserving
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ptx import MEANINGS, operation
-from coda_agent.primitives.target import compile_blind, sass
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.primitives.target import sass
+from tests.programs import built
 
 GENERATED = Path(__file__).parents[2] / "generated"
 SOFT = ".reg .f32 t, u; .reg .pred p; neg.f32 t, $1; setp.lt.f32 p, $1, t; @p mov.f32 t, $1; abs.f32 u, t; add.f32 $0, u, 0f00000000;"
@@ -84,15 +84,7 @@ def test_it_compiles_to_the_instruction_it_names() -> None:
         (asinh(), "MUFU.TANH"),
         (asinh("ex2.approx.ftz.f32 $0, $1;"), "MUFU.EX2"),
     ):
-        report = compile_blind(
-            program,
-            DEFAULT_CONFIGS["sm_90a"],
-            "sm_90a",
-            "bfloat16",
-            {},
-            {"O": "bfloat16", "s": "float32"},
-        )
-        assert opcode in sass(Path(report["object"]))
+        assert opcode in sass(Path(built(program)["object"]))
 
 
 def test_a_demonstration_costs_its_instructions_and_nothing_is_known_to_be_zero() -> None:
@@ -204,15 +196,7 @@ def test_symlog_keeps_the_digits_of_small_arguments() -> None:
 
 def test_several_statements_with_registers_of_their_own() -> None:
     use_cache()
-    program = asinh(SOFT)
-    compile_blind(
-        program,
-        DEFAULT_CONFIGS["sm_90a"],
-        "sm_90a",
-        "bfloat16",
-        {},
-        {"O": "bfloat16", "s": "float32"},
-    )
+    built(asinh(SOFT))
 
 
 def test_bad_use() -> None:

@@ -1,7 +1,6 @@
 """Rotations: the paper's convention, angles that keep their digits, and heads laid out in columns."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import LaunchError, ProgramError
 from coda_agent.primitives.interpret import evaluate, interpret
 from coda_agent.primitives.rotary import rotary_turns
-from coda_agent.primitives.target import compile_blind, sass
-from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.primitives.target import sass
+from tests.programs import built
 
 HEAD = 128
 FREQUENCIES = 10000.0 ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
@@ -99,18 +98,10 @@ def test_columns_without_frequency_stay_as_they_are() -> None:
     assert (got != x)[:, ~still].any(0).all()
 
 
-def build(arch: str, cache: Path, monkeypatch: Any) -> dict[str, Any]:
-    import quack.cache
-
-    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(cache))
-    operands = {"position": "float32", "turns": "float32"}
-    config = DEFAULT_CONFIGS[arch]
-    return compile_blind(projection, config, arch, "bfloat16", operands, {"O": "bfloat16"})
-
-
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_compiles(arch: str, tmp_path: Path, monkeypatch: Any) -> None:
-    found = build(arch, tmp_path, monkeypatch)
+@pytest.mark.usefixtures("fresh_cache")
+def test_compiles(arch: str) -> None:
+    found = built(projection, arch)
     assert found["mma_instructions"] > 0
     assert found["local_stores"] == 0
     text = sass(Path(found["object"]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ from coda_agent.primitives.resources import OPERAND_KINDS
 from coda_agent.primitives.tables import TABLES, Table
 from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, UNFUSED, TileConfig
+from tests.programs import built
 
 M, N, K = 12, 64, 8
 
@@ -100,15 +100,7 @@ def test_halves_are_of_full_width_and_of_a_width_that_is_known() -> None:
         epilogue(O=HalfTile)(lambda acc: {"O": rotate_half(pairs(acc)[0], 16)})
 
 
-@pytest.fixture
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import quack.cache
-
-    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
-    yield
-
-
-@pytest.mark.usefixtures("_cache")
+@pytest.mark.usefixtures("fresh_cache")
 @pytest.mark.parametrize(
     ("program", "arch", "config"),
     [
@@ -124,15 +116,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=lambda x: x.name if isinstance(x, Program) else getattr(x, "label", x),
 )
 def test_it_compiles(program: Program, arch: str, config: TileConfig) -> None:
-    found = compile_blind(
-        program,
-        config,
-        arch,
-        "bfloat16",
-        dict.fromkeys(program.operands, "bfloat16"),
-        {"O": "bfloat16"},
-    )
-    assert found["registers"] > 0
+    assert built(program, arch, config)["registers"] > 0
 
 
 @epilogue(O=Tile)

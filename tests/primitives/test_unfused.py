@@ -38,7 +38,7 @@ from coda_agent.primitives.inspect import launches
 from coda_agent.primitives.launch import Arguments, allocate, launch
 from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import compile_blind, sass
+from coda_agent.primitives.target import sass
 from coda_agent.primitives.tiles import (
     DEFAULT_CONFIGS,
     UNFUSED,
@@ -46,6 +46,7 @@ from coda_agent.primitives.tiles import (
     TileConfig,
     unfused_forms,
 )
+from tests.programs import built
 
 
 @epilogue(D=Tile, s=RowMean, lse=RowLogSumExp, t=RowGather, g=ColSum)
@@ -68,20 +69,9 @@ def widened(acc, Z: WideTile):
 
 
 @pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import quack.cache
-
-    monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
+def _forgotten(fresh_cache: None) -> Iterator[None]:
     yield
     unfused.forget()
-
-
-def build(program: Program, config: TileConfig, arch: str = "sm_90a") -> dict[str, Any]:
-    known = {ColIndex: "int64", ColVector: "float32"}
-    operands = {o: known.get(kind, "bfloat16") for o, kind in program.operands.items()}
-    return compile_blind(
-        program, config, arch, "bfloat16", operands, dict.fromkeys(program.outputs, "bfloat16")
-    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +80,7 @@ def build(program: Program, config: TileConfig, arch: str = "sm_90a") -> dict[st
     ids=lambda x: x.label if isinstance(x, TileConfig) else x.name,
 )
 def test_every_kind_compiles_into_wide_accesses(program: Program, config: TileConfig) -> None:
-    found = build(program, config)
+    found = built(program, config=config)
     text = sass(Path(found["object"]))
     assert found["stack_bytes"] == found["local_stores"] == found["mma_instructions"] == 0
     threads = config.tile_n // 8
@@ -103,11 +93,10 @@ def test_every_kind_compiles_into_wide_accesses(program: Program, config: TileCo
 
 
 def test_an_object_is_found_again_and_is_not_that_of_another_type() -> None:
-    first = build(widened, UNFUSED[0])
-    assert build(widened, UNFUSED[0]) == first
-    operands, outputs = {"Z": "float16"}, {"dZ": "float16"}
-    other = compile_blind(widened, UNFUSED[0], "sm_90a", "float16", operands, outputs)
-    assert other["object"] != first["object"] != build(widened, UNFUSED[1])["object"]
+    first = built(widened, config=UNFUSED[0])
+    assert built(widened, config=UNFUSED[0]) == first
+    other = built(widened, "sm_90a", UNFUSED[0], "float16", "float16")
+    assert other["object"] != first["object"] != built(widened, config=UNFUSED[1])["object"]
 
 
 def test_the_compile_gate_asks_for_no_tensor_core_of_an_elementwise_kernel() -> None:
@@ -121,7 +110,7 @@ def test_the_compile_gate_asks_for_no_tensor_core_of_an_elementwise_kernel() -> 
 @pytest.mark.parametrize("block", [(0, 1024), (64, 1024), (1, 128), (1, 16384)])
 def test_a_block_that_the_kernel_has_not(block: tuple[int, int]) -> None:
     with pytest.raises(CompileError, match="a block has 1 to 32 rows and a multiple of 256"):
-        build(widened, TileConfig(*block, fused=False))
+        built(widened, config=TileConfig(*block, fused=False))
 
 
 def test_what_a_call_declares() -> None:
