@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.generated import gradients, tables
+from coda_agent.generated import gradients, sharded, tables
 from coda_agent.generated.declared import Declared
 from coda_agent.generated.ops import Variant, differentiated, register, scalars
 from coda_agent.generated.out import placed
@@ -205,6 +205,9 @@ class Kernel:
     ) -> Any:
         """The results where no plan of such a call is known; by the operator where calls are
         traced, without `variant`, or differentiated."""
+        if sharded.distributed(values):
+            names, local = self._inputs, lambda x: self._anew(variant, key, x, block_size)
+            return sharded.on_shards(self.variants[key], names, values, local)
         if variant is None:
             self._check_transforms()
         if (device := self._autocast(values)) is not None:

@@ -80,6 +80,8 @@ def placed(name: str, names: Sequence[str], results: Any, out: Out) -> Any:
 
 
 def _fault(result: torch.Tensor, t: torch.Tensor) -> str:
+    if hasattr(result, "placements") or hasattr(t, "placements"):
+        return "or its result is a DTensor, expected plain tensors: call it on .to_local() of all"
     if result.requires_grad:
         return "would lose the result's gradient: call it under torch.no_grad(), or without out"
     for what in ("shape", "dtype", "device"):

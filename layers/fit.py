@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coda_agent.generated.sharded import distributed
 from coda_agent.layers.passes import ACTIVATIONS
 
 _TYPES = torch.bfloat16, torch.float16
@@ -32,6 +36,9 @@ def unfit(layer: Any, after: nn.Module | None) -> str:
             return f"{name} is {linear.weight.dtype}, expected bfloat16 or float16"
         if any(extent % 16 for extent in linear.weight.shape):
             return f"{name} is {tuple(linear.weight.shape)}, expected multiples of 16"
+    for name, part in (*linears.items(), *layer.named_children()):
+        if name != "self_attn" and (part._forward_hooks or part._forward_pre_hooks):
+            return f"{name} has forward hooks, as of tensor parallelism; kernels would skip them"
     if any(linears[n].bias is not None for n in ("gate_proj", "up_proj", "down_proj")):
         return "the MLP has biases"
     if len({linears[n].bias is None for n in ("q_proj", "k_proj", "v_proj")}) > 1:
@@ -105,3 +112,41 @@ def norm_offset(norm: Any) -> float | None:
         o for o in (0.0, 1.0) if torch.allclose(found, wide * (weight + o), rtol=0.02, atol=1e-3)
     )
     return next(fits, None)
+
+
+def fsdp(modules: Iterable[Any]) -> list[Any]:
+    """Those of the modules whose parameters `fully_shard` has taken."""
+    known = sys.modules.get("torch.distributed.fsdp")
+    return [m for m in modules if known is not None and isinstance(m, known.FSDPModule)]
+
+
+@contextmanager
+def gathered(*modules: Any) -> Iterator[None]:
+    """FSDP's modules among these with whole weights, in the type that a forward pass has them in.
+    All ranks come here together."""
+    found = fsdp(modules)
+    for module in found:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in found:
+            module.reshard()
+
+
+def check_whole(owner: str, module: Any) -> None:
+    """Refuse a module of which a parameter is a DTensor where it runs.
+
+    Args:
+        owner: Its name.
+
+    Raises:
+        TypeError: one is.
+    """
+    for name, p in module.named_parameters():
+        if distributed((p,)):
+            raise TypeError(
+                f"{owner}.{name} is a DTensor of {p.placements}, and the kernels take whole "
+                "weights; leave tensor-parallel models to PyTorch (report.revert() does), and with "
+                "FSDP2 call fully_shard on whole decoder layers, not on parts of them"
+            )

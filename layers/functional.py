@@ -16,8 +16,8 @@ and backward their accepted counterparts beside `torch.mm`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,33 @@ from coda_agent.generated import (
     gemm_rmsnorm_rope,
     gemm_rmsnorm_swiglu,
 )
+from coda_agent.generated.sharded import distributed
 from coda_agent.layers import passes
 from coda_agent.layers.weight_gradient import added, announced, mains, sum_product
 
 # Logits that the head holds at a time: 1 GiB in 16 bits.
 _LOGITS = 1 << 29
 _LARGE_BYTES = 20_000_000
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _of_whole(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refuse DTensors: a norm's statistic, and its backward pass, need rows that are whole."""
+
+    @wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        values = (*args, *kwargs.values())
+        parts = [x for value in values for x in (value if isinstance(value, Normed) else (value,))]
+        if distributed(parts):
+            raise TypeError(
+                f"{function.__name__} got a DTensor, expected plain tensors: use what FSDP has "
+                "gathered, .full_tensor(), or PyTorch's own calls under tensor parallelism"
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 class Normed(NamedTuple):
@@ -52,12 +73,14 @@ class Normed(NamedTuple):
     r: Tensor
 
 
+@_of_whole
 def normed(x: Tensor, gamma: Tensor, eps: float) -> Normed:
     """The `Normed` of a stream that no kernel wrote, such as an embedding's."""
     with torch.no_grad():
         return Normed(*_fused(_normed, x)(x, gamma, eps))
 
 
+@_of_whole
 def linear_residual_norm(
     a: Tensor, weight: Tensor, x: Tensor, gamma: Tensor, eps: float
 ) -> tuple[Tensor, Normed]:
@@ -74,6 +97,7 @@ def linear_residual_norm(
     return out, Normed(h, r)
 
 
+@_of_whole
 def mlp(
     x: Tensor,
     given: Normed,
@@ -110,6 +134,7 @@ def mlp(
     return out, Normed(h, r)
 
 
+@_of_whole
 def norm_linear(
     x: Tensor,
     given: Normed,
@@ -144,6 +169,7 @@ def norm_linear(
     return _NormLinear.apply(x, *given, gamma, weight, bias, tuple(sizes), table)
 
 
+@_of_whole
 def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> Tensor:
     """Query or key (M, H · D) of `norm_linear` with no table: the RMS norm of each head, then the
     rotation. There is no accepted kernel of both: it is a pass of PyTorch.
@@ -157,16 +183,19 @@ def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> 
     return _fused(passes.qk_norm_rope, y)(y, gamma, eps, table)
 
 
+@_of_whole
 def gate(z: Tensor, activation: str) -> Tensor:
     """f(g) · u of gates g and ups u in turn, the columns of z (M, 2F): a pass of PyTorch."""
     return _fused(passes.gated, z)(z, activation)
 
 
+@_of_whole
 def add_normed(x: Tensor, y: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """x (M, d) plus y (M, d) by its RMS norm, times gamma (d,): a pass of PyTorch."""
     return _fused(passes.add_normed, y)(x, y, gamma, eps)
 
 
+@_of_whole
 def head_loss(
     x: Tensor,
     given: Normed,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coda_agent.generated.sharded import distributed
 from coda_agent.layers.modules import HUGGING_FACE
 from coda_agent.layers.packing import interleave, pack_qkv, separate, unpack_qkv
 
@@ -49,7 +50,8 @@ class Packed:
             layer.get_submodule(owner).register_parameter(name, joined)
             for name, weight in zip(names, weights, strict=True):
                 self.were[name], weight.data = weight, weight.new_empty(0)
-                del layer.get_submodule(name).weight
+                # None, not gone: torch.distributed.checkpoint looks it up by the state dict's name.
+                layer.get_submodule(name).weight = None
         self.hooks = [
             layer.register_state_dict_post_hook(partial(self._give)),  # a method has no attributes
             layer.register_load_state_dict_pre_hook(self._take),
@@ -66,8 +68,18 @@ class Packed:
                 return self._parts(place, self.layer.get_parameter(place))[names.index(name)]
         raise KeyError(name)
 
+    def check(self) -> None:
+        """Raises:
+        TypeError: FSDP has taken the packed parameters.
+        """
+        if distributed(self.both()):
+            raise TypeError(
+                "packed weights that fully_shard has taken do not become the model's own again; "
+                "load this model's state dict into one that is not patched"
+            )
+
     def undo(self) -> None:
-        """Give the linears their own parameters back, with today's values."""
+        """Give the linears their own parameters back, with today's values; `check` first."""
         with torch.no_grad():
             for name, weight in self.were.items():
                 weight.data, weight.grad = self.weight(name).detach(), None
@@ -90,11 +102,35 @@ class Packed:
 
     def _give(self, _: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for place, names in PLACES.items():
-            parts = self._parts(place, state.pop(f"{prefix}{place}"))
-            state.update({f"{prefix}{n}.weight": t for n, t in zip(names, parts, strict=True)})
+            packed = state.pop(f"{prefix}{place}")
+            # What FSDP shards is whole here for a moment; its parts are sharded likewise.
+            for name, part in zip(names, self._parts(place, _replicated(packed)), strict=True):
+                state[f"{prefix}{name}.weight"] = _sharded_as(packed, part)
 
     def _take(self, _: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for place, names in PLACES.items():
             keys = [f"{prefix}{name}.weight" for name in names]
             if all(key in state for key in keys):
-                state[f"{prefix}{place}"] = self._joined(place, [state.pop(key) for key in keys])
+                joined = self._joined(place, [_replicated(state.pop(key)) for key in keys])
+                state[f"{prefix}{place}"] = _sharded_as(self.layer.get_parameter(place), joined)
+
+
+def _replicated(t: Any) -> Any:
+    """A DTensor with all of it on each rank; what is none, as it is."""
+    if not distributed((t,)):
+        return t
+    from torch.distributed.tensor import Replicate
+
+    return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+
+
+def _sharded_as(other: Any, t: Any) -> Any:
+    """`t`, which all ranks have whole, with the placements of a DTensor `other`."""
+    if not distributed((other,)):
+        return t
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = t.to_local() if distributed((t,)) else t
+    mesh, placements = other.device_mesh, other.placements
+    # Cloned, or a shard would keep the memory of the whole.
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()

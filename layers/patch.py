@@ -10,6 +10,8 @@
 - In training with labels, the loss comes without logits; the output's are then None.
 - What does not fit is left as it is, and the report says why. What does not fit in a single call
   (another type, autocast) runs by the model's own code.
+- FSDP2 may shard layers, before or after. Where the kernels run, weights are whole: DTensors, as of
+  tensor parallelism, are refused. Its sums over ranks are between products that are fused here.
 - Between layers the `Normed` of a stream travels as an attribute of its tensor. Where it gets lost,
   as by checkpoints and hooks, PyTorch computes it again.
 """
@@ -25,8 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_agent.layers.fit import gamma, norm_offset, unfit, unfit_head
-from coda_agent.layers.functional import head_loss
+from coda_agent.layers.fit import (
+    check_whole,
+    fsdp,
+    gamma,
+    gathered,
+    norm_offset,
+    unfit,
+    unfit_head,
+)
+from coda_agent.layers.functional import Normed, head_loss
 from coda_agent.layers.packed import unpackable
 from coda_agent.layers.patched import Carried, Layer, Sandwich, Tables
 
@@ -43,11 +53,19 @@ class Report:
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _layers: list[Layer] = field(default_factory=list)
+    _around: tuple[nn.Module, ...] = ()
     _tables: Tables = field(default_factory=lambda: Tables())
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def revert(self) -> None:
-        """Give the model its own code back."""
+        """Give the model its own code back.
+
+        Raises:
+            TypeError: packed weights have been sharded since; nothing is undone then.
+        """
+        for layer in self._layers if self._undo else ():
+            if layer.packed is not None:
+                layer.packed.check()
         while self._undo:
             self._undo.pop()()
 
@@ -98,37 +116,61 @@ def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
             Mistral, Qwen2, Qwen3 and Gemma 3 have them, in bfloat16 or float16.
         pack: Whether the weights of query, key and value, and of gate and up, become one parameter
             each. A training step then spends neither time nor memory on copies of them. Make the
-            optimizer afterwards: these parameters are new ones. State dicts stay as they were.
+            optimizer, and call `fully_shard`, afterwards: these parameters are new ones. State
+            dicts stay as they were.
 
     Returns:
         What was replaced and what was not. `revert()` undoes it.
 
     Raises:
-        TypeError: the model has no such layers.
+        TypeError: the model has no such layers, or one has weights that are sharded otherwise than
+            FSDP2 shards whole layers, as tensor parallelism does; nothing is replaced then.
     """
-    report, stack = Report(), getattr(model, "model", model)
+    stack = getattr(model, "model", model)
+    report = Report(_around=(model, stack))
     layers, last = getattr(stack, "layers", None), getattr(stack, "norm", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(last, nn.Module):
         raise TypeError(
             f"{type(model).__name__} has no model.layers and model.norm, "
             "expected a causal language model of Llama's structure"
         )
-    norms = [*[getattr(layer, "input_layernorm", None) for layer in layers[1:]], last]
-    for i, (layer, after) in enumerate(zip(layers, norms, strict=True)):
-        name = f"layers.{i}"
-        if why := unfit(layer, after) or (unpackable(layer) if pack else ""):
-            report.left[name] = why
-            continue
-        kind = Sandwich if hasattr(layer, "pre_feedforward_layernorm") else Layer
-        patched = kind(layer, after, report, pack)
-        report._layers.append(patched)
-        report.replaced[name] = patched.says()
-    if why := unfit_head(model, last):
-        report.left["lm_head"] = why
-    else:
-        _Head(model, last, report)
-        report.replaced["lm_head"] = "norm + cross-entropy, in training with labels"
+    if pack and fsdp((model, *stack.modules())):
+        raise TypeError(f"{type(model).__name__} is sharded already; pack=True before fully_shard")
+    try:
+        with gathered(model, stack):
+            _patch(model, stack, report, pack)
+    except BaseException:
+        report.revert()
+        raise
     return report
+
+
+def _patch(model: Any, stack: Any, report: Report, pack: bool) -> None:
+    last = stack.norm
+    for i, (layer, behind) in enumerate(zip(stack.layers, (*stack.layers[1:], last), strict=True)):
+        after = getattr(behind, "input_layernorm", behind)
+        with gathered(layer, behind):
+            check_whole(f"layers.{i}", layer)
+            check_whole("norm" if after is last else f"layers.{i + 1}.input_layernorm", after)
+            _replace(layer, f"layers.{i}", after, report, pack)
+    head = getattr(model, "lm_head", nn.Module())
+    with gathered(last, head):
+        check_whole("lm_head", head)
+        if why := unfit_head(model, last):
+            report.left["lm_head"] = why
+        else:
+            _Head(model, last, report)
+            report.replaced["lm_head"] = "norm + cross-entropy, in training with labels"
+
+
+def _replace(layer: Any, name: str, after: Any, report: Report, pack: bool) -> None:
+    if why := unfit(layer, after) or (unpackable(layer) if pack else ""):
+        report.left[name] = why
+        return
+    kind = Sandwich if hasattr(layer, "pre_feedforward_layernorm") else Layer
+    patched = kind(layer, name, after, report, pack)
+    report._layers.append(patched)
+    report.replaced[name] = patched.says()
 
 
 apply_coda_kernels_to_llama = apply_coda_kernels_to_mistral = apply_coda_kernels
@@ -137,26 +179,32 @@ apply_coda_kernels_to_gemma3 = apply_coda_kernels
 
 
 class _Head:
-    """The final norm, the head and the loss by the kernels, in training with labels."""
+    """The final norm, the head and the loss by the kernels, in training with labels. Norm and head
+    are called as modules, so FSDP gathers their weights: the norm gives its stream, and the head,
+    which is given that, the loss."""
 
     def __init__(self, model: Any, norm: Any, report: Report) -> None:
         self.model, self.norm, self.original = model, norm, model.forward
-        self.held, self.offset = False, norm_offset(norm) or 0.0
+        self.offset = norm_offset(norm) or 0.0
+        self.held = False
+        self.normed: tuple[Normed, Tensor] | None = None  # what the norm leaves to the head
+        self.asked: tuple[Tensor, int, Any] | None = None
         # Outside of torch.compile's graphs: a loss of an export, which takes gradients in its
         # forward pass too, was zeros by Inductor on an H200 (torch 2.11), and right on a CPU.
         self.loss: Any = torch.compiler.disable(head_loss)
-        plain = norm.forward
-        report.replace(norm, lambda x: x if self.held else plain(x))
+        plain, project = norm.forward, model.lm_head.forward
+        report.replace(norm, lambda x: self._norm(x) if self.held else plain(x))
+        report.replace(model.lm_head, lambda x: self._loss(x) if self.asked else project(x))
         report.replace(model, self)
 
     def __call__(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        model, weight = self.model, self.model.lm_head.weight
+        model = self.model
         plain = (
             not model.training
             or len(args) > 5
             or kwargs.get("logits_to_keep", 0) != 0
             or kwargs.get("return_dict") is False
-            or torch.is_autocast_enabled(weight.device.type)
+            or torch.is_autocast_enabled(model.lm_head.weight.device.type)
         )
         if labels is None or plain:
             return self.original(*args, labels=labels, **kwargs)
@@ -169,25 +217,39 @@ class _Head:
         self.held = True
         try:
             outputs = model.model(*args, **kwargs)
+            x, ignored = outputs.last_hidden_state, kwargs.get("ignore_index", -100)
+            targets = kwargs.get("shift_labels")
+            if targets is None:
+                targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
+            targets = targets.flatten().to(x.device)
+            self.asked = targets, ignored, kwargs.get("num_items_in_batch")
+            loss = model.lm_head(x)
         finally:
-            self.held = False
-        x = outputs.last_hidden_state
-        ignored = kwargs.get("ignore_index", -100)
-        targets = kwargs.get("shift_labels")
-        if targets is None:
-            targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
-        loss = self.loss(
-            x.flatten(0, 1),
-            Carried.take(x, self.norm, self.offset),
-            gamma(self.norm, self.offset).to(x.dtype),
-            weight,
-            targets.flatten().to(x.device),
-            ignore_index=ignored,
-            count=kwargs.get("num_items_in_batch"),
-        )
+            self.held, self.normed, self.asked = False, None, None
         return CausalLMOutputWithPast(
             loss=loss,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+        )
+
+    def _norm(self, x: Tensor) -> Tensor:
+        check_whole("norm", self.norm)
+        # Cloned, since FSDP may take the weight back before the head runs.
+        weight = gamma(self.norm, self.offset).to(x.dtype).clone()
+        self.normed = Carried.take(x, self.norm, self.offset), weight
+        return x
+
+    def _loss(self, x: Tensor) -> Tensor:
+        check_whole("lm_head", self.model.lm_head)
+        assert self.normed is not None and self.asked is not None
+        (given, weight), (targets, ignored, count) = self.normed, self.asked
+        return self.loss(
+            x.flatten(0, 1),
+            given,
+            weight,
+            self.model.lm_head.weight,
+            targets,
+            ignore_index=ignored,
+            count=count,
         )

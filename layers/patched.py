@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_agent.layers.fit import activation, eps, gamma, norm_offset
+from coda_agent.generated.sharded import distributed
+from coda_agent.layers.fit import activation, check_whole, eps, fsdp, gamma, norm_offset
 from coda_agent.layers.functional import (
     Normed,
     add_normed,
@@ -62,13 +63,15 @@ class Layer:
 
     Args:
         layer: The module.
+        name: Its name.
         after: The norm behind it.
         report: `patch.Report`, which undoes what is done here.
         pack: Whether its weights are packed.
     """
 
-    def __init__(self, layer: Any, after: Any, report: Any, pack: bool) -> None:
-        self.layer, self.after, self.original = layer, after, layer.forward
+    def __init__(self, layer: Any, name: str, after: Any, report: Any, pack: bool) -> None:
+        self.layer, self.name, self.after, self.original = layer, name, after, layer.forward
+        self.report, self.place = report, len(report._layers)
         self.attention = attention = layer.self_attn
         self.linears = [getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
         self.sizes = [linear.out_features for linear in self.linears]
@@ -77,7 +80,6 @@ class Layer:
         self.offset = norm_offset(layer.input_layernorm) or 0.0
         self.norms: list[Any] = [getattr(attention, n, None) for n in ("q_norm", "k_norm")]
         self.rotates = self._fits(self.norms) and _rotation(attention, report)
-        self.tables = report._tables
         self.handed: tuple[Tensor, ...] | None = None
         self.headed = False
         self.kept: tuple[Any, tuple[Tensor, Tensor]] | None = None
@@ -94,6 +96,7 @@ class Layer:
                 linear = layer.get_submodule(name)
                 report.replace(linear, self._unpacked(name, linear))
             report._undo.append(packed.undo)
+        self.owners = [m for m in layer.modules() if m._parameters]
 
     def _fits(self, norms: list[Any]) -> bool:
         """Whether norms of query and key, if there are any, are RMSNorms of heads."""
@@ -115,6 +118,7 @@ class Layer:
         return f"{qkv}, o + residual, norm + {gate}, down + residual{packed}"
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._check_sharding()
         x, places = hidden_states, kwargs.get("position_embeddings")
         norm = self.layer.input_layernorm
         rotates = places is not None and places[0].shape[-1] == self.attention.head_dim
@@ -131,7 +135,7 @@ class Layer:
         table = None
         if rotates:
             kwargs["position_embeddings"] = None, None
-            table = self.tables.find(places, len(x), sum(self.heads), len(qkv))
+            table = self.report._tables.find(places, len(x), sum(self.heads), len(qkv))
         given = Carried.take(x, norm, self.offset)
         self.headed = table is not None and self.norms[0] is not None
         packed = qkv, self.sizes, None if self.headed else table, self._bias(rotates)
@@ -151,6 +155,26 @@ class Layer:
         if carried is not None:
             Carried.put(out, carried.norm, carried.given)
         return out
+
+    def _check_sharding(self) -> None:
+        """Refuse weights that are not whole here, and a `main_grad` that FSDP knows nothing of: it
+        would stay as it is, or have one rank's gradient. The layer behind still shows what its
+        sharded parameters have."""
+        if distributed(p for m in self.owners for p in m._parameters.values()):
+            check_whole(self.name, self.layer)
+        if torch.compiler.is_compiling() or not self._by_fsdp():
+            return
+        near = self.report._layers[self.place : self.place + 2]
+        owners = [m for layer in near for m in layer.owners]
+        if any(hasattr(p, "main_grad") for m in owners for p in m._parameters.values()):
+            raise TypeError(
+                f"a parameter of {self.name} or of the layer behind it has a main_grad, which gets "
+                "no gradients under fully_shard; take those in .grad, and delete main_grad"
+            )
+
+    def _by_fsdp(self) -> bool:
+        """Whether FSDP gathers the layer's weights."""
+        return bool(fsdp((*self.report._around, self.layer)))
 
     def gamma(self, norm: Any) -> Tensor:
         """What one of the layer's norms multiplies by."""
@@ -213,6 +237,8 @@ class Layer:
             return pack_qkv(q, k, v, heads), interleave(gate, up)
         key = rotates, [(w.data_ptr(), _version(w)) for w in weights]
         keeps = not torch.is_grad_enabled() and not self.layer.training
+        # FSDP gathers anew into the same memory and counts no write to it.
+        keeps = keeps and not self._by_fsdp()
         if keeps and self.kept is not None and self.kept[0] == key:
             return self.kept[1]
         packed = pack_qkv(q, k, v, heads), interleave(gate, up)
@@ -278,8 +304,10 @@ class Tables:
     def find(self, places: tuple[Tensor, Tensor], batch: int, heads: int, columns: int) -> Tensor:
         key = batch, heads, columns
         traced = torch.compiler.is_compiling()
-        if not traced and self.last and self.last[0] is places and self.last[1] == key:
-            return self.last[2]
+        if not traced and self.last and self.last[1] == key:
+            # FSDP's mixed precision gives each layer a tuple of its own, of the same tensors.
+            if all(known is t for known, t in zip(self.last[0], places, strict=True)):
+                return self.last[2]
         cos, sin = (t.detach().expand(batch, -1, -1) for t in places)
         table = rotary_table(cos, sin, heads, columns)
         self.last = None if traced else (places, key, table)

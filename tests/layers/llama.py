@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -150,6 +149,13 @@ class Stack(nn.Module):
         return self.norm(x)
 
 
+class Given(NamedTuple):
+    """What a model gives; FSDP finds the tensors in it."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
 class Llama(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -158,12 +164,12 @@ class Llama(nn.Module):
         if c.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Given:
         logits, loss = self.lm_head(self.model(ids)), None
         if labels is not None:
             wide = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return SimpleNamespace(loss=loss, logits=logits)
+        return Given(loss, logits)
 
 
 def positions(ids: Tensor, c: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

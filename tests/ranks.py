@@ -1,0 +1,30 @@
+"""Two processes with a process group of gloo's, on a CPU."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+
+def on_two_ranks(function: Callable[..., None], *args: Any) -> None:
+    """Run `function(mesh, *args)` on both; it is found by its name in its module."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder, function, args), nprocs=2)  # pyright: ignore
+
+
+def _rank(rank: int, folder: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
+    try:
+        function(init_device_mesh("cpu", (2,)), *args)
+    finally:
+        torch.distributed.destroy_process_group()
