@@ -53,9 +53,9 @@ def admit(spec: Spec) -> None:
 
     Raises:
         SpecError: The spec has a primitive's name; the reference raises; an output of another
-            shape or dtype than declared, non-finite, zero or constant; an input changed in place; no output that needs both GEMM
-            operands and their product; something that could be left out, or guessed, within the
-            tolerance; or a value that is rounded and computed on.
+            shape or dtype than declared, non-finite, zero or constant; an input changed in place;
+            no output that needs both GEMM operands and their product; something that could be left
+            out, or guessed, within the tolerance; or a value that is rounded and computed on.
     """
     if spec.name in primitives.__all__:  # its program could not import that
         hint = f"such as gemm_{spec.name}"
