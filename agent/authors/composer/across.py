@@ -27,8 +27,6 @@ class Across:
             "var": lambda *x, **over: self.moments(*x, **over)[0],
             "std": lambda *x, **over: self._of(_root, self.moments(*x, **over)[0]),
             "var_mean": lambda *x, **over: list(self.moments(*x, **over)),
-            "native_layer_norm": self.layer_norm,
-            "native_group_norm": self.group_norm,
         }
 
     def reduce(
@@ -87,27 +85,6 @@ class Across:
         count = x.codes.numel() // variance.codes.numel()
         by = count / (count - (1.0 if correction is None else correction))
         return self._of(lambda v: v * by, variance), self.reduce("mean", x, dims, keepdim)
-
-    def layer_norm(self, x: Elements, shape: Any, weight: Any, bias: Any, eps: float) -> list[Any]:
-        over = [*range(-len(shape), 0)]
-        variance, mean = self.moments(x, over, correction=0.0, keepdim=True)
-        normal = self._of(lambda x, m, v: (x - m) / _root(v + eps), x, mean, variance)
-        scaled = normal if weight is None else self._of(Expr.__mul__, normal, weight)
-        return [scaled if bias is None else self._of(Expr.__add__, scaled, bias), None, None]
-
-    def group_norm(
-        self, x: Elements, weight: Any, bias: Any, rows: int, channels: int, *rest: Any
-    ) -> list[Any]:
-        *_, groups, eps = rest
-        within = Elements(x.codes.reshape(rows, groups, -1))
-        normal = Elements(
-            self.layer_norm(within, (1,), None, None, eps)[0].codes.reshape(x.codes.shape)
-        )
-        by = (channels, *(1 for _ in x.codes.shape[2:]))
-        for function, value in ((Expr.__mul__, weight), (Expr.__add__, bias)):
-            if value is not None:
-                normal = self._of(function, normal, Elements(value.codes.reshape(by)))
-        return [normal, None, None]
 
     def _group(self, op: str, codes: Any) -> Elements | None:
         """A statistic over the last dim, where that is a group of adjacent columns."""

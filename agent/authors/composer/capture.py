@@ -40,8 +40,11 @@ _DECOMPOSED = (
     *("huber_loss", "smooth_l1_loss", "mse_loss", "soft_margin_loss"),
     *("fill", "new_full", "zeros_like", "new_zeros", "ones_like", "new_ones"),
     *("empty_like", "new_empty", "slice_backward", "select_backward"),
+    *("native_layer_norm", "native_group_norm"),
+    *("leaky_relu", "silu", "isnan", "isinf", "sgn", "floor_divide"),
     *("silu_backward", "mish_backward", "elu_backward", "leaky_relu_backward", "hardtanh_backward"),
     *("hardswish_backward", "hardsigmoid_backward", "softplus_backward", "log_sigmoid_backward"),
+    *("gelu_backward", "sigmoid_backward", "tanh_backward"),
 )
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 

@@ -143,7 +143,8 @@ class _Rewriter:
 
     def _where(self, node: fx.Node) -> str:
         line = node.meta.get("custom", {}).get("line")
-        op = _name(node).lstrip("_")
+        called = node.meta.get("original_aten") or node.target
+        op = _name(node, called).lstrip("_")
         if line is None:
             return f"{self.spec.path}:{self.spec.reference_line}: {op}"
         return f"{self.spec.path}:{line}: `{self.spec.text.splitlines()[line - 1].strip()}`: {op}"
@@ -621,8 +622,8 @@ def _tensor(value: Any) -> bool:
     return isinstance(value, (Elements, torch.Tensor))
 
 
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
+def _name(node: fx.Node, target: Any = None) -> str:
+    target = target or node.target
     schema = getattr(target, "_schema", None)
     name = schema.name.split("::")[1] if schema else target.__name__
     return name.removesuffix("_") if _in_place(node) else name
