@@ -14,7 +14,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,30 +140,18 @@ def plain(x: Any) -> Any:
     return x.node.hint if type(x).__name__ in ("SymInt", "SymFloat", "SymBool") else x
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> list[Any]:
     """What arguments are made of."""
-    if isinstance(tree, slice):
-        tree = tree.start, tree.stop, tree.step
-    if isinstance(tree, dict):
-        tree = [*tree.values()]
-    if isinstance(tree, tuple | list):
-        for part in tree:
-            yield from leaves(part)
-    else:
-        yield tree
+    found: list[Any] = []
+    mapped(tree, found.append)
+    return found
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Arguments with `change` done to what is no container."""
-    if isinstance(tree, slice):
-        return slice(*(mapped(x, change) for x in (tree.start, tree.stop, tree.step)))
-    if isinstance(tree, tuple):
-        return tuple(mapped(x, change) for x in tree)
-    if isinstance(tree, list):
-        return [mapped(x, change) for x in tree]
-    if isinstance(tree, dict):
-        return {k: mapped(x, change) for k, x in tree.items()}
-    return change(tree)
+    from torch.fx.node import map_aggregate
+
+    return map_aggregate(tree, change)
 
 
 def record(
