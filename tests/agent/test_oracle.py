@@ -153,10 +153,6 @@ def _nan_in_the_next_row(results: Results, inputs: Mapping[str, Any]) -> None:
     results["D"][bad.roll(1, 0)] = torch.nan
 
 
-def _input(results: Results, inputs: Mapping[str, Any]) -> None:
-    inputs["gamma"][0] += 1
-
-
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
     ("spoil", "said"),
@@ -168,7 +164,6 @@ def _input(results: Results, inputs: Mapping[str, Any]) -> None:
         (_no_nan, "[NaN in A]"),
         (_no_inf, "[Inf in A]"),
         (_nan_in_the_next_row, "[NaN in A]"),
-        (_input, "input gamma was changed"),
     ],
 )
 @pytest.mark.sampled(0.5)
@@ -188,29 +183,6 @@ def test_a_statistic_of_rounded_values_is_refused() -> None:
         return {**results, "s": rounded["s"]}
 
     assert "s is wrong" in refused(run)
-
-
-@pytest.mark.usefixtures("shared")
-def test_what_is_kept_for_an_address_is_refused() -> None:
-    kept: dict[Any, Results] = {}
-
-    def run(spec: Spec, program: Program, inputs: Any, config: TileConfig, dtypes: Any) -> Results:
-        key = inputs["A"].data_ptr(), tuple(inputs["A"].shape)
-        if key not in kept:
-            kept[key] = run_interpreter(spec, program, inputs, config, dtypes)
-        return {o: t.clone() for o, t in kept[key].items()}
-
-    assert "former contents" in refused(run)
-
-
-@pytest.mark.usefixtures("shared")
-def test_runs_that_differ_are_refused() -> None:
-    calls = iter(range(1000))
-
-    def drift(results: Results, inputs: Mapping[str, Any]) -> None:
-        results["s"] *= 1 + 1e-6 * (next(calls) % 2)
-
-    assert "s differs between two runs" in refused(spoilt(drift))
 
 
 @pytest.mark.usefixtures("shared")

@@ -147,7 +147,6 @@ def test_no_sandbox_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
     assert "candidates are compiled without a sandbox" in caplog.text and "no kernel" in caplog.text
 
 
-@pytest.mark.sampled(0.5)
 def test_no_candidate_runs_in_the_judging_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", JUDGED, str(ROOT)], capture_output=True, text=True, timeout=300
