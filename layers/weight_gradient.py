@@ -58,8 +58,8 @@ def announced(weight: Any) -> Tensor | None:
 
 
 def sum_product(total: Tensor | None, a: Tensor, b: Tensor, *, last: bool) -> Tensor:
-    """total + a b of 16-bit factors, in float32 and in the memory of total. A sum of one term is rounded at once in bfloat16;
-    float16 may not hold it."""
+    """total + a b of 16-bit factors, in float32 and in the memory of total. A sum of one term is
+    rounded at once in bfloat16; float16 may not hold it."""
     if total is None and last and a.dtype == torch.bfloat16:
         return a @ b
     if a.is_cuda and total is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.capture.config import Layer
 from coda_agent.agent.capture.pieces import Piece, between, pieces, turned
-from coda_agent.agent.judge.samples import speedup
-from coda_agent.agent.plans.fused import times_of
+from coda_agent.agent.plans.fused import fastest
 from coda_agent.agent.plans.passes import by_passes
 
 if TYPE_CHECKING:
@@ -72,23 +72,18 @@ class ByPlans:
         ways: dict[str, Run] = {"plans": self._run, "torch.compile": whole}
         inputs = [x for x in t.values() if x.requires_grad]
 
-        def step(way: Run) -> Callable[[Any], None]:
-            def call(_: Any) -> None:
-                with torch.enable_grad():
-                    outs = way(t)
-                    torch.autograd.grad(outs, inputs, [torch.ones_like(y) for y in outs])
-
-            return call
+        def step(way: Run) -> None:
+            with torch.enable_grad():
+                outs = way(t)
+                torch.autograd.grad(outs, inputs, [torch.ones_like(y) for y in outs])
 
         self.us = {}
         try:
-            step(whole)(None)
+            step(whole)
         except Exception:  # of Inductor, whatever it is
             return
-        times = times_of([step(way) for way in ways.values()], None)
-        self.us = {name: found.median_us for name, found in zip(ways, times, strict=True)}
-        if speedup(*times).ratio < 1:
-            self.way, self._run = "torch.compile", whole
+        self.way, self.us = fastest({name: partial(step, way) for name, way in ways.items()})
+        self._run = ways[self.way]
 
 
 def _planned(c: Layer, piece: Piece, *, judged: bool) -> Part:

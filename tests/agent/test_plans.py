@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from coda_agent import generated
 from coda_agent.agent import workspace
 from coda_agent.agent.cli import app
+from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.plans import fused, kernels, passes
 from coda_agent.agent.plans.cut import MERGE, Plan
@@ -415,9 +416,10 @@ def test_the_fastest_way_is_timed_once_and_kept(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     us, timed = {"the plan": 3.0, "PyTorch": 2.0, "torch.compile": 1.0}, []
 
-    def times(runs: Any, tensors: Any) -> list[Samples]:
+    def times(runs: Any) -> tuple[str, dict[str, float]]:
         timed.append(runs)
-        return [Samples((us[run],) * 11) for run in runs]
+        found = {name: us[name] for name in runs}
+        return min(found, key=found.__getitem__), found
 
     class Way(str):
         def __call__(self, tensors: Any) -> None:
@@ -429,13 +431,35 @@ def test_the_fastest_way_is_timed_once_and_kept(
         plan = fuse(lambda x: x + 1).plan(x)
         return fused._fastest(ways, [x], plan)
 
-    monkeypatch.setattr(fused, "times_of", times)
+    monkeypatch.setattr(fused, "fastest", times)
     x = torch.ones(4, 16)
     assert fastest(x)[1:] == ("torch.compile", "the plan 3, PyTorch 2, torch.compile 1")
     assert fastest(x)[0] == "torch.compile"
     assert len(timed) == 1
     del us["torch.compile"]
     assert fastest(torch.ones(8, 16))[1:] == ("PyTorch", "the plan 3, PyTorch 2")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "loop", "best"),
+    [
+        ((2.0, 3.0), (9.0, 1.0), "plan"),  # what the GPU takes decides
+        ((3.0, 2.0), (1.0, 9.0), "compile"),
+        ((2.0, 2.001), (3.0, 2.0), "compile"),  # alike there: a loop does
+        ((2.001, 2.0), (2.0, 2.0), "plan"),  # and there
+        ((None, 2.0), (2.0, 3.0), "plan"),  # a host too busy for the judge's clocks
+    ],
+)
+def test_the_fastest_is_that_of_the_gpu_and_else_of_a_loop(
+    gpu: tuple[Any, Any], loop: tuple[float, float], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {"plan": lambda: None, "compile": lambda: None}
+    given = [Samples((us,) * 11) if us else Samples((), fault="late") for us in gpu]
+    times = lambda calls, rounds: dict(zip(calls, given, strict=True))
+    monkeypatch.setattr(timing, "interleave", times)
+    monkeypatch.setattr(fused, "times_of", lambda calls: [Samples((us,) * 11) for us in loop])
+    kept = gpu if gpu[0] else loop
+    assert fused.fastest(runs) == (best, dict(zip(runs, kept, strict=True)))
 
 
 RECORD = """
