@@ -23,6 +23,7 @@ from coda_agent.agent.plans.rules import (
     alive,
     carry_row_factors,
     flatten_rows,
+    gather_first,
     product,
     users,
 )
@@ -90,7 +91,7 @@ def cut(graph: Graph, compose: Compose) -> Plan:
     barred = frozenset[str]()
     while True:
         notes: list[Note] = []
-        changed = flatten_rows(graph.copy(), notes)
+        changed = flatten_rows(gather_first(graph.copy(), notes), notes)
         changed = carry_row_factors(changed, notes, barred)
         plan = _Cut(_whole(changed), compose, notes).plan()
         members = {v for kernel in plan.kernels for v in kernel.members}

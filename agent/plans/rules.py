@@ -204,6 +204,43 @@ def flatten_rows(graph: Graph, notes: list[Note]) -> Graph:
     return alive(graph)
 
 
+GATHER = "gather before logarithms of shares"
+
+
+def gather_first(graph: Graph, notes: list[Note]) -> Graph:
+    """gather(log_softmax(x), i) is gather(x, i) - logsumexp(x): of these a row has one number each,
+    so that no kernel has to store the matrix."""
+    import torch
+
+    by = users(graph)
+    values: list[Value] = []
+    for v in graph.values:
+        source, dim, index = _given(v, "input", "dim", "index")
+        if v.called == "gather" and isinstance(source, Value) and source.called == "log_softmax":
+            x, along = _given(source, "input", "dim")
+            rows = {dim, along} <= {-1, source.meta.ndim - 1}
+            rows &= index.shape[:-1] == source.shape[:-1]
+            wide = x.meta.itemsize <= source.meta.itemsize <= 4
+            if rows and wide and by[source] == [v] and source not in graph.results:
+                meta = x.meta.float()
+                picked, whole = meta.gather(-1, index.meta), torch.logsumexp(meta, -1, True)
+                x = Value(f"{v.name}_x", torch.Tensor.float, (x,), {}, meta)
+                at = Value(f"{v.name}_at", torch.gather, (x, -1, index), {}, picked)
+                total = Value(f"{v.name}_sum", torch.logsumexp, (x, -1, True), {}, whole)
+                less = Value(f"{v.name}_less", operator.sub, (at, total), {}, picked)
+                values += [x, at, total, less]
+                v.func, v.args, v.kwargs = torch.Tensor.to, (less, v.meta.dtype), {}
+                notes.append(Note(GATHER, True, source.name, "only a number of each row is taken"))
+        values.append(v)
+    return alive(replace(graph, values=values))
+
+
+def _given(v: Value, *names: str) -> list[Any]:
+    """Arguments of a call by their names, None of what is not given."""
+    known = dict(zip(names, v.args, strict=False)) | v.kwargs
+    return [known.get(name) for name in names]
+
+
 def _carried(
     a: Value, was: Value, by: dict[Value, list[Value]], graph: Graph, new: Callable[..., Value]
 ) -> tuple[tuple[Value, list[tuple[Value, bool]]] | None, str]:

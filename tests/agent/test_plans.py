@@ -163,6 +163,27 @@ def test_a_loss_leaves_a_number_a_row() -> None:
     assert fused(*args, index).item() == pytest.approx(truth.item(), rel=2e-3)
 
 
+def test_log_probabilities_of_some_words_store_no_logits() -> None:
+    def wide(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return F.log_softmax(F.linear(x, w).float(), dim=-1).gather(dim=-1, index=t)
+
+    def narrow(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return F.linear(x, w).log_softmax(1).gather(1, t)
+
+    def fewer(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        return F.linear(x, w).log_softmax(-1).gather(-1, t[:5])
+
+    x, w, t = drawn(24, H) * 8, drawn(D, H), torch.arange(24)[:, None] * 7
+    truth = (x.double() @ w.double().T).log_softmax(-1).gather(-1, t)
+    for function, error in ((wide, 2e-3), (narrow, 4e-3), (fewer, 2e-2)):
+        fused = plain(function)
+        got, plan = fused(x, w, t), fused.plan(x, w, t)
+        assert got.dtype == function(x, w, t).dtype and plan is not None
+        assert norms(got, truth[: len(got)]) < error
+        stored = [v.shape for k in plan.kernels for v in k.outputs]
+        assert stored == ([] if function is fewer else [(24, 1)] * 2)
+
+
 def test_a_norm_that_is_needed_itself_is_left_whole() -> None:
     def both(x: Tensor, w: Tensor, v: Tensor) -> Any:
         n = F.rms_norm(F.linear(x, w), (D,), None, 1e-5)
