@@ -72,8 +72,10 @@ def unfit_head(model: nn.Module, norm: nn.Module) -> str:
     head = getattr(model, "lm_head", None)
     if "forward" in vars(norm):
         return "the final norm has been patched already"
-    if type(head) is not nn.Linear or head.bias is not None:
-        return f"it is {type(head).__name__}, expected nn.Linear without a bias"
+    # fully_shard derives a class from its own and the module's, in this order.
+    kind = type(head).__bases__[-1] if fsdp((head,)) else type(head)
+    if head is None or kind is not nn.Linear or head.bias is not None:
+        return f"it is {kind.__name__}, expected nn.Linear without a bias"
     if head.weight.dtype not in _TYPES or any(extent % 16 for extent in head.weight.shape):
         shape = tuple(head.weight.shape)
         return f"it is {shape} {head.weight.dtype}, expected 16 bits and multiples of 16"
@@ -106,7 +108,7 @@ def norm_offset(norm: Any) -> float | None:
     if weight is None or weight.dtype not in _TYPES:
         return None
     x = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).to(weight).view(3, -1)
-    wide, found = x.float(), norm(x).float()
+    wide, found = x.float(), norm.forward(x).float()  # past hooks: one of FSDP's would take a root
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps(norm))
     fits = (
         o for o in (0.0, 1.0) if torch.allclose(found, wide * (weight + o), rtol=0.02, atol=1e-3)
@@ -147,6 +149,6 @@ def check_whole(owner: str, module: Any) -> None:
         if distributed((p,)):
             raise TypeError(
                 f"{owner}.{name} is a DTensor of {p.placements}, and the kernels take whole "
-                "weights; leave tensor-parallel models to PyTorch (report.revert() does), and with "
-                "FSDP2 call fully_shard on whole decoder layers, not on parts of them"
+                "weights; leave a tensor-parallel model to PyTorch (report.revert(), if it is "
+                "patched), and with FSDP2 call fully_shard on whole decoder layers, not on parts"
             )

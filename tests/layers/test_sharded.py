@@ -140,7 +140,9 @@ def _near(mesh: Any) -> None:
         assert report._layers[0].kept is None  # whole weights, of which FSDP would not say a write
 
     # What is sharded already is looked at as a forward pass has it: here in bfloat16.
-    ours, theirs = (sharded(built(CONFIG).float(), mesh, mp_policy=mixed) for _ in range(2))
+    ours, theirs = (built(CONFIG).float() for _ in range(2))
+    for model in (ours, theirs):
+        sharded(model, mesh, [model.model.norm, model.lm_head], mp_policy=mixed)
     assert [*apply_coda_kernels(ours).replaced] == ["layers.0", "layers.1"]
     hold(ours, theirs, truth, mesh)
 
@@ -248,16 +250,20 @@ def _head(mesh: Any) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, head_dim=16)
 
-    def made(kind: torch.dtype, tail: str, *, patched: bool = False) -> Any:
+    def made(kind: torch.dtype, tail: str, patched: str = "") -> Any:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config).bfloat16().to(kind)
-        if patched:
-            assert "lm_head" in apply_coda_kernels(model).replaced
         ends = model.model.norm, model.lm_head
         parts = {"of the model": [], "together": [[*ends]], "each": ends}[tail]
-        return sharded(model, mesh, *parts, reshard_after_forward=True)
+        if patched == "before":
+            assert not apply_coda_kernels(model).left
+        sharded(model, mesh, *parts, reshard_after_forward=True)
+        if patched == "after":
+            assert not apply_coda_kernels(model).left
+        return model
 
     for tail in ("of the model", "together", "each"):
         truth = trained(made(torch.float64, tail), mesh)
-        ours, theirs = (made(torch.bfloat16, tail, patched=p) for p in (True, False))
-        hold(ours, theirs, truth, mesh)
+        for patched in ("before", "after"):
+            ours, theirs = made(torch.bfloat16, tail, patched), made(torch.bfloat16, tail)
+            hold(ours, theirs, truth, mesh)
