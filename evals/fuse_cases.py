@@ -129,12 +129,13 @@ class FunctionCase(LayerCase):
 
 
 def summary(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """Whose widths functions have; the geometric mean over torch.compile, of how many functions;
-    and those that are slower by their whole interval."""
-    over = {name: cell["forward"]["over"].get("compile") for name, cell in cells.items()}
+    """Whose widths functions have; the geometric mean over torch.compile, of how many; and those
+    that are slower by their whole interval."""
+    over = {n: cell.get("forward", cell.get("both"))["over"] for n, cell in cells.items()}
+    over = {name: found.get("compile") for name, found in over.items()}
     over = {name: ratio for name, ratio in over.items() if ratio}
     return {
-        "widths": [f"{name} {cell['sizes']['model']}" for name, cell in cells.items()],
+        "widths": [f"{name} {cell['sizes'].get('model')}" for name, cell in cells.items()],
         "mean": geometric_mean(r["ratio"] for r in over.values()) if over else None,
         "compared": len(over), "slower": [name for name, r in over.items() if r["high"] < 1],
     }  # fmt: skip

@@ -1,26 +1,37 @@
-"""What cases of coda_agent.layers (`layer_cases`, `train_step`) and of plans (`model_cases`,
-`fuse_cases`) take beside others: the records and their pages."""
+"""What cases of coda_agent.layers (`layer_cases`, `train_step`), of plans (`model_cases`,
+`fuse_cases`) and of kernels' gradients (`gradient_cases`) take beside others: records and pages."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge import rules
-from coda_agent.evals import fp8_cases, fuse_cases, layer_cases, pages, train_step
+from coda_agent.evals import (
+    fp8_cases,
+    fuse_cases,
+    gradient_cases,
+    layer_cases,
+    pages,
+    train_step,
+)
 from coda_agent.evals.contest import Clock, require_hopper
 from coda_agent.evals.fp8_cases import Fp8Widths
 from coda_agent.evals.fuse_cases import Function
+from coda_agent.evals.gradient_cases import Differentiated
 from coda_agent.evals.layer_cases import Widths
 from coda_agent.evals.model_cases import Captured
 from coda_agent.evals.train_step import Training
 from coda_agent.primitives.errors import CodaError
+
+if TYPE_CHECKING:
+    from coda_agent.generated.kernel import Kernel
 
 ROUNDS = 15
 EARLIER = ", earlier"
@@ -55,7 +66,8 @@ QWEN = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "hidden_act": "silu",
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-SUITES: dict[str, Mapping[str, Widths | Fp8Widths | Training | Captured | Function]] = {
+What = Widths | Fp8Widths | Training | Captured | Function | Differentiated
+SUITES: dict[str, Mapping[str, What]] = {
     "layers": CASES,
     "models": {
         f"{name}, {tokens} tokens": Captured(about, tokens)
@@ -63,6 +75,7 @@ SUITES: dict[str, Mapping[str, Widths | Fp8Widths | Training | Captured | Functi
         for tokens in (32, 128, 512, 8192)
     },
     "fuse": fuse_cases.CASES,
+    "gradients": gradient_cases.CASES,
 }
 
 
@@ -146,7 +159,21 @@ def _sources(suite: str, kind: type) -> dict[str, Any]:
         return _of_plans()
     if suite == "fuse":
         return _of_plans("fuse_cases", "fuse_functions")
+    if suite == "gradients":
+        return _of_gradients()
     return _of_fp8() if kind is Fp8Widths else _of_layers()
+
+
+def _of_gradients() -> dict[str, Any]:
+    """Of gradients: what the sources mean that derive, compile and launch them, and the kernels."""
+    from coda_agent import generated
+
+    root = Path(__file__).parents[1]
+    files = [*root.glob("primitives/gradient*.py"), root / "generated" / "gradients.py"]
+    files.append(Path(str(gradient_cases.__file__)))
+    meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in sorted(files)}
+    names = {case.kernel for case in gradient_cases.CASES.values()}
+    return {"sources": meant, "kernels": _of_kernels(getattr(generated, n) for n in sorted(names))}
 
 
 def _of_plans(*cases: str) -> dict[str, Any]:
@@ -187,7 +214,10 @@ def _called(module: ModuleType) -> dict[str, str]:
     """Digests of the accepted kernels that a module calls, with their tiles."""
     from coda_agent.generated.kernel import Kernel
 
-    kernels = (kernel for kernel in vars(module).values() if isinstance(kernel, Kernel))
+    return _of_kernels(kernel for kernel in vars(module).values() if isinstance(kernel, Kernel))
+
+
+def _of_kernels(kernels: Iterable[Kernel]) -> dict[str, str]:
     return {
         k.spec.name: _digest([[p.digest for p in k.programs.values()], sorted(k.refused), k.tuned])
         for k in kernels
@@ -247,7 +277,7 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
         earlier=any(name.endswith(EARLIER) for name in cells),
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},
-        **(fuse_cases.summary(cells) if suite == "fuse" else {}),
+        **(fuse_cases.summary(cells) if suite in ("fuse", "gradients") else {}),
         machines=dict.fromkeys(pages.machine(cell["machine"]) for cell in cells.values()),
     )  # fmt: skip
     return [file, page]

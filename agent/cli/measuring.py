@@ -34,7 +34,8 @@ def bench(
     kernels: Kernels = None,
     every: All = False,
     suite: Annotated[
-        str | None, typer.Option(help="paper, shapes, layers, models, fuse, or KERNELs of one.")
+        str | None,
+        typer.Option(help="paper, shapes, layers, models, fuse, gradients, or KERNELs of one."),
     ] = None,
     sizes: Annotated[
         str | None, typer.Option("--sizes", "--rows", help="Of the suite: 2048,4096,8192.")
