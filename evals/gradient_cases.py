@@ -103,8 +103,8 @@ class GradientCase:
         return [*torch.autograd.grad(outs, inputs, slopes)]
 
     def _errors(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        """Our largest error of a gradient over PyTorch's of that, both against float64; half an ulp of
-        bf16 where PyTorch's is less."""
+        """Our largest error of a gradient over PyTorch's of that, both against float64, or over
+        half an ulp of bf16 where that is more."""
         import torch
 
         from coda_agent.specs import run_reference
