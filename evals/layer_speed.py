@@ -70,7 +70,7 @@ What = Widths | Fp8Widths | Training | Captured | Function | Differentiated
 SUITES: dict[str, Mapping[str, What]] = {
     "layers": CASES,
     "models": {
-        f"{name}, {tokens} tokens": Captured(about, tokens)
+        f"{name} {tokens} tokens": Captured(about, tokens)
         for name, about in (("TinyLlama-1.1B", TINYLLAMA), ("Qwen2.5-7B", QWEN))
         for tokens in (32, 128, 512, 8192)
     },

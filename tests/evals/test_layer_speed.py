@@ -258,3 +258,8 @@ def test_the_readme_gives_the_mean_of_fused_functions() -> None:
     text = " ".join((root / "README.md").read_text().split())
     assert len(over) == 30 and f"ran {mean:.2f} times as fast as under torch.compile" in text
     assert f"{words} slower, {min(x['ratio'] for x in over):.2f} times as fast at worst" in text
+
+
+def test_every_case_can_be_named_on_the_command_line() -> None:
+    """Where names are between commas."""
+    assert not [case for cases in layer_speed.SUITES.values() for case in cases if "," in case]

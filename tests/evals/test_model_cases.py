@@ -16,7 +16,7 @@ from coda_agent.agent.judge.samples import Samples
 from coda_agent.evals.layer_speed import SUITES, TINYLLAMA, measure, write_page
 from coda_agent.primitives.errors import CodaError
 
-SMALL = ["TinyLlama-1.1B, 512 tokens", "Qwen2.5-7B, 512 tokens"]
+SMALL = ["TinyLlama-1.1B 512 tokens", "Qwen2.5-7B 512 tokens"]
 
 
 class Clock:
@@ -91,7 +91,7 @@ def test_what_is_slower_than_torch_compile_is_torch_compiles(
 
 
 def test_what_is_unknown_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CodaError, match=r"no case .Llama., expected TinyLlama-1\.1B, 32 tokens"):
+    with pytest.raises(CodaError, match=r"no case .Llama., expected TinyLlama-1\.1B 32 tokens"):
         run(tmp_path, cases=["Llama"])
     with pytest.raises(CodaError, match="no record of models"):
         write_page(tmp_path, "models")
