@@ -67,7 +67,7 @@ class GradientCase:
 
         found: dict[str, Any] = {"absent": {}, "fallbacks": {}, "peak_mib": {}}
         reference = reference_callable(self.spec, self.what.static, baseline=True)
-        plain = lambda **values: tuple(reference(**values)[o] for o in self.spec.outputs)
+        plain = lambda **values: tuple(map(reference(**values).__getitem__, self.spec.outputs))
         made: dict[str, Callable[..., Any]] = {
             "ours": self._ours, "eager": plain, "compile": torch.compile(plain, dynamic=False),
         }  # fmt: skip
@@ -96,10 +96,12 @@ class GradientCase:
         outs = [out for out in way(**values) if out.requires_grad]
         if not hasattr(self, "drawn"):
             made = torch.Generator(self.device).manual_seed(2)
-            shapes = [out.shape for out in outs]
-            self.drawn = [torch.randn(s, device=self.device, generator=made) for s in shapes]
+            draws = (torch.randn(o.shape, device=self.device, generator=made) for o in outs)
+            self.drawn = [g.to(o.dtype) for g, o in zip(draws, outs, strict=True)]
         inputs = [x for x in values.values() if getattr(x, "requires_grad", False)]
-        slopes = [g.to(out.dtype) for g, out in zip(self.drawn, outs, strict=True)]
+        slopes = self.drawn
+        if outs[0].dtype == torch.float64:
+            slopes = [g.double() for g in slopes]
         return [*torch.autograd.grad(outs, inputs, slopes)]
 
     def _errors(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
