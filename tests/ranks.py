@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.multiprocessing
@@ -13,7 +16,8 @@ import torch.multiprocessing
 
 def on_two_ranks(function: Callable[..., None], *args: Any) -> None:
     """Run `function(mesh, *args)` on both; it is found by its name in its module."""
-    with tempfile.TemporaryDirectory() as folder:
+    root = str(Path(__file__).parents[1])  # pytest keeps it off the path, where a process looks
+    with tempfile.TemporaryDirectory() as folder, patch.object(sys, "path", [*sys.path, root]):
         torch.multiprocessing.spawn(_rank, (folder, function, args), nprocs=2)  # pyright: ignore
 
 
