@@ -507,6 +507,7 @@ print("coda_agent.agent.judge" in sys.modules, "coda_agent.agent.authors" in sys
 """
 
 
+@pytest.mark.sampled(0.5)
 def test_what_was_composed_before_needs_neither_composer_nor_judge(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from tests.ranks import on_two_ranks
 CONFIG = KINDS["llama"]
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.34, "two ranks")
 def test_fsdp_is_as_near_to_float64_as_pytorch() -> None:
     on_two_ranks(_near)
 
@@ -37,12 +37,13 @@ def test_layers_share_a_table_of_rotations() -> None:
     assert tables.find((cos, sin.clone()), 2, 3, 64) is not first
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.34, "two ranks")
 def test_state_dicts_of_a_sharded_model() -> None:
     with tempfile.TemporaryDirectory() as folder:
         on_two_ranks(_states, folder)
 
 
+@pytest.mark.sampled(0.34, "two ranks")
 def test_what_is_sharded_otherwise_is_refused() -> None:
     on_two_ranks(_refusals)
 
