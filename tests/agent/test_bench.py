@@ -108,7 +108,7 @@ def until(done: Any, seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_calls_of_many_processes_are_done_by_one_bench(where: workspace.Workspace) -> None:
     code, out, _ = run(where, *START, "--json")
     assert code == 0
@@ -145,7 +145,7 @@ def test_the_client_is_thin() -> None:
     assert not set(heavy) & set(said)
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_a_bench_that_is_killed_between_calls_is_replaced(where: workspace.Workspace) -> None:
     run(where, *START)
     (bench,) = benches(where)
@@ -158,7 +158,7 @@ def test_a_bench_that_is_killed_between_calls_is_replaced(where: workspace.Works
     assert (code, err, benches(where)) == (0, "", [another])
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_a_bench_of_other_code_is_replaced(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_bench_of_other_code_is_replaced(
     until(lambda: not alive(old))
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_a_client_that_leaves_interrupts_its_call(where: workspace.Workspace) -> None:
     run(where, *START)
     run(where, "write_candidate", "text=@mine.py")
@@ -241,7 +241,7 @@ CALLS: list[tuple[dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_a_kill_at_any_point_of_a_call_loses_nothing_unsaid(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,7 +196,7 @@ def step(document: dict[str, Any], piece: str, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_a_llama_layer_has_four_kernels_three_of_them_accepted(
     llama: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -316,7 +316,7 @@ def test_specs_of_one_name_and_other_words_are_both_kept(tmp_path: Path) -> None
     }
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_no_spec_is_written_that_admission_refuses(tmp_path: Path) -> None:
     """A tile of float32, such as Gemma's norm of what joins the residual stream takes, is stored by
     a derived forward too."""

@@ -184,7 +184,7 @@ def run(
 
 
 @pytest.mark.usefixtures("measuring")
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_a_table_grows_kernel_by_kernel(tmp_path: Path) -> None:
     first = Executor(broken="gemm_rope")
     path, lines = run(tmp_path, [NAME, "gemm_rope"], first)
@@ -215,7 +215,7 @@ def test_a_table_grows_kernel_by_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("measuring")
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_what_was_measured_of_the_same_program_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

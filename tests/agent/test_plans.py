@@ -671,7 +671,7 @@ def inner(x: Tensor, r: Tensor, wo: Tensor, g: Tensor, w: Tensor):
 """
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_explain_shows_a_functions_plan_and_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)

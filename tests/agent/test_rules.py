@@ -44,7 +44,7 @@ def changed(sources: Path, file: str, pattern: str, into: str) -> set[str]:
     return {name for name in RULES if before[name] != after[name]}
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_sources_are_parsed_once_until_one_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,7 +198,7 @@ def test_gpu_seconds_have_an_end(bench: Workbench, monkeypatch: pytest.MonkeyPat
     say(bench, "submit")
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_inspecting(bench: Workbench) -> None:
     say(bench, "write_candidate", text=RIGHT)
     roofline = say(bench, "inspect", what="roofline")

@@ -63,7 +63,7 @@ def cells(root: Path) -> dict[str, Any]:
     return json.loads(file.read_text())["cells"]
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_cells_are_kept_and_skipped_until_something_changes(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

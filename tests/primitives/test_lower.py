@@ -201,6 +201,7 @@ def test_compiles_for_blackwell(program: Program, arch: str) -> None:
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
 
+@pytest.mark.sampled(0.5)
 def test_a_second_compilation_is_the_same_object_with_its_record() -> None:
     first, second = built(gated, "sm_90a"), built(gated, "sm_90a")
     assert second == first
@@ -219,6 +220,7 @@ def test_renaming_reuses_the_compiled_object() -> None:
     assert built(renamed, "sm_90a")["object"] == built(gated, "sm_90a")["object"]
 
 
+@pytest.mark.sampled(0.5)
 def test_one_program_and_tile_for_two_architectures() -> None:
     tile = DEFAULT_CONFIGS["sm_120a"]
     first, second = built(gated, "sm_90a", tile), built(gated, "sm_120a", tile)
@@ -248,6 +250,7 @@ def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
 
+@pytest.mark.sampled(0.5)
 def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
     """quack's own choice leaves one, with which a kernel hangs."""
     large = TileConfig(256, 128, 2, 1)
@@ -256,6 +259,7 @@ def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
         built(crowded, "sm_90a", large)
 
 
+@pytest.mark.sampled(0.5)
 def test_wide_tiles_of_208_columns_hardly_spill() -> None:
     """With an address register for each access there were 233 stores to local memory here."""
     found = built(gate_backward, "sm_90a", TileConfig(128, 208, 2, 1, True))
@@ -300,6 +304,7 @@ def dry(program: Program, config: TileConfig, k: int) -> Any:
         return launch(Arguments(program, a, b, vectors, {"O": o}, config), run=False)
 
 
+@pytest.mark.sampled(0.5)
 def test_other_launch_forms_compile_to_other_kernels() -> None:
     forms = TRANSPOSED, TileConfig(128, 128, 2, 1, persistent=False)
     found = [built(scaled, "sm_90a", c) for c in forms]
@@ -307,6 +312,7 @@ def test_other_launch_forms_compile_to_other_kernels() -> None:
     assert all(f["mma_instructions"] > 0 and f["local_stores"] == 0 for f in found)
 
 
+@pytest.mark.sampled(0.5)
 def test_k_is_split_only_where_each_part_has_enough_of_it() -> None:
     import quack.cache
 
@@ -339,6 +345,7 @@ def test_a_form_that_cannot_carry_a_program_is_a_compile_error(
         built(program, "sm_90a", config)
 
 
+@pytest.mark.sampled(0.5)
 def test_two_full_width_outputs_on_pairs() -> None:
     assert built(three, "sm_90a")["stack_bytes"] == 0
 
@@ -391,6 +398,7 @@ def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, s
     assert len(re.findall(rf"{re.escape(store)} desc\[\w+\]\[[^]]+\], RZ ;", text)) == 1
 
 
+@pytest.mark.sampled(0.5)
 def test_selecting_reducing_and_storing_pairs_at_once() -> None:
     @epilogue(D=Tile, E=Tile, t=RowGather, lse=RowLogSumExp, g=ColSum)
     def program(acc, y: ColIndex, r: ColVector):

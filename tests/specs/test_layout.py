@@ -297,7 +297,7 @@ def namespace(made: Spec) -> Any:
     return space["reference"]
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.3)
 def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Program]) -> None:
     made, program = composed
     admit(made)
