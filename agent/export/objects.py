@@ -83,7 +83,10 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
     counts, ranked = Counter[TileConfig](), dict[str, dict[Shape, list[TileConfig]]]()
     for dtype in types:
         if wanted.gpu not in kernel.tuned and not kernel.model(wanted.gpu, dtype):
-            raise CodaError(f"nothing was measured of {spec.name} on a {wanted.gpu!r}")
+            raise CodaError(
+                f"nothing was measured of {spec.name} on a {wanted.gpu!r}",
+                hint=f"known: {', '.join(kernel.tuned)}; coda-agent fit measures on the GPU here",
+            )
         lines = kernel.tuned.get(wanted.gpu, {}).get(dtype, [])
         measured = [(line["m"], line["n"], line["k"]) for line in lines]
         at = ranked[dtype] = dict[Shape, list[TileConfig]]()

@@ -530,5 +530,6 @@ def test_a_table_has_the_tile_that_a_measured_shape_dispatches() -> None:
 def test_a_type_and_a_gpu_that_nothing_is_known_of() -> None:
     with pytest.raises(CodaError, match="takes no float32, expected bfloat16 or float16"):
         choose(gemm_swiglu, Wanted(H200, 1, ("float32",)))
-    with pytest.raises(CodaError, match="nothing was measured of gemm_swiglu on a 'RTX'"):
+    said = r"nothing was measured of gemm_swiglu on a 'RTX' \(known: NVIDIA H200; coda-agent fit"
+    with pytest.raises(CodaError, match=said):
         choose(gemm_swiglu, Wanted("RTX", 1))
