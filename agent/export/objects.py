@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -83,7 +83,10 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
     counts, ranked = Counter[TileConfig](), dict[str, dict[Shape, list[TileConfig]]]()
     for dtype in types:
         if wanted.gpu not in kernel.tuned and not kernel.model(wanted.gpu, dtype):
-            raise CodaError(f"nothing was measured of {spec.name} on a {wanted.gpu!r}")
+            raise CodaError(
+                f"nothing was measured of {spec.name} on a {wanted.gpu!r}",
+                hint=f"known: {', '.join(kernel.tuned)}; coda-agent fit measures on the GPU here",
+            )
         lines = kernel.tuned.get(wanted.gpu, {}).get(dtype, [])
         measured = [(line["m"], line["n"], line["k"]) for line in lines]
         at = ranked[dtype] = dict[Shape, list[TileConfig]]()
@@ -170,7 +173,7 @@ def _about(
     tiles = tuple(dict.fromkeys((*choices.tiles, *others)))
     return {
         "name": spec.name,
-        "doc": kernel.__doc__,
+        "doc": _documentation(kernel, choices.tables),
         "inputs": [*spec.inputs],
         "scalars": [*map([*spec.inputs].index, scalars(spec))],
         "parameters": dict(spec.parameters),
@@ -181,6 +184,19 @@ def _about(
             for (key, variant), x in zip(kernel.variants.items(), spec.bindings(), strict=True)
         ],
     }
+
+
+def _documentation(kernel: Kernel, types: Iterable[str]) -> str:
+    """The kernel's, with its static parameters and the types of A that are exported."""
+    spec, lines = kernel.spec, list[str]()
+    for name, values in spec.parameters.items():
+        lines.append(f"    {name}: {' or '.join(map(repr, values))}, by default the first")
+    if place := spec.in_place:
+        where = " and ".join(f"{name}={value!r}" for name, value in place.when.items())
+        said = f"    {place.output} overwrites {place.input}"
+        lines.append(f"{said} where {where}" if where else said)
+    parts = [kernel.__doc__ or "", "\n".join(["Parameters:", *lines]) if lines else ""]
+    return "\n\n".join(filter(None, [*parts, f"Exported types of A: {', '.join(types)}"]))
 
 
 @dataclass(frozen=True)

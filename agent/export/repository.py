@@ -58,7 +58,6 @@ def write(
     if out.exists() and any(out.iterdir()) and not [*out.glob(f"build/*/{_MARK}")]:
         raise CodaError(f"{out} is not empty and holds no export", hint="name another --out")
     loaded = [load_kernel(kernel.folder) for kernel in kernels]
-    loaded = [load_kernel(kernel.folder) for kernel in kernels]
     abouts, libraries = exported(loaded, wanted, progress)
     folded, files = folds((p for x in loaded for p in x.programs.values()), wanted.archs)
     sizes: dict[str, Any] = {}
@@ -72,7 +71,7 @@ def write(
     )
     files |= _loader()
     files |= _modules([kernel.name for kernel in kernels])
-    metadata = _metadata(files, wanted, kernels[0].folder)
+    metadata = _metadata(files, wanted, [kernel.folder for kernel in kernels])
     files[_MARK] = _json(metadata)
     import tvm_ffi
 
@@ -161,7 +160,9 @@ def identity(digests: Mapping[str, str]) -> str:
     return f"{NAME.replace('-', '_')}_cuda_{hashlib.sha256(b''.join(sums)).hexdigest()[:8]}"
 
 
-def _metadata(files: Mapping[str, bytes], wanted: Wanted, folder: Path) -> dict[str, Any]:
+def _metadata(
+    files: Mapping[str, bytes], wanted: Wanted, folders: Sequence[Path]
+) -> dict[str, Any]:
     """`metadata.json`, as `kernels` 0.17 reads it. Its `id` is unique for what is exported."""
     sums = {name: digest(data) for name, data in sorted(files.items())}
     archs = [f"{arch[3:-2]}.{arch[-2:]}" for arch in wanted.archs]
@@ -175,8 +176,8 @@ def _metadata(files: Mapping[str, bytes], wanted: Wanted, folder: Path) -> dict[
         "digest": {"algorithm": "sha256", "files": sums},
     }
     try:
-        commit = run_git(folder, "rev-parse", "HEAD").decode().strip()
-        dirty = bool(run_git(folder, "status", "--porcelain", "--", "."))
+        commit = run_git(folders[0], "rev-parse", "HEAD").decode().strip()
+        dirty = any(run_git(x, "status", "--porcelain", "--", ".") for x in folders)
     except (GitError, MachineError):  # a package that was installed has no history
         return found
     builder = {"version": package_version("coda-agent", "coda_agent")}

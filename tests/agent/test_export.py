@@ -16,11 +16,18 @@ import pytest
 from typer.testing import CliRunner
 
 from coda_agent.agent.cli import app
+from coda_agent.agent.export import objects
+from coda_agent.agent.export import repository as repository_module
 from coda_agent.agent.export.inspection import inspected
 from coda_agent.agent.export.objects import Wanted, choose
 from coda_agent.agent.export.repository import write
-from coda_agent.agent.workspace import Kernel
-from coda_agent.generated import gemm_residual_partial_rmsnorm, gemm_swiglu
+from coda_agent.agent.workspace import Kernel, run_git
+from coda_agent.generated import (
+    gemm_bias_act,
+    gemm_residual_partial_rmsnorm,
+    gemm_residual_partial_rmsnorm_bwd,
+    gemm_swiglu,
+)
 from coda_agent.primitives.errors import CodaError
 
 GENERATED = Path(__file__).parents[2] / "generated"
@@ -115,6 +122,43 @@ def test_doctor_says_what_was_exported_for_what_and_how_it_is_loaded(repository:
     found = inspected(repository)
     assert found["id"] == json.loads(next(repository.rglob("metadata.json")).read_text())["id"]
     assert found["variants"] == sorted(path.name for path in (repository / "build").iterdir())
+
+
+def test_provenance_says_of_every_kernel_whether_it_is_committed(tmp_path: Path) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder in folders:
+        folder.mkdir()
+        (folder / "kernel.py").touch()
+    author = "-c", "user.name=a", "-c", "user.email=a@b"
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+
+    def said() -> Any:
+        return repository_module._metadata({}, ONE, folders)["provenance"]["kernel"]
+
+    commit = run_git(tmp_path, "rev-parse", "HEAD").decode().strip()
+    assert said() == {"commit": commit, "dirty": False}
+    (folders[1] / "kernel.py").write_text("changed")
+    assert said() == {"commit": commit, "dirty": True}
+
+
+def test_documentation_says_what_is_chosen_and_what_is_overwritten() -> None:
+    for kernel, lines in (
+        (gemm_swiglu, []),
+        (gemm_bias_act, [
+            "activation: 'gelu_tanh' or 'relu' or 'silu', by default the first",
+            "bias_per: 'column' or 'row', by default the first",
+        ]),
+        (gemm_residual_partial_rmsnorm_bwd, [
+            "update: 'in_place' or 'out_of_place', by default the first",
+            "O overwrites X where update='in_place'",
+        ]),
+    ):  # fmt: skip
+        text = objects._documentation(kernel, ["bfloat16"])
+        *_, parameters = text.partition("\n\nParameters:\n")
+        assert [x.strip() for x in parameters.splitlines()[: len(lines)]] == lines
+        assert text.startswith(kernel.__doc__ or "no")
+        assert text.endswith("\n\nExported types of A: bfloat16")
 
 
 def _another_id(path: Path) -> None:
@@ -352,7 +396,10 @@ def test_wrong_calls_other_machines_and_changed_files_are_one_line(
         "one.fake((a, b), 7)": f"{gemm}no tile of block_size 7 was exported, but [128]",
         f"one._store.function('objects/{file.name}')": f"{file} is not what was exported: its SHA-256 differs; export it again",
         "one._store.read('none')": f"{copy / 'none'} cannot be read: No such file or directory; export it again",
-        "exchange()": "is too old: its tensors have no DLPack exchange API",
+        "changed('_loader/call.py', '')": f"{copy / '_loader/call.py'} is not what was exported: its SHA-256 differs; export it again",
+        "changed('metadata.json', '[]')": f"{copy / 'metadata.json'} is not what was exported; export it again",
+        "(folder / 'metadata.json').unlink() or load(folder)": f"{copy / 'metadata.json'} cannot be read: No such file or directory; export it again",
+        "exchange()": "is too old: its tensors have no DLPack exchange API, which those of 2.10 have",
     }  # fmt: skip
     code = f"""
 a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(32, 128, dtype=torch.bfloat16)
@@ -363,11 +410,15 @@ torch.cuda.get_device_capability = lambda x: (10, 0) if x.index else (8, 0)
 import warnings
 warnings.simplefilter("error")
 torch.cuda.get_device_name = lambda _: "A100"
+load = module._loader.kernel.load
+def changed(name, text):
+    (folder / name).write_text(text)
+    load(folder)
 def exchange():
     for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
         if hasattr(torch.Tensor, name):
             delattr(torch.Tensor, name)
-    module._loader.kernel.load(folder)
+    load(folder)
 for case in {[*cases]!r}:
     try:
         eval(case)
@@ -479,5 +530,6 @@ def test_a_table_has_the_tile_that_a_measured_shape_dispatches() -> None:
 def test_a_type_and_a_gpu_that_nothing_is_known_of() -> None:
     with pytest.raises(CodaError, match="takes no float32, expected bfloat16 or float16"):
         choose(gemm_swiglu, Wanted(H200, 1, ("float32",)))
-    with pytest.raises(CodaError, match="nothing was measured of gemm_swiglu on a 'RTX'"):
+    said = r"nothing was measured of gemm_swiglu on a 'RTX' \(known: NVIDIA H200; coda-agent fit"
+    with pytest.raises(CodaError, match=said):
         choose(gemm_swiglu, Wanted("RTX", 1))

@@ -27,9 +27,11 @@ def load(folder: Path) -> dict[str, Kernel]:
     ]
     if not any(known):
         raise KernelError(
-            f"torch {torch.__version__} is too old: its tensors have no DLPack exchange API"
+            f"torch {torch.__version__} is too old: its tensors have no DLPack exchange API, "
+            "which those of 2.10 have"
         )
     store = Store(folder)
+    store.check_modules()
     about = json.loads(store.read("kernels.json"))
     store.ran, store.folds = about["ran"], about["folds"]
     store.library = library = torch.library.Library(store.id, "FRAGMENT")

@@ -32,24 +32,39 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        metadata = json.loads((folder / "metadata.json").read_text("utf-8"))
-        self.id: str = metadata["id"]
-        self._digests: dict[str, str] = metadata["digest"]["files"]
+        data = self._bytes("metadata.json")
+        try:
+            metadata = json.loads(data)
+            self.id: str = metadata["id"]
+            self._digests: dict[str, str] = dict(metadata["digest"]["files"])
+        except (ValueError, LookupError, TypeError):
+            path = folder / "metadata.json"
+            raise KernelError(f"{path} is not what was exported; export it again") from None
         self._launcher: Any = None
         self._folds: dict[tuple[str, str], int] = {}
 
     def read(self, name: str) -> bytes:
-        path = self._folder / name
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise KernelError(f"{path} cannot be read: {error.strerror}; export it again") from None
+        data = self._bytes(name)
         digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
         if self._digests.get(name) != digest:
+            path = self._folder / name
             raise KernelError(
                 f"{path} is not what was exported: its SHA-256 differs; export it again"
             )
         return data
+
+    def check_modules(self) -> None:
+        """Refuse Python sources that are not what was exported."""
+        for name in self._digests:
+            if name.endswith(".py"):
+                self.read(name)
+
+    def _bytes(self, name: str) -> bytes:
+        path = self._folder / name
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise KernelError(f"{path} cannot be read: {error.strerror}; export it again") from None
 
     def function(self, name: str) -> Callable[..., Any]:
         """The launch of a kernel's object."""
