@@ -18,7 +18,9 @@ from torch import Tensor
 
 _TILE = 64
 _ROWS, _STEP = 8, 512  # of a tile that a CTA of `_put_back` takes
-_LOGITS_STEP = 2048  # of a row of logits
+# Of a row of logits. So many elements are 32 warps, which have an SM for themselves.
+_LOGITS_STEP = 16384
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -82,22 +84,43 @@ def _put_back(
 def _logit_gradient(z, lse, targets, weights, total, columns, stride, STEP: tl.constexpr):
     row = tl.program_id(0)
     first = z + row.to(tl.int64) * stride
-    shift, hit, weight = tl.load(lse + row), tl.load(targets + row), tl.load(weights + row)
-    powers = tl.zeros((STEP,), tl.float32)
-    for start in range(0, columns, STEP):
-        j = start + tl.arange(0, STEP)
-        x = tl.load(first + j, mask=j < columns, other=float("-inf")).to(tl.float32)
-        powers += tl.exp(x - shift)
-    whole = tl.sum(powers, 0)
-    sums = tl.zeros((STEP,), tl.float32)
-    for start in range(0, columns, STEP):
-        j = start + tl.arange(0, STEP)
-        x = tl.load(first + j, mask=j < columns, other=0.0).to(tl.float32)
-        g = (tl.exp(x - shift) / whole - (j == hit).to(tl.float32)) * weight
-        g = tl.where(weight > 0, g, 0.0)
-        sums += tl.where(g == 0.0, 0.0, g * x)
-        tl.store(first + j, g.to(z.dtype.element_ty), mask=j < columns)
-    tl.store(total + row, tl.sum(sums, 0))
+    weight = tl.load(weights + row)
+    if weight > 0:
+        shift = tl.load(lse + row) * _LOG2_E
+        target = tl.load(targets + row)
+        known = (target >= 0) & (target < columns)  # else memory of others would be written
+        hit = tl.load(first + target, mask=known, other=0.0).to(tl.float32)
+        powers = tl.zeros((STEP,), tl.float32)
+        for start in range(0, columns, STEP):
+            j = start + tl.arange(0, STEP)
+            x = tl.load(
+                first + j, mask=j < columns, other=float("-inf"), eviction_policy="evict_last"
+            )
+            powers += tl.exp2(x.to(tl.float32) * _LOG2_E - shift)
+        whole = tl.sum(powers, 0)
+        factor = weight / whole
+        sums = tl.zeros((STEP,), tl.float32)
+        # Backwards, so that what was read last, which the L2 cache has, is read first.
+        last = (columns - 1) // STEP * STEP
+        for start in range(0, columns, STEP):
+            j = last - start + tl.arange(0, STEP)
+            x = tl.load(
+                first + j, mask=j < columns, other=float("-inf"), eviction_policy="evict_first"
+            ).to(tl.float32)
+            g = tl.exp2(x * _LOG2_E - shift) * factor
+            sums += g * tl.maximum(x, -3e38)  # of -inf, whose g is 0, nothing
+            tl.store(
+                first + j, g.to(z.dtype.element_ty), mask=j < columns, eviction_policy="evict_first"
+            )
+        tl.debug_barrier()  # all have stored
+        g = (tl.exp2(hit * _LOG2_E - shift) / whole - 1) * weight
+        tl.store(first + target, g.to(z.dtype.element_ty), mask=known)
+        tl.store(total + row, tl.sum(sums, 0) - weight * hit)
+    else:
+        for start in range(0, columns, STEP):
+            j = start + tl.arange(0, STEP)
+            tl.store(first + j, tl.zeros((STEP,), z.dtype.element_ty), mask=j < columns)
+        tl.store(total + row, 0.0)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -148,12 +171,14 @@ def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> 
     """`passes.logit_gradient` on a GPU."""
     total = torch.empty_like(weights)
     given = z, lse.contiguous(), targets.contiguous(), weights.contiguous(), total
-    _launched(_logit_gradient, (len(z),), z, *given, z.shape[1], z.stride(0), _LOGITS_STEP)
+    step = min(triton.next_power_of_2(z.shape[1]), _LOGITS_STEP)
+    sizes = z.shape[1], z.stride(0), step
+    _launched(_logit_gradient, (len(z),), z, *given, *sizes, warps=max(step // 512, 4))
     return total
 
 
-def _launched(kernel: Any, grid: tuple[int, ...], on: Tensor, *args: Any) -> None:
+def _launched(kernel: Any, grid: tuple[int, ...], on: Tensor, *args: Any, warps: int = 8) -> None:
     if not on.numel():
         return
     with torch.cuda.device_of(on):
-        kernel[grid](*args, num_warps=8)
+        kernel[grid](*args, num_warps=warps)

@@ -75,7 +75,7 @@ def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> 
     Args:
         z: (M, V), logits.
         lse: (M,), float32, the log-sum-exp of each row before rounding.
-        targets: (M,).
+        targets: (M,); one that is no column has no part in its row's gradient.
         weights: (M,), float32; a row whose weight is 0 does not count, of NaN neither.
     """
     wide = z.float()

@@ -54,19 +54,26 @@ for kind, rounding in ((torch.float32, 1e-6), (torch.float16, 2**-10)):
     (truth,) = torch.autograd.grad(turned, wide, grad.double())
     same(kernels.put_back([grad], y, lone, (20, width), None, 1)[0], truth, 2 * rounding)
 
-    logits = torch.randn(5, 2570) * 3
-    logits[3] = float("nan")
-    targets = torch.randint(0, 2570, (5,))
-    logits[0, targets[0]] = 60.0  # nearly sure
-    z, weights = logits.to(kind), torch.tensor([0.5, 1.0, 0.25, 0.0, 2.0])
-    lse, mine, other = logits.logsumexp(-1), z.clone(), z.clone()
-    totals = [w.logit_gradient(t, lse, targets, weights) for w, t in ((kernels, mine), (passes, other))]
-    same(mine, other, rounding)
-    same(*totals, 1e-5)
-    wide = z.double().nan_to_num().requires_grad_()
-    lost = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
-    (truth,) = torch.autograd.grad((lost * weights).sum(), wide)
-    same(mine, truth, 2 * rounding)
+    for columns in (2570, 16400):
+        logits = torch.randn(6, columns) * 3
+        logits[3] = float("nan")
+        logits[4] -= 300.0  # its log-sum-exp is far from 0
+        logits[5, ::3] = float("-inf")
+        targets = torch.randint(0, columns // 3, (6,)) * 3 + 1
+        logits[0, targets[0]] = 60.0  # nearly sure
+        weights = torch.tensor([0.5, 1.0, 0.25, 0.0, 2.0, 1.0])
+        z, lse = logits.to(kind), logits.logsumexp(-1)
+        for third in (-1, columns, int(targets[2])):  # no column: nothing is written beside the row
+            targets[2] = third
+            mine, other, given = z.clone(), z.clone(), (lse, targets, weights)
+            totals = [w.logit_gradient(t, *given) for w, t in ((kernels, mine), (passes, other))]
+            same(mine, other, rounding)
+            same(*totals, 1e-5)
+        wide = z.double().where(weights[:, None] > 0, 0).requires_grad_()
+        lost = torch.nn.functional.cross_entropy(wide, targets, reduction="none")
+        (truth,) = torch.autograd.grad((lost * weights).sum(), wide)
+        same(mine, truth, 2 * rounding)
+        assert not mine[3].any() and totals[0][3] == 0
 print("the same")
 """
 COMPILED = """
@@ -80,8 +87,8 @@ assert not kernels._launched(None, (1,), torch.empty(0))
 seen = []
 
 
-def warmed(kernel, grid, on, *args):
-    seen.append(kernel.warmup(*args, grid=grid, num_warps=8).asm["cubin"])
+def warmed(kernel, grid, on, *args, warps=8):
+    seen.append(kernel.warmup(*args, grid=grid, num_warps=warps).asm["cubin"])
 
 
 kernels._launched = warmed
