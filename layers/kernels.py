@@ -18,6 +18,7 @@ from torch import Tensor
 
 _TILE = 64
 _ROWS, _STEP = 8, 512  # of a tile that a CTA of `_put_back` takes
+_PACKED_ROWS, _PACKED_STEP = 4, 1024
 # Of a row of logits. So many elements are 32 warps, which have an SM for themselves.
 _LOGITS_STEP = 16384
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -123,6 +124,34 @@ def _logit_gradient(z, lse, targets, weights, total, columns, stride, STEP: tl.c
         tl.store(total + row, 0.0)
 
 
+@triton.jit
+def _pack(
+    packed,
+    parts,
+    of,
+    columns,
+    packed_stride,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    for which in tl.static_range(len(parts)):  # pyright: ignore[reportGeneralTypeIssues]
+        if tl.program_id(2) == which:
+            rows, stride, base, first, half = of[which]
+            i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+            j = tl.program_id(0) * STEP + tl.arange(0, STEP)
+            place = first + i
+            if half:
+                place = place // (2 * half) * (2 * half) + place % half * 2 + place // half % 2
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            here = parts[which] + i.to(tl.int64)[:, None] * stride + j[None, :]
+            there = packed + (base + place).to(tl.int64)[:, None] * packed_stride + j[None, :]
+            if BACK:
+                tl.store(here, tl.load(there, mask=inside), mask=inside)
+            else:
+                tl.store(there, tl.load(here, mask=inside), mask=inside)
+
+
 def turned(x: Tensor) -> Tensor:
     """xᵀ of x (R, C) with contiguous rows: (C, R), contiguous."""
     rows, columns = x.shape
@@ -175,6 +204,36 @@ def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> 
     sizes = z.shape[1], z.stride(0), step
     _launched(_logit_gradient, (len(z),), z, *given, *sizes, warps=max(step // 512, 4))
     return total
+
+
+Places = Sequence[tuple[int, int, int]]
+"""Of each part where its rows lie among the packed ones: those are counted from a base. There row
+`first + i` of the part's i is itself, or, with `half`, of two halves in turn: (base, first, half).
+"""
+
+
+def packed(parts: Sequence[Tensor], places: Places) -> Tensor:
+    """Rows of parts (R, C) as one (all R, C), contiguous."""
+    out = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+    _moved(out, parts, places, back=False)
+    return out
+
+
+def unpacked(packed: Tensor, rows: Sequence[int], places: Places) -> list[Tensor]:
+    """The inverse of `packed`: parts of so many rows, contiguous."""
+    packed = packed if packed.stride(1) == 1 else packed.contiguous()
+    parts = [packed.new_empty(count, packed.shape[1]) for count in rows]
+    _moved(packed, parts, places, back=True)
+    return parts
+
+
+def _moved(packed: Tensor, parts: Sequence[Tensor], places: Places, *, back: bool) -> None:
+    columns = packed.shape[1]
+    of = tuple((len(t), t.stride(0), *place) for t, place in zip(parts, places, strict=True))
+    down = triton.cdiv(max(map(len, parts)), _PACKED_ROWS)
+    grid = triton.cdiv(columns, _PACKED_STEP), down, len(parts)
+    tile = _PACKED_ROWS, _PACKED_STEP
+    _launched(_pack, grid, packed, packed, tuple(parts), of, columns, packed.stride(0), back, *tile)
 
 
 def _launched(kernel: Any, grid: tuple[int, ...], on: Tensor, *args: Any, warps: int = 8) -> None:

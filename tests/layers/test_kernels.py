@@ -9,7 +9,7 @@ import pytest
 
 CHECK = """
 import torch
-from coda_agent.layers import kernels, passes
+from coda_agent.layers import kernels, packing, passes
 
 torch.manual_seed(0)
 
@@ -74,6 +74,24 @@ for kind, rounding in ((torch.float32, 1e-6), (torch.float16, 2**-10)):
         (truth,) = torch.autograd.grad((lost * weights).sum(), wide)
         same(mine, truth, 2 * rounding)
         assert not mine[3].any() and totals[0][3] == 0
+
+    packing._launches = lambda *_: False
+    plain = packing.interleave, packing.pack_qkv
+    f, (q, k, v) = 37, (48, 24, 12)
+    for name, counts, about in (
+        ("interleave", (f, f), ()),
+        ("pack_qkv", (q, k, v), ([2, 3],)),
+        ("pack_qkv", (q, k, v), (None,)),
+    ):
+        weights = [torch.randn(n, 1100).to(kind)[:, :1050].requires_grad_() for n in counts]
+        found = []
+        for by_launch in (True, False):
+            packing._launches = lambda *_: by_launch
+            packed = getattr(packing, name)(*weights, *about)
+            grad = torch.arange(packed.numel()).view(packed.shape).to(kind)
+            found.append([packed, *torch.autograd.grad(packed, weights, grad)])
+        assert all(map(torch.equal, *found))
+        assert all(t.is_contiguous() for t in found[0])
 print("the same")
 """
 COMPILED = """
@@ -98,7 +116,8 @@ with _absent():
     kernels.turned(x)
     kernels.put_back(x.split((128, 64, 64), 1), x, x, (3, 64), None, 256)
     kernels.logit_gradient(x, row, whole, row)
-assert len(seen) == 3 and all(seen)
+    kernels.unpacked(x, (64, 64), ((0, 0, 64), (0, 64, 64)))
+assert len(seen) == 4 and all(seen)
 print("compiled")
 """
 
