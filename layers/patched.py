@@ -138,8 +138,10 @@ class Layer:
             table = self.report._tables.find(places, len(x), sum(self.heads), len(qkv))
         given = Carried.take(x, norm, self.offset)
         self.headed = table is not None and self.norms[0] is not None
-        packed = qkv, self.sizes, None if self.headed else table, self._bias(rotates)
-        *parts, rows = norm_linear(x.flatten(0, 1), given, self.gamma(norm).to(x.dtype), *packed)
+        turns = None if self.headed else table, self._bias(rotates)
+        rotated = sum(self.heads), self.attention.head_dim
+        first = x.flatten(0, 1), given, self.gamma(norm).to(x.dtype)
+        *parts, rows = norm_linear(*first, qkv, self.sizes, *turns, rotated)
         if self.headed and table is not None:
             cuts = table.split(self.sizes, dim=1)
             for i, norm in enumerate(self.norms):
