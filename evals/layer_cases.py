@@ -291,7 +291,8 @@ class Case:
 
         x, given = linear_residual_norm(t["a"], t["wo"], t["x"], t["gamma"], EPS)
         x, given = mlp(x, given, t["gamma"], t["gate_up"], t["down"], t["gamma2"], EPS)
-        return norm_linear(x, given, t["gamma2"], t["qkv"], self.sizes, self.table, t.get("bias"))
+        packed = t["qkv"], self.sizes, self.table, t.get("bias"), (sum(self.heads), self.dh)
+        return norm_linear(x, given, t["gamma2"], *packed)
 
     def _our_head(self, t: Values) -> tuple[Tensor, ...]:
         from coda_agent.layers import head_loss, normed

@@ -19,6 +19,7 @@ and backward their accepted counterparts beside `torch.mm`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -157,6 +158,7 @@ def norm_linear(
     sizes: Sequence[int],
     table: Tensor | None = None,
     bias: Tensor | None = None,
+    rotated: tuple[int, int] | None = None,
     *,
     fp8: bool = False,
 ) -> tuple[Tensor, ...]:
@@ -172,6 +174,9 @@ def norm_linear(
             pairs of columns are rotated; None rotates nothing.
         bias: (N,), in the order of `weight`. With one, h and `weight` are copied with eight more
             columns.
+        rotated: Heads that `table` rotates, and the columns of each, where it is as
+            `packing.rotary_table` makes it: all heads have the same columns, and those behind them
+            stay as they are. The backward pass then reads one head's.
         fp8: Whether to multiply in e4m3; all tensors are bfloat16 then, and there is no bias.
 
     Returns:
@@ -179,15 +184,22 @@ def norm_linear(
         gradients: the last kernel of the backward pass adds them.
 
     Raises:
-        ValueError: the bias is not one number for each row of `weight`; or `fp8`, and a bias, a
-            type or a size that it does not take.
+        ValueError: the bias is not one number for each row of `weight`, or those rows are fewer
+            than the rotated columns; or `fp8`, and a bias, a type or a size that it does not take.
     """
+    if table is None:
+        rotated = None
+    elif rotated is not None and (rotated[1] % 2 or math.prod(rotated) > len(weight)):
+        raise ValueError(
+            f"rotated is {rotated}, expected heads and their columns, which are even and in all "
+            f"at most the {len(weight)} rows of weight"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {tuple(bias.shape)}, expected ({len(weight)},) as weight's rows")
     if fp8 and bias is not None:
         raise ValueError("FP8 products of a norm take no bias; leave fp8 out where there is one")
     sequence = _Fp8NormLinear if _in_fp8(fp8, x, weight) else _NormLinear
-    return sequence.apply(x, *given, gamma, weight, bias, tuple(sizes), table)
+    return sequence.apply(x, *given, gamma, weight, bias, tuple(sizes), table, rotated)
 
 
 @_of_whole
@@ -314,13 +326,13 @@ class _Mlp(torch.autograd.Function):
         if ctx.activation == "silu":
             into = {"dZ": z} if _last_reader() else None
             dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned(down), z, out=into)
-            total = mean * down.shape[1]
+            statistic = mean * (down.shape[1] / x.shape[1])
         else:
             dz, total, act = _fused(passes.gate_gradient, z)(dout @ down, z, ctx.activation)
+            statistic = total / x.shape[1]
         ddown = added(ctx.mains[1], dout.T, act) if needs[5] else None
         del act
-        statistic = total / x.shape[1]
-        dx, n, dgamma = _through_norm(dz, gate_up, x, r, gamma, statistic, dout)
+        dx, n, dgamma = _through_norm(dz, _turned(gate_up), x, r, gamma, statistic, dout)
         dgate_up = added(ctx.mains[0], dz.T, n) if needs[4] else None
         return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None, None
 
@@ -328,33 +340,28 @@ class _Mlp(torch.autograd.Function):
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
-        x, h, r, gamma, weight, bias, sizes, table = inputs
+        x, h, r, gamma, weight, bias, sizes, table, rotated = inputs
         factors = (h, weight) if bias is None else _with_bias(h, r, weight, bias)
         if table is None:
             y: Any = by.norm(*factors, r)
         else:
             _, y = by.norm_rope(*factors, r, table)
-        parts = y.split(sizes, dim=1)
-        ctx.save_for_backward(x, r, gamma, weight, bias, table, *parts)
-        ctx.mains = mains(weight)
-        return (*parts, x.view_as(x))
+        ctx.save_for_backward(x, r, gamma, weight, bias, table, y)
+        ctx.mains, ctx.rotated = mains(weight), rotated
+        return (*y.split(sizes, dim=1), x.view_as(x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, r, gamma, weight, bias, table, *parts = ctx.saved_tensors
+        x, r, gamma, weight, bias, table, y = ctx.saved_tensors
         *dparts, through = grads
-        dy, start = x.new_empty(len(x), len(weight)), 0
-        total = x.new_zeros(len(x), dtype=torch.float32)
-        for grad, part in zip(dparts, parts, strict=True):
-            of = slice(start, start := start + grad.shape[1])
-            cut = None if table is None else table[:, of], None if bias is None else bias[of]
-            _on(x).put_back(dy[:, of], grad, part, *cut, total)
-        statistic = total / x.shape[1]
-        dx, n, dgamma = _through_norm(dy, weight, x, r, gamma, statistic, through.contiguous())
+        about = table, ctx.rotated, bias, x.shape[1]
+        dy, statistic = _on(x).put_back(dparts, y, *about)
+        last = statistic, through.contiguous()
+        dx, n, dgamma = _through_norm(dy, _turned(weight), x, r, gamma, *last)
         dweight = added(ctx.mains[0], dy.T, n) if ctx.needs_input_grad[4] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[5] else None
-        return dx, None, None, dgamma.to(gamma.dtype), dweight, dbias, None, None
+        return dx, None, None, dgamma.to(gamma.dtype), dweight, dbias, None, None, None
 
 
 class _Fp8LinearResidualNorm(_LinearResidualNorm):
@@ -381,25 +388,26 @@ class _HeadLoss(torch.autograd.Function):
         x, h, r, gamma, weight, targets, weights = inputs
         wanted, trained = any(ctx.needs_input_grad), ctx.needs_input_grad[4]
         step = max(128, _LOGITS // len(weight) // 128 * 128)  # whole tiles
-        loss = x.new_zeros((), dtype=torch.float32)
+        lost = torch.empty_like(weights)
         dx = torch.zeros_like(x) if wanted else None
         dgamma = torch.zeros_like(gamma, dtype=torch.float32) if wanted else None
-        dweight = None
+        turned, dweight = _turned(weight) if wanted else weight.T, None
         for start in range(0, len(x), step):
             some = slice(start, start + step)
             z, target, lse = gemm_rmsnorm_partial_cross_entropy(
                 h[some], weight, r[some], targets[some]
             )
-            loss += ((lse - target) * weights[some]).where(weights[some] > 0, 0).sum()
+            torch.sub(lse, target, out=lost[some])
             if dx is None or dgamma is None:
                 continue
             total = _on(x).logit_gradient(z, lse, targets[some], weights[some])
             statistic, update = total / x.shape[1], "in_place"
             args = x[some], r[some], gamma, statistic, dx[some], update
-            _, n, part = _through_norm(z, weight, *args)
+            _, n, part = _through_norm(z, turned, *args)
             dgamma += part
             if trained:
                 dweight = sum_product(dweight, z.T, n, last=start + step >= len(x))
+        loss = (lost * weights).where(weights > 0, 0).sum()
         ctx.save_for_backward(dx, dgamma, dweight)
         ctx.types, ctx.mains = (x.dtype, gamma.dtype, weight.dtype), mains(weight)
         return loss
@@ -448,7 +456,7 @@ def _with_normed(ctx: Any, out: Tensor, h: Tensor, r: Tensor) -> tuple[Tensor, .
 
 def _through_norm(
     dy: Tensor,
-    weight: Tensor,
+    turned: Tensor,
     x: Tensor,
     r: Tensor,
     gamma: Tensor,
@@ -456,11 +464,9 @@ def _through_norm(
     add: Tensor,
     update: str = "out_of_place",
 ) -> Any:
-    """The backward of y = n weightᵀ with n = x · r · gamma: the gradient of x plus `add`, n, and
-    the gradient of gamma in float32."""
-    return gemm_residual_partial_rmsnorm_bwd(
-        dy, _turned(weight), x, r, gamma, statistic, add, update=update
-    )
+    """The backward of y = n weightᵀ with n = x · r · gamma, by the weight `_turned`: the gradient
+    of x plus `add`, n, and the gradient of gamma in float32."""
+    return gemm_residual_partial_rmsnorm_bwd(dy, turned, x, r, gamma, statistic, add, update=update)
 
 
 def _with_bias(h: Tensor, r: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ columns and 1.4 ms for the gradient of 32,000 logits. PyTorch turned 180 MB in 0
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE, _STEP = 64, 2048
+_TILE = 64
+_ROWS, _STEP = 8, 512  # of a tile that a CTA of `_put_back` takes
+_PACKED_ROWS, _PACKED_STEP = 4, 1024
+# Of a row of logits. So many elements are 32 warps, which have an SM for themselves.
+_LOGITS_STEP = 16384
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -30,60 +37,119 @@ def _turn(x, out, rows, columns, stride, TILE: tl.constexpr):
 @triton.jit
 def _put_back(
     into,
-    grad,
-    part,
+    statistic,
+    grads,
+    y,
     table,
     bias,
-    total,
-    columns,
+    rows,
+    of,
     into_stride,
-    grad_stride,
-    part_stride,
+    y_stride,
     table_stride,
+    width,
     ROTATED: tl.constexpr,
+    PERIOD: tl.constexpr,
     BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    sums = tl.zeros((STEP,), tl.float32)
-    for start in range(0, columns, STEP):
-        j = start + tl.arange(0, STEP)
-        inside = j < columns
-        g = tl.load(grad + row * grad_stride + j, mask=inside, other=0.0).to(tl.float32)
-        sums += g * tl.load(part + row * part_stride + j, mask=inside, other=0.0).to(tl.float32)
-        if ROTATED:
-            turn = tl.load(table + row * table_stride + j, mask=inside, other=0.0).to(tl.float32)
-            cos, sin = tl.split(tl.reshape(turn, (STEP // 2, 2)))
-            even, odd = tl.split(tl.reshape(g, (STEP // 2, 2)))
-            g = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (STEP,))
-        rounded = g.to(into.dtype.element_ty)
-        if BIASED:
-            added = tl.load(bias + j, mask=inside, other=0.0).to(tl.float32)
-            sums -= rounded.to(tl.float32) * added
-        tl.store(into + row * into_stride + j, rounded, mask=inside)
-    tl.store(total + row, tl.load(total + row) + tl.sum(sums, 0))
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = i.to(tl.int64)[:, None]
+    sums = tl.zeros((ROWS, STEP), tl.float32)
+    for which in tl.static_range(len(grads)):  # pyright: ignore[reportGeneralTypeIssues]
+        start, columns, stride = of[which]
+        for first in range(0, columns, STEP):
+            j = first + tl.arange(0, STEP)
+            at = (start + j)[None, :]
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            g = tl.load(grads[which] + row * stride + j[None, :], mask=inside, other=0.0)
+            g = g.to(tl.float32)
+            sums += g * tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
+            if ROTATED[which]:
+                turn = at % PERIOD if PERIOD else at
+                turn = tl.load(table + row * table_stride + turn, mask=inside, other=0.0)
+                cos, sin = tl.split(tl.reshape(turn.to(tl.float32), (ROWS, STEP // 2, 2)))
+                even, odd = tl.split(tl.reshape(g, (ROWS, STEP // 2, 2)))
+                both = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+                g = tl.reshape(both, (ROWS, STEP))
+            rounded = g.to(into.dtype.element_ty)
+            if BIASED:
+                added = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+                sums -= rounded.to(tl.float32) * added
+            tl.store(into + row * into_stride + at, rounded, mask=inside)
+    tl.store(statistic + i, tl.sum(sums, 1) / width, mask=i < rows)
 
 
 @triton.jit
 def _logit_gradient(z, lse, targets, weights, total, columns, stride, STEP: tl.constexpr):
     row = tl.program_id(0)
     first = z + row.to(tl.int64) * stride
-    shift, hit, weight = tl.load(lse + row), tl.load(targets + row), tl.load(weights + row)
-    powers = tl.zeros((STEP,), tl.float32)
-    for start in range(0, columns, STEP):
-        j = start + tl.arange(0, STEP)
-        x = tl.load(first + j, mask=j < columns, other=float("-inf")).to(tl.float32)
-        powers += tl.exp(x - shift)
-    whole = tl.sum(powers, 0)
-    sums = tl.zeros((STEP,), tl.float32)
-    for start in range(0, columns, STEP):
-        j = start + tl.arange(0, STEP)
-        x = tl.load(first + j, mask=j < columns, other=0.0).to(tl.float32)
-        g = (tl.exp(x - shift) / whole - (j == hit).to(tl.float32)) * weight
-        g = tl.where(weight > 0, g, 0.0)
-        sums += tl.where(g == 0.0, 0.0, g * x)
-        tl.store(first + j, g.to(z.dtype.element_ty), mask=j < columns)
-    tl.store(total + row, tl.sum(sums, 0))
+    weight = tl.load(weights + row)
+    if weight > 0:
+        shift = tl.load(lse + row) * _LOG2_E
+        target = tl.load(targets + row)
+        known = (target >= 0) & (target < columns)  # else memory of others would be written
+        hit = tl.load(first + target, mask=known, other=0.0).to(tl.float32)
+        powers = tl.zeros((STEP,), tl.float32)
+        for start in range(0, columns, STEP):
+            j = start + tl.arange(0, STEP)
+            x = tl.load(
+                first + j, mask=j < columns, other=float("-inf"), eviction_policy="evict_last"
+            )
+            powers += tl.exp2(x.to(tl.float32) * _LOG2_E - shift)
+        whole = tl.sum(powers, 0)
+        factor = weight / whole
+        sums = tl.zeros((STEP,), tl.float32)
+        # Backwards, so that what was read last, which the L2 cache has, is read first.
+        last = (columns - 1) // STEP * STEP
+        for start in range(0, columns, STEP):
+            j = last - start + tl.arange(0, STEP)
+            x = tl.load(
+                first + j, mask=j < columns, other=float("-inf"), eviction_policy="evict_first"
+            ).to(tl.float32)
+            g = tl.exp2(x * _LOG2_E - shift) * factor
+            sums += g * tl.maximum(x, -3e38)  # of -inf, whose g is 0, nothing
+            tl.store(
+                first + j, g.to(z.dtype.element_ty), mask=j < columns, eviction_policy="evict_first"
+            )
+        tl.debug_barrier()  # all have stored
+        g = (tl.exp2(hit * _LOG2_E - shift) / whole - 1) * weight
+        tl.store(first + target, g.to(z.dtype.element_ty), mask=known)
+        tl.store(total + row, tl.sum(sums, 0) - weight * hit)
+    else:
+        for start in range(0, columns, STEP):
+            j = start + tl.arange(0, STEP)
+            tl.store(first + j, tl.zeros((STEP,), z.dtype.element_ty), mask=j < columns)
+        tl.store(total + row, 0.0)
+
+
+@triton.jit
+def _pack(
+    packed,
+    parts,
+    of,
+    columns,
+    packed_stride,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    for which in tl.static_range(len(parts)):  # pyright: ignore[reportGeneralTypeIssues]
+        if tl.program_id(2) == which:
+            rows, stride, base, first, half = of[which]
+            i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+            j = tl.program_id(0) * STEP + tl.arange(0, STEP)
+            place = first + i
+            if half:
+                place = place // (2 * half) * (2 * half) + place % half * 2 + place // half % 2
+            inside = (i < rows)[:, None] & (j < columns)[None, :]
+            here = parts[which] + i.to(tl.int64)[:, None] * stride + j[None, :]
+            there = packed + (base + place).to(tl.int64)[:, None] * packed_stride + j[None, :]
+            if BACK:
+                tl.store(here, tl.load(there, mask=inside), mask=inside)
+            else:
+                tl.store(there, tl.load(here, mask=inside), mask=inside)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -96,34 +162,82 @@ def turned(x: Tensor) -> Tensor:
 
 
 def put_back(
-    into: Tensor,
-    grad: Tensor,
-    part: Tensor,
+    grads: Sequence[Tensor],
+    y: Tensor,
     table: Tensor | None,
+    rotated: tuple[int, int] | None,
     bias: Tensor | None,
-    total: Tensor,
-) -> None:
-    """`functional.put_back` on a GPU; rows may lie apart, their elements may not."""
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    rows, columns = grad.shape
-    turns = grad if table is None else table
-    strides = [t.stride(0) for t in (into, grad, part, turns)]
-    flags = table is not None, bias is not None, _STEP
-    added = grad if bias is None else bias.contiguous()
-    given = into, grad, part, turns, added, total
-    _launched(_put_back, (rows,), grad, *given, columns, *strides, *flags)
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """`passes.put_back` on a GPU; rows may lie apart, their elements may not."""
+    rows, columns = y.shape
+    into, statistic = y.new_empty(rows, columns), y.new_empty(rows, dtype=torch.float32)
+    turning, period = (columns, 0) if rotated is None else (math.prod(rotated), rotated[1])
+    if table is None:
+        turning, period = 0, 0
+    elif any(grad.shape[1] % 2 for grad in grads):  # pairs lie across parts
+        grads = [torch.cat([*grads], dim=1)]
+    pieces, of, turns, start = list[Tensor](), list[tuple[int, ...]](), list[bool](), 0
+    for grad in grads:
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()
+        cut = min(max(turning - start, 0), grad.shape[1])
+        for piece in grad.split((cut, grad.shape[1] - cut), dim=1):
+            if piece.shape[1]:
+                pieces.append(piece)
+                of.append((start, piece.shape[1], piece.stride(0)))
+                turns.append(start < turning)
+                start += piece.shape[1]
+    cosines = y if table is None else table
+    added = y if bias is None else bias.contiguous()
+    given = into, statistic, tuple(pieces), y, cosines, added, rows, tuple(of)
+    strides = into.stride(0), y.stride(0), cosines.stride(0), width
+    flags = tuple(turns), period, bias is not None, _ROWS, _STEP
+    _launched(_put_back, (triton.cdiv(rows, _ROWS),), y, *given, *strides, *flags)
+    return into, statistic
 
 
 def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """`functional.logit_gradient` on a GPU."""
+    """`passes.logit_gradient` on a GPU."""
     total = torch.empty_like(weights)
     given = z, lse.contiguous(), targets.contiguous(), weights.contiguous(), total
-    _launched(_logit_gradient, (len(z),), z, *given, z.shape[1], z.stride(0), _STEP)
+    step = min(triton.next_power_of_2(z.shape[1]), _LOGITS_STEP)
+    sizes = z.shape[1], z.stride(0), step
+    _launched(_logit_gradient, (len(z),), z, *given, *sizes, warps=max(step // 512, 4))
     return total
 
 
-def _launched(kernel: Any, grid: tuple[int, ...], on: Tensor, *args: Any) -> None:
+Places = Sequence[tuple[int, int, int]]
+"""Of each part where its rows lie among the packed ones: those are counted from a base. There row
+`first + i` of the part's i is itself, or, with `half`, of two halves in turn: (base, first, half).
+"""
+
+
+def packed(parts: Sequence[Tensor], places: Places) -> Tensor:
+    """Rows of parts (R, C) as one (all R, C), contiguous."""
+    out = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+    _moved(out, parts, places, back=False)
+    return out
+
+
+def unpacked(packed: Tensor, rows: Sequence[int], places: Places) -> list[Tensor]:
+    """The inverse of `packed`: parts of so many rows, contiguous."""
+    packed = packed if packed.stride(1) == 1 else packed.contiguous()
+    parts = [packed.new_empty(count, packed.shape[1]) for count in rows]
+    _moved(packed, parts, places, back=True)
+    return parts
+
+
+def _moved(packed: Tensor, parts: Sequence[Tensor], places: Places, *, back: bool) -> None:
+    columns = packed.shape[1]
+    of = tuple((len(t), t.stride(0), *place) for t, place in zip(parts, places, strict=True))
+    down = triton.cdiv(max(map(len, parts)), _PACKED_ROWS)
+    grid = triton.cdiv(columns, _PACKED_STEP), down, len(parts)
+    tile = _PACKED_ROWS, _PACKED_STEP
+    _launched(_pack, grid, packed, packed, tuple(parts), of, columns, packed.stride(0), back, *tile)
+
+
+def _launched(kernel: Any, grid: tuple[int, ...], on: Tensor, *args: Any, warps: int = 8) -> None:
     if not on.numel():
         return
     with torch.cuda.device_of(on):
-        kernel[grid](*args, num_warps=8)
+        kernel[grid](*args, num_warps=warps)

@@ -156,6 +156,7 @@ class DecoderLayer(nn.Module):
             self.qkv.weight,
             self.sizes,
             table if self.q_norm is None else None,
+            rotated=(sum(self.heads), self.head_dim),
             fp8=fp8,
         )
         for i, (norm, start) in enumerate(((self.q_norm, 0), (self.k_norm, self.sizes[0]))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,27 +27,32 @@ def turned(x: Tensor) -> Tensor:
 
 
 def put_back(
-    into: Tensor,
-    grad: Tensor,
-    part: Tensor,
+    grads: Sequence[Tensor],
+    y: Tensor,
     table: Tensor | None,
+    rotated: tuple[int, int] | None,
     bias: Tensor | None,
-    total: Tensor,
-) -> None:
-    """Put the gradient before the rotation into its place; add its inner product with what the
-    product gave, before the bias, to the total of each row.
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """The gradient before the rotation, and of each of its rows the inner product with what the
+    product gave, before the bias.
 
     A rotation R takes y to R y and the gradient g back to Rᵀ g, and ⟨Rᵀ g, y⟩ = ⟨g, R y⟩.
 
     Args:
-        into: (M, n), where it is put.
-        grad: (M, n), the gradient behind the rotation.
-        part: (M, n), what the rotation gave.
-        table: (M, n), cosines and sines in turn; None where nothing was rotated.
-        bias: (n,), or None.
-        total: (M,), float32.
+        grads: (M, n) each, N in all: the gradient behind the rotation.
+        y: (M, N), what the rotation gave.
+        table: (M, N), cosines and negated sines in turn; None where nothing was rotated.
+        rotated: How many heads `table` rotates, alike and before all else, and their columns; None
+            where nothing is known of it. What is known spares a launch to read it.
+        bias: (N,), or None.
+        width: What the inner products are divided by.
+
+    Returns:
+        (M, N) in the type of `y`, and (M,) in float32.
     """
-    total += (grad.float() * part.float()).sum(-1)
+    grad = torch.cat([*grads], dim=1)
+    total = (grad.float() * y.float()).sum(-1)
     if table is not None:
         (even, odd), (cos, sin) = (
             t.float().unflatten(-1, (-1, 2)).unbind(-1) for t in (grad, table)
@@ -55,8 +60,8 @@ def put_back(
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         grad = turned.flatten(-2).to(grad.dtype)
     if bias is not None:
-        total -= (grad.float() * bias.float()).sum(-1)
-    into.copy_(grad)
+        total = total - (grad.float() * bias.float()).sum(-1)
+    return grad, total / width
 
 
 def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> 
     Args:
         z: (M, V), logits.
         lse: (M,), float32, the log-sum-exp of each row before rounding.
-        targets: (M,).
+        targets: (M,); one that is no column has no part in its row's gradient.
         weights: (M,), float32; a row whose weight is 0 does not count, of NaN neither.
     """
     wide = z.float()

@@ -148,10 +148,11 @@ class Layer:
             table = self.report._tables.find(places, len(x), sum(self.heads), len(qkv))
         given = Carried.take(x, norm, self.offset)
         self.headed = table is not None and self.norms[0] is not None
-        bias = self._bias(rotates)
-        packed = qkv, self.sizes, None if self.headed else table, bias
-        fp8, weight = self._in_fp8() and bias is None, self.gamma(norm).to(x.dtype)
-        *parts, rows = norm_linear(x.flatten(0, 1), given, weight, *packed, fp8=fp8)
+        bias, rotated = self._bias(rotates), (sum(self.heads), self.attention.head_dim)
+        turns = None if self.headed else table, bias, rotated
+        first = x.flatten(0, 1), given, self.gamma(norm).to(x.dtype)
+        fp8 = self._in_fp8() and bias is None
+        *parts, rows = norm_linear(*first, qkv, self.sizes, *turns, fp8=fp8)
         if self.headed and table is not None:
             cuts = table.split(self.sizes, dim=1)
             for i, norm in enumerate(self.norms):

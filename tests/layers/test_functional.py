@@ -271,3 +271,7 @@ def test_targets_and_biases_that_do_not_fit_are_refused() -> None:
             head_loss(x, given, gamma.bfloat16(), weight, targets)
     with pytest.raises(ValueError, match=r"bias is \(1,\), expected \(32,\)"):
         norm_linear(x, given, gamma.bfloat16(), weight, (32,), None, torch.ones(1).bfloat16())
+    table = torch.ones(4, 32).bfloat16()
+    for rotated in ((3, 16), (2, 15)):
+        with pytest.raises(ValueError, match=r"rotated is .*, expected heads .* the 32 rows of"):
+            norm_linear(x, given, gamma.bfloat16(), weight, (32,), table, rotated=rotated)
