@@ -27,7 +27,7 @@ from coda_agent.evals.fuse_cases import Function
 from coda_agent.evals.gradient_cases import Differentiated
 from coda_agent.evals.layer_cases import Widths
 from coda_agent.evals.model_cases import Captured
-from coda_agent.evals.train_step import Training
+from coda_agent.evals.train_step import COURSE, Fp8Training, Training
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ CONTENDERS = {
     "eager": "PyTorch", "compile": "torch.compile",
     "compile_unit": "torch.compile, FP8 scales behind the products",
     "liger": "Liger", "liger_compile": "Liger under torch.compile",
+    "bf16": "ours in bf16",
 }  # fmt: skip
 CASES: dict[str, Widths | Fp8Widths | Training] = {
     "block 2048": Widths(2048, 5632, 512),
@@ -56,6 +57,7 @@ CASES: dict[str, Widths | Fp8Widths | Training] = {
     "head 4096": Widths(4096, words=32000),
     "head Llama-3-8B": Widths(4096, words=128256),
     "train-1b": Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
+    "train-1b fp8": Fp8Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
 }
 
 TINYLLAMA = {
@@ -161,6 +163,8 @@ def _sources(suite: str, kind: type) -> dict[str, Any]:
         return _of_plans("fuse_cases", "fuse_functions")
     if suite == "gradients":
         return _of_gradients()
+    if kind is Fp8Training:
+        return _of_fp8_training()
     return _of_fp8() if kind is Fp8Widths else _of_layers()
 
 
@@ -208,6 +212,17 @@ def _of_fp8() -> dict[str, Any]:
     files = (Path(str(module.__file__)) for module in (fp8, fp8_cases))
     meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in files}
     return {"sources": _of_layers()["sources"] | meant, "kernels": _called(fp8)}
+
+
+def _of_fp8_training() -> dict[str, Any]:
+    """The same of training in FP8, which has kernels of both."""
+    from coda_agent.layers import fp8_products
+
+    layers, linear = _of_layers(), Path(__file__).with_name("float8_linear.py")
+    return {
+        "sources": layers["sources"] | {linear.name: rules.meaning(linear.read_text("utf-8"))},
+        "kernels": layers["kernels"] | _called(fp8_products),
+    }
 
 
 def _called(module: ModuleType) -> dict[str, str]:
@@ -259,7 +274,8 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
     apart = [("", *(CONTENDERS[n] for n in far))]
     for case, cell in ((case, cell) for case, cell in cells.items() if "distances" in cell):
         apart.append((case, *(str(cell["distances"].get(n, "")) for n in far)))
-    named = {n: label for n, label in CONTENDERS.items() if n in Training.CONTENDERS}
+    stepped = {*Training.CONTENDERS, *Fp8Training.CONTENDERS}
+    named = {n: label for n, label in CONTENDERS.items() if n in stepped}
     steps = [("", *(f"{label}, tokens/s" for label in named.values()))]
     losses = [("", *named.values())]
     for case, cell in ((case, cell) for case, cell in cells.items() if "step" in cell):
@@ -267,12 +283,19 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
         speeds = {n: f"{cell['tokens'] / us * 1e6:.0f}" for n, us in times.items()}
         for row, shown in ((steps, speeds), (losses, cell["losses"])):
             row.append((case, *(str(shown.get(n, "")) for n in named)))
+    shown = (1, *range(5, COURSE + 1, 5))
+    course: pages.Rows = [("", "", *(f"step {i}" for i in shown))]
+    for case, cell in cells.items():
+        for name, losses_of in cell.get("course", {}).items():
+            course.append((case, CONTENDERS[name], *(f"{losses_of[i - 1]:.3f}" for i in shown)))
     page = pages.write(
         root / "docs" / f"{suite}.md", f"{suite}.md", record=file.relative_to(root).as_posix(),
         date=record["date"], rows=rows, memory=memory, apart=apart, steps=steps, ways={
             way: [case for case, cell in cells.items() if cell.get("way") == way]
             for way in ("torch.compile", "PyTorch")
-        }, losses=losses,
+        }, losses=losses, course=course, linears={
+            case: cell["linears"] for case, cell in cells.items() if "linears" in cell
+        },
         left=[case for case in cases if case not in cells],
         earlier=any(name.endswith(EARLIER) for name in cells),
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()

@@ -2,7 +2,8 @@
 forward, backward and AdamW.
 
 All contenders train the same weights, by one optimizer, on the same random tokens; `packed`, whose
-parameters are others, trains a copy.
+parameters are others, trains a copy. A case in FP8 has the products of layers in it: ours forward,
+torch.compile's backward too (`float8_linear`). Heads stay in bf16.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any, ClassVar
 from coda_agent.evals.contest import Clock
 from coda_agent.evals.layer_cases import peak, prepared, timed
 from coda_agent.primitives.errors import CodaError
+
+COURSE = 20
+"""Steps of a case in FP8 whose losses are kept beside those of ours in bf16."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Training:
     length: int
     PHASES: ClassVar = ("step",)
     CONTENDERS: ClassVar = ("ours", "packed", "compile", "liger", "liger_compile")
+    FP8: ClassVar = False
 
     def shrunk(self, by: int) -> Training:
         """About so many times as small."""
@@ -40,11 +45,18 @@ class Training:
         ffn, words = (-(-x // by // 16) * 16 for x in (self.ffn, self.words))
         sizes = max(2, self.layers // by), heads, kv_heads, words, self.theta
         batch, length = max(1, self.batch // by), max(16, self.length // by)
-        return Training(heads * dim, ffn, *sizes, batch, length)
+        return type(self)(heads * dim, ffn, *sizes, batch, length)
 
     def on(self, device: str, shrink: int) -> Step:
         """The case on a device, so many times as small."""
         return Step(self.shrunk(shrink) if shrink > 1 else self, device)
+
+
+class Fp8Training(Training):
+    """The same with the products of layers in FP8; `bf16` is ours without."""
+
+    CONTENDERS: ClassVar = ("ours", "packed", "bf16", "compile")
+    FP8: ClassVar = True
 
 
 class Step:
@@ -87,12 +99,15 @@ class Step:
 
     def measured(self, wanted: Iterable[str], clock: Clock, rounds: int) -> dict[str, Any]:
         """Times, peak memory in MiB, the loss of the first weights, why a contender is absent, and
-        what torch.compile left as it was."""
+        what torch.compile left as it was. In FP8 also by what the linears multiply that it
+        compiles, and losses of `COURSE` steps."""
         found: dict[str, Any] = {"absent": {}, "fallbacks": {}, "losses": {}, "peak_mib": {}}
         rotation = self.home.apply_rotary_pos_emb
-        names = [name for name in Training.CONTENDERS if name in wanted]
+        names = [name for name in self.what.CONTENDERS if name in wanted]
+        if self.what.FP8:
+            found["course"] = {n: self._course(n) for n in names if n in ("ours", "bf16")}
         try:
-            ready = lambda name: self._ready(name, rotation, found["losses"])
+            ready = lambda name: self._ready(name, rotation, found)
             steps = prepared(names, ready, found, self.device)
             for step in steps.values():
                 step()  # the optimizer makes its states
@@ -104,7 +119,7 @@ class Step:
         return found
 
     def _ready(
-        self, name: str, rotation: Callable[..., Any], losses: dict[str, float]
+        self, name: str, rotation: Callable[..., Any], found: dict[str, Any]
     ) -> Callable[[], None]:
         import torch
 
@@ -112,11 +127,8 @@ class Step:
         optimizer = self.optimizer
         shared = {id(p): p for p in self.model.parameters()}
         model = copy.deepcopy(self.model, {} if name == "packed" else shared)
-        if name in ("ours", "packed"):
-            from coda_agent.layers import apply_coda_kernels_to_llama
-
-            if left := apply_coda_kernels_to_llama(model, pack=name == "packed").left:
-                raise CodaError(f"ours leaves parts as they are: {left}")
+        if name in ("ours", "packed", "bf16"):
+            self._patched(model, name)
             if name == "packed":
                 optimizer = _adamw(model)
         elif name.startswith("liger"):
@@ -125,6 +137,10 @@ class Step:
             )
 
             apply_liger_kernel_to_llama(model=model)
+        elif self.what.FP8:
+            from coda_agent.evals.float8_linear import converted
+
+            found["linears"] = converted(model)
         rotates = self.home.apply_rotary_pos_emb  # ours and Liger replace the module's
         called = torch.compile(model, dynamic=False) if "compile" in name else model
 
@@ -139,12 +155,34 @@ class Step:
             optimizer.step()
             optimizer.zero_grad()
 
-        losses[name] = round(loss().item(), 5)
+        found["losses"][name] = round(loss().item(), 5)
         optimizer.zero_grad()
         return step
 
+    def _patched(self, model: Any, name: str) -> Any:
+        from coda_agent.layers import apply_coda_kernels_to_llama
 
-def _adamw(model: Any) -> Any:
+        options = {"pack": name == "packed", "fp8": self.what.FP8 and name != "bf16"}
+        report = apply_coda_kernels_to_llama(model, **options)
+        if report.left:
+            raise CodaError(f"ours leaves parts as they are: {report.left}")
+        return report
+
+    def _course(self, name: str) -> list[float]:
+        """Losses of `COURSE` steps on a quarter of the sequences, from the first weights on."""
+        model, ids = copy.deepcopy(self.model), self.ids[: max(1, len(self.ids) // 4)]
+        report, optimizer, losses = self._patched(model, name), _adamw(model, 3e-4), list[Any]()
+        for _ in range(COURSE):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        report.revert()
+        return [round(loss.item(), 4) for loss in losses]
+
+
+def _adamw(model: Any, rate: float = 1e-5) -> Any:
     import torch
 
-    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=rate, fused=True)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers.passes import ACTIVATIONS
 
-_TYPES = torch.bfloat16, torch.float16
+TYPES = torch.bfloat16, torch.float16
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _SANDWICH = _PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
-def unfit(layer: Any, after: nn.Module | None) -> str:
-    """Why a layer stays as it is; empty where it need not."""
+def unfit(layer: Any, after: nn.Module | None, types: tuple[torch.dtype, ...] = TYPES) -> str:
+    """Why a layer stays as it is; empty where it need not. `types` are what its weights may be."""
     parts = {name for name, _ in layer.named_children()}
     if parts not in (_PARTS, _SANDWICH):
         return f"its parts are not {', '.join(sorted(_PARTS))}"
@@ -32,8 +32,9 @@ def unfit(layer: Any, after: nn.Module | None) -> str:
             return f"{name} is {type(linear).__name__}, expected nn.Linear"
         if "forward" in linear.__dict__:
             return f"{name} has been patched already"
-        if linear.weight.dtype not in _TYPES:
-            return f"{name} is {linear.weight.dtype}, expected bfloat16 or float16"
+        if linear.weight.dtype not in types:
+            expected = " or ".join(str(kind).removeprefix("torch.") for kind in types)
+            return f"{name} is {linear.weight.dtype}, expected {expected}"
         if any(extent % 16 for extent in linear.weight.shape):
             return f"{name} is {tuple(linear.weight.shape)}, expected multiples of 16"
     for name, part in (*linears.items(), *layer.named_children()):
@@ -76,7 +77,7 @@ def unfit_head(model: nn.Module, norm: nn.Module) -> str:
     kind = type(head).__bases__[-1] if fsdp((head,)) else type(head)
     if head is None or kind is not nn.Linear or head.bias is not None:
         return f"it is {kind.__name__}, expected nn.Linear without a bias"
-    if head.weight.dtype not in _TYPES or any(extent % 16 for extent in head.weight.shape):
+    if head.weight.dtype not in TYPES or any(extent % 16 for extent in head.weight.shape):
         shape = tuple(head.weight.shape)
         return f"it is {shape} {head.weight.dtype}, expected 16 bits and multiples of 16"
     loss = getattr(getattr(model, "loss_function", None), "__name__", "")
@@ -105,7 +106,7 @@ def norm_offset(norm: Any) -> float | None:
     """0 where a module is x · rsqrt(mean x² + eps) · weight, 1 where it multiplies by 1 + weight,
     as Gemma's; None where it is neither. It is tried on numbers."""
     weight = getattr(norm, "weight", None)
-    if weight is None or weight.dtype not in _TYPES:
+    if weight is None or weight.dtype not in TYPES:
         return None
     x = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).to(weight).view(3, -1)
     wide, found = x.float(), norm.forward(x).float()  # past hooks: one of FSDP's would take a root

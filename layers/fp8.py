@@ -2,14 +2,16 @@
 
 - A weight is quantised once, with a scale for each of its rows. That of query, key and value has
   one scale in all: the accepted kernel with the rotation takes no more.
-- Tokens in front of a product are quantised one by one, each by its own maximum, in one pass of
-  PyTorch (`_fused`). A norm's r is multiplied into a token's scale there, so it costs nothing more.
+- Tokens in front of a product are quantised one by one, each by its own maximum, in one pass
+  (`fp8_products.rows`). A norm's r is multiplied into a token's scale there, so it costs nothing
+  more.
 - Between the products of an MLP no pass is left: the first one's kernel writes e4m3. A tile of it
   does not know a token's maximum in time, so this one scale, `inner`, is static: a number that is
   known before, from calibration. What is beyond 448 · inner saturates.
 - The stream x and all weights of norms are bfloat16. The caller flattens leading dims: rows are
   tokens.
-- There are no gradients: where one is asked for, a call is refused.
+- There are no gradients: where one is asked for, a call is refused. Training in FP8 is
+  `functional.py`'s, by `fp8=True`.
 """
 
 from __future__ import annotations
@@ -29,24 +31,23 @@ from coda_agent.generated import (
 )
 from coda_agent.layers import modules
 from coda_agent.layers.fit import eps as eps_of
+from coda_agent.layers.fp8_products import E4M3, LARGEST, Quantised, fitting, rows, whole
 from coda_agent.layers.functional import _fused
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
-"""The largest e4m3 number, 448."""
-_LEAST = 1e-12  # of a row's maximum: zeros stay zeros
-
-
-class Quantised(NamedTuple):
-    """Tokens, or the output channels of a weight: rows of `values` times `scale`.
-
-    Attributes:
-        values: (N, K) e4m3.
-        scale: (N,) float32.
-    """
-
-    values: Tensor
-    scale: Tensor
+__all__ = [
+    "E4M3",
+    "LARGEST",
+    "DecoderLayer",
+    "Quantised",
+    "WholeWeight",
+    "linear_residual_norm",
+    "mlp",
+    "norm_linear",
+    "normed",
+    "quantised",
+    "quantised_rows",
+    "quantised_whole",
+]
 
 
 class WholeWeight(NamedTuple):
@@ -67,13 +68,13 @@ def quantised(weight: Tensor) -> Quantised:
     Raises:
         ValueError: `weight` is no matrix, or N or K no multiple of 16.
     """
-    return Quantised(*_rows(_fitting(weight)))
+    return rows(fitting(weight))
 
 
 def quantised_whole(weight: Tensor) -> WholeWeight:
     """A weight (N, K) with one scale; it raises what `quantised` does."""
-    values, scale = _rows(_fitting(weight).reshape(1, -1))
-    return WholeWeight(values.view_as(weight), scale.item())
+    values, scale = whole(fitting(weight))
+    return WholeWeight(values, scale.item())
 
 
 def quantised_rows(x: Tensor) -> Quantised:
@@ -83,7 +84,7 @@ def quantised_rows(x: Tensor) -> Quantised:
         ValueError: a gradient is asked for.
     """
     _forward_only(x)
-    return Quantised(*_fused(_rows, x)(x))
+    return rows(x)
 
 
 def normed(x: Tensor, gamma: Tensor, eps: float) -> Quantised:
@@ -251,23 +252,12 @@ def _residual_norm(
 ) -> tuple[Tensor, Quantised]:
     factors = a.values, weight.values, a.scale, weight.scale
     out, h, s = gemm_fp8_residual_partial_rmsnorm(*factors, x, gamma)
-    return out, Quantised(*_fused(_rows_by_rms, out)(h, s, eps))
+    return out, rows(h, s, eps)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _normed(x: Tensor, gamma: Tensor, eps: float) -> Quantised:
     wide = x.float()
-    scale = wide.abs().amax(-1).clamp(min=_LEAST) / LARGEST
-    return (wide / scale[:, None]).to(E4M3), scale
-
-
-def _rows_by_rms(h: Tensor, s: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    values, scale = _rows(h)
-    return values, scale * torch.rsqrt(s + eps)
-
-
-def _normed(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    return _rows_by_rms(wide * gamma.float(), wide.square().mean(-1), eps)
+    return rows(wide * gamma.float(), wide.square().mean(-1), eps)
 
 
 def _forward_only(*tensors: Tensor) -> None:
@@ -276,12 +266,3 @@ def _forward_only(*tensors: Tensor) -> None:
             "FP8 layers have no gradients and an input requires one; "
             "call them under torch.no_grad() or torch.inference_mode()"
         )
-
-
-def _fitting(weight: Tensor) -> Tensor:
-    if weight.ndim != 2 or any(size % 16 for size in weight.shape):
-        raise ValueError(
-            f"a weight is {tuple(weight.shape)}, expected (N, K) in multiples of 16 as FP8 "
-            "products take them; pad it with zeros"
-        )
-    return weight.detach()

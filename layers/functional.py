@@ -11,6 +11,10 @@ and backward their accepted counterparts beside `torch.mm`.
 - All tensors are bfloat16 or all float16. The caller flattens leading dims: rows are tokens.
 - A second derivative is refused by PyTorch (`once_differentiable`).
 - A weight that has a `main_grad` gets its gradient there (`weight_gradient`).
+- With `fp8` the forward pass multiplies in e4m3 (`fp8_products`), with scales that it finds anew:
+  each token by its own maximum, and so each row of a weight in front of a residual; a weight behind
+  a norm has one scale. All else stays bfloat16: what is given and returned, and the backward pass.
+  Gradients are straight-through: those of bfloat16 products, at the values that were computed.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from coda_agent.generated import (
 )
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers import passes
+from coda_agent.layers.fp8_products import FP8, Products, fitting
 from coda_agent.layers.weight_gradient import added, announced, mains, sum_product
 
 # Logits that the head holds at a time: 1 GiB in 16 bits.
@@ -83,7 +88,7 @@ def normed(x: Tensor, gamma: Tensor, eps: float) -> Normed:
 
 @_of_whole
 def linear_residual_norm(
-    a: Tensor, weight: Tensor, x: Tensor, gamma: Tensor, eps: float
+    a: Tensor, weight: Tensor, x: Tensor, gamma: Tensor, eps: float, *, fp8: bool = False
 ) -> tuple[Tensor, Normed]:
     """x + a weightᵀ, and its `Normed`.
 
@@ -93,8 +98,13 @@ def linear_residual_norm(
         x: (M, d), the stream.
         gamma: (d,), the weight of the norm behind.
         eps: Of that norm.
+        fp8: Whether to multiply in e4m3; all tensors are bfloat16 then.
+
+    Raises:
+        ValueError: `fp8`, and a type or a size that it does not take.
     """
-    out, h, r = _LinearResidualNorm.apply(a, weight, x, gamma.detach(), eps)
+    sequence = _Fp8LinearResidualNorm if _in_fp8(fp8, x, weight) else _LinearResidualNorm
+    out, h, r = sequence.apply(a, weight, x, gamma.detach(), eps)
     return out, Normed(h, r)
 
 
@@ -108,6 +118,8 @@ def mlp(
     next_gamma: Tensor,
     next_eps: float,
     activation: str = "silu",
+    *,
+    fp8: bool = False,
 ) -> tuple[Tensor, Normed]:
     """x + (f(n gateᵀ) · (n upᵀ)) downᵀ with n = x · r · gamma, and its `Normed`.
 
@@ -123,15 +135,17 @@ def mlp(
         next_gamma: (d,), the weight of the norm behind.
         next_eps: Of that norm.
         activation: f, one of `passes.ACTIVATIONS`.
+        fp8: Whether to multiply in e4m3; all tensors are bfloat16 then.
 
     Raises:
-        ValueError: no such activation.
+        ValueError: no such activation; or `fp8`, and a type or a size that it does not take.
     """
     if activation not in passes.ACTIVATIONS:
         known = ", ".join(passes.ACTIVATIONS)
         raise ValueError(f"no activation {activation!r}, expected one of {known}")
     last = next_gamma.detach(), next_eps, activation
-    out, h, r = _Mlp.apply(x, *given, gamma, gate_up, down, *last)
+    sequence = _Fp8Mlp if _in_fp8(fp8, x, gate_up, down) else _Mlp
+    out, h, r = sequence.apply(x, *given, gamma, gate_up, down, *last)
     return out, Normed(h, r)
 
 
@@ -145,6 +159,8 @@ def norm_linear(
     table: Tensor | None = None,
     bias: Tensor | None = None,
     rotated: tuple[int, int] | None = None,
+    *,
+    fp8: bool = False,
 ) -> tuple[Tensor, ...]:
     """n weightᵀ + bias in parts of `sizes` columns, with n = x · r · gamma, and the stream.
 
@@ -161,6 +177,7 @@ def norm_linear(
         rotated: Heads that `table` rotates, and the columns of each, where it is as
             `packing.rotary_table` makes it: all heads have the same columns, and those behind them
             stay as they are. The backward pass then reads one head's.
+        fp8: Whether to multiply in e4m3; all tensors are bfloat16 then, and there is no bias.
 
     Returns:
         The parts, each (M, size), and x. Who takes the residual of that x saves an addition of
@@ -168,7 +185,7 @@ def norm_linear(
 
     Raises:
         ValueError: the bias is not one number for each row of `weight`, or those rows are fewer
-            than the rotated columns.
+            than the rotated columns; or `fp8`, and a bias, a type or a size that it does not take.
     """
     if table is None:
         rotated = None
@@ -179,7 +196,10 @@ def norm_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {tuple(bias.shape)}, expected ({len(weight)},) as weight's rows")
-    return _NormLinear.apply(x, *given, gamma, weight, bias, tuple(sizes), table, rotated)
+    if fp8 and bias is not None:
+        raise ValueError("FP8 products of a norm take no bias; leave fp8 out where there is one")
+    sequence = _Fp8NormLinear if _in_fp8(fp8, x, weight) else _NormLinear
+    return sequence.apply(x, *given, gamma, weight, bias, tuple(sizes), table, rotated)
 
 
 @_of_whole
@@ -253,11 +273,16 @@ def head_loss(
     return loss * power
 
 
+_PLAIN = Products(
+    gemm_residual_partial_rmsnorm, gemm_rmsnorm, gemm_rmsnorm_rope, gemm_rmsnorm_swiglu
+)
+
+
 class _LinearResidualNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
         a, weight, x, gamma, eps = inputs
-        out, h, s = gemm_residual_partial_rmsnorm(a, weight, x, gamma)
+        out, h, s = by.residual_norm(a, weight, x, gamma)
         ctx.save_for_backward(a, weight)
         ctx.mains = mains(weight)
         return _with_normed(ctx, out, h, _rms(s, eps))
@@ -279,14 +304,14 @@ class _LinearResidualNorm(torch.autograd.Function):
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
         x, h, r, gamma, gate_up, down, next_gamma, next_eps, activation = inputs
         if activation == "silu":
-            z, act = gemm_rmsnorm_swiglu(h, gate_up, r)
+            z, act = by.norm_swiglu(h, gate_up, r)
         else:
-            z: Any = gemm_rmsnorm(h, gate_up, r)
+            z: Any = by.norm(h, gate_up, r)
             act = _fused(passes.gated, z)(z, activation)
-        out, next_h, s = gemm_residual_partial_rmsnorm(act, down, x, next_gamma)
+        out, next_h, s = by.residual_norm(act, down, x, next_gamma)
         ctx.save_for_backward(x, r, gamma, gate_up, down, z)
         ctx.mains, ctx.activation = mains(gate_up, down), activation
         return _with_normed(ctx, out, next_h, _rms(s, next_eps))
@@ -314,13 +339,13 @@ class _Mlp(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
         x, h, r, gamma, weight, bias, sizes, table, rotated = inputs
         factors = (h, weight) if bias is None else _with_bias(h, r, weight, bias)
         if table is None:
-            y: Any = gemm_rmsnorm(*factors, r)
+            y: Any = by.norm(*factors, r)
         else:
-            _, y = gemm_rmsnorm_rope(*factors, r, table)
+            _, y = by.norm_rope(*factors, r, table)
         ctx.save_for_backward(x, r, gamma, weight, bias, table, y)
         ctx.mains, ctx.rotated = mains(weight), rotated
         return (*y.split(sizes, dim=1), x.view_as(x))
@@ -337,6 +362,24 @@ class _NormLinear(torch.autograd.Function):
         dweight = added(ctx.mains[0], dy.T, n) if ctx.needs_input_grad[4] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[5] else None
         return dx, None, None, dgamma.to(gamma.dtype), dweight, dbias, None, None, None
+
+
+class _Fp8LinearResidualNorm(_LinearResidualNorm):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any, by: Products = FP8) -> tuple[Tensor, ...]:
+        return _LinearResidualNorm.forward(ctx, *inputs, by=by)
+
+
+class _Fp8Mlp(_Mlp):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any, by: Products = FP8) -> tuple[Tensor, ...]:
+        return _Mlp.forward(ctx, *inputs, by=by)
+
+
+class _Fp8NormLinear(_NormLinear):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any, by: Products = FP8) -> tuple[Tensor, ...]:
+        return _NormLinear.forward(ctx, *inputs, by=by)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -381,6 +424,19 @@ class _HeadLoss(torch.autograd.Function):
         kept = dx, dgamma, dweight
         dx, dgamma, dweight = _fused(_scaled, dloss)(kept, dloss, ctx.types)
         return dx, None, None, dgamma, dweight if main is None else announced(main), None, None
+
+
+def _in_fp8(fp8: bool, x: Tensor, *weights: Tensor) -> bool:
+    """`fp8`, if that is possible.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if fp8 and x.dtype != torch.bfloat16:
+        raise ValueError(f"FP8 products give bfloat16 and x is {x.dtype}; leave fp8 out, or cast")
+    for weight in weights if fp8 else ():
+        fitting(weight)
+    return fp8
 
 
 def _normed(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:

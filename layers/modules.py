@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -94,6 +95,8 @@ class DecoderLayer(nn.Module):
         eps: Of all norms.
         activation: Of the gate: "silu" (SwiGLU), "gelu", "gelu_tanh" (GeGLU) or "relu" (ReGLU).
         qk_norm: Whether the heads of query and key have RMSNorms, as in Qwen3.
+        fp8: Whether to multiply in e4m3 in training, forward (`functional`). Without gradients, in
+            eval, all is in 16 bits; for inference there is `fp8.DecoderLayer`.
         kind: `device` and `dtype` of the parameters; 16-bit types only.
     """
 
@@ -107,10 +110,11 @@ class DecoderLayer(nn.Module):
         eps: float = 1e-5,
         activation: str = "silu",
         qk_norm: bool = False,
+        fp8: bool = False,
         **kind: Any,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.fp8 = activation, fp8
         self.heads, self.head_dim = (heads, kv_heads), head_dim
         self.sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.input_norm = nn.RMSNorm(width, eps=eps, **kind)
@@ -142,7 +146,7 @@ class DecoderLayer(nn.Module):
             next_norm: The norm behind this layer.
             attend: Attention; by default PyTorch's, causal.
         """
-        rows = x.flatten(0, 1)
+        rows, fp8 = x.flatten(0, 1), self.fp8 and (self.training or torch.is_grad_enabled())
         if given is None:
             given = normed(rows, self.input_norm.weight, eps(self.input_norm))
         *qkv, rows = norm_linear(
@@ -153,6 +157,7 @@ class DecoderLayer(nn.Module):
             self.sizes,
             table if self.q_norm is None else None,
             rotated=(sum(self.heads), self.head_dim),
+            fp8=fp8,
         )
         for i, (norm, start) in enumerate(((self.q_norm, 0), (self.k_norm, self.sizes[0]))):
             if norm is not None:
@@ -161,9 +166,10 @@ class DecoderLayer(nn.Module):
         q, k, v = (t.unflatten(0, x.shape[:2]) for t in qkv)
         a = (attend or self._attend)(q, k, v).flatten(0, 1)
         norm = self.mlp_norm
-        rows, given = linear_residual_norm(a, self.o.weight, rows, norm.weight, eps(norm))
+        o = self.o.weight
+        rows, given = linear_residual_norm(a, o, rows, norm.weight, eps(norm), fp8=fp8)
         weights = norm.weight, self.gate_up.weight, self.down.weight, next_norm.weight
-        rows, given = mlp(rows, given, *weights, eps(next_norm), self.activation)
+        rows, given = mlp(rows, given, *weights, eps(next_norm), self.activation, fp8=fp8)
         return rows.view_as(x), given
 
     def table(self, cos: Tensor, sin: Tensor) -> Tensor:

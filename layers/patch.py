@@ -8,6 +8,8 @@
   parameter changes in place. What is written by `.data` is not noticed: call `Report.forget`.
 - With `pack`, what is packed are the parameters (`packed.py`), and nothing is copied.
 - In training with labels, the loss comes without logits; the output's are then None.
+- With `fp8`, products of layers are in e4m3 in training, forward. Parameters, the stream, attention
+  and the head stay bfloat16, and so does all that runs in eval without gradients.
 - What does not fit is left as it is, and the report says why. What does not fit in a single call
   (another type, autocast) runs by the model's own code.
 - FSDP2 may shard layers, before or after. Where the kernels run, weights are whole: DTensors, as of
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coda_agent.layers.fit import (
+    TYPES,
     check_whole,
     fsdp,
     gamma,
@@ -108,7 +111,7 @@ class _Bound:
         )
 
 
-def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
+def apply_coda_kernels(model: nn.Module, *, pack: bool = False, fp8: bool = False) -> Report:
     """Run a causal language model by the kernels, from its next call on.
 
     Args:
@@ -118,6 +121,8 @@ def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
             each. A training step then spends neither time nor memory on copies of them. Make the
             optimizer, and call `fully_shard`, afterwards: these parameters are new ones. State
             dicts stay as they were.
+        fp8: Whether layers in bfloat16 multiply in FP8 in training: forward, by scales that each
+            step finds. Gradients are those of bfloat16 products at the values that were computed.
 
     Returns:
         What was replaced and what was not. `revert()` undoes it.
@@ -138,21 +143,21 @@ def apply_coda_kernels(model: nn.Module, *, pack: bool = False) -> Report:
         raise TypeError(f"{type(model).__name__} is sharded already; pack=True before fully_shard")
     try:
         with gathered(model, stack):
-            _patch(model, stack, report, pack)
+            _patch(model, stack, report, pack, fp8)
     except BaseException:
         report.revert()
         raise
     return report
 
 
-def _patch(model: Any, stack: Any, report: Report, pack: bool) -> None:
+def _patch(model: Any, stack: Any, report: Report, pack: bool, fp8: bool) -> None:
     last = stack.norm
     for i, (layer, behind) in enumerate(zip(stack.layers, (*stack.layers[1:], last), strict=True)):
         after = getattr(behind, "input_layernorm", behind)
         with gathered(layer, behind):
             check_whole(f"layers.{i}", layer)
             check_whole("norm" if after is last else f"layers.{i + 1}.input_layernorm", after)
-            _replace(layer, f"layers.{i}", after, report, pack)
+            _replace(layer, f"layers.{i}", after, report, pack, fp8)
     head = getattr(model, "lm_head", nn.Module())
     with gathered(last, head):
         check_whole("lm_head", head)
@@ -163,12 +168,13 @@ def _patch(model: Any, stack: Any, report: Report, pack: bool) -> None:
             report.replaced["lm_head"] = "norm + cross-entropy, in training with labels"
 
 
-def _replace(layer: Any, name: str, after: Any, report: Report, pack: bool) -> None:
-    if why := unfit(layer, after) or (unpackable(layer) if pack else ""):
+def _replace(layer: Any, name: str, after: Any, report: Report, pack: bool, fp8: bool) -> None:
+    types = (torch.bfloat16,) if fp8 else TYPES
+    if why := unfit(layer, after, types) or (unpackable(layer) if pack else ""):
         report.left[name] = why
         return
     kind = Sandwich if hasattr(layer, "pre_feedforward_layernorm") else Layer
-    patched = kind(layer, name, after, report, pack)
+    patched = kind(layer, name, after, report, pack, fp8)
     report._layers.append(patched)
     report.replaced[name] = patched.says()
 

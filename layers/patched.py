@@ -67,11 +67,14 @@ class Layer:
         after: The norm behind it.
         report: `patch.Report`, which undoes what is done here.
         pack: Whether its weights are packed.
+        fp8: Whether it multiplies in e4m3 in training.
     """
 
-    def __init__(self, layer: Any, name: str, after: Any, report: Any, pack: bool) -> None:
+    def __init__(
+        self, layer: Any, name: str, after: Any, report: Any, pack: bool, fp8: bool
+    ) -> None:
         self.layer, self.name, self.after, self.original = layer, name, after, layer.forward
-        self.report, self.place = report, len(report._layers)
+        self.report, self.place, self.fp8 = report, len(report._layers), fp8
         self.attention = attention = layer.self_attn
         self.linears = [getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj")]
         self.sizes = [linear.out_features for linear in self.linears]
@@ -114,8 +117,15 @@ class Layer:
         gate = (
             "SwiGLU" if self.activation == "silu" else f"gate and up, {self.activation} by PyTorch"
         )
-        packed = "; weights packed" if self.packed else ""
-        return f"{qkv}, o + residual, norm + {gate}, down + residual{packed}"
+        return f"{qkv}, o + residual, norm + {gate}, down + residual{self._also()}"
+
+    def _also(self) -> str:
+        also = "; weights packed" if self.packed else ""
+        if self.fp8:
+            also += "; FP8 in training"
+            biased = self.linears[0].bias is not None
+            also += ", but not of query, key and value, which have biases" if biased else ""
+        return also
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_sharding()
@@ -138,10 +148,11 @@ class Layer:
             table = self.report._tables.find(places, len(x), sum(self.heads), len(qkv))
         given = Carried.take(x, norm, self.offset)
         self.headed = table is not None and self.norms[0] is not None
-        turns = None if self.headed else table, self._bias(rotates)
-        rotated = sum(self.heads), self.attention.head_dim
+        bias, rotated = self._bias(rotates), (sum(self.heads), self.attention.head_dim)
+        turns = None if self.headed else table, bias, rotated
         first = x.flatten(0, 1), given, self.gamma(norm).to(x.dtype)
-        *parts, rows = norm_linear(*first, qkv, self.sizes, *turns, rotated)
+        fp8 = self._in_fp8() and bias is None
+        *parts, rows = norm_linear(*first, qkv, self.sizes, *turns, fp8=fp8)
         if self.headed and table is not None:
             cuts = table.split(self.sizes, dim=1)
             for i, norm in enumerate(self.norms):
@@ -182,16 +193,23 @@ class Layer:
         """What one of the layer's norms multiplies by."""
         return gamma(norm, self.offset)
 
+    def _in_fp8(self) -> bool:
+        """Whether to multiply in e4m3 now. A checkpointed layer's first pass has no gradients, and
+        its second one must give the same."""
+        return self.fp8 and (self.layer.training or torch.is_grad_enabled())
+
     def _finished(self, rows: Tensor, attended: Tensor, gate_up: Tensor) -> Tensor:
         """The stream behind the layer, by that in front of it and what attention gave."""
         o, norm, after = self.attention.o_proj, self.layer.post_attention_layernorm, self.after
-        rows = rows if o.bias is None else rows + o.bias
-        rows, given = linear_residual_norm(attended, o.weight, rows, self.gamma(norm), eps(norm))
+        rows, fp8 = rows if o.bias is None else rows + o.bias, self._in_fp8()
+        last = self.gamma(norm), eps(norm)
+        rows, given = linear_residual_norm(attended, o.weight, rows, *last, fp8=fp8)
         # FSDP has not gathered the next layer's weights yet: then that layer starts anew.
         there = type(after.weight) in (Tensor, nn.Parameter)
         behind = self.gamma(after if there else norm)
         weights = gate_up, self.layer.mlp.down_proj.weight, behind
-        rows, given = mlp(rows, given, self.gamma(norm), *weights, eps(after), self.activation)
+        options = eps(after), self.activation
+        rows, given = mlp(rows, given, self.gamma(norm), *weights, *options, fp8=fp8)
         if there:
             Carried.put(rows, after, given)
         return rows
@@ -253,8 +271,7 @@ class Sandwich(Layer):
     the residuals, are passes of PyTorch: between a product and a residual there is a whole row."""
 
     def says(self) -> str:
-        packed = "; weights packed" if self.packed else ""
-        return f"norm + QKV, norm + gate and up{packed}; by PyTorch: what else"
+        return f"norm + QKV, norm + gate and up{self._also()}; by PyTorch: what else"
 
     def _finished(self, rows: Tensor, attended: Tensor, gate_up: Tensor) -> Tensor:
         layer, o = self.layer, self.attention.o_proj
@@ -262,7 +279,8 @@ class Sandwich(Layer):
         rows = add_normed(rows, attended, self.gamma(behind), eps(behind))
         norm, down = layer.pre_feedforward_layernorm, layer.mlp.down_proj.weight
         given, sizes = anew(rows, norm, self.offset), (len(gate_up),)
-        z, rows = norm_linear(rows, given, self.gamma(norm).to(rows.dtype), gate_up, sizes)
+        weight = self.gamma(norm).to(rows.dtype)
+        z, rows = norm_linear(rows, given, weight, gate_up, sizes, fp8=self._in_fp8())
         y, behind = F.linear(gate(z, self.activation), down), layer.post_feedforward_layernorm
         return add_normed(rows, y, self.gamma(behind), eps(behind))
 

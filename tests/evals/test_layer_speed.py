@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.evals import layer_cases, layer_speed, pages
+from coda_agent.evals import layer_cases, layer_speed, pages, train_step
+from coda_agent.evals.float8_linear import converted
 from coda_agent.evals.fp8_cases import Fp8Case
 from coda_agent.evals.layer_speed import CASES, measure, write_page
-from coda_agent.evals.train_step import Training
+from coda_agent.evals.train_step import Fp8Training, Training
 from coda_agent.layers import fp8, functional
 from coda_agent.primitives.errors import CodaError
 
@@ -33,7 +35,7 @@ class Clock:
         for call in contenders.values():
             call(0)
             self.calls += 1
-        times = {"ours": 10.0, "packed": 8.0, "gemm": 9.0, "eager": 15.0}
+        times = {"ours": 10.0, "packed": 8.0, "bf16": 12.0, "gemm": 9.0, "eager": 15.0}
         return {name: Samples((times[name],) * rounds) for name in contenders}
 
     def steady(self, contenders: Any) -> Any: ...
@@ -136,6 +138,47 @@ def test_a_training_step(tmp_path: Path) -> None:
     assert not torch.equal(before, step.model.model.layers[0].mlp.up_proj.weight)
 
 
+def test_a_training_step_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setattr(train_step, "COURSE", 3)
+    case, clock = CASES["train-1b fp8"], Clock()
+    assert isinstance(case, Fp8Training)
+    step = case.on("cpu", 64)
+    assert isinstance(step.what, Fp8Training)
+    plain = float(step.model(input_ids=step.ids, labels=step.ids).loss)
+    found = step.measured({"ours", "packed", "bf16", "compile"}, clock, 10)
+    assert found["absent"] == {"compile": "needs a GPU"} and clock.calls == 3
+    losses = found["losses"]
+    assert losses["ours"] == losses["packed"] != losses["bf16"]
+    assert losses["ours"] == pytest.approx(plain, rel=2e-3)
+    for name, course in found["course"].items():
+        assert course[0] == pytest.approx(losses[name], abs=5e-5)
+        assert len(course) == 3 and course[2] < course[0] - 0.02
+    assert found["course"]["ours"] == pytest.approx(found["course"]["bf16"], rel=1e-3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linears_in_fp8_are_right_but_for_e4m3(bias: bool) -> None:
+    """Outputs and gradients against float64: random roundings of a sixteenth at most."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=bias), torch.nn.Linear(96, 80))
+    model.add_module("lm_head", torch.nn.Linear(80, 32))
+    model, x = model.bfloat16(), torch.randn(2, 24, 64).bfloat16()
+    exact, found = copy.deepcopy(model).double(), list[Any]()
+    by = converted(model)
+    assert by.startswith("torch") and type(model.lm_head) is torch.nn.Linear
+    assert type(model[0]) is not torch.nn.Linear and model[0].weight.dtype == torch.bfloat16
+    one: Any
+    for one in (model, exact):
+        given = x.detach().to(one[0].weight.dtype, copy=True).requires_grad_()
+        out = one(given)
+        made = torch.Generator().manual_seed(1)
+        out.backward(torch.randn(out.shape, generator=made).bfloat16().to(out.dtype))
+        found.append([out.detach(), given.grad, *(p.grad for p in one.parameters())])
+    for mine, truth in zip(*found, strict=True):
+        assert 0 < (mine.double() - truth).norm() < 0.1 * truth.norm()
+
+
 def test_a_training_step_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.models.llama", None)
     with pytest.raises(CodaError, match="transformers is not installed, whose Llama"):
@@ -162,6 +205,14 @@ def test_the_page_gives_tokens_a_second(tmp_path: Path) -> None:
         "- train-1b: Liger: ImportError: no",
     ):
         assert line in text
+    assert "multiplies in FP8" not in text and "Losses from these weights" not in text
+    cell |= {"linears": "torchao 1, rowwise", "course": {"ours": [float(x) for x in range(20)]}}
+    pages.write_record(path, {"suite": "layers", "date": "2026-11-23"}, {"train-1b fp8": cell})
+    text = write_page(tmp_path)[1].read_text()
+    assert (
+        "In train-1b fp8 the model multiplies in FP8" in text and "of torchao 1, rowwise." in text
+    )
+    assert "| train-1b fp8 | ours | 0.000 | 4.000 | 9.000 | 14.000 | 19.000 |" in text
 
 
 def test_a_cell_is_of_its_sources_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +225,12 @@ def test_a_cell_is_of_its_sources_and_kernels(monkeypatch: pytest.MonkeyPatch) -
         "gemm_rmsnorm"
     ]
     assert then["sources"] == before["sources"]
+    trained = layer_speed._of_fp8_training()
+    assert {"fp8_products.py", "fp8_kernels.py", "float8_linear.py"} < trained["sources"].keys()
+    assert trained["kernels"].keys() - then["kernels"].keys() == {
+        f"gemm_fp8_{name}"
+        for name in ("residual_partial_rmsnorm", "rmsnorm", "rmsnorm_rope", "rmsnorm_swiglu")
+    }
 
 
 def test_what_torch_compile_leaves_as_it_was_is_named() -> None:
@@ -238,7 +295,7 @@ def test_the_readme_gives_what_the_record_has() -> None:
     assert f"in {mine} GiB beside {theirs} and {liger} GiB" in text
     assert f"are {blocks[0]:.2f} to {blocks[-1]:.2f} times as fast as under torch.compile" in text
     assert f"in {saved[0]} to {saved[-1]} % less memory" in text
-    eight = [cell for case, cell in cells.items() if case.endswith("fp8")]
+    eight = [cell for case, cell in cells.items() if "forward" in cell and case.endswith("fp8")]
     by = [sorted(c["forward"]["over"][n]["ratio"] for c in eight) for n in ("compile", "gemm")]
     saved = sorted(
         round(100 * (1 - c["peak_mib"]["ours"] / c["peak_mib"]["compile"])) for c in eight

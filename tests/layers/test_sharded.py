@@ -149,6 +149,17 @@ def _near(mesh: Any) -> None:
     assert [*apply_coda_kernels(ours).replaced] == ["layers.0", "layers.1"]
     hold(ours, theirs, truth, mesh)
 
+    # In FP8 a layer quantises what was gathered: as without FSDP, but for roundings in between.
+    ours, alone = built(CONFIG), built(CONFIG)
+    apply_coda_kernels(alone, pack=True, fp8=True)
+    apply_coda_kernels(ours, pack=True, fp8=True)
+    expected, found = trained(alone, mesh), trained(sharded(ours, mesh), mesh)
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=2e-3, atol=0)
+    for name, t in expected.items():
+        if name != "loss":
+            torch.distributed.all_reduce(t)
+            assert (found[name] - t / 2).norm() <= 0.1 * (t / 2).norm(), name
+
 
 def _states(mesh: Any, folder: str) -> None:
     from torch.distributed.checkpoint import state_dict, state_dict_loader, state_dict_saver

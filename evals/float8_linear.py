@@ -1,0 +1,68 @@
+"""A model whose linears multiply in FP8 by PyTorch alone, forward and backward: by torchao's
+row-wise recipe, or by `torch._scaled_mm` where torchao is not installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LARGEST = 448.0
+
+
+def converted(model: nn.Module) -> str:
+    """Give the linears of a model, all but `lm_head`, FP8 products in place; say by what."""
+    names = [n for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"]
+    try:
+        import torchao  # pyright: ignore[reportMissingImports]
+        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+    except ImportError:
+        for name in names:
+            model.get_submodule(name).__class__ = Float8Linear
+        return "torch._scaled_mm, scaled by rows"
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: n in names)
+    return f"torchao {torchao.__version__}, rowwise"
+
+
+class Float8Linear(nn.Linear):
+    """`nn.Linear` in e4m3: of each product both factors are scaled anew, by rows of the result and
+    by its columns. Rows, and both widths, are multiples of 16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Any = _Product.apply(input.flatten(0, -2), self.weight)
+        y = y.unflatten(0, input.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weight = inputs
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        return _product(dy, weight.T, fast=False), _product(dy.T, x.T, fast=False)
+
+
+def _product(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+    """a bᵀ; forward it is summed in the fast form, as torchao's recipe has it."""
+    (left, scale), (right, other) = _quantised(a), _quantised(b)
+    product: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    scales = scale[:, None], other[None]
+    return product(left, right.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows by their own maxima, contiguous in e4m3."""
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp(min=1e-12) / _LARGEST
+    return (wide / scale[:, None]).to(torch.float8_e4m3fn).contiguous(), scale
