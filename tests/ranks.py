@@ -30,5 +30,6 @@ def _rank(rank: int, folder: str, function: Callable[..., None], args: tuple[Any
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
     try:
         function(init_device_mesh("cpu", (2,)), *args)
+        torch.distributed.barrier()  # who leaves first closes what the other one may still read
     finally:
         torch.distributed.destroy_process_group()
