@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge import rules
+from coda_agent.agent.judge.timing import PROTOCOL
 from coda_agent.evals import (
     fp8_cases,
     fuse_cases,
@@ -128,8 +129,7 @@ def measure(
         wanted = {"ours", "gemm", *(names or CONTENDERS)} & {*what.CONTENDERS}
         sizes = asdict(what.shrunk(shrink) if shrink > 1 else what)
         depends = clock.PROTOCOL, sources[type(what)]
-        about = [machine["gpu"], machine["packages"], sizes, *depends]
-        digest, held = _digest(about), cells.get(case, {})
+        digest, held = _digest(_about(machine, sizes, *depends)), cells.get(case, {})
         whole = what.PHASES[-1]
         if held.get("digest") == digest and {*held[whole]["times"], *held["absent"]} >= wanted:
             say(f"{case}: in the record")
@@ -153,6 +153,12 @@ def measure(
         said = ", ".join(f"{n} {ratio:.3f}{fell.get(n, '')}" for n, ratio in over.items())
         say(f"{case}: {whole} over {said} ({took} s)")
     return path
+
+
+def _about(
+    machine: Mapping[str, Any], sizes: Mapping[str, Any], protocol: int, sources: Mapping[str, Any]
+) -> list[Any]:
+    return [machine["gpu"], machine["packages"], sizes, protocol, sources]
 
 
 def _sources(suite: str, kind: type) -> dict[str, Any]:
@@ -255,6 +261,12 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
     (record, file), cases = found, SUITES[suite]
     names = [name for case in cases for name in (case, f"{case}{EARLIER}")]
     cells = {name: cell for name in names if (cell := record["cells"].get(name))}
+    kinds = {name: type(cases[name.removesuffix(EARLIER)]) for name in cells}
+    sources = {kind: _sources(suite, kind) for kind in kinds.values()}
+    older = list[str]()
+    for name, cell in cells.items():
+        about = _about(cell["machine"], cell.get("sizes", {}), PROTOCOL, sources[kinds[name]])
+        older += [name] * (cell.get("digest") != _digest(about))
     taking = {n for case in cases.values() for n in case.CONTENDERS}
     others = [n for n in CONTENDERS if n != "ours" and n in taking]
     rows = [("", "", "ours, µs", *(f"over {CONTENDERS[n]}" for n in others))]
@@ -296,7 +308,7 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
         }, losses=losses, course=course, linears={
             case: cell["linears"] for case, cell in cells.items() if "linears" in cell
         },
-        left=[case for case in cases if case not in cells],
+        left=[case for case in cases if case not in cells], older=older,
         earlier=any(name.endswith(EARLIER) for name in cells),
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.samples import Samples
+from coda_agent.agent.judge.timing import PROTOCOL
 from coda_agent.evals import layer_cases, layer_speed, pages, train_step
 from coda_agent.evals.float8_linear import converted
 from coda_agent.evals.fp8_cases import Fp8Case
@@ -28,7 +29,7 @@ MACHINE = {"gpu": {"name": "NVIDIA H200"}, "packages": {}}
 
 
 class Clock:
-    PROTOCOL = 0
+    PROTOCOL = PROTOCOL
     calls = 0
 
     def interleave(self, contenders: Mapping[str, Callable[[int], Any]], rounds: int) -> Any:
@@ -63,6 +64,7 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
         assert 0.0 < cell["errors"]["ours"] <= 1.05  # at these sizes single roundings count
     assert clock.calls == 3 * (4 + 4 + 3)  # a head packs nothing
     assert run(tmp_path, clock) == [f"{case}: in the record" for case in SMALL]
+    cells["block Qwen2.5-7B"]["digest"] = "of other sources"
     cells["block 2048"]["fallbacks"] = {"eager": "graph break: a *print*"}
     cells |= {f"head 4096{layer_speed.EARLIER}": cells.pop("head 4096")}
     pages.write_record(file, {"suite": "layers", "date": "2026-11-23"}, cells)
@@ -78,6 +80,7 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
     )
     assert "- block 2048: PyTorch: graph break: a \\*print\\*" in text
     assert "| head 4096, earlier | both | 10 |" in text and "Rows *earlier* were" in text
+    assert "has changed since they were measured: block Qwen2.5-7B.\n" in text
     left = [c for c in CASES if c not in SMALL or c == "head 4096"]
     assert f"Not measured yet: {', '.join(left)}." in text
     run(tmp_path, clock, cases=["head 4096"])
