@@ -330,10 +330,10 @@ class _Draft:
             return self.multiples[symbol]
         if symbol in self.letters or _numeric(symbol):
             return self.letters.get(symbol) or int(symbol)
-        for sides in trace.equal:
-            other = next((o for s, o in (sides, sides[::-1]) if s == symbol), None)
+        equal = (o for sides in trace.equal for s, o in (sides, sides[::-1]) if s == symbol)
+        for other in (symbol, *equal):  # itself, as twice another where every second one is taken
             free = getattr(other, "free_symbols", set())
-            if other is not None and free and free <= self.letters.keys():
+            if free and free <= self.letters.keys():
                 units = dict.fromkeys(self.letters.values(), _DIVISIBLE)
                 tried = [self._distinct(units), self._distinct(units, 5)]
                 known = [{s: t[x] for s, x in self.letters.items()} for t in tried]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.capture.config import Layer
 from coda_agent.agent.capture.pieces import Piece, between, pieces, turned
-from coda_agent.agent.plans.fused import fastest
 from coda_agent.agent.plans.passes import by_passes
+from coda_agent.agent.plans.ways import fastest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class ByPlans:
     """`attending` with each pass of each piece by its plan; attention is PyTorch's.
 
     On a GPU the first call that is differentiated times it, forward and backward, beside
-    torch.compile of the whole, which runs from then on where it is faster.
+    torch.compile of the whole, which runs from then on where plans are not faster.
 
     Attributes:
         way: "plans" or "torch.compile".
@@ -69,7 +69,7 @@ class ByPlans:
         import torch
 
         whole = torch.compile(lambda t: attending(self.layer, t), dynamic=False)
-        ways: dict[str, Run] = {"plans": self._run, "torch.compile": whole}
+        ways: dict[str, Run] = {"torch.compile": whole, "plans": self._run}
         inputs = [x for x in t.values() if x.requires_grad]
 
         def step(way: Run) -> None:

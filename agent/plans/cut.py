@@ -5,12 +5,14 @@
 - What needs a whole row of its own product is left out too: that row is complete only after the
   kernel. A statistic itself is an output of the kernel.
 - Products of one A are one kernel. What follows several products belongs to the last one.
+- What is computed element by element of tiles that a kernel reads, is computed in it: for itself,
+  where that reads no more bytes, and for others, who then read what it stores.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,7 @@ from coda_agent.primitives.errors import CodaError
 
 MERGE = "products of one matrix are one kernel"
 TAKE = "take along what follows a product"
+BESIDE = "compute what is made of tiles that a kernel reads"
 STATISTIC = "a row's statistic leaves the kernel as its output"
 _TRIES = 12
 
@@ -205,6 +208,9 @@ class _Cut:
                 why = f"{kernel.name} gives {', '.join(reduced)}"
                 self.notes.append(Note(STATISTIC, True, kernel.name, why))
             others = [v for v in kernel.members if v.called not in CASTS and not v.view]
+            if own := [v.name for v in others if homes.home[v] < group]:
+                why = f"{', '.join(own)} in {kernel.name}"
+                self.notes.append(Note(BESIDE, True, products[0].name, why))
             why = f"{len(others) - len(products)} operations in {kernel.name}"
             self.notes.append(Note(TAKE, True, products[0].name, why))
         return None
@@ -214,7 +220,7 @@ class _Cut:
         left: frozenset[Value] = frozenset()
         products = homes.groups[group]
         reasons: dict[Value, str] = {}
-        first = ""
+        first, beside = "", True
         for _ in range(_TRIES):
             states = homes.states(group, left)
             for v, state in states.items():
@@ -224,13 +230,18 @@ class _Cut:
             members, outputs = self._trimmed(members, products)
             if all(v in products or v.view or v.called in CASTS for v in members):
                 return None, first or "nothing follows it that a kernel could take along"
+            asked = self._with_views(members), outputs
+            more = self._beside(homes, group, *asked) if beside else asked
             try:
-                kernel = self._asked(group, members, outputs, products)
+                kernel = self._asked(group, *more, products)
             except _Refused as refused:
                 if refused.value and refused.value not in members:
                     self.outside.add(refused.value)
                     continue
-                first = first or refused.why
+                if more != asked:
+                    beside = False
+                    continue
+                first, beside = first or refused.why, True
                 place = refused.value
                 if place is None or place in products:
                     place = next((v for v in reversed(members) if v not in products), None)
@@ -269,9 +280,8 @@ class _Cut:
         Raises:
             _Refused: there is none.
         """
-        members = self._with_views(members)
         inside = set(members)
-        taken = dict.fromkeys(x for v in members for x in v.inputs if x not in inside)
+        taken = _taken(members)
         if several := [v for v in (*taken, *outputs) if not v.tensor]:
             takers = [v for v in members if several[0] in v.inputs or v is several[0]]
             raise _Refused(takers[0], "it takes a part of what one call returns")
@@ -293,6 +303,69 @@ class _Cut:
         except CodaError as error:
             raise _Refused(_blamed(error.message, members), _said(error.message)) from None
         return Kernel(name, text, list(inputs), members, outputs, made)
+
+    def _beside(
+        self, homes: _Homes, group: int, members: list[Value], outputs: list[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        """With what is computed of tiles that these members read; and what is taken by others."""
+        products = homes.groups[group]
+        sides = [side for p in products for side in product(p) or ()]
+        known = {v for k in self.kernels.values() for v in k.members} | self.outside
+        known |= {*sides, *self._roots(sides, {*members})}
+        count = products[0].count
+        cheap = lambda v: (
+            v not in known and v.count >= count and homes.home[v] < group and _by_elements(v)
+        )
+        while True:  # for itself
+            read = sum(x.bytes for x in _taken(members))
+            for x in filter(cheap, _taken(members)):
+                more = self._with_views([*members, x])
+                pending = [y for y in _taken(more) if cheap(y)]
+                while pending:
+                    more = self._with_views([*more, *pending])
+                    pending = [y for y in _taken(more) if cheap(y)]
+                reads = sum(y.bytes for y in _taken(more))
+                if reads < read or (reads == read and x not in self._before(_taken(more))):
+                    members = more
+                    break
+            else:
+                break
+        before, taken = self._before(_taken(members)), _taken(members)
+        inside = {*members, *taken}
+        made = {v for v in self.graph.values if v.count == count and v not in before and cheap(v)}
+        for v in self.graph.values:  # for others
+            if v in made and v not in members and all(x in inside for x in v.inputs):
+                inside.add(v)
+        wanted = [
+            v for v in self.graph.values
+            if v in inside and v in made and (v in self.graph.results or self._needs(v))
+        ]  # fmt: skip
+        pending = [*wanted]
+        while pending:
+            v = pending.pop()
+            if v not in members and v not in taken:
+                members = [*members, v]
+                pending += v.inputs
+        members = self._with_views(members)
+        outputs = [v for v in self.graph.values if v in outputs or v in wanted]
+        return members, outputs
+
+    def _needs(self, v: Value) -> bool:
+        """Whether a call takes it that has to find it in memory."""
+        return any(
+            self._needs(u) if u.view else not _by_elements(u) and u.called not in REDUCTIONS
+            for u in self.users[v]
+        )
+
+    def _before(self, values: Iterable[Value]) -> set[Value]:
+        """These, and all that they are made of, by the kernels there are."""
+        by = {v: k for k in self.kernels.values() for v in k.outputs}
+        found, pending = set[Value](), [*values]
+        while pending:
+            if (v := pending.pop()) not in found:
+                found.add(v)
+                pending += by[v].inputs if v in by else v.inputs
+        return found
 
     def _with_views(self, members: list[Value]) -> list[Value]:
         """With the views and casts of what others give, so that it is taken as it is in memory."""
@@ -351,6 +424,20 @@ class _Cut:
             if isinstance(step, Kernel) or step in found:
                 found |= set(step.inputs)
         return found
+
+
+def _taken(members: Iterable[Value]) -> dict[Value, None]:
+    """What members take that is none of them."""
+    inside = {*members}
+    return dict.fromkeys(x for v in inside for x in v.inputs if x not in inside)
+
+
+def _by_elements(v: Value) -> bool:
+    """Whether a call computes a matrix of others element by element; the composer knows better."""
+    if v.func is None or not v.tensor or not v.meta.is_floating_point():
+        return False
+    moves = v.view or v.called in OPAQUE or v.called in REDUCTIONS
+    return not moves and any(x.tensor and x.shape == v.shape for x in v.inputs)
 
 
 class _Refused(Exception):

@@ -7,10 +7,10 @@ import functools
 import hashlib
 import itertools
 import json
-import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +21,16 @@ from coda_agent.agent.plans.rules import as_called
 from coda_agent.agent.plans.run import Packed, Runner
 from coda_agent.agent.plans.spell import written
 from coda_agent.agent.plans.trace import Graph, Unplanned, Value, plain, record
+from coda_agent.agent.plans.ways import Inductor, fastest
+from coda_agent.generated.recent import differentiated
 from coda_agent.primitives.objects import user_cache
 
 if TYPE_CHECKING:
     import torch
 
-    from coda_agent.agent.judge.samples import Samples
 
-_ROUNDS, _CALLS = 11, 4
-"""How often ways to run a plan are timed beside each other in loops, and calls of a loop."""
-_GPU_ROUNDS = 29
-"""How often the GPU's own time is taken. With 11 rounds 5 % were no difference."""
+_LAYOUTS = 4
+"""Calls that are kept of some shapes, which differ in what else they are found by."""
 
 
 class Made(Packed):
@@ -66,10 +65,12 @@ def chosen(
         return plan, own, run if plan.kernels else own
     if plan.kernels:
         import_quack()
-    ways: dict[str, Callable[[], Any]] = {"the plan": lambda: run} if plan.kernels else {}
+    # What is no faster leaves the first one in its place.
+    ways: dict[str, Callable[[], Any]] = {"torch.compile": lambda: Inductor(own)}
+    ways |= {"the plan": lambda: run} if plan.kernels else {}
     if training and plan.kernels:
-        ways["the plan under torch.compile"] = lambda: _by_inductor(run)
-    ways |= {"PyTorch": lambda: own, "torch.compile": lambda: _by_inductor(own)}
+        ways["the plan under torch.compile"] = lambda: Inductor(run)
+    ways["PyTorch"] = lambda: own
     best, way, us = _fastest(ways, tensors, plan)
     if plan.kernels and "the plan" not in way:
         plan.why[plan.kernels[0].members[0]] = f"by times of a call in us: {us}"
@@ -96,6 +97,24 @@ class Planned:
     structure: Any
     held: tuple[str, ...]
     number: int
+
+    @functools.cached_property
+    def why(self) -> str:
+        """What of the plan PyTorch runs, in one line."""
+        said = dict.fromkeys(f"{v.called}: {why}" for v, why in self.plan.why.items())
+        return "; ".join(said) or "no product of 16-bit matrices" * (not self.plan.kernels)
+
+    @functools.cached_property
+    def returned(self) -> Callable[[list[torch.Tensor]], Any]:
+        """What makes of the results what the function returns."""
+        from torch.utils._pytree import tree_unflatten
+
+        if self.structure.is_leaf():
+            return itemgetter(0)
+        flat = self.structure.num_children == self.structure.num_leaves
+        if self.structure.type in (tuple, list) and flat:
+            return self.structure.type
+        return functools.partial(tree_unflatten, treespec=self.structure)
 
     def suits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether it was planned for tensors like these."""
@@ -124,6 +143,7 @@ class Fused:
         self.function, self.judged, self.why = function, judged, ""
         self._plans: dict[Any, Planned | str] = {}
         self._last: Planned | None = None
+        self._recent: dict[Any, list[tuple[Callable[..., bool], Planned, bool]]] = {}
         _register()
 
     @functools.cached_property
@@ -133,10 +153,15 @@ class Fused:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
-        from torch.utils._pytree import tree_flatten, tree_unflatten
+        from torch.utils._pytree import tree_flatten
 
         if torch.compiler.is_compiling():
             return self._compiled(args, kwargs)
+        if (last := self._last) and args and not kwargs:
+            tensors = [*args, *self._held(last)]
+            if known := self._again(tensors, last):
+                self._last, self.why = known, known.why
+                return known.returned(known.run(tensors))
         if _changed():
             self.why = "autocast, or a transform of torch.func, is on"
             return self.function(*args, **kwargs)
@@ -145,13 +170,48 @@ class Fused:
         if known is None:
             return self.function(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        tensors += [_held(self._roots, path) for path in known.held]
+        tensors += self._held(known)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             results = torch.ops.coda_agent.planned(tensors, known.number)
         else:
             with torch.no_grad():
                 results = known.run(tensors)
-        return tree_unflatten(results, known.structure)
+        if len(leaves) == len(args) and all(type(t) in _plain() for t in (*leaves, *tensors)):
+            self._keep(tensors, known)
+        return known.returned(results)
+
+    def _again(self, tensors: Sequence[Any], last: Planned) -> Planned | None:
+        """What was planned for tensors like these, of a call that has no gradient.
+
+        One check in C++ finds it, that of torch.compile's guards: types, shapes, strides, devices,
+        and what else dispatch goes by, such as autocast.
+        """
+        for suits, known, requires in self._recent.get(self._key(tensors, last), ()):
+            if suits(*tensors):
+                # The check does not go by the grad mode: without, such tensors have no gradient.
+                return None if requires and differentiated(tensors) else known
+        return None
+
+    def _keep(self, tensors: Sequence[torch.Tensor], known: Planned) -> None:
+        from torch._C._dynamo import guards
+
+        if make := getattr(guards, "TensorGuards", None):
+            suits = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            requires = any(t.requires_grad for t in tensors)
+            kept = self._recent.setdefault(self._key(tensors, known), [])
+            kept[_LAYOUTS - 1 :] = []
+            kept.insert(0, (suits, known, requires))
+
+    def _key(self, tensors: Sequence[Any], known: Planned) -> tuple[Any, ...]:
+        return known.held, *self._modes(), *[getattr(t, "shape", None) for t in tensors]
+
+    def _held(self, known: Planned) -> list[torch.Tensor]:
+        """What is taken beside the arguments, as it is now."""
+        return [_held(self._roots, path) for path in known.held]
+
+    def _modes(self) -> list[bool]:
+        """Whether each module is in training."""
+        return [root.training for root in self._roots.values() if hasattr(root, "training")]
 
     def __get__(self, instance: Any, owner: Any = None) -> Fused:
         """Of a method the one of an object, which keeps it: it reads that object's modules."""
@@ -191,7 +251,7 @@ class Fused:
                 else (type(x), x)
                 for x in leaves
             ),
-            *(root.training for root in self._roots.values() if hasattr(root, "training")),
+            *self._modes(),
         )
         try:
             known = self._plans.get(key)
@@ -204,7 +264,7 @@ class Fused:
             except Unplanned as error:
                 known = error.message
             self._plans[key] = known
-        self.why = known if isinstance(known, str) else _left(known.plan)
+        self.why = known if isinstance(known, str) else known.why
         self._last = known if isinstance(known, Planned) else None
         return self._last
 
@@ -232,7 +292,7 @@ class Fused:
         known, tensors = self._last, [*args]
         if known is None or kwargs or not all([isinstance(x, torch.Tensor) for x in args]):
             return self.function(*args, **kwargs)
-        tensors += [_held(self._roots, path) for path in known.held]
+        tensors += self._held(known)
         if not known.suits(tensors):
             return self.function(*args)
         results = torch.ops.coda_agent.planned(tensors, known.number)
@@ -380,12 +440,6 @@ def _after(product: Callable[..., Any], epilogue: Callable[..., Any]) -> Fused:
     return fuse(lambda *given: epilogue(product(*given)), judged=False)
 
 
-def _left(plan: Plan) -> str:
-    """What of a plan PyTorch runs, in one line."""
-    said = dict.fromkeys(f"{v.called}: {why}" for v, why in plan.why.items())
-    return "; ".join(said) or "no product of 16-bit matrices" * (not plan.kernels)
-
-
 def _changed() -> bool:
     """Whether calls mean something else here than what was recorded."""
     import torch
@@ -454,18 +508,6 @@ def _held(roots: Mapping[str, Any], path: str) -> Any:
     return x
 
 
-def _by_inductor(run: Runner) -> Any:
-    """The same by torch.compile."""
-    import torch
-
-    def call(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return run(tensors)
-
-    # torch.compile counts recompilations by code object, and this one is of all functions.
-    call.__code__ = call.__code__.replace(co_name=f"planned_{next(_NUMBERS)}")
-    return torch.compile(call, dynamic=False)
-
-
 def _fastest(
     ways: Mapping[str, Callable[[], Any]], tensors: Sequence[torch.Tensor], plan: Plan
 ) -> tuple[Any, str, str]:
@@ -494,46 +536,3 @@ def _fastest(
         remember(path, known)
         return runs[best], best, us
     return ways[known["way"]](), known["way"], known["us"]
-
-
-def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float]]:
-    """The name of the fastest, of those alike the first, and the GPU times of all in us.
-
-    What the GPU takes decides, in the judge's warm regime: so it is inside a CUDA graph and behind
-    other work. Where it takes alike, a loop as Python runs it does: there the host's time counts.
-    """
-    from coda_agent.agent.judge.samples import different, speedup
-    from coda_agent.agent.judge.timing import interleave
-
-    loops = dict(zip(runs, times_of([*runs.values()]), strict=True))
-    times = interleave({name: lambda _, run=run: run() for name, run in runs.items()}, _GPU_ROUNDS)
-    if any(found.fault for found in times.values()):
-        times = loops
-    best = next(iter(runs))
-    for name in runs:
-        by = speedup(times[best], times[name])
-        if not different(by):
-            by = speedup(loops[best], loops[name])
-        best = name if by.ratio < 1 else best
-    return best, {name: found.median_us for name, found in times.items()}
-
-
-def times_of(runs: Sequence[Callable[[], Any]]) -> list[Samples]:
-    """Times of a call in a loop, the host's time where that is longer."""
-    import torch
-
-    from coda_agent.agent.judge.samples import Samples
-
-    times: list[list[float]] = [[] for _ in runs]
-    for i in range(-2, _ROUNDS):
-        for which in random.sample(range(len(runs)), len(runs)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            for _ in range(_CALLS):
-                runs[which]()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 0:
-                times[which].append(1e3 * start.elapsed_time(end) / _CALLS)
-    return [Samples(tuple(found)) for found in times]

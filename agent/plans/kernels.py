@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.trace import Value, plain
 from coda_agent.generated.kernel import Kernel, load_kernel
@@ -264,10 +264,16 @@ def _same(one: Program, other: Program) -> bool:
     )
     if any(kinds(getattr(one, x)) != kinds(getattr(other, x)) for x in ("operands", "outputs")):
         return False
-    if len(one.operands) > 4 or len(one.outputs) > 4:
-        return one.digest == other.digest
     return any(
-        replace(one, operands=dict(operands), outputs=dict(outputs)).digest == other.digest
-        for operands in itertools.permutations(one.operands.items())
-        for outputs in itertools.permutations(one.outputs.items())
+        replace(one, operands=operands, outputs=outputs).digest == other.digest
+        for operands in _orders(one.operands, other.operands)
+        for outputs in _orders(one.outputs, other.outputs)
     )
+
+
+def _orders(own: Mapping[str, type], other: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+    """Names in all orders in which their kinds stand as the other's do."""
+    by_kind = {kind: [x for x, k in own.items() if k is kind] for kind in other.values()}
+    for chosen in itertools.product(*(itertools.permutations(x) for x in by_kind.values())):
+        names = {kind: iter(x) for kind, x in zip(by_kind, chosen, strict=True)}
+        yield {next(names[kind]): kind for kind in other.values()}

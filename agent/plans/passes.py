@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.fused import chosen
-from coda_agent.agent.plans.trace import Unplanned, record
+from coda_agent.agent.plans.run import Runner
+from coda_agent.agent.plans.trace import Unplanned, plain, record
+from coda_agent.agent.plans.training import for_training
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +50,28 @@ def by_passes(function: Callable[..., Any], *, judged: bool = True) -> Callable[
             return made[key](*tensors)
         compiled: Any = lambda module, _: _Pass(module, judged=judged)
         made[key] = aot_function(
-            function, compiled, compiled, min_cut_rematerialization_partition, spread
-        )
+            _for_training(function, tensors), compiled, compiled,
+            min_cut_rematerialization_partition, spread,
+        )  # fmt: skip
         with config.patch(aggressive_recomputation=True):
             return made[key](*tensors)
 
     return call
+
+
+def _for_training(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    """The function by what `for_training` makes of its graph."""
+    from torch.utils._pytree import tree_unflatten
+
+    try:
+        graph = record(function, tuple(tensors), {})
+    except Unplanned:
+        return function
+    changed = for_training(graph)
+    run = Runner(changed, changed.values)
+    return lambda *given: tree_unflatten(run([*given, *graph.held]), graph.structure)
 
 
 class _Pass:
@@ -74,8 +92,13 @@ class _Pass:
             return self.run(given)
 
     def _first(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        self.run = self._planned(given)
-        return self.run(given)
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        # AOTAutograd watches a first call by a mode, in which ways could be neither timed nor
+        # compiled.
+        with _disable_current_modes():
+            self.run = self._planned(given)
+            return self.run(given)
 
     def _planned(self, given: Sequence[torch.Tensor]) -> Any:
         from torch.fx import Interpreter
@@ -125,7 +148,9 @@ def _spelled(target: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     if kwargs and name in ("add", "sub"):
         return getattr(torch, name)
     signs = {"mul": operator.mul, "add": operator.add, "sub": operator.sub, "div": operator.truediv}
-    methods = {"_unsafe_view": "view", "view": "view", "expand": "expand", "t": "t"}
+    methods = {"expand": "expand", "t": "t"}
+    if name in ("view", "_unsafe_view"):
+        return _viewed
     if name in signs and len(args) == 2:
         return signs[name]
     if name in methods:
@@ -133,6 +158,18 @@ def _spelled(target: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     if name == "detach":
         return lambda x: x
     return F.silu if name == "silu" else getattr(torch, name, target) if name else target
+
+
+def _viewed(x: Any, sizes: Sequence[int]) -> Any:
+    """A view by what it does to dims, where that names no number of rows or columns."""
+    given, sizes = [plain(extent) for extent in x.shape], [*sizes]
+    if given[:-2] == sizes[:-1]:
+        return x.flatten(-2)
+    if given[:-1] == sizes[:-2]:
+        return x.unflatten(-1, (-1, sizes[-1]))
+    if len(given) > 2 and len(sizes) == 2 and given[-1] == sizes[-1]:
+        return x.flatten(0, -2)
+    return x.view(sizes)
 
 
 def _sliced(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):

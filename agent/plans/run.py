@@ -3,75 +3,68 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.cut import Kernel
-from coda_agent.agent.plans.trace import Graph, Value, mapped, plain
+from coda_agent.agent.plans.trace import Graph, Value, plain
+from coda_agent.generated.ops import operators
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class _Slot:
-    at: int
-
-
 class Runner:
     """A graph's results by some steps that compute it.
 
-    It keeps nothing of the graph, so a later change of that changes nothing here.
+    It keeps nothing of the graph, so a later change of that changes nothing here. The steps are
+    written as one function of Python: looked up in a loop they took twice the time.
     """
 
     def __init__(self, graph: Graph, steps: Iterable[Kernel | Value]) -> None:
-        slots = {v: i for i, v in enumerate(graph.inputs)}
-        self._count = len(slots)
-        self._steps: list[tuple[Any, Any, Any, Any]] = []
+        names = {v: f"x{i}" for i, v in enumerate(graph.inputs)}
+        known: dict[str, Any] = {}
 
-        def slot(x: Any) -> Any:
-            return _Slot(slots[x]) if isinstance(x, Value) else plain(x)
+        def said(x: Any) -> str:
+            if isinstance(x, Value):
+                return names[x]
+            if type(x) is slice:
+                return f"slice({said(x.start)}, {said(x.stop)}, {said(x.step)})"
+            if isinstance(x, dict):
+                inner = ", ".join(f"{k!r}: {said(y)}" for k, y in x.items())
+                return f"{{{inner}}}"
+            if isinstance(x, tuple | list):
+                inner = "".join(f"{said(y)}, " for y in x)
+                return f"({inner})" if isinstance(x, tuple) else f"[{inner}]"
+            known[name := f"c{len(known)}"] = plain(x)
+            return name
 
+        lines, takes = list[str](), list[list[str]]()
         for step in steps:
-            if isinstance(step, Kernel):
-                call, args, kwargs = step.made, tuple(step.inputs), {}
-            else:
-                call, args, kwargs = step.func, step.args, step.kwargs
-            args, kwargs = mapped(args, slot), mapped(kwargs, slot)
-            for v in step.outputs if isinstance(step, Kernel) else [step]:
-                slots[v] = len(slots)
-            made = [slots[v] for v in step.outputs] if isinstance(step, Kernel) else slots[step]
-            self._steps.append((call, args, kwargs, made))
-        self._results = [slots[v] for v in graph.results]
-        self._freed = self._last_uses(len(slots))
+            kernel = isinstance(step, Kernel)
+            args, kwargs = (step.inputs, {}) if kernel else (step.args, step.kwargs)
+            given = [said(x) for x in args] + [f"{k}={said(x)}" for k, x in kwargs.items()]
+            outputs = step.outputs if kernel else [step]
+            takes.append([names[v] for v in step.inputs])
+            names |= {v: f"x{len(names) + i}" for i, v in enumerate(outputs)}
+            made = "".join(f"{names[v]}, " for v in outputs) if kernel else names[step]
+            call = said(step.made if kernel else step.func)
+            lines.append(f"{made} = {call}({', '.join(given)})")
+            takes[-1] += [names[v] for v in outputs]
+        kept = {names[v] for v in (*graph.inputs, *graph.results)}
+        last = {name: i for i, taken in enumerate(takes) for name in taken if name not in kept}
+        for name, i in last.items():  # what no later step takes
+            lines[i] += f"; del {name}"
+        inputs = "".join(f"{names[v]}, " for v in graph.inputs)
+        body = [f"{inputs} = tensors"] if inputs else []
+        body += [*lines, f"return [{', '.join(names[v] for v in graph.results)}]"]
+        exec("def run(tensors):\n    " + "\n    ".join(body), known)
+        self._run = known["run"]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results; views and copies of the inputs where they are such."""
-        env: dict[int, Any] = dict(enumerate(tensors))
-
-        def value(x: Any) -> Any:
-            return env[x.at] if type(x) is _Slot else x
-
-        for (call, args, kwargs, made), freed in zip(self._steps, self._freed, strict=True):
-            result = call(*mapped(args, value), **mapped(kwargs, value))
-            env.update(zip(made, result, strict=True) if type(made) is list else [(made, result)])
-            for i in freed:
-                del env[i]
-        return [env[i] for i in self._results]
-
-    def _last_uses(self, count: int) -> list[list[int]]:
-        """What no later step takes, after each step."""
-        last = dict.fromkeys(range(self._count), -1)
-        for at, (_, args, kwargs, made) in enumerate(self._steps):
-            found: list[int] = made[:] if isinstance(made, list) else [made]
-            mapped((args, kwargs), lambda x, f=found: f.append(x.at) if type(x) is _Slot else None)
-            last |= dict.fromkeys(found, at)
-        freed: list[list[int]] = [[] for _ in self._steps]
-        for i, at in last.items():
-            if at >= 0 and i >= self._count and i not in self._results:
-                freed[at].append(i)
-        return freed
+        return self._run(tensors)
 
 
 class Packed:
@@ -98,6 +91,10 @@ class Packed:
             [places[p.name] for p in kernel.packing[x].parts] if x in kernel.packing else places[x]
             for x in kernel.spec.inputs
         ]
+        a, b = (list(kernel.spec.inputs).index(x) for x in kernel.spec.gemm)
+        layout, packed = kernel.spec.layout, kernel.spec.gemm[1] in kernel.packing
+        # A and B, and whether B is (K, N) as it is given.
+        self._gemm = None if packed else (a, b, layout and layout.inputs[b].parts[0].turned)
         self._parts = [[names[i] for i in at] if isinstance(at, list) else [] for at in self._order]
         self._kept: dict[int, tuple[list[Any], list[int], Any]] = {}
 
@@ -106,6 +103,10 @@ class Packed:
             self._packed(i, [tensors[j] for j in at]) if isinstance(at, list) else tensors[at]
             for i, at in enumerate(self._order)
         ]
+        if self._gemm and not self.keeps:
+            a, b, turned = self._gemm
+            rows = given[a].numel() // max(1, given[b].shape[0 if turned else 1])
+            given[b] = along_k(given[b].mT, rows).mT if turned else along_k(given[b], rows)
         result = self.kernel(*given)
         return result if isinstance(result, tuple) else (result,)
 
@@ -129,3 +130,34 @@ class Packed:
         if counted:
             self._kept[i] = [weakref.ref(t) for t in parts], versions, packed
         return packed
+
+
+_LARGE_BYTES, _MANY_ROWS = 20_000_000, 8192
+
+
+def along_k(b: torch.Tensor, rows: int) -> torch.Tensor:
+    """B (N, K) of a product with so many rows: turned by a copy where its columns are contiguous
+    and that pays (`layers/functional.py` has the times). A copy takes as long as the product of
+    some 400 rows."""
+    large = b.numel() * b.element_size() >= _LARGE_BYTES and rows >= _MANY_ROWS
+    across = large and b.ndim == 2 and b.stride() == (1, len(b))
+    return _turned()(b.mT) if across else b
+
+
+@lru_cache(maxsize=1)
+def _turned() -> Callable[[torch.Tensor], torch.Tensor]:
+    """The operator `coda_agent::turned`."""
+    import torch
+
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        from coda_agent.layers.kernels import turned
+
+        return turned(x)
+
+    library = operators()
+    library.define("turned(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("turned", launch, "CUDA")
+    library.impl("turned", lambda x: x.mT.contiguous(), "CPU")
+    fake = lambda x: x.new_empty(x.shape[1], x.shape[0])
+    torch.library.register_fake("coda_agent::turned", fake, lib=library)
+    return torch.ops.coda_agent.turned.default
