@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.plans.cut import Compose, Plan, cut
 from coda_agent.agent.plans.kernels import composed
@@ -18,7 +19,7 @@ from coda_agent.agent.plans.rules import product
 from coda_agent.agent.plans.run import Runner
 from coda_agent.agent.plans.trace import Value, record
 from coda_agent.evals.judge.generated import listed
-from coda_agent.specs.reference import _widened
+from coda_agent.specs.reference import Touch, _widened
 
 M, N = 6, 32
 
@@ -105,11 +106,21 @@ def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
     if lost := [v for v in plan.graph.values if product(v) and v not in (*members, *plan.why)]:
         return f"{lost[0].name} is left to PyTorch without a reason"
     run = Runner(plan.graph, plan.steps)
-    expected, found = exactly(_called(text), *args), exactly(lambda *x: run(x), *args)
+    largest = 1.0
+
+    def met(_: Any, __: Any, result: Any) -> Any:
+        nonlocal largest
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
+                largest = max(largest, float(x.abs().nan_to_num(posinf=0.0).max()))
+        return result
+
+    expected, found = exactly(_called(text), *args, touch=met), exactly(lambda *x: run(x), *args)
     if [x.shape for x in found] != [x.shape for x in expected]:
         return f"{len(found)} results for {len(expected)}, or of other shapes"
     for i, (want, have) in enumerate(zip(expected, found, strict=True)):
-        scale = want.abs().max().clamp(min=1e-4)  # a sum that is 0 has an error all the same
+        # A sum that is 0 has an error all the same, of what it is a sum of.
+        scale = want.abs().max().clamp(min=1e-4 * largest)
         if not (want.isfinite() == have.isfinite()).all():
             return f"result {i} is finite elsewhere"
         if not (off := float(((want - have).abs() / scale).nan_to_num().max())) < 1e-9:
@@ -117,10 +128,10 @@ def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
     return ""
 
 
-def exactly(call: Callable[..., Any], *args: Any) -> list[torch.Tensor]:
-    """What it returns where every number is a double."""
+def exactly(call: Callable[..., Any], *args: Any, touch: Touch | None = None) -> list[torch.Tensor]:
+    """What it returns where every number is a double; `touch` sees what each call gives."""
     wide = [a.double() if a.is_floating_point() else a for a in args]
-    with _widened(torch.float64, lambda _: False, None):
+    with _widened(torch.float64, lambda _: False, touch):
         found = call(*wide)
     return [*found] if isinstance(found, tuple | list) else [found]
 

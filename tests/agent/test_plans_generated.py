@@ -38,5 +38,9 @@ def test_a_wrong_kernel_is_found() -> None:
     assert "off by" in fault(text, args, plan)
 
 
+def test_a_sum_that_is_zero_is_right_within_the_rounding_of_its_terms() -> None:
+    assert tried(2, 400)["layer"] == "right"
+
+
 def test_a_function_by_the_real_composer() -> None:
     assert [tried(1, number)["layer"] for number in range(3)] == ["right"] * 3
