@@ -40,6 +40,8 @@ _LARGEST = 1 << 24
 function of many dims to fail everywhere took 20 GB without a bound."""
 _SEARCH_S = 5.0
 """How long it is looked for."""
+_FACTORS = range(2, 9)
+"""How many times a dim's size an extent may be that is cut into parts."""
 _CONSTANT = 8
 """The largest extent of its own that is taken for a number rather than for a dim's size."""
 _MEMORY = 141e9
@@ -330,14 +332,21 @@ class _Draft:
             return self.multiples[symbol]
         if symbol in self.letters or _numeric(symbol):
             return self.letters.get(symbol) or int(symbol)
-        equal = (o for sides in trace.equal for s, o in (sides, sides[::-1]) if s == symbol)
-        for other in (symbol, *equal):  # itself, as twice another where every second one is taken
+        units = dict.fromkeys(self.letters.values(), _DIVISIBLE)
+        tried = [self._distinct(units), self._distinct(units, 5)]
+        known = [{s: t[x] for s, x in self.letters.items()} for t in tried]
+        pairs = [pair for sides in trace.equal for pair in (sides, sides[::-1])]
+        for one, other in ((symbol, symbol), *pairs):
             free = getattr(other, "free_symbols", set())
-            if free and free <= self.letters.keys():
-                units = dict.fromkeys(self.letters.values(), _DIVISIBLE)
-                tried = [self._distinct(units), self._distinct(units, 5)]
-                known = [{s: t[x] for s, x in self.letters.items()} for t in tried]
-                return self._matched(tried, [int(other.subs(k)) for k in known])
+            if not free or not free <= self.letters.keys():
+                continue
+            found = [int(other.subs(k)) for k in known]
+            if one == symbol:
+                return self._matched(tried, found)
+            if getattr(one, "free_symbols", set()) == {symbol}:  # such as half of it
+                for q in _FACTORS:
+                    if all(one.subs(symbol, q * size) == size for size in found):
+                        return self._matched(tried, [q * size for size in found])
         alike = [x for x in (*self.rows, *self.columns, *self.inner) if self.sizes[x] == size]
         self.open[symbol] = [*dict.fromkeys(alike), size if size <= _CONSTANT else "L"]
         return symbol

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 import pytest
 
+from coda_agent.agent.plans.cut import BESIDE
 from coda_agent.agent.plans.trace import Value
+from coda_agent.evals.judge import plans
 from coda_agent.evals.judge.plans import Written, fault, function, planned, tensors, tried
 from coda_agent.primitives.errors import ProgramError
 
@@ -27,6 +29,33 @@ def test_a_plan_is_right_whatever_the_composer_refuses(seed: int) -> None:
         return Written(text)
 
     assert fault(text, args, planned(text, args, compose)) == "", text
+
+
+TILES = """
+{x} * F.silu(h0) | {x} + (h0 * r).tanh() | {x} * torch.sigmoid(h0) * h0 | {x} * (F.silu(x) + h0)
+{x} + F.linear(F.silu(h0), v) | {x} * (F.silu(h0) * r) | F.linear({x}, w) * F.silu(h0)
+"""
+
+
+@pytest.mark.sampled(0.5)
+def test_what_several_products_take_is_right_wherever_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plans, "ELEMENTWISE", f"{plans.ELEMENTWISE.strip()}\n{TILES.strip()}")
+    fired = 0
+    for seed in range(200, 260):
+        text, args = function(seed), tensors(seed)
+        chance = random.Random(seed)
+
+        def compose(text: str, *_: object, chance: random.Random = chance) -> Written:
+            if chance.random() < 0.3:
+                raise ProgramError("refused by chance")
+            return Written(text)
+
+        plan = planned(text, args, compose)
+        fired += BESIDE in [note.rule for note in plan.notes]
+        assert fault(text, args, plan) == "", text
+    assert fired > 10
 
 
 def test_a_wrong_kernel_is_found() -> None:

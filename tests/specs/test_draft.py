@@ -57,6 +57,14 @@ def test_equal_sizes_are_told_apart_by_what_is_computed() -> None:
     ]  # fmt: skip
 
 
+def test_an_extent_that_is_twice_a_dims_is_said_so() -> None:
+    """Gates and ups in turn, as the backward pass of a gate takes them."""
+    spec, _ = drafted(
+        "d = x @ w.T\nreturn d * F.silu(z[:, 0::2]), d * z[:, 1::2]", SQUARE | {"z": (S, 2 * S)}
+    )
+    assert faces(spec)["z"] == (["M", "2*N"], "T")
+
+
 @pytest.mark.parametrize(
     "body", ["torch.addcmul(z, t, v)", "torch.addcdiv(z, t, v)", "torch.lerp(z, t, v)"]
 )
