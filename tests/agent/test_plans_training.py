@@ -1,9 +1,7 @@
 """Plans of both passes: what is merged before a function is differentiated, and what a kernel
 computes beside its product."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,24 +14,10 @@ from coda_agent.agent.plans.cut import BESIDE, Plan
 from coda_agent.agent.plans.fused import fuse
 from coda_agent.agent.plans.trace import Value, record
 from coda_agent.agent.plans.training import for_training
+from tests.agent.test_plans import cache as cache
+from tests.agent.test_plans import drawn
 
 M, D, FF, KV = 24, 64, 96, 32
-
-
-@pytest.fixture(autouse=True)
-def cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    """One for all tests of the module, so that each kernel is composed once."""
-    folder = tmp_path_factory.getbasetemp() / "training"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    with warnings.catch_warnings(action="ignore"):  # that kernels are interpreted here
-        yield folder
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    made = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(shape, generator=made) * shape[-1] ** -0.5).bfloat16()
 
 
 def off(x: Tensor, truth: Tensor) -> float:

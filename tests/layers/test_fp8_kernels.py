@@ -1,11 +1,9 @@
 """The launches of layers/fp8_kernels.py by Triton's interpreter against what they are in PyTorch; and
 that they compile for Hopper."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.layers.test_kernels import checked
 
 CHECK = """
 import torch
@@ -72,6 +70,4 @@ print("compiled")
 @pytest.mark.parametrize(("text", "interpret"), [(CHECK, "1"), (COMPILED, "0")])
 @pytest.mark.sampled(0.3)
 def test_they_are_what_they_are_in_pytorch(text: str, interpret: str) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": interpret}
-    done = subprocess.run([sys.executable, "-c", text], env=env, text=True, capture_output=True)
-    assert done.returncode == 0 and done.stdout.split()[-1] in ("same", "compiled"), done.stderr
+    checked(text, interpret)

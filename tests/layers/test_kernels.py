@@ -125,6 +125,11 @@ print("compiled")
 @pytest.mark.parametrize(("text", "interpret"), [(CHECK, "1"), (COMPILED, "0")])
 @pytest.mark.sampled(0.3)
 def test_they_are_what_they_are_in_pytorch(text: str, interpret: str) -> None:
+    checked(text, interpret)
+
+
+def checked(text: str, interpret: str) -> None:
+    """Run a text that ends by saying what was shown, in a process of Triton's interpreter or not."""
     env = {**os.environ, "TRITON_INTERPRET": interpret}
     done = subprocess.run([sys.executable, "-c", text], env=env, text=True, capture_output=True)
     assert done.returncode == 0 and done.stdout.split()[-1] in ("same", "compiled"), done.stderr
