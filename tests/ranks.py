@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import warnings
@@ -33,3 +34,6 @@ def _rank(rank: int, folder: str, function: Callable[..., None], args: tuple[Any
         torch.distributed.barrier()  # who leaves first closes what the other one may still read
     finally:
         torch.distributed.destroy_process_group()
+    # An interpreter that ends while threads of torch's run was seen to abort on a busy machine:
+    # "terminate called without an active exception".
+    os._exit(0)
