@@ -232,10 +232,12 @@ def _of_fp8_training() -> dict[str, Any]:
 
 
 def _called(module: ModuleType) -> dict[str, str]:
-    """Digests of the accepted kernels that a module calls, with their tiles."""
+    """Digests of the accepted kernels that a module calls, with their tiles. What leaves some of
+    their outputs out follows from them."""
     from coda_agent.generated.kernel import Kernel
 
-    return _of_kernels(kernel for kernel in vars(module).values() if isinstance(kernel, Kernel))
+    kernels = (kernel for kernel in vars(module).values() if isinstance(kernel, Kernel))
+    return _of_kernels(kernel for kernel in kernels if not kernel.left_out)
 
 
 def _of_kernels(kernels: Iterable[Kernel]) -> dict[str, str]:

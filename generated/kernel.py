@@ -16,6 +16,7 @@ from coda_agent.generated.declared import Declared
 from coda_agent.generated.ops import Variant, differentiated, register, scalars
 from coda_agent.generated.out import placed
 from coda_agent.generated.tuning import UserTuning
+from coda_agent.generated.without import without
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.primitives.errors import LaunchError, WorkspaceError
 from coda_agent.primitives.function import Chooser, ProgramFunction, reduction_block
@@ -48,6 +49,8 @@ class Kernel:
         ops: Their operators.
         kept: Operators that calls with gradients run in place of these, where their backward pass
             needs more than they store: that is their last output.
+        fitted: The program whose measurements choose tiles; None is the first of `programs`.
+        left_out: Outputs of the accepted kernel that this one does not give.
     """
 
     def __init__(
@@ -60,7 +63,12 @@ class Kernel:
         user: UserTuning | None = None,
         folder: Path = tables.PACKAGED,
         spills: Mapping[str, int] | None = None,
+        fitted: Program | None = None,
+        left_out: tuple[str, ...] = (),
     ) -> None:
+        self.left_out = left_out
+        self.fitted = fitted or next(iter(programs.values()))
+        self._op, self._less = op_name, dict[tuple[str, ...], Kernel]()
         self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
         self.user, self.folder, self.spills = user, folder, spills or {}
         self.__name__ = spec.name  # what help() and torch.compile print
@@ -166,6 +174,31 @@ class Kernel:
         o, i = self._updated[key]
         others = results if isinstance(results, tuple) else () if results is None else (results,)
         return (*others[:o], given[i], *others[o:]) if others else given[i]
+
+    def without(self, *outputs: str) -> Kernel:
+        """The kernel that neither computes nor stores these outputs: inference has no use for what
+        only a backward pass reads. It returns the others. Its tiles are chosen as this one's are.
+
+            project = gemm_rmsnorm_rope.without("D")
+            O = project(A, B, r, cs)
+
+        Args:
+            outputs: Names in the spec; calls with the same ones give the same kernel.
+
+        Raises:
+            LaunchError: no such output, one that may overwrite an input, or what is left reads less
+                than all inputs.
+        """
+        key = tuple(o for o in self.spec.outputs if o in outputs)
+        if not outputs:
+            return self
+        if key not in self._less or len(key) < len({*outputs}):
+            spec, programs = without(self.spec, self.programs, outputs)
+            self._less[key] = Kernel(
+                spec, programs, self.tuned, self.refused, "_".join((self._op, "without", *key)),
+                self.user, self.folder, self.spills, self.fitted, (*self.left_out, *key),
+            )  # fmt: skip
+        return self._less[key]
 
     def pack(self, **tensors: torch.Tensor) -> torch.Tensor:
         """The input that a kernel takes in the place of these tensors of its spec, which no view
@@ -407,8 +440,7 @@ class Kernel:
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
     def model(self, gpu: str, dtype: str) -> Model | None:
         """What was fitted to measurements on a GPU; None where nothing was."""
-        program = next(iter(self.programs.values()))
-        return tables.find(self.folder, gpu, self.spec.name, program.digest, dtype)
+        return tables.find(self.folder, gpu, self.spec.name, self.fitted.digest, dtype)
 
     def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
         """Whether a configuration that a file names for a shape is one that a tuner may find."""

@@ -50,6 +50,9 @@ __all__ = [
 ]
 
 
+_rope = gemm_fp8_rmsnorm_rope.without("D")
+
+
 class WholeWeight(NamedTuple):
     """A quantised weight with one scale.
 
@@ -169,7 +172,7 @@ def norm_linear(
     if table is None:
         y = gemm_fp8_rmsnorm(*factors)
     else:
-        _, y = gemm_fp8_rmsnorm_rope(*factors, table)
+        y = _rope(*factors, table)
     return y.split(sizes, dim=1)  # pyright: ignore[reportAttributeAccessIssue]
 
 

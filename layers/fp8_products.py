@@ -20,6 +20,8 @@ from coda_agent.generated import (
     gemm_fp8_rmsnorm_swiglu,
 )
 
+_rope = gemm_fp8_rmsnorm_rope.without("D")
+_gated = gemm_fp8_rmsnorm_swiglu.without("D")
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 """The largest e4m3 number, 448."""
@@ -28,12 +30,14 @@ LEAST = 1e-12
 
 
 class Products(NamedTuple):
-    """Those of a forward pass, in one precision."""
+    """Those of a forward pass, in one precision; `norm_gated` is `norm_swiglu` for inference, which
+    does not store what only the backward pass reads. No pass reads that of `norm_rope`."""
 
     residual_norm: Callable[..., Any]
     norm: Callable[..., Any]
     norm_rope: Callable[..., Any]
     norm_swiglu: Callable[..., Any]
+    norm_gated: Callable[..., Any]
 
 
 class Quantised(NamedTuple):
@@ -111,13 +115,18 @@ def _norm(h: Tensor, weight: Tensor, r: Tensor) -> Any:
 
 
 def _norm_rope(h: Tensor, weight: Tensor, r: Tensor, table: Tensor) -> Any:
-    """`gemm_rmsnorm_rope` in FP8."""
-    return gemm_fp8_rmsnorm_rope(*_factors(h, weight, r), table)
+    """`gemm_rmsnorm_rope` without D in FP8."""
+    return _rope(*_factors(h, weight, r), table)
 
 
 def _norm_swiglu(h: Tensor, weight: Tensor, r: Tensor) -> Any:
     """`gemm_rmsnorm_swiglu` in FP8."""
     return gemm_fp8_rmsnorm_swiglu(*_factors(h, weight, r))
+
+
+def _norm_gated(h: Tensor, weight: Tensor, r: Tensor) -> Any:
+    """The same without D."""
+    return _gated(*_factors(h, weight, r))
 
 
 def _factors(h: Tensor, weight: Tensor, r: Tensor) -> tuple[Any, ...]:
@@ -128,7 +137,7 @@ def _factors(h: Tensor, weight: Tensor, r: Tensor) -> tuple[Any, ...]:
     return left, right, 1.0, 1.0, scale
 
 
-FP8 = Products(_residual_norm, _norm, _norm_rope, _norm_swiglu)
+FP8 = Products(_residual_norm, _norm, _norm_rope, _norm_swiglu, _norm_gated)
 """They take what the 16-bit kernels of the same mathematics take, and give what those give, in
 bfloat16."""
 

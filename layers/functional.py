@@ -42,8 +42,9 @@ from coda_agent.layers import passes
 from coda_agent.layers.fp8_products import FP8, Products, fitting
 from coda_agent.layers.weight_gradient import added, announced, mains, sum_product
 
-# Logits that the head holds at a time: 1 GiB in 16 bits.
-_LOGITS = 1 << 29
+# Logits that the head holds at a time: 2 GiB in 16 bits for so many rows, 1 GiB for more. Each time
+# the weight's gradient is read and written in float32, which many rows make rare.
+_LOGITS, _LOGIT_ROWS = 1 << 30, 8192
 _LARGE_BYTES = 20_000_000
 
 _P = ParamSpec("_P")
@@ -143,7 +144,7 @@ def mlp(
     if activation not in passes.ACTIVATIONS:
         known = ", ".join(passes.ACTIVATIONS)
         raise ValueError(f"no activation {activation!r}, expected one of {known}")
-    last = next_gamma.detach(), next_eps, activation
+    last = next_gamma.detach(), next_eps, activation, _asked(x, gamma, gate_up, down)
     sequence = _Fp8Mlp if _in_fp8(fp8, x, gate_up, down) else _Mlp
     out, h, r = sequence.apply(x, *given, gamma, gate_up, down, *last)
     return out, Normed(h, r)
@@ -241,8 +242,9 @@ def head_loss(
 ) -> Tensor:
     """The cross-entropy of n weightᵀ with n = x · r · gamma, over all rows; float32.
 
-    Logits are held for some rows at a time, and gradients are taken while they are there. Keep it
-    out of torch.compile's graphs (`torch.compiler.disable`), as patched models do.
+    Logits are held for some rows at a time, and gradients are taken while they are there. Where no
+    gradient is asked for, nothing of them is stored. Keep it out of torch.compile's graphs
+    (`torch.compiler.disable`), as patched models do.
 
     Args:
         x: (M, d), the stream.
@@ -269,13 +271,20 @@ def head_loss(
     inside = ((known >= 0) & (known < len(weight))).all()
     message = f"a target is none of {len(weight)} columns, nor ignore_index {ignore_index}"
     torch._assert_async(inside, message)  # pyright: ignore[reportPrivateImportUsage]
-    loss = _HeadLoss.apply(x, *given, gamma, weight, known, weights)
-    return loss * power
+    if _asked(x, gamma, weight):
+        return _HeadLoss.apply(x, *given, gamma, weight, known, weights) * power
+    target, lse = _unstored_logits(given.h, weight, given.r, known)
+    return _weighted(lse - target, weights) * power
 
 
 _PLAIN = Products(
-    gemm_residual_partial_rmsnorm, gemm_rmsnorm, gemm_rmsnorm_rope, gemm_rmsnorm_swiglu
+    gemm_residual_partial_rmsnorm,
+    gemm_rmsnorm,
+    gemm_rmsnorm_rope.without("D"),
+    gemm_rmsnorm_swiglu,
+    gemm_rmsnorm_swiglu.without("D"),
 )
+_unstored_logits = gemm_rmsnorm_partial_cross_entropy.without("Z")
 
 
 class _LinearResidualNorm(torch.autograd.Function):
@@ -305,12 +314,15 @@ class _LinearResidualNorm(torch.autograd.Function):
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
-        x, h, r, gamma, gate_up, down, next_gamma, next_eps, activation = inputs
-        if activation == "silu":
+        x, h, r, gamma, gate_up, down, next_gamma, next_eps, activation, asked = inputs
+        z: Any = None
+        if activation != "silu":
+            z = by.norm(h, gate_up, r)
+            act = _fused(passes.gated, z)(z, activation)
+        elif asked:
             z, act = by.norm_swiglu(h, gate_up, r)
         else:
-            z: Any = by.norm(h, gate_up, r)
-            act = _fused(passes.gated, z)(z, activation)
+            act = by.norm_gated(h, gate_up, r)
         out, next_h, s = by.residual_norm(act, down, x, next_gamma)
         ctx.save_for_backward(x, r, gamma, gate_up, down, z)
         ctx.mains, ctx.activation = mains(gate_up, down), activation
@@ -334,7 +346,7 @@ class _Mlp(torch.autograd.Function):
         del act
         dx, n, dgamma = _through_norm(dz, _turned(gate_up), x, r, gamma, statistic, dout)
         dgate_up = added(ctx.mains[0], dz.T, n) if needs[4] else None
-        return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None, None
+        return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None, None, None
 
 
 class _NormLinear(torch.autograd.Function):
@@ -345,7 +357,7 @@ class _NormLinear(torch.autograd.Function):
         if table is None:
             y: Any = by.norm(*factors, r)
         else:
-            _, y = by.norm_rope(*factors, r, table)
+            y = by.norm_rope(*factors, r, table)
         ctx.save_for_backward(x, r, gamma, weight, bias, table, y)
         ctx.mains, ctx.rotated = mains(weight), rotated
         return (*y.split(sizes, dim=1), x.view_as(x))
@@ -386,20 +398,18 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, h, r, gamma, weight, targets, weights = inputs
-        wanted, trained = any(ctx.needs_input_grad), ctx.needs_input_grad[4]
-        step = max(128, _LOGITS // len(weight) // 128 * 128)  # whole tiles
+        trained = ctx.needs_input_grad[4]
+        fitting = min(_LOGITS // len(weight), _LOGIT_ROWS), _LOGITS // 2 // len(weight)
+        step = max(128, max(fitting) // 128 * 128)  # whole tiles
         lost = torch.empty_like(weights)
-        dx = torch.zeros_like(x) if wanted else None
-        dgamma = torch.zeros_like(gamma, dtype=torch.float32) if wanted else None
-        turned, dweight = _turned(weight) if wanted else weight.T, None
+        dx, dgamma = torch.zeros_like(x), torch.zeros_like(gamma, dtype=torch.float32)
+        turned, dweight = _turned(weight), None
         for start in range(0, len(x), step):
             some = slice(start, start + step)
             z, target, lse = gemm_rmsnorm_partial_cross_entropy(
                 h[some], weight, r[some], targets[some]
             )
             torch.sub(lse, target, out=lost[some])
-            if dx is None or dgamma is None:
-                continue
             total = _on(x).logit_gradient(z, lse, targets[some], weights[some])
             statistic, update = total / x.shape[1], "in_place"
             args = x[some], r[some], gamma, statistic, dx[some], update
@@ -407,10 +417,9 @@ class _HeadLoss(torch.autograd.Function):
             dgamma += part
             if trained:
                 dweight = sum_product(dweight, z.T, n, last=start + step >= len(x))
-        loss = (lost * weights).where(weights > 0, 0).sum()
         ctx.save_for_backward(dx, dgamma, dweight)
         ctx.types, ctx.mains = (x.dtype, gamma.dtype, weight.dtype), mains(weight)
-        return loss
+        return _weighted(lost, weights)
 
     @staticmethod
     @once_differentiable
@@ -424,6 +433,16 @@ class _HeadLoss(torch.autograd.Function):
         kept = dx, dgamma, dweight
         dx, dgamma, dweight = _fused(_scaled, dloss)(kept, dloss, ctx.types)
         return dx, None, None, dgamma, dweight if main is None else announced(main), None, None
+
+
+def _asked(*tensors: Tensor) -> bool:
+    """Whether a gradient of one is asked for. `needs_input_grad` says so under `no_grad`, too."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _weighted(lost: Tensor, weights: Tensor) -> Tensor:
+    """The sum of rows' losses; a row whose weight is 0 does not count, of NaN neither."""
+    return (lost * weights).where(weights > 0, 0).sum()
 
 
 def _in_fp8(fp8: bool, x: Tensor, *weights: Tensor) -> bool:

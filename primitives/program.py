@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -85,6 +85,17 @@ class Program:
             keys.append(_sha(f"{n.op}|{leaf}|{','.join(args)}"))
         parts = [f"{k.__name__}={keys[self.graph.outputs[n]]}" for n, k in self.outputs.items()]
         return _sha(";".join([*(k.__name__ for k in self.operands.values()), *parts]))
+
+    def without(self, outputs: Collection[str]) -> Program:
+        """The program that does not compute these outputs.
+
+        Raises:
+            ProgramError: what is left does not read every operand, or the accumulator.
+        """
+        graph = Graph(self.graph.nodes, {})
+        left = {o: kind for o, kind in self.outputs.items() if o not in outputs}
+        found = {o: Value(graph, self.graph.outputs[o]) for o in left}
+        return _finished(replace(self, outputs=left, graph=graph), found)
 
     def to_dict(self) -> dict[str, Any]:
         """The program as JSON-ready data, which crosses process boundaries in place of Python."""

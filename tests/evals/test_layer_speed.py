@@ -6,9 +6,11 @@ import copy
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -139,6 +141,23 @@ def test_a_training_step(tmp_path: Path) -> None:
     assert step.model.lm_head.weight is step.model.model.embed_tokens.weight
     step.measured({"ours"}, clock, 10)
     assert not torch.equal(before, step.model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_training_step_whose_loss_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    liger, clock = ModuleType("liger_kernel.transformers"), Clock()
+
+    def scaled(model: Any) -> None:
+        with torch.no_grad():
+            model.model.norm = copy.deepcopy(model.model.norm)
+            model.model.norm.weight *= 4
+
+    setattr(liger, "apply_liger_kernel_to_llama", scaled)  # noqa: B010
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    found = CASES["train-1b"].on("cpu", 64).measured({"ours", "liger"}, clock, 10)
+    assert found["losses"].keys() == found["step"]["times"].keys() == {"ours"}
+    said = r"CodaError: its first loss is \d+\.\d{3}, expected \d\.\d{3}"
+    assert re.fullmatch(said, found["absent"]["liger"])
 
 
 def test_a_training_step_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

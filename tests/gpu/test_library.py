@@ -346,3 +346,28 @@ def test_an_output_written_over_the_input_that_its_threads_read(m: int) -> None:
         got = generated.gemm_partial_swiglu_bwd(a, b, held, out={"dZ": held})
         assert got[0] is held and torch.cuda.memory_allocated() - before < 2**20 + m * 2048
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped"),
+    [
+        ("gemm_rmsnorm_rope", ["D"]),
+        ("gemm_rmsnorm_swiglu", ["D"]),
+        ("gemm_rmsnorm_partial_cross_entropy", ["Z"]),
+        ("gemm_residual_partial_rmsnorm", ["D", "s"]),
+        ("gemm_fp8_rmsnorm_rope", ["D"]),
+        ("gemm_fp8_rmsnorm_swiglu_quantised", ["amax"]),
+    ],
+)
+def test_what_is_left_of_a_kernel_is_what_it_was(name: str, dropped: list[str]) -> None:
+    kernel: Kernel = getattr(generated, name)
+    less, values = kernel.without(*dropped), given(kernel)
+    whole = dict(zip(kernel.spec.outputs, outputs(kernel, values), strict=True))
+    for o, got in zip(less.spec.outputs, outputs(less, values), strict=True):
+        torch.testing.assert_close(got.float(), whole[o].float(), rtol=2**-6, atol=2**-8)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        less(*values)
+        torch.cuda.synchronize()
+    launched = [e for e in seen.events() or () if e.device_type == DeviceType.CUDA]
+    assert len(launched) <= 1 + any(o in less.spec.outputs for o in ("s", "lse", "amax"))

@@ -275,3 +275,38 @@ def test_targets_and_biases_that_do_not_fit_are_refused() -> None:
     for rotated in ((3, 16), (2, 15)):
         with pytest.raises(ValueError, match=r"rotated is .*, expected heads .* the 32 rows of"):
             norm_linear(x, given, gamma.bfloat16(), weight, (32,), table, rotated=rotated)
+
+
+def test_without_gradients_nothing_is_stored_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    rows, width, ffn, words = 48, 64, 96, 160
+    x, gamma = torch.randn(rows, width).bfloat16(), torch.rand(width).bfloat16() + 0.5
+    gate_up, down, head = (
+        (torch.randn(shape) / shape[1] ** 0.5).bfloat16().requires_grad_()
+        for shape in ((2 * ffn, width), (width, ffn), (words, width))
+    )
+    given, targets = normed(x, gamma, 1e-5), torch.randint(0, words, (rows,))
+    targets[::5] = -100
+
+    def run() -> list[Tensor]:
+        out, carried = functional.mlp(x, given, gamma, gate_up, down, gamma, 1e-5)
+        fp8, _ = functional.mlp(x, given, gamma, gate_up, down, gamma, 1e-5, fp8=True)
+        return [out, fp8, *carried, head_loss(x, given, gamma, head, targets)]
+
+    plain = run()
+    assert plain[0].requires_grad and plain[-1].requires_grad
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("it stores what a backward pass reads")
+
+    monkeypatch.setattr(functional, "gemm_rmsnorm_partial_cross_entropy", refused)
+    for name in ("_PLAIN", "FP8"):
+        by = getattr(functional, name)._replace(norm_swiglu=refused)
+        sequence: Any = functional._Fp8Mlp if name == "FP8" else functional._Mlp
+        monkeypatch.setitem(sequence.forward.__kwdefaults__, "by", by)
+    with torch.no_grad():
+        for mine, theirs in zip(run(), plain, strict=True):
+            assert torch.equal(mine, theirs) and not mine.requires_grad
+    for weight in (gate_up, down, head):
+        weight.requires_grad_(False)
+    assert all(map(torch.equal, run(), plain))
