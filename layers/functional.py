@@ -40,6 +40,7 @@ from coda_agent.generated import (
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers import passes
 from coda_agent.layers.fp8_products import FP8, Products, fitting
+from coda_agent.layers.packing import made_of
 from coda_agent.layers.weight_gradient import added, announced, mains, sum_product
 
 # Logits that the head holds at a time: 2 GiB in 16 bits for so many rows, 1 GiB for more. Each time
@@ -324,7 +325,8 @@ class _Mlp(torch.autograd.Function):
         else:
             act = by.norm_gated(h, gate_up, r)
         out, next_h, s = by.residual_norm(act, down, x, next_gamma)
-        ctx.save_for_backward(x, r, gamma, gate_up, down, z)
+        parts, ctx.places = _kept(gate_up)
+        ctx.save_for_backward(x, r, gamma, down, z, *parts)
         ctx.mains, ctx.activation = mains(gate_up, down), activation
         return _with_normed(ctx, out, next_h, _rms(s, next_eps))
 
@@ -332,19 +334,21 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dout: Tensor = grads[0]
-        x, r, gamma, gate_up, down, z = ctx.saved_tensors
+        x, r, gamma, down, z, *gate_up = ctx.saved_tensors
         needs = ctx.needs_input_grad
         dout = dout.contiguous()
         if ctx.activation == "silu":
             into = {"dZ": z} if _last_reader() else None
-            dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned(down), z, out=into)
+            dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned([down]), z, out=into)
             statistic = mean * (down.shape[1] / x.shape[1])
         else:
             dz, total, act = _fused(passes.gate_gradient, z)(dout @ down, z, ctx.activation)
             statistic = total / x.shape[1]
         ddown = added(ctx.mains[1], dout.T, act) if needs[5] else None
         del act
-        dx, n, dgamma = _through_norm(dz, _turned(gate_up), x, r, gamma, statistic, dout)
+        turned = _turned(gate_up, ctx.places)
+        dx, n, dgamma = _through_norm(dz, turned, x, r, gamma, statistic, dout)
+        del turned
         dgate_up = added(ctx.mains[0], dz.T, n) if needs[4] else None
         return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None, None, None
 
@@ -358,19 +362,22 @@ class _NormLinear(torch.autograd.Function):
             y: Any = by.norm(*factors, r)
         else:
             y = by.norm_rope(*factors, r, table)
-        ctx.save_for_backward(x, r, gamma, weight, bias, table, y)
+        parts, ctx.places = _kept(weight)
+        ctx.save_for_backward(x, r, gamma, bias, table, y, *parts)
         ctx.mains, ctx.rotated = mains(weight), rotated
         return (*y.split(sizes, dim=1), x.view_as(x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, r, gamma, weight, bias, table, y = ctx.saved_tensors
+        x, r, gamma, bias, table, y, *weight = ctx.saved_tensors
         *dparts, through = grads
         about = table, ctx.rotated, bias, x.shape[1]
         dy, statistic = _on(x).put_back(dparts, y, *about)
         last = statistic, through.contiguous()
-        dx, n, dgamma = _through_norm(dy, _turned(weight), x, r, gamma, *last)
+        turned = _turned(weight, ctx.places)
+        dx, n, dgamma = _through_norm(dy, turned, x, r, gamma, *last)
+        del turned
         dweight = added(ctx.mains[0], dy.T, n) if ctx.needs_input_grad[4] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[5] else None
         return dx, None, None, dgamma.to(gamma.dtype), dweight, dbias, None, None, None
@@ -403,7 +410,7 @@ class _HeadLoss(torch.autograd.Function):
         step = max(128, max(fitting) // 128 * 128)  # whole tiles
         lost = torch.empty_like(weights)
         dx, dgamma = torch.zeros_like(x), torch.zeros_like(gamma, dtype=torch.float32)
-        turned, dweight = _turned(weight), None
+        turned, dweight = _turned([weight]), None
         for start in range(0, len(x), step):
             some = slice(start, start + step)
             z, target, lse = gemm_rmsnorm_partial_cross_entropy(
@@ -498,15 +505,29 @@ def _with_bias(h: Tensor, r: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tens
     return torch.cat((h, columns), dim=1), torch.cat((weight, rows), dim=1)
 
 
-def _turned(weight: Tensor) -> Tensor:
-    """weightᵀ as B of a product, and where that pays its columns in memory order.
+def _turned(parts: Sequence[Tensor], places: Any = None) -> Tensor:
+    """weightᵀ as B of a product, of what is `_kept`; where that pays its columns in memory order.
 
     On an H200 (16,384 rows, 2026-11-23) products by weights of 23 to 180 MB took 1.05 to 1.29 times
     as long as by turned ones, and turning takes about 0.03 times as long as these. A weight of 13
     MB gained nothing.
     """
-    turn = weight.is_cuda and weight.numel() * weight.element_size() >= _LARGE_BYTES
-    return _on(weight).turned(weight.contiguous()) if turn else weight.T
+    if places is None and not _large(parts[0]):
+        return parts[0].T
+    return _on(parts[0]).turned(parts, places or ((0, 0, 0),))
+
+
+def _kept(weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    """What to keep of a weight for `_turned`, and how it was packed. A large one is turned out of
+    what it was packed of: until the backward pass a model's packed copies would take half as much
+    as its weights.
+    """
+    parts, places = made_of(weight)
+    return (parts, places) if _large(weight) else ((weight,), None)
+
+
+def _large(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.numel() * weight.element_size() >= _LARGE_BYTES
 
 
 def _last_reader() -> bool:

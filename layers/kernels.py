@@ -26,13 +26,21 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _turn(x, out, rows, columns, stride, TILE: tl.constexpr):
-    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+def _turn(parts, of, out, rows, columns, TILE: tl.constexpr):
+    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
     j = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    at = i.to(tl.int64)[:, None] * stride + j[None, :]
-    tile = tl.load(x + at, mask=(i < rows)[:, None] & (j < columns)[None, :])
-    to = j.to(tl.int64)[:, None] * rows + i[None, :]
-    tl.store(out + to, tl.trans(tile), mask=(j < columns)[:, None] & (i < rows)[None, :])
+    tile = tl.zeros((TILE, TILE), out.dtype.element_ty)
+    for which in tl.static_range(len(parts)):  # pyright: ignore[reportGeneralTypeIssues]
+        count, stride, base, first, half = of[which]
+        place = row - base
+        if half:  # the inverse of what `_pack` does
+            place = place // (2 * half) * (2 * half) + place % 2 * half + place % (2 * half) // 2
+        i = place - first
+        inside = ((row >= base) & (i >= 0) & (i < count))[:, None] & (j < columns)[None, :]
+        at = i.to(tl.int64)[:, None] * stride + j[None, :]
+        tile = tl.where(inside, tl.load(parts[which] + at, mask=inside, other=0.0), tile)
+    to = j.to(tl.int64)[:, None] * rows + row[None, :]
+    tl.store(out + to, tl.trans(tile), mask=(j < columns)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -147,15 +155,6 @@ def _pack(
                 tl.store(there, tl.load(here, mask=inside), mask=inside)
 
 
-def turned(x: Tensor) -> Tensor:
-    """xᵀ of x (R, C) with contiguous rows: (C, R), contiguous."""
-    rows, columns = x.shape
-    out = x.new_empty(columns, rows)
-    grid = triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE)
-    _launched(_turn, grid, x, x, out, rows, columns, x.stride(0), _TILE)
-    return out
-
-
 def put_back(
     grads: Sequence[Tensor],
     y: Tensor,
@@ -207,6 +206,16 @@ Places = Sequence[tuple[int, int, int]]
 """
 
 
+def turned(parts: Sequence[Tensor], places: Places = ((0, 0, 0),)) -> Tensor:
+    """The transpose (C, all R) of `packed`, contiguous, without what that takes."""
+    parts = [t if t.stride(1) == 1 else t.contiguous() for t in parts]
+    rows, columns = sum(map(len, parts)), parts[0].shape[1]
+    out = parts[0].new_empty(columns, rows)
+    grid = triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE)
+    _launched(_turn, grid, out, tuple(parts), _lying(parts, places), out, rows, columns, _TILE)
+    return out
+
+
 def packed(parts: Sequence[Tensor], places: Places) -> Tensor:
     """Rows of parts (R, C) as one (all R, C), contiguous."""
     out = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
@@ -224,11 +233,15 @@ def unpacked(packed: Tensor, rows: Sequence[int], places: Places) -> list[Tensor
 
 def _moved(packed: Tensor, parts: Sequence[Tensor], places: Places, *, back: bool) -> None:
     columns = packed.shape[1]
-    of = tuple((len(t), t.stride(0), *place) for t, place in zip(parts, places, strict=True))
+    of = _lying(parts, places)
     down = triton.cdiv(max(map(len, parts)), _PACKED_ROWS)
     grid = triton.cdiv(columns, _PACKED_STEP), down, len(parts)
     tile = _PACKED_ROWS, _PACKED_STEP
     _launched(_pack, grid, packed, packed, tuple(parts), of, columns, packed.stride(0), back, *tile)
+
+
+def _lying(parts: Sequence[Tensor], places: Places) -> tuple[tuple[int, ...], ...]:
+    return tuple((len(t), t.stride(0), *place) for t, place in zip(parts, places, strict=True))
 
 
 def _launched(kernel: Any, grid: tuple[int, ...], on: Tensor, *args: Any, warps: int = 8) -> None:

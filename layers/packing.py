@@ -20,7 +20,7 @@ def interleave(first: Tensor, second: Tensor) -> Tensor:
     """Rows of two weights (F, …) in turn: (2F, …)."""
     if first.shape == second.shape and _launches(first, second):
         half = len(first)
-        return _Packing.apply([(0, 0, half), (0, half, half)], first, second)
+        return _packed(((0, 0, half), (0, half, half)), first, second)
     return torch.stack((first, second), dim=1).flatten(0, 1)
 
 
@@ -49,7 +49,7 @@ def pack_qkv(q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int] | None) -> Te
     if heads is not None and _launches(q, k, v):
         halves = [len(t) // count // 2 for t, count in zip((q, k), heads, strict=True)]
         places = (0, 0, halves[0]), (len(q), 0, halves[1]), (len(q) + len(k), 0, 0)
-        return _Packing.apply(places, q, k, v)
+        return _packed(places, q, k, v)
     if heads is not None:
         q, k = pair_halves(q, heads[0]), pair_halves(k, heads[1])
     return torch.cat((q, k, v))
@@ -81,6 +81,18 @@ def rotary_table(cos: Tensor, sin: Tensor, rotated: int, columns: int) -> Tensor
     rest = head.new_zeros(len(head), columns - rotated * head.shape[1])
     rest[:, 0::2] = 1
     return torch.cat((head.repeat(1, rotated), rest), dim=1)
+
+
+def made_of(weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    """What a weight was packed of and where those rows lie in it (`kernels.Places`), where a launch
+    packed it. Who keeps that does not keep the copy."""
+    return getattr(weight, "_coda_packed", ((weight,), None))
+
+
+def _packed(places: Sequence[tuple[int, int, int]], *parts: Tensor) -> Tensor:
+    packed: Any = _Packing.apply(places, *parts)
+    packed._coda_packed = parts, places
+    return packed
 
 
 class _Packing(torch.autograd.Function):

@@ -21,9 +21,22 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 """Of gates, by name: the function, and what takes the gradient behind it to the one before it."""
 
 
-def turned(x: Tensor) -> Tensor:
-    """xᵀ of x (R, C): (C, R), contiguous."""
-    return x.T.contiguous()
+def turned(
+    parts: Sequence[Tensor], places: Sequence[tuple[int, int, int]] = ((0, 0, 0),)
+) -> Tensor:
+    """The transpose (C, all R) of rows of parts (R, C) that lie among each other, contiguous.
+
+    Args:
+        parts: Of one width.
+        places: Of each part (base, first, half), as `kernels.Places` has them.
+    """
+    out = parts[0].new_empty(parts[0].shape[1], sum(map(len, parts)))
+    for part, (base, first, half) in zip(parts, places, strict=True):
+        row = first + torch.arange(len(part), device=part.device)
+        if half:
+            row = row // (2 * half) * (2 * half) + row % half * 2 + row // half % 2
+        out[:, base + row] = part.T
+    return out
 
 
 def put_back(

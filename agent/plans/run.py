@@ -152,7 +152,7 @@ def _turned() -> Callable[[torch.Tensor], torch.Tensor]:
     def launch(x: torch.Tensor) -> torch.Tensor:
         from coda_agent.layers.kernels import turned
 
-        return turned(x)
+        return turned([x])
 
     library = operators()
     library.define("turned(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coda_agent.layers import functional
+from coda_agent.layers import functional, packing
 from coda_agent.layers.functional import head_loss, norm_linear, normed
 from coda_agent.layers.modules import HUGGING_FACE, TORCHTITAN, DecoderLayer, Names
 from tests.layers.llama import Config, Layer, RMSNorm, positions
@@ -310,3 +310,41 @@ def test_without_gradients_nothing_is_stored_for_them(monkeypatch: pytest.Monkey
     for weight in (gate_up, down, head):
         weight.requires_grad_(False)
     assert all(map(torch.equal, run(), plain))
+
+
+def test_a_large_packed_weight_is_kept_as_what_it_was_packed_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(functional, "_large", lambda _: True)
+    torch.manual_seed(3)
+    rows, width, ffn, heads, dim = 40, 64, 96, (3, 1), 16
+    x, gamma = torch.randn(rows, width).bfloat16(), torch.rand(width).bfloat16() + 0.5
+    gate, up, down, q, k, v = (
+        (torch.randn(shape) / shape[1] ** 0.5).bfloat16().requires_grad_()
+        for shape in (
+            (ffn, width),
+            (ffn, width),
+            (width, ffn),
+            (48, width),
+            (16, width),
+            (16, width),
+        )
+    )
+    given, table = normed(x, gamma, 1e-5), torch.randn(rows, 80).bfloat16()
+    ways = [(0, 0, ffn), (0, ffn, ffn)], [(0, 0, dim // 2), (48, 0, dim // 2), (64, 0, 0)]
+    found = []
+    for named in (False, True):
+        packed = packing.interleave(gate, up), packing.pack_qkv(q, k, v, heads)
+        if named:
+            for t, parts, places in zip(packed, ((gate, up), (q, k, v)), ways, strict=True):
+                t._coda_packed = parts, places  # pyright: ignore[reportAttributeAccessIssue]
+        out, carried = functional.mlp(x, given, gamma, packed[0], down, gamma, 1e-5)
+        *projected, _ = functional.norm_linear(out, carried, gamma, packed[1], (48, 16, 16), table)
+        saved = [out.grad_fn, projected[0].grad_fn.next_functions[0][0]]
+        held = {t.data_ptr() for one in saved for t in getattr(one, "saved_tensors", ())}
+        assert named != any(t.data_ptr() in held for t in packed)
+        assert named == all(t.data_ptr() in held for t in (gate, up))
+        loss: Any = sum((y.float() ** 2).sum() for y in (out, *projected))
+        found.append(torch.autograd.grad(loss, (gate, up, down, q, k, v)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)

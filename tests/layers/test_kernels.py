@@ -28,7 +28,14 @@ def heads(table, count, width):
 
 for kind, rounding in ((torch.float32, 1e-6), (torch.float16, 2**-10)):
     x = torch.randn(70, 200).to(kind)[:, :130]
-    assert torch.equal(kernels.turned(x), passes.turned(x))
+    assert torch.equal(kernels.turned([x]), x.T) and kernels.turned([x]).is_contiguous()
+    for counts, places in (
+        ((35, 35), ((0, 0, 35), (0, 35, 35))),
+        ((48, 24, 12), ((0, 0, 12), (48, 0, 4), (72, 0, 0))),
+    ):
+        parts = [torch.arange(200.0 * n).view(n, 200).sin().to(kind)[:, :130] for n in counts]
+        for one in (kernels, passes):
+            assert torch.equal(one.turned(parts, places), kernels.packed(parts, places).T)
 
     rows, columns, width = 11, 1400, 48
     drawn = [torch.randn(rows, columns + 8).to(kind)[:, 8:] for _ in range(3)]
@@ -88,6 +95,12 @@ for kind, rounding in ((torch.float32, 1e-6), (torch.float16, 2**-10)):
         for by_launch in (True, False):
             packing._launches = lambda *_: by_launch
             packed = getattr(packing, name)(*weights, *about)
+            parts, places = packing.made_of(packed)
+            if by_launch and about != (None,):
+                assert all(map(torch.equal, parts, weights))
+                assert torch.equal(passes.turned(parts, places), packed.T)
+            else:
+                assert parts[0] is packed and places is None
             grad = torch.arange(packed.numel()).view(packed.shape).to(kind)
             found.append([packed, *torch.autograd.grad(packed, weights, grad)])
         assert all(map(torch.equal, *found))
@@ -113,7 +126,7 @@ kernels._launched = warmed
 x = torch.empty(128, 256, dtype=torch.bfloat16, device="meta")
 row, whole = torch.empty(128, device="meta"), torch.empty(128, dtype=torch.int64, device="meta")
 with _absent():
-    kernels.turned(x)
+    kernels.turned((x, x), ((0, 0, 64), (128, 0, 0)))
     kernels.put_back(x.split((128, 64, 64), 1), x, x, (3, 64), None, 256)
     kernels.logit_gradient(x, row, whole, row)
     kernels.unpacked(x, (64, 64), ((0, 0, 64), (0, 64, 64)))
