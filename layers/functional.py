@@ -424,6 +424,7 @@ class _HeadLoss(torch.autograd.Function):
             dgamma += part
             if trained:
                 dweight = sum_product(dweight, z.T, n, last=start + step >= len(x))
+            del z  # or the next ones would be beside them
         ctx.save_for_backward(dx, dgamma, dweight)
         ctx.types, ctx.mains = (x.dtype, gamma.dtype, weight.dtype), mains(weight)
         return _weighted(lost, weights)

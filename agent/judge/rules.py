@@ -98,7 +98,7 @@ OUTSIDE = {
         "suggest",
     ),
     *_in("specs", "admission draft effects front_matter source tracing"),
-    *_in("generated", "gradients out sharded tables tuning"),
+    *_in("generated", "gradients out sharded tables tuning without"),
 }
 """Modules that decide no verdict: transport, records, words of findings, admission of specs, what a
 user measured for shapes of his own, drafts of specs, and which of the right tiles is run."""
