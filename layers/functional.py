@@ -40,7 +40,7 @@ from coda_agent.generated import (
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers import passes
 from coda_agent.layers.fp8_products import FP8, Products, fitting
-from coda_agent.layers.packing import made_of
+from coda_agent.layers.packing import made_of, on
 from coda_agent.layers.weight_gradient import added, announced, mains, sum_product
 
 # Logits that the head holds at a time: 2 GiB in 16 bits for so many rows, 1 GiB for more. Each time
@@ -373,7 +373,7 @@ class _NormLinear(torch.autograd.Function):
         x, r, gamma, bias, table, y, *weight = ctx.saved_tensors
         *dparts, through = grads
         about = table, ctx.rotated, bias, x.shape[1]
-        dy, statistic = _on(x).put_back(dparts, y, *about)
+        dy, statistic = on(x).put_back(dparts, y, *about)
         last = statistic, through.contiguous()
         turned = _turned(weight, ctx.places)
         dx, n, dgamma = _through_norm(dy, turned, x, r, gamma, *last)
@@ -417,7 +417,7 @@ class _HeadLoss(torch.autograd.Function):
                 h[some], weight, r[some], targets[some]
             )
             torch.sub(lse, target, out=lost[some])
-            total = _on(x).logit_gradient(z, lse, targets[some], weights[some])
+            total = on(x).logit_gradient(z, lse, targets[some], weights[some])
             statistic, update = total / x.shape[1], "in_place"
             args = x[some], r[some], gamma, statistic, dx[some], update
             _, n, part = _through_norm(z, turned, *args)
@@ -515,7 +515,7 @@ def _turned(parts: Sequence[Tensor], places: Any = None) -> Tensor:
     """
     if places is None and not _large(parts[0]):
         return parts[0].T
-    return _on(parts[0]).turned(parts, places or ((0, 0, 0),))
+    return on(parts[0]).turned(parts, places or ((0, 0, 0),))
 
 
 def _kept(weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
@@ -549,16 +549,6 @@ def _scaled(
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
-
-
-def _on(tensor: Tensor) -> Any:
-    """The passes as launches of their own where the tensor is on a GPU, else in PyTorch; what
-    torch.compile traces is in PyTorch, too."""
-    if tensor.is_cuda and not torch.compiler.is_compiling():
-        from coda_agent.layers import kernels  # Triton, which not every torch brings
-
-        return kernels
-    return passes
 
 
 def _fused(function: Callable[..., Any], on: Tensor) -> Callable[..., Any]:

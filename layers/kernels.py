@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coda_agent.layers.passes import Places
+
 _TILE = 64
 _ROWS, _STEP = 8, 512  # of a tile that a CTA of `_put_back` takes
 _PACKED_ROWS, _PACKED_STEP = 4, 1024
@@ -200,14 +202,8 @@ def logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, weights: Tensor) -> 
     return total
 
 
-Places = Sequence[tuple[int, int, int]]
-"""Of each part where its rows lie among the packed ones: those are counted from a base. There row
-`first + i` of the part's i is itself, or, with `half`, of two halves in turn: (base, first, half).
-"""
-
-
 def turned(parts: Sequence[Tensor], places: Places = ((0, 0, 0),)) -> Tensor:
-    """The transpose (C, all R) of `packed`, contiguous, without what that takes."""
+    """`passes.turned` on a GPU; what is packed is nowhere."""
     parts = [t if t.stride(1) == 1 else t.contiguous() for t in parts]
     rows, columns = sum(map(len, parts)), parts[0].shape[1]
     out = parts[0].new_empty(columns, rows)
@@ -217,14 +213,14 @@ def turned(parts: Sequence[Tensor], places: Places = ((0, 0, 0),)) -> Tensor:
 
 
 def packed(parts: Sequence[Tensor], places: Places) -> Tensor:
-    """Rows of parts (R, C) as one (all R, C), contiguous."""
+    """`passes.packed` on a GPU; rows may lie apart, their elements may not."""
     out = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
     _moved(out, parts, places, back=False)
     return out
 
 
 def unpacked(packed: Tensor, rows: Sequence[int], places: Places) -> list[Tensor]:
-    """The inverse of `packed`: parts of so many rows, contiguous."""
+    """`passes.unpacked` on a GPU."""
     packed = packed if packed.stride(1) == 1 else packed.contiguous()
     parts = [packed.new_empty(count, packed.shape[1]) for count in rows]
     _moved(packed, parts, places, back=True)

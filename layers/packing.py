@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from coda_agent.layers import passes
+from coda_agent.layers.passes import Places
+
 
 def interleave(first: Tensor, second: Tensor) -> Tensor:
     """Rows of two weights (F, …) in turn: (2F, …)."""
-    if first.shape == second.shape and _launches(first, second):
+    if first.shape == second.shape and _together(first, second):
         half = len(first)
         return _packed(((0, 0, half), (0, half, half)), first, second)
     return torch.stack((first, second), dim=1).flatten(0, 1)
@@ -46,7 +49,7 @@ def pack_qkv(q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int] | None) -> Te
         q, k, v: (Hq · D, …), (Hk · D, …), (Hk · D, …).
         heads: Hq and Hk, whose halves become pairs; None leaves the order as it is.
     """
-    if heads is not None and _launches(q, k, v):
+    if heads is not None and _together(q, k, v):
         halves = [len(t) // count // 2 for t, count in zip((q, k), heads, strict=True)]
         places = (0, 0, halves[0]), (len(q), 0, halves[1]), (len(q) + len(k), 0, 0)
         return _packed(places, q, k, v)
@@ -84,12 +87,12 @@ def rotary_table(cos: Tensor, sin: Tensor, rotated: int, columns: int) -> Tensor
 
 
 def made_of(weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-    """What a weight was packed of and where those rows lie in it (`kernels.Places`), where a launch
-    packed it. Who keeps that does not keep the copy."""
+    """What a weight was packed of and where those rows lie in it, None of what is no packed copy.
+    Who keeps that does not keep the copy."""
     return getattr(weight, "_coda_packed", ((weight,), None))
 
 
-def _packed(places: Sequence[tuple[int, int, int]], *parts: Tensor) -> Tensor:
+def _packed(places: Places, *parts: Tensor) -> Tensor:
     packed: Any = _Packing.apply(places, *parts)
     packed._coda_packed = parts, places
     return packed
@@ -102,29 +105,34 @@ class _Packing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        from coda_agent.layers import kernels  # Triton, which not every torch brings
-
         places, *parts = inputs
         ctx.places, ctx.rows = places, [*map(len, parts)]
-        return kernels.packed(parts, places)
+        return on(parts[0]).packed(parts, places)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        from coda_agent.layers import kernels
-
-        return None, *kernels.unpacked(grads[0], ctx.rows, ctx.places)
+        return None, *on(grads[0]).unpacked(grads[0], ctx.rows, ctx.places)
 
 
-def _launches(*weights: Tensor) -> bool:
-    """Whether launches of their own pack these: matrices on one GPU that no other code than
+def _together(*weights: Tensor) -> bool:
+    """Whether one pass packs these: matrices of one width, type and device that no other code than
     PyTorch's own, such as a DTensor's, and no torch.compile looks at."""
     first = weights[0]
     return not torch.compiler.is_compiling() and all(
         type(t) in (Tensor, nn.Parameter)
-        and t.is_cuda
         and t.ndim == 2
         and t.stride(1) == 1
         and (t.device, t.dtype, t.shape[1]) == (first.device, first.dtype, first.shape[1])
         for t in weights
     )
+
+
+def on(tensor: Tensor) -> Any:
+    """`passes` as launches of their own where the tensor is on a GPU, else in PyTorch; what
+    torch.compile traces is in PyTorch, too."""
+    if tensor.is_cuda and not torch.compiler.is_compiling():
+        from coda_agent.layers import kernels  # Triton, which not every torch brings
+
+        return kernels
+    return passes

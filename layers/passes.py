@@ -21,22 +21,36 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
 """Of gates, by name: the function, and what takes the gradient behind it to the one before it."""
 
 
-def turned(
-    parts: Sequence[Tensor], places: Sequence[tuple[int, int, int]] = ((0, 0, 0),)
-) -> Tensor:
-    """The transpose (C, all R) of rows of parts (R, C) that lie among each other, contiguous.
+Places = Sequence[tuple[int, int, int]]
+"""Of each part where its rows lie among the packed ones: those are counted from a base. There row
+`first + i` of the part's i is itself, or, with `half`, of two halves in turn: (base, first, half).
+"""
 
-    Args:
-        parts: Of one width.
-        places: Of each part (base, first, half), as `kernels.Places` has them.
-    """
-    out = parts[0].new_empty(parts[0].shape[1], sum(map(len, parts)))
-    for part, (base, first, half) in zip(parts, places, strict=True):
-        row = first + torch.arange(len(part), device=part.device)
-        if half:
-            row = row // (2 * half) * (2 * half) + row % half * 2 + row // half % 2
-        out[:, base + row] = part.T
+
+def packed(parts: Sequence[Tensor], places: Places) -> Tensor:
+    """Rows of parts (R, C) as one (all R, C), contiguous."""
+    out = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+    for part, place in zip(parts, places, strict=True):
+        out[_rows(len(part), place, out)] = part
     return out
+
+
+def unpacked(packed: Tensor, rows: Sequence[int], places: Places) -> list[Tensor]:
+    """The inverse of `packed`: parts of so many rows, contiguous."""
+    return [packed[_rows(n, place, packed)] for n, place in zip(rows, places, strict=True)]
+
+
+def turned(parts: Sequence[Tensor], places: Places = ((0, 0, 0),)) -> Tensor:
+    """The transpose (C, all R) of `packed`, contiguous."""
+    return packed(parts, places).T.contiguous()
+
+
+def _rows(count: int, place: tuple[int, int, int], on: Tensor) -> Tensor:
+    base, first, half = place
+    row = torch.arange(first, first + count, device=on.device)
+    if half:
+        row = row // (2 * half) * (2 * half) + row % half * 2 + row // half % 2
+    return base + row
 
 
 def put_back(

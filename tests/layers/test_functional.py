@@ -317,7 +317,7 @@ def test_a_large_packed_weight_is_kept_as_what_it_was_packed_of(
 ) -> None:
     monkeypatch.setattr(functional, "_large", lambda _: True)
     torch.manual_seed(3)
-    rows, width, ffn, heads, dim = 40, 64, 96, (3, 1), 16
+    rows, width, ffn, heads = 40, 64, 96, (3, 1)
     x, gamma = torch.randn(rows, width).bfloat16(), torch.rand(width).bfloat16() + 0.5
     gate, up, down, q, k, v = (
         (torch.randn(shape) / shape[1] ** 0.5).bfloat16().requires_grad_()
@@ -331,17 +331,15 @@ def test_a_large_packed_weight_is_kept_as_what_it_was_packed_of(
         )
     )
     given, table = normed(x, gamma, 1e-5), torch.randn(rows, 80).bfloat16()
-    ways = [(0, 0, ffn), (0, ffn, ffn)], [(0, 0, dim // 2), (48, 0, dim // 2), (64, 0, 0)]
     found = []
     for named in (False, True):
         packed = packing.interleave(gate, up), packing.pack_qkv(q, k, v, heads)
-        if named:
-            for t, parts, places in zip(packed, ((gate, up), (q, k, v)), ways, strict=True):
-                t._coda_packed = parts, places  # pyright: ignore[reportAttributeAccessIssue]
+        for t in packed if not named else ():
+            del t._coda_packed  # pyright: ignore[reportAttributeAccessIssue]
         out, carried = functional.mlp(x, given, gamma, packed[0], down, gamma, 1e-5)
         *projected, _ = functional.norm_linear(out, carried, gamma, packed[1], (48, 16, 16), table)
-        saved = [out.grad_fn, projected[0].grad_fn.next_functions[0][0]]
-        held = {t.data_ptr() for one in saved for t in getattr(one, "saved_tensors", ())}
+        nodes: list[Any] = [out.grad_fn, projected[0].grad_fn]
+        held = {t.data_ptr() for node in nodes for t in node.saved_tensors if t is not None}
         assert named != any(t.data_ptr() in held for t in packed)
         assert named == all(t.data_ptr() in held for t in (gate, up))
         loss: Any = sum((y.float() ** 2).sum() for y in (out, *projected))
