@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -42,7 +42,8 @@ class Composed:
         program: What it defines.
         level: What the judge gave it: "" where it was not asked, else "proved" or "verified"; or
             the level of the accepted kernel that computes the same.
-        folder: That kernel's, or "".
+        folder: Of the accepted kernel that computes the same, or the same and more; or "".
+        more: Whether that one has outputs more. Then its measured tiles are taken, not its level.
     """
 
     spec: Spec
@@ -50,10 +51,16 @@ class Composed:
     program: Program
     level: str
     folder: str
+    more: bool = False
 
     @property
     def accepted(self) -> str:
-        """The accepted kernel's name, or ""."""
+        """The name of the accepted kernel that computes the same, or ""."""
+        return "" if self.more else self.like
+
+    @property
+    def like(self) -> str:
+        """The name of the accepted kernel whose tiles it has, or ""."""
         return Path(self.folder).name
 
     @cached_property
@@ -64,7 +71,7 @@ class Composed:
         if known := _LOADED.get(name):
             return known
         programs = {self.spec.name: self.program}
-        if not self.accepted:
+        if not self.folder:
             return _LOADED.setdefault(name, Kernel(self.spec, programs, {}, frozenset(), name))
         known = load_kernel(Path(self.folder))
         like = Kernel(
@@ -109,7 +116,7 @@ def composed(
     try:
         known = known or _composed(text, {n: (x.shape, dtypes[n]) for n, x in inputs.items()})
         spec = load_spec(Path(f"{known['name']}.md"), text=known["spec"])
-        if known["accepted"]:
+        if known["accepted"] and not known["more"]:
             known["level"] = "accepted"
         elif judged and known["level"] != "verified" and known["level"] != _reachable():
             known["level"] = _judged(spec, known["text"])
@@ -120,7 +127,8 @@ def composed(
     if kept:
         remember(path, known)
     program = Program.from_dict(json.loads(known["program"]))
-    return Composed(spec, known["text"], program, known["level"], known["folder"])
+    about = known["level"], known["folder"], bool(known["more"])
+    return Composed(spec, known["text"], program, *about)
 
 
 def _composed(text: str, faces: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, str]:
@@ -137,11 +145,13 @@ def _composed(text: str, faces: Mapping[str, tuple[tuple[int, ...], str]]) -> di
     spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
     written = Composer().write(spec, lambda *_: None)
     program = load(written)[spec.name]
-    twin = _equal(program, spec)
+    twin, more = _equal(program, spec), ""
+    if twin is None and (twin := _equal(program, spec, _less)):
+        more = "yes"
     return {
         "name": source.name, "spec": spec.text, "text": written, "level": "",
         "program": json.dumps(program.to_dict()), "folder": str(twin.folder) if twin else "",
-        "accepted": _evidence(twin.folder) if twin else "",
+        "accepted": _evidence(twin.folder) if twin else "", "more": more,
     }  # fmt: skip
 
 
@@ -226,6 +236,18 @@ def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
     }
 
 
+def _whole(program: Program) -> Iterator[tuple[tuple[str, ...], Program]]:
+    yield (), program
+
+
+def _less(program: Program) -> Iterator[tuple[tuple[str, ...], Program]]:
+    """A program without each choice of its outputs that leaves one which reads as much."""
+    for count in range(1, len(program.outputs)):
+        for left_out in itertools.combinations(program.outputs, count):
+            with contextlib.suppress(ProgramError):
+                yield left_out, program.without(left_out)
+
+
 def _evidence(folder: Path) -> str:
     """A digest of an accepted kernel's program and of what is known of it; "" where there is none.
 
@@ -245,16 +267,19 @@ def equal(program: Program, spec: Spec) -> str:
     return twin.name if twin else ""
 
 
-def _equal(program: Program, spec: Spec) -> Entry | None:
+def _equal(program: Program, spec: Spec, without: Callable[..., Any] = _whole) -> Entry | None:
+    """The accepted kernel that computes the same by one of its programs, or by one of them without
+    some outputs, as `without` gives them."""
     for kernel, programs, theirs in _accepted().values():
-        if any(_same(program, p) for p in programs):
-            if sorted(_types(theirs)) == sorted(_types(spec)):
+        for left_out, other in (x for p in programs for x in without(p)):
+            if _same(program, other) and _types(theirs, left_out) == _types(spec):
                 return kernel
     return None
 
 
-def _types(spec: Spec) -> Iterator[str]:
-    return (x.dtype for x in (*spec.inputs.values(), *spec.outputs.values()))
+def _types(spec: Spec, left_out: Sequence[str] = ()) -> list[str]:
+    outputs = [x for o, x in spec.outputs.items() if o not in left_out]
+    return sorted(x.dtype for x in (*spec.inputs.values(), *outputs))
 
 
 def _same(one: Program, other: Program) -> bool:

@@ -169,7 +169,9 @@ def _cost(step: Kernel | Value, plan: Plan) -> Cost:
     if isinstance(step, Value):
         return _call(step, plan.why.get(step, "known only after the kernels before it"))
     about = step.made.about if isinstance(step.made, Made) else None
-    level = f"{about.accepted}, {about.level}" if about and about.accepted else "composed"
+    level = "composed"
+    if about and about.folder:
+        level = f"composed, with tiles of {about.like}" if about.more else f"{about.like}, accepted"
     return Cost(
         step=step.name,
         bytes=sum(v.bytes for v in (*step.inputs, *step.outputs)),

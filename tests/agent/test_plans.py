@@ -727,6 +727,30 @@ def inner(x: Tensor, r: Tensor, wo: Tensor, g: Tensor, w: Tensor):
 
 
 @pytest.mark.sampled(0.3)
+def test_what_computes_less_than_an_accepted_kernel_has_its_tiles() -> None:
+    """And not its level: it is judged by itself."""
+
+    def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+    x, gate, up = drawn(40, D), drawn(FF, D), drawn(FF, D, seed=2)
+    fused = plain(gated)
+    plan = fused.plan(x, gate, up)
+    assert plan is not None and isinstance(plan.kernels[0].made, Made)
+    about = plan.kernels[0].made.about
+    assert (about.like, about.accepted, about.level) == ("gemm_swiglu", "", "")
+    gpu, less = "NVIDIA H200", generated.gemm_swiglu.without("D")
+    assert about.program.digest == less.programs["gemm_swiglu"].digest
+    for shape in ((16, 2 * FF, D), (4096, 28672, 4096), (777, 2048, 1024)):
+        assert about.kernel.choose(*shape, "bfloat16", gpu=gpu) == less.choose(
+            *shape, "bfloat16", gpu=gpu
+        )
+    assert torch.allclose(fused(x, gate, up), gated(x, gate, up), atol=2e-2)
+    again = plain(gated).plan(x, gate, up)
+    assert again is not None and isinstance(again.kernels[0].made, Made)
+    assert again.kernels[0].made.about.like == "gemm_swiglu"
+
+
 def test_explain_shows_a_functions_plan_and_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
