@@ -37,10 +37,19 @@ def _begin_worker(secrets: dict[str, str], count: int) -> None:
     # Threads of several processes spin while they wait for one another: seconds became minutes.
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
 
-    def leave_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        if parent:
-            parent.join()
-        os._exit(1)  # a worker whose parent was killed would wait for work for ever
+    leave_with_parent()
 
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+
+def leave_with_parent() -> None:
+    """This process ends when the one that spawned it does: a worker whose parent was killed would
+    wait for work for ever."""
+
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=wait, daemon=True).start()

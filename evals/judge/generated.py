@@ -24,6 +24,7 @@ from coda_agent.agent.judge.meaning import replayed
 from coda_agent.agent.judge.static import check_source
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.scores import Judge, recorded
+from coda_agent.evals.workers import leave_with_parent
 from coda_agent.primitives.errors import ProgramError, SpecError
 from coda_agent.specs import Spec, draw_inputs, load_spec, run_reference
 from coda_agent.specs.admission import admit
@@ -276,9 +277,7 @@ def score_batches(
     kept with their "reference".
     """
     cores, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        cores, context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with ProcessPoolExecutor(cores, context, initializer=_begin_worker) as pool:
 
         def batch(numbers: range) -> dict[str, Any]:
             found = [*pool.map(partial(one, seed), numbers)]
@@ -291,6 +290,11 @@ def score_batches(
         ranges = [range(i, min(i + _BATCH, count)) for i in starts]
         jobs = {f"{r.start} to {r.stop - 1}": lambda r=r: batch(r) for r in ranges}
         return recorded(judge, name, {"seed": seed}, jobs)
+
+
+def _begin_worker() -> None:
+    torch.set_num_threads(1)
+    leave_with_parent()
 
 
 def _kind(said: str) -> str:

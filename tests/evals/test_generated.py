@@ -1,6 +1,10 @@
 """Functions written at random: the composer refuses them in a line, or is right, and the judge says
 the same."""
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +265,42 @@ def _imported(text: str) -> str:
     start = head.index("from coda_agent")
     names = "Tile, epilogue, greater, maximum, minimum, where"
     return f"{head[:start]}from coda_agent.primitives import {names}\n\n\n@epilogue{body}"
+
+
+SLOW = """
+import os, sys, time
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from coda_agent.evals.judge.generated import score_batches
+from coda_agent.evals.judge.scores import Judge
+
+def one(seed, number):
+    Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    score_batches(Judge(Path(sys.argv[1]), "cpu"), "slow", one, 100, seed=1)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW)
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+    try:
+        assert waited(lambda: [*tmp_path.glob("*.pid")], 120)
+    finally:
+        parent.kill()
+        parent.wait()
+    workers = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert waited(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 60)
+
+
+def waited(done: Callable[[], Any], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not done():
+        time.sleep(0.1)
+    return bool(done())
