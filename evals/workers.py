@@ -43,13 +43,11 @@ def _begin_worker(secrets: dict[str, str], count: int) -> None:
 def leave_with_parent() -> None:
     """This process ends when the one that spawned it does: a worker whose parent was killed would
     wait for work for ever."""
-
-    parent = multiprocessing.parent_process()
+    if (parent := multiprocessing.parent_process()) is None:
+        return
 
     def wait() -> None:
-        assert parent is not None
         parent.join()
         os._exit(1)
 
-    if parent is not None:
-        threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()

@@ -406,8 +406,8 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         x, h, r, gamma, weight, targets, weights = inputs
         trained = ctx.needs_input_grad[4]
-        fitting = min(_LOGITS // len(weight), _LOGIT_ROWS), _LOGITS // 2 // len(weight)
-        step = max(128, max(fitting) // 128 * 128)  # whole tiles
+        rows = _LOGITS // len(weight)
+        step = max(128, max(min(rows, _LOGIT_ROWS), rows // 2) // 128 * 128)  # whole tiles
         lost = torch.empty_like(weights)
         dx, dgamma = torch.zeros_like(x), torch.zeros_like(gamma, dtype=torch.float32)
         turned, dweight = _turned([weight]), None
@@ -551,7 +551,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _fused(function: Callable[..., Any], on: Tensor) -> Callable[..., Any]:
-    """`function` as one kernel of Inductor where `on` is on a GPU; on a CPU as it is."""
-    eager = on.is_cuda and not torch.compiler.is_compiling()
+def _fused(function: Callable[..., Any], where: Tensor) -> Callable[..., Any]:
+    """`function` as one kernel of Inductor where `where` is on a GPU; on a CPU as it is."""
+    eager = where.is_cuda and not torch.compiler.is_compiling()
     return _compiled(function) if eager else function

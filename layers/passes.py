@@ -45,9 +45,9 @@ def turned(parts: Sequence[Tensor], places: Places = ((0, 0, 0),)) -> Tensor:
     return packed(parts, places).T.contiguous()
 
 
-def _rows(count: int, place: tuple[int, int, int], on: Tensor) -> Tensor:
+def _rows(count: int, place: tuple[int, int, int], of: Tensor) -> Tensor:
     base, first, half = place
-    row = torch.arange(first, first + count, device=on.device)
+    row = torch.arange(first, first + count, device=of.device)
     if half:
         row = row // (2 * half) * (2 * half) + row % half * 2 + row // half % 2
     return base + row

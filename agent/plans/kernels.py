@@ -146,7 +146,7 @@ def _composed(text: str, faces: Mapping[str, tuple[tuple[int, ...], str]]) -> di
     written = Composer().write(spec, lambda *_: None)
     program = load(written)[spec.name]
     twin, more = _equal(program, spec), ""
-    if twin is None and (twin := _equal(program, spec, _less)):
+    if twin is None and (twin := _equal(program, spec, more=True)):
         more = "yes"
     return {
         "name": source.name, "spec": spec.text, "text": written, "level": "",
@@ -236,10 +236,6 @@ def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
     }
 
 
-def _whole(program: Program) -> Iterator[tuple[tuple[str, ...], Program]]:
-    yield (), program
-
-
 def _less(program: Program) -> Iterator[tuple[tuple[str, ...], Program]]:
     """A program without each choice of its outputs that leaves one which reads as much."""
     for count in range(1, len(program.outputs)):
@@ -267,11 +263,11 @@ def equal(program: Program, spec: Spec) -> str:
     return twin.name if twin else ""
 
 
-def _equal(program: Program, spec: Spec, without: Callable[..., Any] = _whole) -> Entry | None:
-    """The accepted kernel that computes the same by one of its programs, or by one of them without
-    some outputs, as `without` gives them."""
+def _equal(program: Program, spec: Spec, *, more: bool = False) -> Entry | None:
+    """The accepted kernel that computes the same by one of its programs; or the same and `more`."""
     for kernel, programs, theirs in _accepted().values():
-        for left_out, other in (x for p in programs for x in without(p)):
+        known = (x for p in programs for x in (_less(p) if more else [((), p)]))
+        for left_out, other in known:
             if _same(program, other) and _types(theirs, left_out) == _types(spec):
                 return kernel
     return None
