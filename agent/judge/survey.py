@@ -8,8 +8,8 @@
   those within a tenth: on an H200 the median of six rounds repeated to 1.6 % (2026-11-22).
 - Where the fastest takes half a millisecond or more, those near it are timed in streams as well: a
   training step is one, at the GPU's power limit. There the order is another. For logits of
-  8192 x 128256 x 2048 on an H200, 128x160 and 128x176 were at 1.06 and 1.07 of cuBLAS after a
-  pause, and at 0.97 and 1.00 in streams (2026-11-24). Both orders count alike.
+  8192 x 128256 x 2048 on an H200, 128x160 and 128x176 were at 1.06 and 1.07 of cuBLAS warm, and
+  at 0.97 and 1.00 in streams (2026-11-24). Both orders count alike.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def _timed(clock: DeviceClock, runs: Mapping[TileConfig, Launched]) -> dict[Tile
     }
     fastest = min(us.values(), default=0.0)
     if fastest >= _LONG_US:
-        near = {c.label: c for c, time in us.items() if time <= _STAGES[1][1] * fastest}
-        streams = steady({label: runs[c] for label, c in near.items()}, gpu=clock)
-        found = {near[n]: s.median_us for n, s in streams.items() if not s.fault}
+        close = {c.label: c for c, time in us.items() if time <= _STAGES[1][1] * fastest}
+        streams = steady({label: runs[c] for label, c in close.items()}, gpu=clock)
+        found = {close[n]: s.median_us for n, s in streams.items() if not s.fault}
         least_us = min(found.values(), default=0.0)
         us |= {
             c: fastest * math.sqrt(us[c] / fastest * time / least_us) for c, time in found.items()
