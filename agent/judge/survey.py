@@ -114,9 +114,7 @@ def _timed(clock: DeviceClock, runs: Mapping[TileConfig, Launched]) -> dict[Tile
         streams = steady({label: runs[c] for label, c in close.items()}, gpu=clock)
         found = {close[n]: s.median_us for n, s in streams.items() if not s.fault}
         least_us = min(found.values(), default=0.0)
-        us |= {
-            c: fastest * math.sqrt(us[c] / fastest * time / least_us) for c, time in found.items()
-        }
+        us |= {c: math.sqrt(us[c] * time * fastest / least_us) for c, time in found.items()}
     return {c: round(time, 2) for c, time in us.items()}
 
 

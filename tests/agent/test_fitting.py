@@ -127,7 +127,7 @@ def test_long_products_count_in_streams_too(
     alone = {c.label: simulated_us(c, *size) for c in on_offer}
     fastest = min(alone.values())
     near = [label for label, us in alone.items() if us <= 1.1 * fastest]
-    # In streams what is slower after a pause is faster, and about one nothing is known.
+    # In streams what is slower when warm is faster, and about one nothing is known.
     at = {label: 3 * fastest**2 / alone[label] for label in near}
     seen: list[str] = []
 
