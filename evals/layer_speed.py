@@ -20,6 +20,7 @@ from coda_agent.evals import (
     gradient_cases,
     layer_cases,
     pages,
+    sharded_step,
     train_step,
 )
 from coda_agent.evals.contest import Clock, require_hopper
@@ -28,8 +29,9 @@ from coda_agent.evals.fuse_cases import Function
 from coda_agent.evals.gradient_cases import Differentiated
 from coda_agent.evals.layer_cases import Widths
 from coda_agent.evals.model_cases import Captured
+from coda_agent.evals.sharded_step import ALONE, Sharded
 from coda_agent.evals.train_step import COURSE, Fp8Training, Training
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, MachineError
 
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
@@ -59,6 +61,7 @@ CASES: dict[str, Widths | Fp8Widths | Training] = {
     "head Llama-3-8B": Widths(4096, words=128256),
     "train-1b": Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
     "train-1b fp8": Fp8Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
+    "train-1b on 2 GPUs": Sharded(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
 }
 
 TINYLLAMA = {
@@ -102,7 +105,7 @@ def measure(
         suite: One of `SUITES`.
         clock: What times.
         machine: `gpu` (name, driver) and `packages`, kept with each cell.
-        cases: Some of the suite's; none means all.
+        cases: Some of the suite's; none means all that this machine can have.
         names: Some of `CONTENDERS`; none means all. Ours and the products always take part.
         rounds: Timed rounds a cell.
         seconds: Begin no further case after so long.
@@ -112,7 +115,7 @@ def measure(
 
     Raises:
         CodaError: an unknown case or contender.
-        MachineError: no Hopper GPU.
+        MachineError: no Hopper GPU, or too few for a case that is named.
     """
     began, known_cases = time.monotonic(), SUITES[suite]
     for what, given, known in (("case", cases, known_cases), ("contender", names, CONTENDERS)):
@@ -138,7 +141,13 @@ def measure(
             say(f"{case} and what follows: left, after {seconds:g} s")
             break
         started = time.monotonic()
-        it = what.on(device, shrink)
+        try:
+            it = what.on(device, shrink)
+        except MachineError as why:
+            if cases:
+                raise
+            say(f"{case}: left, since {why}")
+            continue
         found = it.measured(wanted, clock, rounds or ROUNDS)
         took = round(time.monotonic() - started, 1)
         cells[case] = {
@@ -171,6 +180,9 @@ def _sources(suite: str, kind: type) -> dict[str, Any]:
         return _of_gradients()
     if kind is Fp8Training:
         return _of_fp8_training()
+    if kind is Sharded:
+        layers, file = _of_layers(), Path(str(sharded_step.__file__))
+        return {**layers, "rank": rules.meaning(file.read_text("utf-8"))}
     return _of_fp8() if kind is Fp8Widths else _of_layers()
 
 
@@ -299,15 +311,18 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
             row.append((case, *(str(shown.get(n, "")) for n in named)))
     shown = (1, *range(5, COURSE + 1, 5))
     course: pages.Rows = [("", "", *(f"step {i}" for i in shown))]
+    trained = CONTENDERS | ALONE
     for case, cell in cells.items():
         for name, losses_of in cell.get("course", {}).items():
-            course.append((case, CONTENDERS[name], *(f"{losses_of[i - 1]:.3f}" for i in shown)))
+            course.append((case, trained[name], *(f"{losses_of[i - 1]:.3f}" for i in shown)))
     page = pages.write(
         root / "docs" / f"{suite}.md", f"{suite}.md", record=file.relative_to(root).as_posix(),
         date=record["date"], rows=rows, memory=memory, apart=apart, steps=steps, ways={
             way: [case for case, cell in cells.items() if cell.get("way") == way]
             for way in ("torch.compile", "PyTorch")
-        }, losses=losses, course=course, linears={
+        }, losses=losses, course=course, sharded=[
+            case for case in cells if isinstance(cases.get(case), Sharded)
+        ], linears={
             case: cell["linears"] for case, cell in cells.items() if "linears" in cell
         },
         left=[case for case in cases if case not in cells], older=older,

@@ -25,7 +25,7 @@ CONFIG = KINDS["llama"]
 
 @pytest.mark.sampled(0.34, "two ranks")
 def test_fsdp_is_as_near_to_float64_as_pytorch() -> None:
-    on_two_ranks(_near)
+    on_two_ranks(_all)
 
 
 def test_layers_share_a_table_of_rotations() -> None:
@@ -40,7 +40,7 @@ def test_layers_share_a_table_of_rotations() -> None:
 @pytest.mark.sampled(0.34, "two ranks")
 def test_state_dicts_of_a_sharded_model() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        on_two_ranks(_states, folder)
+        on_two_ranks(states, folder)
 
 
 @pytest.mark.sampled(0.34, "two ranks")
@@ -50,7 +50,7 @@ def test_what_is_sharded_otherwise_is_refused() -> None:
 
 def test_the_head_s_weights_where_fsdp_gathers_them() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    on_two_ranks(_head)
+    on_two_ranks(head)
 
 
 def sharded(model: Any, mesh: Any, *tail: Any, **options: Any) -> Any:
@@ -70,8 +70,9 @@ def full(t: Any) -> Tensor:
 def trained(model: Any, mesh: Any) -> dict[str, Tensor]:
     """The loss and all gradients of the second of two steps without an optimizer, on rows that
     ranks do not share."""
-    g = torch.Generator().manual_seed(mesh.get_rank())
-    ids, found = torch.randint(0, 96, (2, 23), generator=g), None
+    g = torch.Generator("cpu").manual_seed(mesh.get_rank())
+    ids = torch.randint(0, 96, (2, 23), generator=g, device="cpu").to(mesh.device_type)
+    found = None
     for _ in range(2):
         model.zero_grad()
         found = model.train()(ids, labels=ids).loss
@@ -91,21 +92,26 @@ def trained(model: Any, mesh: Any) -> dict[str, Tensor]:
 
 
 def hold(ours: Any, theirs: Any, truth: dict[str, Tensor], mesh: Any) -> None:
-    """Hold that a model's gradients are as near to the truth as another's, and its loss nearly."""
+    """Hold that a model's gradients are as near to the truth as another's, and its loss nearly.
+    A GPU adds in another order: a tensor of few elements is one draw of roundings."""
+    times = 1.0 if mesh.device_type == "cpu" else 1.5
     found, others = trained(ours, mesh), trained(theirs, mesh)
     assert found.keys() == others.keys() == truth.keys()
     for name, exact in truth.items():
         if name == "loss":
             torch.testing.assert_close(found[name].double(), exact.double(), rtol=2e-3, atol=0)
         else:
-            within(found[name], others[name], exact)
+            within(found[name], others[name], exact, times=times)
 
 
-def _near(mesh: Any) -> None:
+def _all(mesh: Any) -> None:
+    near(mesh)
+    late(mesh)
+    in_fp8(mesh)
+
+
+def near(mesh: Any) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    mixed: Any = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def same(model: Any) -> None:
         pass
@@ -127,7 +133,7 @@ def _near(mesh: Any) -> None:
         (False, wrapped, {"reshard_after_forward": False}),
         (True, wrapped, {}),
         (True, reentrant, {}),
-        (True, wide, {"mp_policy": mixed}),
+        (True, wide, {"mp_policy": mixed()}),
     ]
     for i, (pack, change, options) in enumerate(cases):
         # As on a GPU, large weights are turned out of what FSDP gathers again.
@@ -144,14 +150,25 @@ def _near(mesh: Any) -> None:
             torch.testing.assert_close(logits, theirs.eval()(ids).logits, rtol=0.1, atol=0.05)
         assert report._layers[0].kept is None  # whole weights, of which FSDP would not say a write
 
-    # What is sharded already is looked at as a forward pass has it: here in bfloat16.
+
+def mixed() -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def late(mesh: Any) -> None:
+    """What is sharded already is looked at as a forward pass has it: here in bfloat16."""
+    truth = trained(sharded(built(CONFIG).double(), mesh), mesh)
     ours, theirs = (built(CONFIG).float() for _ in range(2))
     for model in (ours, theirs):
-        sharded(model, mesh, [model.model.norm, model.lm_head], mp_policy=mixed)
+        sharded(model, mesh, [model.model.norm, model.lm_head], mp_policy=mixed())
     assert [*apply_coda_kernels(ours).replaced] == ["layers.0", "layers.1"]
     hold(ours, theirs, truth, mesh)
 
-    # In FP8 a layer quantises what was gathered: as without FSDP, but for roundings in between.
+
+def in_fp8(mesh: Any) -> None:
+    """A layer quantises what was gathered: as without FSDP, but for roundings in between."""
     ours, alone = built(CONFIG), built(CONFIG)
     apply_coda_kernels(alone, pack=True, fp8=True)
     apply_coda_kernels(ours, pack=True, fp8=True)
@@ -163,7 +180,7 @@ def _near(mesh: Any) -> None:
             assert (found[name] - t / 2).norm() <= 0.1 * (t / 2).norm(), name
 
 
-def _states(mesh: Any, folder: str) -> None:
+def states(mesh: Any, folder: str) -> None:
     from torch.distributed.checkpoint import state_dict, state_dict_loader, state_dict_saver
 
     by_dcp: Any = state_dict.get_model_state_dict
@@ -261,7 +278,7 @@ def _refusals(mesh: Any) -> None:
         linear_residual_norm(a, weight, x, torch.ones(64).bfloat16(), 1e-5)
 
 
-def _head(mesh: Any) -> None:
+def head(mesh: Any) -> None:
     transformers: Any = importlib.import_module("transformers")
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, head_dim=16)
