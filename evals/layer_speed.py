@@ -173,7 +173,7 @@ def _about(
 def _sources(suite: str, kind: type) -> dict[str, Any]:
     """What figures of a kind of case depend on, beside the machine."""
     if suite == "models":
-        return _of_plans()
+        return _of_plans(folders=("plans", "capture"))
     if suite == "fuse":
         return _of_plans("fuse_cases", "fuse_functions")
     if suite == "gradients":
@@ -198,12 +198,11 @@ def _of_gradients() -> dict[str, Any]:
     return {"sources": meant, "kernels": _of_kernels(getattr(generated, n) for n in sorted(names))}
 
 
-def _of_plans(*cases: str) -> dict[str, Any]:
-    """Of plans: what the sources mean that make a plan out of a configuration or of a function, and
+def _of_plans(*cases: str, folders: Sequence[str] = ("plans",)) -> dict[str, Any]:
+    """Of plans: what the sources mean that make a plan out of a function or of a configuration, and
     those of the cases."""
     agent, evals = Path(rules.__file__).parents[1], Path(__file__).parent
-    folders = (agent / "plans", agent / "capture", agent / "authors" / "composer")
-    files = [*(file for folder in folders for file in folder.glob("*.py"))]
+    files = [file for x in (*folders, "authors/composer") for file in (agent / x).glob("*.py")]
     files += [evals / f"{name}.py" for name in ("layer_cases", "model_cases", *cases)]
     return {
         f"{file.parent.name}/{file.name}": rules.meaning(file.read_text("utf-8"))

@@ -70,20 +70,25 @@ class ByPlans:
 
         whole = torch.compile(lambda t: attending(self.layer, t), dynamic=False)
         ways: dict[str, Run] = {"torch.compile": whole, "plans": self._run}
-        inputs = [x for x in t.values() if x.requires_grad]
-
-        def step(way: Run) -> None:
-            with torch.enable_grad():
-                outs = way(t)
-                torch.autograd.grad(outs, inputs, [torch.ones_like(y) for y in outs])
-
         self.us = {}
         try:
-            step(whole)
+            step(whole, t)
         except Exception:  # of Inductor, whatever it is
             return
-        self.way, self.us = fastest({name: partial(step, way) for name, way in ways.items()})
+        self.way, self.us = fastest({name: partial(step, way, t) for name, way in ways.items()})
         self._run = ways[self.way]
+
+
+def step(way: Run, t: Mapping[str, Tensor]) -> None:
+    """Both passes as in training, where each gradient comes to lie as its weight does. What a plan
+    has merged is copied then: without that, plans of TinyLlama at 32 tokens took 265 us of an H200,
+    and with it 333. The tensors given keep their gradients."""
+    import torch
+
+    given = {name: x.detach().requires_grad_(x.requires_grad) for name, x in t.items()}
+    with torch.enable_grad():
+        outs = way(given)
+        torch.autograd.backward(outs, [torch.ones_like(y) for y in outs])
 
 
 def _planned(c: Layer, piece: Piece, *, judged: bool) -> Part:

@@ -91,6 +91,32 @@ def test_what_is_slower_than_torch_compile_is_torch_compiles(
     assert (broken.way, broken.us) == ("plans", {})
 
 
+def test_a_way_is_timed_with_the_gradients_that_training_keeps() -> None:
+    """A gradient that is a part of another is copied to lie as its weight does."""
+    weight, x = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3)
+    weight.grad = kept = torch.full((4, 3), 7.0)
+    strides = list[tuple[int, ...]]()
+
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            ctx.save_for_backward(inputs[0])
+            return inputs[0] @ inputs[1].T
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return None, (ctx.saved_tensors[0].T @ grads[0]).T
+
+    def way(t: Any) -> Any:
+        assert t["weight"].data_ptr() == weight.data_ptr() and not t["x"].requires_grad
+        t["weight"].register_post_accumulate_grad_hook(lambda w: strides.append(w.grad.stride()))
+        return (Turned.apply(t["x"], t["weight"]),)
+
+    running.step(way, {"weight": weight, "x": x})
+    assert strides == [(3, 1)]
+    assert weight.grad is kept and torch.equal(kept, torch.full((4, 3), 7.0))
+
+
 def test_what_is_unknown_is_said(tmp_path: Path) -> None:
     with pytest.raises(CodaError, match=r"no case .Llama., expected TinyLlama-1\.1B 32 tokens"):
         run(tmp_path, cases=["Llama"])
