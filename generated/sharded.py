@@ -102,7 +102,7 @@ def _axes(kernel: str, a: DTensor, b: DTensor) -> list[int | None]:
     axes: list[int | None] = []
     parts: dict[int, int] = {}
     whole = Replicate()
-    for p, q, ranks in zip(a.placements, b.placements, a.device_mesh.shape, strict=True):
+    for i, (p, q) in enumerate(zip(a.placements, b.placements, strict=True)):
         if type(p) is Shard and p.dim < a.ndim - 1 and q == whole:
             axis = p.dim
         elif p == whole and type(q) is Shard and q.dim == 0:
@@ -117,7 +117,8 @@ def _axes(kernel: str, a: DTensor, b: DTensor) -> list[int | None]:
             )
         axes.append(axis)
         if axis is not None:
-            parts[axis] = parts.get(axis, 1) * ranks
+            # torch.compile of torch 2.11 goes through no mesh's shape.
+            parts[axis] = parts.get(axis, 1) * a.device_mesh.size(i)
     for axis, ranks in parts.items():
         label, extent = ("B", b.shape[0]) if axis == _COLUMNS else ("A", a.shape[axis])
         if extent % ranks:
