@@ -317,6 +317,18 @@ def test_the_readme_gives_what_the_record_has() -> None:
     assert f"in {mine} GiB beside {theirs} and {liger} GiB" in text
     assert f"are {blocks[0]:.2f} to {blocks[-1]:.2f} times as fast as under torch.compile" in text
     assert f"They take {saved[0]} to {saved[-1]} % less memory. [docs" in text
+    step, two = cells["train-1b fp8"]["step"]["over"], cells["train-1b on 2 GPUs"]
+    ours, theirs = (f"{step[n]['ratio']:.2f}" for n in ("bf16", "compile"))
+    assert f"that step was {ours} times as fast as ours in bfloat16, and {theirs} times" in text
+    by, course = two["step"]["over"], two["course"]
+    said = f"was {by['compile']['ratio']:.2f} times as fast as under torch.compile, and "
+    assert f"{said}{by['liger']['ratio']:.2f} times as fast as with Liger. In 20" in text
+    far = [
+        max(abs(a - b) for a, b in zip(course[n], course[f"{n} alone"], strict=True))
+        for n in ("ours", "eager")
+    ]
+    assert f"from {course['ours'][0]:.2f} to {course['ours'][-1]:.2f} and stayed" in text
+    assert f"within {far[0]:.2f} of those on one GPU, PyTorch's within {far[1]:.2f}" in text
     eight = [cell for case, cell in cells.items() if "forward" in cell and case.endswith("fp8")]
     by = [sorted(c["forward"]["over"][n]["ratio"] for c in eight) for n in ("compile", "gemm")]
     saved = sorted(
