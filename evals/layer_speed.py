@@ -3,27 +3,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from coda_agent.agent.judge import rules
 from coda_agent.agent.judge.timing import PROTOCOL
 from coda_agent.evals import (
-    fp8_cases,
+    dependence,
     fuse_cases,
     gradient_cases,
-    layer_cases,
     pages,
-    sharded_step,
-    train_step,
 )
 from coda_agent.evals.contest import Clock, require_hopper
+from coda_agent.evals.dependence import digest
 from coda_agent.evals.fp8_cases import Fp8Widths
 from coda_agent.evals.fuse_cases import Function
 from coda_agent.evals.gradient_cases import Differentiated
@@ -33,13 +28,7 @@ from coda_agent.evals.sharded_step import ALONE, Sharded
 from coda_agent.evals.train_step import COURSE, Fp8Training, Training
 from coda_agent.primitives.errors import CodaError, MachineError
 
-if TYPE_CHECKING:
-    from coda_agent.generated.kernel import Kernel
-
 ROUNDS = 15
-EARLIER = ", earlier"
-"""What follows the name of a case in the record that was measured before ours packed in each call,
-torch.compile might reuse memory in the backward pass, and fallbacks were looked for."""
 CONTENDERS = {
     "ours": "ours", "packed": "ours, packed before", "gemm": "the bare products",
     "eager": "PyTorch", "compile": "torch.compile",
@@ -124,17 +113,18 @@ def measure(
     if device == "cuda":
         require_hopper()
     path = pages.gpu_record(root, suite, machine, device)
-    cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
+    record = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    cells, chains = record.get("cells", {}), record.get("sources", {})
     kinds = {type(known_cases[case]) for case in cases or known_cases}
-    sources = {kind: _sources(suite, kind) for kind in kinds}
+    depends = {kind: dependence.of(suite, kind) for kind in kinds}
     for done, case in enumerate(cases or known_cases):
         what = known_cases[case]
         wanted = {"ours", "gemm", *(names or CONTENDERS)} & {*what.CONTENDERS}
         sizes = asdict(what.shrunk(shrink) if shrink > 1 else what)
-        depends = clock.PROTOCOL, sources[type(what)]
-        digest, held = _digest(_about(machine, sizes, *depends)), cells.get(case, {})
-        whole = what.PHASES[-1]
-        if held.get("digest") == digest and {*held[whole]["times"], *held["absent"]} >= wanted:
+        about, on, kind = _about(machine, sizes, clock.PROTOCOL), depends[type(what)], type(what)
+        whole, held, chain = what.PHASES[-1], cells.get(case, {}), chains.get(kind.__name__, [])
+        known = dependence.fresh(held, about, on, chain)
+        if known and {*held[whole]["times"], *held["absent"]} >= wanted:
             say(f"{case}: in the record")
             continue
         if done and seconds is not None and time.monotonic() - began > seconds:
@@ -151,12 +141,13 @@ def measure(
         found = it.measured(wanted, clock, rounds or ROUNDS)
         took = round(time.monotonic() - started, 1)
         cells[case] = {
-            "digest": digest, "sizes": sizes, "tokens": it.tokens, "machine": machine, **found,
-            "seconds": took,
+            "digest": digest([*about, on.kernels]), "sources": digest(on.sources),
+            "sizes": sizes, "tokens": it.tokens, "machine": machine, **found, "seconds": took,
         }  # fmt: skip
-        cells.pop(f"{case}{EARLIER}", None)
+        chains[kind.__name__] = dependence.measured(chain, on)
         del it
-        pages.write_record(path, {"suite": suite, "date": pages.today()}, cells)
+        head = {"suite": suite, "date": pages.today(), "sources": chains}
+        pages.write_record(path, head, cells)
         over = {n: r["ratio"] for n, r in found[whole]["over"].items() if n != "ours"}
         fell = dict.fromkeys(found["fallbacks"], " (fell back)")
         said = ", ".join(f"{n} {ratio:.3f}{fell.get(n, '')}" for n, ratio in over.items())
@@ -164,102 +155,29 @@ def measure(
     return path
 
 
-def _about(
-    machine: Mapping[str, Any], sizes: Mapping[str, Any], protocol: int, sources: Mapping[str, Any]
-) -> list[Any]:
-    return [machine["gpu"], machine["packages"], sizes, protocol, sources]
+def _about(machine: Mapping[str, Any], sizes: Mapping[str, Any], protocol: int) -> list[Any]:
+    return [machine["gpu"], machine["packages"], sizes, protocol]
 
 
-def _sources(suite: str, kind: type) -> dict[str, Any]:
-    """What figures of a kind of case depend on, beside the machine."""
-    if suite == "models":
-        return _of_plans(folders=("plans", "capture"))
-    if suite == "fuse":
-        return _of_plans("fuse_cases", "fuse_functions")
-    if suite == "gradients":
-        return _of_gradients()
-    if kind is Fp8Training:
-        return _of_fp8_training()
-    if kind is Sharded:
-        layers, file = _of_layers(), Path(str(sharded_step.__file__))
-        return {**layers, "rank": rules.meaning(file.read_text("utf-8"))}
-    return _of_fp8() if kind is Fp8Widths else _of_layers()
+def declare_same(root: Path, suite: str, why: str) -> None:
+    """Declare that sources of a suite's cases, which were changed since its latest record, time the
+    same.
+
+    Raises:
+        CodaError: no record, no reason, or no change.
+    """
+    record, file = _record(root, suite)
+    kinds = {type(what) for what in SUITES[suite].values()}
+    head = {key: value for key, value in record.items() if key != "cells"}
+    head["sources"] = dependence.declare_same(record.get("sources", {}), suite, kinds, why)
+    pages.write_record(file, head, record["cells"])
 
 
-def _of_gradients() -> dict[str, Any]:
-    """Of gradients: what the sources mean that derive, compile and launch them, and the kernels."""
-    from coda_agent import generated
-
-    root = Path(__file__).parents[1]
-    files = [*root.glob("primitives/gradient*.py"), root / "generated" / "gradients.py"]
-    files.append(Path(str(gradient_cases.__file__)))
-    meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in sorted(files)}
-    names = {case.kernel for case in gradient_cases.CASES.values()}
-    return {"sources": meant, "kernels": _of_kernels(getattr(generated, n) for n in sorted(names))}
-
-
-def _of_plans(*cases: str, folders: Sequence[str] = ("plans",)) -> dict[str, Any]:
-    """Of plans: what the sources mean that make a plan out of a function or of a configuration, and
-    those of the cases."""
-    agent, evals = Path(rules.__file__).parents[1], Path(__file__).parent
-    files = [file for x in (*folders, "authors/composer") for file in (agent / x).glob("*.py")]
-    files += [evals / f"{name}.py" for name in ("layer_cases", "model_cases", *cases)]
-    return {
-        f"{file.parent.name}/{file.name}": rules.meaning(file.read_text("utf-8"))
-        for file in sorted(files)
-    }
-
-
-def _of_layers() -> dict[str, Any]:
-    """Of layers in 16 bits: what the sources of layers and of their cases mean, and the accepted
-    kernels that they call, with their tiles."""
-    from coda_agent.layers import functional
-
-    folder = Path(str(functional.__file__)).parent
-    files = [*({*folder.glob("*.py")} - {folder / "fp8.py"})]
-    files += [Path(str(cases.__file__)) for cases in (layer_cases, train_step)]
-    meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in sorted(files)}
-    return {"sources": meant, "kernels": _called(functional)}
-
-
-def _of_fp8() -> dict[str, Any]:
-    """The same of layers in FP8, which have all sources of the others and their own."""
-    from coda_agent.layers import fp8
-
-    files = (Path(str(module.__file__)) for module in (fp8, fp8_cases))
-    meant = {file.name: rules.meaning(file.read_text("utf-8")) for file in files}
-    return {"sources": _of_layers()["sources"] | meant, "kernels": _called(fp8)}
-
-
-def _of_fp8_training() -> dict[str, Any]:
-    """The same of training in FP8, which has kernels of both."""
-    from coda_agent.layers import fp8_products
-
-    layers, linear = _of_layers(), Path(__file__).with_name("float8_linear.py")
-    return {
-        "sources": layers["sources"] | {linear.name: rules.meaning(linear.read_text("utf-8"))},
-        "kernels": layers["kernels"] | _called(fp8_products),
-    }
-
-
-def _called(module: ModuleType) -> dict[str, str]:
-    """Digests of the accepted kernels that a module calls, with their tiles. What leaves some of
-    their outputs out follows from them."""
-    from coda_agent.generated.kernel import Kernel
-
-    kernels = (kernel for kernel in vars(module).values() if isinstance(kernel, Kernel))
-    return _of_kernels(kernel for kernel in kernels if not kernel.left_out)
-
-
-def _of_kernels(kernels: Iterable[Kernel]) -> dict[str, str]:
-    return {
-        k.spec.name: _digest([[p.digest for p in k.programs.values()], sorted(k.refused), k.tuned])
-        for k in kernels
-    }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+def _record(root: Path, suite: str) -> tuple[dict[str, Any], Path]:
+    if not (found := pages.latest(root, suite)):
+        hint = f"`coda-agent bench --suite {suite}`"
+        raise CodaError(f"there is no record of {suite}", hint=hint)
+    return found
 
 
 def write_page(root: Path, suite: str = "layers") -> list[Path]:
@@ -268,23 +186,20 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
     Raises:
         CodaError: no record.
     """
-    if not (found := pages.latest(root, suite)):
-        hint = f"`coda-agent bench --suite {suite}`"
-        raise CodaError(f"there is no record of {suite}", hint=hint)
-    (record, file), cases = found, SUITES[suite]
-    names = [name for case in cases for name in (case, f"{case}{EARLIER}")]
-    cells = {name: cell for name in names if (cell := record["cells"].get(name))}
-    kinds = {name: type(cases[name.removesuffix(EARLIER)]) for name in cells}
-    sources = {kind: _sources(suite, kind) for kind in kinds.values()}
+    (record, file), cases = _record(root, suite), SUITES[suite]
+    cells = {name: cell for name in cases if (cell := record["cells"].get(name))}
+    kinds, chains = {type(cases[name]) for name in cells}, record.get("sources", {})
+    depends = {kind: dependence.of(suite, kind) for kind in kinds}
     older = list[str]()
     for name, cell in cells.items():
-        about = _about(cell["machine"], cell.get("sizes", {}), PROTOCOL, sources[kinds[name]])
-        older += [name] * (cell.get("digest") != _digest(about))
+        about, kind = _about(cell["machine"], cell.get("sizes", {}), PROTOCOL), type(cases[name])
+        chain = chains.get(kind.__name__, [])
+        older += [name] * (not dependence.fresh(cell, about, depends[kind], chain))
     taking = {n for case in cases.values() for n in case.CONTENDERS}
     others = [n for n in CONTENDERS if n != "ours" and n in taking]
     rows = [("", "", "ours, µs", *(f"over {CONTENDERS[n]}" for n in others))]
     for case, cell in cells.items():
-        for phase in cases[case.removesuffix(EARLIER)].PHASES:
+        for phase in cases[case].PHASES:
             over = cell[phase]["over"]
             fell = dict.fromkeys(cell.get("fallbacks", ()), ", fell back")
             shown = [pages.filled(pages.interval("it"), {"it": over[n]}) + fell.get(n, "")
@@ -325,7 +240,7 @@ def write_page(root: Path, suite: str = "layers") -> list[Path]:
             case: cell["linears"] for case, cell in cells.items() if "linears" in cell
         },
         left=[case for case in cases if case not in cells], older=older,
-        earlier=any(name.endswith(EARLIER) for name in cells),
+        same=dict.fromkeys(link["why"] for chain in chains.values() for link in chain[1:]),
         **{key: [f"{case}: {CONTENDERS[n]}: {why}" for case, cell in cells.items()
                  for n, why in cell.get(key, {}).items()] for key in ("absent", "fallbacks")},
         **(fuse_cases.summary(cells) if suite in ("fuse", "gradients") else {}),

@@ -26,6 +26,7 @@ from coda_agent.evals import (
 )
 from coda_agent.evals.review import write_benchmarks
 from coda_agent.generated.kernel import load_kernel
+from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import use_cache
 
 
@@ -57,6 +58,10 @@ def bench(
     table: Annotated[
         bool, typer.Option("--table", help="Only write the page in docs/ from what is stored.")
     ] = False,
+    same: Annotated[
+        str | None,
+        typer.Option(help="Of layers, models, fuse, gradients: why changed sources time the same."),
+    ] = None,
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
     root = find().root
@@ -73,8 +78,12 @@ def bench(
             use_cache()
             chain_error.measure(root, machine=_machine(), device="cuda")
         return _written(chain_error.write_page(root))
+    if same is not None and suite not in layer_speed.SUITES:
+        raise CodaError(f"--same goes with --suite {', '.join(layer_speed.SUITES)}")
     if suite in layer_speed.SUITES:
-        if not table:
+        if same is not None:
+            layer_speed.declare_same(root, suite, same)
+        elif not table:
             contest.require_hopper()
             use_cache()
             require_idle()

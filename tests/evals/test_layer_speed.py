@@ -18,10 +18,12 @@ import torch
 
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import PROTOCOL
-from coda_agent.evals import layer_cases, layer_speed, pages, train_step
+from coda_agent.evals import dependence, layer_cases, layer_speed, pages, train_step
 from coda_agent.evals.float8_linear import converted
 from coda_agent.evals.fp8_cases import Fp8Case
-from coda_agent.evals.layer_speed import CASES, measure, write_page
+from coda_agent.evals.layer_cases import Widths
+from coda_agent.evals.layer_speed import CASES, declare_same, measure, write_page
+from coda_agent.evals.sharded_step import Sharded
 from coda_agent.evals.train_step import Fp8Training, Training
 from coda_agent.layers import fp8, functional
 from coda_agent.primitives.errors import CodaError
@@ -66,10 +68,11 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
         assert 0.0 < cell["errors"]["ours"] <= 1.05  # at these sizes single roundings count
     assert clock.calls == 3 * (4 + 4 + 3)  # a head packs nothing
     assert run(tmp_path, clock) == [f"{case}: in the record" for case in SMALL]
-    cells["block Qwen2.5-7B"]["digest"] = "of other sources"
+    cells["block Qwen2.5-7B"]["digest"] = "of other kernels"
     cells["block 2048"]["fallbacks"] = {"eager": "graph break: a *print*"}
-    cells |= {f"head 4096{layer_speed.EARLIER}": cells.pop("head 4096")}
-    pages.write_record(file, {"suite": "layers", "date": "2026-11-23"}, cells)
+    head = json.loads(file.read_text()) | {"date": "2026-11-23"}
+    del cells["head 4096"], head["cells"]
+    pages.write_record(file, head, cells)
     _, page = write_page(tmp_path)
     text = page.read_text()
     assert (
@@ -81,7 +84,6 @@ def test_cases_are_kept_and_as_right_as_pytorchs(tmp_path: Path) -> None:
         in text
     )
     assert "- block 2048: PyTorch: graph break: a \\*print\\*" in text
-    assert "| head 4096, earlier | both | 10 |" in text and "Rows *earlier* were" in text
     assert "has changed since they were measured: block Qwen2.5-7B.\n" in text
     left = [c for c in CASES if c not in SMALL or c == "head 4096"]
     assert f"Not measured yet: {', '.join(left)}." in text
@@ -106,9 +108,9 @@ def test_a_forward_pass_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert f"| block 2048 fp8 | {cell['ours']} | {cell['eager']} |" in text
     again = {"cases": cases, "names": ["eager", "compile", "compile_unit"]}
     assert run(tmp_path, clock, **again) == [f"{case}: in the record" for case in cases]
-    before = layer_speed._of_layers()
+    before = dependence.of("layers", Widths)
     monkeypatch.setitem(fp8.gemm_fp8_rmsnorm_rope.tuned, "another GPU", {})
-    assert layer_speed._of_layers() == before and "fp8.py" not in before["sources"]
+    assert dependence.of("layers", Widths) == before and "layers/fp8.py" not in before.sources
     assert run(tmp_path, clock, **again)[0].startswith("block 2048 fp8: forward over gemm 0.900")
 
 
@@ -238,21 +240,58 @@ def test_the_page_gives_tokens_a_second(tmp_path: Path) -> None:
 
 
 def test_a_cell_is_of_its_sources_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = layer_speed._of_layers()
-    assert {"functional.py", "kernels.py", "layer_cases.py"} < before["sources"].keys()
-    assert before["kernels"].keys() >= {"gemm_rmsnorm_swiglu", "gemm_residual_partial_rmsnorm_bwd"}
+    before = dependence.of("layers", Widths)
+    expected = {"layers/functional.py", "layers/kernels.py", "evals/layer_cases.py"}
+    assert expected < before.sources.keys()
+    assert before.kernels.keys() >= {"gemm_rmsnorm_swiglu", "gemm_residual_partial_rmsnorm_bwd"}
     monkeypatch.setitem(functional.gemm_rmsnorm.tuned, "another GPU", {})
-    then = layer_speed._of_layers()
-    assert [n for n, held in then["kernels"].items() if held != before["kernels"][n]] == [
-        "gemm_rmsnorm"
-    ]
-    assert then["sources"] == before["sources"]
-    trained = layer_speed._of_fp8_training()
-    assert {"fp8_products.py", "fp8_kernels.py", "float8_linear.py"} < trained["sources"].keys()
-    assert trained["kernels"].keys() - then["kernels"].keys() == {
+    then = dependence.of("layers", Widths)
+    assert [n for n, held in then.kernels.items() if held != before.kernels[n]] == ["gemm_rmsnorm"]
+    assert then.sources == before.sources
+    trained = dependence.of("layers", Fp8Training)
+    expected = {"layers/fp8_products.py", "layers/fp8_kernels.py", "evals/float8_linear.py"}
+    assert expected < trained.sources.keys()
+    assert dependence.of("layers", Sharded).sources.keys() - before.sources.keys() == {
+        "evals/sharded_step.py"
+    }
+    assert trained.kernels.keys() - then.kernels.keys() == {
         f"gemm_fp8_{name}"
         for name in ("residual_partial_rmsnorm", "rmsnorm", "rmsnorm_rope", "rmsnorm_swiglu")
     }
+
+
+def test_sources_that_time_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, clock = ["head 4096", "block 2048"], Clock()
+    meant, of = {"a.py": "first"}, dependence.of
+    monkeypatch.setattr(dependence, "of", lambda *kind: of(*kind)._replace(sources={**meant}))
+    run(tmp_path, clock, cases=cases)
+    older = "has changed since they were measured: "
+
+    def page() -> str:
+        return write_page(tmp_path)[1].read_text()
+
+    assert older not in page()
+    with pytest.raises(CodaError, match="those of its record: nothing to declare"):
+        declare_same(tmp_path, "layers", "a comment")
+    meant["a.py"] = "second"
+    assert f"{older}block 2048, head 4096.\n" in page()
+    with pytest.raises(CodaError, match="--same is empty, expected the reason"):
+        declare_same(tmp_path, "layers", " ")
+    declare_same(tmp_path, "layers", "a *name* alone")
+    assert older not in page() and "time the same: a \\*name\\* alone\n" in page()
+    assert run(tmp_path, clock, cases=cases) == [f"{case}: in the record" for case in cases]
+    # Kernels are not declared, nor what was measured before other sources were.
+    monkeypatch.setitem(functional.gemm_rmsnorm_rope.tuned, "another GPU", {})
+    assert f"{older}block 2048, head 4096.\n" in page()
+    monkeypatch.delitem(functional.gemm_rmsnorm_rope.tuned, "another GPU")
+    meant["a.py"] = "third"
+    run(tmp_path, clock, cases=cases[:1])
+    assert f"{older}block 2048.\n" in page() and "time the same" not in page()
+    meant["a.py"] = "fourth"
+    declare_same(tmp_path, "layers", "another name")
+    assert f"{older}block 2048.\n" in page()
+    meant["a.py"] = "second"  # as they were once: its chain has ended
+    assert f"{older}block 2048, head 4096.\n" in page()
 
 
 def test_what_torch_compile_leaves_as_it_was_is_named() -> None:
@@ -303,7 +342,7 @@ def test_the_readme_gives_what_the_record_has() -> None:
     over = {
         case: cell["both"]["over"]["compile"]["ratio"]
         for case, cell in cells.items()
-        if "both" in cell and not case.endswith(layer_speed.EARLIER)
+        if "both" in cell
     }
     blocks = sorted(ratio for case, ratio in over.items() if case.startswith("block"))
     peaks = [cells[case]["peak_mib"] for case in over if case.startswith("block")]
