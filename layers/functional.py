@@ -290,8 +290,9 @@ _unstored_logits = gemm_rmsnorm_partial_cross_entropy.without("Z")
 
 class _LinearResidualNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
         a, weight, x, gamma, eps = inputs
+        by = by or _PLAIN  # as a default torch.compile of torch 2.9 knows no kernel
         out, h, s = by.residual_norm(a, weight, x, gamma)
         ctx.save_for_backward(a, weight)
         ctx.mains = mains(weight)
@@ -314,8 +315,9 @@ class _LinearResidualNorm(torch.autograd.Function):
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
         x, h, r, gamma, gate_up, down, next_gamma, next_eps, activation, asked = inputs
+        by = by or _PLAIN  # as a default torch.compile of torch 2.9 knows no kernel
         z: Any = None
         if activation != "silu":
             z = by.norm(h, gate_up, r)
@@ -355,8 +357,9 @@ class _Mlp(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any, by: Products = _PLAIN) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
         x, h, r, gamma, weight, bias, sizes, table, rotated = inputs
+        by = by or _PLAIN  # as a default torch.compile of torch 2.9 knows no kernel
         factors = (h, weight) if bias is None else _with_bias(h, r, weight, bias)
         if table is None:
             y: Any = by.norm(*factors, r)
@@ -385,20 +388,20 @@ class _NormLinear(torch.autograd.Function):
 
 class _Fp8LinearResidualNorm(_LinearResidualNorm):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any, by: Products = FP8) -> tuple[Tensor, ...]:
-        return _LinearResidualNorm.forward(ctx, *inputs, by=by)
+    def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
+        return _LinearResidualNorm.forward(ctx, *inputs, by=by or FP8)
 
 
 class _Fp8Mlp(_Mlp):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any, by: Products = FP8) -> tuple[Tensor, ...]:
-        return _Mlp.forward(ctx, *inputs, by=by)
+    def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
+        return _Mlp.forward(ctx, *inputs, by=by or FP8)
 
 
 class _Fp8NormLinear(_NormLinear):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any, by: Products = FP8) -> tuple[Tensor, ...]:
-        return _NormLinear.forward(ctx, *inputs, by=by)
+    def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
+        return _NormLinear.forward(ctx, *inputs, by=by or FP8)
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -12,8 +12,8 @@ import itertools
 import logging
 import math
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +199,20 @@ def _lines(path: str) -> Any:
                 frame = frame.f_back
             if frame is None:
                 return call(func, args, kwargs or {})
-            with notes.annotate({"line": frame.f_lineno}):
+            with _at(frame.f_lineno):
                 return call(func, args, kwargs or {})
 
     return Lines()
+
+
+@contextmanager
+def _at(line: int) -> Iterator[None]:
+    """Notes the line at nodes that are recorded meanwhile. torch 2.9 has no
+    `torch.fx.traceback.annotate`."""
+    meta = notes.get_current_meta()
+    before = meta.get("custom", {})
+    meta["custom"] = {**before, "line": line}
+    try:
+        yield
+    finally:
+        meta["custom"] = before
