@@ -111,11 +111,12 @@ def _of_plans(*cases: str, folders: Sequence[str] = ("plans",)) -> dict[str, str
 def _of_layers() -> Depends:
     """Of layers in 16 bits: the sources of layers and of their cases, and the accepted kernels that
     they call."""
-    from coda_agent.layers import functional
+    from coda_agent.layers import functional, head
 
     folder = _file(functional).parent
     files = {*folder.glob("*.py")} - {folder / "fp8.py"}
-    return Depends(_meant(*files, _file(layer_cases), _file(train_step)), _called(functional))
+    meant = _meant(*files, _file(layer_cases), _file(train_step))
+    return Depends(meant, _called(functional, head))
 
 
 def _of_fp8(layers: Depends) -> Depends:
@@ -145,12 +146,13 @@ def _file(module: ModuleType) -> Path:
     return Path(str(module.__file__))
 
 
-def _called(module: ModuleType) -> dict[str, str]:
-    """Of the accepted kernels that a module calls. What leaves some of their outputs out follows
-    from them."""
+def _called(*modules: ModuleType) -> dict[str, str]:
+    """Of the accepted kernels that modules call. What leaves some of their outputs out follows from
+    them."""
     from coda_agent.generated.kernel import Kernel
 
-    kernels = (kernel for kernel in vars(module).values() if isinstance(kernel, Kernel))
+    found = (value for module in modules for value in vars(module).values())
+    kernels = (kernel for kernel in found if isinstance(kernel, Kernel))
     return _of_kernels(kernel for kernel in kernels if not kernel.left_out)
 
 

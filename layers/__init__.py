@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coda_agent.layers.functional import (
         Normed,
-        head_loss,
         linear_residual_norm,
         mlp,
         norm_linear,
         normed,
         qk_norm_rope,
     )
+    from coda_agent.layers.head import head_loss
     from coda_agent.layers.modules import DecoderLayer
     from coda_agent.layers.patch import (
         Report,
@@ -46,10 +46,11 @@ __all__ = [
 ]
 _FUNCTIONS = {name for name in __all__ if name.islower() and not name.startswith("apply")}
 _FUNCTIONS |= {"Normed"}
+_HOMES = {"DecoderLayer": "modules", "head_loss": "head"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"no {name!r} in coda_agent.layers; there are: {', '.join(__all__)}")
-    home = "functional" if name in _FUNCTIONS else "modules" if name == "DecoderLayer" else "patch"
+    home = _HOMES.get(name, "functional" if name in _FUNCTIONS else "patch")
     return getattr(import_module(f"coda_agent.layers.{home}"), name)

@@ -32,7 +32,7 @@ from coda_agent.generated import (
 from coda_agent.layers import modules
 from coda_agent.layers.fit import eps as eps_of
 from coda_agent.layers.fp8_products import E4M3, LARGEST, Quantised, fitting, rows, whole
-from coda_agent.layers.functional import _fused
+from coda_agent.layers.passes import fused
 
 __all__ = [
     "E4M3",
@@ -97,7 +97,7 @@ def normed(x: Tensor, gamma: Tensor, eps: float) -> Quantised:
         ValueError: a gradient is asked for.
     """
     _forward_only(x, gamma)
-    return Quantised(*_fused(_normed, x)(x, gamma, eps))
+    return Quantised(*fused(_normed, x)(x, gamma, eps))
 
 
 def linear_residual_norm(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -33,26 +33,21 @@ from coda_agent.generated import (
     gemm_residual_partial_rmsnorm,
     gemm_residual_partial_rmsnorm_bwd,
     gemm_rmsnorm,
-    gemm_rmsnorm_partial_cross_entropy,
     gemm_rmsnorm_rope,
     gemm_rmsnorm_swiglu,
 )
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers import passes
 from coda_agent.layers.fp8_products import FP8, Products, fitting
-from coda_agent.layers.packing import made_of, on
-from coda_agent.layers.weight_gradient import added, announced, mains, sum_product
-
-# Logits that the head holds at a time: 2 GiB in 16 bits for so many rows, 1 GiB for more. Each time
-# the weight's gradient is read and written in float32, which many rows make rare.
-_LOGITS, _LOGIT_ROWS = 1 << 30, 8192
-_LARGE_BYTES = 20_000_000
+from coda_agent.layers.packing import kept_weight, on, turned_weight
+from coda_agent.layers.passes import fused
+from coda_agent.layers.weight_gradient import added, mains
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _of_whole(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def of_whole(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Refuse DTensors: a norm's statistic, and its backward pass, need rows that are whole."""
 
     @wraps(function)
@@ -81,14 +76,14 @@ class Normed(NamedTuple):
     r: Tensor
 
 
-@_of_whole
+@of_whole
 def normed(x: Tensor, gamma: Tensor, eps: float) -> Normed:
     """The `Normed` of a stream that no kernel wrote, such as an embedding's."""
     with torch.no_grad():
-        return Normed(*_fused(_normed, x)(x, gamma, eps))
+        return Normed(*fused(_normed, x)(x, gamma, eps))
 
 
-@_of_whole
+@of_whole
 def linear_residual_norm(
     a: Tensor, weight: Tensor, x: Tensor, gamma: Tensor, eps: float, *, fp8: bool = False
 ) -> tuple[Tensor, Normed]:
@@ -110,7 +105,7 @@ def linear_residual_norm(
     return out, Normed(h, r)
 
 
-@_of_whole
+@of_whole
 def mlp(
     x: Tensor,
     given: Normed,
@@ -145,13 +140,13 @@ def mlp(
     if activation not in passes.ACTIVATIONS:
         known = ", ".join(passes.ACTIVATIONS)
         raise ValueError(f"no activation {activation!r}, expected one of {known}")
-    last = next_gamma.detach(), next_eps, activation, _asked(x, gamma, gate_up, down)
+    last = next_gamma.detach(), next_eps, activation, asked(x, gamma, gate_up, down)
     sequence = _Fp8Mlp if _in_fp8(fp8, x, gate_up, down) else _Mlp
     out, h, r = sequence.apply(x, *given, gamma, gate_up, down, *last)
     return out, Normed(h, r)
 
 
-@_of_whole
+@of_whole
 def norm_linear(
     x: Tensor,
     given: Normed,
@@ -204,7 +199,7 @@ def norm_linear(
     return sequence.apply(x, *given, gamma, weight, bias, tuple(sizes), table, rotated)
 
 
-@_of_whole
+@of_whole
 def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> Tensor:
     """Query or key (M, H · D) of `norm_linear` with no table: the RMS norm of each head, then the
     rotation. There is no accepted kernel of both: it is a pass of PyTorch.
@@ -215,67 +210,19 @@ def qk_norm_rope(y: Tensor, gamma: Tensor, eps: float, table: Tensor | None) -> 
         eps: Of the norm.
         table: (M, H · D), those columns of `packing.rotary_table`; None rotates nothing.
     """
-    return _fused(passes.qk_norm_rope, y)(y, gamma, eps, table)
+    return fused(passes.qk_norm_rope, y)(y, gamma, eps, table)
 
 
-@_of_whole
+@of_whole
 def gate(z: Tensor, activation: str) -> Tensor:
     """f(g) · u of gates g and ups u in turn, the columns of z (M, 2F): a pass of PyTorch."""
-    return _fused(passes.gated, z)(z, activation)
+    return fused(passes.gated, z)(z, activation)
 
 
-@_of_whole
+@of_whole
 def add_normed(x: Tensor, y: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """x (M, d) plus y (M, d) by its RMS norm, times gamma (d,): a pass of PyTorch."""
-    return _fused(passes.add_normed, y)(x, y, gamma, eps)
-
-
-@_of_whole
-def head_loss(
-    x: Tensor,
-    given: Normed,
-    gamma: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    count: Tensor | float | None = None,
-) -> Tensor:
-    """The cross-entropy of n weightᵀ with n = x · r · gamma, over all rows; float32.
-
-    Logits are held for some rows at a time, and gradients are taken while they are there. Where no
-    gradient is asked for, nothing of them is stored. Keep it out of torch.compile's graphs
-    (`torch.compiler.disable`), as patched models do.
-
-    Args:
-        x: (M, d), the stream.
-        given: Its `Normed` by `gamma`.
-        gamma: (d,), the final norm's weight.
-        weight: (V, d), V a multiple of 16.
-        targets: (M,), int64 columns of `weight`.
-        ignore_index: The target of rows that do not count.
-        count: What the sum is divided by; by default the rows that count.
-
-    Raises:
-        RuntimeError: a target that counts is no column of `weight`; on a GPU a failed assertion
-            there, as of PyTorch's cross-entropy.
-    """
-    rows = targets != ignore_index
-    if count is None:
-        count = rows.sum()
-    count = torch.as_tensor(count, dtype=torch.float32, device=x.device)
-    # A power of two is left to the backward pass: float16 does not hold the gradients of a mean.
-    # Not by frexp and ldexp: an export's loss that had them was wrong by Inductor on an H200.
-    power = torch.exp2(-torch.log2(count).ceil())
-    weights = rows / (count * power)
-    known = targets.where(rows, 0)
-    inside = ((known >= 0) & (known < len(weight))).all()
-    message = f"a target is none of {len(weight)} columns, nor ignore_index {ignore_index}"
-    torch._assert_async(inside, message)  # pyright: ignore[reportPrivateImportUsage]
-    if _asked(x, gamma, weight):
-        return _HeadLoss.apply(x, *given, gamma, weight, known, weights) * power
-    target, lse = _unstored_logits(given.h, weight, given.r, known)
-    return _weighted(lse - target, weights) * power
+    return fused(passes.add_normed, y)(x, y, gamma, eps)
 
 
 _PLAIN = Products(
@@ -285,7 +232,6 @@ _PLAIN = Products(
     gemm_rmsnorm_swiglu,
     gemm_rmsnorm_swiglu.without("D"),
 )
-_unstored_logits = gemm_rmsnorm_partial_cross_entropy.without("Z")
 
 
 class _LinearResidualNorm(torch.autograd.Function):
@@ -321,13 +267,13 @@ class _Mlp(torch.autograd.Function):
         z: Any = None
         if activation != "silu":
             z = by.norm(h, gate_up, r)
-            act = _fused(passes.gated, z)(z, activation)
+            act = fused(passes.gated, z)(z, activation)
         elif asked:
             z, act = by.norm_swiglu(h, gate_up, r)
         else:
             act = by.norm_gated(h, gate_up, r)
         out, next_h, s = by.residual_norm(act, down, x, next_gamma)
-        parts, ctx.places = _kept(gate_up)
+        parts, ctx.places = kept_weight(gate_up)
         ctx.save_for_backward(x, r, gamma, down, z, *parts)
         ctx.mains, ctx.activation = mains(gate_up, down), activation
         return _with_normed(ctx, out, next_h, _rms(s, next_eps))
@@ -341,15 +287,15 @@ class _Mlp(torch.autograd.Function):
         dout = dout.contiguous()
         if ctx.activation == "silu":
             into = {"dZ": z} if _last_reader() else None
-            dz, mean, act = gemm_partial_swiglu_bwd(dout, _turned([down]), z, out=into)
+            dz, mean, act = gemm_partial_swiglu_bwd(dout, turned_weight([down]), z, out=into)
             statistic = mean * (down.shape[1] / x.shape[1])
         else:
-            dz, total, act = _fused(passes.gate_gradient, z)(dout @ down, z, ctx.activation)
+            dz, total, act = fused(passes.gate_gradient, z)(dout @ down, z, ctx.activation)
             statistic = total / x.shape[1]
         ddown = added(ctx.mains[1], dout.T, act) if needs[5] else None
         del act
-        turned = _turned(gate_up, ctx.places)
-        dx, n, dgamma = _through_norm(dz, turned, x, r, gamma, statistic, dout)
+        turned = turned_weight(gate_up, ctx.places)
+        dx, n, dgamma = through_norm(dz, turned, x, r, gamma, statistic, dout)
         del turned
         dgate_up = added(ctx.mains[0], dz.T, n) if needs[4] else None
         return dx, None, None, dgamma.to(gamma.dtype), dgate_up, ddown, None, None, None, None
@@ -365,7 +311,7 @@ class _NormLinear(torch.autograd.Function):
             y: Any = by.norm(*factors, r)
         else:
             y = by.norm_rope(*factors, r, table)
-        parts, ctx.places = _kept(weight)
+        parts, ctx.places = kept_weight(weight)
         ctx.save_for_backward(x, r, gamma, bias, table, y, *parts)
         ctx.mains, ctx.rotated = mains(weight), rotated
         return (*y.split(sizes, dim=1), x.view_as(x))
@@ -378,8 +324,8 @@ class _NormLinear(torch.autograd.Function):
         about = table, ctx.rotated, bias, x.shape[1]
         dy, statistic = on(x).put_back(dparts, y, *about)
         last = statistic, through.contiguous()
-        turned = _turned(weight, ctx.places)
-        dx, n, dgamma = _through_norm(dy, turned, x, r, gamma, *last)
+        turned = turned_weight(weight, ctx.places)
+        dx, n, dgamma = through_norm(dy, turned, x, r, gamma, *last)
         del turned
         dweight = added(ctx.mains[0], dy.T, n) if ctx.needs_input_grad[4] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[5] else None
@@ -404,56 +350,9 @@ class _Fp8NormLinear(_NormLinear):
         return _NormLinear.forward(ctx, *inputs, by=by or FP8)
 
 
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, h, r, gamma, weight, targets, weights = inputs
-        trained = ctx.needs_input_grad[4]
-        rows = _LOGITS // len(weight)
-        step = max(128, max(min(rows, _LOGIT_ROWS), rows // 2) // 128 * 128)  # whole tiles
-        lost = torch.empty_like(weights)
-        dx, dgamma = torch.zeros_like(x), torch.zeros_like(gamma, dtype=torch.float32)
-        turned, dweight = _turned([weight]), None
-        for start in range(0, len(x), step):
-            some = slice(start, start + step)
-            z, target, lse = gemm_rmsnorm_partial_cross_entropy(
-                h[some], weight, r[some], targets[some]
-            )
-            torch.sub(lse, target, out=lost[some])
-            total = on(x).logit_gradient(z, lse, targets[some], weights[some])
-            statistic, update = total / x.shape[1], "in_place"
-            args = x[some], r[some], gamma, statistic, dx[some], update
-            _, n, part = _through_norm(z, turned, *args)
-            dgamma += part
-            if trained:
-                dweight = sum_product(dweight, z.T, n, last=start + step >= len(x))
-            del z  # or the next ones would be beside them
-        ctx.save_for_backward(dx, dgamma, dweight)
-        ctx.types, ctx.mains = (x.dtype, gamma.dtype, weight.dtype), mains(weight)
-        return _weighted(lost, weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (dloss,) = grads
-        dx, dgamma, dweight = ctx.saved_tensors
-        main = None if dweight is None else ctx.mains[0]
-        if main is not None:
-            main.main_grad.addcmul_(dweight, dloss)
-            dweight = None
-        kept = dx, dgamma, dweight
-        dx, dgamma, dweight = _fused(_scaled, dloss)(kept, dloss, ctx.types)
-        return dx, None, None, dgamma, dweight if main is None else announced(main), None, None
-
-
-def _asked(*tensors: Tensor) -> bool:
+def asked(*tensors: Tensor) -> bool:
     """Whether a gradient of one is asked for. `needs_input_grad` says so under `no_grad`, too."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def _weighted(lost: Tensor, weights: Tensor) -> Tensor:
-    """The sum of rows' losses; a row whose weight is 0 does not count, of NaN neither."""
-    return (lost * weights).where(weights > 0, 0).sum()
 
 
 def _in_fp8(fp8: bool, x: Tensor, *weights: Tensor) -> bool:
@@ -484,7 +383,7 @@ def _with_normed(ctx: Any, out: Tensor, h: Tensor, r: Tensor) -> tuple[Tensor, .
     return out, h, r
 
 
-def _through_norm(
+def through_norm(
     dy: Tensor,
     turned: Tensor,
     x: Tensor,
@@ -509,52 +408,8 @@ def _with_bias(h: Tensor, r: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tens
     return torch.cat((h, columns), dim=1), torch.cat((weight, rows), dim=1)
 
 
-def _turned(parts: Sequence[Tensor], places: Any = None) -> Tensor:
-    """weightᵀ as B of a product, of what is `_kept`; where that pays its columns in memory order.
-
-    On an H200 (16,384 rows, 2026-11-23) products by weights of 23 to 180 MB took 1.05 to 1.29 times
-    as long as by turned ones, and turning takes about 0.03 times as long as these. A weight of 13
-    MB gained nothing.
-    """
-    if places is None and not _large(parts[0]):
-        return parts[0].T
-    return on(parts[0]).turned(parts, places or ((0, 0, 0),))
-
-
-def _kept(weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-    """What to keep of a weight for `_turned`, and how it was packed. A large one is turned out of
-    what it was packed of: until the backward pass a model's packed copies would take half as much
-    as its weights.
-    """
-    parts, places = made_of(weight)
-    return (parts, places) if _large(weight) else ((weight,), None)
-
-
-def _large(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.numel() * weight.element_size() >= _LARGE_BYTES
-
-
 def _last_reader() -> bool:
     """Whether nothing that a backward pass saved is read after it, so that it may be written over.
     Who keeps such a tensor all the same, by a hook, is told by PyTorch that it changed."""
     keeps: Any = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
     return not torch.compiler.is_compiling() and not keeps()
-
-
-def _scaled(
-    tensors: Sequence[Tensor | None], factor: Tensor, types: Sequence[torch.dtype]
-) -> list[Tensor | None]:
-    return [
-        None if t is None else (t * factor).to(kind) for t, kind in zip(tensors, types, strict=True)
-    ]
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-def _fused(function: Callable[..., Any], where: Tensor) -> Callable[..., Any]:
-    """`function` as one kernel of Inductor where `where` is on a GPU; on a CPU as it is."""
-    eager = where.is_cuda and not torch.compiler.is_compiling()
-    return _compiled(function) if eager else function

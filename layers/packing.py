@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from coda_agent.layers import passes
 from coda_agent.layers.passes import Places
 
+_LARGE_BYTES = 20_000_000
+
 
 def interleave(first: Tensor, second: Tensor) -> Tensor:
     """Rows of two weights (F, …) in turn: (2F, …)."""
@@ -90,6 +92,32 @@ def made_of(weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
     """What a weight was packed of and where those rows lie in it, None of what is no packed copy.
     Who keeps that does not keep the copy."""
     return getattr(weight, "_coda_packed", ((weight,), None))
+
+
+def turned_weight(parts: Sequence[Tensor], places: Any = None) -> Tensor:
+    """weightᵀ as B of a product, of what `kept_weight` keeps; where that pays its columns in memory
+    order.
+
+    On an H200 (16,384 rows, 2026-11-23) products by weights of 23 to 180 MB took 1.05 to 1.29 times
+    as long as by turned ones, and turning takes about 0.03 times as long as these. A weight of 13
+    MB gained nothing.
+    """
+    if places is None and not _large(parts[0]):
+        return parts[0].T
+    return on(parts[0]).turned(parts, places or ((0, 0, 0),))
+
+
+def kept_weight(weight: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    """What to keep of a weight for `turned_weight`, and how it was packed. A large one is turned
+    out of what it was packed of: until the backward pass a model's packed copies would take half
+    as much as its weights.
+    """
+    parts, places = made_of(weight)
+    return (parts, places) if _large(weight) else ((weight,), None)
+
+
+def _large(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.numel() * weight.element_size() >= _LARGE_BYTES
 
 
 def _packed(places: Places, *parts: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,3 +152,14 @@ def add_normed(x: Tensor, y: Tensor, gamma: Tensor, eps: float) -> Tensor:
     wide = y.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return x + (wide * scale * gamma.float()).to(x.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def fused(function: Callable[..., Any], where: Tensor) -> Callable[..., Any]:
+    """`function` as one kernel of Inductor where `where` is on a GPU; on a CPU as it is."""
+    eager = where.is_cuda and not torch.compiler.is_compiling()
+    return _compiled(function) if eager else function

@@ -39,7 +39,8 @@ from coda_agent.layers.fit import (
     unfit,
     unfit_head,
 )
-from coda_agent.layers.functional import Normed, head_loss
+from coda_agent.layers.functional import Normed
+from coda_agent.layers.head import head_loss
 from coda_agent.layers.packed import unpackable
 from coda_agent.layers.patched import Carried, Layer, Sandwich, Tables
 

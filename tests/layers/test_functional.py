@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from coda_agent.generated import gemm_rmsnorm_partial_cross_entropy
 from coda_agent.layers import functional, packing
-from coda_agent.layers.functional import head_loss, norm_linear, normed
+from coda_agent.layers.functional import norm_linear, normed
+from coda_agent.layers.head import head_loss
 from coda_agent.layers.modules import HUGGING_FACE, TORCHTITAN, DecoderLayer, Names
 from tests.layers.llama import Config, Layer, RMSNorm, positions
 
@@ -107,17 +109,17 @@ def test_the_names_of_hugging_face_are_its_own() -> None:
 def test_the_head_s_loss_and_gradients(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     width, vocabulary, rows = 64, 96, 300
-    monkeypatch.setattr("coda_agent.layers.functional._LOGITS", step)
+    monkeypatch.setattr("coda_agent.layers.head._LOGITS", step)
     x, gamma = torch.randn(rows, width).bfloat16(), torch.rand(width).bfloat16() + 0.5
     weight = (torch.randn(vocabulary, width) / 4).bfloat16()
     y = torch.randint(0, vocabulary, (rows,))
-    kernel = functional.gemm_rmsnorm_partial_cross_entropy
+    name = "coda_agent.layers.head.gemm_rmsnorm_partial_cross_entropy"
 
     def aligned(*tensors: Tensor) -> Any:
         assert all(t.storage_offset() * t.element_size() % 32 == 0 for t in tensors)
-        return kernel(*tensors)
+        return gemm_rmsnorm_partial_cross_entropy(*tensors)
 
-    monkeypatch.setattr(functional, "gemm_rmsnorm_partial_cross_entropy", aligned)
+    monkeypatch.setattr(name, aligned)
     y[::7] = -100
 
     def reference(kind: torch.dtype) -> list[Any]:
@@ -299,7 +301,7 @@ def test_without_gradients_nothing_is_stored_for_them(monkeypatch: pytest.Monkey
     def refused(*_: Any) -> Any:
         raise AssertionError("it stores what a backward pass reads")
 
-    monkeypatch.setattr(functional, "gemm_rmsnorm_partial_cross_entropy", refused)
+    monkeypatch.setattr("coda_agent.layers.head.gemm_rmsnorm_partial_cross_entropy", refused)
     for name in ("_PLAIN", "FP8"):
         by = getattr(functional, name)._replace(norm_swiglu=refused)
         monkeypatch.setattr(functional, name, by)
@@ -314,7 +316,7 @@ def test_without_gradients_nothing_is_stored_for_them(monkeypatch: pytest.Monkey
 def test_a_large_packed_weight_is_kept_as_what_it_was_packed_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(functional, "_large", lambda _: True)
+    monkeypatch.setattr(packing, "_large", lambda _: True)
     torch.manual_seed(3)
     rows, width, ffn, heads = 40, 64, 96, (3, 1)
     x, gamma = torch.randn(rows, width).bfloat16(), torch.rand(width).bfloat16() + 0.5

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coda_agent.layers import apply_coda_kernels, functional, linear_residual_norm
+from coda_agent.layers import apply_coda_kernels, linear_residual_norm, packing
 from coda_agent.layers.packing import interleave, pack_qkv
 from coda_agent.layers.patched import Tables
 from tests.layers.test_functional import within
@@ -137,7 +137,7 @@ def near(mesh: Any) -> None:
     ]
     for i, (pack, change, options) in enumerate(cases):
         # As on a GPU, large weights are turned out of what FSDP gathers again.
-        functional._large = lambda _, large=i != 1: large
+        packing._large = lambda _, large=i != 1: large
         ours, theirs = built(CONFIG), built(CONFIG)
         report = apply_coda_kernels(ours, pack=pack)
         for model in (ours, theirs):
