@@ -20,8 +20,8 @@ from coda_agent.agent.derive.backward import (
 )
 from coda_agent.agent.derive.checking import check
 from coda_agent.agent.derive.kernel import Asked, Form
+from coda_agent.agent.plans.choice import Made, planned
 from coda_agent.agent.plans.cut import Kernel, Plan
-from coda_agent.agent.plans.fused import Made, planned
 from coda_agent.agent.plans.kernels import Composed, equal
 from coda_agent.agent.plans.rules import as_called, product
 from coda_agent.agent.plans.show import shown

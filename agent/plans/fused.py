@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import itertools
-import json
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.plans.cut import Kernel, Plan, cut
-from coda_agent.agent.plans.imports import import_quack
-from coda_agent.agent.plans.kernels import Composed, composed, remember, remembered, sources
-from coda_agent.agent.plans.rules import as_called
-from coda_agent.agent.plans.run import Packed, Runner
-from coda_agent.agent.plans.spell import written
-from coda_agent.agent.plans.trace import Graph, Unplanned, Value, plain, record
-from coda_agent.agent.plans.ways import Inductor, fastest
+from coda_agent.agent.plans.choice import chosen
+from coda_agent.agent.plans.cut import Plan
+from coda_agent.agent.plans.operation import NUMBERS, PLANNED, Planned, register
+from coda_agent.agent.plans.trace import Unplanned, record
 from coda_agent.generated.recent import differentiated
-from coda_agent.primitives.objects import user_cache
 
 if TYPE_CHECKING:
     import torch
@@ -31,100 +20,6 @@ if TYPE_CHECKING:
 
 _LAYOUTS = 4
 """Calls that are kept of some shapes, which differ in what else they are found by."""
-
-
-class Made(Packed):
-    """A kernel as a step of a plan, with what is known of it."""
-
-    def __init__(self, about: Composed, names: Sequence[str]) -> None:
-        super().__init__(about.kernel, names)
-        self.about = about
-
-
-def planned(graph: Graph, *, judged: bool = False, kept: bool = True) -> Plan:
-    """The plan of a graph, whose kernels are composed; `judged` and `kept` are as of `composed`."""
-
-    def compose(text: str, inputs: Mapping[str, Value], a: str) -> Made:
-        return Made(composed(text, inputs, a, judged=judged, kept=kept), list(inputs))
-
-    return cut(graph, compose)
-
-
-def chosen(
-    graph: Graph, tensors: Sequence[torch.Tensor], *, judged: bool, training: bool = False
-) -> tuple[Plan, Runner, Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """The plan of a graph, the function's own calls, and what is faster for these tensors: on a GPU
-    it is timed, elsewhere the plan is. In `training` weights are packed at each call, since they
-    change, and what a plan leaves to PyTorch may be torch.compile's."""
-    called = as_called(graph)
-    own, plan = Runner(called, called.values), planned(graph, judged=judged)
-    run = Runner(plan.graph, plan.steps)
-    for kernel in plan.kernels:
-        kernel.made.keeps = not training  # type: ignore[attr-defined]
-    if not tensors or not all(t.is_cuda for t in tensors):
-        return plan, own, run if plan.kernels else own
-    if plan.kernels:
-        import_quack()
-    # What is no faster leaves the first one in its place.
-    ways: dict[str, Callable[[], Any]] = {"torch.compile": lambda: Inductor(own)}
-    ways |= {"the plan": lambda: run} if plan.kernels else {}
-    if training and plan.kernels:
-        ways["the plan under torch.compile"] = lambda: Inductor(run)
-    ways["PyTorch"] = lambda: own
-    best, way, us = _fastest(ways, tensors, plan)
-    if plan.kernels and "the plan" not in way:
-        plan.why[plan.kernels[0].members[0]] = f"by times of a call in us: {us}"
-    return plan, own, best
-
-
-@dataclass(eq=False)
-class Planned:
-    """What calls with tensors of some shapes run.
-
-    Attributes:
-        plan: The plan.
-        torch: The function's own calls.
-        run: What runs: the plan, or the function's own calls where these are faster, as they are or
-            by torch.compile.
-        structure: Of what the function returns.
-        held: Where the tensors are that it takes beside its arguments.
-        number: What its operator is told.
-    """
-
-    plan: Plan
-    torch: Runner
-    run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-    structure: Any
-    held: tuple[str, ...]
-    number: int
-
-    @functools.cached_property
-    def why(self) -> str:
-        """What of the plan PyTorch runs, in one line."""
-        said = dict.fromkeys(f"{v.called}: {why}" for v, why in self.plan.why.items())
-        return "; ".join(said) or "no product of 16-bit matrices" * (not self.plan.kernels)
-
-    @functools.cached_property
-    def returned(self) -> Callable[[list[torch.Tensor]], Any]:
-        """What makes of the results what the function returns."""
-        from torch.utils._pytree import tree_unflatten
-
-        if self.structure.is_leaf():
-            return itemgetter(0)
-        flat = self.structure.num_children == self.structure.num_leaves
-        if self.structure.type in (tuple, list) and flat:
-            return self.structure.type
-        return functools.partial(tree_unflatten, treespec=self.structure)
-
-    def suits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it was planned for tensors like these."""
-        known = [x.meta for x in self.plan.graph.inputs]
-        return len(known) == len(tensors) and all(
-            [
-                tuple(map(plain, x.shape)) == tuple(t.shape) and x.dtype == t.dtype
-                for x, t in zip(known, tensors, strict=True)
-            ]
-        )
 
 
 class Fused:
@@ -144,7 +39,7 @@ class Fused:
         self._plans: dict[Any, Planned | str] = {}
         self._last: Planned | None = None
         self._recent: dict[Any, list[tuple[Callable[..., bool], Planned, bool]]] = {}
-        _register()
+        register()
 
     @functools.cached_property
     def _roots(self) -> dict[str, Any]:
@@ -280,8 +175,8 @@ class Fused:
         held = tuple(paths[id(t)] for t in graph.held)
         tensors = [x for x in leaves if hasattr(x, "is_meta")] + graph.held
         plan, own, run = chosen(graph, tensors, judged=self.judged)
-        known = Planned(plan, own, run, graph.structure, held, next(_NUMBERS))
-        _PLANNED[known.number] = known
+        known = Planned(plan, own, run, graph.structure, held, next(NUMBERS))
+        PLANNED[known.number] = known
         return known
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,102 +201,6 @@ class _Methods(dict[Fused, Fused]):
 
     def __reduce__(self) -> Any:
         return _Methods, ()
-
-
-_PLANNED: weakref.WeakValueDictionary[int, Planned] = weakref.WeakValueDictionary()
-"""What was planned, by number, as long as its `Fused` lives or its gradients are awaited."""
-_NUMBERS = itertools.count()
-
-
-@functools.lru_cache(maxsize=1)
-def _register() -> Any:
-    """Registers the operators `coda_agent::planned` and `coda_agent::planned_backward`."""
-    import torch
-
-    library = torch.library.Library("coda_agent", "FRAGMENT")
-    tag = (torch.Tag.pt2_compliant_tag,)
-    library.define("planned(Tensor[] tensors, int which) -> Tensor[]", tags=tag)
-    library.define(
-        "planned_backward(Tensor?[] grads, Tensor[] tensors, bool[] wanted, int which) -> Tensor[]",
-        tags=tag,
-    )
-
-    def run(tensors: list[torch.Tensor], which: int) -> list[torch.Tensor]:
-        taken = {t.untyped_storage().data_ptr() for t in tensors}
-        with torch.no_grad():
-            results = _PLANNED[which].run(tensors)
-        # An operator's results share no memory with its inputs, nor with each other.
-        for i, t in enumerate(results):
-            if t.untyped_storage().data_ptr() in taken:
-                results[i] = t.clone()
-            taken.add(t.untyped_storage().data_ptr())
-        return results
-
-    def fake(tensors: list[torch.Tensor], which: int) -> list[torch.Tensor]:
-        results = _PLANNED[which].plan.graph.results
-        return [tensors[0].new_empty(v.shape, dtype=v.meta.dtype) for v in results]
-
-    def back(
-        grads: list[torch.Tensor | None],
-        tensors: list[torch.Tensor],
-        wanted: list[bool],
-        which: int,
-    ) -> list[torch.Tensor]:
-        with torch.enable_grad():
-            inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
-            return _gradients(_PLANNED[which].torch, inputs, grads)
-
-    def fake_back(
-        grads: Any, tensors: list[torch.Tensor], wanted: list[bool], which: int
-    ) -> list[torch.Tensor]:
-        return [torch.empty_like(t) for t, w in zip(tensors, wanted, strict=True) if w]
-
-    for name, body, shapes in (("planned", run, fake), ("planned_backward", back, fake_back)):
-        for key in ("CPU", "CUDA"):
-            library.impl(name, body, key)
-        torch.library.register_fake(f"coda_agent::{name}", shapes, lib=library)
-
-    def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors, which = inputs
-        ctx.planned = _PLANNED[which]
-        ctx.save_for_backward(*tensors)
-
-    def backward(ctx: Any, grads: list[torch.Tensor | None]) -> Any:
-        tensors = list(ctx.saved_tensors)
-        wanted = [t.requires_grad for t in tensors]
-        if torch.is_grad_enabled():  # with create_graph: these gradients have some themselves
-            inputs = [t.view_as(t) for t in tensors]  # one may be made of another
-            found = iter(_gradients(ctx.planned.torch, inputs, grads, create_graph=True))
-        else:
-            found = iter(
-                torch.ops.coda_agent.planned_backward(grads, tensors, wanted, ctx.planned.number)
-            )
-        return [next(found) if w else None for w in wanted], None
-
-    torch.library.register_autograd(
-        "coda_agent::planned", backward, setup_context=setup, lib=library
-    )
-    return library
-
-
-def _gradients(
-    run: Runner,
-    inputs: list[torch.Tensor],
-    grads: Sequence[torch.Tensor | None],
-    *,
-    create_graph: bool = False,
-) -> list[torch.Tensor]:
-    """PyTorch's gradients of what a runner computes, of those inputs that require some."""
-    import torch
-
-    pairs = [
-        (r, g) for r, g in zip(run(inputs), grads, strict=True) if g is not None and r.requires_grad
-    ]
-    found = torch.autograd.grad(
-        [r for r, _ in pairs], [t for t in inputs if t.requires_grad], [g for _, g in pairs],
-        allow_unused=True, materialize_grads=True, create_graph=create_graph,
-    )  # fmt: skip
-    return [*found]
 
 
 def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: bool = True) -> Any:
@@ -506,33 +305,3 @@ def _held(roots: Mapping[str, Any], path: str) -> Any:
     for part in rest.split(".") if rest else ():
         x = getattr(x, part)
     return x
-
-
-def _fastest(
-    ways: Mapping[str, Callable[[], Any]], tensors: Sequence[torch.Tensor], plan: Plan
-) -> tuple[Any, str, str]:
-    """The fastest of some ways to run a plan's graph, the first where none is faster; its name, and
-    the times of all. Which it was is kept in the user's cache."""
-    import torch
-
-    layout = [(*t.shape, *t.stride(), str(t.dtype)) for t in tensors]
-    where = torch.cuda.get_device_name(tensors[0].device), torch.__version__
-    texts = [step.text if isinstance(step, Kernel) else written(step) for step in plan.steps]
-    key = json.dumps([*ways, layout, where, texts, sources()])
-    path = user_cache() / "plans" / f"fastest-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    known = remembered(path)
-    if known.get("way") not in ways:
-        runs = {name: made() for name, made in ways.items()}
-        with torch.no_grad():
-            for name in [name for name in runs if "torch.compile" in name]:
-                try:
-                    runs[name](tensors)
-                except Exception:  # of Inductor, whatever it is: PyTorch runs the function as it is
-                    del runs[name]
-            calls = {name: functools.partial(run, tensors) for name, run in runs.items()}
-            best, times = fastest(calls)
-        us = ", ".join(f"{name} {found:.0f}" for name, found in times.items())
-        known = {"way": best, "us": us}
-        remember(path, known)
-        return runs[best], best, us
-    return ways[known["way"]](), known["way"], known["us"]

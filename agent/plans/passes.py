@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent.plans.fused import chosen
+from coda_agent.agent.plans.choice import chosen
 from coda_agent.agent.plans.run import Runner
 from coda_agent.agent.plans.trace import Unplanned, plain, record
 from coda_agent.agent.plans.training import for_training

@@ -17,8 +17,8 @@ from pydantic import BaseModel, TypeAdapter
 from coda_agent.agent.execution.child import serve
 from coda_agent.agent.execution.compile_worker import answered
 from coda_agent.agent.execution.pool import CompilePool
+from coda_agent.agent.plans.choice import Made, planned
 from coda_agent.agent.plans.cut import Kernel, Plan
-from coda_agent.agent.plans.fused import Made, planned
 from coda_agent.agent.plans.rules import Note, as_called, product
 from coda_agent.agent.plans.spell import written
 from coda_agent.agent.plans.trace import Graph, Value, record

@@ -26,9 +26,10 @@ from coda_agent.agent import workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.agent.plans import fused, kernels, passes, ways
+from coda_agent.agent.plans import choice, fused, kernels, passes, ways
+from coda_agent.agent.plans.choice import Made
 from coda_agent.agent.plans.cut import MERGE, Plan
-from coda_agent.agent.plans.fused import Fused, Made, fuse, mm
+from coda_agent.agent.plans.fused import Fused, fuse, mm
 from coda_agent.agent.plans.rules import CARRY
 from coda_agent.agent.plans.trace import Value
 from coda_agent.agent.workspace import Kernel as Entry
@@ -450,9 +451,9 @@ def test_the_fastest_way_is_timed_once_and_kept(
     def fastest(x: Tensor) -> tuple[Any, str, str]:
         ways = {name: lambda n=name: Way(n) for name in ("the plan", "PyTorch", "torch.compile")}
         plan = fuse(lambda x: x + 1).plan(x)
-        return fused._fastest(ways, [x], plan)
+        return choice._fastest(ways, [x], plan)
 
-    monkeypatch.setattr(fused, "fastest", times)
+    monkeypatch.setattr(choice, "fastest", times)
     x = torch.ones(4, 16)
     assert fastest(x)[1:] == ("torch.compile", "the plan 3, PyTorch 2, torch.compile 1")
     assert fastest(x)[0] == "torch.compile"
@@ -599,7 +600,7 @@ def test_what_inductor_runs_has_gradients() -> None:
     call = fuse(lambda x, w: F.relu(F.linear(x, w)), judged=False)
     call(x, w)
     known = call.planned(*tree_flatten(((x, w), {})))
-    known.run = fused.Inductor(known.torch)
+    known.run = ways.Inductor(known.torch)
     expected = F.relu(F.linear(x, w))
     assert torch.allclose(call(x, w), expected, atol=1e-2)
     own, theirs = (torch.autograd.grad(y.sum(), x) for y in (call(x, w), expected))
