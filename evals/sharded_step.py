@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.evals.contest import Clock
-from coda_agent.evals.train_step import COURSE, NEAR, Step, Training
+from coda_agent.evals.train_step import COURSE, Step, Training, adamw
 from coda_agent.evals.workers import leave_with_parent
 from coda_agent.primitives.errors import CodaError, MachineError
 
@@ -119,48 +119,22 @@ class ShardedStep(Step):
         found["course"] = {name: self._course(name) for name in names}
         return found
 
-    def _ready(
-        self, name: str, rotation: Callable[..., Any], found: dict[str, Any]
-    ) -> Callable[[], None]:
-        import torch
+    def mean(self, loss: Any) -> float:
+        """Of a loss, over ranks."""
+        import torch.distributed as dist
 
-        self.home.apply_rotary_pos_emb = rotation
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / self.mesh.size()
+
+    def _made(self, name: str, found: dict[str, Any]) -> tuple[Any, Any]:
         model = copy.deepcopy(self.model)
-        if name in ("ours", "packed"):
-            self._patched(model, name)
-        elif name == "liger":
-            from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
-                apply_liger_kernel_to_llama,
-            )
-
-            apply_liger_kernel_to_llama(model=model)
-        rotates = self.home.apply_rotary_pos_emb  # ours and Liger replace the module's
+        self._changed(model, name, found)
         self._shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        called = torch.compile(model, dynamic=False) if name == "compile" else model
-
-        def loss() -> Any:
-            self.home.apply_rotary_pos_emb = rotates
-            found = called(input_ids=self.ids, labels=self.ids).loss
-            found.backward()
-            return found
-
-        def step() -> None:
-            loss()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        first = self._mean(loss())
-        optimizer.zero_grad()
-        if not abs(first - self.loss) <= NEAR * self.loss:
-            raise CodaError(f"its first loss is {first:.3f}, expected {self.loss:.3f}")
-        found["losses"][name] = round(first, 5)
-        return step
+        return model, adamw(model)
 
     def _course(self, name: str) -> list[float]:
         """Losses of `COURSE` steps on first sequences of all ranks, from the first weights on."""
-        import torch
-
         model, kept = copy.deepcopy(self.model), self.home.apply_rotary_pos_emb
         each = max(1, len(self.ids) // 4)
         ids = self.all[: each * self.mesh.size()] if name in ALONE else self.ids[:each]
@@ -168,14 +142,14 @@ class ShardedStep(Step):
             self._patched(model, name)
         if name not in ALONE:
             self._shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        optimizer = adamw(model, 3e-4)
         losses = list[float]()
         for _ in range(COURSE):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(round(self._mean(loss), 4))
+            losses.append(round(self.mean(loss), 4))
         self.home.apply_rotary_pos_emb = kept
         return losses
 
@@ -184,14 +158,6 @@ class ShardedStep(Step):
 
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=self.mesh)
-
-    def _mean(self, loss: Any) -> float:
-        """The mean over ranks."""
-        import torch.distributed as dist
-
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total.item() / self.mesh.size()
 
 
 class Rounds:

@@ -100,7 +100,7 @@ class Step:
         finally:
             torch.set_default_dtype(kept)
         self.ids = torch.randint(what.words, (what.batch, what.length), device=device)
-        self.optimizer = _adamw(self.model)
+        self.optimizer = adamw(self.model)
         with torch.no_grad():  # a sequence at a time: float32 logits of all take 17 GB
             one = [self.model(input_ids=i[None], labels=i[None]).loss for i in self.ids]
         self.loss = float(sum(one)) / len(one)
@@ -132,23 +132,7 @@ class Step:
         import torch
 
         self.home.apply_rotary_pos_emb = rotation
-        optimizer = self.optimizer
-        shared = {id(p): p for p in self.model.parameters()}
-        model = copy.deepcopy(self.model, {} if name == "packed" else shared)
-        if name in ("ours", "packed", "bf16"):
-            self._patched(model, name)
-            if name == "packed":
-                optimizer = _adamw(model)
-        elif name.startswith("liger"):
-            from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
-                apply_liger_kernel_to_llama,
-            )
-
-            apply_liger_kernel_to_llama(model=model)
-        elif self.what.FP8:
-            from coda_agent.evals.float8_linear import converted
-
-            found["linears"] = converted(model)
+        model, optimizer = self._made(name, found)
         rotates = self.home.apply_rotary_pos_emb  # ours and Liger replace the module's
         called = torch.compile(model, dynamic=False) if "compile" in name else model
 
@@ -163,12 +147,37 @@ class Step:
             optimizer.step()
             optimizer.zero_grad()
 
-        first = loss().item()
+        first = self.mean(loss())
         optimizer.zero_grad()
         if not abs(first - self.loss) <= NEAR * self.loss:
             raise CodaError(f"its first loss is {first:.3f}, expected {self.loss:.3f}")
         found["losses"][name] = round(first, 5)
         return step
+
+    def mean(self, loss: Any) -> float:
+        """Of a loss, over all who take part in a step."""
+        return loss.item()
+
+    def _made(self, name: str, found: dict[str, Any]) -> tuple[Any, Any]:
+        """A contender's model, and the optimizer of its weights."""
+        shared = {id(p): p for p in self.model.parameters()}
+        model = copy.deepcopy(self.model, {} if name == "packed" else shared)
+        self._changed(model, name, found)
+        return model, adamw(model) if name == "packed" else self.optimizer
+
+    def _changed(self, model: Any, name: str, found: dict[str, Any]) -> None:
+        if name in ("ours", "packed", "bf16"):
+            self._patched(model, name)
+        elif name.startswith("liger"):
+            from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+                apply_liger_kernel_to_llama,
+            )
+
+            apply_liger_kernel_to_llama(model=model)
+        elif self.what.FP8:
+            from coda_agent.evals.float8_linear import converted
+
+            found["linears"] = converted(model)
 
     def _patched(self, model: Any, name: str) -> Any:
         from coda_agent.layers import apply_coda_kernels_to_llama
@@ -182,7 +191,7 @@ class Step:
     def _course(self, name: str) -> list[float]:
         """Losses of `COURSE` steps on a quarter of the sequences, from the first weights on."""
         model, ids = copy.deepcopy(self.model), self.ids[: max(1, len(self.ids) // 4)]
-        report, optimizer, losses = self._patched(model, name), _adamw(model, 3e-4), list[Any]()
+        report, optimizer, losses = self._patched(model, name), adamw(model, 3e-4), list[Any]()
         for _ in range(COURSE):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
@@ -193,7 +202,8 @@ class Step:
         return [round(loss.item(), 4) for loss in losses]
 
 
-def _adamw(model: Any, rate: float = 1e-5) -> Any:
+def adamw(model: Any, rate: float = 1e-5) -> Any:
+    """The optimizer of all contenders."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
