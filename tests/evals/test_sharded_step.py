@@ -48,7 +48,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     for losses in cell["course"].values():
         assert losses == pytest.approx(expected, rel=1e-3)
     text = write_page(tmp_path)[1].read_text()
-    assert f"In {CASE} these are the sequences of each GPU" in text
+    assert f"In {CASE} each GPU has 8 sequences of its own" in text
     assert f"| {CASE} | ours on one GPU | {cell['course']['ours alone'][0]:.3f} |" in text
 
 
