@@ -2,7 +2,7 @@
 
 Each contender trains weights of its own, sharded by layers and by what is left, in bf16. A step's
 time goes by the host's clock from where all GPUs wait to where the last one is done, in one random
-order of contenders a round. Torch.compile is given the sharded model.
+order of contenders a round. What torch.compile is given is sharded.
 """
 
 from __future__ import annotations
@@ -42,16 +42,12 @@ class Sharded(Training):
         import torch
 
         if device == "cuda" and (there := torch.cuda.device_count()) < self.RANKS:
-            raise MachineError(f"it trains on {self.RANKS} GPUs, and {there} are here")
+            raise MachineError(f"it trains on {self.RANKS} GPUs, and this machine has {there}")
         return Processes(self.shrunk(shrink) if shrink > 1 else self, device)
 
 
 class Processes:
-    """A training step in as many processes as there are ranks.
-
-    Raises:
-        CodaError: transformers is not installed.
-    """
+    """A training step in as many processes as there are ranks."""
 
     def __init__(self, what: Training, device: str) -> None:
         assert isinstance(what, Sharded)
@@ -63,7 +59,8 @@ class Processes:
         of one GPU that has all sequences.
 
         Raises:
-            CodaError: a process failed.
+            CodaError: a process failed; the line names its error, such as that there is no
+                transformers.
         """
         from torch.multiprocessing.spawn import ProcessException, spawn
 

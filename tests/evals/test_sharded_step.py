@@ -60,7 +60,7 @@ def test_a_machine_with_too_few_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     said = list[str]()
     given: dict[str, Any] = {"clock": Clock(), "machine": MACHINE, "say": said.append}
     measure(tmp_path, **given)
-    why = "it trains on 2 GPUs, and 1 are here"
+    why = "it trains on 2 GPUs, and this machine has 1"
     assert said == [f"{CASE}: left, since {why}"]
     with pytest.raises(MachineError, match=why):
         measure(tmp_path, cases=[CASE], **given)
