@@ -25,8 +25,8 @@ from coda_agent.primitives.errors import CodaError
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
 
-Chains = dict[str, list[dict[str, str]]]
-"""By kind of case: digests of sources, and why each but the first times the same."""
+Chain = list[dict[str, str]]
+"""Digests of sources, and why each but the first times the same."""
 
 
 class Depends(NamedTuple):
@@ -57,9 +57,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def fresh(cell: Mapping[str, Any], about: Sequence[Any], depends: Depends, chain: Any) -> bool:
+def fresh(cell: Mapping[str, Any], about: Sequence[Any], depends: Depends, chain: Chain) -> bool:
     """Whether a cell is of `about`, of these kernels, and of sources that time the same."""
-    known = [link["digest"] for link in chain] or [digest(depends.sources)]
+    known = [link["digest"] for link in chain]
     return (
         cell.get("digest") == digest([*about, depends.kernels])
         and cell.get("sources") in known
@@ -67,14 +67,16 @@ def fresh(cell: Mapping[str, Any], about: Sequence[Any], depends: Depends, chain
     )
 
 
-def measured(chain: Sequence[dict[str, str]], depends: Depends) -> list[dict[str, str]]:
+def measured(chain: Chain, depends: Depends) -> Chain:
     """The chain after a cell was measured: a new one, where it does not end in these sources."""
     now = digest(depends.sources)
-    return [*chain] if chain and chain[-1]["digest"] == now else [{"digest": now}]
+    return chain if chain and chain[-1]["digest"] == now else [{"digest": now}]
 
 
-def declare_same(chains: Chains, suite: str, kinds: Iterable[type], why: str) -> Chains:
-    """The chains where sources that differ now from what they end in time the same.
+def declare_same(
+    chains: Mapping[str, Chain], suite: str, kinds: Iterable[type], why: str
+) -> dict[str, Chain]:
+    """The chains, by kind of case, where sources that differ now from their ends time the same.
 
     Raises:
         CodaError: no reason is given, or no sources differ.

@@ -118,10 +118,10 @@ def measure(
     kinds = {type(known_cases[case]) for case in cases or known_cases}
     depends = {kind: dependence.of(suite, kind) for kind in kinds}
     for done, case in enumerate(cases or known_cases):
-        what = known_cases[case]
+        what, kind = known_cases[case], type(known_cases[case])
         wanted = {"ours", "gemm", *(names or CONTENDERS)} & {*what.CONTENDERS}
         sizes = asdict(what.shrunk(shrink) if shrink > 1 else what)
-        about, on, kind = _about(machine, sizes, clock.PROTOCOL), depends[type(what)], type(what)
+        about, on = _about(machine, sizes, clock.PROTOCOL), depends[kind]
         whole, held, chain = what.PHASES[-1], cells.get(case, {}), chains.get(kind.__name__, [])
         known = dependence.fresh(held, about, on, chain)
         if known and {*held[whole]["times"], *held["absent"]} >= wanted:

@@ -49,8 +49,7 @@ class Sharded(Training):
 class Processes:
     """A training step in as many processes as there are ranks."""
 
-    def __init__(self, what: Training, device: str) -> None:
-        assert isinstance(what, Sharded)
+    def __init__(self, what: Sharded, device: str) -> None:
         self.what, self.device = what, device
         self.tokens = what.RANKS * what.batch * what.length
 

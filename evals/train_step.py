@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from coda_agent.evals.contest import Clock
 from coda_agent.evals.layer_cases import peak, prepared, timed
@@ -43,7 +43,7 @@ class Training:
     CONTENDERS: ClassVar = ("ours", "packed", "compile", "liger")
     FP8: ClassVar = False
 
-    def shrunk(self, by: int) -> Training:
+    def shrunk(self, by: int) -> Self:
         """About so many times as small."""
         heads, kv_heads = max(2, self.heads // by), max(1, self.kv_heads // by)
         dim = max(16, self.width // self.heads // by)

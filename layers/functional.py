@@ -225,6 +225,7 @@ def add_normed(x: Tensor, y: Tensor, gamma: Tensor, eps: float) -> Tensor:
     return fused(passes.add_normed, y)(x, y, gamma, eps)
 
 
+# No default of a function: torch.compile of torch 2.9 does not know a kernel there.
 _PLAIN = Products(
     gemm_residual_partial_rmsnorm,
     gemm_rmsnorm,
@@ -238,7 +239,7 @@ class _LinearResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
         a, weight, x, gamma, eps = inputs
-        by = by or _PLAIN  # as a default torch.compile of torch 2.9 knows no kernel
+        by = by or _PLAIN
         out, h, s = by.residual_norm(a, weight, x, gamma)
         ctx.save_for_backward(a, weight)
         ctx.mains = mains(weight)
@@ -263,7 +264,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
         x, h, r, gamma, gate_up, down, next_gamma, next_eps, activation, asked = inputs
-        by = by or _PLAIN  # as a default torch.compile of torch 2.9 knows no kernel
+        by = by or _PLAIN
         z: Any = None
         if activation != "silu":
             z = by.norm(h, gate_up, r)
@@ -305,7 +306,7 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any, by: Products | None = None) -> tuple[Tensor, ...]:
         x, h, r, gamma, weight, bias, sizes, table, rotated = inputs
-        by = by or _PLAIN  # as a default torch.compile of torch 2.9 knows no kernel
+        by = by or _PLAIN
         factors = (h, weight) if bias is None else _with_bias(h, r, weight, bias)
         if table is None:
             y: Any = by.norm(*factors, r)

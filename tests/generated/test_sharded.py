@@ -62,10 +62,13 @@ def rows_and_columns(mesh: Any) -> None:
     on, whole = mesh.device_type, Replicate()
     known = {name: t.to(on) for name, t in drawn().items()}
 
-    def same(found: Tensor, expected: Tensor, bound: float = 0.0) -> None:
+    def same(found: Tensor, expected: Tensor, bound: float = 0.0, about: Any = None) -> None:
         """Hold that they are the same; on a GPU other shapes may be added in another order."""
+        bound = max(bound, 0.0 if on == "cpu" else 0.004)
+        assert found.shape == expected.shape and found.dtype == expected.dtype, about
         error = (found.double() - expected.double()).norm()
-        assert error <= max(bound, 0.0 if on == "cpu" else 0.004) * expected.double().norm()
+        assert error <= bound * expected.double().norm(), about
+        assert bound or torch.equal(found, expected), about
 
     def hold(call: Callable[..., Any], placed: dict[str, Any], out: int) -> None:
         """Hold a call on DTensors so placed against that on whole tensors."""
@@ -83,7 +86,8 @@ def rows_and_columns(mesh: Any) -> None:
             same(t.full_tensor(), expected)
         for name, t, expected in zip(placed, parts, plain, strict=True):
             # What is whole gets a gradient of each rank, rounded and then summed.
-            same(t.grad.full_tensor(), expected.grad, 0.01 if placed[name] == whole else 0.0)
+            bound = 0.01 if placed[name] == whole else 0.0
+            same(t.grad.full_tensor(), expected.grad, bound, (name, placed))
 
     rows, columns = Shard(1), Shard(2)
     hold(gemm_swiglu, {"A": whole, "B": Shard(0)}, out=2)
