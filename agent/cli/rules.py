@@ -1,6 +1,5 @@
 """`coda-agent rules`: the versions of what decides a verdict; for who changes the judge."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -8,8 +7,6 @@ import typer
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.judge import rules
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.workspace import find
-from coda_agent.evals.staleness import of_scores
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -35,21 +32,8 @@ def show() -> Reply:
         for name, entry in locked.items()
     )]  # fmt: skip
     entries = {name: entry.model_dump() for name, entry in locked.items()}
-    unconfirmed = _unconfirmed()
-    said = [f"{file}: stale, {', '.join(names)}" for file, names in unconfirmed.items()]
-    document = {"rules": entries, "differing": differing, "unconfirmed": unconfirmed}
-    text = "\n".join([columns(rows), *said])
-    return Reply(document, text, int(bool(differing)))
-
-
-def _unconfirmed() -> dict[str, list[str]]:
-    """The judge's score records that are stale, and by which rules."""
-    found: dict[str, list[str]] = {}
-    for path in sorted((find().root / "evals" / "results").glob("judge-*.json")):
-        record = json.loads(path.read_text("utf-8"))
-        if "judge" in record and (names := of_scores(record)):
-            found[path.name] = names
-    return found
+    document = {"rules": entries, "differing": differing}
+    return Reply(document, columns(rows), int(bool(differing)))
 
 
 @app.command("raise")
