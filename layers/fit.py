@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers.passes import ACTIVATIONS
+from coda_agent.primitives.function import exact
 
 TYPES = torch.bfloat16, torch.float16
 QKV, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -62,6 +63,8 @@ def misfit(layer: Any, types: tuple[torch.dtype, ...] = TYPES) -> str:
     if why := altered("the layer", layer, fsdp_hooks=True):
         return why
     for name, linear in linears(layer).items():
+        if linear is None:
+            return f"it has no {name}"
         if type(linear) is not nn.Linear:
             return f"{name} is {named(linear)}, not a plain nn.Linear"
         if why := altered(name, linear):
@@ -105,6 +108,11 @@ def misfit_head(model: Any, norm: Any) -> str:
     return ""
 
 
+def taken(x: Tensor) -> bool:
+    """Return whether kernels take a tensor's type here."""
+    return x.dtype in TYPES or exact.get()
+
+
 def named(module: Any) -> str:
     """Name a module's class, and the package that it comes from where that is not torch."""
     kind = type(module)
@@ -124,8 +132,9 @@ def altered(name: str, module: nn.Module, *, fsdp_hooks: bool = False) -> str:
     if forward is not None:
         if hasattr(module, "_coda_bound"):
             return f"{name} has been patched already"
-        by = getattr(forward, "__module__", None) or type(forward).__module__
-        return f"{name} has another forward than its class's, of {by.partition('.')[0]}"
+        if hasattr(module, "_hf_hook"):
+            return f"{name} is offloaded or placed on a device by accelerate"
+        return f"{name} has another forward than its class's"
     if hook := next(foreign_hooks(module, fsdp_hooks=fsdp_hooks), None):
         return f"{name} has a hook ({hook}), which kernels would skip"
     return ""

@@ -21,7 +21,18 @@ from torch.nn import functional as F
 
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers.fingerprint import Fingerprint
-from coda_agent.layers.fit import MLP, QKV, Form, check_whole, eps, fsdp, gamma, linears, norms
+from coda_agent.layers.fit import (
+    MLP,
+    QKV,
+    Form,
+    check_whole,
+    eps,
+    fsdp,
+    gamma,
+    linears,
+    norms,
+    taken,
+)
 from coda_agent.layers.functional import (
     Normed,
     add_normed,
@@ -171,6 +182,8 @@ class Layer:
             return "it is called with positional arguments"
         if why := self.fingerprint.difference(x):
             return why
+        if not taken(x):
+            return f"its input is {x.dtype}"
         if inspect.unwrap(type(self.layer).forward) is not self.forward:
             return f"{type(self.layer).__name__}.forward is another function now"
         if self.attention.head_dim * self.heads[0] != self.sizes[0]:

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coda_agent.layers.fingerprint import Fingerprint, unusual
-from coda_agent.layers.fit import TYPES, check_whole, fsdp, gamma
+from coda_agent.layers.fit import check_whole, fsdp, gamma, taken
 from coda_agent.layers.functional import Normed
 from coda_agent.layers.head import head_loss
 from coda_agent.layers.patched import Carried
-from coda_agent.primitives.function import exact
 
 _TARGETS = frozenset(("labels", "shift_labels", "num_items_in_batch", "ignore_index"))
 _PASSED = frozenset(
@@ -128,7 +127,7 @@ class Head:
             if name not in _PASSED | _TARGETS and not _neutral(name, value):
                 return f"it is called with {name}"
         for name, module in (("lm_head", model.lm_head), ("model.norm", self.norm)):
-            if not _taken(module.weight) and not fsdp((module, self.stack, model)):
+            if not taken(module.weight) and not fsdp((module, self.stack, model)):
                 return f"{name}.weight is {module.weight.dtype}"
         return ""
 
@@ -141,7 +140,7 @@ class Head:
         call = _CALL.get()
         assert call is not None
         check_whole("norm", self.norm)
-        if not _taken(x):
+        if not taken(x):
             return self.plain(x)
         # Cloned, since FSDP may take the weight back before the head runs.
         weight = gamma(self.norm, self.offset).to(x.dtype).clone()
@@ -170,6 +169,3 @@ def _neutral(name: str, value: Any) -> bool:
         return type(value) is int and value == 0
     return value is None or value is False or (name == "return_dict" and value is True)
 
-
-def _taken(x: Tensor) -> bool:
-    return x.dtype in TYPES or exact.get()

@@ -294,18 +294,20 @@ def _layer_difference(ours: Layer, behind: Any, recorder: Recorder, train: int) 
     def theirs() -> Tensor:
         return own(layer, x, *recorder.args, **recorder.kwargs)
 
+    carried: list[Tensor] = []
+
     def by_kernels() -> Tensor:
-        return ours(x, *recorder.args, **recorder.kwargs)
+        out = ours(x, *recorder.args, **recorder.kwargs)
+        h, r = Carried.take(out, behind, ours.form.offset)
+        carried.append((h * r[:, None]).view_as(out).detach())
+        return out
 
     with _exactly():
-        found = _with_gradients(by_kernels, parameters)
-        with torch.no_grad():
-            out = by_kernels()
-            h, r = Carried.take(out, behind, ours.form.offset)
-            normed = (h * r[:, None]).view_as(out)
-    want = _with_gradients(theirs, parameters)
+        ones = _with_gradients(by_kernels, parameters)
+    others = _with_gradients(theirs, parameters)
     with torch.no_grad():
-        return max(_distance(found, want), _distance([normed], [behind.forward(want[0])]))
+        others.append(behind.forward(others[0]))
+    return _distance([*ones, *carried], others)
 
 
 def _with_gradients(call: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
