@@ -1,7 +1,7 @@
 """What a proof of a module holds for: its parts, and the values that its code reads.
 
-`Fingerprint.difference` is asked at each call of a replaced forward. It reads some hundred entries of
-dictionaries, which takes some 15 us of host time a decoder layer (one core of a Xeon).
+`Fingerprint.difference` is asked at each call of a replaced forward. It compares some hundred
+entries of dictionaries.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Fingerprint:
         return ""
 
     def misplacement(self, x: Tensor) -> str:
-        """Say which weight has not the shape that it had, or not x's type and device; "" if all do."""
+        """Say which weight has another shape than it had, or is not as x is; "" if none."""
         if type(x) is not Tensor and type(x) is not nn.Parameter:
             return f"it is called with a {named(x)}"
         dtype, device = x.dtype, x.device
@@ -109,8 +109,6 @@ class Fingerprint:
 
 def unusual(device: str) -> str:
     """Say what about a call on such a device kernels do not take; "" if they take it."""
-    if torch.compiler.is_compiling():
-        return "torch.compile traces it"
     if torch.is_autocast_enabled(device):
         return "autocast is on; cast the model instead, as by model.to(torch.bfloat16)"
     if torch._C._are_functorch_transforms_active():

@@ -189,7 +189,7 @@ def form(layer: Any, after: Any, *, rotates: bool) -> Form | str:
 
 def activation_of(block: Any) -> str:
     """Name an MLP's activation, by its values; "" where it is none that kernels have."""
-    function = getattr(block, "act_fn", None)
+    function: Any = getattr(block, "act_fn", None)
     if not callable(function):
         return ""
     x = torch.linspace(-3, 3, 16)

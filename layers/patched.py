@@ -119,7 +119,7 @@ class Layer:
         self.attend = inspect.unwrap(type(attention).forward)
         self.rotation = self.attend.__globals__.get(ROTATION)
         self.forward = inspect.unwrap(type(layer).forward)
-        # Since transformers 5.22 a layer's own forward does the checkpointing, before that its call.
+        # In transformers 5.24 a layer's own forward does the checkpointing, in 5.17 its call.
         self.checkpoints = type(layer).__call__ is nn.Module.__call__
         self.owners = [m for m in layer.modules() if m._parameters]
 
@@ -161,6 +161,8 @@ class Layer:
         return options
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(hidden_states, *args, **kwargs)
         self._check_sharding()
         if why := self._difference(hidden_states, args, kwargs):
             self.report.warn(self.name, why)
@@ -258,7 +260,9 @@ class Layer:
                     modules[name] = _Handed(norm)
             own = self.attend
             names = {**own.__globals__, ROTATION: _rotated_already}
-            forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            forward = FunctionType(
+                own.__code__, names, own.__name__, own.__defaults__, own.__closure__
+            )
             forward.__kwdefaults__ = own.__kwdefaults__
             vars(copy)["forward"] = MethodType(forward, copy)
         return copy(hidden_states=x, **kwargs)[0]
@@ -269,7 +273,7 @@ class Layer:
         sharded parameters have."""
         if distributed(p for m in self.owners for p in m._parameters.values()):
             check_whole(self.name, self.layer)
-        if torch.compiler.is_compiling() or not self._by_fsdp():
+        if not self._by_fsdp():
             return
         near = self.report._layers[self.place : self.place + 2]
         owners = [m for layer in near for m in layer.owners]
@@ -330,7 +334,12 @@ class Layer:
         keeps = keeps and not self._by_fsdp()
         kept = self.kept
         # By identity too, since other weights may come to lie where these were.
-        if keeps and kept and kept[0] == key and all(r() is w for r, w in zip(kept[1], weights)):
+        if (
+            keeps
+            and kept
+            and kept[0] == key
+            and all(r() is w for r, w in zip(kept[1], weights, strict=True))
+        ):
             return kept[2]
         packed = pack_qkv(q, k, v, heads), interleave(gate, up)
         self.kept = (key, [weakref.ref(w) for w in weights], packed) if keeps else None

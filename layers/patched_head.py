@@ -18,11 +18,11 @@ from coda_agent.layers.head import head_loss
 from coda_agent.layers.patched import Carried
 
 _TARGETS = frozenset(("labels", "shift_labels", "num_items_in_batch", "ignore_index"))
-_PASSED = frozenset(
-    """input_ids attention_mask position_ids inputs_embeds token_type_ids use_cache cache
-    past_key_values cache_position output_attentions cu_seq_lens_q cu_seq_lens_k max_length_q
-    max_length_k seq_idx""".split()
-)
+_NAMES = """
+input_ids attention_mask position_ids inputs_embeds token_type_ids use_cache cache past_key_values
+cache_position output_attentions cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k seq_idx
+"""
+_PASSED = frozenset(_NAMES.split())
 
 
 @dataclass(eq=False)
@@ -65,9 +65,6 @@ class Head:
         self.model, self.stack, self.norm, self.report = model, stack, stack.norm, report
         self.offset, self.output = offset, output
         self.original, self.loss_function = model.forward, model.loss_function
-        # Outside of torch.compile's graphs: a loss of an export, which takes gradients in its
-        # forward pass too, was zeros by Inductor on an H200 (torch 2.11), and right on a CPU.
-        self.loss: Any = torch.compiler.disable(head_loss)
 
     def install(self) -> None:
         """Replace the forwards of norm, head and model."""
@@ -81,7 +78,7 @@ class Head:
         self.fingerprint = Fingerprint(parts, {}, sharded=True)
 
     def __call__(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        if labels is None or not self.model.training:
+        if labels is None or not self.model.training or torch.compiler.is_compiling():
             return self.original(*args, labels=labels, **kwargs)
         if why := self._difference(args, kwargs):
             self.report.warn("lm_head", why)
@@ -91,9 +88,7 @@ class Head:
         if targets is None:
             targets = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         device = self.model.lm_head.weight.device
-        call = _Call(
-            self, targets.flatten().to(device), ignored, kwargs.get("num_items_in_batch")
-        )
+        call = _Call(self, targets.flatten().to(device), ignored, kwargs.get("num_items_in_batch"))
         passed = {k: v for k, v in kwargs.items() if k not in ("logits_to_keep", "return_dict")}
         token = _CALL.set(call)
         try:
@@ -132,8 +127,8 @@ class Head:
         return ""
 
     def _called(self, x: Tensor | None = None) -> bool:
-        """Return whether a call of this head is under way, which has its stream where x is given."""
-        call = _CALL.get()
+        """Return whether a call of this head is under way; with x, one that has its stream."""
+        call = None if torch.compiler.is_compiling() else _CALL.get()
         return call is not None and call.head is self and (x is None or call.stream is not None)
 
     def _norm(self, x: Tensor) -> Tensor:
@@ -152,7 +147,7 @@ class Head:
         call = _CALL.get()
         assert call is not None and call.stream is not None
         given, weight = call.stream
-        return self.loss(
+        return head_loss(
             x.flatten(0, 1),
             given,
             weight,
@@ -168,4 +163,3 @@ def _neutral(name: str, value: Any) -> bool:
     if name == "logits_to_keep":
         return type(value) is int and value == 0
     return value is None or value is False or (name == "return_dict" and value is True)
-

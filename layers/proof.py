@@ -2,8 +2,8 @@
 
 - A copy has the module's class, attributes and configuration, and few columns: parameters are drawn
   at random, away from values that hide a difference (0, 1). It costs milliseconds at any size.
-- The stack's own forward runs over recorders in the place of its layers. So each layer is compared on
-  the arguments that the model gives it: masks with padding, positions that differ.
+- The stack's own forward runs over recorders in the place of its layers. So each layer is compared
+  on the arguments that the model gives it: masks with padding, positions that differ.
 - Both sides run in float32 on the CPU, in eval and in training, forward and gradients; the kernels
   by the interpreter. They differ by the order of sums, some 1e-6.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,6 +134,7 @@ class Proof:
         return why
 
     def _form(self, i: int, layer: Any, after: Any, *, rotates: bool) -> Form | str:
+        shapes: dict[int, Sequence[int]]
         shapes = {id(norm.weight): (_WIDTH,) for norm in (*norms(layer).values(), after)}
         for name, linear in linears(layer).items():
             rows, columns = linear.out_features, linear.in_features
@@ -199,9 +201,10 @@ class Proof:
         some, none = labels.clone(), torch.full_like(labels, -100)
         some[:, :3] = -100
         parameters = [behind.stream, norm.weight, small.lm_head.weight]
-        wholes = [type(small).forward(small, input_ids=labels, labels=some)]
+        own = partial(type(small).forward, small)
+        output = type(own(input_ids=labels, labels=some))
         report = _Trial()
-        ours = Head(small, behind, offset, type(wholes[0]), report)
+        ours = Head(small, behind, offset, output, report)
         for targets, options in (
             (some, {}),
             (labels, {}),
@@ -209,7 +212,9 @@ class Proof:
             (some, {"num_items_in_batch": torch.tensor(5)}),
         ):
             theirs = _with_gradients(
-                lambda x=targets, o=options: type(small).forward(small, input_ids=x, labels=x, **o).loss,
+                lambda x=targets, o=options: (
+                    type(small).forward(small, input_ids=x, labels=x, **o).loss
+                ),
                 parameters,
             )
             ours.install()
@@ -220,12 +225,12 @@ class Proof:
             report.revert()
             if (difference := _distance(found, theirs)) > _TOLERANCE:
                 return f"its own loss is another (by {difference:.2g} of its gradients' norm)"
-        return offset, type(wholes[0])
+        return offset, output
 
     def copy(
         self,
         module: Any,
-        shapes: dict[int, tuple[int, ...]],
+        shapes: Mapping[int, Sequence[int]],
         instead: dict[int, nn.Module] | None = None,
         configs: dict[int, Any] | None = None,
     ) -> Any:
@@ -252,10 +257,11 @@ class Proof:
             fresh["gradient_checkpointing"] = False
         vars(small).update(fresh)
         for name, p in module._parameters.items():
-            small._parameters[name] = None if p is None else _drawn(name, shapes.get(id(p), p.shape))
+            small._parameters[name] = (
+                None if p is None else _drawn(name, shapes.get(id(p), p.shape))
+            )
         for name, b in module._buffers.items():
-            wide = b is not None and b.is_floating_point()
-            small._buffers[name] = b if b is None else b.detach().to("cpu", torch.float32 if wide else b.dtype)
+            small._buffers[name] = b if b is None else _widened(b)
         for name, child in module._modules.items():
             small._modules[name] = child and self.copy(child, shapes, instead, configs)
         if isinstance(small, nn.Embedding):
@@ -324,16 +330,18 @@ def _with_gradients(call: Callable[[], Tensor], parameters: Sequence[Tensor]) ->
 
 
 def _distance(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest difference of two lists of tensors, as a part of their norms; a tensor that
-    is nearly 0 beside the others counts as a thousandth of the largest. NaN equals NaN."""
+    """Return the largest difference of two lists of tensors, as a part of their norms.
+
+    A tensor that is nearly 0 counts as a thousandth of the largest one. NaN equals NaN.
+    """
     if any(one.shape != other.shape for one, other in zip(ones, others, strict=True)):
         return float("inf")
-    pairs = [
-        (torch.where(one.isnan() & other.isnan(), 0, one - other), other.nan_to_num())
-        for one, other in zip(ones, others, strict=True)
-    ]
-    floor = 1e-3 * max(other.norm().item() for _, other in pairs)
-    parts = [difference.norm().item() / max(other.norm().item(), floor, 1e-30) for difference, other in pairs]
+    norms = [other.nan_to_num().norm().item() for other in others]
+    floor = max(1e-3 * max(norms), 1e-30)
+    parts = list[float]()
+    for one, other, norm in zip(ones, others, norms, strict=True):
+        gap = torch.where(one.isnan() & other.isnan(), 0, one - other).norm().item()
+        parts.append(gap / max(norm, floor))
     return max(float("inf") if part != part else part for part in parts)
 
 
@@ -341,6 +349,11 @@ def _stream() -> Tensor:
     """Return rows of the stream, of magnitudes from 0.001, where a norm's eps counts, to 10."""
     scale = torch.logspace(-3, 1, 2 * _TOKENS)[torch.randperm(2 * _TOKENS)]
     return torch.randn(2, _TOKENS, _WIDTH) * scale.view(2, _TOKENS, 1)
+
+
+def _widened(t: Tensor) -> Tensor:
+    t = t.detach().cpu()
+    return t.float() if t.is_floating_point() else t
 
 
 def _drawn(name: str, shape: Sequence[int]) -> nn.Parameter:

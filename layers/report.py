@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from coda_agent.layers.patched import Layer, Tables
@@ -54,6 +55,8 @@ class Report:
 
         @wraps(module.forward)  # its signature is what trainers look at
         def replaced(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                warn_traced()
             return forward(*args, **kwargs)
 
         if not hasattr(module, "_coda_bound"):
@@ -80,6 +83,17 @@ class Report:
         lines = [f"{name}: by kernels: {what}" for name, what in self.replaced.items()]
         lines += [f"{name}: left as it is: {why}" for name, why in self.left.items()]
         return "\n".join(lines)
+
+
+@torch.compiler.assume_constant_result
+def warn_traced() -> int:
+    """Warn, while torch.compile traces and without a graph break, that no kernel will run."""
+    warnings.warn(
+        "coda-agent: under torch.compile a patched model runs by the model's own code; call "
+        "report.revert(), or leave torch.compile out",
+        stacklevel=2,
+    )
+    return 0
 
 
 class _Bound:

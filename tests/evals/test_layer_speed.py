@@ -131,7 +131,6 @@ def test_the_forms_of_scaled_products_agree() -> None:
 
 
 def test_a_training_step(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     case, clock = CASES["train-1b"], Clock()
     assert isinstance(case, Training)
     found = case.on("cpu", 64).measured({"ours", "packed", "compile"}, clock, 10)
@@ -146,7 +145,6 @@ def test_a_training_step(tmp_path: Path) -> None:
 
 
 def test_a_training_step_whose_loss_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     liger, clock = ModuleType("liger_kernel.transformers"), Clock()
 
     def scaled(model: Any) -> None:
@@ -163,7 +161,6 @@ def test_a_training_step_whose_loss_is_wrong_is_not_timed(monkeypatch: pytest.Mo
 
 
 def test_a_training_step_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.setattr(train_step, "COURSE", 3)
     case, clock = CASES["train-1b fp8"], Clock()
     assert isinstance(case, Fp8Training)

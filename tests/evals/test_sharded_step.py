@@ -23,7 +23,6 @@ CASE = "train-1b on 2 GPUs"
 
 @pytest.mark.sampled(0.34, "two ranks")
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     said = list[str]()
     file = measure(tmp_path, clock=Clock(), machine=MACHINE, cases=[CASE], rounds=10, device="cpu",
                    names=["packed", "compile"], shrink=64, say=said.append)  # fmt: skip
