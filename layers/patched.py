@@ -265,7 +265,10 @@ class Layer:
             )
             forward.__kwdefaults__ = own.__kwdefaults__
             vars(copy)["forward"] = MethodType(forward, copy)
-        return copy(hidden_states=x, **kwargs)[0]
+        try:
+            return copy(hidden_states=x, **kwargs)[0]
+        finally:
+            vars(copy).clear()  # a cycle with its own forward would keep query, key and value
 
     def _check_sharding(self) -> None:
         """Refuse weights that are not whole here, and a `main_grad` that FSDP knows nothing of: it

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -419,3 +421,22 @@ def test_nothing_of_transformers_is_replaced() -> None:
     report = apply_coda_kernels(tiny())
     assert dict(vars(modeling_llama)) == before
     report.revert()
+
+
+def test_a_call_leaves_nothing_to_the_collector_of_cycles() -> None:
+    model = tiny()
+    layer: Any = apply_coda_kernels(model)._layers[0]
+    parts: list[Any] = []
+    attended = layer._attended
+
+    def watched(x: Tensor, qkv: list[Tensor], kwargs: dict[str, Any]) -> Tensor:
+        parts.extend(weakref.ref(t) for t in qkv)
+        return attended(x, qkv, kwargs)
+
+    layer._attended = watched
+    gc.disable()
+    try:
+        logits(model, use_cache=False)
+    finally:
+        gc.enable()
+    assert [ref() for ref in parts] == [None] * 3
