@@ -58,9 +58,10 @@ def _summed_up(folder: Path) -> dict[str, Any]:
     judges, shares = set[str](), defaultdict[str, list[float]](list)
     for record in records:
         if judged := record.verdict:
-            judges.add(judged.digests["judge"])
+            judges.add(" ".join(f"{name} {gate.version}" for name, gate in judged.gates.items()))
             for cell in judged.cells:
-                shares[f"{record.spec.name} {cell.dtype}"].append(cell.of_gemm.ratio)
+                if cell.of_gemm:
+                    shares[f"{record.spec.name} {cell.dtype}"].append(cell.of_gemm.ratio)
     trials = sorted((r.suite.digest, r.spec.digest, r.trial) for r in records)
     seconds = max(r.finished for r in records) - min(r.started for r in records)
     return {
