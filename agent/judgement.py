@@ -160,11 +160,9 @@ class Cell(Record, from_attributes=True, extra="ignore"):
     times: dict[str, Median] | None = None
     steady: Ratios | Failure | None = None
 
-    def figure(self, name: Figure) -> float | None:
-        """A speed; the roofline's is the share of the ceiling. None where it was not timed."""
-        if name != "roofline":
-            ratio: Ratio | None = getattr(self, name)
-            return ratio and ratio.ratio
+    @property
+    def roofline(self) -> float | None:
+        """Share of the ceiling: floor over time. None where it was not timed."""
         if self.floor_us is None or self.times is None:
             return None
         return self.floor_us / self.times["ours"].median_us
@@ -250,7 +248,8 @@ class Judgement(Record, extra="ignore"):
 
     def mean(self, figure: Figure) -> float | None:
         """Its geometric mean over the cells; None where nothing was timed."""
-        return geometric_mean(x for cell in self.cells if (x := cell.figure(figure)) is not None)
+        shares = (getattr(cell, figure) for cell in self.cells if cell.times)
+        return geometric_mean(x.ratio if isinstance(x, Ratio) else x for x in shares)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

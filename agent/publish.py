@@ -117,9 +117,9 @@ def publish(workspace: Workspace, name: str, files: Mapping[str, str], message: 
     try:
         for file, text in files.items():
             write_whole(folder / file, text)
-        if not workspace.git("status", "--porcelain", "--ignored", "--", *paths):
-            return None
         workspace.git("add", "--force", "--", *paths)
+        if not workspace.git("status", "--porcelain", "--", *paths):
+            return None
         about = ("--only", "--quiet", "--no-gpg-sign", "--cleanup=verbatim", "-m", message)
         workspace.git("commit", *about, "--", *paths)
         return workspace.git("log", "-1", "--format=%H", "--", *paths)

@@ -115,7 +115,7 @@ def test_doctor_says_what_was_exported_for_what_and_how_it_is_loaded(repository:
     assert end == "1 of 1 exports are intact"
     for name, line in zip(NAMES, lines, strict=True):
         evidence = json.loads((GENERATED / name / "evidence.json").read_text())
-        day = max(gate["date"] for gate in evidence["gates"].values())[:10]
+        day = evidence["date"][:10]
         load = f'get_local_kernel(Path("{repository}")).{name}'
         said = f"{evidence['level']} {day}, {H200}", f"tiles for {H200}", "sm_90a", "bfloat16"
         assert re.split(r"  +", line) == [name, *said, "intact", load]
