@@ -41,7 +41,7 @@ def check(
 def verify(
     kernels: Kernels = None,
     every: All = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Every gate, stale or not.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Whether stale or not.")] = False,
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
 ) -> Reply:
