@@ -97,8 +97,9 @@ def _record(
         renew = old is None or old.yields_to(new)
         evidence = new if old is None or renew else old
         # Other tiles than those that were timed come with those timings, or not at all.
-        tuned = _encode(_merged(known, measured, renew=renew))
-        files = {**sources, "evidence.json": evidence.text(), "tuned.json": tuned}
+        files = {**sources, "tuned.json": _encode(_merged(known, measured, renew=renew))}
+        if evidence is new:
+            files["evidence.json"] = new.text()
         return publish(workspace, new.kernel, files, _message(evidence, verb, reason))
 
 

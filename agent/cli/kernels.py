@@ -118,7 +118,7 @@ def show(kernel: Annotated[str, typer.Argument()]) -> Reply:
     rows += [("machine", evidence.machine.name)]
     for name, gate in evidence.gates.items():
         rows.append((name, f"{'passed' if gate.passed else 'failed'}, version {gate.version}"))
-    rows += [("stale", said) for said in filter(None, [_again(found)])]
+    rows += [("evidence", said) for said in filter(None, [_again(found)])]
     rows += [("not shown", sentence) for sentence in evidence.not_shown]
     for where, tiles in runs.items():
         rows += [(where if i == 0 else "", line) for i, line in enumerate(tiles)]

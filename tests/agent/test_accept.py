@@ -298,6 +298,22 @@ def test_raise_and_revoke(where: Workspace) -> None:
     assert work(where.root) == before
 
 
+def test_evidence_of_an_earlier_form_stays_until_as_much_is_shown_again(where: Workspace) -> None:
+    assert run_accept(where, level="verified")
+    file = where.generated / "gemm_x" / "evidence.json"
+    old = json.loads(file.read_text()) | {"schema_version": 2, "machines": {"CPU": {}}}
+    old["gates"]["numerics"] = {"passed": True, "seconds": 1.0, "rules": {"numerics": "3"}}
+    del old["machine"], old["passed"]
+    file.write_text(json.dumps(old))
+    git(where.root, "commit", "-q", "-m", "old", "--", str(file))
+    assert where.kernel("gemm_x").level == "verified"
+    assert where.kernel("gemm_x").stale == ["numerics"]
+    assert raise_or_revoke(where, "gemm_x", verdict("proved"), run_id="r2") is None
+    assert json.loads(file.read_text()) == old
+    assert raise_or_revoke(where, "gemm_x", verdict("verified"), run_id="r3")
+    assert where.kernel("gemm_x").level == "verified" and where.kernel("gemm_x").stale == []
+
+
 def test_refused_is_not_acceptable(where: Workspace) -> None:
     with pytest.raises(ValueError, match="refused"):
         run_accept(where, level=None)
