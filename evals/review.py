@@ -110,7 +110,7 @@ class Review:
         return [*(k for k, v in self.digests.items() if then.get(k) != v), *self.stale]
 
     def saw(self, gate: str) -> Mapping[str, Any]:
-        """A gate's whole report; nothing where its raw record is not here."""
+        """A gate's whole report; nothing where the verdict's run is not here."""
         return self.raw.get(gate) or {}
 
     @property

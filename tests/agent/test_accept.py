@@ -634,7 +634,7 @@ def test_killed_anywhere(where: Workspace, tmp_path: Path, again: bool) -> None:
         os.replace, Workspace.git = stepped(os.replace), stepped(Workspace.git)
         run_accept(made, "x = 2\n", candidate="2")
 
-    seen, code = set[tuple[str, bool]](), 9
+    seen, code, n = set[tuple[str, bool]](), 9, 0
     for n in range(40):
         root = Path(shutil.copytree(where.root, tmp_path / f"{n}", symlinks=True))
         code = in_child(lambda n=n, root=root: attempt(Workspace(root, root), n))
