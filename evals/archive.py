@@ -1,4 +1,4 @@
-"""Archives: what evidence and pages were made from, whole and out of a reader's way.
+"""Archives: what pages were made from, whole and out of a reader's way.
 
 Each publication is one `evals/archive/<name>-<12 hex>.tar.xz`. The hex digits begin the SHA-256 of
 the tar file in it, which is the same for the same files. The program works without an archive: it
@@ -7,21 +7,16 @@ is for whoever doubts a figure, or wants to compute it again.
 
 import hashlib
 import io
-import json
 import lzma
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from coda_agent.agent.evidence import digest, raw_path
-from coda_agent.agent.workspace import Kernel, Workspace
+from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
 FOLDER = Path("evals", "archive")
 """Where archives are, in a workspace."""
-KERNELS = "kernels"
-"""The archive of what evidence rests on: <kernel>/<gate>.json."""
 
 
 def write(name: str, files: Mapping[str, bytes], folder: Path) -> Path:
@@ -97,53 +92,15 @@ def restored(name: str, folder: Path, root: Path) -> Path:
     return root / folder
 
 
-def pack_kernels(workspace: Workspace) -> Path:
-    """Packs the raw records of every kernel's evidence, out of logs/raw/ and the archives before,
-    which stay: so a re-grade changes each kernel's evidence and one file more.
-
-    Raises:
-        CodaError: one is neither here nor there.
-    """
-    files: dict[str, bytes] = {}
-    for kernel in workspace.kernels():
-        for gate, record in _records(workspace, kernel):
-            if record is None:
-                hint = f"coda-agent verify --fresh {kernel.name} measures it again"
-                raise CodaError(f"{kernel.name}: no raw record of {gate} is left", hint=hint)
-            files[f"{kernel.name}/{gate}.json"] = record
-    return write(KERNELS, files, workspace.root / FOLDER)
-
-
-def raw(workspace: Workspace, kernel: Kernel) -> dict[str, dict[str, Any]]:
-    """What each gate saw, whole: the raw records of a kernel's evidence that are here, by gate."""
-    return {gate: json.loads(r) for gate, r in _records(workspace, kernel) if r is not None}
-
-
 def problems(workspace: Workspace) -> list[str]:
-    """What is wrong with the archives of a workspace and what they lack, a line for each fault."""
+    """What is wrong with the archives of a workspace, a line for each fault."""
     said: list[str] = []
     for path in sorted((workspace.root / FOLDER).glob("*.tar.xz")):
         try:
             read(path)
         except CodaError as error:
             said.append(str(error))
-    if not said:
-        for kernel in workspace.kernels():
-            gates = [gate for gate, record in _records(workspace, kernel) if record is None]
-            said += [f"{kernel.name}: no raw record of {', '.join(gates)}"] * bool(gates)
     return said
-
-
-def _records(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[str, bytes | None]]:
-    """Each gate of a kernel's evidence that has a raw record, and that, where it is here."""
-    packed = [read(path) for path in found(KERNELS, workspace.root / FOLDER)]
-    for gate, about in kernel.evidence.gates.items():
-        if about.raw is not None:
-            path = raw_path(workspace.root, about.raw)
-            kept = [files.get(f"{kernel.name}/{gate}.json", b"") for files in packed]
-            if path.is_file():
-                kept.append(path.read_bytes())
-            yield gate, next((record for record in kept if digest(record) == about.raw), None)
 
 
 def _tar(files: Mapping[str, bytes]) -> bytes:

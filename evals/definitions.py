@@ -21,7 +21,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -165,7 +164,7 @@ class Suite(_Model):
         gpu: What the GPU's name has to contain; empty where a suite needs none.
         trials: How many an author that is not deterministic gets at each spec.
         judge: With "current", a trial is done once today's judge and spec have decided it. With
-            "any", once any did. With a digest, only that judge may run it.
+            "any", once any did.
         budget: What one trial may spend.
     """
 
@@ -177,7 +176,7 @@ class Suite(_Model):
     goal: Level
     gpu: str = ""
     trials: PositiveInt = 1
-    judge: str = Field(default="current", pattern=r"^(current|any|sha256:[0-9a-f]{64})$")
+    judge: Literal["current", "any"] = "current"
     budget: TrialLimits = TrialLimits()
     benchmark: Benchmark | None = None
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coda_agent.agent.judge import rules
 from coda_agent.evals import fp8_cases, gradient_cases, layer_cases, sharded_step, train_step
 from coda_agent.evals.fp8_cases import Fp8Widths
 from coda_agent.evals.sharded_step import Sharded
@@ -105,7 +104,8 @@ def _of_gradients() -> Depends:
 def _of_plans(*cases: str, folders: Sequence[str] = ("plans",)) -> dict[str, str]:
     """Of plans: the sources that make a plan out of a function or of a configuration, and those of
     the cases."""
-    agent, evals = Path(rules.__file__).parents[1], Path(__file__).parent
+    evals = Path(__file__).parent
+    agent = evals.parent / "agent"
     files = [file for x in (*folders, "authors/composer") for file in (agent / x).glob("*.py")]
     return _meant(*files, *(evals / f"{n}.py" for n in ("layer_cases", "model_cases", *cases)))
 
@@ -138,10 +138,7 @@ def _of_fp8_training() -> Depends:
 
 
 def _meant(*files: Path) -> dict[str, str]:
-    return {
-        f"{file.parent.name}/{file.name}": rules.meaning(file.read_text("utf-8"))
-        for file in sorted(files)
-    }
+    return {f"{file.parent.name}/{file.name}": file.read_text("utf-8") for file in sorted(files)}
 
 
 def _file(module: ModuleType) -> Path:

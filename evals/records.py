@@ -161,7 +161,7 @@ class TrialRecord(Kept):
             raise ValueError(f"the outcome is {self.outcome}, the verdict's level {judged.level}")
         if self.outcome == "refused" and judged is None:
             raise ValueError("the outcome is refused, and there is no verdict")
-        if judged and set(judged.digests) != set(DIGESTS):
+        if judged and not judged.digests.keys() >= set(DIGESTS):
             found = ", ".join(judged.digests)
             raise ValueError(f"digests of {found}, expected {', '.join(DIGESTS)}")
         if judged and judged.digests["spec"] != self.spec.digest:
@@ -201,7 +201,8 @@ class TrialRecord(Kept):
     @property
     def cells(self) -> tuple[Cell, ...]:
         """The timings that count: none of a candidate that was refused."""
-        return self.verdict.cells if self.solved and self.verdict else ()
+        cells = self.verdict.cells if self.solved and self.verdict else ()
+        return tuple(cell for cell in cells if cell.times)
 
     def mean(self, figure: Figure) -> float | None:
         """Of the timings that count; None where there are none."""

@@ -59,5 +59,5 @@ def _judged_again(
     return {
         "spec": SpecRef(name=spec.name, digest=spec.digest, level=spec.level),
         "verdict": judged, "outcome": outcome, "reason": judged.finding,
-        "steps": (step,) if step else (), "machine": Machine.of(verdict),
+        "steps": (step,) if step else (), "machine": Machine.of(verdict.environment),
     }, outcome  # fmt: skip

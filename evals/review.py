@@ -71,9 +71,9 @@ class Review:
         current: What stands in the working tree.
         history: Its committed versions, newest first.
         spec: Its frozen spec; None where that cannot be read.
-        digests: What today's judge, toolchain, spec and program have.
-        stale: What each gate's word no longer stands by (`Evidence.stale`).
-        raw: What gates saw, whole, where that is here.
+        digests: What today's spec and program have.
+        stale: The gates whose word no longer stands (`Evidence.stale`).
+        raw: What gates saw, whole, where the verdict's run is here.
         newer_spec: Whether specs/ holds another text than the frozen one.
         cost: What the author's run took; "" where its log is not kept.
         faults: Why files could not be read.
@@ -86,7 +86,7 @@ class Review:
     history: Sequence[Version]
     spec: Spec | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
-    stale: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    stale: Sequence[str] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
     newer_spec: bool = False
     cost: str = ""
@@ -105,12 +105,13 @@ class Review:
 
     @property
     def moved(self) -> list[str]:
-        """Spec, candidate, toolchain and rules that are not what the kernel was judged by."""
-        return list(dict.fromkeys(chain.from_iterable(self.stale.values())))
+        """The spec and candidate that are not what was judged, and the gates that are stale."""
+        then = self.current.digests
+        return [*(k for k, v in self.digests.items() if then.get(k) != v), *self.stale]
 
     def saw(self, gate: str) -> Mapping[str, Any]:
-        """A gate's whole report; nothing where its raw record is not here."""
-        return self.raw.get(gate, {}).get("gate", {}).get("data") or {}
+        """A gate's whole report; nothing where the verdict's run is not here."""
+        return self.raw.get(gate) or {}
 
     @property
     def age_s(self) -> float:
@@ -188,7 +189,7 @@ class Review:
             ("since the version before", self.since),
             ("author", f"{evidence.get('author')}, run {evidence.get('run')}"),
             ("cost", self.cost or "unknown: the run's log is not kept here"),
-            ("machine", "; ".join(map(pages.machine, evidence.get("machines", {}).values()))),
+            ("machine", _machine(evidence)),
         ]
         if self.spec:
             bound = f"{self.spec.tolerance.multiple:g} × PyTorch's own error against float64"
@@ -212,10 +213,9 @@ class Review:
                 *((t["tile"], t["program"], t["dtype"], t["fault"])
                   for t in evidence.get("refused_tiles", []))],
             "Gates": [
-                ("gate", "passed", "s", "on", "machine", "rules", "another by now"),
-                *((name, gate["passed"], gate["seconds"], gate["date"], gate["machine"],
-                   ", ".join(f"{rule} {version}" for rule, version in gate["rules"].items()),
-                   ", ".join(self.stale.get(name, ())) or "no")
+                ("gate", "passed", "s", "version", "stale"),
+                *((name, gate["passed"], gate["seconds"], gate["version"],
+                   "yes" if name in self.stale else "no")
                   for name, gate in evidence.get("gates", {}).items())],
             "Digests": [
                 ("of", "when judged", "now"),
@@ -268,8 +268,16 @@ class Review:
                 yield Flag(TIGHT, f"{name}: error is {worst['ratio']:.2f} of its bound")
         if self.newer_spec:
             yield Flag(STALE, "stale: specs/ holds another text")
-        if others := [key for key in self.moved if key not in ("candidate", "spec")]:
-            yield Flag(STALE, f"stale: {', '.join(self.stale)} (another {', '.join(others)})")
+        if self.stale:
+            again = f"coda-agent verify {self.name} judges it again"
+            yield Flag(STALE, f"stale: {', '.join(self.stale)}; {again}")
+
+
+def _machine(evidence: Mapping[str, Any]) -> str:
+    """The machine that evidence names, and the versions on it."""
+    about = evidence.get("machine") or {}
+    gpu = {"name": about.get("gpu"), "driver_version": about.get("driver")}
+    return pages.machine({**about, "gpu": gpu})
 
 
 def ordered(reviews: Sequence[Review]) -> list[Review]:
@@ -329,10 +337,7 @@ def write_benchmarks(root: Path) -> Path:
         root / "docs" / "benchmarks.md", "benchmarks.md", rows=rows,
         streamed=any("of_gemm" in c.get("steady", {}) for c in cells),
         rounds=sorted({c["times"]["ours"]["rounds"] for c in cells}),
-        machines=dict.fromkeys(
-            pages.machine(v.evidence["machines"][v.evidence["gates"]["performance"]["machine"]])
-            for v in timed
-        ),
+        machines=dict.fromkeys(_machine(v.evidence) for v in timed),
         refused=dict.fromkeys(
             "{program} ({dtype}), tile {tile}: {fault}".format(**tile)
             for v in found for tile in v.evidence["refused_tiles"]

@@ -55,18 +55,18 @@ def _summed_up(folder: Path) -> dict[str, Any]:
     if place is None or problems or not records:
         why = problems[0] if problems else f"{folder} is no host-of-<GPUs>/<GPUs used>-gpus"
         raise CodaError(f"not a run to sum up: {why}")
-    judges, shares = set[str](), defaultdict[str, list[float]](list)
+    shares = defaultdict[str, list[float]](list)
     for record in records:
         if judged := record.verdict:
-            judges.add(judged.digests["judge"])
             for cell in judged.cells:
-                shares[f"{record.spec.name} {cell.dtype}"].append(cell.of_gemm.ratio)
+                if cell.of_gemm:
+                    shares[f"{record.spec.name} {cell.dtype}"].append(cell.of_gemm.ratio)
     trials = sorted((r.suite.digest, r.spec.digest, r.trial) for r in records)
     seconds = max(r.finished for r in records) - min(r.started for r in records)
     return {
         "host_gpus": int(place[1]), "gpus": int(place[2]),
         "machine": ", ".join(sorted({r.machine.gpu or "" for r in records})),
-        "judge": ", ".join(sorted(judges)), "trials": len(records),
+        "trials": len(records),
         "digest": sha(json.dumps(trials)), "seconds": round(seconds.total_seconds(), 3),
         "shares": {key: round(median(ratios), 5) for key, ratios in sorted(shares.items())},
     }  # fmt: skip

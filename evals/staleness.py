@@ -1,16 +1,15 @@
 """Staleness: what of a stored verdict would have to be decided anew.
 
-A verdict is stale when its rules have other versions, or the spec, program or toolchain is another.
-Sources that mean the same stale nothing (`agent/judge/rules.py`). Every question of that kind is
-answered here. A stale record keeps its figures, and what shows them marks them.
+A verdict is stale where a gate decides by another version now (`judge.records.VERSIONS`), and a
+trial record where its spec is another, too. A stale record keeps its figures, and what shows them
+marks them.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from coda_agent.agent.judge import provenance, rules
-from coda_agent.agent.judgement import Judgement
+from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals.definitions import Suite
 from coda_agent.evals.records import TrialRecord
@@ -18,63 +17,46 @@ from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import Spec
 
 Stale = Callable[[TrialRecord], list[str]]
-"""What is stale of a trial record: of rules, toolchain and spec, those that are others by now."""
-EARLIER = "judge"
-"""What is stale where a record names no rules: a judge before rules had versions gave it."""
+"""What is stale of a trial record: gates, and its spec."""
 SCORED = ("compile", "numerics")
-"""The gates whose rules the judge's scores confirm."""
-
-
-def moved(then: Mapping[str, str], now: Mapping[str, str], keys: Iterable[str]) -> list[str]:
-    """Which of the digests under `keys` are not today's."""
-    return [key for key in keys if then.get(key) != now.get(key)]
+"""The gates that the judge's scores are of."""
 
 
 def of_scores(record: Mapping[str, Any]) -> list[str]:
-    """The rules that a score record was not made by as they are worded now, so that it confirms
-    nothing that was declared of them."""
-    now, then = wordings(), record.get("rules", {})
-    return moved(then, now, now) if then else [EARLIER]
+    """The gates that a score record was made by other versions of."""
+    return [gate for gate, now in scored_versions().items() if record["versions"].get(gate) != now]
 
 
-def wordings() -> dict[str, str]:
-    """The digest of each scored rule's sources, as a score record keeps them."""
-    names = {name for gate in SCORED for name in rules.involved(gate)}
-    return {name: digest for name, digest in rules.meanings().items() if name in names}
+def scored_versions() -> dict[str, int]:
+    """The versions that a score record names."""
+    return {gate: VERSIONS[gate] for gate in SCORED}
 
 
 def of_trials(workspace: Workspace, suites: Mapping[str, Suite]) -> Stale:
     """What says of a trial record what is stale of it; `suites` are the records', by digest."""
 
     @functools.cache
-    def today(suite: str, spec: str) -> dict[str, str]:
+    def today(suite: str, spec: str) -> str | None:
         try:
-            return provenance.digests(suites[suite].spec(workspace, spec), "")
+            return suites[suite].spec(workspace, spec).digest
         except (CodaError, KeyError):
-            return {}
+            return None
 
     def stale(record: TrialRecord) -> list[str]:
-        then = {**(record.verdict.digests if record.verdict else {}), "spec": record.spec.digest}
-        now = today(record.suite.digest, record.spec.name)
-        others = moved(then, now, [key for key in ("toolchain", "spec") if key in then])
-        return [*_of_judgement(record.verdict), *others]
+        same = today(record.suite.digest, record.spec.name) == record.spec.digest
+        return [*_gates(record), *["spec"] * (not same)]
 
     return stale
 
 
-def _of_judgement(judged: Judgement | None) -> list[str]:
-    """The rules that have other versions than a verdict names, by gate."""
-    if judged is None or not judged.rules:
-        return [] if judged is None else [EARLIER]
-    gates = judged.rules.items()
-    found = (rules.moved(then, gate) if then else [EARLIER] for gate, then in gates)
-    return list(dict.fromkeys(name for names in found for name in names))
+def _gates(record: TrialRecord) -> list[str]:
+    return record.verdict.stale if record.verdict else []
 
 
 def needs_trial(record: TrialRecord, suite: Suite, spec: Spec) -> bool:
     """Whether a trial has to be done again: the fault was ours, or, unless the suite takes any
-    judge, a rule or the spec is another by now."""
+    judge, a gate or the spec is another by now."""
     if not record.counts:
         return True
-    is_stale = _of_judgement(record.verdict) or record.spec.digest != spec.digest
+    is_stale = _gates(record) or record.spec.digest != spec.digest
     return suite.judge != "any" and bool(is_stale)

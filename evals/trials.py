@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coda_agent.agent import authors, pipeline
-from coda_agent.agent.judge import provenance
 from coda_agent.agent.judge.records import Level
 from coda_agent.agent.log import read_events
 from coda_agent.agent.workspace import Workspace
@@ -138,15 +137,12 @@ def run(
         The records, those that were there already first.
 
     Raises:
-        CodaError: another `run` writes there, the suite wants another judge, or a worker died.
+        CodaError: another `run` writes there, or a worker died.
     """
     found = list(plan.done)
     if not plan.tasks:
         return found
-    suite, judge = plan.tasks[0].suite, provenance.judge_digest()
-    if suite.judge.startswith("sha256:") and suite.judge != judge:
-        asked = suite.judge[:19]
-        raise CodaError(f"suite {suite.name} is for judge {asked}, this one is {judge[:19]}")
+    suite = plan.tasks[0].suite
     with _held(folder):
         write_definition(folder, suite.definition)
         waiting, running = list(reversed(plan.tasks)), dict[Future[TrialRecord], Task]()

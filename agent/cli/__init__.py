@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from coda_agent.agent.cli.lazy import Lazy, group, lazily
+from coda_agent.agent.cli.lazy import group, lazily
 
 
 class _Root(TyperGroup):
@@ -48,9 +48,8 @@ class _Root(TyperGroup):
                   *lazily("evaluate", "run", "ablate"), *lazily("leaderboard", *trials)),
             *lazily("review", "review"),
             group("score-judge", scoring, *lazily("judging", *scores), no_args_is_help=False),
-            group("archive", "Keep what evidence was made from: every round, every tile.",
-                  *lazily("archive", "pack", "show", "check", "unpack")),
-            Lazy("rules", "app", hidden=True),
+            group("archive", "Keep what pages were made from.",
+                  *lazily("archive", "check", "unpack")),
         ]  # fmt: skip
         super().__init__(**settings)
 

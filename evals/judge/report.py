@@ -43,7 +43,7 @@ def write_page(root: Path) -> Path:
 def text(section: str, device: str, record: Record) -> str:
     """One section of the page, of `FIGURES`, about a record."""
     when = f"{record['date']}, {machine(record['machine'])}" if "date" in record else ""
-    if "judge" in record and (stale := of_scores(record)):
+    if "versions" in record and (stale := of_scores(record)):
         when += f", stale: {', '.join(stale)}"
     figures = FIGURES[section](record)
     values = {"section": section, "device": device, "record": record, "when": when}

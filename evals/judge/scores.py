@@ -24,14 +24,13 @@ from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.meaning import meaning_fault
 from coda_agent.agent.judge.numerics import TileCheck
 from coda_agent.agent.judge.oracle import make_cases
-from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.evals import contenders
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
 from coda_agent.evals.pages import gpu_record, today, write_record
-from coda_agent.evals.staleness import wordings
+from coda_agent.evals.staleness import scored_versions
 from coda_agent.evals.workloads import make_workload
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.objects import use_cache
@@ -195,8 +194,7 @@ def recorded(
     path = judge.root / "evals" / "results" / f"judge-{name}-{judge.device}.json"
     machine = environment(judge.device) | {"cores": len(os.sched_getaffinity(0))}
     head = {
-        "judge": judge_digest(),
-        "rules": wordings(),
+        "versions": scored_versions(),
         "machine": machine,
         **head,
         "date": today(),
@@ -204,7 +202,7 @@ def recorded(
     cells: dict[str, Any] = {}
     if resume and path.is_file():
         old = json.loads(path.read_text("utf-8"))
-        if all(old.get(key) == head[key] for key in ("rules", "seed") if key in head):
+        if all(old.get(key) == head[key] for key in ("versions", "seed") if key in head):
             cells = old["cells"]
     written = time.monotonic()
     try:

@@ -119,7 +119,7 @@ def test_a_benchmark_has_extents_and_tiles(tmp_path: Path) -> None:
             "gemm_fp8_rmsnorm is not among its specs",
         ),
         (GOOD + "trials = 0\n", "trials: Input should be greater than 0"),
-        (GOOD + 'judge = "latest"\n', "judge: String should match"),
+        (GOOD + 'judge = "latest"\n', "judge: Input should be 'current' or 'any'"),
         (GOOD + "specs = 3\n", "Cannot overwrite a value"),
         (GOOD + MEASURED.replace("128]", "-1]"), r"benchmark.sizes.0: Input should be greater"),
         (GOOD + MEASURED.replace("1, true]]", "1]]"), r"benchmark.tiles.0: Input should be"),

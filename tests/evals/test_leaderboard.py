@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import doctor, judge, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge import provenance, rules
+from coda_agent.agent.judge import provenance
 from coda_agent.agent.judge.machine import Gpu
-from coda_agent.agent.judge.records import GateResult, Verdict
-from coda_agent.agent.judgement import Cell, Judgement, Machine, Ratio
+from coda_agent.agent.judge.records import VERSIONS, GateResult, Ratio, Verdict
+from coda_agent.agent.judgement import Cell, Gate, Judgement, Machine, Median
 from coda_agent.agent.state import Spent
 from coda_agent.evals import comparison, metrics
 from coda_agent.evals.definitions import Suite
@@ -46,17 +46,16 @@ def trial(spec: str, author: str, number: int = 1, *, speed: float = 1.0, **chan
     """A record; `speed` beside the GEMM, 0 for a refusal."""
     program = changes.pop("program", f"# {author} {number}\n")
     level = "accepted" if speed else None
-    digests = {"spec": digest(spec), "candidate": digest(program), "judge": digest("judge"),
-               "toolchain": digest("tools")}  # fmt: skip
+    digests = {"spec": digest(spec), "candidate": digest(program)}
     cells = [
-        Cell(dtype=t, sizes={"M": 4096, "N": 4096, "K": 4096}, ours_us=100 / speed, floor_us=50,
+        Cell(dtype=t, sizes={"M": 4096, "N": 4096, "K": 4096}, times={"ours": Median(median_us=100 / speed)}, floor_us=50,
              of_gemm=Ratio(ratio=speed * x, low=0.1, high=9),
              over_compile=Ratio(ratio=2 * speed * x, low=0.1, high=9), tile="t")
         for t, x in (("bfloat16", 0.5), ("float16", 2.0))
         if speed
     ]  # fmt: skip
     verdict = Judgement(passed=bool(speed), level=level, digests=digests, cells=tuple(cells),
-                        gates={"numerics": "passed" if speed else "failed"})  # fmt: skip
+                        gates={"numerics": Gate(passed=bool(speed))})  # fmt: skip
     spent = Spent(usd=0.5, tokens=1000, wall_s=60, gpu_s=5)
     steps = [Step(attempt=2, submitted=True, level="accepted", roofline=speed / 2,
                   **spent.model_dump())]  # fmt: skip
@@ -228,18 +227,17 @@ def test_suites_devices_and_ablations_are_not_mixed() -> None:
 def test_stale_marks_and_what_is_not_counted(where: workspace.Workspace) -> None:
     spec = SUITE.spec(where, "gemm_rope")
     today = provenance.digests(spec, "# p\n")
+    now = VERSIONS["numerics"]
     fresh = trial("gemm_rope", "fresh", program="# p\n")
-    now = rules.versions("numerics")
     about = SpecRef(name=spec.name, digest=spec.digest, level="compose")
-    rules_of = {"fresh": now, "moved": {**now, "lowering": "0", "language": "0"}}
     fresh, moved = (
         trial("gemm_rope", author, program="# p\n").model_copy(update={
             "spec": about,
             "verdict": fresh.verdict.model_copy(
-                update={"digests": today, "rules": {"numerics": then}}
+                update={"digests": today, "gates": {"numerics": Gate(passed=True, version=then)}}
             ),
         })
-        for author, then in rules_of.items()
+        for author, then in {"fresh": now, "moved": now - 1}.items()
     )  # fmt: skip
     folder = store(where, [fresh, moved, trial("gemm_rope", "old")])
     (folder / "torn.json").write_text('{"schema_version": 1, ')
@@ -247,8 +245,8 @@ def test_stale_marks_and_what_is_not_counted(where: workspace.Workspace) -> None
     assert re.search(r"^gemm_rope .*1/1 1.000× GEMM, 2.000× compile", text, re.MULTILINE)
     found = run("leaderboard", "--json")
     (cells,) = found["boards"][0]["matrix"]
-    assert "stale" not in cells["fresh"] and cells["old"].endswith("stale: judge, spec, toolchain")
-    assert cells["moved"].endswith("stale: language, lowering")
+    assert "stale" not in cells["fresh"] and cells["old"].endswith("stale: numerics, spec")
+    assert cells["moved"].endswith("stale: numerics")
     assert {r["author"]: r["stale"] for r in found["boards"][0]["ranking"]} == {
         "fresh": "0",
         "moved": "1",
@@ -418,9 +416,8 @@ def stub_judge(monkeypatch: pytest.MonkeyPatch, *, passed: bool) -> list[str]:
 
     def judge_candidate(spec: Any, text: str, executor: Any, *, device: str) -> Verdict:
         devices.append(device)
-        digests = {**provenance.digests(spec, text), "judge": provenance.judge_digest()}
-        gate = {"name": "numerics", "rules": rules.versions("numerics")}
-        gates = [GateResult(passed=passed, **gate)]
+        digests = provenance.digests(spec, text)
+        gates = [GateResult(name="numerics", passed=passed, version=VERSIONS["numerics"])]
         level = "proved" if passed else None
         about = {"device": "cpu", "packages": {"torch": "9.9"}, "sandbox": {"tier": "landlock"}}
         return Verdict(passed=passed, level=level, gates=gates, digests=digests, environment=about)
@@ -447,12 +444,11 @@ def test_regrade(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch, pa
     records, problems = read_records(folder)
     new = next(r for r in records if r.key == cpu.key)
     assert not problems and len(records) == 3 and new.audit == cpu.audit and new.spent == cpu.spent
-    # The machine is the one whose toolchain the digests now name.
     now = Machine(device="cpu", sandbox="landlock", packages={"torch": "9.9"})
     assert new.machine == now != cpu.machine
     assert new.outcome == level and new.solved is passed and not new.cells
     assert [s.level for s in new.steps] == ["proved"] * passed
-    assert new.verdict and new.verdict.digests["judge"] == provenance.judge_digest()
+    assert new.verdict and new.verdict.stale == []
     again = {r["record"] for r in run("regrade", "--json")["records"]}
     assert again == {file_name(gpu.key), file_name(lost.key)}
 

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from coda_agent.agent.judge import provenance
+from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.evals import record_files, records
 from coda_agent.evals.record_files import file_name, read_records, write_record
 from coda_agent.evals.records import TrialRecord
@@ -26,13 +27,10 @@ def digest(letter: str) -> str:
 def make(**changes: Any) -> TrialRecord:
     verdict = {
         "passed": True, "level": "accepted",
-        "gates": dict.fromkeys(("static", "compile", "numerics", "performance"), "passed"),
-        "digests": {
-            "spec": digest("a"), "candidate": provenance.sha(PROGRAM), "judge": digest("b"),
-            "toolchain": digest("c"),
-        },
+        "gates": {name: {"passed": True} for name in VERSIONS},
+        "digests": {"spec": digest("a"), "candidate": provenance.sha(PROGRAM)},
         "cells": [{
-            "dtype": "bfloat16", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "ours_us": 200.0,
+            "dtype": "bfloat16", "sizes": {"M": 4096, "N": 4096, "K": 4096}, "times": {"ours": {"median_us": 200.0}},
             "floor_us": 150.0, "of_gemm": {"ratio": 0.97, "low": 0.96, "high": 0.98},
             "over_compile": {"ratio": 1.15, "low": 1.14, "high": 1.16},
         }],

