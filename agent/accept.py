@@ -1,7 +1,7 @@
 """Acceptance: what generated/<kernel>/ holds after a verdict, and the commit that brings it there.
 
-A verdict renews evidence gate by gate (`Evidence.renewed`); one that refuses revokes. How the four
-files reach git is in `publish.py`.
+A verdict takes the place of the evidence as a whole (`Evidence.yields_to`); one that refuses
+revokes. How the four files reach git is in `publish.py`.
 """
 
 import contextlib
@@ -11,12 +11,10 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
-from coda_agent.agent.evidence import Evidence, Standing, keep_raw
+from coda_agent.agent.evidence import Evidence, Standing
 from coda_agent.agent.judge import Verdict
-from coda_agent.agent.publish import FILES, exclusive, held, publish
-from coda_agent.agent.workspace import Workspace
+from coda_agent.agent.publish import exclusive, publish
+from coda_agent.agent.workspace import Kernel, Workspace
 from coda_agent.primitives.errors import WorkspaceError
 from coda_agent.specs import Spec
 
@@ -27,8 +25,7 @@ def accept(
     """Stores a candidate that passed and commits it.
 
     Returns:
-        The commit, or None where HEAD already holds this program with evidence as strong; the
-        working tree then shows what HEAD holds.
+        The commit, or None where HEAD already holds this program with evidence as strong.
 
     Raises:
         ValueError: the verdict is a refusal.
@@ -37,8 +34,8 @@ def accept(
     """
     if not verdict.passed or verdict.level is None:
         raise ValueError(f"the judge refused {spec.name}: there is nothing to accept")
+    new = Evidence.of(verdict, kernel=spec.name, author=author, run=run_id)
     sources = {"kernel.py": text, "spec.md": spec.text}
-    new = Evidence.of(verdict, kernel=spec.name, level=verdict.level, author=author, run=run_id)
     return _record(workspace, new, verdict, sources, "Accept", spec.summary)
 
 
@@ -52,35 +49,31 @@ def raise_or_revoke(
     kernel.py as it is now. Returns and raises as `accept`.
     """
     stored = workspace.kernel(kernel)
-    level: Standing = (verdict.passed and verdict.level) or "revoked"
     author = stored.evidence.author
     if verdict.digests.get("candidate") != stored.evidence.digests.get("candidate"):
         author = f"{author.removesuffix(', edited by hand')}, edited by hand"
-    failed = [gate.name for gate in verdict.gates if not gate.passed and not gate.skipped]
-    reason = "re-graded" if verdict.passed else f"failed {', '.join(failed)}"
+    level: Standing = (verdict.passed and verdict.level) or "revoked"
+    new = Evidence.of(verdict, kernel=kernel, level=level, author=author, run=run_id)
     sources = {
         "kernel.py": text if text is not None else stored.program.read_text("utf-8"),
         "spec.md": stored.spec.read_text("utf-8"),
     }
-    new = Evidence.of(verdict, kernel=kernel, level=level, author=author, run=run_id)
-    verb = "Verify" if verdict.passed else "Revoke"
-    return _record(workspace, new, verdict, sources, verb, reason)
+    if verdict.passed:
+        return _record(workspace, new, verdict, sources, "Verify", "re-graded")
+    reason = f"failed {', '.join(new.failed)}"
+    return _record(workspace, new, verdict, sources, "Revoke", reason)
 
 
 def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) -> str | None:
     """Adds measured shapes to a kernel's tuned.json and commits it; None where nothing is new.
 
     Raises:
-        WorkspaceError: no such kernel in HEAD; else as `accept`.
+        WorkspaceError: no such kernel; else as `accept`.
     """
-    with exclusive(workspace, kernel) as lock:
-        files = held(workspace, kernel)
-        if files.keys() != set(FILES):
-            raise WorkspaceError(f"{kernel} is not committed", hint="accept it first: generate")
-        tuned = _merged(_tuned(files), measured)
-        files["tuned.json"] = _encode(tuned)
-        message = f"Tune {kernel} on {', '.join(measured)}\n"
-        return publish(workspace, kernel, files, message, lock=lock)
+    with exclusive(workspace, kernel):
+        tuned = _merged(_tuned(workspace.kernel(kernel)), measured)
+        files, message = {"tuned.json": _encode(tuned)}, f"Tune {kernel} on {', '.join(measured)}\n"
+        return publish(workspace, kernel, files, message)
 
 
 def _record(
@@ -91,37 +84,31 @@ def _record(
     verb: str,
     reason: str,
 ) -> str | None:
-    """Publishes the four files as HEAD's evidence and a new verdict make them."""
+    """Publishes the four files as the stored evidence and a new verdict make them."""
     measured: dict[str, Any] = {}
     if verdict.passed and verdict.tuned:
         measured = verdict.model_dump(mode="json")["tuned"]
-    with exclusive(workspace, new.kernel, sources["kernel.py"]) as lock:
-        before = held(workspace, new.kernel)
-        old = _evidence(before)
-        same = old is not None and old.of_program(new.digests)
-        known = _tuned(before) if same else {}  # another program's tiles are not the best of this
-        evidence = old.renewed(new) if old and before.keys() == set(FILES) else new
-        if evidence is None:
-            files, evidence = dict(before), old or new
-        else:
-            files = {file: text.encode() for file, text in sources.items()}
-            files["evidence.json"] = evidence.text().encode()
-            keep_raw(workspace.root, verdict, evidence)
+    with exclusive(workspace, new.kernel, sources["kernel.py"]):
+        kernel, old = Kernel(new.kernel, workspace.generated / new.kernel), None
+        with contextlib.suppress(WorkspaceError):  # there is none, or none that can be read
+            old = kernel.evidence
+        # Another program's tiles are not the best of this one.
+        known = _tuned(kernel) if old and old.of_program(new.digests) else {}
+        renew = old is None or old.yields_to(new)
+        evidence = new if old is None or renew else old
         # Other tiles than those that were timed come with those timings, or not at all.
-        renew = evidence.raw("performance") == new.raw("performance")
-        files["tuned.json"] = _encode(_merged(known, measured, renew=renew))
-        message = _message(evidence, verb, reason)
-        return publish(workspace, new.kernel, files, message, lock=lock)
+        files = {**sources, "tuned.json": _encode(_merged(known, measured, renew=renew))}
+        if evidence is new:
+            files["evidence.json"] = new.text()
+        return publish(workspace, new.kernel, files, _message(evidence, verb, reason))
 
 
 def _message(evidence: Evidence, verb: str, reason: str) -> str:
-    subject = f"{verb} {evidence.kernel} ({evidence.level}): {reason}"
-    digests = evidence.digests
-    trailers = {f"{key.title()}-Digest": digests.get(key, "unknown")
-                for key in ("spec", "candidate", "judge")}  # fmt: skip
+    head = f"{verb} {evidence.kernel} ({evidence.level}): {reason}"
+    trailers = {f"{key.title()}-Digest": value for key, value in evidence.digests.items()}
     trailers |= {"Level": evidence.level, "Author": evidence.author}
     lines = [f"{key}: {' '.join(value.split())}" for key, value in trailers.items()]
-    return "\n".join([textwrap.shorten(subject, 100, placeholder=" …"), "", *lines, ""])
+    return "\n".join([textwrap.shorten(head, 100, placeholder=" …"), "", *lines, ""])
 
 
 def _merged(
@@ -143,23 +130,16 @@ def _merged(
     return merged
 
 
-def _encode(tuned: Mapping[str, Any]) -> bytes:
+def _encode(tuned: Mapping[str, Any]) -> str:
     """JSON for review in git: a configuration is a line."""
     text = json.dumps(tuned, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     # A line break in JSON text is layout, never part of a string.
     leaf = re.compile(r"\{\n[^{}\[\]]*\}")
-    return (leaf.sub(lambda m: re.sub(r"\n\s*", " ", m[0]), text) + "\n").encode()
+    return leaf.sub(lambda m: re.sub(r"\n\s*", " ", m[0]), text) + "\n"
 
 
-def _evidence(files: Mapping[str, bytes]) -> Evidence | None:
-    """The evidence HEAD holds; None where it is missing, damaged or of an earlier form."""
-    with contextlib.suppress(ValidationError):
-        return Evidence.model_validate_json(files.get("evidence.json", b""))
-    return None
-
-
-def _tuned(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The tuned.json HEAD holds; empty where it is missing or damaged."""
+def _tuned(kernel: Kernel) -> dict[str, Any]:
+    """A kernel's tuned.json; empty where it is missing or damaged."""
     with contextlib.suppress(ValueError, TypeError):
-        return dict(json.loads(files.get("tuned.json", b"{}")))
+        return dict(kernel.tuned)
     return {}

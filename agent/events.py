@@ -136,8 +136,6 @@ class Judged(Event, frozen=True):
     judgement: Judgement
     machine: Machine
     gpu_s: float
-    seconds: dict[str, float] = {}
-    """How long each gate took."""
 
 
 class Stored(Event, frozen=True):

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from coda_agent.agent.judge import Observer, compile_gate, survey_candidate
 from coda_agent.agent.judge.executor import Executor, usable
-from coda_agent.agent.judge.records import Survey
-from coda_agent.agent.judge.rules import given
+from coda_agent.agent.judge.records import VERSIONS, Survey
 from coda_agent.agent.workspace import Kernel
 from coda_agent.generated.tables import Entry, Table, read, width
 from coda_agent.primitives.dispatch import Regret, Shape
@@ -73,7 +72,7 @@ def fit_tables(
 ) -> Path | None:
     """Measures kernels one after the other on this GPU, and writes the table after each, so that
     what was measured stays. While one is measured the next is compiled. Where the table has the
-    same program by the same versions of rules, only the shapes that it lacks are measured.
+    same program by the same compile gate, only the shapes that it lacks are measured.
 
     Args:
         folder: Of the kernels; the table goes to its `dispatch/`.
@@ -130,13 +129,8 @@ def fit_tables(
 
 
 def _stands(entry: Entry, digest: str) -> bool:
-    """Whether what was measured is of this program, by these versions of rules. Sources that are
-    not those of the lock count as its version: a time is no verdict."""
-    then, now = (
-        {name: version.partition("+")[0] for name, version in rules.items()}
-        for rules in (entry.rules, given("compile"))
-    )
-    return (entry.program, then) == (digest, now)
+    """Whether what was measured is of this program, as the compile gate compiles it now."""
+    return (entry.program, entry.version) == (digest, VERSIONS["compile"])
 
 
 def _compile(executor: Executor, due: _Due) -> None:
@@ -167,7 +161,7 @@ def _entry(found: Survey, due: _Due, executor: Executor) -> Entry:
     kept["driver"] = machine.get("gpu", {}).get("driver_version")
     return Entry.of(
         fit(measured, **about), program=due.digest, dtype=found.dtype, regret=regret, machine=kept,
-        date=datetime.now(UTC).date().isoformat(), rules=given("compile"),
+        date=datetime.now(UTC).date().isoformat(), version=VERSIONS["compile"],
     )  # fmt: skip
 
 

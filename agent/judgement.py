@@ -1,14 +1,31 @@
-"""A verdict in short: what a run's log keeps of it, and all that scores and boards read."""
+"""A verdict in short: what a run's log, a trial record and a kernel's evidence keep of it.
+
+The whole verdict, with every tile and round, is the run's artifact `verdict-NUMBER.json`.
+"""
 
 import statistics
-from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from coda_agent.agent.judge.records import Level, PerformanceReport, Verdict
+from coda_agent.agent.judge.records import (
+    VERSIONS,
+    CompileReport,
+    Failure,
+    GateResult,
+    Level,
+    NumericsReport,
+    PerformanceReport,
+    Ratio,
+    Record,
+    RefusedTile,
+    Sizes,
+    Verdict,
+    WorstError,
+)
 
-DIGESTS = ("spec", "candidate", "judge", "toolchain")
+DIGESTS = ("spec", "candidate")
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Figure = Literal["roofline", "over_compile", "of_gemm"]
 FIGURES: tuple[Figure, ...] = ("roofline", "over_compile", "of_gemm")
@@ -20,100 +37,237 @@ class Kept(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Ratio(Kept):
-    """The median of the rounds' ratios with its 99.8 % interval."""
-
-    ratio: PositiveFloat
-    low: PositiveFloat
-    high: PositiveFloat
-
-
-class Cell(Kept):
-    """One element type at one shape, as the judge's performance gate timed it."""
-
-    dtype: str
-    sizes: dict[str, PositiveInt]
-    ours_us: PositiveFloat
-    floor_us: PositiveFloat
-    """The roofline floor: no kernel can be faster."""
-    of_gemm: Ratio
-    """Speed as a share of the bare cuBLAS GEMM's."""
-    over_compile: Ratio
-    """How many times faster than the reference under torch.compile."""
-    tile: str = ""
-
-    @property
-    def roofline(self) -> float:
-        """Share of the ceiling: floor over time."""
-        return self.floor_us / self.ours_us
-
-
-class Judgement(Kept):
-    """The judge's verdict on the candidate that counts, in short."""
-
-    passed: bool
-    level: Level | None
-    gates: dict[str, Literal["passed", "failed", "skipped"]]
-    digests: dict[str, Digest]
-    """Those of spec, candidate, judge and toolchain; logs of before 0.1 lack some."""
-    rules: dict[str, dict[str, str]] = {}
-    """The versions of the rules that each gate that ran was given by."""
-    cells: tuple[Cell, ...] = ()
-    finding: str = ""
-    """The first thing that was wrong; the judge's words."""
-
-    @classmethod
-    def of(cls, verdict: Verdict) -> Self:
-        """A verdict in short."""
-        found = [finding.message for gate in verdict.gates for finding in gate.findings]
-        performance = verdict.report(PerformanceReport)
-        keys = {"dtype", "sizes", "floor_us", "of_gemm", "over_compile", "tile"}
-        return cls(
-            passed=verdict.passed, level=verdict.level,
-            gates={
-                g.name: "skipped" if g.skipped else "passed" if g.passed else "failed"
-                for g in verdict.gates
-            },
-            digests={key: verdict.digests[key] for key in DIGESTS},
-            rules={g.name: g.rules for g in verdict.gates if g.rules and not g.skipped},
-            cells=tuple(
-                Cell(ours_us=c.times["ours"].median_us, **c.model_dump(include=keys))
-                for c in (performance.timed if performance else ())
-            ),
-            finding=found[0] if found else "",
-        )  # fmt: skip
-
-    def mean(self, figure: Figure) -> float | None:
-        """Its geometric mean over the cells; None where nothing was timed."""
-        return geometric_mean(
-            cell.roofline if figure == "roofline" else getattr(cell, figure).ratio
-            for cell in self.cells
-        )
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        if self.passed == ("failed" in self.gates.values()):
-            raise ValueError(f"passed is {self.passed}, the gates say {dict(self.gates)}")
-        return self
-
-
 class Machine(Kept):
-    """Where the judge worked."""
+    """Where the judge worked: what may move a figure, and nothing that changes by the minute.
+
+    Attributes:
+        gpu, driver: The GPU's name, and the version of its driver.
+        sandbox: The tier that candidates were compiled in.
+    """
 
     device: Literal["cpu", "cuda"]
     gpu: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    python: str = ""
+    system: str = ""
     sandbox: str | None = None
-    """The tier candidates were compiled in."""
     packages: dict[str, str | None] = {}
 
     @classmethod
-    def of(cls, verdict: Verdict) -> Self:
-        """The machine that a verdict names."""
-        about = verdict.environment
+    def of(cls, about: Mapping[str, Any]) -> Self:
+        """The machine of a verdict's environment."""
+        gpu = about.get("gpu") or {}
+        keys = ("device", "cuda", "python", "system", "packages")
+        kept = {"device": "cpu"} | {key: about[key] for key in keys if about.get(key)}
+        kept |= {"gpu": gpu.get("name"), "driver": gpu.get("driver_version")}
+        kept |= {"sandbox": (about.get("sandbox") or {}).get("tier")}
+        return cls.model_validate(kept)
+
+    @property
+    def name(self) -> str:
+        """The GPU's name, or CPU."""
+        return self.gpu or "CPU"
+
+    @property
+    def versions(self) -> str:
+        """The name, and the versions of what is on it."""
+        numbers = {"driver": self.driver, "CUDA": self.cuda, **self.packages}
+        return ", ".join([self.name, *(f"{name} {v}" for name, v in numbers.items() if v)])
+
+
+class Gate(Record, extra="ignore"):
+    """What a gate said (`passed` is None where it did not run), by which version, in how long."""
+
+    passed: bool | None = None
+    version: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, gate: GateResult) -> Self:
+        """A gate's result in short."""
+        passed = None if gate.skipped else gate.passed
+        return cls(passed=passed, version=gate.version, seconds=gate.seconds)
+
+
+def _read_gate(value: Any) -> Any:
+    """Reads a gate that an earlier log has as one word."""
+    words = {"passed": True, "failed": False, "skipped": None}
+    return {"passed": words[value]} if isinstance(value, str) and value in words else value
+
+
+class Compiled(Record):
+    """How many kernels were compiled, for which architectures, and how many of them were dropped.
+    Of those for sm_90a, the least and most registers of a thread, the most stores to local memory,
+    and how many there are by tile, where there are any."""
+
+    kernels: int
+    archs: tuple[str, ...]
+    dropped: int
+    registers: tuple[int, int] | None = None
+    local_stores: int | None = None
+    spills: dict[str, int] | None = None
+
+    @classmethod
+    def of(cls, report: CompileReport) -> Self:
+        """The summary of a report."""
+        ours = [k for k in report.kernels if k.arch == "sm_90a" and not k.error]
+        registers = [k.registers for k in ours if k.registers is not None]
+        spills = dict[str, int]()
+        for k in ours:
+            if k.local_stores:
+                spills[k.tile] = max(k.local_stores, spills.get(k.tile, 0))
         return cls(
-            device=about.get("device", "cpu"), gpu=about.get("gpu", {}).get("name"),
-            sandbox=(about.get("sandbox") or {}).get("tier"), packages=about.get("packages", {}),
-        )  # fmt: skip
+            kernels=len(report.kernels),
+            archs=tuple(dict.fromkeys(k.arch for k in report.kernels)),
+            dropped=sum(k.error is not None for k in report.kernels),
+            registers=(min(registers), max(registers)) if registers else None,
+            local_stores=max((k.local_stores or 0 for k in ours), default=None),
+            spills=spills or None,
+        )
+
+
+class Median(Record, from_attributes=True):
+    """A contender's median time in microseconds, its 95 % interval, and the rounds that count."""
+
+    median_us: float
+    interval_us: tuple[float, float] | None = None
+    rounds: int | None = None
+
+
+class Ratios(Record, from_attributes=True):
+    """How many times faster the kernel is than both baselines."""
+
+    of_gemm: Ratio
+    over_compile: Ratio
+
+
+class Cell(Record, from_attributes=True, extra="ignore"):
+    """A `Timed` or `Untimed` in short: its times, or the error that stands for them.
+
+    Attributes:
+        program: Its name, where it is not the default program.
+        tile: The label of the fastest configuration.
+        floor_us: What the GPU's own best rates allow.
+        of_gemm, over_compile, times: Of `ours` beside the bare GEMM and the reference under
+            torch.compile, in the warm regime, which decides.
+        steady: The two ratios in the steady regime, or why there are none.
+    """
+
+    program: str | None = None
+    dtype: str
+    sizes: Sizes
+    error: str | None = None
+    tile: str | None = None
+    tflops: float | None = None
+    floor_us: float | None = None
+    of_gemm: Ratio | None = None
+    over_compile: Ratio | None = None
+    times: dict[str, Median] | None = None
+    steady: Ratios | Failure | None = None
+
+    @property
+    def roofline(self) -> float | None:
+        """Share of the ceiling: floor over time. None where it was not timed."""
+        if self.floor_us is None or self.times is None:
+            return None
+        return self.floor_us / self.times["ours"].median_us
+
+
+class Refused(Record):
+    """A tile that computes wrongly, or faulted, and is never dispatched; the gate that found it."""
+
+    gate: str
+    tile: str
+    program: str
+    dtype: str
+    fault: str
+
+    @classmethod
+    def of(cls, gate: str, tile: RefusedTile) -> Self:
+        """A tile without where it went wrong, which is in the whole verdict."""
+        about = tile.model_dump(include={"tile", "program", "dtype", "fault"})
+        return cls(gate=gate, **about)
+
+
+class Judgement(Record, extra="ignore"):
+    """The judge's verdict on a candidate, in short.
+
+    Fields of earlier versions are not read: what they said of rules, no gate stands by.
+
+    Attributes:
+        level: The most that was shown; None of what was refused.
+        gates: What each gate said, by name, in order.
+        digests: Those of spec and candidate.
+        finding: The first thing that was wrong; the judge's words.
+        compiled, ran, worst, refused_tiles, cells, variants: What the gates saw.
+        not_shown: Sentences: what the machine could not show.
+    """
+
+    passed: bool
+    level: Level | None = None
+    gates: dict[str, Annotated[Gate, BeforeValidator(_read_gate)]]
+    digests: dict[str, Digest]
+    finding: str = ""
+    compiled: Compiled | None = None
+    ran: str | None = None
+    worst: dict[str, WorstError] = Field(default_factory=dict)
+    refused_tiles: tuple[Refused, ...] = ()
+    cells: tuple[Cell, ...] = ()
+    variants: tuple[Cell, ...] = ()
+    not_shown: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, verdict: Verdict, **more: Any) -> Self:
+        """A verdict in short, with `more` fields."""
+        findings = [finding.message for gate in verdict.gates for finding in gate.findings]
+        saw: dict[str, Any] = {}
+        if report := verdict.report(CompileReport):
+            saw["compiled"] = Compiled.of(report)
+        if report := verdict.report(NumericsReport):
+            saw |= {"ran": report.ran, "worst": {k: _rounded(w) for k, w in report.worst.items()}}
+        if report := verdict.report(PerformanceReport):
+            saw["cells"] = tuple(map(Cell.model_validate, report.cells))
+            saw["variants"] = tuple(map(Cell.model_validate, report.variants))
+        about = {
+            "passed": verdict.passed, "level": verdict.level,
+            "gates": {gate.name: Gate.of(gate) for gate in verdict.gates},
+            "digests": {key: verdict.digests[key] for key in DIGESTS},
+            "finding": findings[0] if findings else "",
+            "refused_tiles": tuple(
+                Refused.of(gate.name, tile) for gate in verdict.gates for tile in gate.refused_tiles
+            ),
+            "not_shown": tuple(verdict.not_shown),
+        }  # fmt: skip
+        return cls(**about | saw | more)
+
+    @property
+    def failed(self) -> list[str]:
+        """The gates that refused."""
+        return [name for name, gate in self.gates.items() if gate.passed is False]
+
+    @property
+    def stale(self) -> list[str]:
+        """The gates whose word was given by another version than decides now."""
+        ran = ((name, gate) for name, gate in self.gates.items() if gate.passed is not None)
+        return [name for name, gate in ran if gate.version != VERSIONS.get(name, gate.version)]
+
+    def mean(self, figure: Figure) -> float | None:
+        """Its geometric mean over the cells; None where nothing was timed."""
+        shares = (getattr(cell, figure) for cell in self.cells if cell.times)
+        return geometric_mean(x.ratio if isinstance(x, Ratio) else x for x in shares)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.passed == bool(self.failed):
+            raise ValueError(f"passed is {self.passed}, the gates that failed are {self.failed}")
+        return self
+
+
+def _rounded(worst: WorstError) -> WorstError:
+    """To four places: another draw of inputs differs in the second."""
+    places = {"ratio": round(worst.ratio, 4), "element": round(worst.element, 4)}
+    return worst.model_copy(update=places)
 
 
 def gpu_seconds(verdict: Verdict) -> float:

@@ -137,8 +137,7 @@ class RunLog:
         self.artifact(f"verdict-{number}.json", verdict.model_dump_json(indent=1))
         judged = Judged(
             number=number, check=check, judgement=Judgement.of(verdict),
-            machine=Machine.of(verdict), gpu_s=gpu_seconds(verdict),
-            seconds={gate.name: gate.seconds for gate in verdict.gates},
+            machine=Machine.of(verdict.environment), gpu_s=gpu_seconds(verdict),
         )  # fmt: skip
         self.append(judged)
 

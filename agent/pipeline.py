@@ -104,6 +104,16 @@ def _short(run: Run, observer: Observer, kind: str, spec: str) -> Iterator[RunLo
         log.append(e.RunFinished())
 
 
+def _check_fit(workspace: Workspace, spec: Spec) -> None:
+    """Refuses what would stop the commit of a kernel, before anything is spent on it.
+
+    Raises:
+        WorkspaceError: as `publish.check_place` and `Workspace.check_spec`.
+    """
+    publish.check_place(workspace, spec.name)
+    workspace.check_spec(spec.name, spec.text)
+
+
 @contextlib.contextmanager
 def opened(
     workspace: Workspace,
@@ -125,8 +135,7 @@ def opened(
 
     spec = load_spec(spec_path)
     if commit:
-        publish.check_place(workspace, spec.name)
-        workspace.check_spec(spec.name, spec.text)
+        _check_fit(workspace, spec)
     _admit(spec_path, spec.text)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
@@ -163,7 +172,7 @@ def reopened(
     elif spec.digest != state.admitted:
         raise WorkspaceError(f"{spec.path} was not admitted", hint="start another run")
     if state.commits and not state.over:
-        publish.check_place(workspace, spec.name)
+        _check_fit(workspace, spec)
     ended = state.over is None and state.outcome in ("stopped", "failed")
     resumed = e.RunResumed(run=run.id, **(settings or {})) if settings or ended else None
     with _logged(run, observer, resumed) as log:
@@ -177,12 +186,14 @@ def _judge(
     text: str,
     log: RunLog,
     device: Device,
-    gates: tuple[str, ...] | None = None,
-    **more: Any,
+    gates: tuple[str, ...] = GATES,
+    known: dict[str, Any] | None = None,
 ) -> Verdict:
     log.candidate(text)
-    about = {"device": device, "gates": gates or GATES, "observer": log.observer, **more}
-    verdict = judge.judge_candidate(spec, text, execution.executor(), **about)
+    verdict = judge.judge_candidate(
+        spec, text, execution.executor(),
+        device=device, gates=gates, observer=log.observer, known=known,
+    )  # fmt: skip
     log.verdict(verdict, str(log.state.kind))
     return verdict
 
@@ -248,8 +259,8 @@ def verify(
     commit: bool = True,
     fresh: bool = False,
 ) -> Outcome:
-    """Gives again what no longer stands of an accepted kernel's evidence, or could not be shown
-    before, and raises or revokes its level; with `fresh`, every gate.
+    """Judges an accepted kernel again where its evidence is stale or this machine can show more,
+    and raises or revokes its level; with `fresh`, in any case.
 
     Where nothing is due there is no run, and the outcome says so.
 
@@ -269,14 +280,13 @@ def verify(
             hint="put it back from git, or generate again from the new spec",
         )
     gpu = execution.usable_gpu(device) is not None
-    gates = GATES if fresh else evidence.due(digests(spec, text), gpu=gpu)
-    if not gates:
+    if not (fresh or evidence.due(digests(spec, text), gpu=gpu)):
         return Outcome(
             kernel, True, evidence.level, evidence.level, None, stored.folder, None, None
         )
     run = workspace.new_run("verify", kernel)
     with _short(run, observer, "verify", kernel) as log:
-        verdict = _judge(spec, text, log, device, gates, known=stored.tuned, whole=True)
+        verdict = _judge(spec, text, log, device, known=stored.tuned)
         sha: str | None = None
         level = verdict.level
         if commit:
@@ -388,7 +398,7 @@ def judge_only(
     observer: Observer,
     *,
     device: Device = "auto",
-    gates: tuple[str, ...] | None = None,
+    gates: tuple[str, ...] = GATES,
 ) -> Outcome:
     """Judges a text, before all gates unless some are named, and stores nothing but the run."""
     with _short(run, observer, kind, spec.name) as log:

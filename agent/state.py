@@ -223,10 +223,9 @@ class RunState:
         judged = event.judgement
         about = (event.number, event.check, self.candidate, judged, event.machine, self.spent)
         self.attempts.append(Attempt(*about))
-        passed = {"passed": True, "failed": False}
         self.gates = {
-            name: {"passed": passed.get(said), "seconds": event.seconds.get(name)}
-            for name, said in judged.gates.items()
+            name: {"passed": gate.passed, "seconds": gate.seconds}
+            for name, gate in judged.gates.items()
         }
         if event.check == "submit" or self.kind != "generate":
             self.outcome = "passed" if judged.passed else "refused"

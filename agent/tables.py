@@ -1,7 +1,7 @@
 """Tables: rows of cells, the first row the head, for a terminal, for Markdown and as JSON data."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 Rows = Sequence[Sequence[object]]
@@ -50,36 +50,3 @@ def shape_text(sizes: Mapping[str, int]) -> str:
     if len(extents) == 3 and len(set(extents)) == 1:
         return f"{extents[0]}³"
     return "×".join(map(str, extents))
-
-
-def machine_text(about: Mapping[str, Any]) -> str:
-    """Name a machine's GPU, or its device, and the versions on it."""
-    gpu = about.get("gpu") or {}
-    versions = {"driver": gpu.get("driver_version"), "CUDA": about.get("cuda")}
-    versions |= about.get("packages", {})
-    said = (f"{name} {version}" for name, version in versions.items() if version)
-    return ", ".join([gpu.get("name") or about.get("device") or "unknown", *said])
-
-
-def speed(cells: Iterable[Mapping[str, Any]]) -> Rows:
-    """Tabulate the performance gate's cells that hold times, steady ones where they are there."""
-    timed = [cell for cell in cells if cell.get("times")]
-    warm = {"of GEMM": "of_gemm", "over compile": "over_compile"}
-    shown: dict[str, Callable[[Any], Any]] = {
-        head: lambda cell, key=key: cell[key] for head, key in warm.items()
-    }
-    if any("of_gemm" in (cell.get("steady") or {}) for cell in timed):
-        for head, key in warm.items():
-            shown[f"{head}, steady"] = lambda cell, key=key: (cell.get("steady") or {}).get(key)
-    baselines = {"this kernel": "ours", "bare cuBLAS": "gemm", "torch.compile": "compile"}
-    return tabulate(timed, {
-        "dtype": lambda cell: cell["dtype"],
-        "shape": lambda cell: shape_text(cell["sizes"]),
-        **{f"{label}, µs": lambda cell, name=name: f"{cell['times'][name]['median_us']:.1f}"
-           for label, name in baselines.items()},
-        **{head: lambda cell, show=show: ratio_text(**r) if (r := show(cell)) else "–"
-           for head, show in shown.items()},
-        "TFLOP/s": lambda cell: f"{cell['tflops']:.0f}",
-        "floor, µs": lambda cell: f"{cell['floor_us']:.1f}",
-        "tile": lambda cell: cell["tile"],
-    })  # fmt: skip

@@ -12,7 +12,6 @@ import json
 import re
 import secrets
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -26,7 +25,7 @@ from coda_agent.primitives.suggest import near_matches
 
 INIT_HINT = "`coda-agent init` makes one"
 
-_IGNORED = ("logs/runs/", "logs/raw/", "generated/.*/")
+_IGNORED = ("logs/runs/",)
 _README = Path(__file__).with_name("new_workspace.md")
 
 
@@ -38,11 +37,8 @@ class GitError(WorkspaceError):
         self.stderr = stderr
 
 
-def run_git(
-    folder: Path, *args: str, env: Mapping[str, str] | None = None, holding: int | None = None
-) -> bytes:
-    """Runs one git command in `folder`, through GitPython, with hooks off; its stdout. It holds
-    the lock whose descriptor is `holding`, too, even where it outlives this process.
+def run_git(folder: Path, *args: str) -> bytes:
+    """Runs one git command in `folder`, through GitPython, with hooks off; its stdout.
 
     Raises:
         GitError: git exited with anything but 0.
@@ -57,9 +53,8 @@ def run_git(
     options = ("--literal-pathspecs", "--no-optional-locks", "-c", "core.hooksPath=/dev/null")
     command = ["git", *options, *args]
     status, stdout, stderr = Git(folder).execute(
-        command, env=env, with_extended_output=True, with_exceptions=False,
+        command, with_extended_output=True, with_exceptions=False,
         stdout_as_string=False, strip_newline_in_stdout=False,
-        pass_fds=() if holding is None else (holding,),
     )  # fmt: skip
     if status != 0:
         said = stderr if isinstance(stderr, str) else bytes(stderr).decode(errors="replace")
@@ -139,6 +134,13 @@ class Kernel:
         return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
     @property
+    def stale(self) -> list[str]:
+        """The gates by whose word its evidence no longer stands; none where it cannot be read."""
+        with contextlib.suppress(WorkspaceError):
+            return self.evidence.stale
+        return []
+
+    @property
     def level(self) -> str:
         """proved, verified, accepted or revoked; damaged where the evidence cannot be read."""
         with contextlib.suppress(WorkspaceError):
@@ -169,15 +171,14 @@ class Workspace:
     def generated(self) -> Path:
         return self.root / "generated"
 
-    def git(
-        self, *args: str, env: Mapping[str, str] | None = None, holding: int | None = None
-    ) -> str:
-        """A git command run at the top folder, as `run_git`; its stdout as text."""
-        return (
-            run_git(self.top, *args, env=env, holding=holding)
-            .decode("utf-8", "surrogateescape")
-            .strip()
-        )
+    def git(self, *args: str) -> str:
+        """Runs a git command at the top folder, as `run_git`; its stdout as text."""
+        return run_git(self.top, *args).decode("utf-8", "surrogateescape").strip()
+
+    @cached_property
+    def git_folder(self) -> Path:
+        """Where git keeps this working tree's index and HEAD."""
+        return Path(self.git("rev-parse", "--absolute-git-dir"))
 
     def spec_names(self) -> dict[str, Path]:
         """Every spec by name, the workspace's own before the packaged ones."""

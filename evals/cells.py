@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coda_agent.agent.doctor import package_version
 from coda_agent.agent.execution.environment import environment
+from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.workspace import GitError, run_git
 from coda_agent.primitives.errors import CodaError, MachineError
 
@@ -48,6 +49,21 @@ class Record(BaseModel):
     def line(self) -> str:
         """The record as JSON, without fields that have their defaults."""
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True), ensure_ascii=False)
+
+
+class Judged(Record):
+    """What rests on the judge's word.
+
+    Attributes:
+        versions: Of the gates that decided.
+    """
+
+    versions: dict[str, int] = {}
+
+    @property
+    def stale(self) -> list[str]:
+        """The gates that decide by another version now."""
+        return [gate for gate, v in self.versions.items() if VERSIONS.get(gate, v) != v]
 
 
 class Cell(Record):

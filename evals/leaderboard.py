@@ -20,21 +20,23 @@ Written by `coda-agent eval leaderboard` from `evals/results/trials-*.jsonl`; do
 
 Solved means the level that the suite asks for; on a CPU it means proved right by the interpreter.
 Intervals are 95 %. Authors have one rank where what they solve differs by chance at most. Costs are
-what all trials took over how many solved. A trial counts as long as its spec and suite are as they
-were. Recorded runs are one author, `replay`.
+what all trials took over how many solved. A trial counts as long as its spec, its suite and
+the gates that decided are as they were. Recorded runs are one author, `replay`.
 """
 Boards = Mapping[tuple[str, str], Mapping[str, Sequence[Trial]]]
 """Trials by suite and device, then by author."""
 
 
 def boards(workspace: Workspace) -> Boards:
-    """Group a workspace's trials, without those of another definition of suite or spec."""
+    """Group a workspace's trials, without those of another suite, spec or version of a gate."""
     folder = workspace.root / "evals" / "suites"
     known = {name: suites.load(str(path)) for name, path in suites.paths(folder).items()}
     digests = dict[tuple[str, str], str]()
     found: dict[tuple[str, str], dict[str, list[Trial]]] = {}
     for path in sorted((workspace.root / FOLDER).glob("trials-*.jsonl")):
         for trial in read(path, Trial).values():
+            if trial.stale:
+                continue
             if suite := known.get(trial.suite):
                 key = trial.suite, trial.spec
                 if key not in digests:

@@ -26,7 +26,7 @@ from coda_agent.agent.judge.records import LEVELS, Level, rank
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import Attempt, RunState, Spent
 from coda_agent.agent.workspace import Workspace
-from coda_agent.evals.cells import FOLDER, Record, append, machine, program_commit, read
+from coda_agent.evals.cells import FOLDER, Judged, append, machine, program_commit, read
 from coda_agent.evals.suites import Device, Suite
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import Spec
@@ -38,7 +38,7 @@ Outcome = Literal["proved", "verified", "accepted", "refused", "gave_up", "budge
 crash, or a fault of ours."""
 
 
-class Trial(Record):
+class Trial(Judged):
     """What came of an author's one try at one spec.
 
     Attributes:
@@ -164,7 +164,8 @@ def plan(
                 for trial in range(1, count + 1):
                     task = Task(workspace, suite, spec, author, trial, device, without, options)
                     record = held.get(task.key)
-                    fresh = record and record.counts and record.spec_digest == specs[spec].digest
+                    fresh = record and record.counts and not record.stale
+                    fresh = fresh and record.spec_digest == specs[spec].digest
                     if record and fresh and not (again and record.commit != commit):
                         found.done.append(record)
                     else:
@@ -275,7 +276,9 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
     submitted = [attempt for attempt in state.attempts if attempt.check == "submit"]
     final = submitted[-1] if submitted else None
     outcome, reason = _outcome(state, final)
-    judged = final.judgement if final and outcome in LEVELS else None
+    judged = final.judgement if final and outcome in (*LEVELS, "refused") else None
+    gates = judged.gates if judged else {}
+    timed = judged if outcome in LEVELS else None
     about = state.attempts[-1].machine if state.attempts else None
     gpu = {"name": about.gpu} if about and about.gpu else {}
     packages = about.packages if about else {}
@@ -289,8 +292,9 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
         outcome=outcome, reason=" ".join(reason.split())[:400],
         program=final and final.text, attempts=final.number if final else len(state.attempts),
         spent=state.spent, run=run,
-        roofline=judged and judged.mean("roofline"), of_gemm=judged and judged.mean("of_gemm"),
-        over_compile=judged and judged.mean("over_compile"),
+        versions={name: gate.version for name, gate in gates.items() if gate.passed is not None},
+        roofline=timed and timed.mean("roofline"), of_gemm=timed and timed.mean("of_gemm"),
+        over_compile=timed and timed.mean("over_compile"),
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class Entry(_Part):
         program: Digest of the program.
         dtype: Of A; other types of the same width share the entry.
         element_bytes: Its width.
-        date, machine, rules: When, on what, and by which versions of rules.
+        date, machine, version: When, on what, and by which version of the compile gate.
         regret: Of the model's picks at shapes it was not fitted to.
     """
 
@@ -49,7 +49,7 @@ class Entry(_Part):
     element_bytes: int
     date: str
     machine: dict[str, Any]
-    rules: dict[str, str]
+    version: int
     regret: Regret
     memory: Memory
     shapes: tuple[Shape, ...]

@@ -21,8 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from coda_agent.primitives.lower import lowering_digest
-from coda_agent.primitives.objects import user_cache, write_whole
+from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 from coda_agent.primitives.tiles import TileConfig
 
 VARIABLE = "CODA_AGENT_TUNED"
@@ -62,7 +61,7 @@ def folder() -> Path:
 
 @lru_cache(maxsize=1)
 def _toolchain() -> list[str]:
-    found = [lowering_digest()]
+    found = [fingerprint("primitives")]
     for package in _COMPILERS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.append(f"{package} {metadata.version(package)}")

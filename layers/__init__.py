@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from coda_agent.layers.head import head_loss
     from coda_agent.layers.modules import DecoderLayer
     from coda_agent.layers.patch import (
-        Report,
         apply_coda_kernels,
         apply_coda_kernels_to_gemma3,
         apply_coda_kernels_to_llama,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         apply_coda_kernels_to_qwen2,
         apply_coda_kernels_to_qwen3,
     )
+    from coda_agent.layers.report import Report
 
 __all__ = [
     "DecoderLayer",

@@ -1,10 +1,11 @@
-"""Whether a model's modules are what the kernels compute, which is tried on numbers."""
+"""Where a model has what the kernels may replace; `proof` then shows whether it is that."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,128 +13,242 @@ from torch import Tensor, nn
 
 from coda_agent.generated.sharded import distributed
 from coda_agent.layers.passes import ACTIVATIONS
+from coda_agent.primitives.function import exact
 
 TYPES = torch.bfloat16, torch.float16
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_SANDWICH = _PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+QKV, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+NORMS = "input_layernorm", "post_attention_layernorm"
+SANDWICH = *NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"
 
 
-def unfit(layer: Any, after: nn.Module | None, types: tuple[torch.dtype, ...] = TYPES) -> str:
-    """Why a layer stays as it is; empty where it need not. `types` are what its weights may be."""
+@dataclass(frozen=True)
+class Form:
+    """How the kernels write a decoder layer down.
+
+    Attributes:
+        activation: Of its gate, one of `passes.ACTIVATIONS`.
+        offset: What its norms add to their weights: 0, or 1 as Gemma's.
+        rotates: Whether kernels rotate query and key, and apply norms of heads before that; else
+            the model's own code does.
+        sandwich: Whether norms lie behind attention and the MLP, too.
+    """
+
+    activation: str
+    offset: float
+    rotates: bool
+    sandwich: bool
+
+
+def linears(layer: Any) -> dict[str, Any]:
+    """Return a decoder layer's linears by their names in attention and MLP; None of absent ones."""
+    names = {name: layer.self_attn for name in (*QKV, "o_proj")} | dict.fromkeys(MLP, layer.mlp)
+    return {name: getattr(owner, name, None) for name, owner in names.items()}
+
+
+def norms(layer: Any) -> dict[str, Any]:
+    """Return a decoder layer's norms of the stream, by name."""
+    return {name: getattr(layer, name) for name in SANDWICH if hasattr(layer, name)}
+
+
+def misfit(layer: Any, types: tuple[torch.dtype, ...] = TYPES) -> str:
+    """Say why a decoder layer has not the parts that kernels replace; "" if it has.
+
+    Args:
+        layer: The layer.
+        types: What its weights may be.
+    """
     parts = {name for name, _ in layer.named_children()}
-    if parts not in (_PARTS, _SANDWICH):
-        return f"its parts are not {', '.join(sorted(_PARTS))}"
-    block, attention = layer.mlp, layer.self_attn
-    linears: dict[str, Any]
-    linears = {n: getattr(block, n, None) for n in ("gate_proj", "up_proj", "down_proj")}
-    linears |= {n: getattr(attention, n, None) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
-    for name, linear in linears.items():
+    if parts not in ({"self_attn", "mlp", *NORMS}, {"self_attn", "mlp", *SANDWICH}):
+        return f"its parts are not self_attn, mlp, {', '.join(NORMS)}"
+    if why := altered("the layer", layer, fsdp_hooks=True):
+        return why
+    for name, linear in linears(layer).items():
+        if linear is None:
+            return f"it has no {name}"
         if type(linear) is not nn.Linear:
-            return f"{name} is {type(linear).__name__}, expected nn.Linear"
-        if "forward" in linear.__dict__:
-            return f"{name} has been patched already"
+            return f"{name} is {named(linear)}, not a plain nn.Linear"
+        if why := altered(name, linear):
+            return why
+        if linear.weight.is_meta:
+            return f"{name}'s weight is offloaded"
         if linear.weight.dtype not in types:
             expected = " or ".join(str(kind).removeprefix("torch.") for kind in types)
             return f"{name} is {linear.weight.dtype}, expected {expected}"
         if any(extent % 16 for extent in linear.weight.shape):
             return f"{name} is {tuple(linear.weight.shape)}, expected multiples of 16"
-    for name, part in (*linears.items(), *layer.named_children()):
-        if name != "self_attn" and (part._forward_hooks or part._forward_pre_hooks):
-            return f"{name} has forward hooks, as of tensor parallelism; kernels would skip them"
-    if any(linears[n].bias is not None for n in ("gate_proj", "up_proj", "down_proj")):
+    for name, part in (*norms(layer).items(), ("mlp", layer.mlp), ("self_attn", layer.self_attn)):
+        if why := altered(name, part):
+            return why
+    if not isinstance(getattr(layer.self_attn, "head_dim", None), int):
+        return "its attention has no head_dim"
+    if any(linear.bias is not None for n, linear in linears(layer).items() if n in MLP):
         return "the MLP has biases"
-    if len({linears[n].bias is None for n in ("q_proj", "k_proj", "v_proj")}) > 1:
+    if len({linear.bias is None for n, linear in linears(layer).items() if n in QKV}) > 1:
         return "only some of query, key and value have biases"
-    if not activation(block):
-        return f"its activation is {type(block.act_fn).__name__}, expected SiLU, GELU or ReLU"
-    attended = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    norms = [getattr(layer, name) for name in sorted(parts) if name.endswith("norm")]
-    offsets = {norm_offset(norm) for norm in (*norms, after)}
-    for norm in (*norms, after):
-        if norm_offset(norm) is None:
-            return f"{type(norm).__name__} is no RMSNorm with a plain weight"
-    offsets |= {norm_offset(norm) for norm in attended if norm is not None} - {None}
-    if len(offsets) > 1:
-        return "only some of its norms add one to their weights"
-    if offsets == {1.0} and parts == _PARTS:
-        return "its norms add one to their weights, which is done for Gemma 3's structure alone"
     return ""
 
 
-def activation(block: Any) -> str:
-    """The name of an MLP's activation, by its values; empty where there is none."""
-    probe = torch.linspace(-3, 3, 16, device=block.up_proj.weight.device)
-    found = (
-        n for n, (f, _) in ACTIVATIONS.items() if torch.allclose(block.act_fn(probe), f(probe))
-    )
-    return next(found, "")
-
-
-def unfit_head(model: nn.Module, norm: nn.Module) -> str:
+def misfit_head(model: Any, norm: Any) -> str:
+    """Say why a head and its loss are not what kernels replace, by their parts; "" if they are."""
     head = getattr(model, "lm_head", None)
-    if "forward" in vars(norm):
-        return "the final norm has been patched already"
     # fully_shard derives a class from its own and the module's, in this order.
     kind = type(head).__bases__[-1] if fsdp((head,)) else type(head)
     if head is None or kind is not nn.Linear or head.bias is not None:
-        return f"it is {kind.__name__}, expected nn.Linear without a bias"
+        return f"it is {named(head)}, not a plain nn.Linear without a bias"
+    for name, module in (("lm_head", head), ("the final norm", norm), ("the model", model)):
+        if why := altered(name, module, fsdp_hooks=True):
+            return why
+    if head.weight.is_meta:
+        return "its weight is offloaded"
     if head.weight.dtype not in TYPES or any(extent % 16 for extent in head.weight.shape):
         shape = tuple(head.weight.shape)
         return f"it is {shape} {head.weight.dtype}, expected 16 bits and multiples of 16"
-    loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-    if loss != "ForCausalLMLoss":
-        return "the model's loss is not transformers' ForCausalLMLoss"
-    if getattr(getattr(model, "config", None), "final_logit_softcapping", None):
-        return "its logits are capped"
-    plain = norm_offset(norm) is not None
-    return "" if plain else "the final norm is no RMSNorm with a plain weight"
+    if not callable(getattr(model, "loss_function", None)):
+        return "the model has no loss_function of transformers' kind"
+    return ""
+
+
+def taken(x: Tensor) -> bool:
+    """Return whether kernels take a tensor's type here."""
+    return x.dtype in TYPES or exact.get()
+
+
+def named(module: Any) -> str:
+    """Name a module's class, and the package that it comes from where that is not torch."""
+    kind = type(module)
+    package = kind.__module__.partition(".")[0]
+    return kind.__name__ if package in ("torch", "builtins") else f"{package}'s {kind.__name__}"
+
+
+def altered(name: str, module: nn.Module, *, fsdp_hooks: bool = False) -> str:
+    """Say what makes a module's call something else than its class's forward; "" if nothing does.
+
+    Args:
+        name: What the module is called in the sentence.
+        module: The module.
+        fsdp_hooks: Whether FSDP's own hooks may be there: they run around the forward.
+    """
+    forward = vars(module).get("forward")
+    if forward is not None:
+        if hasattr(module, "_coda_bound"):
+            return f"{name} has been patched already"
+        if hasattr(module, "_hf_hook"):
+            return f"{name} is offloaded or placed on a device by accelerate"
+        return f"{name} has another forward than its class's"
+    if hook := next(foreign_hooks(module, fsdp_hooks=fsdp_hooks), None):
+        return f"{name} has a hook ({hook}), which kernels would skip"
+    return ""
+
+
+def foreign_hooks(module: Any, *, fsdp_hooks: bool = False) -> Iterator[str]:
+    """Yield names of hooks that a call of a module runs, but those that only look at results.
+
+    Transformers' own hooks record outputs; a module that the kernels call still has them.
+    """
+    for hooks in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        for hook in hooks.values():
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if home.startswith("transformers.utils."):
+                continue
+            if fsdp_hooks and home.startswith("torch.distributed."):
+                continue
+            yield getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def form(layer: Any, after: Any, *, rotates: bool) -> Form | str:
+    """Return the form of a layer whose parts fit, by its values on numbers; else why it has none.
+
+    Args:
+        layer: The layer; norms' weights away from 0 and 1 tell the forms apart.
+        after: The norm behind it.
+        rotates: Whether kernels are to rotate.
+    """
+    activation = activation_of(layer.mlp)
+    if not activation:
+        kind = type(getattr(layer.mlp, "act_fn", None)).__name__
+        return f"its activation is {kind}, expected SiLU, GELU or ReLU"
+    heads = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+    offsets = {norm_offset(norm) for norm in (*norms(layer).values(), after)}
+    for norm in (*norms(layer).values(), after):
+        if norm_offset(norm) is None:
+            return f"{named(norm)} is no RMSNorm with a plain weight"
+    if rotates and heads != [None, None]:
+        offsets |= {None if norm is None else norm_offset(norm) for norm in heads}
+    if len(offsets) > 1:
+        return "only some of its norms add one to their weights"
+    sandwich = hasattr(layer, SANDWICH[-1])
+    if offsets == {1.0} and not sandwich:
+        return "its norms add one to their weights, which is done for Gemma 3's structure alone"
+    return Form(activation, offsets.pop() or 0.0, rotates, sandwich)
+
+
+def activation_of(block: Any) -> str:
+    """Name an MLP's activation, by its values; "" where it is none that kernels have."""
+    function: Any = getattr(block, "act_fn", None)
+    if not callable(function):
+        return ""
+    x = torch.linspace(-3, 3, 16)
+    matches = (n for n, (f, _) in ACTIVATIONS.items() if torch.allclose(function(x), f(x)))
+    return next(matches, "")
 
 
 def eps(norm: Any) -> float:
-    """A norm's eps. Where `nn.RMSNorm` has None, it takes float32's for types of 16 bits."""
-    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return torch.finfo(torch.float32).eps if found is None else found
+    """Return a norm's eps. Where `nn.RMSNorm` has None, it takes float32's for types of 16 bits."""
+    value = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return torch.finfo(torch.float32).eps if value is None else value
 
 
 def gamma(norm: Any, offset: float) -> Tensor:
-    """What an RMSNorm multiplies by. One more than a weight has more digits than 16 bits hold: it
-    is float32."""
+    """Return what an RMSNorm multiplies by. One more than a weight has more digits than 16 bits
+    hold: it is float32."""
     return norm.weight if offset == 0 else norm.weight.float() + offset
 
 
 @torch.no_grad()
 def norm_offset(norm: Any) -> float | None:
-    """0 where a module is x · rsqrt(mean x² + eps) · weight, 1 where it multiplies by 1 + weight,
-    as Gemma's; None where it is neither. It is tried on numbers."""
+    """Return 0 of x · rsqrt(mean x² + eps) · weight, 1 of · (1 + weight), None of another module.
+
+    It is tried on numbers.
+    """
     weight = getattr(norm, "weight", None)
-    if weight is None or weight.dtype not in TYPES:
+    if weight is None or weight.ndim != 1:
         return None
     x = torch.linspace(-2, 3, 3 * len(weight), device=weight.device).to(weight).view(3, -1)
-    wide, found = x.float(), norm.forward(x).float()  # past hooks: one of FSDP's would take a root
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps(norm))
-    fits = (
-        o for o in (0.0, 1.0) if torch.allclose(found, wide * (weight + o), rtol=0.02, atol=1e-3)
-    )
+    try:
+        result = norm.forward(x)
+    except Exception:  # a foreign module: a norm of another signature is no RMSNorm
+        return None
+    if not isinstance(result, Tensor) or result.shape != x.shape:
+        return None
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps(norm))
+    fits = (o for o in (0.0, 1.0) if torch.allclose(result.float(), wide * (weight + o), rtol=0.02))
     return next(fits, None)
 
 
 def fsdp(modules: Iterable[Any]) -> list[Any]:
-    """Those of the modules whose parameters `fully_shard` has taken."""
-    known = sys.modules.get("torch.distributed.fsdp")
-    return [m for m in modules if known is not None and isinstance(m, known.FSDPModule)]
+    """Return those of the modules whose parameters `fully_shard` has taken."""
+    home = sys.modules.get("torch.distributed.fsdp")
+    return [m for m in modules if home is not None and isinstance(m, home.FSDPModule)]
 
 
 @contextmanager
 def gathered(*modules: Any) -> Iterator[None]:
-    """FSDP's modules among these with whole weights, in the type that a forward pass has them in.
-    All ranks come here together."""
-    found = fsdp(modules)
-    for module in found:
+    """Give FSDP's modules among these whole weights, in the type that a forward pass has them in.
+
+    All ranks come here together.
+    """
+    sharded = fsdp(modules)
+    for module in sharded:
         module.unshard()
     try:
         yield
     finally:
-        for module in found:
+        for module in sharded:
             module.reshard()
 
 
@@ -142,6 +257,7 @@ def check_whole(owner: str, module: Any) -> None:
 
     Args:
         owner: Its name.
+        module: The module.
 
     Raises:
         TypeError: one is.

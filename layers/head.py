@@ -55,18 +55,20 @@ def head_loss(
     if count is None:
         count = rows.sum()
     count = torch.as_tensor(count, dtype=torch.float32, device=x.device)
+    # The loss of no rows is 0 / 0, as PyTorch's, whose gradients are 0 all the same.
+    none = torch.where(rows.any() | (count != 0), 0.0, torch.nan)
     # A power of two is left to the backward pass: float16 does not hold the gradients of a mean.
     # Not by frexp and ldexp: an export's loss that had them was wrong by Inductor on an H200.
-    power = torch.exp2(-torch.log2(count).ceil())
-    weights = rows / (count * power)
+    power = torch.exp2(-torch.log2(count.where(count > 0, 1)).ceil())
+    weights = (1 / (count * power)).where(rows, 0)
     known = targets.where(rows, 0)
     inside = ((known >= 0) & (known < len(weight))).all()
     message = f"a target is none of {len(weight)} columns, nor ignore_index {ignore_index}"
     torch._assert_async(inside, message)  # pyright: ignore[reportPrivateImportUsage]
     if asked(x, gamma, weight):
-        return _HeadLoss.apply(x, *given, gamma, weight, known, weights) * power
+        return _HeadLoss.apply(x, *given, gamma, weight, known, weights) * power + none
     target, lse = _unstored_logits(given.h, weight, given.r, known)
-    return _weighted(lse - target, weights) * power
+    return _weighted(lse - target, weights) * power + none
 
 
 class _HeadLoss(torch.autograd.Function):

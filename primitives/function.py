@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # Plans a function keeps, some kilobytes each; whoever meets more shapes starts again.
 _PLANS = 2048
+
+exact: ContextVar[bool] = ContextVar("exact", default=False)
+"""Whether calls take float32 alone, and PyTorch interprets them: for proofs of formulas."""
 
 Chooser = Callable[[int, int, int, str, int | None], TileConfig | None]
 
@@ -133,7 +137,8 @@ class ProgramFunction:
         *,
         raw: bool,
     ) -> dict[str, torch.Tensor]:
-        _say_interpreted(str(a.device))
+        if not exact.get():
+            _say_interpreted(str(a.device))
         m = math.prod(lead)
         results = interpret(
             self.program,
@@ -220,10 +225,11 @@ class ProgramFunction:
         self, a: torch.Tensor, b: torch.Tensor, operands: Mapping[str, Any]
     ) -> tuple[int, int, int, tuple[int, ...]]:
         """(M, N, K) and the leading dimensions; asks nothing of M, which may be a symbol."""
+        types = ("float32",) if exact.get() else self.types
         for label, t in (("A", a), ("B", b)):
             got = getattr(t, "dtype", type(t).__name__)
-            if _name(got) not in self.types:
-                raise self._error(f"{label} is {got}, expected a {' or '.join(self.types)} tensor")
+            if _name(got) not in types:
+                raise self._error(f"{label} is {got}, expected a {' or '.join(types)} tensor")
         if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[-1] or a.dtype != b.dtype:
             raise self._error(
                 f"A is {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} {b.dtype}, "

@@ -8,11 +8,9 @@ its own, which the elementwise kernel of unfused forms replays.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.gradient import PRODUCT, Gradient, gradient_of
@@ -20,9 +18,8 @@ from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.groups import GroupTile
 from coda_agent.primitives.kinds import HALVES, Operand, Resource
 from coda_agent.primitives.launch import allocate, signature
-from coda_agent.primitives.lower import lowering_digest
 from coda_agent.primitives.memory import allocator
-from coda_agent.primitives.objects import cached
+from coda_agent.primitives.objects import cached, fingerprint
 from coda_agent.primitives.plan import Finish, tma_ready
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
@@ -250,7 +247,7 @@ def _compiled(program: Program, config: TileConfig, types: Sequence[torch.dtype]
 
     arch = str(CuTeDSL._get_dsl().envar.arch)
     shown = ",".join(map(str, types))
-    digests = f"{program.digest} {lowering_digest()} {_own_digest()}"
+    digests = f"{program.digest} {fingerprint('primitives')}"
 
     def gradient_pass(_: str) -> Any:
         from coda_agent.primitives.gradient_kernel import compile_gradient
@@ -258,8 +255,3 @@ def _compiled(program: Program, config: TileConfig, types: Sequence[torch.dtype]
         return compile_gradient(program, config, types)
 
     return jit_cache(gradient_pass)(f"{digests} {config.label} {shown} {arch}")
-
-
-@lru_cache(maxsize=1)
-def _own_digest() -> str:
-    return hashlib.sha256(Path(__file__).with_name("gradient_kernel.py").read_bytes()).hexdigest()

@@ -12,18 +12,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.groups import spans
 from coda_agent.primitives.kinds import Operand
+from coda_agent.primitives.objects import fingerprint
 from coda_agent.primitives.operation import MOVES, Edge
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
@@ -120,22 +118,6 @@ def forget() -> None:
     host._compile_gemm_epi.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
 
 
-# The modules that decide what a graph compiles to.
-_LOWERING = (
-    "graph operation fast_math ops elementary rounding pairwise gather groups placed placed_tiles "
-    "ptx kinds resources reductions lower masked_sum stores wide head_table tables table_load "
-    "group_fold group_store elementwise"
-)
-
-
-@lru_cache(maxsize=1)
-def lowering_digest() -> str:
-    """SHA-256 of the sources that decide what a graph compiles to."""
-    here = Path(__file__).parent
-    text = b"".join((here / f"{name}.py").read_bytes() for name in _LOWERING.split())
-    return hashlib.sha256(text).hexdigest()
-
-
 class Replay:
     """The epilogue function quack traces: replays the graph on its values."""
 
@@ -170,7 +152,7 @@ class Replay:
         }
 
     def __quack_semantic_key__(self) -> tuple[str, ...]:
-        return self.program.digest, str(self.block), lowering_digest()
+        return self.program.digest, str(self.block), fingerprint("primitives")
 
     def __call__(self, acc: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         graph, outputs = self.program.graph, self.program.outputs

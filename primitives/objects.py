@@ -1,8 +1,8 @@
-"""Where compiled objects are kept, quack's object cache in a folder of the user's; and files
-that are written whole."""
+"""Caches: where compiled objects are kept, by which sources, and files that are written whole."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import warnings
@@ -12,6 +12,16 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+ROOT = Path(__file__).parents[1]
+
+
+@lru_cache
+def fingerprint(*folders: str) -> str:
+    """SHA-256 of all Python sources in `folders` of this package, which key what a cache keeps."""
+    hashed = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        hashed.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes() + b"\0")
+    return hashed.hexdigest()
 
 
 def user_cache() -> Path:

@@ -15,7 +15,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import CompileError
-from coda_agent.primitives.lower import lowering_digest
+from coda_agent.primitives.objects import fingerprint
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import Scalar
 from coda_agent.primitives.tiles import TileConfig
@@ -115,7 +115,8 @@ def prepare(
     types += [outputs[o].dtype for o in program.outputs]
     arch = str(CuTeDSL._get_dsl().envar.arch)
     shown = ",".join(map(str, types))
-    key = f"{program.digest} {lowering_digest()} {config.label} {shown} {arch}"
+    sources = fingerprint("primitives")
+    key = f"{program.digest} {sources} {config.label} {shown} {arch}"
     if key not in _COMPILED:
         from quack.cache.jit import jit_cache
 

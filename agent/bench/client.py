@@ -22,19 +22,19 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.objects import fingerprint
 
 VARIABLE = "CODA_AGENT_BENCH"
 """Environment variable: "off" has each command do its calls itself. Any other value is a name:
 calls under one name wait for each other, and those of another name have a bench of their own."""
 IDLE_S = 600.0
 _SETTINGS = ("CODA_AGENT_", "CUDA_", "QUACK_", "GIT_", "XDG_CACHE_")
-_ROOMS = ("agent", "primitives", "specs", "generated", "demos", "evals")
+ROOMS = ("agent", "primitives", "specs", "generated", "demos", "evals")
 _START_S, _BUSY_S = 60.0, 2.0
 _KILLED = "the bench was killed: another one takes its place"
 _OTHER_CODE = "the bench has other code than this command: another one takes its place"
@@ -59,19 +59,6 @@ def received(file: Stream) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.endswith(b"\n"):
                 yield json.loads(line)
-
-
-@cache
-def stamp() -> str:
-    """What the sources of this package are, by their number and the time of the last change."""
-    root = Path(__file__).parents[2]
-    times: list[int] = []
-    for room in _ROOMS:
-        for folder, _, files in os.walk(root / room):
-            times += (os.stat(f"{folder}/{f}").st_mtime_ns for f in files if f.endswith(".py"))
-            if room == "generated":
-                break  # below are kernels, which no process imports
-    return f"{len(times)} {max(times)}"
 
 
 class Bench:
@@ -108,7 +95,7 @@ class Bench:
             gone = contextlib.suppress(ConnectionError)
             with connection, gone, connection.makefile("rwb") as file:
                 with contextlib.suppress(ConnectionError):
-                    send(file, {"stamp": stamp(), **asked})
+                    send(file, {"sources": fingerprint(*ROOMS), **asked})
                 if not fresh and not select.select([connection], [], [], _BUSY_S)[0]:
                     self.notice("the bench is at another call; this one waits")
                 for message in received(file):

@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.bench.client import IDLE_S, received, send, stamp
+from coda_agent.agent.bench.client import IDLE_S, ROOMS, received, send
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.reply import INTERRUPTED, answered
+from coda_agent.primitives.objects import fingerprint
 
 
 def main() -> None:
     KEYS.take()
-    path, mine = Path(sys.argv[1]), stamp()
+    path, mine = Path(sys.argv[1]), fingerprint(*ROOMS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with path.with_suffix(".lock").open("ab") as lock, socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -90,7 +91,7 @@ def _served(listener: socket.socket, signalled: socket.socket, mine: str) -> boo
             connection.settimeout(IDLE_S)
             if (asked := next(received(file), None)) is None:
                 return True
-            if asked.pop("stamp", None) != mine:
+            if asked.pop("sources", None) != mine:
                 send(file, {"stale": mine})
                 return False
             send(file, {"begun": os.getpid()})

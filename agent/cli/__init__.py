@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from coda_agent.agent.cli.lazy import Lazy, group, lazily
+from coda_agent.agent.cli.lazy import group, lazily
 
 _EVALS = "coda_agent.evals.cli"
 """Where evaluations have their commands: named here, since this room does not import that one."""
@@ -49,7 +49,6 @@ class _Root(TyperGroup):
             *lazily("review", "review"),
             group("score-judge", scoring, *lazily(f"{_EVALS}.judge", *scores),
                   no_args_is_help=False),
-            Lazy("rules", "app", hidden=True),
         ]  # fmt: skip
         super().__init__(**settings)
 

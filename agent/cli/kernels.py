@@ -41,7 +41,7 @@ def check(
 def verify(
     kernels: Kernels = None,
     every: All = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Every gate, stale or not.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Whether stale or not.")] = False,
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
 ) -> Reply:
@@ -69,8 +69,11 @@ def verify(
         else:
             records.append(outcome.record())
             said = report.sentence(outcome) if every else report.told(outcome)
-        if other := _differing(workspace, workspace.kernel(name)):
+        kernel = workspace.kernel(name)
+        if other := _differing(workspace, kernel):
             said += f"\n{name}: its spec.md differs from {other}; generate makes a kernel of that"
+        if not no_commit and (again := _again(kernel)):
+            said += f"\n{name}: {again}, on a machine with a Hopper GPU"
         records[-1]["differing_spec"] = other
         if not quiet():
             typer.echo(said)
@@ -87,13 +90,15 @@ def list_() -> Reply:
     missing = sorted(set(workspace.spec_names()) - {kernel.name for kernel in kernels})
     differing = {kernel.name: _differing(workspace, kernel) for kernel in kernels}
     listed = [
-        {"name": k.name, "level": k.level, "folder": k.folder, "differing_spec": differing[k.name]}
+        {"name": k.name, "level": k.level, "folder": k.folder, "stale": k.stale,
+         "differing_spec": differing[k.name]}
         for k in kernels
-    ]
+    ]  # fmt: skip
     rows = [
-        (k.name, k.level, f"its spec.md differs from {differing[k.name]}" * bool(differing[k.name]))
+        (k.name, k.level, f"its spec.md differs from {differing[k.name]}"
+         if differing[k.name] else _again(k))
         for k in kernels
-    ]
+    ]  # fmt: skip
     rows += [(name, "spec only", "") for name in missing]
     text = columns(rows) or "no kernels and no specs yet"
     return Reply({"kernels": listed, "specs": missing}, text)
@@ -110,9 +115,10 @@ def show(kernel: Annotated[str, typer.Argument()]) -> Reply:
                 "dispatch": (runs := dispatched(found.program.parent))}  # fmt: skip
     rows = [(key, getattr(evidence, key)) for key in ("level", "author", "date", "run")]
     rows += [(f"{key} digest", value) for key, value in evidence.digests.items()]
+    rows += [("machine", evidence.machine.name)]
     for name, gate in evidence.gates.items():
-        passed = "passed" if gate.passed else "failed"
-        rows.append((name, f"{passed} on {gate.date[:10]}, {gate.machine}"))
+        rows.append((name, f"{'passed' if gate.passed else 'failed'}, version {gate.version}"))
+    rows += [("evidence", said) for said in filter(None, [_again(found)])]
     rows += [("not shown", sentence) for sentence in evidence.not_shown]
     for where, tiles in runs.items():
         rows += [(where if i == 0 else "", line) for i, line in enumerate(tiles)]
@@ -142,6 +148,12 @@ def dispatched(folder: Path) -> dict[str, list[str]]:
         span = f"{first} to {last}" if last > first else f"{first}"
         lines.append(f"M = {span}: {tile.label if tile else 'none'}{why}")
     return {f"{dtype}, N = {n}, K = {k}, {gpu}": lines}
+
+
+def _again(kernel: Kernel) -> str:
+    """What to do about gates whose word is stale; nothing where all stand."""
+    stale = ", ".join(kernel.stale)
+    return f"stale ({stale}): coda-agent verify {kernel.name} judges it again" if stale else ""
 
 
 def _differing(workspace: Workspace, kernel: Kernel) -> Path | None:

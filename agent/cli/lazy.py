@@ -16,15 +16,14 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class Lazy(TyperCommand):
-    """The command that is a function of a module, or its `typer.Typer`.
+    """The command that is a function of a module.
 
     Args:
         module: Of this package; or a whole name, of a room that adds commands of its own.
     """
 
-    def __init__(self, module: str, function: str, *, hidden: bool = False) -> None:
-        name = module if function == "app" else function.strip("_").replace("_", "-")
-        super().__init__(name, hidden=hidden, rich_markup_mode=None)
+    def __init__(self, module: str, function: str) -> None:
+        super().__init__(function.strip("_").replace("_", "-"), rich_markup_mode=None)
         self.module = module if "." in module else f"{__package__}.{module}"
         self.function = function
 
@@ -33,10 +32,7 @@ class Lazy(TyperCommand):
         """The command itself."""
         found = getattr(import_module(self.module), self.function)
         around = typer.Typer(rich_markup_mode=None)
-        if isinstance(found, typer.Typer):
-            around.add_typer(found, name=self.name)
-        else:
-            around.command(self.name)(found)
+        around.command(self.name)(found)
         return typer.main.get_group(around).commands[str(self.name)]
 
     def make_context(

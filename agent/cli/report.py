@@ -19,7 +19,7 @@ import typer
 from coda_agent.agent.cli.options import SHARED
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
-from coda_agent.agent.tables import columns, speed
+from coda_agent.agent.tables import columns
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -100,12 +100,14 @@ def told(outcome: "Outcome") -> str:
     """What the progress lines leave out: what was not shown on this machine, the timings, and what
     became of the candidate."""
     from coda_agent.agent.judge.records import PerformanceReport
+    from coda_agent.agent.judgement import Cell
+    from coda_agent.agent.review import speed
 
     verdict = outcome.verdict
     lines = [f"not shown: {reason}" for reason in verdict.not_shown] if verdict else []
     performance = verdict.report(PerformanceReport) if verdict else None
     if performance and performance.timed:
-        lines.append(columns(speed([cell.model_dump() for cell in performance.timed])))
+        lines.append(columns(speed(map(Cell.model_validate, performance.timed))))
     lines += [sentence(outcome), *filter(None, [outcome.remark])]
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from coda_agent.agent import doctor, pipeline
 from coda_agent.agent.cli.report import progress
 from coda_agent.agent.device import Device
+from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.static import program_names
 from coda_agent.agent.plain import text_of
 from coda_agent.agent.workspace import (
@@ -123,7 +124,7 @@ def judged(
     spec: str | None = None,
     *,
     device: Device = "cuda",
-    gates: tuple[str, ...] | None = None,
+    gates: tuple[str, ...] = GATES,
 ) -> pipeline.Outcome:
     """What the judge says of a FILE or KERNEL, in a run of its own."""
     text, found = program(target, spec)

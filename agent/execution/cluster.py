@@ -25,13 +25,14 @@ from typing import Any, cast
 from coda_agent.agent.execution.local import here
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob, read_job
 from coda_agent.agent.judge.machine import Gpu
-from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError, MachineError
-from coda_agent.primitives.objects import cache_directory
+from coda_agent.primitives.objects import cache_directory, fingerprint
 from coda_agent.primitives.program import Program
 
 CONNECT_S = 10
+_SOURCES = ("agent/judge", "agent/execution", "agent/sandbox", "primitives", "specs", "generated")
+"""The folders that carry out a job."""
 _SAME = "install the same coda-agent, and the same packages, on every machine"
 _CPU = "start one with `dask worker tcp://HOST:PORT --nthreads 8 --resources CPU=8`"
 
@@ -72,7 +73,7 @@ class Cluster:
         if not self._workers("CPU"):
             raise MachineError(f"no worker of {address} has the resource CPU", hint=_CPU)
         for worker, digest in self._each(_judge).items():
-            if digest != judge_digest():
+            if digest != fingerprint(*_SOURCES):
                 raise MachineError(f"worker {worker} has another judge", hint=_SAME)
 
     def _workers(self, resource: str) -> list[str]:
@@ -110,9 +111,10 @@ class Cluster:
     ) -> list[BuiltObject | CompileError]:
         from distributed import as_completed
 
+        judge = fingerprint(*_SOURCES)
         self._built = [
             self._client.submit(
-                _compile, data, judge_digest(), key=f"compile-{_digest(data)}", resources={"CPU": 1}
+                _compile, data, judge, key=f"compile-{_digest(data)}", resources={"CPU": 1}
             )
             for data in (job.model_dump(mode="json") for job in jobs)
         ]
@@ -135,7 +137,7 @@ class Cluster:
         self._client.subscribe_topic(topic, lambda event: told.put(event[1]))
         try:
             future = self._client.submit(
-                _grade, job.model_dump(mode="json"), judge_digest(), topic, objects,
+                _grade, job.model_dump(mode="json"), fingerprint(*_SOURCES), topic, objects,
                 key=topic, resources={resource: 1},
             )  # fmt: skip
             while not future.done():
@@ -157,7 +159,7 @@ class Cluster:
 
 
 def _digest(job: dict[str, Any]) -> str:
-    text = json.dumps([job, judge_digest()], sort_keys=True)
+    text = json.dumps([job, fingerprint(*_SOURCES)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -188,7 +190,7 @@ def _gpu() -> Gpu | None:
 
 
 def _judge() -> str:
-    return judge_digest()
+    return fingerprint(*_SOURCES)
 
 
 def _require(judge: str) -> None:
@@ -196,7 +198,7 @@ def _require(judge: str) -> None:
     Raises:
         MachineError: the judge here is another.
     """
-    if judge != judge_digest():
+    if judge != _judge():
         raise MachineError(f"worker {platform.node()} has another judge", hint=_SAME)
 
 

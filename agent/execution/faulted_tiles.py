@@ -1,7 +1,7 @@
 """Tiles that hung or faulted on a GPU, remembered so that none is paid for twice.
 
 They are in one append-only file beside the cache of compiled kernels. An entry holds for a
-program's digest, an element type, a tile, a GPU, the toolchain and the meaning of the lowering.
+program's digest, an element type, a tile, a GPU, the toolchain and the sources of the lowering.
 When one of them changes, the tile is tried again. The launch's shape is noted but does not enter: a
 tuned tile is dispatched at other shapes too, so one that hangs at a shape may be dispatched at
 none.
@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 from coda_agent.agent.judge.provenance import PACKAGES, version
 from coda_agent.agent.judge.records import Record
-from coda_agent.agent.judge.rules import meanings
 from coda_agent.agent.plain import utc_now
-from coda_agent.primitives.objects import cache_directory
+from coda_agent.primitives.objects import cache_directory, fingerprint
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import TileConfig
 
@@ -52,8 +51,7 @@ class FaultMemory:
 
     def __init__(self, gpu: str, program: Program, element: str) -> None:
         self.path = cache_directory().parent / "faults.jsonl"
-        # An operation's own lowering is written where its meaning is.
-        tools = [meanings()["lowering"], meanings()["language"], *map(version, PACKAGES)]
+        tools = [fingerprint("primitives"), *map(version, PACKAGES)]
         self._about = [gpu, program.digest, element, tools]
 
     def known(self, configs: Sequence[TileConfig]) -> dict[TileConfig, TileFault]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coda_agent.agent.evidence import Evidence
 from coda_agent.agent.export.repository import digest, identity
 from coda_agent.primitives.errors import CodaError
 
@@ -30,7 +31,7 @@ def inspected(folder: Path) -> dict[str, Any]:
     Returns:
         `folder`; `variants` that can be read; `id`, `provenance` and the `gpu` whose
         times choose tiles; `faults`, a line for each file that is missing or changed; `kernels`,
-        each with `name`, `level`, `judged` (the day of its last gate), `machine`, `archs`, `dtypes`
+        each with `name`, `level`, `judged` (the day of its verdict), `machine`, `archs`, `dtypes`
         and what `load`s it.
     """
     found: dict[str, Any] = {"folder": folder, "variants": [], "faults": [], "kernels": []}
@@ -67,16 +68,16 @@ def _contents(folder: Path, variant: Path) -> dict[str, Any]:
     whole = json.loads((variant / "kernels.json").read_text("utf-8"))
     kernels = []
     for about in whole["kernels"]:
-        evidence = json.loads((variant / f"kernels/{about['name']}/evidence.json").read_text())
-        last = max(evidence["gates"].values(), key=lambda gate: gate["date"])
+        path = variant / f"kernels/{about['name']}/evidence.json"
+        evidence = Evidence.model_validate_json(path.read_bytes())
         forms = [(dtype, x) for v in about["variants"] for dtype, x in v["forms"].items()]
         archs = dict.fromkeys(arch for _, form in forms for arch in form["objects"])
         kernels.append(
             {
                 "name": about["name"],
-                "level": evidence["level"],
-                "judged": last["date"][:10],
-                "machine": last["machine"],
+                "level": evidence.level,
+                "judged": evidence.date[:10],
+                "machine": evidence.machine.name,
                 "archs": [x + " (never run)" * (x not in whole["ran"]) for x in archs],
                 "dtypes": [*dict.fromkeys(dtype for dtype, _ in forms)],
                 "load": f'get_local_kernel(Path("{folder}")).{about["name"]}',

@@ -209,11 +209,9 @@ def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: st
     for kernel, doc in zip(kernels, docs, strict=True):
         evidence = kernel.evidence
         lines += ["", f"## {kernel.name}", "", "```", doc, "```", ""]
-        lines.append(f"Verdict: {evidence.level}.")
-        lines += ["", "| gate | passed | date | machine |", "|---|---|---|---|"]
-        for name, gate in evidence.gates.items():
-            said = "yes" if gate.passed else "no"
-            lines.append(f"| {name} | {said} | {gate.date[:10]} | {gate.machine} |")
+        gates = ", ".join(name for name, gate in evidence.gates.items() if gate.passed)
+        where = f"{evidence.date[:10]}, {evidence.machine.name}"
+        lines.append(f"Verdict: {evidence.level} ({where}; passed: {gates}).")
         if evidence.cells:
             lines += ["", "| dtype | shape | tile | of the bare GEMM | over torch.compile |"]
             lines.append("|---|---|---|---|---|")

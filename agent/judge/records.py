@@ -21,7 +21,12 @@ from pydantic import (
 from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.tiles import TileConfig
 
-GATES = ("static", "compile", "numerics", "performance")
+VERSIONS = {"static": 2, "compile": 3, "numerics": 3, "performance": 2}
+"""Which version of each gate decides. The commit that changes what a gate decides raises its number
+by hand: what an earlier version decided is stale then. Meaning and the call of the public function
+are parts of numerics. A change of the language, of its lowering or of a pinned compiler raises
+every gate that decides otherwise by it."""
+GATES = (*VERSIONS,)
 Tool = Literal["memcheck", "racecheck", "initcheck"]
 SANITIZERS: tuple[Tool, ...] = ("memcheck", "racecheck", "initcheck")
 """Gates beside the usual ones: tools of compute-sanitizer."""
@@ -369,8 +374,8 @@ class GateResult(BaseModel):
     skipped: str | None = None
     """Why the gate did not run; a skipped gate neither passes nor fails the candidate."""
     seconds: float = 0.0
-    rules: dict[str, str] = {}
-    """Versions of the rules it was given by (`rules.given`)."""
+    version: int = 0
+    """Which version of the gate decided; 0 where it has none."""
     findings: list[Finding] = []
     data: Annotated[
         CompileReport | NumericsReport | PerformanceReport | None,

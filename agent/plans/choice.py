@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.cut import Kernel, Plan, cut
 from coda_agent.agent.plans.imports import import_quack
-from coda_agent.agent.plans.kernels import Composed, composed, remember, remembered, sources
+from coda_agent.agent.plans.kernels import SOURCES, Composed, composed, remember, remembered
 from coda_agent.agent.plans.rules import as_called
 from coda_agent.agent.plans.run import Packed, Runner
 from coda_agent.agent.plans.spell import written
 from coda_agent.agent.plans.trace import Graph, Value
 from coda_agent.agent.plans.ways import Inductor, fastest
-from coda_agent.primitives.objects import user_cache
+from coda_agent.primitives.objects import fingerprint, user_cache
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def _fastest(
     layout = [(*t.shape, *t.stride(), str(t.dtype)) for t in tensors]
     where = torch.cuda.get_device_name(tensors[0].device), torch.__version__
     texts = [step.text if isinstance(step, Kernel) else written(step) for step in plan.steps]
-    key = json.dumps([*ways, layout, where, texts, sources()])
+    key = json.dumps([*ways, layout, where, texts, fingerprint(*SOURCES)])
     path = user_cache() / "plans" / f"fastest-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = remembered(path)
     if known.get("way") not in ways:

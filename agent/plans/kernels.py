@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.plans.trace import Value, plain
 from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError, ProgramError, WorkspaceError
-from coda_agent.primitives.objects import user_cache, write_whole
+from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 from coda_agent.primitives.program import Program
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.source import extracted
@@ -27,6 +27,11 @@ from coda_agent.specs.source import extracted
 if TYPE_CHECKING:
     from coda_agent.agent.workspace import Kernel as Entry
 
+SOURCES = (
+    "agent/plans", "agent/authors", "agent/judge", "agent/execution",
+    "primitives", "specs", "generated",
+)  # fmt: skip
+"""The folders that compose, judge and run a kernel, by which what was kept holds."""
 _GATES = ("static", "compile", "numerics")
 # By operator: torch takes each name once a process.
 _LOADED: dict[str, Kernel] = {}
@@ -105,7 +110,7 @@ def composed(
         (name, [rows.get(str(e), plain(e)) for e in x.meta.shape], dtypes[name])
         for name, x in inputs.items()
     ]
-    key = json.dumps([text, faces, sources()])
+    key = json.dumps([text, faces, fingerprint(*SOURCES)])
     path = user_cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     known = remembered(path)
     if "refused" in known:
@@ -155,18 +160,6 @@ def _composed(text: str, faces: Mapping[str, tuple[tuple[int, ...], str]]) -> di
     }  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def sources() -> str:
-    """A digest of the sources that compose, judge and run a kernel: what was kept holds as long as
-    they are the same bytes."""
-    root = Path(__file__).parents[2]
-    folders = "agent/plans agent/authors agent/judge agent/execution primitives specs generated"
-    hashed = hashlib.sha256()
-    for file in sorted(f for folder in folders.split() for f in (root / folder).glob("**/*.py")):
-        hashed.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
-    return hashed.hexdigest()
-
-
 def _dtype(name: str, x: Value, a: Value) -> str:
     """An argument's element type as a spec has it.
 
@@ -213,7 +206,7 @@ def _judged(spec: Spec, text: str) -> str:
     from coda_agent.agent import execution
     from coda_agent.agent.judge import judge_candidate
 
-    verdict = judge_candidate(spec, text, execution.executor(), gates=_GATES, whole=False)
+    verdict = judge_candidate(spec, text, execution.executor(), gates=_GATES)
     if not verdict.passed:
         findings = [f.message for gate in verdict.gates for f in gate.findings]
         raise ProgramError(f"the judge refuses it: {(findings or ['no reason'])[0]}")

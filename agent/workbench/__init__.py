@@ -17,7 +17,6 @@ from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
 from coda_agent.agent.judge import Finding, Verdict
-from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.judge.static import MAX_CHARACTERS
@@ -137,20 +136,15 @@ class Workbench:
         """The full trial of the candidate, and its acceptance when it passes.
 
         Raises:
-            WorkspaceError: it could not be committed, or specs/ has another spec by now.
+            WorkspaceError: it could not be committed.
         """
-        if self.state.commits:  # checked when the run began, which may be hours ago
-            self.workspace.check_spec(self.spec.name, self.spec.text)
-            publish.check_place(self.workspace, self.spec.name, self.state.candidate)
         verdict = self.judge("submit")
         if verdict.passed and self.state.commits:
-            name, author = self.spec.name, str(self.state.author)
-            self.workspace.check_spec(name, self.spec.text)  # the trial took minutes
             sha = acceptance.accept(
                 self.workspace, self.spec, self.state.candidate, verdict,
-                author=author, run_id=self.run.id,
+                author=str(self.state.author), run_id=self.run.id,
             )  # fmt: skip
-            level = self.workspace.kernel(name).level
+            level = self.workspace.kernel(self.spec.name).level
             self.log.append(e.Stored.of(sha, level))
         elif verdict.passed:
             self.log.append(e.Stored(type="passed", level=verdict.level))
@@ -216,19 +210,16 @@ class Workbench:
 
     def _known(self, check: str) -> tuple[Attempt | None, Verdict | None]:
         """The attempt that failed at what this check would find again, and its verdict: the same
-        candidate, judge and toolchain, at the same check or, where nothing was computed yet, at
-        one of which this check does more."""
+        candidate by the same gates, at the same check or, where nothing was computed yet, at one of
+        which this check does more."""
         for attempt in reversed(self.state.attempts):
-            failed = next(
-                (g for g, said in attempt.judgement.gates.items() if said == "failed"), ""
-            )
+            failed = next(iter(attempt.judgement.failed), "")
             order = CHECKS.index(check) - CHECKS.index(attempt.check)
             path = self.log.folder / "artifacts" / f"verdict-{attempt.number}.json"
             again = (order == 0 and failed == "numerics") or (order >= 0 and failed in GATES[:2])
-            if again and attempt.text == self.state.candidate and path.is_file():
-                verdict = Verdict.model_validate_json(path.read_text("utf-8"))
-                if verdict.digests == digests(self.spec, attempt.text):
-                    return attempt, verdict
+            same = attempt.text == self.state.candidate and not attempt.judgement.stale
+            if again and same and path.is_file():
+                return attempt, Verdict.model_validate_json(path.read_text("utf-8"))
         return None, None
 
     # The tools, in the order an author is shown them.

@@ -288,7 +288,7 @@ def score_batches(
         starts = range(0, count, _BATCH)
         ranges = [range(i, min(i + _BATCH, count)) for i in starts]
         jobs = {f"{r.start} to {r.stop - 1}": lambda r=r: batch(r) for r in ranges}
-        return recorded(judge, name, jobs, seed)
+        return recorded(judge, name, jobs, seed=seed)
 
 
 def _begin_worker() -> None:

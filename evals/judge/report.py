@@ -30,7 +30,8 @@ Written by `coda-agent score-judge` from `evals/results/judge-*.jsonl`; do not e
 - *Named*: how often the fault that the judge names is the one that was made.
 - The *corpus* has right programs: accepted ones, rewrites, demonstrations, with fresh seeds.
 - *Generated* are PyTorch functions written at random, which the composer composes or refuses.
-  *Plans* are such functions of several products. *Timing* compares a kernel with itself."""
+  *Plans* are such functions of several products. *Timing* compares a kernel with itself.
+- *Stale* is what an earlier version of a gate decided."""
 _NAMED = ("mutants", "held-out", "authors")
 Scores = Iterable[Score]
 
@@ -76,7 +77,7 @@ def write_page(root: Path) -> Path:
 def _where(scores: Scores) -> tuple[str, str, str]:
     """Say by which seeds and commits cells came about, and on what machine and days."""
     seeds = dict.fromkeys(str(score.seed) for score in scores if score.seed)
-    commits = dict.fromkeys(score.commit for score in scores)
+    commits = dict.fromkeys(score.commit + " (stale)" * bool(score.stale) for score in scores)
     machines = dict.fromkeys(f"{score.machine}, {score.date}" for score in scores)
     return ", ".join(seeds), ", ".join(commits), "; ".join(machines)
 

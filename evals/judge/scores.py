@@ -20,9 +20,9 @@ from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.meaning import meaning_fault
 from coda_agent.agent.judge.numerics import TileCheck
 from coda_agent.agent.judge.oracle import make_cases
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import VERSIONS, Finding
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
-from coda_agent.evals.cells import FOLDER, About, Record, append, read
+from coda_agent.evals.cells import FOLDER, About, Judged, append, read
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
 from coda_agent.evals.kernels import paper
@@ -37,7 +37,7 @@ KERNEL = "gemm_residual_partial_rmsnorm 4096"
 """A case of two launches, reading and writing tiles: more to vary than a bare product."""
 
 
-class Score(Record):
+class Score(Judged):
     """What the judge said of one case; `cell` is as each score's function says.
 
     Attributes:
@@ -117,7 +117,7 @@ def score_mutants(judge: Judge, name: str, chosen: list[Mutant], *, seed: int) -
     """Judge mutants; cells are as `trial` gives them."""
     judge.compile(subject for m in chosen for subject in (m.right, m.wrong))
     jobs = {m.name: lambda m=m: trial(judge, m, seed=seed) for m in chosen}
-    return recorded(judge, name, jobs, seed)
+    return recorded(judge, name, jobs, seed=seed)
 
 
 def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[str, Score]:
@@ -169,21 +169,23 @@ def score_timing(judge: Judge, trials: int, clock: Any = timing) -> dict[str, Sc
         return {key: x for key, x in found.items() if key != "ratios"}
 
     jobs = {f"{KERNEL}, {n}": lambda n=n: compared(n) for n in ("ours", "gemm")}
-    return recorded(judge, "timing", jobs)
+    return recorded(judge, "timing", jobs, gates=("performance",))
 
 
 def recorded(
-    judge: Judge, name: str, jobs: Mapping[str, Callable[[], dict[str, Any]]], seed: int = 0
-) -> dict[str, Score]:
-    """Run the jobs that the record does not have of this commit and seed; all cells by case."""
+    judge: Judge, name: str, jobs: Mapping[str, Callable[[], dict[str, Any]]], *,
+    seed: int = 0, gates: Iterable[str] = ("compile", "numerics"),
+) -> dict[str, Score]:  # fmt: skip
+    """Run the jobs that the record does not have of these gates and seed; all cells by case."""
     path = judge.root / FOLDER / f"judge-{name}-{judge.device}.jsonl"
     known = {score.case: score for score in read(path, Score).values()}
     about, found = About.now(judge.device), dict[str, Score]()
+    versions = {gate: VERSIONS[gate] for gate in gates}
     for done, (case, job) in enumerate(jobs.items(), 1):
         judge.say(done, len(jobs), case)
         score = known.get(case)
-        if score is None or (score.commit, score.seed) != (about.commit, seed):
-            score = Score(**about.model_dump(), case=case, seed=seed, cell=job())
+        if score is None or (score.versions, score.seed) != (versions, seed):
+            score = Score(**about.model_dump(), versions=versions, case=case, seed=seed, cell=job())
             append(path, [score])
         found[case] = score
     return found

@@ -168,7 +168,7 @@ def test_a_bench_of_other_code_is_replaced(
     asked |= {"device": "cpu", "folder": str(where.root)}
     assert bench.call(asked)["code"] == 0
     (old,) = benches(where)
-    monkeypatch.setattr(client, "stamp", lambda: "another")
+    monkeypatch.setattr(client, "fingerprint", lambda *_: "another")
     with pytest.raises(MachineError, match="ends before it does a call"):
         bench.call(asked)  # the new one has the old code too
     assert notices[0] == client._OTHER_CODE

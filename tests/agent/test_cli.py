@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
 from coda_agent.agent.cli import app, basics, kernels, report
-from coda_agent.agent.judge import provenance, rules, static  # noqa: F401  # before a fake replaces it
+from coda_agent.agent.judge import static  # noqa: F401  # before a fake replaces it
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
+    VERSIONS,
     Finding,
     GateResult,
     PerformanceReport,
@@ -54,7 +55,7 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
     observer("gate.progress", {"gate": "static", "done": 1, "total": 2, "note": "[bold]"})
     finding = Finding(message="import os", where={"line": 3}, hint="use primitives")
     found = [] if passed else [finding]
-    about = {"seconds": 0.1, "rules": rules.versions("static"), "findings": found}
+    about = {"seconds": 0.1, "version": VERSIONS["static"], "findings": found}
     result = GateResult(name="static", passed=passed, **about)
     observer("gate.finished", {"gate": "static", **result.model_dump(exclude={"name"})})
     late = GateResult(name="performance", passed=True, skipped="no GPU")
@@ -75,12 +76,7 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
         passed=passed,
         level="proved" if passed else None,
         gates=[result, late],
-        digests={
-            "spec": spec.digest,
-            "candidate": f"sha256:{len(text):064x}",
-            "judge": f"sha256:{1:064x}",
-            "toolchain": provenance.toolchain({}),
-        },
+        digests={"spec": spec.digest, "candidate": f"sha256:{len(text):064x}"},
         not_shown=["Nothing ran on a GPU."],
     )
 

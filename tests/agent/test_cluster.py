@@ -212,11 +212,11 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(cluster, "judge_digest", lambda: "sha256:other")
+        patched.setattr(cluster, "fingerprint", lambda *_: "other")
         with pytest.raises(MachineError, match=r"worker tcp://.* has another judge"):
             cluster.Cluster(address)
     with pytest.raises(MachineError, match="has another judge"):
-        cluster._require("sha256:other")
+        cluster._require("other")
     with monkeypatch.context() as patched:
         patched.setattr(cluster, "_gpu", lambda: 1 / 0)
         with pytest.raises(MachineError, match=r"on worker tcp://.*: division by zero"):
@@ -232,7 +232,7 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
 def test_a_worker_lost_while_the_cluster_is_asked_is_left_out(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest, first = cluster.judge_digest(), tmp_path / "first"
+    digest, first = cluster._judge(), tmp_path / "first"
 
     def lost() -> str:
         with contextlib.suppress(FileExistsError):

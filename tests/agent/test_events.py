@@ -87,7 +87,7 @@ def test_every_kind_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_state_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    gates = {"static": "passed", "performance": "skipped"}
+    gates = {"static": {"passed": True, "seconds": 0.5}, "performance": {}}
     judgement = Judgement.model_validate(
         {"passed": True, "level": "proved", "gates": gates, "digests": {}}
     )
@@ -96,7 +96,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
         log.append(
             Judged(
                 number=1, check="submit", judgement=judgement, machine=Machine(device="cpu"),
-                gpu_s=0.0, seconds={"static": 0.5},
+                gpu_s=0.0,
             )
         )  # fmt: skip
         log.append(Stored(type="committed", commit="abc", level="proved"))

@@ -1,4 +1,4 @@
-"""Evidence: short enough to read, renewed gate by gate, and whole in its raw records."""
+"""Evidence: short enough to read, and one verdict as a whole."""
 
 import json
 from dataclasses import replace
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent import evidence as module
 from coda_agent.agent import workspace
 from coda_agent.agent.accept import accept
-from coda_agent.agent.evidence import Compiled, Evidence, keep_raw, raw_path
-from coda_agent.agent.judge import provenance, rules
+from coda_agent.agent.evidence import Evidence
+from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import (
     GATES,
+    VERSIONS,
     CompiledKernel,
     CompileReport,
     Finding,
@@ -29,14 +29,12 @@ from coda_agent.agent.judge.records import (
     Verdict,
     WorstError,
 )
-from coda_agent.evals import archive
-from coda_agent.primitives.errors import CodaError, WorkspaceError
+from coda_agent.agent.judgement import Compiled, Judgement, Machine
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"nvidia-cutlass-dsl": "4", "quack-kernels": "0"}
-NOW = {"spec": "sha256:s", "candidate": "sha256:c", "judge": "sha256:j"}
-NOW["toolchain"] = provenance.toolchain(TOOLS)
+NOW = {"spec": sha("s"), "candidate": sha("c")}
 GPU = {"device": "cuda", "gpu": {"name": "H", "driver_version": "1", "power.draw": "3"},
        "packages": TOOLS, "sandbox": {"tier": "landlock", "missing": {}}}  # fmt: skip
 CPU = {"device": "cpu", "packages": TOOLS}
@@ -80,11 +78,11 @@ def judged(last: str = "performance", *, ratio: float = 0.5, us: float = 10.0, f
             ran="interpreter" if cpu else "compiled kernel", shapes=(),
             worst={"k bfloat16": WorstError(seed=1, ratio=ratio)}, refused_tiles=(tile,),
         ),
-        "performance": PerformanceReport(program="k", cells=(timed(us),)),
+        "performance": None if cpu else PerformanceReport(program="k", cells=(timed(us),)),
     }  # fmt: skip
-    names = GATES[: GATES.index(last) + 1]
     gates = [
-        GateResult(name=n, passed=True, rules=rules.versions(n), data=reports.get(n)) for n in names
+        GateResult(name=n, passed=True, version=VERSIONS[n], seconds=1.5, data=reports.get(n))
+        for n in GATES[: GATES.index(last) + 1]
     ]
     gates[-1].skipped = "needs a Hopper GPU" if cpu and last == "performance" else None
     gates[-1].passed = not failed
@@ -96,25 +94,14 @@ def judged(last: str = "performance", *, ratio: float = 0.5, us: float = 10.0, f
     })  # fmt: skip
 
 
-def made(verdict: Verdict, date: str = "2026-01-01T00:00:00Z") -> Evidence:
-    level = verdict.level or "revoked"
-    return Evidence.of(verdict, kernel="k", level=level, author="a", run=date, date=date)
+def made(verdict: Verdict) -> Evidence:
+    return Evidence.of(verdict, kernel="k", author="a", run="r")
 
 
 @pytest.fixture
 def raised(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Raises a rule's version in the lock."""
-
-    def raise_(name: str) -> None:
-        entry = rules.lock()[name]
-        monkeypatch.setitem(
-            rules.lock(), name, entry.model_copy(update={"version": entry.version + 1})
-        )
-
-    return raise_
-
-
-LATER = "2026-02-02T00:00:00Z"
+    """Raises a gate's version, as the commit does that changes what the gate decides."""
+    return lambda gate: monkeypatch.setitem(VERSIONS, gate, VERSIONS[gate] + 1)
 
 
 def test_it_reads_itself_back_and_is_short() -> None:
@@ -122,78 +109,69 @@ def test_it_reads_itself_back_and_is_short() -> None:
         text = (ROOT / "generated" / name / "evidence.json").read_text("utf-8")
         found = Evidence.model_validate_json(text)
         assert found.kernel == name and found.text() == text and len(text.splitlines()) <= 80
+        assert found.level == "accepted" and found.passed
     first = made(judged())
     assert Evidence.model_validate_json(first.text()) == first and first.text() == first.text()
-    assert first.machines == {"H": module.Machine.of(GPU)} and "power" not in first.text()
-    assert "times_us" not in first.text() and first.compiled and first.compiled.kernels == 30
+    assert first.machine == Machine(
+        device="cuda", gpu="H", driver="1", sandbox="landlock", packages=dict(TOOLS)
+    )
+    assert "power" not in first.text() and "times_us" not in first.text()
+    assert first.compiled and first.compiled.kernels == 30
 
 
-@pytest.mark.parametrize("rule", ["numerics", "performance", "lowering", "language", "static"])
-def test_a_raised_rule_makes_its_gates_due_and_those_before(raised: Any, rule: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_what_another_version_of_a_gate_said_is_stale(raised: Any, gate: str) -> None:
     first = made(judged())
-    assert first.stale(NOW) == {} and first.due(NOW, gpu=True) == first.due(NOW, gpu=False) == ()
-    raised(rule)
-    gates = [gate for gate in GATES if rule in rules.involved(gate)]
-    assert first.stale(NOW) == {gate: [rule] for gate in gates}
-    assert first.due(NOW, gpu=True) == GATES[: GATES.index(gates[-1]) + 1]
+    assert first.stale == [] and not first.due(NOW, gpu=True) and not first.due(NOW, gpu=False)
+    raised(gate)
+    assert first.stale == [gate] and first.due(NOW, gpu=False)
+    again = made(judged(us=20.0))
+    assert first.yields_to(again) and again.stale == []
 
 
-def test_numerics_are_given_again_and_timings_stay(raised: Any) -> None:
-    first = made(judged())
+def test_what_stands_yields_to_more_alone(raised: Any) -> None:
+    first, here = made(judged()), made(judged(where=CPU))
+    assert here.level == "proved" and list(here.gates) == ["static", "compile", "numerics"]
+    assert not first.yields_to(made(judged(us=20.0)))
+    assert here.yields_to(first) and here.due(NOW, gpu=True) and not here.due(NOW, gpu=False)
     raised("numerics")
-    again = first.renewed(made(judged("numerics", ratio=0.7, where={**GPU, "cuda": "14"}), LATER))
-    assert again and again.level == "accepted" and again.cells == first.cells
-    assert again.worst["k bfloat16"].ratio == 0.7 and len(again.refused_tiles) == 1
-    dates = {name: gate.date for name, gate in again.gates.items()}
-    assert dates == {**dict.fromkeys(GATES, first.date), "numerics": LATER}
-    machines = {name: again.machines[gate.machine].cuda for name, gate in again.gates.items()}
-    assert machines == {**dict.fromkeys(GATES, None), "numerics": "14"}
-    assert again.stale(NOW) == {} and again.date == LATER
-    assert Evidence.model_validate_json(again.text()) == again
+    # A machine without a GPU contradicts nothing that a GPU showed: what is stale stays so.
+    later = made(judged(where=CPU))
+    assert first.stale == ["numerics"] and not first.yields_to(later)
+    assert here.yields_to(later)
 
 
-def test_timings_are_taken_again_and_numerics_stay(raised: Any) -> None:
+def test_another_program_or_a_refusal_takes_the_place_of_all() -> None:
     first = made(judged())
-    raised("performance")
-    again = first.renewed(made(judged(us=20.0, ratio=0.9), LATER))
-    assert again and again.cells[0].times and again.cells[0].times["ours"].median_us == 20.0
-    assert again.worst == first.worst and again.gates["numerics"] == first.gates["numerics"]
-    assert list(again.machines) == ["H"] and again.stale(NOW) == {}
+    other = made(judged(where=CPU, candidate=sha("other")))
+    assert first.yields_to(other) and first.due(other.digests, gpu=False)
+    refused = made(judged(failed=True))
+    assert refused.level == "revoked" and refused.finding == "too slow"
+    assert refused.failed == ["performance"] and first.yields_to(refused)
+    assert not refused.yields_to(refused) and refused.due(NOW, gpu=True)
+    assert refused.yields_to(made(judged(where=CPU)))
 
 
-def test_what_stands_is_not_replaced(raised: Any) -> None:
-    first = made(judged())
-    assert first.renewed(made(judged(us=20.0), LATER)) is None
-    # A machine without a GPU contradicts nothing, and renews nothing that a GPU showed.
-    assert first.renewed(made(judged(where=CPU), LATER)) is None
-    raised("numerics")
-    assert first.renewed(made(judged(where=CPU), LATER)) is None
-    raised("static")
-    again = first.renewed(made(judged(where=CPU), LATER))
-    assert again and again.level == "accepted" and again.ran == "compiled kernel"
-    assert again.gates["static"].machine == "CPU" and list(again.stale(NOW)) == ["numerics"]
-
-
-def test_a_gpu_shows_more_and_another_program_or_a_refusal_all(raised: Any) -> None:
-    proved = made(judged(where=CPU))
-    assert list(proved.gates) == ["static", "compile", "numerics"]
-    assert proved.due(NOW, gpu=False) == () and proved.due(NOW, gpu=True) == GATES
-    risen = proved.renewed(made(judged(), LATER))
-    assert risen and risen.level == "accepted" and risen.gates["compile"].machine == "H"
-    other = made(judged(where=CPU, candidate="sha256:other"), LATER)
-    assert risen.renewed(other) == other
-    refused = made(judged(failed=True), LATER)
-    assert risen.renewed(refused) == refused and refused.gates["performance"].findings
-    assert refused.renewed(refused) is None and refused.due(NOW, gpu=True) == GATES
-    assert refused.renewed(proved) == proved
-
-
-def test_another_toolchain_or_program_is_named(raised: Any) -> None:
-    first = made(judged())
-    found = first.stale({**NOW, "toolchain": "sha256:other"})
-    assert found == {gate: ["toolchain"] for gate in GATES[1:]}
-    assert first.stale({**NOW, "candidate": "sha256:x"}) == {g: ["candidate"] for g in GATES}
-    assert first.stale({**NOW, "judge": "sha256:other"}) == {}
+def test_evidence_and_logs_of_before_gates_had_versions_are_read_as_stale() -> None:
+    old = json.loads(made(judged()).text()) | {"schema_version": 2}
+    rest = {"date": "2026-01-01T00:00:00.000Z", "machine": "H", "rules": {"static": "2"}}
+    old["gates"] = {name: {"passed": True, "seconds": 1.0, **rest} for name in GATES}
+    old["machines"] = {"H": {key: value for key, value in GPU.items() if key != "packages"}}
+    del old["machine"], old["passed"], old["finding"]
+    found = Evidence.model_validate(old)
+    assert found.level == "accepted" and found.stale == list(GATES) and found.due(NOW, gpu=False)
+    assert (found.machine.gpu, found.machine.driver) == ("H", "1")
+    assert found.cells == made(judged()).cells and found.yields_to(made(judged()))
+    with pytest.raises(ValueError, match="it has no 'machines'"):
+        Evidence.model_validate({key: x for key, x in old.items() if key != "machines"})
+    words = {"static": "passed", "compile": "failed", "numerics": "skipped"}
+    log = Judgement.model_validate({
+        "passed": False, "level": None, "gates": words, "rules": {"static": {"static": "2"}},
+        "digests": {**NOW, "judge": sha("j")}, "finding": "no",
+        "cells": [{"dtype": "float16", "sizes": {"M": 8}, "ours_us": 1.0, "tile": "t"}],
+    })  # fmt: skip
+    assert log.failed == ["compile"] and log.stale == ["static", "compile"]
+    assert log.mean("roofline") is None
 
 
 def test_tuned_tiles_come_with_the_timings_they_are_of(
@@ -216,51 +194,10 @@ def test_tuned_tiles_come_with_the_timings_they_are_of(
         return kernel.evidence.cells[0].times["ours"].median_us, line["config"]["tile_n"]  # type: ignore[index]
 
     assert stored(10.0, 128) == (10.0, 128)
-    assert stored(9.0, 192) == (10.0, 128)  # the verdict stands: nothing is renewed
+    assert stored(9.0, 192) == (10.0, 128)  # the verdict stands
     raised("numerics")
-    assert stored(8.0, 192) == (10.0, 128)  # nor where another gate is
-    raised("performance")
     assert stored(7.0, 192) == (7.0, 192)
     assert where.git("log", "-1", "--format=%s") == "Accept k (accepted): O_{m, n} = {}"
-
-
-def test_raw_records_are_whole_and_packed(tmp_path: Path) -> None:
-    where, _ = workspace.init(tmp_path)
-    verdict = judged()
-    found = made(verdict)
-    keep_raw(where.root, verdict, found)
-    folder = where.generated / "k"
-    folder.mkdir()
-    (folder / "evidence.json").write_text(found.text())
-    path = archive.pack_kernels(where)
-    assert list(archive.read(path)) == [f"k/{gate}.json" for gate in sorted(GATES[1:])]
-    for gate in GATES[1:]:
-        raw_path(where.root, str(found.gates[gate].raw)).unlink()
-    assert archive.problems(where) == [] and archive.pack_kernels(where) == path
-    whole = archive.raw(where, where.kernel("k"))
-    assert (
-        whole["performance"]["gate"]["data"]["cells"][0]["times"]["ours"]["times_us"] == [10] * 50
-    )
-    assert whole["numerics"]["environment"]["gpu"]["power.draw"] == "3"
-    path.unlink()
-    assert archive.raw(where, where.kernel("k")) == {}
-    assert archive.problems(where) == ["k: no raw record of compile, numerics, performance"]
-    with pytest.raises(CodaError, match="no raw record of compile is left"):
-        archive.pack_kernels(where)
-
-
-def test_the_archive_of_this_repository_is_complete() -> None:
-    where = workspace.find(ROOT)
-    if not archive.found(archive.KERNELS, ROOT / archive.FOLDER):
-        pytest.skip("no archive is here")
-    assert archive.problems(where) == []
-
-
-def test_a_place_for_raw_records_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("")
-    verdict = judged()
-    with pytest.raises(WorkspaceError, match="raw records could not be written"):
-        keep_raw(tmp_path, verdict, made(verdict))
 
 
 def test_json_is_valid_where_an_error_is_infinite() -> None:

@@ -92,7 +92,7 @@ def test_the_layout_is_that_of_a_kernel_repository(repository: Path, variant: Pa
     evidence = GENERATED / "gemm_swiglu" / "evidence.json"
     assert (variant / "kernels/gemm_swiglu/evidence.json").read_bytes() == evidence.read_bytes()
     page = (repository / "README.md").read_text()
-    assert "| numerics | yes |" in page and "4096×4096×4096" in page
+    assert "passed: static, compile, numerics, performance)" in page and "4096×4096×4096" in page
 
 
 @pytest.mark.sampled(0.35, "an export")
@@ -115,7 +115,7 @@ def test_doctor_says_what_was_exported_for_what_and_how_it_is_loaded(repository:
     assert end == "1 of 1 exports are intact"
     for name, line in zip(NAMES, lines, strict=True):
         evidence = json.loads((GENERATED / name / "evidence.json").read_text())
-        day = max(gate["date"] for gate in evidence["gates"].values())[:10]
+        day = evidence["date"][:10]
         load = f'get_local_kernel(Path("{repository}")).{name}'
         said = f"{evidence['level']} {day}, {H200}", f"tiles for {H200}", "sm_90a", "bfloat16"
         assert re.split(r"  +", line) == [name, *said, "intact", load]

@@ -16,7 +16,7 @@ from coda_agent.agent.fitting import fit_tables, shapes
 from coda_agent.agent.judge import survey as surveying
 from coda_agent.agent.judge.job import SurveyJob, read_job
 from coda_agent.agent.judge.machine import Gpu
-from coda_agent.agent.judge.records import Outcome, Survey, SurveyedShape
+from coda_agent.agent.judge.records import VERSIONS, Outcome, Survey, SurveyedShape
 from coda_agent.agent.judge.survey import survey
 from coda_agent.agent.workspace import Kernel
 from coda_agent.generated import tables
@@ -236,7 +236,7 @@ def test_a_table_grows_kernel_by_kernel(tmp_path: Path) -> None:
     assert table is not None and list(table.kernels) == [NAME, "gemm_rope"]
     entry = table.kernels[NAME]
     assert entry.machine == {"cuda": "13.0", "packages": {"torch": "2"}, "driver": "5"}
-    assert entry.rules and entry.regret.shapes == 24 == len(entry.shapes)
+    assert entry.version == VERSIONS["compile"] and entry.regret.shapes == 24 == len(entry.shapes)
     program = load_kernel(ROOT / NAME).programs[NAME]
     model = tables.find(tmp_path, "Test GPU", NAME, program.digest, "bfloat16")
     assert model is not None
@@ -254,15 +254,13 @@ def test_what_was_measured_of_the_same_program_stays(
     """More shapes are measured alone, and the entry holds the times of all of them."""
     executor = Executor()
     run(tmp_path, [NAME], executor)
-    worded = {rule: f"{version}+0123abcd" for rule, version in fitting.given("compile").items()}
-    monkeypatch.setattr(fitting, "given", lambda _: worded)
     run(tmp_path, [NAME], executor, count=30)
     assert executor.shapes == shapes(30)[24:]
     tables.read.cache_clear()
     table = tables.read(tmp_path, "Test GPU")
     assert table is not None
     entry = table.kernels[NAME]
-    assert entry.rules == worded and entry.regret.shapes == 30
+    assert entry.regret.shapes == 30
     found = entry.model(100).measured()
     assert list(found) == shapes(30)
     for shape, times in found.items():
@@ -279,8 +277,7 @@ def test_what_was_measured_of_the_same_program_stays(
     times = model.measured()[own]
     (pick, us), *_ = model.ranked(own)
     assert us == pytest.approx(times[pick]) and times[pick] == min(times.values())
-    raised = {**worded, "lowering": "77"}
-    monkeypatch.setattr(fitting, "given", lambda _: raised)
+    monkeypatch.setitem(VERSIONS, "compile", VERSIONS["compile"] + 1)
     run(tmp_path, [NAME], executor)
     assert executor.shapes == shapes(24)
 

@@ -23,7 +23,9 @@ from coda_agent.agent.judge import (
     meaning,
     tune_candidate,
 )
+from coda_agent.agent.judge.provenance import sha
 from coda_agent.agent.judge.records import (
+    VERSIONS,
     CompileReport,
     NumericsReport,
     PerformanceReport,
@@ -216,7 +218,8 @@ def test_a_bad_candidate_fails_its_gate_with_one_line(
 def test_the_same_trial_has_the_same_digests(spec: Spec) -> None:
     first, second = (judge(spec, RIGHT, gates=("static",)) for _ in range(2))
     assert first.digests == second.digests
-    assert set(first.digests) == {"spec", "candidate", "judge", "toolchain"}
+    assert first.digests == {"spec": spec.digest, "candidate": sha(RIGHT)}
+    assert [gate.version for gate in first.gates] == [VERSIONS["static"]]
     assert (
         judge(spec, RIGHT + "\n", gates=("static",)).digests["candidate"]
         != first.digests["candidate"]

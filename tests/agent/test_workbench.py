@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge import GateResult, Verdict, provenance
-from coda_agent.agent.judge.records import CompiledKernel, CompileReport
+from coda_agent.agent.judge import GateResult, Verdict
+from coda_agent.agent.judge.records import VERSIONS, CompiledKernel, CompileReport
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import TOOLS, Workbench, feedback
@@ -151,7 +151,7 @@ def test_an_unchanged_candidate_is_not_judged_again(
     say(bench, "edit_candidate", old="import os\n", new="import sys\n")
     bench.call("check", {"level": "static"})
     assert [a.passed for a in bench.state.attempts] == [False, False]
-    monkeypatch.setattr(provenance, "judge_digest", lambda: "sha256:" + "0" * 64)
+    monkeypatch.setitem(VERSIONS, "static", VERSIONS["static"] + 1)
     bench.call("check", {"level": "static"})  # another judge may find otherwise
     assert len(bench.state.attempts) == 3
 
@@ -161,7 +161,10 @@ def test_what_a_stronger_check_found_does_not_refuse_a_weaker_one(
 ) -> None:
     def strict(spec: Any, text: str, executor: Any, **options: Any) -> Verdict:
         verdict = quick_judge(spec, text, executor, **options)
-        failed = GateResult(name="numerics", passed=False, findings=[judge.Finding(message="no")])
+        failed = GateResult(
+            name="numerics", passed=False, version=VERSIONS["numerics"],
+            findings=[judge.Finding(message="no")],
+        )  # fmt: skip
         if "performance" in options["gates"]:
             verdict = verdict.model_copy(
                 update={"gates": [*verdict.gates[:2], failed], "passed": False, "level": None}

@@ -5,6 +5,7 @@ import pytest
 
 from coda_agent.agent import workspace
 from coda_agent.agent.evidence import Evidence
+from coda_agent.agent.judgement import Machine
 from coda_agent.primitives.errors import WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 
@@ -112,7 +113,7 @@ def test_kernels(tmp_path: Path) -> None:
     made, _ = workspace.init(tmp_path)
     whole = Evidence(
         kernel="gemm_a", level="proved", author="composer", run="r", date="2026-11-22T00:00:00Z",
-        digests={}, machines={}, gates={},
+        digests={}, gates={}, passed=True, machine=Machine(device="cpu"),
     ).text()  # fmt: skip
     for name, text in (("gemm_a", whole), ("gemm_b", "{torn"), ("gemm_c", '{"schema": 1}')):
         (made.generated / name).mkdir()

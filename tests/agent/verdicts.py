@@ -8,6 +8,7 @@ from coda_agent.agent.judge import GateResult, Verdict, judge_candidate
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.numerics import check_numerics
+from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import Program
 from coda_agent.primitives.tiles import TileConfig
@@ -49,6 +50,7 @@ def quick_judge(
     options["device"] = "cpu"
     verdict = judge_candidate(spec, text, executor, gates=("static",), **options)
     if verdict.passed and "numerics" in gates:
-        more = [GateResult(name=name, passed=True) for name in ("compile", "numerics")]
+        names = ("compile", "numerics")
+        more = [GateResult(name=n, passed=True, version=VERSIONS[n]) for n in names]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
     return verdict

@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.judgement import Cell, Judgement, Ratio
+from coda_agent.agent.judge.records import Ratio
+from coda_agent.agent.judgement import Cell, Gate, Judgement, Median
 from coda_agent.evals import metrics
 from coda_agent.evals.records import Audit, Step, TrialRecord
 
-DIGESTS = {key: "sha256:" + "a" * 64 for key in ("spec", "candidate", "judge", "toolchain")}
+DIGESTS = {key: "sha256:" + "a" * 64 for key in ("spec", "candidate")}
 
 
 def trial(spec: str = "a", number: int = 1, *, speed: float | None = None, of_gemm: float = 1.0,
           roofline: float = 0.5, outcome: str | None = None, **more: Any) -> TrialRecord:  # fmt: skip
     """A trial that was accepted with these figures, or one that was refused."""
     ratios = [Ratio(ratio=r, low=r, high=r) for r in (of_gemm, speed or 1.0)]
-    cell = Cell(dtype="bfloat16", sizes={"M": 8}, ours_us=100.0, floor_us=100 * roofline,
+    cell = Cell(dtype="bfloat16", sizes={"M": 8}, times={"ours": Median(median_us=100.0)}, floor_us=100 * roofline,
                 of_gemm=ratios[0], over_compile=ratios[1])  # fmt: skip
     outcome = outcome or ("accepted" if speed else "refused")
     passed = outcome == "accepted"
     verdict = Judgement(
         passed=passed, level="accepted" if passed else "proved", cells=(cell,), digests=DIGESTS,
-        gates={"static": "passed", "performance": "passed" if passed else "failed"},
+        gates={"static": Gate(passed=True), "performance": Gate(passed=passed)},
     )  # fmt: skip
     data: dict[str, Any] = {
         "suite": {"name": "s", "digest": "sha256:" + "b" * 64}, "author": "x", "trial": number,

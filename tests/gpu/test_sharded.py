@@ -21,8 +21,6 @@ pytestmark = [
 
 @pytest.mark.parametrize("held", [models.near, models.late, models.in_fp8, models.head])
 def test_patched_models(held: Callable[[Any], None]) -> None:
-    if held is models.head:
-        pytest.importorskip("transformers", reason="transformers is not installed")
     on_two_ranks(held, device="cuda")
 
 

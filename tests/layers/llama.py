@@ -134,7 +134,8 @@ class Stack(nn.Module):
         self.norm = RMSNorm(c.width, c.eps, float(c.sandwich))
         self.checkpoint: bool | None = None  # use_reentrant, where layers are checkpointed
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        ids = input_ids
         x = self.embed_tokens(ids)
         places = positions(ids, self.config, x.dtype)
         for layer in self.layers:

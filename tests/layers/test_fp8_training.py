@@ -277,5 +277,5 @@ def test_what_fp8_does_not_take_is_refused_or_named() -> None:
     with pytest.raises(ValueError, match=r"a weight is \(24, 64\), expected \(N, K\) in multiples"):
         norm_linear(x, given, gamma, odd, (24,), fp8=True)
     report = apply_coda_kernels(built(Config()).half(), fp8=True)
-    assert report.left["layers.0"] == "gate_proj is torch.float16, expected bfloat16"
+    assert report.left["layers.0"] == "q_proj is torch.float16, expected bfloat16"
     assert not report.replaced

@@ -208,9 +208,10 @@ def test_what_does_not_fit_is_named() -> None:
     report = apply_coda_kernels(model)
     assert report.left == {
         "layers.0": "its activation is Mish, expected SiLU, GELU or ReLU",
-        "layers.1": "v_proj is Sequential, expected nn.Linear",
-        "layers.3": "down_proj has forward hooks, as of tensor parallelism; kernels would skip them",
-        "lm_head": "the model's loss is not transformers' ForCausalLMLoss",
+        "layers.1": "v_proj is Sequential, not a plain nn.Linear",
+        "layers.3": "down_proj has a hook (test_what_does_not_fit_is_named.<locals>.<lambda>), which "
+        "kernels would skip",
+        "lm_head": "the model has no loss_function of transformers' kind",
     }
     assert report.replaced == {"layers.2": REPLACED}
     assert "layers.1: left as it is: v_proj is Sequential" in str(report)
@@ -221,15 +222,14 @@ def test_what_does_not_fit_at_all_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Linear has no model\.layers"):
         apply_coda_kernels(torch.nn.Linear(2, 2))
     report = apply_coda_kernels(Llama(Config()))
-    assert "q_proj is torch.float32" not in report.left["layers.0"]
-    assert report.left["layers.0"] == "gate_proj is torch.float32, expected bfloat16 or float16"
+    assert report.left["layers.0"] == "q_proj is torch.float32, expected bfloat16 or float16"
     assert not report.replaced
 
 
 def test_a_model_is_patched_once() -> None:
     model = built(KINDS["llama"])
     report = apply_coda_kernels(model)
-    assert apply_coda_kernels(model).left["layers.0"] == "q_proj has been patched already"
+    assert apply_coda_kernels(model).left["layers.0"] == "the layer has been patched already"
     report.revert()
 
 
@@ -245,12 +245,12 @@ def test_a_patched_model_is_not_copied() -> None:
     copy.deepcopy(model)
 
 
-def test_another_patch_comes_back() -> None:
+def test_a_layer_with_another_forward_is_left() -> None:
     model = built(KINDS["llama"])
     layer = model.model.layers[0]
     layer.forward = other = layer.forward  # as libraries that place layers on devices do
     report = apply_coda_kernels(model)
-    assert layer.forward is not other
+    assert report.left["layers.0"] == "the layer has another forward than its class's"
     report.revert()
     assert vars(layer)["forward"] is other
     assert all("forward" not in vars(m) for m in model.modules() if m is not layer)
@@ -267,7 +267,8 @@ TRANSFORMERS = {
 
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_models_of_transformers(family: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import transformers
+
     text = "Text" if family == "Gemma3" else ""
     config = getattr(transformers, f"{family}{text}Config")(
         vocab_size=96,
@@ -293,59 +294,3 @@ def test_models_of_transformers(family: str) -> None:
     said = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
     report.revert()
     assert torch.equal(said, model.generate(ids, max_new_tokens=5, do_sample=False))
-
-
-@pytest.mark.parametrize("pack", [False, True])
-def test_a_compiled_model_is_one_graph_a_pass(pack: bool) -> None:
-    model = built(KINDS["llama"])
-    apply_coda_kernels(model, pack=pack)
-    expected = ran(model)
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch.compiler.reset()
-    stack = torch.compile(model.model, backend=backend, fullgraph=True)
-    ids = torch.randint(0, 96, (2, 23), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        found = model.lm_head(stack(ids))
-    torch.testing.assert_close(found, expected["logits"], rtol=0.1, atol=0.05)
-    model.zero_grad()
-    logits = model.train().lm_head(stack(ids))
-    torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
-    ).backward()
-    assert len(graphs) == 2
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=0.2, atol=0.02, msg=name)
-
-
-def test_the_loss_is_outside_of_compiled_graphs() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, head_dim=16)
-    model = transformers.LlamaForCausalLM(config).bfloat16().train()
-    apply_coda_kernels(model)
-    ids = torch.randint(0, 96, (2, 9))
-    expected = model(ids, labels=ids).loss
-    expected.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    traced: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        for part in (m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)):
-            traced.extend(str(node.target) for node in part.graph.nodes)
-        return graph
-
-    torch.compiler.reset()
-    loss = torch.compile(model, backend=backend)(ids, labels=ids).loss
-    loss.backward()
-    assert any("attention" in name for name in traced)
-    assert not any("cross_entropy" in name for name in traced)
-    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, grads[name], rtol=0.2, atol=0.02, msg=name)

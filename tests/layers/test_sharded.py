@@ -49,7 +49,6 @@ def test_what_is_sharded_otherwise_is_refused() -> None:
 
 
 def test_the_head_s_weights_where_fsdp_gathers_them() -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
     on_two_ranks(head)
 
 

@@ -172,7 +172,7 @@ def table(fitted: Model) -> Table:
         "dtype": "bfloat16",
         "date": "2026-11-22",
         "machine": {},
-        "rules": {},
+        "version": 0,
     }
     regret = held_back(measured(sampled(8, 7)), element_bytes=2, sms=132)[0]
     return Table(

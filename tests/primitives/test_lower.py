@@ -66,7 +66,6 @@ from coda_agent.primitives.lower import (
     forget,
     kernel_names,
     lower,
-    lowering_digest,
     zero_preserving,
 )
 from coda_agent.primitives.operation import OPS
@@ -448,10 +447,6 @@ def test_only_a_mean_binds_the_block() -> None:
     assert lower(masked, 128) is lower(masked, 192)
     assert lower(statistics, 128) is lower(statistics, 128)
     assert lower(statistics, 128) is not lower(statistics, 192)
-
-
-def test_lowering_digest() -> None:
-    assert len(lowering_digest()) == 64
 
 
 def claimed(value: Any, *, past_rows: bool) -> bool:

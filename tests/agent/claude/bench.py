@@ -12,7 +12,7 @@ from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge import judge_candidate as whole_judge
-from coda_agent.agent.judge.rules import given
+from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run, Workspace
@@ -32,7 +32,7 @@ def quick_judge(
     verdict = whole_judge(spec, text, executor, gates=("static",), **options)
     if verdict.passed and "numerics" in gates:
         names = ("compile", "numerics")
-        more = [GateResult(name=name, passed=True, rules=given(name)) for name in names]
+        more = [GateResult(name=name, passed=True, version=VERSIONS[name]) for name in names]
         verdict = verdict.model_copy(update={"level": "proved", "gates": verdict.gates + more})
     return verdict
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.evals.cells import read
 from coda_agent.evals.judge import scores
 from coda_agent.evals.judge.corpus import Subject
@@ -34,7 +35,7 @@ def test_a_stratified_sample_is_killed_and_mostly_diagnosed(
 def test_an_interrupted_run_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same commit and seed; else all is judged again."""
+    """By the same gates and seed; else all is judged again."""
     done: list[str] = []
 
     def job(name: str, stop: bool = False) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
     def run(seed: int = 1, stop: bool = False) -> dict[str, Score]:
         jobs = {"one": lambda: job("one"), "two": lambda: job("two", stop)}
-        return recorded(scores.Judge(tmp_path, "cpu"), "mutants", jobs, seed)
+        return recorded(scores.Judge(tmp_path, "cpu"), "mutants", jobs, seed=seed)
 
     monkeypatch.setenv("CODA_AGENT_COMMIT", "abc1234")
     with pytest.raises(KeyboardInterrupt):
@@ -55,9 +56,11 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert {s.commit for s in read(path, Score).values()} == {"abc1234"}
     run(seed=2)
     assert done == ["one", "two"] * 2
-    monkeypatch.setenv("CODA_AGENT_COMMIT", "fedcba9")
-    assert {score.commit for score in run(seed=2).values()} == {"fedcba9"}
-    assert done == ["one", "two"] * 3
+    monkeypatch.setitem(VERSIONS, "performance", 99)
+    assert not any(score.stale for score in run(seed=2).values()) and done == ["one", "two"] * 2
+    monkeypatch.setitem(VERSIONS, "numerics", 99)
+    assert {tuple(s.stale) for s in read(path, Score).values()} == {("numerics",)}
+    assert not any(score.stale for score in run(seed=2).values()) and done == ["one", "two"] * 3
 
 
 def test_right_programs_have_a_cell_a_spec(tmp_path: Path, variants: list[Subject]) -> None:
