@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from coda_agent.agent.doctor import package_version
 from coda_agent.agent.execution.environment import environment
 from coda_agent.agent.judge.records import VERSIONS
+from coda_agent.agent.judgement import Machine
 from coda_agent.agent.workspace import GitError, run_git
 from coda_agent.primitives.errors import CodaError, MachineError
 
@@ -144,15 +145,15 @@ class About(BaseModel):
     @classmethod
     def now(cls, device: str) -> Self:
         """Name this program, machine and day."""
-        found = environment(device)
+        found = Machine.of(environment(device))
         return cls(commit=program_commit(), machine=machine(found), date=today())
 
 
-def machine(about: Mapping[str, Any]) -> str:
+def machine(about: Machine) -> str:
     """Name a machine: `NVIDIA H200, driver 580.1, torch 2.11.0`, or `cpu, torch 2.11.0`."""
-    gpu, torch = about.get("gpu") or {}, about.get("packages", {}).get("torch")
-    driver = f", driver {gpu['driver_version']}" if gpu.get("driver_version") else ""
-    return f"{gpu.get('name') or about.get('device', 'cpu')}{driver}, torch {torch}"
+    numbers = {"driver": about.driver, "torch": about.packages.get("torch")}
+    said = (f"{name} {number}" for name, number in numbers.items() if number)
+    return ", ".join([about.gpu or about.device, *said])
 
 
 def program_commit() -> str:

@@ -23,6 +23,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge.records import LEVELS, Level, rank
+from coda_agent.agent.judgement import Machine
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import Attempt, RunState, Spent
 from coda_agent.agent.workspace import Workspace
@@ -279,12 +280,10 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
     judged = final.judgement if final and outcome in (*LEVELS, "refused") else None
     gates = judged.gates if judged else {}
     timed = judged if outcome in LEVELS else None
-    about = state.attempts[-1].machine if state.attempts else None
-    gpu = {"name": about.gpu} if about and about.gpu else {}
-    packages = about.packages if about else {}
+    where = state.attempts[-1].machine if state.attempts else Machine(device=task.device)
     return Trial(
         commit=program_commit(), date=events[-1].time[:10],
-        machine=machine({"gpu": gpu, "device": task.device, "packages": packages}),
+        machine=machine(where),
         suite=task.suite.name, suite_digest=task.suite.digest, device=task.device,
         spec=spec.name, spec_digest=spec.digest, difficulty=spec.level,
         author=task.author, trial=task.trial, without=task.without,

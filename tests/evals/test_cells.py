@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from coda_agent.evals import cells
+from coda_agent.agent.judgement import Machine
 from coda_agent.evals.cells import Cell, append, machine, program_commit, read
 from coda_agent.primitives.errors import CodaError
 
@@ -54,10 +55,11 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, message: s
 
 
 def test_machines_are_named() -> None:
-    gpu = {"name": "NVIDIA H200", "driver_version": "580.1"}
-    about = {"gpu": gpu, "packages": {"torch": "2.11.0", "triton": "3.6.0"}}
+    packages: dict[str, str | None] = {"torch": "2.11.0", "triton": "3.6.0"}
+    about = Machine(device="cuda", gpu="NVIDIA H200", driver="580.1", packages=packages)
     assert machine(about) == "NVIDIA H200, driver 580.1, torch 2.11.0"
-    assert machine({"device": "cpu", "packages": {"torch": "2.9"}}) == "cpu, torch 2.9"
+    assert machine(Machine(device="cpu", packages={"torch": "2.9"})) == "cpu, torch 2.9"
+    assert machine(Machine(device="cpu")) == "cpu"
 
 
 def test_the_commit_is_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
