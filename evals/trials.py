@@ -44,7 +44,6 @@ class Trial(Judged):
 
     Attributes:
         suite_digest, spec_digest: Of the suite's definition, and of the spec's text in it.
-        difficulty: The spec's level.
         without: What the author was deprived of, sorted.
         goal: The level that counts as solved.
         reason: Why there is no passing verdict, for a reader; no score looks at it.
@@ -60,7 +59,6 @@ class Trial(Judged):
     device: Device
     spec: str
     spec_digest: str
-    difficulty: str
     author: str = Field(min_length=1)
     trial: PositiveInt
     without: tuple[str, ...] = ()
@@ -285,7 +283,7 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
         commit=program_commit(), date=events[-1].time[:10],
         machine=machine(where),
         suite=task.suite.name, suite_digest=task.suite.digest, device=task.device,
-        spec=spec.name, spec_digest=spec.digest, difficulty=spec.level,
+        spec=spec.name, spec_digest=spec.digest,
         author=task.author, trial=task.trial, without=task.without,
         goal="proved" if task.device == "cpu" else task.suite.goal,  # a CPU shows no more
         outcome=outcome, reason=" ".join(reason.split())[:400],

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coda_agent.evals import cells
 from coda_agent.agent.judgement import Machine
+from coda_agent.evals import cells
 from coda_agent.evals.cells import Cell, append, machine, program_commit, read
 from coda_agent.primitives.errors import CodaError
 
