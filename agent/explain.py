@@ -7,14 +7,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from coda_agent.agent import execution
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.agent.judge.static import check_source, program_names
 from coda_agent.agent.sandbox import launcher
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.inspect import describe
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import program_names, read_programs
 from coda_agent.primitives.target import ARCHITECTURES, sass
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec
@@ -58,28 +57,16 @@ def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
 
 
 def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
-    """One program of a candidate's text, the default one of its spec, traced in a compile worker.
-
-    Raises:
-        CodaError: it is not in the language, does not trace, or has no such program.
-    """
-    wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
-    programs, name = programs_of(text, wanted), variant or wanted[0]
-    if name not in programs:
-        raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")
-    return programs[name]
-
-
-def programs_of(text: str, names: list[str]) -> dict[str, Program]:
-    """The programs of a text that has all of `names`, traced in a compile worker.
+    """Read one program of a candidate's text, by default the first of its spec.
 
     Raises:
         CodaError: the text is not in the language, or has no such program.
-        CompileError: it does not trace.
     """
-    if findings := check_source(text, names):
-        raise CodaError(findings[0].message, hint=findings[0].hint)
-    return execution.executor().load(text)
+    wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
+    programs, name = read_programs(text, wanted), variant or wanted[0]
+    if name not in programs:
+        raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")
+    return programs[name]
 
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:

@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from coda_agent.agent import execution
 from coda_agent.agent.judge.provenance import digests
-from coda_agent.agent.judge.static import check_source
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.runs import history
 from coda_agent.agent.workspace import GitError, Kernel, Workspace, run_git
 from coda_agent.evals.archive import raw
 from coda_agent.evals.review import Review, Version
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.program import Program
-from coda_agent.specs import Spec, load_spec
+from coda_agent.primitives.reader import read_programs
+from coda_agent.specs import load_spec
 
 
 def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool, whole: bool) -> Review:
@@ -41,17 +39,10 @@ def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool, whole: boo
         found.stale = evidence.stale(found.digests)
         found.newer_spec = workspace.differing_spec(spec.name, spec.text) is not None
         if pictures:
-            found.programs = _traced(spec, text)
+            found.programs = read_programs(text, [spec.variant(b) for b in spec.bindings()])
     except (CodaError, OSError, UnicodeDecodeError) as error:
         found.faults = [" ".join(str(error).split())]
     return found
-
-
-def _traced(spec: Spec, text: str) -> dict[str, Program]:
-    findings = check_source(text, [spec.variant(b) for b in spec.bindings()])
-    if findings:
-        raise CodaError(f"the program is not in the language: {findings[0].message}")
-    return execution.executor().load(text)
 
 
 def _history(workspace: Workspace, kernel: Kernel) -> Iterator[Version]:

@@ -29,7 +29,6 @@ from coda_agent.agent.judge.provenance import judge_digest
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.objects import cache_directory
-from coda_agent.primitives.program import Program
 
 CONNECT_S = 10
 _SAME = "install the same coda-agent, and the same packages, on every machine"
@@ -101,9 +100,6 @@ class Cluster:
 
     def start(self, ahead: PrepareJob | None) -> None:
         """The workers' children are warm after their first job."""
-
-    def load(self, text: str) -> dict[str, Program]:
-        return self._local.load(text)
 
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]

@@ -17,7 +17,6 @@ from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.sandbox import choose
 from coda_agent.primitives.errors import CompileError
-from coda_agent.primitives.program import Program
 
 HOPPER = "9.0"
 
@@ -77,9 +76,6 @@ class Local:
             if ahead:
                 self._ahead = threading.Thread(target=_prepare, args=(device, ahead), daemon=True)
                 self._ahead.start()
-
-    def load(self, text: str) -> dict[str, Program]:
-        return self.pool().load(text)
 
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]

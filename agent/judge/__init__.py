@@ -230,9 +230,9 @@ class _Walk:
         return tell
 
     def _static(self, result: GateResult) -> None:
-        from coda_agent.agent.judge.static import check_source
+        from coda_agent.agent.judge.static import read_candidate
 
-        result.findings = check_source(self.text, self._variants())
+        self.programs, result.findings = read_candidate(self.spec, self.text)
 
     def _variants(self) -> list[str]:
         return [self.spec.variant(b) for b in self.spec.bindings()]
@@ -241,11 +241,6 @@ class _Walk:
         from coda_agent.agent.judge import compile_gate
         from coda_agent.agent.judge.instructions import check_instructions
 
-        try:
-            self.programs = self.executor.load(self.text)
-        except CompileError as error:
-            result.findings = [Finding(message=error.message, hint=error.hint)]
-            return
         result.findings = compile_gate.check_signature(self.spec, self.programs)
         result.findings += check_instructions(self.programs)
         if result.findings:

@@ -335,8 +335,8 @@ class Workbench:
     ) -> Result:
         """What the candidate or an expression gives at a few elements, beside the exact reference:
         in float64, and as float32 arithmetic stores it."""
-        from coda_agent.agent.explain import programs_of
         from coda_agent.agent.workbench.evaluating import inputs_of, table, written
+        from coda_agent.primitives.reader import read_programs
 
         names = {self.spec.variant(b): b for b in self.spec.bindings()}
         name = program or next(iter(names))
@@ -344,11 +344,11 @@ class Workbench:
         found = written(self.spec, binding, expression) if expression else None
         programs = {"expression": found} if found else {}
         if not found:
-            programs["candidate"] = programs_of(self._candidate(), [*names])[name]
+            programs["candidate"] = read_programs(self._candidate(), [*names])[name]
         if against is not None:
             attempts = {str(a.number): a.text for a in self.state.attempts}
             text = _pick(attempts, str(against), "attempt")
-            programs[f"attempt {against}"] = programs_of(text, [*names])[name]
+            programs[f"attempt {against}"] = read_programs(text, [*names])[name]
         finding = self._last_finding() if failing else None
         with one_thread():
             inputs = inputs_of(self.spec, binding, values, finding)

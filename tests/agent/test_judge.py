@@ -168,12 +168,11 @@ SLIPS = {
 
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> None:
-    from coda_agent.agent.execution.compile_worker import load_programs
     from coda_agent.agent.judge.numerics import check_numerics
-    from coda_agent.primitives.program import Program
+    from coda_agent.primitives.reader import read_programs
     from coda_agent.primitives.tiles import TileConfig
 
-    programs = {k: Program.from_dict(v) for k, v in load_programs(candidate(*SLIPS[slip])).items()}
+    programs = read_programs(candidate(*SLIPS[slip]))
     tiles = {("gemm_rmsnorm_swiglu", "bfloat16"): (TileConfig(128, 128),)}
     report = check_numerics(spec, programs, tiles, device="cpu", progress=lambda *_: None)
     assert report.findings, slip

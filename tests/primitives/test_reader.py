@@ -1,10 +1,11 @@
-"""The candidate language: what the static gate admits and refuses."""
+"""The candidate language: what is read, what is refused, and that reading is all that happens."""
 
 from __future__ import annotations
 
 import pytest
 
-from coda_agent.agent.judge.static import check_source, program_names
+from coda_agent.primitives.errors import Fault, TextError
+from coda_agent.primitives.reader import program_names, read_programs
 
 GOOD = '''"""A candidate."""
 from coda_agent.primitives import ColVector, HalfTile, Tile, epilogue, pairs, swiglu
@@ -19,12 +20,21 @@ def k(acc, r: ColVector):
 '''
 
 
+def faults(text: str, expected: list[str]) -> list[Fault]:
+    """What is wrong with a text."""
+    try:
+        read_programs(text, expected)
+    except TextError as error:
+        return [*error.faults]
+    return []
+
+
 def messages(text: str, expected: list[str] | None = None) -> str:
-    return "\n".join(f"{f.message} {f.hint}" for f in check_source(text, expected or ["k"]))
+    return "\n".join(f"{f.message} {f.hint}" for f in faults(text, expected or ["k"]))
 
 
 def test_a_candidate_in_the_language_is_admitted() -> None:
-    assert check_source(GOOD, ["k"]) == []
+    assert faults(GOOD, ["k"]) == []
 
 
 BODY = "    d = acc * r\n"
@@ -103,16 +113,16 @@ def test_everything_else_is_refused(old: str, new: str, said: str) -> None:
     assert old in GOOD
     text = GOOD.replace(old, new, 1)
     assert said in messages(text)
-    for finding in check_source(text, ["k"]):
+    for finding in faults(text, ["k"]):
         assert finding.hint and "\n" not in finding.message
-        assert 1 <= finding.where["line"] <= text.count("\n") + 1
+        assert 1 <= finding.line <= text.count("\n") + 1
 
 
 def test_findings_name_the_line() -> None:
-    (finding,) = check_source(GOOD.replace(BODY, "    d = open('x')\n"), ["k"])
-    assert finding.where == {"line": 8}
-    (finding,) = check_source(GOOD.replace("\n", "\r\n").replace("acc * r", "acc @ r"), ["k"])
-    assert finding.where == {"line": 8} and finding.message.endswith("`acc @ r`")
+    (finding,) = faults(GOOD.replace(BODY, "    d = open('x')\n"), ["k"])
+    assert finding.line == 8
+    (finding,) = faults(GOOD.replace("\n", "\r\n").replace("acc * r", "acc @ r"), ["k"])
+    assert finding.line == 8 and finding.message.endswith("`acc @ r`")
 
 
 def test_an_extra_program_is_refused() -> None:
@@ -136,13 +146,13 @@ def test_a_huge_candidate_is_refused(body: str, said: str) -> None:
 
 def test_what_is_well_below_the_bounds_is_admitted() -> None:
     sums = "    d = acc * r\n" + "    d = (((d + 1.5 * (acc - 2)))) / -3\n" * 30
-    assert check_source(GOOD.replace(BODY, sums), ["k"]) == []
-    assert check_source(GOOD.replace("\n", "\r\n"), ["k"]) == []
+    assert faults(GOOD.replace(BODY, sums), ["k"]) == []
+    assert faults(GOOD.replace("\n", "\r\n"), ["k"]) == []
 
 
 def test_findings_are_few_however_long_the_text() -> None:
     text = GOOD + "import os\n" * 3000
-    assert len(check_source(text, ["k"])) == 20
+    assert len(faults(text, ["k"])) == 20
 
 
 def test_names_of_programs_are_read_and_nothing_is_made_of_hostile_text() -> None:
@@ -176,7 +186,7 @@ def test_texts_stand_only_where_ptx_takes_them(call: str, said: str | None) -> N
 def kernel(acc):
     return {{"O": {call}}}
 """
-    found = [f.message.partition(":")[0] for f in check_source(text, ["kernel"])]
+    found = [f.message.partition(":")[0] for f in faults(text, ["kernel"])]
     assert found == ([said] if said else [])
 
 
@@ -204,6 +214,6 @@ def kernel(acc):
     y = acc
     return {{"O": y}}
 """
-    (found,) = check_source(text, ["kernel"])
+    (found,) = faults(text, ["kernel"])
     message = found.message if "Python" in said else found.message.partition(": `")[0]
-    assert (message, found.where, found.hint) == (said, {"line": 6}, hint)
+    assert (message, found.line, found.hint) == (said, 6, hint)
