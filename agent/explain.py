@@ -1,15 +1,13 @@
 """Every stage between a spec and machine code, as text."""
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from coda_agent.agent.authors.composer import Composer
+from coda_agent.agent.execution.answers import Ok, Refused, answered, read_answer
+from coda_agent.agent.execution.child import Child, ChildError, serve
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.agent.sandbox import launcher
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.inspect import describe
 from coda_agent.primitives.program import Program
@@ -17,6 +15,8 @@ from coda_agent.primitives.reader import program_names, read_programs
 from coda_agent.primitives.target import ARCHITECTURES, sass
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec
+
+_LIMIT_S = 300.0
 
 
 def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None = None) -> str:
@@ -70,12 +70,15 @@ def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
 
 
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:
-    """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
+    """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once.
+
+    Raises:
+        CompileError: the program does not compile.
+    """
     element = spec.elements[0] if spec else "bfloat16"
     job = CompileJob.of(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", spec, element)
     with tempfile.TemporaryDirectory() as folder:
         environment = {
-            **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "QUACK_ARCH": ARCHITECTURES["sm_90a"],
             "CUTE_DSL_ARCH": "sm_90a",
@@ -83,33 +86,33 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
             "CUTE_DSL_DUMP_DIR": folder,
             "QUACK_CACHE_DIR": str(Path(folder) / "objects"),
         }
-        done = subprocess.run(
-            [sys.executable, "-m", "coda_agent.agent.explain", stage, folder],
-            input=job.model_dump_json(), text=True, capture_output=True, env=environment,
-            timeout=300, check=False,
-        )  # fmt: skip
-        result = Path(folder) / "result.txt"
-        if done.returncode or not result.exists():
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise CompileError(f"{program.name} does not compile: {last}")
-        return result.read_text()
+        child = Child("coda_agent.agent.explain", environment=environment)
+        try:
+            work = {"stage": stage, "folder": folder, "job": job.model_dump(mode="json")}
+            answer = read_answer(child.call(work, timeout_s=_LIMIT_S))
+        except ChildError as error:
+            raise CompileError(f"{program.name} does not compile: {error.detail}") from error
+        finally:
+            child.close()
+    match answer:
+        case Ok(result=text):
+            return text
+        case Refused(message=message, hint=hint):
+            raise CompileError(f"{program.name} does not compile: {message}", hint=hint)
+    raise CompileError(f"the compiler answered {answer.kind}")
 
 
-def _dump(stage: str, folder: str) -> None:
-    """Body of the fresh process: compile the job on stdin, leave the artifact in
-    `folder`/result.txt."""
-    built = CompileJob.model_validate_json(sys.stdin.read()).run()
-    if stage == "sass":
-        text = sass(Path(built.object))
-    else:
-        suffix = {"cute": ".mlir", "ptx": ".ptx"}[stage]
-        files = sorted(Path(folder).glob(f"*{suffix}"))
-        if not files:
-            raise CompileError(f"the compiler left no {suffix} file")
-        text = files[0].read_text()
-    (Path(folder) / "result.txt").write_text(text)
+def _dumped(work: dict[str, Any]) -> str:
+    """Body of the fresh process: compile a job, and read the stage's artifact."""
+    built = CompileJob.model_validate(work["job"]).run()
+    if work["stage"] == "sass":
+        return sass(Path(built.object))
+    suffix = {"cute": ".mlir", "ptx": ".ptx"}[work["stage"]]
+    files = sorted(Path(work["folder"]).glob(f"*{suffix}"))
+    if not files:
+        raise CompileError(f"the compiler left no {suffix} file")
+    return files[0].read_text()
 
 
 if __name__ == "__main__":
-    launcher.prctl(launcher.PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    _dump(sys.argv[1], sys.argv[2])
+    serve(lambda work, _: answered(lambda: _dumped(work)).model_dump())

@@ -148,8 +148,7 @@ class Cluster:
 
     def environment(self, device: str) -> dict[str, Any]:
         local = self._local.environment("cpu")
-        # Candidates are traced here, so this machine's sandbox is the one that held them.
-        return {**local, **self._environment, "sandbox": local["sandbox"], "device": device}
+        return {**local, **self._environment, "device": device}
 
 
 def _digest(job: dict[str, Any]) -> str:

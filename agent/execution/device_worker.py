@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
-from coda_agent.agent.execution.child import serve
+from coda_agent.agent.execution.child import Limits, serve
 from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.objects import use_cache
 
 Tell = Callable[[dict[str, Any]], None]
+LIMITS = Limits(memory_bytes=64 << 30)
+"""Of the host's memory; a kernel's tensors are on the GPU."""
 
 _FAULTS = {
     r"out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)": "out of memory",
@@ -83,7 +85,7 @@ def main() -> None:
     launcher.set(watch)
     for name in ("coda_agent.primitives.stores", "coda_agent.agent.judge.performance"):
         importlib.import_module(name)
-    serve(lambda job, tell: handle(job, tell, watch))
+    serve(lambda job, tell: handle(job, tell, watch), LIMITS)
 
 
 def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:

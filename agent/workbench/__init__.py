@@ -20,7 +20,6 @@ from coda_agent.agent.judge import Finding, Verdict
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.runners import one_thread
-from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.state import CHECKS, Attempt
@@ -39,6 +38,7 @@ from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.demos import demos
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.reader import MAX_CHARACTERS
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec
 
