@@ -35,7 +35,7 @@ def spec_of(body: str, domain: str = "", stored: str = "bfloat16") -> Spec:
 
 def findings(made: Spec, expression: str, seed: int | None = None) -> list[Finding]:
     text = (
-        f"from coda_agent.primitives import {', '.join(vocabulary)}\n"
+        f"from coda_agent.primitives import {', '.join({*vocabulary} - {'Program'})}\n"
         f"@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {{'O': {expression}}}\n"
     )
     programs = read_programs(text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coda_agent.primitives.errors import Fault, TextError
-from coda_agent.primitives.reader import program_names, read_programs
+from coda_agent.primitives.reader import program_names
+from tests.programs import faults
 
 GOOD = '''"""A candidate."""
 from coda_agent.primitives import ColVector, HalfTile, Tile, epilogue, pairs, swiglu
@@ -18,15 +18,6 @@ def k(acc, r: ColVector):
     gate, up = pairs(d)
     return {"D": d, "O": swiglu(gate, up)}
 '''
-
-
-def faults(text: str, expected: list[str]) -> list[Fault]:
-    """What is wrong with a text."""
-    try:
-        read_programs(text, expected)
-    except TextError as error:
-        return [*error.faults]
-    return []
 
 
 def messages(text: str, expected: list[str] | None = None) -> str:
