@@ -42,7 +42,7 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
         text = Composer().write(spec, lambda *_: None)
     if stage == "program":
         return text
-    program = traced(spec, text, variant)
+    program = program_of(spec, text, variant)
     if stage == "graph":
         return describe(program.graph)
     return compiled(spec, program, stage)
@@ -56,7 +56,7 @@ def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
     raise CodaError(f"{spec.name} has no variant {variant!r}, expected one of {known}")
 
 
-def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
+def program_of(spec: Spec | None, text: str, variant: str | None = None) -> Program:
     """Read one program of a candidate's text, by default the first of its spec.
 
     Raises:

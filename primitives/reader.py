@@ -1,10 +1,9 @@
 """Programs from their text, by its syntax tree: nothing that an author wrote is ever run.
 
-A text is one Python file: a docstring, imports from `coda_agent.primitives`, and functions
+A candidate is one Python file: a docstring, imports from `coda_agent.primitives`, and functions
 decorated with `@epilogue(...)` whose body is a docstring, assignments and one returned dict. No
 loops, branches, attributes, subscripts, comprehensions, definitions inside definitions, dunders
-or other names: what is left can only build expressions. So the walk that checks the tree computes
-each expression's value too, by calling the vocabulary. Everything is refused but what is listed
+or other names: what is left can only build expressions. Everything is refused but what is listed
 here; the text's size and nesting are bounded before Python's parser sees it.
 """
 
@@ -138,7 +137,7 @@ class _Refusal(Exception):
 
 
 class _Reader:
-    """The walk over one tree, which collects faults and evaluates what has none."""
+    """The walk over one tree: it collects faults, and evaluates expressions by the vocabulary."""
 
     def __init__(self, text: str) -> None:
         self.text, self.faults = text, list[Fault]()

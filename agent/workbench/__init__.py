@@ -69,7 +69,7 @@ Word = Annotated[str, _told("Part of a name, of a kind or of what is said of it.
 Level = Annotated[
     Literal["static", "compile", "interpret", "gpu"],
     _told(
-        "static: the language (instant). compile: also traced and compiled. interpret: "
+        "static: the language (instant). compile: also compiled. interpret: "
         "also its numbers, by the interpreter. gpu: the numbers of the compiled kernels."
     ),
 ]
@@ -310,7 +310,7 @@ class Workbench:
             said += ", refused" * bool(found)
         else:
             lines = (f"\n{line}" for finding in found for line in lines_of(finding))
-            said += "".join(lines) or ", traced: names and shapes fit the spec"
+            said += "".join(lines) or ", names and shapes fit the spec"
         return Result(text=said, data={"findings": len(found)})
 
     @tool()

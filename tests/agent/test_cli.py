@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import authors, doctor, judge, pipeline, workspace
 from coda_agent.agent.cli import app, basics, kernels, report
-from coda_agent.agent.judge import provenance, rules, static  # noqa: F401  # before a fake replaces it
+from coda_agent.agent.judge import provenance, rules  # before a fake replaces it
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import (
     Finding,
