@@ -396,7 +396,8 @@ def _applied(
     except (TypeError, ValueError, ArithmeticError) as error:
         hint = "use + - * / and the vocabulary"
         if isinstance(node, ast.Call):
-            hint = f"{function.__name__}{inspect.signature(function)}".replace(": Any", "")
+            names = inspect.signature(function).parameters
+            hint = f"{function.__name__}({', '.join(names)})"
         raise _Refusal(node, str(error), hint) from None
 
 
