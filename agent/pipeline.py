@@ -127,6 +127,7 @@ def opened(
     if commit:
         publish.check_place(workspace, spec.name)
         workspace.check_spec(spec.name, spec.text)
+    execution.executor().start(gpu=False)  # which imports while the spec is admitted
     _admit(spec_path, spec.text)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")

@@ -242,10 +242,7 @@ def _scrubbed(extra: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1", **extra}
 
 
-def serve(
-    handler: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], Any],
-    limits: Limits | None = None,
-) -> None:
+def serve(handler: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], Any]) -> None:
     """Answer jobs until the parent is gone: the main loop of a child's module.
 
     `handler(job, tell)` returns the answer as JSON data; `tell` sends a record of progress. What
@@ -256,7 +253,6 @@ def serve(
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    (limits or Limits()).take()
     threading.Thread(target=_end_with_parent, args=(jobs,), daemon=True).start()
 
     def send(record: dict[str, Any]) -> None:

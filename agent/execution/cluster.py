@@ -98,7 +98,7 @@ class Cluster:
         found = cast("dict[str, Any]", found)
         return {k: v for k, v in found.items() if not isinstance(v, CommClosedError)}
 
-    def start(self, ahead: PrepareJob | None) -> None:
+    def start(self, *, gpu: bool, ahead: PrepareJob | None = None) -> None:
         """The workers' children are warm after their first job."""
 
     def map(

@@ -1,5 +1,6 @@
 """The compile worker: a child without GPU that compiles programs, which come as data."""
 
+import importlib
 from typing import Any
 
 from coda_agent.agent.execution.answers import answered
@@ -16,4 +17,6 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(lambda job, _: handle(job), LIMITS)
+    LIMITS.take()
+    importlib.import_module("coda_agent.primitives.stores")  # and so the compiler: it takes seconds
+    serve(lambda job, _: handle(job))

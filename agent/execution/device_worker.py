@@ -80,12 +80,13 @@ class Watch:
 
 def main() -> None:
     """Serves jobs; the imports come first, while the other gates still run."""
+    LIMITS.take()
     use_cache()
     watch = Watch(launcher.get(), torch.cuda.synchronize)
     launcher.set(watch)
     for name in ("coda_agent.primitives.stores", "coda_agent.agent.judge.performance"):
         importlib.import_module(name)
-    serve(lambda job, tell: handle(job, tell, watch), LIMITS)
+    serve(lambda job, tell: handle(job, tell, watch))
 
 
 def handle(job: dict[str, Any], tell: Tell, watch: Watch) -> dict[str, Any]:

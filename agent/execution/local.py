@@ -60,11 +60,12 @@ class Local:
             atexit.register(self._pool.close)
         return self._pool
 
-    def start(self, ahead: PrepareJob | None) -> None:
-        if self._ahead and self._ahead.is_alive():
+    def start(self, *, gpu: bool, ahead: PrepareJob | None = None) -> None:
+        self.pool().start()
+        if not gpu or (self._ahead and self._ahead.is_alive()):
             return
-        if gpu := next(filter(is_free, self._gpus()), None):
-            device = self._device(gpu)
+        if free := next(filter(is_free, self._gpus()), None):
+            device = self._device(free)
             device.start()
             if ahead:
                 self._ahead = threading.Thread(target=_prepare, args=(device, ahead), daemon=True)

@@ -56,6 +56,12 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def start(self) -> None:
+        """Begin to start a worker, so that its imports overlap with other work."""
+        worker = self._idle.get()
+        worker.start()
+        self._idle.put(worker)
+
     def run(self, job: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
         """One job's result, as data.
 

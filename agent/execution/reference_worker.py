@@ -55,4 +55,5 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(lambda job, _: handle(job), LIMITS)
+    LIMITS.take()
+    serve(lambda job, _: handle(job))

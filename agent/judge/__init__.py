@@ -174,8 +174,10 @@ class _Walk:
 
     def through(self, gates: tuple[str, ...]) -> None:
         self.early = "numerics" in gates
-        if self.gpu is not None and set(gates) - {"static", "compile"}:
-            self.executor.start(self._ahead() if "performance" in gates else None)
+        if "compile" in gates:
+            gpu = self.gpu is not None and bool(set(gates) - {"static", "compile"})
+            ahead = self._ahead() if gpu and "performance" in gates else None
+            self.executor.start(gpu=gpu, ahead=ahead)
         steps = {
             "static": self._static,
             "compile": self._compile,

@@ -22,8 +22,8 @@ class Executor(Protocol):
         """A Hopper GPU that jobs can have; None where there is none."""
         ...
 
-    def start(self, ahead: PrepareJob | None) -> None:
-        """Told that a GPU will be needed soon, and what it can do by then."""
+    def start(self, *, gpu: bool, ahead: PrepareJob | None = None) -> None:
+        """Get ready to compile; with `gpu` also to run kernels, and to do `ahead` by then."""
         ...
 
     def map(

@@ -228,4 +228,5 @@ def _main(job: dict[str, Any], _: Callable[[dict[str, Any]], None]) -> dict[str,
 
 
 if __name__ == "__main__":
-    serve(_main, LIMITS)
+    LIMITS.take()
+    serve(_main)

@@ -92,4 +92,5 @@ def handle(job: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[
 
 
 if __name__ == "__main__":
-    serve(handle, LIMITS)
+    LIMITS.take()
+    serve(handle)

@@ -160,7 +160,7 @@ class Executor:
     def gpu(self) -> Gpu:
         return Gpu("GPU-1", "Test GPU", "9.0")
 
-    def start(self, ahead: Any) -> None: ...
+    def start(self, *, gpu: bool, ahead: Any = None) -> None: ...
 
     def map(self, jobs: Any, progress: Any) -> list[CompileError]:
         return [CompileError("no compiler here") for _ in jobs]
