@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coda_agent.agent import authors, publish, workspace
+from coda_agent.agent.execution.confinement import missing
 from coda_agent.agent.judge.machine import Gpu, smi
-from coda_agent.agent.sandbox import unavailable
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.target import find_tool
 
@@ -21,10 +21,6 @@ _PACKAGES = (
 )
 _NEEDED = ("torch", "nvidia-cutlass-dsl", "quack-kernels")
 """Without these no kernel can be shown to be anything."""
-_SANDBOXES = {
-    "bubblewrap": "compiling candidates without network, home or other processes",
-    "landlock": "compiling candidates without network, and with nothing to write but the cache",
-}
 
 
 @dataclass(frozen=True)
@@ -109,9 +105,8 @@ def _tools() -> Iterator[Item]:
         if need := kind.need():
             value = "set" if need.met else None
             yield Item(need.name, value, f"the author `{kind.name}`", need.hint)
-    for tier, enables in _SANDBOXES.items():
-        reason = unavailable(tier)
-        yield Item(f"sandbox {tier}", None if reason else "works", enables, reason or "")
+    enables = "references and kernels run without network, and write a scratch folder and caches"
+    yield Item("bubblewrap", None if missing() else "works", enables, missing())
 
 
 def _git(start: Path) -> Iterator[Item]:

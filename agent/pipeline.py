@@ -136,6 +136,7 @@ def opened(
     spec = load_spec(spec_path)
     if commit:
         _check_fit(workspace, spec)
+    execution.executor().start(gpu=False)  # which imports while the spec is admitted
     _admit(spec_path, spec.text)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")

@@ -18,10 +18,11 @@ from coda_agent.generated.out import placed
 from coda_agent.generated.tuning import UserTuning
 from coda_agent.generated.without import without
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
-from coda_agent.primitives.errors import LaunchError, WorkspaceError
+from coda_agent.primitives.errors import LaunchError, TextError, WorkspaceError
 from coda_agent.primitives.function import Chooser, ProgramFunction, reduction_block
 from coda_agent.primitives.launch import signature
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import Output
@@ -520,11 +521,10 @@ def load_kernel(folder: Path) -> Kernel:
     if folder.parent != Path(__file__).parent or _LOADED.get(name, (digest,))[0] != digest:
         name = f"{name}_{digest}"
     if name not in _LOADED:
-        # Run as the text that was judged: an import would follow an encoding cookie, and could find
-        # other bytes in __pycache__.
-        space: dict[str, Any] = {"__name__": f"coda_agent.generated.{folder.name}"}
-        exec(compile(texts[0].decode(), str(path), "exec", dont_inherit=True), space)
-        programs = {v: space[v] for v in map(spec.variant, spec.bindings())}
+        try:
+            programs = read_programs(texts[0].decode(), [*map(spec.variant, spec.bindings())])
+        except TextError as error:
+            raise WorkspaceError(f"{path}: {error.message}", hint=error.hint) from None
         refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
         spills = evidence.get("compiled", {}).get("spills", {})
         known = user_tuning(folder), folder.parent, spills
@@ -539,7 +539,7 @@ def user_tuning(folder: Path) -> UserTuning:
 
 
 def _check_digests(folder: Path, digests: Mapping[str, str], program: bytes, spec: Spec) -> None:
-    """Refuse files that were changed after the judge saw them: kernel.py is about to be run."""
+    """Refuse files that were changed after the judge saw them."""
     found = {
         "kernel.py": ("candidate", hashlib.sha256(program.replace(b"\r\n", b"\n")).hexdigest()),
         "spec.md": ("spec", spec.digest.removeprefix("sha256:")),

@@ -1,5 +1,8 @@
 """The exception tree. Each error is one line: what was wrong, what was expected, how to mend it."""
 
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
 
 class CodaError(Exception):
     """Base of every error a user can cause or meet; the CLI prints it and exits with `exit_code`.
@@ -26,6 +29,28 @@ class SpecError(CodaError):
 
 class ProgramError(CodaError):
     """An epilogue program that breaks the rules of the language."""
+
+
+class Fault(NamedTuple):
+    """One thing wrong with a text: what, on which line, and how to mend it."""
+
+    message: str
+    line: int
+    hint: str
+
+
+class TextError(ProgramError):
+    """A text that is no program; `faults` has all that is wrong with it, the message the first."""
+
+    faults: Sequence[Fault] = ()
+
+    @classmethod
+    def of(cls, faults: Sequence[Fault]) -> Self:
+        """The error of some faults."""
+        first = faults[0]
+        error = cls(f"line {first.line}: {first.message}", hint=first.hint)
+        error.faults = faults
+        return error
 
 
 class LaunchError(CodaError, ValueError):

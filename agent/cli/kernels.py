@@ -16,7 +16,7 @@ from coda_agent.agent.workspace import Kernel, Workspace, find
 from coda_agent.primitives.errors import CodaError
 
 
-@reported("sandbox")
+@reported()
 def check(
     target: Annotated[str, typer.Argument(metavar="FILE|KERNEL")],
     spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
@@ -37,7 +37,7 @@ def check(
     return outcomes([outcome], single=True)
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def verify(
     kernels: Kernels = None,
     every: All = False,

@@ -30,7 +30,7 @@ from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import use_cache
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def bench(
     kernels: Kernels = None,
     every: All = False,

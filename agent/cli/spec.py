@@ -39,7 +39,7 @@ Shapes = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
 
 
-@reported("sandbox")
+@reported()
 def new(
     function: Annotated[
         str, typer.Argument(metavar="MODULE:FUNCTION|FILE.py:FUNCTION|-", help="- reads stdin.")
@@ -66,9 +66,9 @@ def new(
     return Reply(_about(spec), f"{path}: {_line(spec)}\nnext: coda-agent generate {called}")
 
 
-@reported("sandbox")
+@reported()
 def check(spec: Annotated[str, typer.Argument(help="A spec's path or name.")]) -> Reply:
-    """Parse SPEC and admit it, in the sandbox; no program is written or judged."""
+    """Parse SPEC and admit it; no program is written or judged."""
     found = load_spec(resolve_spec(spec, here()))
     references.admitted(found)
     return Reply(_about(found), f"{found.path}: {_line(found)}")

@@ -25,6 +25,7 @@ from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.judge.records import CompileReport
 from coda_agent.evals.record_files import TRIALS, read_records
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SM90_CONFIGS
 from coda_agent.specs import Spec, load_spec
 
@@ -127,7 +128,7 @@ def test_a_trial_on_a_gpu_elsewhere(
 
 def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -> None:
     made = execution.executor()
-    programs = made.load(TEXT)
+    programs = read_programs(TEXT)
     job = CompileJob.of(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
     first = made.map([job], lambda *_: None)
     begun = time.monotonic()
@@ -142,7 +143,7 @@ def test_a_job_compiled_before_is_not_compiled_again(address: str, spec: Spec) -
 def test_a_busy_gpu_holds_up_no_compile_job(address: str, spec: Spec, tmp_path: Path) -> None:
     made = execution.executor()
     assert isinstance(made, cluster.Cluster)
-    programs = made.load(TEXT)
+    programs = read_programs(TEXT)
     job = CompileJob.of(programs["gemm_swiglu"], SM90_CONFIGS[0], "sm_90a", spec, "bfloat16")
     made.map([job], lambda *_: None)
     # As a gate leaves it: the worker with the GPU has the objects, too, and works. The others have
