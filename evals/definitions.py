@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from coda_agent.agent import execution
+from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals.records import Device, Level, suite_digest
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -217,11 +218,11 @@ class Suite(_Model):
         jobs = execution.executor()  # a cluster that does not answer is said now
         if asked == "cpu" or (asked == "auto" and not self.gpu):
             return "cpu"
-        found = jobs.gpu()
-        if found is None or self.gpu.lower() not in found.name.lower():
-            here = found.name if found else "no Hopper GPU"
-            message = f"suite {self.name} is for a GPU named {self.gpu or 'Hopper'}, here is {here}"
-            raise MachineError(message, hint="--device cpu shows what can be shown without: proved")
+        hint = "--device cpu shows what can be shown without: proved"
+        name = demanded(jobs.gpu(), hint).name
+        if self.gpu.lower() not in name.lower():
+            message = f"suite {self.name} is for a GPU named {self.gpu}, here is {name}"
+            raise MachineError(message, hint=hint)
         return "cuda"
 
     def measured(self) -> Benchmark:

@@ -44,3 +44,8 @@ class MachineError(CodaError):
     """The machine lacks something a command needs (a GPU, a tool, a package)."""
 
     exit_code = 3
+
+
+def no_hopper(hint: str) -> MachineError:
+    """The error of every command that needs a GPU where there is none; `hint` is what to do."""
+    return MachineError("this needs a Hopper GPU (H100, H200), and none is here", hint=hint)

@@ -31,7 +31,7 @@ def check(
         from coda_agent.agent.execution import sanitize as sanitizing
 
         device, tools = "cuda", sanitizing.tools(sanitize)
-    targets.require_gpu(device)
+    execution.usable_gpu(device)
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
     outcome = targets.judged("check", target, spec, device=device, gates=gates)
     return outcomes([outcome], single=True)
@@ -46,10 +46,9 @@ def verify(
     no_commit: NoCommit = False,
 ) -> Reply:
     """Judge again what is stale of accepted kernels; raise or revoke their levels."""
-    targets.require_gpu(device)
-    workspace = find()
+    gpu, workspace = execution.usable_gpu(device), find()
     names = targets.named(kernels, every)
-    if every and not quiet() and execution.usable_gpu(device) is None:
+    if every and not quiet() and gpu is None:
         typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
                    "kept or revoked, and none raised above proved.")  # fmt: skip
     records: list[dict[str, Any]] = []

@@ -1,10 +1,9 @@
 """What arguments that commands share name: a file, a kernel, a spec."""
 
-import os
 import tempfile
 from pathlib import Path
 
-from coda_agent.agent import doctor, pipeline
+from coda_agent.agent import pipeline
 from coda_agent.agent.cli.report import progress
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge.static import program_names
@@ -21,14 +20,6 @@ from coda_agent.agent.workspace import (
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
-
-
-def require_gpu(device: str) -> None:
-    """Asked for CUDA without a GPU: said now, rather than after an author's work."""
-    if device == "cuda" and not os.environ.get("CODA_AGENT_EXECUTOR"):
-        if not doctor.gpus():
-            hint = "`coda-agent doctor` says what there is; --device cpu proves without one"
-            raise MachineError("this machine has no NVIDIA GPU (nvidia-smi names none)", hint=hint)
 
 
 def here() -> Workspace | None:
