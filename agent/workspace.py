@@ -22,6 +22,7 @@ from typing import Any
 from coda_agent.agent.evidence import Evidence
 from coda_agent.agent.rooms import ROOMS, above
 from coda_agent.primitives.errors import MachineError, WorkspaceError
+from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
 
 INIT_HINT = "`coda-agent init` makes one"
@@ -191,7 +192,7 @@ class Workspace:
         """The file that specs/, or else the package, has for the spec `name`, where it holds
         another text than `text`; None where it holds the same, or there is none."""
         path = self.spec_names().get(name)
-        return path if path and path.read_text("utf-8", errors="replace") != text else None
+        return path if path and path.read_text("utf-8-sig", "replace") != text else None
 
     def check_spec(self, name: str, text: str) -> None:
         """
@@ -311,7 +312,7 @@ def init(path: Path) -> tuple[Workspace, list[str]]:
             (root / room / ".gitkeep").touch()
             made.append(f"{room}/.gitkeep")
     ignore = root / ".gitignore"
-    text = ignore.read_text("utf-8") if ignore.exists() else ""
+    text = text_of(ignore) if ignore.exists() else ""
     if missing := [line for line in _IGNORED if line not in text.splitlines()]:
         start = text if not text or text.endswith("\n") else f"{text}\n"
         ignore.write_text(start + "\n".join(missing) + "\n", "utf-8")

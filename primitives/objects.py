@@ -1,5 +1,5 @@
-"""Where compiled objects are kept, quack's object cache in a folder of the user's; and files
-that are written whole."""
+"""Where compiled objects are kept, quack's object cache in a folder of the user's; and text
+files, read and written whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
+
+from coda_agent.primitives.errors import CodaError
 
 T = TypeVar("T")
 
@@ -62,6 +64,19 @@ def _say_not_kept(folder: str, why: str) -> None:
         "compiles its own; QUACK_CACHE_DIR names another folder",
         stacklevel=4,
     )
+
+
+def text_of(path: Path, hint: str = "", kind: type[CodaError] = CodaError) -> str:
+    """Read a user's file, without the byte-order mark that some editors begin it with.
+
+    Raises:
+        CodaError: of this `kind`; it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise kind(f"{path} cannot be read as text: {said}", hint=hint) from error
 
 
 def write_whole(path: Path, text: str) -> None:

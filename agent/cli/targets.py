@@ -7,7 +7,6 @@ from coda_agent.agent import pipeline
 from coda_agent.agent.cli.report import progress
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge.static import program_names
-from coda_agent.agent.plain import text_of
 from coda_agent.agent.workspace import (
     Kernel,
     Run,
@@ -18,6 +17,7 @@ from coda_agent.agent.workspace import (
     resolve_spec,
 )
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
+from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
 

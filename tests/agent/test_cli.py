@@ -15,8 +15,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from coda_agent.agent import authors, doctor, judge, pipeline, workspace
+from coda_agent.agent import authors, doctor, judge, pipeline, shapes, workspace
 from coda_agent.agent.cli import app, basics, kernels, report
+from coda_agent.agent.configuration import configuration
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge import provenance, rules, static  # noqa: F401  # before a fake replaces it
 from coda_agent.agent.judge.machine import Gpu
@@ -33,6 +34,7 @@ from coda_agent.agent.judge.records import (
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
+from coda_agent.evals import definitions
 from coda_agent.generated.kernel import Kernel
 from coda_agent.generated.tables import PACKAGED
 from coda_agent.primitives.errors import CodaError, ProgramError
@@ -60,7 +62,7 @@ def judge_candidate(spec: Any, text: str, executor: Any, *, observer: Any, **_: 
     result = GateResult(name="static", passed=passed, **about)
     observer("gate.finished", {"gate": "static", **result.model_dump(exclude={"name"})})
     late = GateResult(name="performance", passed=True, skipped="no GPU")
-    if doctor.gpus():
+    if local.here().gpu():
         times = {"ours": 10.0, "gemm": 9.7, "compile": 15.0}
         cell = Timed(
             dtype="bfloat16", sizes={"K": 4, "M": 8, "N": 16}, tflops=612.5, tile="t",
@@ -319,6 +321,32 @@ def test_a_path_that_cannot_be_used_is_one_line(where: workspace.Workspace) -> N
         assert len(result.stderr.splitlines()) == 1 and len(result.stderr) <= 1010, args
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(where: workspace.Workspace) -> None:
+    """As editors of Windows begin a file; the kernel is that of the text without it."""
+
+    def marked(name: str, text: str) -> Path:
+        (path := where.root / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        return path
+
+    spec = workspace.packaged_specs()["gemm_swiglu"].read_text("utf-8")
+    marked("specs/gemm_swiglu.md", spec)
+    run("generate", "gemm_swiglu")
+    assert where.kernel("gemm_swiglu").spec.read_text("utf-8") == spec
+    assert "differs" not in run("list")
+    run("check", str(marked("a.py", PROGRAM)), "--spec", "gemm_swiglu")
+    assert shapes.in_file(marked("shapes.txt", "16,64,32\n")) == [(16, 64, 32)]
+    suite = (definitions.FOLDER / "smoke.toml").read_text("utf-8")
+    assert definitions.load(str(marked("smoke.toml", suite))).name == "smoke"
+    config = {**dict.fromkeys(("hidden_size", "intermediate_size"), 64), "num_attention_heads": 4}
+    path = marked("config.json", json.dumps(config))
+    assert configuration(path)["hidden_size"] == 64
+    text = "def f(x, w):\n    return (x @ w.T).relu()\n"
+    given = ["--shape", "x=64,64", "--shape", "w=64,64"]
+    for function in (f"{marked('f.py', text)}:f", "-"):
+        result = runner.invoke(app, ["spec", "new", function, *given, "--force"], "\ufeff" + text)
+        assert result.exit_code == 0, result.output
+
+
 def test_a_place_for_runs_that_is_none(where: workspace.Workspace) -> None:
     logs = where.root / "logs" / "runs"
     logs.symlink_to(where.root / "nowhere")
@@ -401,7 +429,7 @@ def test_bench_prints_the_timings(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("generate", "gemm_swiglu")
-    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu("GPU-1", "H200", "9.0", "1")])
+    monkeypatch.setattr(local.Local, "_gpus", lambda _: [Gpu("GPU-1", "H200", "9.0", "1")])
     said = run("bench", "gemm_swiglu")
     row = next(line for line in said.splitlines() if line.startswith("bfloat16"))
     ratios = ["0.970", "(0.960–0.980)", "1.500", "(1.400–1.600)"]
