@@ -32,6 +32,10 @@ class LaunchError(CodaError, ValueError):
     """Tensors a kernel cannot take: wrong shape, dtype, device, layout or block size."""
 
 
+class ArgumentError(LaunchError, TypeError):
+    """A kernel's call without one of its inputs, or with another than these."""
+
+
 class CompileError(CodaError):
     """A program that could not be lowered or compiled for an architecture."""
 
