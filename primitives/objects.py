@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, MachineError
 
 T = TypeVar("T")
 
@@ -27,6 +27,24 @@ def cache_directory() -> Path:
     """Where compiled objects are kept: `$QUACK_CACHE_DIR`, or a folder of the user's cache."""
     given = os.environ.get("QUACK_CACHE_DIR")
     return Path(given) if given else user_cache() / "quack"
+
+
+def writable_cache() -> Path:
+    """Make `cache_directory`, whole.
+
+    Raises:
+        MachineError: nothing can be written there.
+    """
+    folder = cache_directory().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder.resolve()
+    except OSError as error:
+        raise MachineError(
+            f"the cache {folder} cannot be written: {error.strerror}",
+            hint="XDG_CACHE_HOME names another folder for caches, QUACK_CACHE_DIR one for this",
+        ) from None
 
 
 def use_cache(directory: Path | None = None) -> None:

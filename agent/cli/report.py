@@ -19,6 +19,7 @@ import typer
 from coda_agent.agent.cli.options import SHARED
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
+from coda_agent.primitives.objects import writable_cache
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -34,7 +35,7 @@ def reported(
 ) -> Callable[[Callable[..., Reply]], Callable[..., None]]:
     """Makes a function returning a Reply into a command, which has options of `SHARED` and --json.
 
-    One that has `sandbox` begins only where a sandbox as strong works.
+    One that has `sandbox` begins only where the cache can be written and a sandbox as strong works.
     """
 
     def decorate(command: Callable[..., Reply]) -> Callable[..., None]:
@@ -62,15 +63,17 @@ def _own(shared: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
     """What of the options a command takes itself; the others go to where `SHARED` says.
 
     Raises:
-        MachineError: the sandbox that is asked for does not work here.
+        MachineError: the cache, or the sandbox that is asked for, does not work here.
     """
     for name in shared:
         if value := given.pop(name):
             os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
-    if "sandbox" in shared and os.environ.get("CODA_AGENT_SANDBOX"):
-        from coda_agent.agent import sandbox
+    if "sandbox" in shared:
+        writable_cache()
+        if os.environ.get("CODA_AGENT_SANDBOX"):
+            from coda_agent.agent import sandbox
 
-        sandbox.choose()
+            sandbox.choose()
     return given
 
 

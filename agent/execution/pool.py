@@ -10,7 +10,7 @@ from typing import Any, Self
 from coda_agent.agent.execution.answers import Answer, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import START_TIMEOUT_S, Child, ChildError, Limits
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
-from coda_agent.agent.sandbox import Sandbox, choose
+from coda_agent.agent.sandbox import Sandbox, choose, reasons
 from coda_agent.primitives.errors import CompileError, ProgramError
 from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.program import Program
@@ -49,7 +49,7 @@ class CompilePool:
         self.sandbox = sandbox or choose()
         if self.sandbox.tier == "process":
             logging.getLogger("coda_agent").warning(
-                "candidates are compiled without a sandbox: %s", self.sandbox.missing
+                "candidates are compiled without a sandbox: %s", reasons(self.sandbox.missing)
             )
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get(SIDE_BY_SIDE, 1))
         self.size = size or max(1, min(cores, 14))

@@ -17,14 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from coda_agent.agent.sandbox import launcher
 from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.primitives.objects import cache_directory
+from coda_agent.primitives.objects import cache_directory, writable_cache
 
 TIERS = ("bubblewrap", "landlock", "process")
 VARIABLE = "CODA_AGENT_SANDBOX"
@@ -49,8 +49,9 @@ def choose() -> Sandbox:
 
     Raises:
         CodaError: $CODA_AGENT_SANDBOX names no tier.
-        MachineError: it demands a stronger tier than works here.
+        MachineError: it demands a stronger tier than works here, or no cache can be written.
     """
+    writable_cache()
     demanded = os.environ.get(VARIABLE) or "process"
     if demanded not in TIERS:
         raise CodaError(f"no sandbox {demanded!r}", hint=f"one of {', '.join(TIERS)}")
@@ -63,8 +64,13 @@ def choose() -> Sandbox:
             break
     raise MachineError(
         f"the sandbox must be {demanded} or stronger, and none of those works here",
-        hint="; ".join(f"{tier}: {reason}" for tier, reason in missing.items()),
+        hint=reasons(missing),
     )
+
+
+def reasons(missing: Mapping[str, str]) -> str:
+    """Why tiers do not work here, in one line."""
+    return "; ".join(f"{tier}: {reason}" for tier, reason in missing.items())
 
 
 @lru_cache
@@ -111,8 +117,7 @@ attempt("sockets", lambda: _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM).
 
 
 def _wrapped(tier: str, command: list[str]) -> list[str]:
-    cache = cache_directory().resolve()
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = writable_cache()
     if tier == "process":
         return command
     hidden = [p for p in _private_folders() if p != cache]
@@ -145,7 +150,8 @@ def _wrapped(tier: str, command: list[str]) -> list[str]:
 
 def _private_folders() -> list[Path]:
     """What a child has no business with, outer folders first."""
-    names = ["/tmp", "/var/tmp", "/run", "/home", "/root", tempfile.gettempdir(), Path.home()]
+    names = ["/tmp", "/var/tmp", "/run", "/home", "/root", tempfile.gettempdir()]
+    names.append(os.path.expanduser("~"))  # `Path.home()` raises where a user has none
     found = {Path(name).resolve() for name in (*names, _ROOT / ".git")}
     return sorted(p for p in found if p.exists() and p != Path("/"))
 

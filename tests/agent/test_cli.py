@@ -347,6 +347,28 @@ def test_a_byte_order_mark_is_no_part_of_a_text(where: workspace.Workspace) -> N
         assert result.exit_code == 0, result.output
 
 
+def test_a_cache_that_cannot_be_written_is_said_first(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home := where.root / "file").touch()  # as a read-only home, and for root too
+    for variable in ("XDG_CACHE_HOME", "QUACK_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    cache = f"the cache {home}/.cache/coda-agent/quack cannot be written"
+    for command in ("generate gemm_swiglu", "spec check gemm_swiglu", "check nope.py", "verify a"):
+        said = run(*command.split(), code=3)
+        assert said.startswith(f"error: {cache}: Not a directory") and len(said.splitlines()) == 1
+        assert "XDG_CACHE_HOME" in said and "QUACK_CACHE_DIR" in said
+    report = run("doctor", "--json", code=3)
+    assert any(x["name"] == "cache" and x["hint"].startswith(cache) for x in report["items"])
+    script, venv = Path(__file__).parents[2] / "scripts" / "setup.sh", where.root / "venv"
+    done = subprocess.run(["bash", script, sys.executable, venv, "cpu"], capture_output=True)
+    assert done.returncode == 3 and done.stderr.startswith(f"setup: {cache}".encode())
+    assert b"XDG_CACHE_HOME" in done.stderr and not venv.exists()
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(where.root / "cache"))
+    run("generate", "gemm_swiglu")
+
+
 def test_a_place_for_runs_that_is_none(where: workspace.Workspace) -> None:
     logs = where.root / "logs" / "runs"
     logs.symlink_to(where.root / "nowhere")
