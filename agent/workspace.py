@@ -92,6 +92,25 @@ def packaged_kernels() -> "dict[str, Kernel]":
     return {k.name: k for folder in folders for k in _kernels_in(folder)}
 
 
+def kernel_names(workspace: "Workspace | None") -> "dict[str, Kernel]":
+    """Every accepted kernel by name, the workspace's own before the packaged ones."""
+    return packaged_kernels() | {k.name: k for k in (workspace.kernels() if workspace else [])}
+
+
+def resolve_kernel(name: str, workspace: "Workspace | None") -> "Kernel":
+    """The kernel of that name for whoever reads it: the workspace's, else the package's.
+
+    Raises:
+        WorkspaceError: there is none.
+    """
+    names = kernel_names(workspace)
+    if name not in names:
+        where = f" in {workspace.generated} or" if workspace else ""
+        message = f"no kernel named {name!r}{where} among the packaged kernels"
+        raise WorkspaceError(message, hint=near_matches(name, names))
+    return names[name]
+
+
 def _folders(package: str) -> list[Path]:
     # Found, not imported: listing names has no use for what a package imports.
     found = importlib.util.find_spec(package)
@@ -208,8 +227,12 @@ class Workspace:
         """The accepted kernels: every folder of generated/ with an evidence.json, by name."""
         return _kernels_in(self.generated)
 
+    def owns(self, kernel: Kernel) -> bool:
+        """Whether a kernel is the workspace's, and not the package's."""
+        return kernel.folder.parent == self.generated
+
     def kernel(self, name: str) -> Kernel:
-        """The kernel of that name.
+        """The workspace's own kernel of that name, for whoever writes to its folder.
 
         Raises:
             WorkspaceError: there is none.

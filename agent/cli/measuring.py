@@ -68,8 +68,8 @@ def bench(
     if host:
         execution.hopper()
         use_cache()
-        named = map(find().kernel, targets.named(kernels, every))
-        found = [host_time.measure(load_kernel(kernel.folder)) for kernel in named]
+        chosen = targets.named(kernels, every)
+        found = [host_time.measure(load_kernel(kernel.folder)) for kernel in chosen]
         document = {"timed": host_time.TIMED, "kernels": [asdict(one) for one in found]}
         return Reply(document, columns(host_time.table(found)))
     if numerics:
@@ -110,7 +110,7 @@ def bench(
         path = write_benchmarks(root)
         return Reply({"table": path}, f"wrote {path}")
     execution.usable_gpu("cuda")
-    judged = (targets.judged("bench", n) for n in targets.named(kernels, every))
+    judged = (targets.judged("bench", k.name) for k in targets.named(kernels, every))
     return outcomes(list(judged))
 
 

@@ -119,7 +119,7 @@ def fit(
     """
     workspace = find()
     named = _named(shape, file, from_model, rows) if shape or file or from_model else None
-    chosen = [workspace.kernel(name) for name in targets.named(kernels, every)]
+    chosen = targets.named(kernels, every, workspace.kernel)
     lines: list[str] = []
 
     def say(line: str) -> None:

@@ -15,8 +15,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from coda_agent import generated
 from coda_agent.agent import authors, doctor, judge, pipeline, shapes, workspace
-from coda_agent.agent.cli import app, basics, kernels, report
+from coda_agent.agent.cli import app, basics, kernels, report, targets
 from coda_agent.agent.configuration import configuration
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge import provenance, rules, static  # noqa: F401  # before a fake replaces it
@@ -182,8 +183,9 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
 
     assert "gemm_swiglu" in run("list")
     listed = run("list", "--json")
-    assert [(k["name"], k["level"]) for k in listed["kernels"]] == [("gemm_swiglu", "proved")]
-    assert "gemm_swiglu" not in listed["specs"] and "gemm_rmsnorm" in listed["specs"]
+    own = [(k["name"], k["level"]) for k in listed["kernels"] if not k["packaged"]]
+    assert own == [("gemm_swiglu", "proved")]
+    assert "gemm_swiglu" not in listed["specs"] and "gemm_geglu" in listed["specs"]
     assert run("show", "gemm_swiglu", "--json")["program"] == PROGRAM
     assert "proved" in run("show", "gemm_swiglu")
     assert "calls" in run("show", "gemm_swiglu") and "is not what its evidence was made for" in run(
@@ -195,6 +197,38 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
     revoked = run("verify", "gemm_swiglu", "--json", code=1)["kernels"][0]
     assert (revoked["before"], revoked["level"]) == ("proved", "revoked") and revoked["commit"]
     assert "unchanged" not in run("generate", "gemm_swiglu")
+
+
+def test_a_reader_takes_the_packages_kernel_where_the_workspace_has_none(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packaged = workspace.packaged_kernels()
+    listed = run("list", "--json")
+    assert {k["name"] for k in listed["kernels"]} == set(packaged) == set(dir(generated))
+    assert all(k["packaged"] for k in listed["kernels"])
+    assert not set(packaged) & set(listed["specs"]) and "gemm_geglu" in listed["specs"]
+    assert "gemm_swiglu accepted of the package" in [
+        " ".join(x.split()) for x in run("list").splitlines()
+    ]
+    text = packaged["gemm_swiglu"].program.read_text("utf-8")
+    assert run("show", "gemm_swiglu", "--json")["program"] == text
+    assert run("explain", "gemm_swiglu", "--json")["text"] == text
+    assert run("check", "gemm_swiglu", "--json")["kernel"] == "gemm_swiglu"
+    judged = run("verify", "gemm_swiglu", "--fresh", "--json")["kernels"][0]
+    assert (judged["passed"], judged["commit"]) == (True, None)
+    monkeypatch.setattr(local.Local, "_gpus", lambda _: [Gpu("GPU-1", "H200", "9.0", "1")])
+    assert run("bench", "gemm_swiglu", "--json")["kernels"][0]["passed"]
+    assert where.kernels() == []
+    # What writes to a kernel's folder has the workspace's own alone.
+    assert "no kernel named 'gemm_swiglu' in" in run("fit", "gemm_swiglu", code=2)
+    (where.specs / "gemm_swiglu.md").write_text(
+        packaged["gemm_swiglu"].spec.read_text() + "\nMine.\n"
+    )
+    assert targets.explainable("gemm_swiglu")[0] is None
+    assert f"differs from {where.specs / 'gemm_swiglu.md'}" in run("list")
+    run("generate", "gemm_swiglu")
+    assert run("show", "gemm_swiglu", "--json")["program"] == PROGRAM
+    assert targets.explainable("gemm_swiglu")[0] == PROGRAM
 
 
 def test_refused_exits_1_and_loses_nothing(where: workspace.Workspace) -> None:
@@ -463,6 +497,10 @@ def test_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "no git repository" in run("list", code=2)
     assert run("init", "w", "--json")["made"][0] == ".git"
     assert "(unchanged)" in run("init", "w")
+    assert run("init", "my own").splitlines()[-1] == "next: cd 'my own'"
+    monkeypatch.chdir("w")
+    assert "cd" not in run("init").split()
+    monkeypatch.chdir("..")
     assert "coda-agent" in run("--version")
 
 
