@@ -10,7 +10,8 @@ from pathlib import Path
 from coda_agent.agent import authors, publish, workspace
 from coda_agent.agent.execution.confinement import missing
 from coda_agent.agent.judge.machine import Gpu, smi
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.objects import writable_cache
 from coda_agent.primitives.target import find_tool
 
 _PACKAGES = (
@@ -19,7 +20,7 @@ _PACKAGES = (
     ("quack-kernels", "quack", "the GEMM mainloop: `proved`"),
     ("triton", "triton", "torch.compile as a baseline on a GPU"),
 )
-_NEEDED = ("torch", "nvidia-cutlass-dsl", "quack-kernels")
+_NEEDED = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "cache")
 """Without these no kernel can be shown to be anything."""
 
 
@@ -65,6 +66,12 @@ def _python() -> Iterator[Item]:
     for distribution, module, enables in _PACKAGES:
         version = package_version(distribution, module)
         yield Item(distribution, version, enables, f"pip install {distribution}")
+    cache, why = None, ""
+    try:
+        cache = str(writable_cache())
+    except MachineError as error:
+        why = str(error)
+    yield Item("cache", cache, "keeping compiled kernels: `proved`", why)
 
 
 def _gpu() -> Iterator[Item]:

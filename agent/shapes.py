@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from coda_agent.agent.configuration import configuration, json_of, widths
-from coda_agent.agent.plain import text_of
 from coda_agent.evals import definitions
 from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import text_of
 from coda_agent.specs import Spec
 
 EXPECTED = "M,N,K, such as 16384,4096,4096"

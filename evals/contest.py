@@ -35,7 +35,6 @@ from coda_agent.evals.pages import gpu_record, today, write_record
 from coda_agent.evals.workloads import Outputs, Rotation, Workload, make_workload
 from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.primitives.function import supported
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
 
@@ -58,15 +57,6 @@ def contenders() -> dict[str, Contender]:
     """All contenders by name, in the order of pages: as their modules define them."""
     defined = (*vars(own).values(), *vars(libraries).values())
     return {found.name: found for found in defined if isinstance(found, Contender)}
-
-
-def require_hopper() -> None:
-    """
-    Raises:
-        MachineError: kernels do not run on this machine.
-    """
-    if not (torch.cuda.is_available() and supported(torch.device("cuda"))):
-        raise MachineError("evaluations run kernels on a Hopper GPU, and there is none here")
 
 
 @dataclass(frozen=True)
@@ -111,14 +101,11 @@ def run_contest(
 
     Raises:
         CodaError: unknown kernel, model or contender, or a suite without a benchmark.
-        MachineError: no Hopper GPU.
     """
     benchmark, known, began = suite.measured(), contenders(), time.monotonic()
     _check_known("kernel", kernels, benchmark.kernels)
     _check_known("model", models, benchmark.models)
     _check_known("contender", names, known)
-    if device == "cuda":
-        require_hopper()
     path = gpu_record(root, suite.name, machine, device)
     cells = json.loads(path.read_text("utf-8"))["cells"] if path.is_file() else {}
     needed = [one.package for one in known.values() if one.package]

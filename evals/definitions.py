@@ -28,9 +28,11 @@ from pydantic import (
 )
 
 from coda_agent.agent import execution
+from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.workspace import Workspace
 from coda_agent.evals.records import Device, Level, suite_digest
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import evaluate
@@ -216,11 +218,11 @@ class Suite(_Model):
         jobs = execution.executor()  # a cluster that does not answer is said now
         if asked == "cpu" or (asked == "auto" and not self.gpu):
             return "cpu"
-        found = jobs.gpu()
-        if found is None or self.gpu.lower() not in found.name.lower():
-            here = found.name if found else "no Hopper GPU"
-            message = f"suite {self.name} is for a GPU named {self.gpu or 'Hopper'}, here is {here}"
-            raise MachineError(message, hint="--device cpu shows what can be shown without: proved")
+        hint = "--device cpu shows what can be shown without: proved"
+        name = demanded(jobs.gpu(), hint).name
+        if self.gpu.lower() not in name.lower():
+            message = f"suite {self.name} is for a GPU named {self.gpu}, here is {name}"
+            raise MachineError(message, hint=hint)
         return "cuda"
 
     def measured(self) -> Benchmark:
@@ -281,13 +283,14 @@ def load(name: str, *folders: Path, others: Iterable[str] = ()) -> Suite:
             names = ", ".join([*known, *others])
             raise CodaError(f"no suite {name!r}, expected one of {names}, or a path")
         path = known[name]
+    hint = "docs/evaluation.md has the format"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(text_of(path, hint))
         return Suite.model_validate({**data, "name": path.stem})
     except ValidationError as error:
         raise CodaError(f"{path}: {_first(error)}") from None
-    except (OSError, ValueError) as error:  # TOML's errors are ValueErrors, and so are Unicode's
-        raise CodaError(f"{path}: {error}", hint="docs/evaluation.md has the format") from None
+    except tomllib.TOMLDecodeError as error:
+        raise CodaError(f"{path}: {error}", hint=hint) from None
 
 
 def titles(*folders: Path) -> dict[str, str]:

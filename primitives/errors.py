@@ -57,6 +57,10 @@ class LaunchError(CodaError, ValueError):
     """Tensors a kernel cannot take: wrong shape, dtype, device, layout or block size."""
 
 
+class ArgumentError(LaunchError, TypeError):
+    """A kernel's call without one of its inputs, or with another than these."""
+
+
 class CompileError(CodaError):
     """A program that could not be lowered or compiled for an architecture."""
 
@@ -69,3 +73,8 @@ class MachineError(CodaError):
     """The machine lacks something a command needs (a GPU, a tool, a package)."""
 
     exit_code = 3
+
+
+def no_hopper(hint: str) -> MachineError:
+    """The error of every command that needs a GPU where there is none; `hint` is what to do."""
+    return MachineError("this needs a Hopper GPU (H100, H200), and none is here", hint=hint)

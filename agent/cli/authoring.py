@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import TypeAdapter
 
-from coda_agent.agent import authors, pipeline
+from coda_agent.agent import authors, execution, pipeline
 from coda_agent.agent import prompt as prompting
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.claude import model_named, server_named
@@ -16,7 +16,7 @@ from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName
 from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
-from coda_agent.agent.cli.targets import here, require_gpu
+from coda_agent.agent.cli.targets import here
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Desk, bench, serve
 from coda_agent.agent.reply import Reply
@@ -62,7 +62,8 @@ def generate(
     no_commit: NoCommit = False,
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
-    require_gpu(device)
+    if device == "cuda":  # said now, rather than after an author's work
+        execution.usable_gpu(device)
     workspace = find()
     path = workspace.resolve_spec(spec)
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)

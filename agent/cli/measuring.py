@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent import shapes
+from coda_agent.agent import execution, shapes
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.options import All, Kernels
 from coda_agent.agent.cli.report import columns, outcomes, reported
@@ -66,15 +66,15 @@ def bench(
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""
     root = find().root
     if host:
-        contest.require_hopper()
+        execution.hopper()
         use_cache()
-        named = map(find().kernel, targets.named(kernels, every))
-        found = [host_time.measure(load_kernel(kernel.folder)) for kernel in named]
+        chosen = targets.named(kernels, every)
+        found = [host_time.measure(load_kernel(kernel.folder)) for kernel in chosen]
         document = {"timed": host_time.TIMED, "kernels": [asdict(one) for one in found]}
         return Reply(document, columns(host_time.table(found)))
     if numerics:
         if not table:
-            contest.require_hopper()
+            execution.hopper()
             use_cache()
             chain_error.measure(root, machine=_machine(), device="cuda")
         return _written(chain_error.write_page(root))
@@ -84,9 +84,7 @@ def bench(
         if same is not None:
             layer_speed.declare_same(root, suite, same)
         elif not table:
-            contest.require_hopper()
-            use_cache()
-            require_idle()
+            _ready()
             layer_speed.measure(
                 root, suite, clock=timing, machine=_machine(), cases=_names(models),
                 names=_names(contenders), rounds=rounds, seconds=seconds,
@@ -100,8 +98,7 @@ def bench(
         named = ("--rows" if rows else "--sizes", (sizes or "").strip(" ,"))
         numbers = shapes.numbers(*named, wanted[0], of=wanted[1]) if named[1] else []
         if not table:
-            use_cache()
-            require_idle()
+            _ready()
             contest.run_contest(
                 root, chosen, clock=timing, machine=_machine(), kernels=kernels or [],
                 sizes=numbers, models=_names(models), names=_names(contenders), rounds=rounds,
@@ -112,14 +109,21 @@ def bench(
     if table:
         path = write_benchmarks(root)
         return Reply({"table": path}, f"wrote {path}")
-    targets.require_gpu("cuda")
-    judged = (targets.judged("bench", n) for n in targets.named(kernels, every))
+    execution.usable_gpu("cuda")
+    judged = (targets.judged("bench", k.name) for k in targets.named(kernels, every))
     return outcomes(list(judged))
 
 
 def _names(text: str | None) -> list[str]:
     """`ours,compile` as a list."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _ready() -> None:
+    """Refuse a machine whose GPU cannot be timed now."""
+    execution.hopper()
+    use_cache()
+    require_idle()
 
 
 def _machine() -> dict[str, Any]:

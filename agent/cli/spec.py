@@ -11,11 +11,10 @@ from coda_agent import primitives
 from coda_agent.agent import references
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.cli.targets import here
-from coda_agent.agent.plain import text_of
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, WorkspaceError
-from coda_agent.primitives.objects import write_whole
+from coda_agent.primitives.objects import text_of, write_whole
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import DTYPES
@@ -104,7 +103,7 @@ def source_of(function: str) -> Source:
         SpecError: there is none, or it does not stand alone.
     """
     if function == "-":
-        return extracted(sys.stdin.read(), "stdin")
+        return extracted(sys.stdin.read().removeprefix("\ufeff"), "stdin")
     path, called = located(function)
     return extracted(text_of(path), str(path), called)
 

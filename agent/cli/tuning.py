@@ -55,7 +55,6 @@ def tune(
     workspace = find() if commit else None
     found = workspace.kernel(kernel) if workspace else targets.accepted(kernel)
     wanted = named(found.spec)
-    targets.require_gpu("cuda")
 
     with progress() as observer:
 
@@ -120,8 +119,7 @@ def fit(
     """
     workspace = find()
     named = _named(shape, file, from_model, rows) if shape or file or from_model else None
-    chosen = [workspace.kernel(name) for name in targets.named(kernels, every)]
-    targets.require_gpu("cuda")
+    chosen = targets.named(kernels, every, workspace.kernel)
     lines: list[str] = []
 
     def say(line: str) -> None:

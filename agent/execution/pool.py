@@ -10,7 +10,7 @@ from coda_agent.agent.execution.answers import Ok, Refused, read_answer
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.primitives.errors import CompileError
-from coda_agent.primitives.objects import cache_directory
+from coda_agent.primitives.objects import writable_cache
 
 # A kernel was measured to take 1.2 to 6 s. Importing torch and the DSL takes up to 20 s on a loaded
 # machine.
@@ -41,7 +41,7 @@ class CompilePool:
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         extra = {
             "CUDA_VISIBLE_DEVICES": "",
-            "QUACK_CACHE_DIR": str(cache_directory().resolve()),
+            "QUACK_CACHE_DIR": str(writable_cache()),
             "OMP_NUM_THREADS": "1",  # there is a worker for each core
         }
         extra |= environment or {}

@@ -17,6 +17,7 @@ from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
 from coda_agent.agent.judge import Finding, Verdict
+from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.keys import KEYS
@@ -180,9 +181,8 @@ class Workbench:
         return self.state.candidate
 
     def _need_gpu(self) -> None:
-        if self.state.device == "cpu" or execution.usable_gpu("auto") is None:
-            hint = "check at level interpret is the most this machine can show before submit"
-            raise MachineError("this needs a Hopper GPU, and there is none", hint=hint)
+        gpu = None if self.state.device == "cpu" else execution.usable_gpu("auto")
+        demanded(gpu, "check at level interpret is the most that can be shown before submit")
         if self.state.spent.gpu_s > self.gpu_limit_s:
             raise ToolError(f"the GPU budget of {self.gpu_limit_s:.0f} s is used up")
 

@@ -301,5 +301,5 @@ def test_demanding_a_gpu_where_there_is_none_is_one_clear_error(spec: Spec) -> N
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(MachineError, match="no Hopper GPU is usable here"):
+    with pytest.raises(MachineError, match="needs a Hopper GPU"):
         judge_candidate(spec, RIGHT, executor(), device="cuda")

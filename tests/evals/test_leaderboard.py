@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import doctor, judge, workspace
+from coda_agent.agent import judge, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import provenance
-from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import VERSIONS, GateResult, Ratio, Verdict
 from coda_agent.agent.judgement import Cell, Gate, Judgement, Machine, Median
 from coda_agent.agent.state import Spent
@@ -85,7 +84,6 @@ def rows(found: Board) -> dict[str, dict[str, str]]:
 @pytest.fixture
 def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspace:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "gpus", list[Gpu])
     return workspace.init(tmp_path)[0]
 
 

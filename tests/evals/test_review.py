@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import doctor, pipeline, workspace
+from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.provenance import sha
 from coda_agent.evals import svg
 from coda_agent.evals.pages import label
@@ -177,7 +176,6 @@ def test_verify_all(
         return pipeline.Outcome(name, passed, level, "accepted", None, None, Path(), verdict)
 
     monkeypatch.setattr(pipeline, "verify", verify)
-    monkeypatch.setattr(doctor, "gpus", list[Gpu])
     args = ["verify", "--all"] + ["--no-commit"] * (not commits)
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1

@@ -53,7 +53,6 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
 
 def test_a_machine_with_too_few_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(layer_speed, "require_hopper", lambda: None)
     monkeypatch.setattr(layer_speed, "CASES", {CASE: CASES[CASE]})
     monkeypatch.setitem(layer_speed.SUITES, "layers", layer_speed.CASES)
     said = list[str]()

@@ -479,6 +479,9 @@ def test_torch_compile_sees_one_operator_and_views() -> None:
     assert [tuple(out.shape) for out in outs] == [(2, 3, 4, 64), (2, 3, 1, 64), (2, 3, 1, 64)]
     assert all(torch.equal(out, same) for out, same in zip(outs, plain, strict=True))
     assert len({out.untyped_storage().data_ptr() for out in plain}) == 1
+    sparse = x.float().to_sparse().bfloat16()
+    with pytest.raises(LaunchError, match=r"input 'x' is torch\.sparse_coo, expected a dense"):
+        kernel(sparse, w)
 
 
 def test_a_table_is_read_where_it_lies() -> None:
