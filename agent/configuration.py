@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.plain import text_of
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import text_of
 
 
 def configuration(path: Path) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coda_agent.agent import authors, publish, workspace
+from coda_agent.agent.execution.confinement import missing
 from coda_agent.agent.judge.machine import Gpu, smi
-from coda_agent.agent.sandbox import unavailable
-from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.objects import writable_cache
 from coda_agent.primitives.target import find_tool
 
 _PACKAGES = (
@@ -19,12 +20,8 @@ _PACKAGES = (
     ("quack-kernels", "quack", "the GEMM mainloop: `proved`"),
     ("triton", "triton", "torch.compile as a baseline on a GPU"),
 )
-_NEEDED = ("torch", "nvidia-cutlass-dsl", "quack-kernels")
+_NEEDED = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "cache")
 """Without these no kernel can be shown to be anything."""
-_SANDBOXES = {
-    "bubblewrap": "compiling candidates without network, home or other processes",
-    "landlock": "compiling candidates without network, and with nothing to write but the cache",
-}
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,12 @@ def _python() -> Iterator[Item]:
     for distribution, module, enables in _PACKAGES:
         version = package_version(distribution, module)
         yield Item(distribution, version, enables, f"pip install {distribution}")
+    cache, why = None, ""
+    try:
+        cache = str(writable_cache())
+    except MachineError as error:
+        why = str(error)
+    yield Item("cache", cache, "keeping compiled kernels: `proved`", why)
 
 
 def _gpu() -> Iterator[Item]:
@@ -109,9 +112,8 @@ def _tools() -> Iterator[Item]:
         if need := kind.need():
             value = "set" if need.met else None
             yield Item(need.name, value, f"the author `{kind.name}`", need.hint)
-    for tier, enables in _SANDBOXES.items():
-        reason = unavailable(tier)
-        yield Item(f"sandbox {tier}", None if reason else "works", enables, reason or "")
+    enables = "references and kernels run without network, and write a scratch folder and caches"
+    yield Item("bubblewrap", None if missing() else "works", enables, missing())
 
 
 def _git(start: Path) -> Iterator[Item]:

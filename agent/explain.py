@@ -1,23 +1,22 @@
 """Every stage between a spec and machine code, as text."""
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from coda_agent.agent import execution
 from coda_agent.agent.authors.composer import Composer
+from coda_agent.agent.execution.answers import Ok, Refused, answered, read_answer
+from coda_agent.agent.execution.child import Child, ChildError, serve
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.agent.judge.static import check_source, program_names
-from coda_agent.agent.sandbox import launcher
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.inspect import describe
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import program_names, read_programs
 from coda_agent.primitives.target import ARCHITECTURES, sass
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec
+
+_LIMIT_S = 300.0
 
 
 def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None = None) -> str:
@@ -43,7 +42,7 @@ def explain(spec: Spec | None, text: str | None, stage: str, variant: str | None
         text = Composer().write(spec, lambda *_: None)
     if stage == "program":
         return text
-    program = traced(spec, text, variant)
+    program = program_of(spec, text, variant)
     if stage == "graph":
         return describe(program.graph)
     return compiled(spec, program, stage)
@@ -57,38 +56,29 @@ def _binding(spec: Spec, variant: str | None) -> dict[str, str]:
     raise CodaError(f"{spec.name} has no variant {variant!r}, expected one of {known}")
 
 
-def traced(spec: Spec | None, text: str, variant: str | None = None) -> Program:
-    """One program of a candidate's text, the default one of its spec, traced in a compile worker.
+def program_of(spec: Spec | None, text: str, variant: str | None = None) -> Program:
+    """Read one program of a candidate's text, by default the first of its spec.
 
     Raises:
-        CodaError: it is not in the language, does not trace, or has no such program.
+        CodaError: the text is not in the language, or has no such program.
     """
     wanted = [spec.variant(b) for b in spec.bindings()] if spec else program_names(text)
-    programs, name = programs_of(text, wanted), variant or wanted[0]
+    programs, name = read_programs(text, wanted), variant or wanted[0]
     if name not in programs:
         raise CodaError(f"no program {name!r}, expected one of {', '.join(programs)}")
     return programs[name]
 
 
-def programs_of(text: str, names: list[str]) -> dict[str, Program]:
-    """The programs of a text that has all of `names`, traced in a compile worker.
+def compiled(spec: Spec | None, program: Program, stage: str) -> str:
+    """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once.
 
     Raises:
-        CodaError: the text is not in the language, or has no such program.
-        CompileError: it does not trace.
+        CompileError: the program does not compile.
     """
-    if findings := check_source(text, names):
-        raise CodaError(findings[0].message, hint=findings[0].hint)
-    return execution.executor().load(text)
-
-
-def compiled(spec: Spec | None, program: Program, stage: str) -> str:
-    """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once."""
     element = spec.elements[0] if spec else "bfloat16"
     job = CompileJob.of(program, DEFAULT_CONFIGS["sm_90a"], "sm_90a", spec, element)
     with tempfile.TemporaryDirectory() as folder:
         environment = {
-            **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "QUACK_ARCH": ARCHITECTURES["sm_90a"],
             "CUTE_DSL_ARCH": "sm_90a",
@@ -96,33 +86,33 @@ def compiled(spec: Spec | None, program: Program, stage: str) -> str:
             "CUTE_DSL_DUMP_DIR": folder,
             "QUACK_CACHE_DIR": str(Path(folder) / "objects"),
         }
-        done = subprocess.run(
-            [sys.executable, "-m", "coda_agent.agent.explain", stage, folder],
-            input=job.model_dump_json(), text=True, capture_output=True, env=environment,
-            timeout=300, check=False,
-        )  # fmt: skip
-        result = Path(folder) / "result.txt"
-        if done.returncode or not result.exists():
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise CompileError(f"{program.name} does not compile: {last}")
-        return result.read_text()
+        child = Child("coda_agent.agent.explain", environment=environment)
+        try:
+            work = {"stage": stage, "folder": folder, "job": job.model_dump(mode="json")}
+            answer = read_answer(child.call(work, timeout_s=_LIMIT_S))
+        except ChildError as error:
+            raise CompileError(f"{program.name} does not compile: {error.detail}") from error
+        finally:
+            child.close()
+    match answer:
+        case Ok(result=text):
+            return text
+        case Refused(message=message, hint=hint):
+            raise CompileError(f"{program.name} does not compile: {message}", hint=hint)
+    raise CompileError(f"the compiler answered {answer.kind}")
 
 
-def _dump(stage: str, folder: str) -> None:
-    """Body of the fresh process: compile the job on stdin, leave the artifact in
-    `folder`/result.txt."""
-    built = CompileJob.model_validate_json(sys.stdin.read()).run()
-    if stage == "sass":
-        text = sass(Path(built.object))
-    else:
-        suffix = {"cute": ".mlir", "ptx": ".ptx"}[stage]
-        files = sorted(Path(folder).glob(f"*{suffix}"))
-        if not files:
-            raise CompileError(f"the compiler left no {suffix} file")
-        text = files[0].read_text()
-    (Path(folder) / "result.txt").write_text(text)
+def _dumped(work: dict[str, Any]) -> str:
+    """Body of the fresh process: compile a job, and read the stage's artifact."""
+    built = CompileJob.model_validate(work["job"]).run()
+    if work["stage"] == "sass":
+        return sass(Path(built.object))
+    suffix = {"cute": ".mlir", "ptx": ".ptx"}[work["stage"]]
+    files = sorted(Path(work["folder"]).glob(f"*{suffix}"))
+    if not files:
+        raise CompileError(f"the compiler left no {suffix} file")
+    return files[0].read_text()
 
 
 if __name__ == "__main__":
-    launcher.prctl(launcher.PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    _dump(sys.argv[1], sys.argv[2])
+    serve(lambda work, _: answered(lambda: _dumped(work)).model_dump())

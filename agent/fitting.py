@@ -15,6 +15,7 @@ from coda_agent.generated.tables import Entry, Table, read, width
 from coda_agent.primitives.dispatch import Regret, Shape
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.fit import Times, fit, held_back, undisturbed
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, load_spec
 
 _ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -97,7 +98,7 @@ def fit_tables(
     work: list[_Due] = []
     for kernel in kernels:
         spec, text = load_spec(kernel.spec), kernel.program.read_text("utf-8")
-        digest = executor.load(text)[spec.variant(spec.bindings()[0])].digest
+        digest = read_programs(text)[spec.variant(spec.bindings()[0])].digest
         wanted = list(dict.fromkeys((*spread, *(also(kernel.spec) if also else ()))))
         held: Mapping[Shape, Times] = {}
         known = table.kernels.get(kernel.name) if table and not fresh else None
@@ -139,7 +140,7 @@ def _compile(executor: Executor, due: _Due) -> None:
     name, (m, n, k) = spec.variant(spec.bindings()[0]), spec.gemm_dims
     jobs = compile_gate.jobs_for(
         spec,
-        executor.load(due.text),
+        read_programs(due.text),
         spec.elements[:1],
         all_tiles=True,
         newer=False,

@@ -26,7 +26,7 @@ from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog
 from coda_agent.agent.plain import plain
 from coda_agent.agent.workbench import Workbench
-from coda_agent.agent.workspace import Kernel, Run, Workspace
+from coda_agent.agent.workspace import Kernel, Run, Workspace, resolve_kernel
 from coda_agent.generated.kernel import Kernel as Function
 from coda_agent.generated.kernel import load_kernel, user_tuning
 from coda_agent.primitives.dispatch import Shape, propose
@@ -136,6 +136,7 @@ def opened(
     spec = load_spec(spec_path)
     if commit:
         _check_fit(workspace, spec)
+    execution.executor().start(gpu=False)  # which imports while the spec is admitted
     _admit(spec_path, spec.text)
     run = workspace.new_run("generate", spec.name)
     (run.folder / "spec.md").write_text(spec.text, "utf-8")
@@ -262,12 +263,14 @@ def verify(
     """Judges an accepted kernel again where its evidence is stale or this machine can show more,
     and raises or revokes its level; with `fresh`, in any case.
 
-    Where nothing is due there is no run, and the outcome says so.
+    Where nothing is due there is no run, and the outcome says so. One of the package, where the
+    workspace has none of its name, is judged alone.
 
     Raises:
         WorkspaceError: there is no such kernel, or nothing could be committed.
     """
-    stored = workspace.kernel(kernel)
+    stored = resolve_kernel(kernel, workspace)
+    commit = commit and workspace.owns(stored)
     text = stored.program.read_text("utf-8")
     if commit:
         publish.check_place(workspace, kernel, text)

@@ -1,13 +1,9 @@
-"""Values as JSON holds them, money as people read it, the time as logs and records write it,
-and what a file holds as text."""
+"""Values as JSON holds them, money as people read it, the time as logs and records write it."""
 
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, cast
-
-from coda_agent.primitives.errors import CodaError
 
 
 def plain(value: object) -> Any:
@@ -33,16 +29,3 @@ def dollars(usd: float | None) -> str:
 def utc_now() -> str:
     """The present time as events and records hold it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def text_of(path: Path, hint: str = "") -> str:
-    """A file's text.
-
-    Raises:
-        CodaError: it cannot be read.
-    """
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise CodaError(f"{path} cannot be read as text: {said}", hint=hint) from error

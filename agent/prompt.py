@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent import tips as tips_module
-from coda_agent.agent.judge import static
 from coda_agent.agent.tips import Tip
 from coda_agent.agent.workbench import feedback, shown
 from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
 from coda_agent.demos import Demo, demos
+from coda_agent.primitives import reader
 from coda_agent.specs import Spec
 
 DEMOS = 4
@@ -113,7 +113,7 @@ def estimated_tokens(sent: object) -> int:
 def language() -> str:
     """The rules of a candidate's text."""
     # Its first line names the module's place.
-    return inspect.cleandoc(static.__doc__ or "").partition("\n\n")[2]
+    return inspect.cleandoc(reader.__doc__ or "").partition("\n\n")[2]
 
 
 def _words(text: str) -> set[str]:

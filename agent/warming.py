@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coda_agent.agent import doctor
 from coda_agent.agent.execution.local import here
 from coda_agent.agent.judge.job import CompileJob
+from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import Observer
 from coda_agent.agent.pipeline import check_shape
 from coda_agent.agent.workspace import Kernel
 from coda_agent.generated.kernel import Kernel as Function
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.dispatch import Shape
-from coda_agent.primitives.errors import CodaError, CompileError, MachineError
+from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.launch import allocate
 from coda_agent.primitives.objects import cache_directory
 from coda_agent.primitives.plan import finalised
@@ -101,12 +101,8 @@ def _forms(program: Program, tile: TileConfig, spec: Spec, element: str) -> list
 def _gpu(function: Function, name: str | None) -> str:
     """The name of the GPU that tiles are dispatched for."""
     if name is None:
-        names = [gpu.name for gpu in doctor.gpus()]
-        if not names:
-            raise MachineError(
-                "no GPU here", hint='name the one kernels will run on: --gpu "NVIDIA H200"'
-            )
-        return names[0]
+        hint = 'name the one kernels will run on: --gpu "NVIDIA H200"'
+        return demanded(here().gpu(), hint).name
     known = {*function.tuned, *(function.user.gpus() if function.user else ())}
     spec = function.spec
     dtypes = {spec.dtype_of(spec.gemm[0], types) for types in spec.type_choices()}

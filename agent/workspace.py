@@ -21,6 +21,7 @@ from typing import Any
 from coda_agent.agent.evidence import Evidence
 from coda_agent.agent.rooms import ROOMS, above
 from coda_agent.primitives.errors import MachineError, WorkspaceError
+from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
 
 INIT_HINT = "`coda-agent init` makes one"
@@ -84,6 +85,25 @@ def packaged_kernels() -> "dict[str, Kernel]":
     """The accepted kernels that come with the package, by name."""
     folders = _folders("coda_agent.generated")
     return {k.name: k for folder in folders for k in _kernels_in(folder)}
+
+
+def kernel_names(workspace: "Workspace | None") -> "dict[str, Kernel]":
+    """Every accepted kernel by name, the workspace's own before the packaged ones."""
+    return packaged_kernels() | {k.name: k for k in (workspace.kernels() if workspace else [])}
+
+
+def resolve_kernel(name: str, workspace: "Workspace | None") -> "Kernel":
+    """The kernel of that name for whoever reads it: the workspace's, else the package's.
+
+    Raises:
+        WorkspaceError: there is none.
+    """
+    names = kernel_names(workspace)
+    if name not in names:
+        where = f" in {workspace.generated} or" if workspace else ""
+        message = f"no kernel named {name!r}{where} among the packaged kernels"
+        raise WorkspaceError(message, hint=near_matches(name, names))
+    return names[name]
 
 
 def _folders(package: str) -> list[Path]:
@@ -192,7 +212,7 @@ class Workspace:
         """The file that specs/, or else the package, has for the spec `name`, where it holds
         another text than `text`; None where it holds the same, or there is none."""
         path = self.spec_names().get(name)
-        return path if path and path.read_text("utf-8", errors="replace") != text else None
+        return path if path and path.read_text("utf-8-sig", "replace") != text else None
 
     def check_spec(self, name: str, text: str) -> None:
         """
@@ -208,8 +228,12 @@ class Workspace:
         """The accepted kernels: every folder of generated/ with an evidence.json, by name."""
         return _kernels_in(self.generated)
 
+    def owns(self, kernel: Kernel) -> bool:
+        """Whether a kernel is the workspace's, and not the package's."""
+        return kernel.folder.parent == self.generated
+
     def kernel(self, name: str) -> Kernel:
-        """The kernel of that name.
+        """The workspace's own kernel of that name, for whoever writes to its folder.
 
         Raises:
             WorkspaceError: there is none.
@@ -312,7 +336,7 @@ def init(path: Path) -> tuple[Workspace, list[str]]:
             (root / room / ".gitkeep").touch()
             made.append(f"{room}/.gitkeep")
     ignore = root / ".gitignore"
-    text = ignore.read_text("utf-8") if ignore.exists() else ""
+    text = text_of(ignore) if ignore.exists() else ""
     if missing := [line for line in _IGNORED if line not in text.splitlines()]:
         start = text if not text or text.endswith("\n") else f"{text}\n"
         ignore.write_text(start + "\n".join(missing) + "\n", "utf-8")

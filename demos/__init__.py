@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.demos._draw import draw
 from coda_agent.primitives import Program
+from coda_agent.primitives.reader import read_programs
 
 if TYPE_CHECKING:
     import torch
@@ -69,13 +70,13 @@ def demos() -> list[Demo]:
 
 def _load(file: Path) -> Demo:
     module = importlib.import_module(f"{__name__}.{file.stem}")
-    problem = (module.__doc__ or "").strip()
+    problem, text = (module.__doc__ or "").strip(), file.read_text(encoding="utf-8")
     return Demo(
         name=file.stem,
         summary=problem.split("\n")[0],
         why=module.WHY.strip(),
-        text=file.read_text(encoding="utf-8"),
-        programs=tuple(v for v in vars(module).values() if isinstance(v, Program)),
+        text=text,
+        programs=tuple(read_programs(text.partition(END)[0]).values()),
         reference=module.reference,
         unusual=getattr(module, "inputs", lambda *_: getattr(module, "INPUTS", {})),
         n_multiple=getattr(module, "N_MULTIPLE", 16),

@@ -22,9 +22,11 @@ from pydantic import (
 )
 
 from coda_agent.agent import execution
+from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import Level
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.objects import text_of
 from coda_agent.specs import Spec, load_spec
 
 FOLDER = Path(__file__).parent / "suites"
@@ -103,11 +105,11 @@ class Suite(_Model):
         jobs = execution.executor()  # a cluster that does not answer is said now
         if asked == "cpu" or (asked == "auto" and not self.gpu):
             return "cpu"
-        found = jobs.gpu()
-        if found is None or self.gpu.lower() not in found.name.lower():
-            here = found.name if found else "no Hopper GPU"
-            message = f"suite {self.name} is for a GPU named {self.gpu or 'Hopper'}, here is {here}"
-            raise MachineError(message, hint="--device cpu shows what can be shown without: proved")
+        hint = "--device cpu shows what can be shown without: proved"
+        name = demanded(jobs.gpu(), hint).name
+        if self.gpu.lower() not in name.lower():
+            message = f"suite {self.name} is for a GPU named {self.gpu}, here is {name}"
+            raise MachineError(message, hint=hint)
         return "cuda"
 
     def spec_names(self, workspace: Workspace) -> list[str]:
@@ -156,13 +158,14 @@ def load(name: str, *folders: Path) -> Suite:
         if name not in known:
             raise CodaError(f"no suite {name!r}, expected one of {', '.join(known)}, or a path")
         path = known[name]
+    hint = "docs/evaluation.md has the format"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(text_of(path, hint))
         return Suite.model_validate({**data, "name": path.stem})
     except ValidationError as error:
         raise CodaError(f"{path}: {_first(error)}") from None
-    except (OSError, ValueError) as error:  # TOML's errors are ValueErrors, and so are Unicode's
-        raise CodaError(f"{path}: {error}", hint="docs/evaluation.md has the format") from None
+    except tomllib.TOMLDecodeError as error:
+        raise CodaError(f"{path}: {error}", hint=hint) from None
 
 
 def paths(*folders: Path) -> dict[str, Path]:

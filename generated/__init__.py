@@ -7,8 +7,12 @@ order.
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from coda_agent.primitives.suggest import near_matches
 
 if TYPE_CHECKING:
     from coda_agent.generated.kernel import Kernel
@@ -22,7 +26,12 @@ def __getattr__(name: str) -> Kernel:
 
         kernel = globals()[name] = load_kernel(_ROOT / name)
         return kernel
-    raise AttributeError(f"no accepted kernel named {name!r}; there are: {', '.join(__dir__())}")
+    message = f"no accepted kernel named {name!r}, {near_matches(name, __dir__())}"
+    # `from … import` would drop what an AttributeError says.
+    importing = sys._getframe(1).f_globals["__name__"] == "importlib._bootstrap"
+    if importing and find_spec(f"{__name__}.{name}") is None:
+        raise ImportError(message, name=__name__, path=__file__)
+    raise AttributeError(message)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.generated import gradients, sharded, tables
 from coda_agent.generated.declared import Declared
 from coda_agent.generated.ops import Variant, differentiated, register, scalars
-from coda_agent.generated.out import placed
+from coda_agent.generated.out import check, placed
 from coda_agent.generated.tuning import UserTuning
 from coda_agent.generated.without import without
 from coda_agent.primitives.dispatch import H200, Gpu, Model, Shape, prior
-from coda_agent.primitives.errors import LaunchError, WorkspaceError
+from coda_agent.primitives.errors import ArgumentError, LaunchError, TextError, WorkspaceError
 from coda_agent.primitives.function import Chooser, ProgramFunction, reduction_block
 from coda_agent.primitives.launch import signature
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.specs import Spec, load_spec
-from coda_agent.specs.format import Output
+from coda_agent.specs.format import Draw, Output
 from coda_agent.specs.layout import Place
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ class Kernel:
             needs more than they store: that is their last output.
         fitted: The program whose measurements choose tiles; None is the first of `programs`.
         left_out: Outputs of the accepted kernel that this one does not give.
+        origin: What gives it again, as `__reduce__` returns it; None where nothing does.
     """
+
+    origin: str | tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
     def __init__(
         self,
@@ -72,7 +76,9 @@ class Kernel:
         self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
         self.user, self.folder, self.spills = user, folder, spills or {}
         self.__name__ = spec.name  # what help() and torch.compile print
-        self.__doc__ = _documentation(spec)
+        column = Draw("integers", (0, spec.gemm_dims[1]))
+        columns = tuple(x for x, t in spec.inputs.items() if t.draw == column)
+        self.__doc__ = _documentation(spec, columns)
         element = spec.inputs[spec.gemm[0]].dtype
         types = spec.types.get(element, (element,))
         dtypes = {
@@ -81,7 +87,7 @@ class Kernel:
         }
         choose = lru_cache(maxsize=1024)(self.choose)
         functions = {
-            v: ProgramFunction(program, dtypes, choose, types, refused)
+            v: ProgramFunction(program, dtypes, choose, types, refused, columns)
             for v, program in programs.items()
         }
         self.variants = {
@@ -147,17 +153,24 @@ class Kernel:
             that input.
 
         Raises:
-            LaunchError: wrong arguments, shapes, dtypes or layouts; the message names the tensor.
-                Or an input requires a gradient, and there is none: of FP8 numbers, of a variant
+            ArgumentError: an input is missing, or there is no such input; a TypeError, too.
+            LaunchError: wrong shapes, dtypes or layouts; the message names the tensor. Or an input
+                requires a gradient, and there is none: of FP8 numbers, of a variant
                 that overwrites an input, and of a result in `out`.
         """
         key = self._choice(inputs) if self._parameters else ()
+        if out is not None:
+            check(self.__name__, self._results[key], out)
         values: Sequence[Any] = args
         if inputs or len(args) != len(self._inputs):
             values = (*args, *self._named(args, inputs))
         given = values
         if self._declared:
-            values = self._declared.entered(values)
+            try:
+                values = self._declared.entered(values)
+            except RuntimeError:  # no views are taken of what is not dense
+                self._check(values)
+                raise
         variant = None if self._traced() else self.variants[key]
         if variant and (plan := variant.recent.find(values, block_size)):
             results = variant.run(plan, values, None if self._declared else out)
@@ -194,11 +207,28 @@ class Kernel:
             return self
         if key not in self._less or len(key) < len({*outputs}):
             spec, programs = without(self.spec, self.programs, outputs)
-            self._less[key] = Kernel(
+            self._less[key] = less = Kernel(
                 spec, programs, self.tuned, self.refused, "_".join((self._op, "without", *key)),
                 self.user, self.folder, self.spills, self.fitted, (*self.left_out, *key),
             )  # fmt: skip
+            less.origin = Kernel.without, (self, *key)
         return self._less[key]
+
+    def __repr__(self) -> str:
+        less = f".without({', '.join(map(repr, self.left_out))})" if self.left_out else ""
+        return f"<kernel {self.__name__}{less}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle by name, or by the folder of a workspace's."""
+        if self.origin is None:
+            raise TypeError(f"{self!r} cannot be pickled: it was made here, out of no folder")
+        return self.origin
+
+    def __copy__(self) -> Kernel:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Kernel:
+        return self
 
     def pack(self, **tensors: torch.Tensor) -> torch.Tensor:
         """The input that a kernel takes in the place of these tensors of its spec, which no view
@@ -238,6 +268,7 @@ class Kernel:
     ) -> Any:
         """The results where no plan of such a call is known; by the operator where calls are
         traced, without `variant`, or differentiated."""
+        self._check(values)
         if sharded.distributed(values):
             names, local = self._inputs, lambda x: self._anew(variant, key, x, block_size)
             return sharded.on_shards(self.variants[key], names, values, local)
@@ -251,7 +282,6 @@ class Kernel:
                 return self._anew(variant, key, values, block_size)
         filled = self._scalars and self._filled(values)
         if variant is None or signature(values) is None or differentiated(values):
-            self._check(values)
             kept = self.kept.get(key) if differentiated(values) else None
             packet = kept or self.ops[key]
             op = packet.Tensor if filled else packet.default
@@ -262,11 +292,7 @@ class Kernel:
             if kept is None:
                 return found
             return found[:-1] if len(found) > 2 else found[0]
-        try:  # what the operator runs, without the dispatcher
-            return variant(values, block_size)
-        except LaunchError:
-            self._check(values)  # may know it by the input's name
-            raise
+        return variant(values, block_size)  # what the operator runs, without the dispatcher
 
     def _choice(self, inputs: dict[str, Any]) -> tuple[str, ...]:
         """The static parameters, which are taken out of `inputs`."""
@@ -287,15 +313,15 @@ class Kernel:
             return [inputs[x] for x in rest]
         if len(args) > len(names):
             hint = self._declared.hint if self._declared else ""
-            raise LaunchError(f"{name} takes {len(names)} inputs, got {len(args)}", hint=hint)
+            raise ArgumentError(f"{name} takes {len(names)} inputs, got {len(args)}", hint=hint)
         for x in inputs:
             if x not in rest:
-                raise LaunchError(
+                raise ArgumentError(
                     f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}",
                     hint=self._declared.hint if self._declared else "",
                 )
         missing = next(x for x in rest if x not in inputs)
-        raise LaunchError(f"{name}: input {missing!r} is missing")
+        raise ArgumentError(f"{name}: input {missing!r} is missing")
 
     def _filled(self, values: list[Any]) -> bool:
         """Whether scalars are in memory; then the others among `values` are brought there too."""
@@ -304,7 +330,6 @@ class Kernel:
         numbers = [i for i in self._scalars if not isinstance(values[i], torch.Tensor)]
         if len(numbers) == len(self._scalars):
             return False
-        self._check(values)
         for i in numbers:
             device = values[self._a].device
             values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
@@ -357,12 +382,19 @@ class Kernel:
         return device
 
     def _check(self, values: Sequence[Any]) -> None:
-        """Refuse what is no tensor, or no number where one may be."""
+        """Refuse what is no dense tensor, or no number where one may be."""
         import torch
 
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor):
-                continue
+                if value.layout is torch.strided and not value.is_nested:
+                    continue
+                kind = "nested" if value.is_nested else value.layout
+                raise LaunchError(
+                    f"{self.__name__}: input {self._inputs[i]!r} is {kind}, expected a dense "
+                    "tensor",
+                    hint="such as .to_dense() or .to_padded_tensor(0.0) makes",
+                )
             if not (number := i in self._scalars) or not isinstance(value, (int, float)):
                 raise LaunchError(
                     f"{self.__name__}: input {self._inputs[i]!r} is {type(value).__name__}, "
@@ -451,7 +483,7 @@ class Kernel:
         return self.refused.isdisjoint((plain.label, config.label))
 
 
-def _documentation(spec: Spec) -> str:
+def _documentation(spec: Spec, columns: Collection[str]) -> str:
     """The function's docstring: what it computes, its inputs with their domains, its outputs."""
 
     def line(name: str, tensor: Output) -> str:
@@ -463,6 +495,9 @@ def _documentation(spec: Spec) -> str:
                 words[-1] += ", positive"
             case (low, high):
                 words[-1] += f", from {low:g} to {high:g}"
+        if name in columns:
+            words[-1] += f", from 0 to {spec.gemm_dims[1]} - 1: a CPU refuses another, and a GPU "
+            words[-1] += "takes 0 for its element"
         return f"    {name}: {' '.join(' '.join(words).split()).replace(' ,', ',')}"
 
     declared = spec.declared
@@ -517,18 +552,23 @@ def load_kernel(folder: Path) -> Kernel:
     name = (spec := load_spec(paths[1])).name
     tuned, evidence = map(json.loads, texts[2:])
     _check_digests(folder, evidence.get("digests", {}), texts[0], spec)
-    if folder.parent != Path(__file__).parent or _LOADED.get(name, (digest,))[0] != digest:
+    packaged = folder.parent == Path(__file__).parent and _LOADED.get(name, (digest,))[0] == digest
+    if not packaged:
         name = f"{name}_{digest}"
     if name not in _LOADED:
-        # Run as the text that was judged: an import would follow an encoding cookie, and could find
-        # other bytes in __pycache__.
-        space: dict[str, Any] = {"__name__": f"coda_agent.generated.{folder.name}"}
-        exec(compile(texts[0].decode(), str(path), "exec", dont_inherit=True), space)
-        programs = {v: space[v] for v in map(spec.variant, spec.bindings())}
+        try:
+            programs = read_programs(texts[0].decode(), [*map(spec.variant, spec.bindings())])
+        except TextError as error:
+            raise WorkspaceError(f"{path}: {error.message}", hint=error.hint) from None
         refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
         spills = evidence.get("compiled", {}).get("spills", {})
         known = user_tuning(folder), folder.parent, spills
-        _LOADED[name] = digest, Kernel(spec, programs, tuned, refused, name, *known)
+        kernel = Kernel(spec, programs, tuned, refused, name, *known)
+        if packaged:  # a global, to pickle: an attribute of the package
+            kernel.__module__, kernel.origin = "coda_agent.generated", name
+        else:
+            kernel.origin = load_kernel, (folder.resolve(),)
+        _LOADED[name] = digest, kernel
     return _LOADED[name][1]
 
 
@@ -539,7 +579,7 @@ def user_tuning(folder: Path) -> UserTuning:
 
 
 def _check_digests(folder: Path, digests: Mapping[str, str], program: bytes, spec: Spec) -> None:
-    """Refuse files that were changed after the judge saw them: kernel.py is about to be run."""
+    """Refuse files that were changed after the judge saw them."""
     found = {
         "kernel.py": ("candidate", hashlib.sha256(program.replace(b"\r\n", b"\n")).hexdigest()),
         "spec.md": ("spec", spec.digest.removeprefix("sha256:")),

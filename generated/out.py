@@ -49,6 +49,30 @@ def buffers(
     return found
 
 
+def check(name: str, names: Sequence[str], out: Any) -> None:
+    """Refuse an `out` that is no mapping from names of results to tensors.
+
+    Args:
+        name: The kernel's.
+        names: Of its results.
+        out: As a caller gave it.
+
+    Raises:
+        LaunchError: it is something else, has another name, or holds no dense tensor.
+    """
+    import torch
+
+    if not isinstance(out, Mapping):
+        expected = f"expected tensors by name, such as out={{{names[0]!r}: tensor}}"
+        raise LaunchError(f"{name}: out is {type(out).__name__}, {expected}")
+    for o, t in out.items():
+        if o not in names:
+            raise LaunchError(f"{name}: out has {o!r}, expected some of {', '.join(names)}")
+        if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested:
+            kind = getattr(t, "layout", type(t).__name__)
+            raise LaunchError(f"{name}: out's {o} is {kind}, expected a dense tensor")
+
+
 def placed(name: str, names: Sequence[str], results: Any, out: Out) -> Any:
     """A call's results, in the tensors of `out` where these name them.
 
@@ -59,15 +83,13 @@ def placed(name: str, names: Sequence[str], results: Any, out: Out) -> Any:
         out: By name.
 
     Raises:
-        LaunchError: no such output, or its tensor has another shape, dtype or device, or a result
-            has a gradient. What was given is as it was, but for what the kernel wrote itself.
+        LaunchError: a tensor has another shape, dtype or device, or a result has a gradient. What
+            was given is as it was, but for what the kernel wrote itself.
     """
     import torch
 
     made = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
     for o, t in out.items():
-        if o not in made:
-            raise LaunchError(f"{name}: out has {o!r}, expected some of {', '.join(names)}")
         if fault := _fault(made[o], t):
             raise LaunchError(f"{name}: out's {o} {fault}")
     for o, t in out.items():

@@ -43,7 +43,7 @@ class Recent(Generic[Plan]):
         tensors = self._tensors(values) if self._scalars else values
         try:
             key = block_size, len(tensors), values[self._a].shape, values[self._b].shape
-        except AttributeError:  # no tensors
+        except (AttributeError, RuntimeError):  # no tensors, or nested ones
             return None
         for suits, plan, requires in self._kept.get(key, ()):
             if suits(*tensors):

@@ -189,12 +189,11 @@ def form(layer: Any, after: Any, *, rotates: bool) -> Form | str:
 
 def activation_of(block: Any) -> str:
     """Name an MLP's activation, by its values; "" where it is none that kernels have."""
-    function: Any = getattr(block, "act_fn", None)
-    if not callable(function):
+    if not hasattr(block, "act_fn"):
         return ""
     x = torch.linspace(-3, 3, 16)
-    matches = (n for n, (f, _) in ACTIVATIONS.items() if torch.allclose(function(x), f(x)))
-    return next(matches, "")
+    y = block.act_fn(x)
+    return next((n for n, (f, _) in ACTIVATIONS.items() if torch.allclose(y, f(x))), "")
 
 
 def eps(norm: Any) -> float:

@@ -42,6 +42,7 @@ class ProgramFunction:
             None where none is known for that block.
         types: Names of the dtypes that A may have.
         refused: Labels of tiles that no block size may select.
+        columns: Index operands that name a column in each row; of others one outside selects 0.
     """
 
     program: Program
@@ -49,6 +50,7 @@ class ProgramFunction:
     choose: Chooser
     types: tuple[str, ...] = ("bfloat16", "float16")
     refused: frozenset[str] = frozenset()
+    columns: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -139,6 +141,8 @@ class ProgramFunction:
     ) -> dict[str, torch.Tensor]:
         if not exact.get():
             _say_interpreted(str(a.device))
+        for o in self.columns:
+            self._check_columns(o, operands[o], len(b))
         m = math.prod(lead)
         results = interpret(
             self.program,
@@ -230,11 +234,15 @@ class ProgramFunction:
             got = getattr(t, "dtype", type(t).__name__)
             if _name(got) not in types:
                 raise self._error(f"{label} is {got}, expected a {' or '.join(types)} tensor")
-        if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[-1] or a.dtype != b.dtype:
-            raise self._error(
-                f"A is {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} {b.dtype}, "
-                "expected (…, M, K) and (N, K) of one dtype"
-            )
+        if a.dtype != b.dtype:
+            raise self._error(f"A is {a.dtype} and B {b.dtype}, expected one dtype")
+        if a.ndim < 2 or b.ndim != 2 or a.shape[-1] != b.shape[-1]:
+            shapes, hint = f"A is {tuple(a.shape)} and B {tuple(b.shape)}", ""
+            if a.ndim < 2 or b.ndim != 2:
+                raise self._error(f"{shapes}, expected (…, M, K) and (N, K)")
+            if b.shape[0] == a.shape[-1]:
+                hint = "B is transposed: give B.mT"
+            raise self._error(f"{shapes}, expected one K, the last dimension of both", hint=hint)
         if b.device != a.device:
             raise self._error(f"B is on {b.device}, A on {a.device}")
         lead, (n, k) = tuple(a.shape[:-1]), b.shape
@@ -265,6 +273,15 @@ class ProgramFunction:
         if getattr(value, "device", a.device) != a.device:
             return f"is on {value.device}, A on {a.device}"
         return ""
+
+    def _check_columns(self, o: str, index: torch.Tensor, n: int) -> None:
+        """Refuse indices of no column: a kernel takes 0 for them, as a check is three launches."""
+        outside = index[(index < 0) | (index >= n)]
+        if outside.numel():
+            raise self._error(
+                f"operand {o!r} holds {int(outside[0])}, expected columns from 0 to {n - 1}",
+                hint="give 0 where a row does not count, and leave that row out of the loss",
+            )
 
     def _error(self, message: str, *, hint: str = "") -> LaunchError:
         return LaunchError(f"{self.program.name}: {message}", hint=hint)

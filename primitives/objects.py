@@ -1,4 +1,4 @@
-"""Caches: where compiled objects are kept, by which sources, and files that are written whole."""
+"""Caches: where compiled objects are kept, by which sources; text files, read and written."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
+
+from coda_agent.primitives.errors import CodaError, MachineError
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,24 @@ def cache_directory() -> Path:
     """Where compiled objects are kept: `$QUACK_CACHE_DIR`, or a folder of the user's cache."""
     given = os.environ.get("QUACK_CACHE_DIR")
     return Path(given) if given else user_cache() / "quack"
+
+
+def writable_cache() -> Path:
+    """Make `cache_directory`, whole.
+
+    Raises:
+        MachineError: nothing can be written there.
+    """
+    folder = cache_directory().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder.resolve()
+    except OSError as error:
+        raise MachineError(
+            f"the cache {folder} cannot be written: {error.strerror}",
+            hint="XDG_CACHE_HOME names another folder for caches, QUACK_CACHE_DIR one for this",
+        ) from None
 
 
 def use_cache(directory: Path | None = None) -> None:
@@ -72,6 +92,19 @@ def _say_not_kept(folder: str, why: str) -> None:
         "compiles its own; QUACK_CACHE_DIR names another folder",
         stacklevel=4,
     )
+
+
+def text_of(path: Path, hint: str = "", kind: type[CodaError] = CodaError) -> str:
+    """Read a user's file, without the byte-order mark that some editors begin it with.
+
+    Raises:
+        CodaError: of this `kind`; it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise kind(f"{path} cannot be read as text: {said}", hint=hint) from error
 
 
 def write_whole(path: Path, text: str) -> None:

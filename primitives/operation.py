@@ -117,7 +117,8 @@ def elementwise(
             try:
                 values = signature.bind(*args, **kwargs).args
             except TypeError as error:
-                raise ProgramError(f"{name}{signature}: {error}".replace(": Any", "")) from None
+                hint = f"{name}({', '.join(signature.parameters)})"
+                raise ProgramError(f"{name}(): {error}", hint=hint) from None
             if any(isinstance(v, Value) for v in values):
                 return record(name, *values)
             return _constant(fn, values) if all(_is_number(v) for v in values) else fn(*values)

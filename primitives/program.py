@@ -95,7 +95,7 @@ class Program:
         graph = Graph(self.graph.nodes, {})
         left = {o: kind for o, kind in self.outputs.items() if o not in outputs}
         found = {o: Value(graph, self.graph.outputs[o]) for o in left}
-        return _finished(replace(self, outputs=left, graph=graph), found)
+        return finish(replace(self, outputs=left, graph=graph), found)
 
     def to_dict(self) -> dict[str, Any]:
         """The program as JSON-ready data, which crosses process boundaries in place of Python."""
@@ -141,7 +141,7 @@ def _rebuilt(data: Mapping[str, Any]) -> Program:
     if any(type(i) is not int or not 0 <= i < len(values) for _, i in data["outputs"].values()):
         raise ProgramError("an output of a serialised program refers to no value")
     result = {o: values[i] for o, (_, i) in data["outputs"].items()}
-    return _finished(Program(data["name"], str(data["doc"]), operands, outputs, graph), result)
+    return finish(Program(data["name"], str(data["doc"]), operands, outputs, graph), result)
 
 
 def _node(
@@ -181,6 +181,53 @@ def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., Any]], Program]
         ProgramError: a resource is misdeclared, an output is never written, an operand never used,
             or widths disagree.
     """
+    _check_outputs(outputs)
+
+    def decorate(fn: Callable[..., Any]) -> Program:
+        doc = inspect.cleandoc(fn.__doc__ or "")
+        program, values = begin(fn.__name__, doc, _parameters(fn), outputs)
+        return finish(program, fn(**values))
+
+    return decorate
+
+
+def begin(
+    name: str, doc: str, parameters: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> tuple[Program, dict[str, Value]]:
+    """Open a program that computes nothing yet.
+
+    Args:
+        name: Its name.
+        doc: Its docstring.
+        parameters: Their kinds, by name; that of the first, the accumulator, does not matter.
+        outputs: Their kinds, by name.
+
+    Returns:
+        The program, and the value of each parameter.
+
+    Raises:
+        ProgramError: a resource is misdeclared.
+    """
+    _check_outputs(outputs)
+    acc, *names = [*parameters] or [""]
+    if acc != "acc":
+        raise ProgramError(f"{name}: the first parameter must be acc, the accumulator")
+    operands = {o: parameters[o] for o in names}
+    for o, kind in operands.items():
+        if kind not in OPERAND_KINDS.values():
+            raise ProgramError(
+                f"{name}: operand {o!r} is annotated {_label(kind)}, expected one of "
+                f"{', '.join(OPERAND_KINDS)}"
+            )
+    if clash := sorted(set(outputs) & set(operands)):
+        raise ProgramError(f"{name}: {clash[0]!r} is an operand and an output")
+    graph = Graph()
+    values = {o: graph.add(Node("operand", (), kind.varies, o)) for o, kind in operands.items()}
+    values[acc] = graph.add(Node("acc", (), Shape.TILE))
+    return Program(name, doc, operands, dict(outputs), graph), values
+
+
+def _check_outputs(outputs: Mapping[str, Any]) -> None:
     if not outputs:
         raise ProgramError("@epilogue declares no output", hint="e.g. @epilogue(O=Tile)")
     for name, kind in outputs.items():
@@ -190,26 +237,13 @@ def epilogue(**outputs: type[Output]) -> Callable[[Callable[..., Any]], Program]
                 f"expected one of {', '.join(OUTPUT_KINDS)}"
             )
 
-    def decorate(fn: Callable[..., Any]) -> Program:
-        operands = _operands(fn)
-        graph = Graph()
-        values = {
-            name: graph.add(Node("operand", (), kind.varies, name))
-            for name, kind in operands.items()
-        }
-        clash = set(outputs) & set(operands)
-        if clash:
-            raise ProgramError(f"{fn.__name__}: {sorted(clash)[0]!r} is an operand and an output")
-        acc = graph.add(Node("acc", (), Shape.TILE))
-        doc = inspect.cleandoc(fn.__doc__ or "")
-        traced = Program(fn.__name__, doc, operands, dict(outputs), graph)
-        return _finished(traced, fn(acc, **values))
 
-    return decorate
+def finish(traced: Program, result: Any) -> Program:
+    """Close a program: its outputs are `result`, checked against all that is declared.
 
-
-def _finished(traced: Program, result: Any) -> Program:
-    """The program whose outputs are `result`, checked against all that is declared."""
+    Raises:
+        ProgramError: an output is never written, an operand never used, or a shape disagrees.
+    """
     _bind_outputs(traced, result)
     program = replace(traced, graph=traced.graph.prune())
     name, nodes = program.name, program.graph.nodes
@@ -225,24 +259,15 @@ def _finished(traced: Program, result: Any) -> Program:
     return program
 
 
-def _operands(fn: Callable[..., Any]) -> dict[str, type[Operand]]:
-    parameters = list(inspect.signature(fn).parameters.values())
-    if not parameters or parameters[0].name != "acc":
-        raise ProgramError(f"{fn.__name__}: the first parameter must be acc, the accumulator")
-    operands = {}
-    for p in parameters[1:]:
+def _parameters(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function's parameters: kinds, also where they are texts."""
+    kinds = dict[str, Any]()
+    for p in inspect.signature(fn).parameters.values():
         kind: Any = p.annotation
         if isinstance(kind, str):  # `from __future__ import annotations`; a text is never evaluated
             kind = OPERAND_KINDS.get(kind)
-        elif kind is p.empty:
-            kind = None
-        if kind not in OPERAND_KINDS.values():
-            raise ProgramError(
-                f"{fn.__name__}: operand {p.name!r} is annotated {_label(kind)}, expected one of "
-                f"{', '.join(OPERAND_KINDS)}"
-            )
-        operands[p.name] = kind
-    return operands
+        kinds[p.name] = None if kind is p.empty else kind
+    return kinds
 
 
 def _bind_outputs(traced: Program, result: Any) -> None:

@@ -149,7 +149,9 @@ class PositionPairs(Table):
         @epilogue(O=Tile)
         def rope(acc, c: PositionPairs, s: PositionPairs):
             x, y = pairs(acc)
-            u, v = rotate(x, y, pairs(c)[0], pairs(s)[0])
+            cosine, _ = pairs(c)
+            sine, _ = pairs(s)
+            u, v = rotate(x, y, cosine, sine)
             return {"O": interleave(u, v)}
     """
 

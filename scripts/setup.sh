@@ -16,6 +16,9 @@ fail() {
 command -v "$python" >/dev/null || fail "no '$python' here; install Python 3.11 or newer, or pass PYTHON=/path/to/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$("$python" --version) is too old; install Python 3.11 or newer, or pass PYTHON=/path/to/python"
+cache=${QUACK_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/coda-agent/quack}
+mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] ||
+    fail "the cache $cache cannot be written; name another folder in XDG_CACHE_HOME, or in QUACK_CACHE_DIR for this one"
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || fail "$venv exists and is no Python environment; pass another VENV="

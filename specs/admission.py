@@ -49,7 +49,7 @@ def admit(spec: Spec) -> None:
     nothing, or whose reference means what no program does.
 
     Uses the smallest check shape of several rows whose outputs are not tiny. The reference runs in
-    this process; one that is not ours belongs into a sandboxed worker.
+    this process; one that is not ours belongs into a child.
 
     Raises:
         SpecError: The spec has a primitive's name; the reference raises; an output of another

@@ -1,6 +1,6 @@
 """A spec out of a function and example shapes.
 
-The function is run, so this belongs into a sandboxed process: on symbolic sizes, which tell the
+The function is run, so this belongs into a child: on symbolic sizes, which tell the
 product and the dims, and at small ragged sizes, which tell what it returns. What is written has
 passed the parser and admission.
 """

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from coda_agent.primitives.errors import SpecError
@@ -19,29 +23,50 @@ _EVENTS = {
     "os.remove": "removes a file",
     "os.rmdir": "removes a folder",
     "os.rename": "renames a file",
+    "os.kill": "signals a process",
+    "os.killpg": "signals a process",
     "shutil.rmtree": "removes a folder",
 }
 """Audit events of CPython (PEP 578), and what a function does that raises one."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def forbid_effects() -> None:
-    """From here on this process neither starts programs nor changes files from Python.
+_computing = 0
+"""The thread that computes; 0 outside of `forbidden`."""
 
-    No hook can be taken away again, so this is for a forked process. It is no sandbox: it says what
-    a function does beside computing, where one that means no harm does it.
+
+@contextmanager
+def forbidden() -> Iterator[None]:
+    """Let this thread neither start programs nor change files from Python, within the context.
+
+    It is no sandbox: it says what a function does beside computing, where one that means no harm
+    does it.
 
     Raises:
-        SpecError: later, out of whatever tries.
+        SpecError: out of whatever tries.
     """
+    global _computing
+    _install()
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    _computing = threading.get_ident()
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode, _computing = before, 0
 
-    def refuse(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and args[0] != os.devnull and isinstance(args[2], int):
-            did = "opens a file for writing" if args[2] & _WRITING else ""
-        else:
-            did = _EVENTS.get(event, "")
-        if did:
-            raise SpecError(f"the function {did}", hint="a reference only computes")
 
-    sys.dont_write_bytecode = True
-    sys.addaudithook(refuse)
+@lru_cache(maxsize=1)
+def _install() -> None:
+    """Add the audit hook, which nothing takes away again."""
+    sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, args: tuple[Any, ...]) -> None:
+    if threading.get_ident() != _computing:
+        return
+    if event == "open" and args[0] != os.devnull and isinstance(args[2], int):
+        did = "opens a file for writing" if args[2] & _WRITING else ""
+    else:
+        did = _EVENTS.get(event, "")
+    if did:
+        raise SpecError(f"the function {did}", hint="a reference only computes")

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.objects import text_of
 from coda_agent.specs.canonical import canonical
 from coda_agent.specs.defaults import completed
 from coda_agent.specs.faults import declared_faults, faults
@@ -30,8 +31,8 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
         SpecError: Unreadable, malformed or contradictory; names the file and the first fault.
     """
     path = Path(path)
+    text = text_of(path, "expected a spec in Markdown", SpecError) if text is None else text
     try:
-        text = path.read_text(encoding="utf-8") if text is None else text
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         front, prose, source, line = _split(text)
         header = _header(front)
@@ -52,9 +53,7 @@ def load_spec(path: Path | str, *, text: str | None = None) -> Spec:
         )
         for fault in faults(spec):
             raise ValueError(fault)
-    except FileNotFoundError:
-        raise SpecError(f"{path}: no such file; expected a spec in Markdown") from None
-    except (OSError, ValueError, SpecError) as error:
+    except (ValueError, SpecError) as error:
         raise SpecError(f"{path}: {error}") from None
     return spec
 

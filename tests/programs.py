@@ -1,4 +1,5 @@
-"""Programs of one expression, for tests that need many; and what becomes of a program."""
+"""Programs of one expression, for tests that need many; what is wrong with a text, and what becomes
+of a program."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from coda_agent.primitives import (
     WideTile,
     epilogue,
 )
+from coda_agent.primitives.errors import Fault, TextError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 
@@ -25,6 +28,15 @@ KINDS = {
     **dict.fromkeys(("index", "y"), ColIndex),
 }
 """What an operand is, by its name."""
+
+
+def faults(text: str, expected: list[str]) -> list[Fault]:
+    """What is wrong with a text."""
+    try:
+        read_programs(text, expected)
+    except TextError as error:
+        return [*error.faults]
+    return []
 
 
 def program(function: Callable[..., Any], /, **outputs: type) -> Program:

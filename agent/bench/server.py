@@ -53,10 +53,7 @@ def main() -> None:
 
 
 def _warm() -> None:
-    """What the first call would wait for. The worker's imports overlap with those here."""
-    from coda_agent.agent import execution
-
-    _aside(lambda: execution.executor().load(""))
+    """What the first call would wait for."""
     import torch  # noqa: F401
 
 

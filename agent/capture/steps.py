@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.capture.config import Layer
 from coda_agent.agent.capture.pieces import STEPS, Piece, pieces
 from coda_agent.agent.capture.pullback import Moved, moved, pulled_back, total
@@ -28,6 +28,7 @@ from coda_agent.agent.plans.show import shown
 from coda_agent.agent.plans.trace import Value, record
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.inspect import launches
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.admission import admit
@@ -186,7 +187,7 @@ class _Piece:
             suffix = file[-4:]
             twin, count, note = "", 1, ""
             try:
-                written = load(Composer().write(found, lambda *_: None))
+                written = read_programs(Composer().write(found, lambda *_: None))
                 program = written[found.variant(found.bind())]
                 twin, count = equal(program, found), launches(program, DEFAULT_CONFIGS["sm_90a"])
             except ProgramError as error:

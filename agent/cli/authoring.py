@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import TypeAdapter
 
-from coda_agent.agent import authors, pipeline
+from coda_agent.agent import authors, execution, pipeline
 from coda_agent.agent import prompt as prompting
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.claude import model_named, server_named
@@ -16,7 +16,7 @@ from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName
 from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
-from coda_agent.agent.cli.targets import here, require_gpu
+from coda_agent.agent.cli.targets import here
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Desk, bench, serve
 from coda_agent.agent.reply import Reply
@@ -45,7 +45,7 @@ BaseUrl = Annotated[
 Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold back (A/B).")]
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def generate(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
@@ -62,7 +62,8 @@ def generate(
     no_commit: NoCommit = False,
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
-    require_gpu(device)
+    if device == "cuda":  # said now, rather than after an author's work
+        execution.usable_gpu(device)
     workspace = find()
     path = workspace.resolve_spec(spec)
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
@@ -82,7 +83,7 @@ def generate(
     return outcomes([outcome], single=True)
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     """Go on with a model's run where it stopped, by its own limits unless others are given."""
     workspace = find()
@@ -146,7 +147,7 @@ def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[l
         return guessed, f"estimated: {error.message}"
 
 
-@reported("sandbox", json_too=False)
+@reported(json_too=False)
 def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     workspace = find()

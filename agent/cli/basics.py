@@ -1,5 +1,6 @@
 """Commands that make a workspace, say what the machine has, and show what programs are made of."""
 
+import shlex
 from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Literal
@@ -30,6 +31,8 @@ def init(path: Annotated[Path, typer.Argument()] = Path()) -> Reply:
     left = workspace.commit_made(made, new)
     text = f"workspace {made.root}" + ("".join(f"\n  + {item}" for item in new) or " (unchanged)")
     text += f"\n{left}" * bool(left) + f"\n{_EXAMPLE}" * bool(new)
+    if made.root != Path.cwd().resolve():
+        text += f"\nnext: cd {shlex.quote(str(path))}"
     return Reply({"workspace": made.root, "made": new, "left": left}, text)
 
 
@@ -79,7 +82,7 @@ def _exports(folders: list[Path]) -> Reply:
     return Reply({"exports": found}, text, WorkspaceError.exit_code if faults else 0)
 
 
-@reported("sandbox")
+@reported()
 def explain(
     target: Annotated[
         str, typer.Argument(metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION")

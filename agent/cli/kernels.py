@@ -12,11 +12,11 @@ from coda_agent.agent.cli.options import All, DeviceOption, Kernels, NoCommit
 from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.workspace import Kernel, Workspace, find
+from coda_agent.agent.workspace import Kernel, Workspace, find, kernel_names
 from coda_agent.primitives.errors import CodaError
 
 
-@reported("sandbox")
+@reported()
 def check(
     target: Annotated[str, typer.Argument(metavar="FILE|KERNEL")],
     spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
@@ -31,13 +31,13 @@ def check(
         from coda_agent.agent.execution import sanitize as sanitizing
 
         device, tools = "cuda", sanitizing.tools(sanitize)
-    targets.require_gpu(device)
+    execution.usable_gpu(device)
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
     outcome = targets.judged("check", target, spec, device=device, gates=gates)
     return outcomes([outcome], single=True)
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def verify(
     kernels: Kernels = None,
     every: All = False,
@@ -46,14 +46,14 @@ def verify(
     no_commit: NoCommit = False,
 ) -> Reply:
     """Judge again what is stale of accepted kernels; raise or revoke their levels."""
-    targets.require_gpu(device)
-    workspace = find()
-    names = targets.named(kernels, every)
-    if every and not quiet() and execution.usable_gpu(device) is None:
+    gpu, workspace = execution.usable_gpu(device), find()
+    chosen = targets.named(kernels, every)
+    if every and not quiet() and gpu is None:
         typer.echo("No GPU is used: numerics are interpreted, nothing is timed. A level can be "
                    "kept or revoked, and none raised above proved.")  # fmt: skip
     records: list[dict[str, Any]] = []
-    for name in names:
+    for kernel in chosen:
+        name = kernel.name
         try:
             with progress(silent=every) as observer:
                 outcome = pipeline.verify(
@@ -61,7 +61,7 @@ def verify(
                     device=device, commit=not no_commit, fresh=fresh,
                 )  # fmt: skip
         except CodaError as error:
-            if len(names) == 1:
+            if len(chosen) == 1:
                 raise
             # One that cannot be judged stops no other.
             records.append({"kernel": name, "passed": False, "reason": str(error)})
@@ -84,30 +84,32 @@ def verify(
 
 @reported()
 def list_() -> Reply:
-    """List the kernels, and the specs still without one."""
+    """List the kernels, also the package's, and the specs still without one."""
     workspace = find()
-    kernels = workspace.kernels()
-    missing = sorted(set(workspace.spec_names()) - {kernel.name for kernel in kernels})
-    differing = {kernel.name: _differing(workspace, kernel) for kernel in kernels}
+    kernels = kernel_names(workspace)
+    missing = sorted(set(workspace.spec_names()) - set(kernels))
     listed = [
-        {"name": k.name, "level": k.level, "folder": k.folder, "stale": k.stale,
-         "differing_spec": differing[k.name]}
-        for k in kernels
+        {
+            "name": k.name, "level": k.level, "folder": k.folder, "stale": k.stale,
+            "packaged": not workspace.owns(k), "differing_spec": _differing(workspace, k),
+        }
+        for k in sorted(kernels.values(), key=lambda k: (not workspace.owns(k), k.name))
     ]  # fmt: skip
-    rows = [
-        (k.name, k.level, f"its spec.md differs from {differing[k.name]}"
-         if differing[k.name] else _again(k))
-        for k in kernels
-    ]  # fmt: skip
+    rows = []
+    for k in listed:
+        notes = ["of the package"] * k["packaged"]
+        notes += [f"its spec.md differs from {path}" for path in [k["differing_spec"]] if path]
+        if not notes:
+            notes = [_again(kernels[k["name"]])]
+        rows.append((k["name"], k["level"], "; ".join(notes)))
     rows += [(name, "spec only", "") for name in missing]
-    text = columns(rows) or "no kernels and no specs yet"
-    return Reply({"kernels": listed, "specs": missing}, text)
+    return Reply({"kernels": listed, "specs": missing}, columns(rows))
 
 
 @reported()
 def show(kernel: Annotated[str, typer.Argument()]) -> Reply:
     """Show a kernel: program, level, evidence in short, what a call dispatches."""
-    found = find().kernel(kernel)
+    found = targets.accepted(kernel)
     evidence = found.evidence
     program = found.program.read_text("utf-8")
     document = {"name": kernel, "folder": found.folder, "program": program,

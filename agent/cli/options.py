@@ -1,6 +1,6 @@
 """Arguments and options that commands share."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -15,10 +15,6 @@ Kernels = Annotated[list[str] | None, typer.Argument(metavar="[KERNEL]...")]
 
 SHARED = {
     "as_json": Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")],
-    "sandbox": Annotated[
-        Literal["bubblewrap", "landlock", "process"] | None,
-        typer.Option(help="The weakest sandbox to compile in; else $CODA_AGENT_SANDBOX."),
-    ],
     "contended": Annotated[
         bool, typer.Option("--contended", help="Time on a GPU that others use, too.")
     ],

@@ -33,10 +33,7 @@ _AS_JSON = ContextVar("_AS_JSON", default=False)
 def reported(
     *shared: str, json_too: bool = True
 ) -> Callable[[Callable[..., Reply]], Callable[..., None]]:
-    """Makes a function returning a Reply into a command, which has options of `SHARED` and --json.
-
-    One that has `sandbox` begins only where a sandbox as strong works.
-    """
+    """Make a function returning a Reply a command, which has options of `SHARED` and --json."""
 
     def decorate(command: Callable[..., Reply]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -60,18 +57,10 @@ def reported(
 
 
 def _own(shared: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """What of the options a command takes itself; the others go to where `SHARED` says.
-
-    Raises:
-        MachineError: the sandbox that is asked for does not work here.
-    """
+    """What of the options a command takes itself; the others go to where `SHARED` says."""
     for name in shared:
         if value := given.pop(name):
             os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
-    if "sandbox" in shared and os.environ.get("CODA_AGENT_SANDBOX"):
-        from coda_agent.agent import sandbox
-
-        sandbox.choose()
     return given
 
 

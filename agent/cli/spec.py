@@ -11,11 +11,10 @@ from coda_agent import primitives
 from coda_agent.agent import references
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.cli.targets import here
-from coda_agent.agent.plain import text_of
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, packaged_specs, resolve_spec
 from coda_agent.primitives.errors import CodaError, WorkspaceError
-from coda_agent.primitives.objects import write_whole
+from coda_agent.primitives.objects import text_of, write_whole
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import DTYPES
@@ -39,7 +38,7 @@ Shapes = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
 
 
-@reported("sandbox")
+@reported()
 def new(
     function: Annotated[
         str, typer.Argument(metavar="MODULE:FUNCTION|FILE.py:FUNCTION|-", help="- reads stdin.")
@@ -66,9 +65,9 @@ def new(
     return Reply(_about(spec), f"{path}: {_line(spec)}\nnext: coda-agent generate {called}")
 
 
-@reported("sandbox")
+@reported()
 def check(spec: Annotated[str, typer.Argument(help="A spec's path or name.")]) -> Reply:
-    """Parse SPEC and admit it, in the sandbox; no program is written or judged."""
+    """Parse SPEC and admit it; no program is written or judged."""
     found = load_spec(resolve_spec(spec, here()))
     references.admitted(found)
     return Reply(_about(found), f"{found.path}: {_line(found)}")
@@ -104,7 +103,7 @@ def source_of(function: str) -> Source:
         SpecError: there is none, or it does not stand alone.
     """
     if function == "-":
-        return extracted(sys.stdin.read(), "stdin")
+        return extracted(sys.stdin.read().removeprefix("\ufeff"), "stdin")
     path, called = located(function)
     return extracted(text_of(path), str(path), called)
 

@@ -1,35 +1,28 @@
 """What arguments that commands share name: a file, a kernel, a spec."""
 
-import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from coda_agent.agent import doctor, pipeline
+from coda_agent.agent import pipeline
 from coda_agent.agent.cli.report import progress
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge.records import GATES
-from coda_agent.agent.judge.static import program_names
-from coda_agent.agent.plain import text_of
 from coda_agent.agent.workspace import (
     Kernel,
     Run,
     Workspace,
     find,
-    packaged_kernels,
+    kernel_names,
     packaged_specs,
+    resolve_kernel,
     resolve_spec,
 )
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
+from coda_agent.primitives.objects import text_of
+from coda_agent.primitives.reader import program_names
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec, load_spec
-
-
-def require_gpu(device: str) -> None:
-    """Asked for CUDA without a GPU: said now, rather than after an author's work."""
-    if device == "cuda" and not os.environ.get("CODA_AGENT_EXECUTOR"):
-        if not doctor.gpus():
-            hint = "`coda-agent doctor` says what there is; --device cpu proves without one"
-            raise MachineError("this machine has no NVIDIA GPU (nvidia-smi names none)", hint=hint)
 
 
 def here() -> Workspace | None:
@@ -41,18 +34,8 @@ def here() -> Workspace | None:
 
 
 def accepted(name: str) -> Kernel:
-    """The kernel of that name: the workspace's, else the package's.
-
-    Raises:
-        WorkspaceError: there is none.
-    """
-    workspace = here()
-    known = packaged_kernels() | {k.name: k for k in (workspace.kernels() if workspace else [])}
-    if name not in known:
-        where = f" in {workspace.generated} or" if workspace else ""
-        message = f"no kernel named {name!r}{where} among the packaged kernels"
-        raise WorkspaceError(message, hint=near_matches(name, known))
-    return known[name]
+    """As `resolve_kernel`, in the workspace around the current folder."""
+    return resolve_kernel(name, here())
 
 
 def new_run(kind: str, spec: str) -> Run:
@@ -76,10 +59,14 @@ def explainable(arg: str) -> tuple[str | None, Spec | None]:
     """The text and the spec of a FILE or KERNEL, without a spec where there is none; or a SPEC
     alone, without a text.
 
-    A kernel goes before a spec of its name: it is what runs. The spec's path asks for the spec.
+    A kernel goes before a spec of its name: it is what runs. But a spec that a workspace changed
+    goes before the package's kernel, and the spec's path asks for the spec.
     """
     workspace = here()
-    kernels = [kernel.name for kernel in workspace.kernels()] if workspace else []
+    kernels = kernel_names(workspace)
+    if workspace and (kernel := kernels.get(arg)) and not workspace.owns(kernel):
+        if workspace.differing_spec(arg, text_of(kernel.spec)):
+            del kernels[arg]
     if arg.endswith(".py") or arg in kernels:
         path = _program_file(arg)
         try:
@@ -99,7 +86,7 @@ def _program_file(arg: str) -> Path:
         if not path.is_file():
             raise WorkspaceError(f"no file at {path}")
         return path.resolve()
-    return find().kernel(arg).program
+    return accepted(arg).program
 
 
 def _spec_of(path: Path, spec: str | None) -> Path:
@@ -133,10 +120,11 @@ def judged(
         return pipeline.judge_only(run, kind, found, text, observer, device=device, gates=gates)
 
 
-def named(kernels: list[str] | None, every: bool) -> list[str]:
+def named(
+    kernels: list[str] | None, every: bool, look: Callable[[str], Kernel] = accepted
+) -> list[Kernel]:
     """The kernels asked for; each is looked up before the first is judged."""
     workspace = find()
     if every == bool(kernels):
         raise CodaError("name kernels, or give --all", hint="coda-agent list")
-    known = [kernel.name for kernel in workspace.kernels()]
-    return [workspace.kernel(name).name for name in kernels or known]
+    return [look(name) for name in kernels] if kernels else workspace.kernels()

@@ -13,17 +13,17 @@ from coda_agent.agent.bench.client import VARIABLE, Bench
 from coda_agent.agent.cli.options import DeviceOption, NoCommit
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.keys import KEYS
-from coda_agent.agent.plain import text_of
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.rooms import above
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
 
 _TEXTS = {"write_candidate", "edit_candidate"}
 """The tools whose help has the rules of the language."""
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def tool(
     context: typer.Context,
     name: Annotated[

@@ -39,7 +39,7 @@ RowsOption = Annotated[str, typer.Option(help="Values of M, with --from-model.")
 ROWS = "1,16,64,128,512,2048,8192"
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def tune(
     kernel: Annotated[str, typer.Argument(help="A kernel of the workspace or of the package.")],
     shape: ShapeOption = None,
@@ -55,7 +55,6 @@ def tune(
     workspace = find() if commit else None
     found = workspace.kernel(kernel) if workspace else targets.accepted(kernel)
     wanted = named(found.spec)
-    targets.require_gpu("cuda")
 
     with progress() as observer:
 
@@ -77,7 +76,7 @@ def tune(
     return Reply({"tuned": lines, "cache": path, "commit": sha}, "\n".join(text))
 
 
-@reported("sandbox")
+@reported()
 def warm(
     kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help="As for tune.")],
     shape: ShapeOption = None,
@@ -103,7 +102,7 @@ def warm(
     return Reply(vars(built), text, REFUSED if built.failed else 0)
 
 
-@reported("sandbox", "contended")
+@reported("contended")
 def fit(
     kernels: Kernels = None,
     every: All = False,
@@ -120,8 +119,7 @@ def fit(
     """
     workspace = find()
     named = _named(shape, file, from_model, rows) if shape or file or from_model else None
-    chosen = [workspace.kernel(name) for name in targets.named(kernels, every)]
-    targets.require_gpu("cuda")
+    chosen = targets.named(kernels, every, workspace.kernel)
     lines: list[str] = []
 
     def say(line: str) -> None:

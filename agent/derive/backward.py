@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coda_agent.agent.authors.composer import load
 from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.authors.composer.emit import emit
 from coda_agent.agent.authors.composer.rewrite import rewrite
@@ -19,6 +18,7 @@ from coda_agent.primitives.errors import ProgramError, SpecError
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.inspect import datasheet
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.resources import ColSum, RowMean, Tile, WideTile
 from coda_agent.primitives.tables import Table
 from coda_agent.specs import Spec
@@ -68,7 +68,7 @@ def derive(spec: Spec, asked: Asked, binding: Mapping[str, str] | None = None) -
         for name in (x for x in names if x not in known):
             raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
     written = rewrite(capture(spec, bound))
-    program = scaled_first(load(emit(spec, [written]))[written.name])
+    program = scaled_first(read_programs(emit(spec, [written]))[written.name])
     if asked.norm and (not asked.into or program.outputs[asked.norm] is not RowMean):
         raise SpecError(f"--norm {asked.norm} asks for --into, and for a row mean of squares")
     chosen, asked, notes = _chosen(program, spec, asked)

@@ -1,5 +1,6 @@
 """What a worker answers, whichever it is: one tagged union, as data on its pipe."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter
@@ -59,3 +60,14 @@ def read_answer(data: Any) -> Answer:
         ValueError: it is none.
     """
     return _ANSWER.validate_python(data)
+
+
+def answered(function: Callable[[], Any]) -> Answer:
+    """Answer with what `function` returns, JSON data, or with what it raised."""
+    try:
+        return Ok(result=function())
+    except errors.CodaError as error:
+        return Refused.of(error)
+    except Exception as error:
+        first = next((s for s in str(error).splitlines() if s.strip()), "")
+        return Refused(error="CompileError", message=f"{type(error).__name__}: {first}")

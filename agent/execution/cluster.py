@@ -28,10 +28,9 @@ from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.objects import cache_directory, fingerprint
-from coda_agent.primitives.program import Program
 
 CONNECT_S = 10
-_SOURCES = ("agent/judge", "agent/execution", "agent/sandbox", "primitives", "specs", "generated")
+_SOURCES = ("agent/judge", "agent/execution", "primitives", "specs", "generated")
 """The folders that carry out a job."""
 _SAME = "install the same coda-agent, and the same packages, on every machine"
 _CPU = "start one with `dask worker tcp://HOST:PORT --nthreads 8 --resources CPU=8`"
@@ -100,11 +99,8 @@ class Cluster:
         found = cast("dict[str, Any]", found)
         return {k: v for k, v in found.items() if not isinstance(v, CommClosedError)}
 
-    def start(self, ahead: PrepareJob | None) -> None:
+    def start(self, *, gpu: bool, ahead: PrepareJob | None = None) -> None:
         """The workers' children are warm after their first job."""
-
-    def load(self, text: str) -> dict[str, Program]:
-        return self._local.load(text)
 
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]
@@ -154,8 +150,7 @@ class Cluster:
 
     def environment(self, device: str) -> dict[str, Any]:
         local = self._local.environment("cpu")
-        # Candidates are traced here, so this machine's sandbox is the one that held them.
-        return {**local, **self._environment, "sandbox": local["sandbox"], "device": device}
+        return {**local, **self._environment, "device": device}
 
 
 def _digest(job: dict[str, Any]) -> str:

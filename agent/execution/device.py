@@ -23,7 +23,7 @@ from coda_agent.agent.execution.answers import Bug, Fault, Ok, Refused, read_ans
 from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.execution.faulted_tiles import FaultMemory, Launch, TileFault
 from coda_agent.agent.judge.job import Job, NumericsJob, PrepareJob
-from coda_agent.agent.judge.machine import CONTENDED, DEVICE_CHILD, Gpu, smi
+from coda_agent.agent.judge.machine import CONTENDED, DEVICE_CHILD, Gpu, demanded, smi
 from coda_agent.agent.judge.records import (
     Finding,
     Key,
@@ -115,9 +115,8 @@ def exclusive(
             `LOCK_S`.
     """
     begun = time.monotonic()
+    demanded(next(iter(gpus), None))
     names = " and ".join(sorted({gpu.name for gpu in gpus}))
-    if not gpus:
-        raise MachineError("no GPU is usable here", hint="`coda-agent doctor` says what there is")
     while True:
         for gpu in gpus:
             fd = _lock(gpu)
@@ -167,7 +166,11 @@ class Device:
 
     def __init__(self, gpu: Gpu, module: str = DEVICE_CHILD) -> None:
         self.gpu = gpu
-        self._child = Child(module, environment=environment(gpu))
+        cache = cache_directory().resolve()
+        folders = [cache, cache.parent / "inductor"]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._child = Child(module, environment=environment(gpu), writable=folders)
         self._idle_mib = 0
 
     def start(self) -> None:

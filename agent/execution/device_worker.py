@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
-from coda_agent.agent.execution.child import serve
+from coda_agent.agent.execution.child import Limits, serve
 from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.objects import use_cache
 
 Tell = Callable[[dict[str, Any]], None]
+LIMITS = Limits(memory_bytes=64 << 30)
+"""Of the host's memory; a kernel's tensors are on the GPU."""
 
 _FAULTS = {
     r"out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)": "out of memory",
@@ -78,6 +80,7 @@ class Watch:
 
 def main() -> None:
     """Serves jobs; the imports come first, while the other gates still run."""
+    LIMITS.take()
     use_cache()
     watch = Watch(launcher.get(), torch.cuda.synchronize)
     launcher.set(watch)

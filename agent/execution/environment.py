@@ -5,18 +5,16 @@ from typing import Any
 
 from coda_agent.agent.judge.machine import Gpu, gpu_state
 from coda_agent.agent.judge.provenance import PACKAGES, version
-from coda_agent.agent.sandbox import choose
 
 
 def environment(device: str, gpu: Gpu | None = None) -> dict[str, Any]:
-    """The machine, the versions, and the sandbox that candidates were traced in. For device "cuda"
-    it has the state of a GPU too, by default of the one in use."""
+    """The machine and the versions. For device "cuda" it has the state of a GPU too, by default of
+    the one in use."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": device,
         "packages": {p: version(p) for p in PACKAGES},
-        "sandbox": vars(choose()),
     }
     if device == "cuda":
         import torch

@@ -15,9 +15,7 @@ from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob,
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import Outcome, Progress, ReportT
 from coda_agent.agent.judge.runners import one_thread
-from coda_agent.agent.sandbox import choose
 from coda_agent.primitives.errors import CompileError
-from coda_agent.primitives.program import Program
 
 HOPPER = "9.0"
 
@@ -31,7 +29,7 @@ class Local:
 
     def __init__(self) -> None:
         self._found: list[Gpu] | None = None
-        self._pools: dict[str, CompilePool] = {}
+        self._pool: CompilePool | None = None
         self._devices: dict[Gpu, Device] = {}
         self._used: Gpu | None = None
         self._ahead: threading.Thread | None = None
@@ -56,30 +54,22 @@ class Local:
         return self._devices[gpu]
 
     def pool(self) -> CompilePool:
-        """Workers that stay warm until this process ends, since their imports take seconds; in the
-        sandbox that is demanded now.
+        """Workers that stay warm until this process ends, since their imports take seconds."""
+        if self._pool is None:
+            self._pool = CompilePool()
+            atexit.register(self._pool.close)
+        return self._pool
 
-        Raises:
-            MachineError: a stronger sandbox is demanded than works here.
-        """
-        sandbox = choose()
-        if sandbox.tier not in self._pools:
-            self._pools[sandbox.tier] = made = CompilePool(sandbox=sandbox)
-            atexit.register(made.close)
-        return self._pools[sandbox.tier]
-
-    def start(self, ahead: PrepareJob | None) -> None:
-        if self._ahead and self._ahead.is_alive():
+    def start(self, *, gpu: bool, ahead: PrepareJob | None = None) -> None:
+        self.pool().start()
+        if not gpu or (self._ahead and self._ahead.is_alive()):
             return
-        if gpu := next(filter(is_free, self._gpus()), None):
-            device = self._device(gpu)
+        if free := next(filter(is_free, self._gpus()), None):
+            device = self._device(free)
             device.start()
             if ahead:
                 self._ahead = threading.Thread(target=_prepare, args=(device, ahead), daemon=True)
                 self._ahead.start()
-
-    def load(self, text: str) -> dict[str, Program]:
-        return self.pool().load(text)
 
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]

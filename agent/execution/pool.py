@@ -1,27 +1,20 @@
-"""A pool of warm compile workers, each a sandboxed child that is replaced when it fails."""
+"""A pool of warm compile workers, each a child that is replaced when it fails."""
 
-import logging
 import os
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Self
 
-from coda_agent.agent.execution.answers import Answer, Ok, Refused, read_answer
-from coda_agent.agent.execution.child import START_TIMEOUT_S, Child, ChildError, Limits
+from coda_agent.agent.execution.answers import Ok, Refused, read_answer
+from coda_agent.agent.execution.child import Child, ChildError
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
-from coda_agent.agent.sandbox import Sandbox, choose
-from coda_agent.primitives.errors import CompileError, ProgramError
-from coda_agent.primitives.objects import cache_directory
-from coda_agent.primitives.program import Program
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.objects import writable_cache
 
 # A kernel was measured to take 1.2 to 6 s. Importing torch and the DSL takes up to 20 s on a loaded
-# machine. A trace takes milliseconds.
-TIMEOUTS_S = {"compile": 180.0, "load": 30.0}
-# Nice workers: a host late by some microseconds spoils what another process times on a GPU.
-LIMITS = Limits(
-    address_space_bytes=32 << 30, file_bytes=1 << 30, open_files=1024, niceness=10
-)  # fmt: skip
+# machine.
+TIMEOUT_S = 180.0
 SIDE_BY_SIDE = "CODA_AGENT_SIDE_BY_SIDE"
 """Environment variable: how many processes of one command have a pool each and share the cores, by
 default 1."""
@@ -36,35 +29,23 @@ MODULE = "coda_agent.agent.execution.compile_worker"
 
 
 class CompilePool:
-    """Runs jobs on up to `size` workers; a context manager that leaves no process behind.
-
-    Raises:
-        MachineError: a stronger sandbox is demanded than works here.
-    """
+    """Runs jobs on up to `size` workers; a context manager that leaves no process behind."""
 
     def __init__(
-        self, size: int | None = None, *, sandbox: Sandbox | None = None, module: str = MODULE,
-        environment: dict[str, str] | None = None, limits: Limits = LIMITS,
+        self, size: int | None = None, *, module: str = MODULE,
+        environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self.sandbox = sandbox or choose()
-        if self.sandbox.tier == "process":
-            logging.getLogger("coda_agent").warning(
-                "candidates are compiled without a sandbox: %s", self.sandbox.missing
-            )
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get(SIDE_BY_SIDE, 1))
         self.size = size or max(1, min(cores, 14))
         # Last in, first out, so that jobs one after the other start one worker only.
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         extra = {
             "CUDA_VISIBLE_DEVICES": "",
-            "QUACK_CACHE_DIR": str(cache_directory().resolve()),
+            "QUACK_CACHE_DIR": str(writable_cache()),
             "OMP_NUM_THREADS": "1",  # there is a worker for each core
         }
         extra |= environment or {}
-        self._workers = [
-            Child(module, environment=extra, wrap=self.sandbox.wrap, limits=limits)
-            for _ in range(self.size)
-        ]
+        self._workers = [Child(module, environment=extra) for _ in range(self.size)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(self.size)
@@ -75,37 +56,29 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def answer(
-        self, job: dict[str, Any], timeout_s: float, *, first: dict[str, Any] | None = None
-    ) -> Answer:
-        """What a worker answers to one job, after another of which the time does not count.
-
-        Raises:
-            ChildError: none came; the worker is gone, and the next job starts it anew.
-        """
+    def start(self) -> None:
+        """Begin to start a worker, so that its imports overlap with other work."""
         worker = self._idle.get()
-        try:
-            if first:
-                worker.call(first, timeout_s=START_TIMEOUT_S)
-            return read_answer(worker.call(job, timeout_s=timeout_s))
-        finally:
-            self._idle.put(worker)
+        worker.start()
+        self._idle.put(worker)
 
-    def run(self, job: dict[str, Any], timeout_s: float | None = None) -> Any:
+    def run(self, job: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
         """One job's result, as data.
 
         Raises:
             CompileError: the job failed, died, or ran out of time; the message says which.
         """
+        worker = self._idle.get()
         try:
-            answer = self.answer(job, timeout_s or TIMEOUTS_S[job["kind"]])
+            answer = read_answer(worker.call(job, timeout_s=timeout_s))
         except ChildError as error:
             why = {
                 "timeout": f"{error.detail}; the worker was killed",
                 "died": f"the compile worker died: {error.detail}",
-                "malformed": f"the compile worker was killed: {error.detail}",
             }
             raise CompileError(why[error.kind], hint=_HINTS.get(error.kind, "")) from error
+        finally:
+            self._idle.put(worker)  # the next job starts it anew where it is gone
         match answer:
             case Ok(result=result):
                 return result
@@ -120,20 +93,6 @@ class CompilePool:
             CompileError: it does not compile; else as `run`.
         """
         return BuiltObject.model_validate(self.run(job.model_dump(mode="json")))
-
-    def load(self, text: str) -> dict[str, Program]:
-        """A candidate's programs by name, traced in a worker.
-
-        Raises:
-            CompileError: the candidate's Python raised while it was traced, or what it left is no
-                program.
-        """
-        records = self.run({"kind": "load", "text": text})
-        try:
-            programs = [Program.from_dict(data) for data in records.values()]
-        except ProgramError as error:
-            raise CompileError(error.message, hint=error.hint) from error
-        return {program.name: program for program in programs}
 
     def map(
         self, jobs: Sequence[CompileJob], progress: Callable[[int, CompileJob], None]

@@ -67,7 +67,7 @@ def sanitize(
     with tempfile.TemporaryDirectory() as folder, exclusive([gpu], progress):
         log = Path(folder) / "report.txt"
         command = [_sanitizer(), "--tool", tool, "--log-file", str(log), "--print-limit", "100"]
-        child = Child(module, environment=variables, wrap=lambda python: [*command, *python])
+        child = Child(module, environment=variables, prefix=command)
         progress(0, 0, f"{tool}, at {'x'.join(map(str, smallest.values()))}")
         how = "it did not end"
         try:

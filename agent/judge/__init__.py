@@ -173,8 +173,10 @@ class _Walk:
 
     def through(self, gates: tuple[str, ...]) -> None:
         self.early = "numerics" in gates
-        if self.gpu is not None and set(gates) - {"static", "compile"}:
-            self.executor.start(self._ahead() if "performance" in gates else None)
+        if "compile" in gates:
+            gpu = self.gpu is not None and bool(set(gates) - {"static", "compile"})
+            ahead = self._ahead() if gpu and "performance" in gates else None
+            self.executor.start(gpu=gpu, ahead=ahead)
         steps = {
             "static": self._static,
             "compile": self._compile,
@@ -227,9 +229,9 @@ class _Walk:
         return tell
 
     def _static(self, result: GateResult) -> None:
-        from coda_agent.agent.judge.static import check_source
+        from coda_agent.agent.judge.static import read_candidate
 
-        result.findings = check_source(self.text, self._variants())
+        self.programs, result.findings = read_candidate(self.spec, self.text)
 
     def _variants(self) -> list[str]:
         return [self.spec.variant(b) for b in self.spec.bindings()]
@@ -238,11 +240,6 @@ class _Walk:
         from coda_agent.agent.judge import compile_gate
         from coda_agent.agent.judge.instructions import check_instructions
 
-        try:
-            self.programs = self.executor.load(self.text)
-        except CompileError as error:
-            result.findings = [Finding(message=error.message, hint=error.hint)]
-            return
         result.findings = compile_gate.check_signature(self.spec, self.programs)
         result.findings += check_instructions(self.programs)
         if result.findings:

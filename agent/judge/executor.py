@@ -1,21 +1,18 @@
 """What the judge needs of whoever carries out its jobs, which is `agent/execution/`.
 
-Jobs are data: programs as graphs, a spec's text, tiles. A candidate's Python, and the author, stay
+Jobs are data: programs as graphs, a spec's text, tiles. A candidate's text, and the author, stay
 with the command that was started; so do keys and logs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from coda_agent.agent.judge.job import BuiltObject, CompileJob, Job, PrepareJob
 from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import JsonObject, Outcome, Progress, ReportT
 from coda_agent.primitives.errors import CompileError
-
-if TYPE_CHECKING:
-    from coda_agent.primitives.program import Program
 
 
 class Executor(Protocol):
@@ -25,17 +22,8 @@ class Executor(Protocol):
         """A Hopper GPU that jobs can have; None where there is none."""
         ...
 
-    def start(self, ahead: PrepareJob | None) -> None:
-        """Told that a GPU will be needed soon, and what it can do by then."""
-        ...
-
-    def load(self, text: str) -> dict[str, Program]:
-        """A statically admitted candidate's programs by name, traced where it can do no harm.
-
-        Raises:
-            CompileError: the candidate's Python raised while it was traced, or what it left is no
-                program.
-        """
+    def start(self, *, gpu: bool, ahead: PrepareJob | None = None) -> None:
+        """Get ready to compile; with `gpu` also to run kernels, and to do `ahead` by then."""
         ...
 
     def map(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coda_agent.agent.judge.records import GpuState
-from coda_agent.primitives.errors import MachineError
+from coda_agent.primitives.errors import MachineError, no_hopper
 
 DEVICE_CHILD = "coda_agent.agent.execution.device_worker"
 """The module that runs on a GPU; whoever runs it is idle while we hold the GPU's lock."""
@@ -40,15 +40,18 @@ class Gpu:
         return f"sm_{self.capability.replace('.', '')}"
 
 
-def demanded(gpu: Gpu | None) -> Gpu:
+def demanded(gpu: Gpu | None, hint: str = "`coda-agent doctor` says what there is") -> Gpu:
     """A GPU that there has to be.
+
+    Args:
+        gpu: What was looked for.
+        hint: What to do without one.
 
     Raises:
         MachineError: there is none.
     """
     if gpu is None:
-        hint = "`coda-agent doctor` says what there is; --device cpu interprets"
-        raise MachineError("no Hopper GPU is usable here", hint=hint)
+        raise no_hopper(hint)
     return gpu
 
 
@@ -105,15 +108,15 @@ def others(processes: Sequence[str], ours: Callable[[str], bool], *, has_context
 
 
 def contention(state: Mapping[str, str | int]) -> str:
-    """Who else uses the GPU of a `gpu_state`; nothing where nobody does."""
+    """Why the GPU of a `gpu_state` is not known to be idle; empty where it is."""
     if "error" in state:
-        return f"unknown ({state['error']})"
+        return f"nothing says who else uses the GPU: {state['error']}"
     if state["other_processes"]:
-        return f"{state['other_processes']} other processes are on it"
+        return f"the GPU is in use: {state['other_processes']} other processes are on it"
     busy = str(state["utilization.gpu"])
     # A part of a GPU has no utilisation, [N/A].
     known = busy.replace(".", "").isdigit()
-    return f"it computes {busy} % of the time" if known and float(busy) > _BUSY else ""
+    return f"the GPU is in use {busy} % of the time" if known and float(busy) > _BUSY else ""
 
 
 def contention_allowed() -> bool:
@@ -138,6 +141,4 @@ def require_idle(
         reason = "" if contention_allowed() else contention(state())
         if not reason:
             return
-    raise MachineError(
-        f"the GPU is in use: {reason}", hint="wait, or take figures all the same: --contended"
-    )
+    raise MachineError(reason, hint="wait, or take figures all the same: --contended")

@@ -21,6 +21,7 @@ from coda_agent.generated.kernel import Kernel, load_kernel
 from coda_agent.primitives.errors import CodaError, MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.source import extracted
 
@@ -142,14 +143,14 @@ def _composed(text: str, faces: Mapping[str, tuple[tuple[int, ...], str]]) -> di
     Raises:
         CodaError: as `composed`.
     """
-    from coda_agent.agent.authors.composer import Composer, load
+    from coda_agent.agent.authors.composer import Composer
     from coda_agent.specs.draft import Example, draft
 
     source = extracted(text, "plan")
     examples = {name: Example(*face) for name, face in faces.items()}
     spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
     written = Composer().write(spec, lambda *_: None)
-    program = load(written)[spec.name]
+    program = read_programs(written)[spec.name]
     twin, more = _equal(program, spec), ""
     if twin is None and (twin := _equal(program, spec, more=True)):
         more = "yes"
@@ -216,14 +217,17 @@ def _judged(spec: Spec, text: str) -> str:
 @lru_cache(maxsize=1)
 def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
     """The accepted kernels of the package and of the workspace around the current folder."""
-    from coda_agent.agent.authors.composer import load
     from coda_agent.agent.workspace import find, packaged_kernels
 
     known = packaged_kernels()
     with contextlib.suppress(WorkspaceError, MachineError):  # there may be no workspace, nor git
         known |= {kernel.name: kernel for kernel in find().kernels()}
     return {
-        name: (kernel, [*load(kernel.program.read_text("utf-8")).values()], load_spec(kernel.spec))
+        name: (
+            kernel,
+            [*read_programs(kernel.program.read_text("utf-8")).values()],
+            load_spec(kernel.spec),
+        )
         for name, kernel in known.items()
         if kernel.level == "accepted"
     }

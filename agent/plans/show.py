@@ -1,6 +1,6 @@
 """What a plan moves and why it is as it is, for people; and the worker that finds it out.
 
-A user's function is run in a sandboxed process (`python -m coda_agent.agent.plans.show`), and what
+A user's function is run in a child (`python -m coda_agent.agent.plans.show`), and what
 comes out of that is data.
 """
 
@@ -14,20 +14,20 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
+from coda_agent.agent.execution.answers import answered
 from coda_agent.agent.execution.child import serve
-from coda_agent.agent.execution.compile_worker import answered
-from coda_agent.agent.execution.pool import CompilePool
+from coda_agent.agent.execution.reference_worker import LIMITS
 from coda_agent.agent.plans.choice import Made, planned
 from coda_agent.agent.plans.cut import Kernel, Plan
 from coda_agent.agent.plans.rules import Note, as_called, product
 from coda_agent.agent.plans.spell import written
 from coda_agent.agent.plans.trace import Graph, Value, record
-from coda_agent.agent.references import result
+from coda_agent.agent.references import reference_child, result
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs.draft import Example
-from coda_agent.specs.effects import forbid_effects
+from coda_agent.specs.effects import forbidden
 from coda_agent.specs.source import Source
 
 _SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
@@ -130,18 +130,20 @@ def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[
 
 
 def explained(source: Source, examples: Mapping[str, Example]) -> Shown:
-    """The plan of a user's function, which is run in the sandbox.
+    """The plan of a user's function, which is run in a child.
 
     Raises:
         SpecError: it cannot be planned; says why.
-        MachineError: a stronger sandbox is demanded than works here.
     """
     job = {
         "source": asdict(source),
         "examples": {x: asdict(example) for x, example in examples.items()},
     }
-    with CompilePool(1, module=__name__) as pool:
-        found = result(pool, job, source.where, _LIMIT_S, dict)
+    child = reference_child(__name__)
+    try:
+        found = result(child, job, source.where, _LIMIT_S, dict)
+    finally:
+        child.close()
     return Shown.model_validate(found)
 
 
@@ -205,19 +207,19 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     # What torch imports and looks up at its first run, before nothing may be opened any more.
     small = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
     shown(record(lambda x: torch.relu(x @ x.T), (small,), {}))
-    forbid_effects()
-    space: dict[str, Any] = {}
-    exec(compile(source.block, source.where, "exec"), space)
     args: dict[str, Any] = {}
     for name, example in examples.items():
         dtype = getattr(torch, "bfloat16" if example.dtype == "T" else example.dtype)
         shape = [_LETTER if isinstance(a, str) else a for a in example.axes]
         args[name] = torch.empty(shape, dtype=dtype, device="meta") if shape else 1.0
-    space["reference"].__name__ = source.name
-    try:
-        graph = record(space["reference"], (), args, [x for x in args if examples[x].axes])
-    except Exception as error:
-        raise SpecError(f"{source.where}: {source.name} is left to PyTorch: {error}") from error
+    space: dict[str, Any] = {}
+    with forbidden():
+        exec(compile(source.block, source.where, "exec"), space)
+        space["reference"].__name__ = source.name
+        try:
+            graph = record(space["reference"], (), args, [x for x in args if examples[x].axes])
+        except Exception as error:
+            raise SpecError(f"{source.where}: {source.name} is left to PyTorch: {error}") from error
     return shown(graph).model_dump(mode="json")
 
 
@@ -226,4 +228,5 @@ def _main(job: dict[str, Any], _: Callable[[dict[str, Any]], None]) -> dict[str,
 
 
 if __name__ == "__main__":
+    LIMITS.take()
     serve(_main)

@@ -17,9 +17,9 @@ from coda_agent.agent import accept as acceptance
 from coda_agent.agent import events as e
 from coda_agent.agent import execution, judge, publish
 from coda_agent.agent.judge import Finding, Verdict
+from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.judge.runners import one_thread
-from coda_agent.agent.judge.static import MAX_CHARACTERS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.state import CHECKS, Attempt
@@ -38,6 +38,7 @@ from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.demos import demos
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.reader import MAX_CHARACTERS
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec
 
@@ -68,7 +69,7 @@ Word = Annotated[str, _told("Part of a name, of a kind or of what is said of it.
 Level = Annotated[
     Literal["static", "compile", "interpret", "gpu"],
     _told(
-        "static: the language (instant). compile: also traced and compiled. interpret: "
+        "static: the language (instant). compile: also compiled. interpret: "
         "also its numbers, by the interpreter. gpu: the numbers of the compiled kernels."
     ),
 ]
@@ -180,9 +181,8 @@ class Workbench:
         return self.state.candidate
 
     def _need_gpu(self) -> None:
-        if self.state.device == "cpu" or execution.usable_gpu("auto") is None:
-            hint = "check at level interpret is the most this machine can show before submit"
-            raise MachineError("this needs a Hopper GPU, and there is none", hint=hint)
+        gpu = None if self.state.device == "cpu" else execution.usable_gpu("auto")
+        demanded(gpu, "check at level interpret is the most that can be shown before submit")
         if self.state.spent.gpu_s > self.gpu_limit_s:
             raise ToolError(f"the GPU budget of {self.gpu_limit_s:.0f} s is used up")
 
@@ -301,7 +301,7 @@ class Workbench:
             said += ", refused" * bool(found)
         else:
             lines = (f"\n{line}" for finding in found for line in lines_of(finding))
-            said += "".join(lines) or ", traced: names and shapes fit the spec"
+            said += "".join(lines) or ", names and shapes fit the spec"
         return Result(text=said, data={"findings": len(found)})
 
     @tool()
@@ -326,8 +326,8 @@ class Workbench:
     ) -> Result:
         """What the candidate or an expression gives at a few elements, beside the exact reference:
         in float64, and as float32 arithmetic stores it."""
-        from coda_agent.agent.explain import programs_of
         from coda_agent.agent.workbench.evaluating import inputs_of, table, written
+        from coda_agent.primitives.reader import read_programs
 
         names = {self.spec.variant(b): b for b in self.spec.bindings()}
         name = program or next(iter(names))
@@ -335,11 +335,11 @@ class Workbench:
         found = written(self.spec, binding, expression) if expression else None
         programs = {"expression": found} if found else {}
         if not found:
-            programs["candidate"] = programs_of(self._candidate(), [*names])[name]
+            programs["candidate"] = read_programs(self._candidate(), [*names])[name]
         if against is not None:
             attempts = {str(a.number): a.text for a in self.state.attempts}
             text = _pick(attempts, str(against), "attempt")
-            programs[f"attempt {against}"] = programs_of(text, [*names])[name]
+            programs[f"attempt {against}"] = read_programs(text, [*names])[name]
         finding = self._last_finding() if failing else None
         with one_thread():
             inputs = inputs_of(self.spec, binding, values, finding)

@@ -1,8 +1,7 @@
 """Programs on a few numbers, beside the reference in float64.
 
-A program is the candidate's, an earlier attempt's, or one made of an expression. Its Python runs
-where any candidate's does, in a sandboxed worker; here its graph is replayed. The numbers are given
-ones, a draw of the spec, or the case in which the last check failed.
+A program is that of the candidate, of an earlier attempt, or of an expression. Its graph is
+replayed. The numbers are given ones, a draw of the spec, or those on which the last check failed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 
 from coda_agent import primitives
-from coda_agent.agent.explain import programs_of
 from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.diagnosis import read_at
 from coda_agent.agent.judge.meaning import draws, replayed
@@ -23,8 +21,9 @@ from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.workbench.registry import ToolError
-from coda_agent.primitives.errors import CodaError, CompileError
+from coda_agent.primitives.errors import ProgramError, TextError
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.resources import OPERAND_KINDS, ColIndex
 from coda_agent.specs import Spec, draw_inputs, run_reference
 
@@ -38,7 +37,7 @@ def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
 
     Raises:
         ToolError: it is empty.
-        CodaError: as `programs_of`.
+        ProgramError: it is not in the language, or no output can store it.
     """
     m, n, _ = spec.gemm_dims
     if not expression.strip():
@@ -56,7 +55,7 @@ def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
     body = "".join(f"    {line}\n" for line in lines)
     kinds = {line.partition(": ")[2] for line in declared[1:]}
     used = {"epilogue", *kinds, *names.intersection(primitives.__all__)}
-    refused: CodaError | None = None
+    refused: TextError | None = None
     for kind in _OUTPUTS:
         text = (
             f"from coda_agent.primitives import {', '.join(sorted({*used, kind}))}\n\n\n"
@@ -64,11 +63,12 @@ def written(spec: Spec, binding: Mapping[str, str], expression: str) -> Program:
             f"def expression({', '.join(declared)}):\n{body}    return {{'value': {last}}}\n"
         )
         try:
-            return programs_of(text, ["expression"])["expression"]
-        except CompileError as error:
+            return read_programs(text)["expression"]
+        except TextError as error:
             refused = refused or error
     assert refused is not None
-    raise refused
+    # Without its line, which nobody wrote.
+    raise ProgramError(refused.faults[0].message, hint=refused.hint)
 
 
 def inputs_of(

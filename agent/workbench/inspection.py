@@ -4,7 +4,7 @@ import re
 import textwrap
 
 from coda_agent.agent import execution
-from coda_agent.agent.explain import traced
+from coda_agent.agent.explain import program_of
 from coda_agent.agent.judge import compile_gate
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.agent.workbench.feedback import resources
@@ -43,7 +43,7 @@ def tiles(spec: Spec, text: str, program: str | None) -> str:
     Raises:
         CodaError: the candidate does not trace, or has no such program.
     """
-    chosen = traced(spec, text, program)
+    chosen = program_of(spec, text, program)
     programs = {spec.variant(binding): chosen for binding in spec.bindings()}
     m, n, k = spec.gemm_dims
     shapes = [(sizes[m], sizes[n], sizes[k]) for sizes in spec.bench_shapes]

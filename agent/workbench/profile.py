@@ -1,7 +1,6 @@
 """What the hardware does with a program: the roofline from its graph, Nsight Compute's counters.
 
-Nsight Compute (`ncu`) is used where it is installed and the driver lets it read counters; the
-candidate's graph is traced in the compile worker, so no Python of the candidate runs here.
+Nsight Compute (`ncu`) is used where it is installed and the driver lets it read counters.
 """
 
 import csv
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from coda_agent.agent.explain import compiled, traced
+from coda_agent.agent.explain import compiled, program_of
 from coda_agent.agent.judge.performance import inspected
 from coda_agent.agent.judge.runners import run_kernel
 from coda_agent.primitives import inspect
@@ -49,7 +48,7 @@ METRICS = {
 def roofline(spec: Spec, text: str, name: str | None = None) -> str:
     """Flops, least bytes and the floor in microseconds at each bench shape, on an H200, in the
     spec's first element type."""
-    program, element = traced(spec, text, name), spec.elements[0]
+    program, element = program_of(spec, text, name), spec.elements[0]
     lines: list[str] = []
     for sizes in spec.bench_shapes:
         m, n, k = (sizes[dim] for dim in spec.gemm_dims)
@@ -76,11 +75,11 @@ def profile(spec: Spec, text: str, incumbent: str | None) -> str:
     if not shutil.which("ncu"):
         hint = "benchmark gives times, inspect the roofline"
         raise MachineError("Nsight Compute (ncu) is not installed here", hint=hint)
-    program = traced(spec, text)
+    program = program_of(spec, text)
     now = _counters(spec, program) | opcodes(spec, program)
     then: dict[str, float] = {}
     if incumbent:
-        other = traced(spec, incumbent)
+        other = program_of(spec, incumbent)
         then = _counters(spec, other) | opcodes(spec, other)
     m, n, k = (spec.bench_shapes[0][dim] for dim in spec.gemm_dims)
     facts = inspected(spec, program, spec.bench_shapes[0], spec.elements[0])

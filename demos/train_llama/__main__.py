@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.errors import CodaError, no_hopper
 
 
 class Device(StrEnum):
@@ -71,7 +71,7 @@ def _run(
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     device = device or ("cuda" if hopper else "cpu")
     if device == "cuda" and not hopper:
-        raise MachineError("there is no Hopper GPU, expected an H100 or H200", hint="--device cpu")
+        raise no_hopper("--device cpu trains a tiny one")
     size = size or ("180m" if device == "cuda" else "tiny")
     if size not in SIZES:
         raise CodaError(f"no size {size!r}, expected {' or '.join(SIZES)}")

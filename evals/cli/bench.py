@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
+from coda_agent.agent import execution
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.reply import Reply
@@ -15,8 +15,6 @@ from coda_agent.evals import tables
 from coda_agent.evals.benchmarks import SUITES, load
 from coda_agent.evals.cells import About, Cell, read
 from coda_agent.evals.runner import Bench, Choice, chosen
-from coda_agent.primitives.errors import MachineError
-from coda_agent.primitives.function import supported
 from coda_agent.primitives.objects import use_cache
 
 Some = list[str] | None
@@ -54,7 +52,7 @@ def bench(
     known = {one.name for one in chosen(cases, choice)}
     record = root / tables.FOLDER / f"{suite}.jsonl"
     if not table:
-        require_hopper()
+        execution.hopper()
         use_cache()
         require_idle()
         Bench(root, About.now("cuda")).run(cases, choice, typer.echo)
@@ -64,13 +62,3 @@ def bench(
     text += "\n".join(f"wrote {path}" for path in written)
     found = by_head(tables.detail(cells)) if cells else []
     return Reply({"record": record, "pages": written, "cells": found}, text)
-
-
-def require_hopper() -> None:
-    """
-    Raises:
-        MachineError: kernels do not run on this machine.
-    """
-    if not (torch.cuda.is_available() and supported(torch.device("cuda"))):
-        hint = "`coda-agent doctor` says what there is; --table writes the page from the records"
-        raise MachineError("bench times kernels on a Hopper GPU, and there is none here", hint=hint)

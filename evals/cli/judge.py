@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from coda_agent.agent import execution
 from coda_agent.agent.cli.options import DeviceOption
 from coda_agent.agent.cli.report import quiet, reported
-from coda_agent.agent.cli.targets import require_gpu
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
 from coda_agent.evals.judge import generated as references
@@ -95,15 +94,14 @@ def timing(
 
 @contextmanager
 def _judge(device: str) -> Iterator[Judge]:
-    require_gpu(device)
-    cuda = device != "cpu" and torch.cuda.is_available()
+    gpu = execution.usable_gpu(device)
     with Progress(console=Console(stderr=True), disable=quiet(), transient=True) as bar:
         task = bar.add_task("")
 
         def say(done: int, total: int, note: str) -> None:
             bar.update(task, completed=done - 1, total=total, description=note)
 
-        yield Judge(find().root, "cuda" if cuda else "cpu", say)
+        yield Judge(find().root, "cuda" if gpu else "cpu", say)
 
 
 def _written(one: Callable[[int, int], dict[str, Any]], name: str, count: int, seed: int) -> Reply:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import load_spec
 
 SETS = ("found", "blind")
@@ -62,7 +62,6 @@ def _entries(name: str) -> dict[str, Any]:
 
 
 def _programs(text: str) -> dict[str, Program]:
-    everything = f"from coda_agent.primitives import {', '.join(sorted(vocabulary))}"
-    text = _IMPORT.sub("", text)
-    found = load_programs(f"{everything}\n{text}")
-    return {name: Program.from_dict(program) for name, program in found.items()}
+    used = {*re.findall(r"\w+", _IMPORT.sub("", text))} & {*vocabulary}
+    imports = f"from coda_agent.primitives import {', '.join(sorted(used))}\n"
+    return read_programs(_IMPORT.sub(imports, text) if _IMPORT.search(text) else imports + text)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.compile_gate import compile_all, jobs_for, lacking
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.workspace import packaged_specs
@@ -16,6 +16,7 @@ from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pai
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.target import instructions
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.specs import load_spec
@@ -168,7 +169,7 @@ def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile
 def test_each_code_for_tables_is_compiled_ahead_and_its_tile_reported_once() -> None:
     """Checks have 16, 272, 336 and 512 columns, the benchmark 1152: whole subtiles, or not."""
     spec = load_spec(packaged_specs()["gemm_sample_gated_residual"])
-    programs = load(Composer().write(spec, lambda *_: None))
+    programs = read_programs(Composer().write(spec, lambda *_: None))
     jobs = jobs_for(spec, programs, ["bfloat16"], all_tiles=True, newer=True)
     columns = {(job.again, *(table[1] for table in job.tables.values())) for job in jobs}
     assert columns == {(False, 1152), (True, 16), (True, 1152)}

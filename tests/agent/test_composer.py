@@ -12,11 +12,10 @@ import torch
 
 from coda_agent import specs as specs_room
 from coda_agent.agent import authors
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.authors.composer.capture import capture
 from coda_agent.agent.authors.composer.emit import emit
 from coda_agent.agent.authors.composer.rewrite import rewrite
-from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import (
     AddTile,
     ColMax,
@@ -56,6 +55,7 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, draw_inputs, load_spec
 from tests import written
 from tests.meanings import EXPECTED, wide
@@ -105,8 +105,7 @@ def spec(
 def compose(a_spec: Spec) -> dict[str, Program]:
     text = Composer().write(a_spec, lambda *_: None)
     names = [a_spec.variant(binding) for binding in a_spec.bindings()]
-    assert check_source(text, names) == []
-    return load(text)
+    return read_programs(text, names)
 
 
 def body_of(text: str) -> str:
@@ -769,7 +768,7 @@ def test_a_long_chain_of_shared_values_stays_short() -> None:
     # Values grow beyond any float, so only the text is looked at, not the self-check.
     text = emit(a_spec, [rewrite(capture(a_spec, {}))])
     assert len(text) < 10_000
-    assert load(text)["probe"].graph.outputs == {
+    assert read_programs(text)["probe"].graph.outputs == {
         "O": 118
     }  # acc, 39 constants, 39 sums, 40 products
 

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.derive.backward import WEIGHT_GRADIENT, Backward, derive
 from coda_agent.agent.derive.checking import check, exactly, gradients
 from coda_agent.agent.derive.kernel import Asked, Form
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.primitives.errors import CodaError, ProgramError, SpecError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, admit, load_spec
 from tests.written import spec
 
@@ -80,7 +81,9 @@ def derived(name: str, asked: Asked) -> Backward:
 
 
 def composed(text: str, name: str) -> dict[str, Any]:
-    return load(Composer().write(load_spec(Path(f"{name}.md"), text=text), lambda *_: None))
+    return read_programs(
+        Composer().write(load_spec(Path(f"{name}.md"), text=text), lambda *_: None)
+    )
 
 
 def running(types: dict[str, str], programs: dict[str, dict[str, Any]]) -> Callable[..., Any]:
@@ -146,7 +149,7 @@ def test_the_papers_backward_kernels_come_out(forward: str, asked: Asked, accept
     """Kernels 10 and 9: what is derived computes what was accepted, digest by digest."""
     text = derived(forward, asked).files[f"{forward}_bwd"]
     programs = composed(text, f"{forward}_bwd")
-    known = load((ROOT / "generated" / accepted / "kernel.py").read_text("utf-8"))
+    known = read_programs((ROOT / "generated" / accepted / "kernel.py").read_text("utf-8"))
     assert [p.digest for p in programs.values()] == [p.digest for p in known.values()]
 
 

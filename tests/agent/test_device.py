@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", f"{made}:{HERE}")
-    monkeypatch.setattr(faulted_tiles, "cache_directory", lambda: made)
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(made))  # which a child may write
     monkeypatch.setattr(device, "LOCKS", tmp_path)
     monkeypatch.setattr(device, "HANG_S", 0.4)
     monkeypatch.setattr(device, "SETTLE_S", 0.3)
@@ -279,7 +279,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {here!r})
 import test_device as t
 t.device.LOCKS = Path(sys.argv[1])
-t.faulted_tiles.cache_directory = lambda: Path(sys.argv[1], "cache")
 gpu = t.Device(t.GPU, "scripted_device")
 spec = t.load_spec(t.HERE.parents[1] / "specs" / "gemm_swiglu.md")
 t.grade(gpu, spec)

@@ -22,6 +22,7 @@ from coda_agent.agent.workspace import Kernel
 from coda_agent.generated import tables
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig, offered
 from coda_agent.specs import load_spec
 
@@ -159,10 +160,7 @@ class Executor:
     def gpu(self) -> Gpu:
         return Gpu("GPU-1", "Test GPU", "9.0")
 
-    def start(self, ahead: Any) -> None: ...
-    def load(self, text: str) -> Any:
-        name = re.findall(r"^def (\w+)", text, re.M)[0]
-        return load_kernel(ROOT / name.partition("__")[0]).programs
+    def start(self, *, gpu: bool, ahead: Any = None) -> None: ...
 
     def map(self, jobs: Any, progress: Any) -> list[CompileError]:
         return [CompileError("no compiler here") for _ in jobs]
@@ -178,7 +176,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
             raise CompileError("it does not compile")
         executor.measured.append(spec.name)
         executor.shapes = [tuple(s.values()) for s in spec.bench_shapes]
-        program = executor.load(text)[spec.variant(spec.bindings()[0])]
+        program = read_programs(text)[spec.variant(spec.bindings()[0])]
         found, configs = [], {}
         for m, n, k in (tuple(s.values()) for s in spec.bench_shapes):
             tiles = offered(program, [(m, n, k)])

@@ -50,7 +50,7 @@ def test_the_state_is_what_nvidia_smi_says_of_the_visible_gpu(
     assert str(state["clocks_event_reasons.active"]).endswith("4")
     assert (state["compute_processes"], state["other_processes"]) == (2, 1)
     assert all(line.startswith("-i GPU-ab ") for line in (smi / "calls").read_text().splitlines())
-    assert contention(state) == "1 other processes are on it"
+    assert contention(state) == "the GPU is in use: 1 other processes are on it"
 
 
 def test_parent_and_child_are_not_others(smi: Path) -> None:
@@ -85,9 +85,9 @@ def test_others(processes: list[str], has_context: bool, expected: int) -> None:
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({**IDLE, "utilization.gpu": "97"}, "it computes 97 % of the time"),
-        ({**IDLE, "other_processes": 2}, "2 other processes are on it"),
-        ({"error": "nvidia-smi: not found"}, "unknown (nvidia-smi: not found)"),
+        ({**IDLE, "utilization.gpu": "97"}, "the GPU is in use 97 % of the time"),
+        ({**IDLE, "other_processes": 2}, "the GPU is in use: 2 other processes are on it"),
+        ({"error": "no answer"}, "nothing says who else uses the GPU: no answer"),
     ],
 )
 def test_a_gpu_in_use_is_refused_unless_the_user_allows_it(
@@ -97,7 +97,7 @@ def test_a_gpu_in_use_is_refused_unless_the_user_allows_it(
     waits: list[float] = []
     with pytest.raises(MachineError) as caught:
         require_idle(lambda: state, waits.append)
-    assert caught.value.message == f"the GPU is in use: {reason}"
+    assert caught.value.message == reason
     assert "--contended" in caught.value.hint
     assert sum(waits) == 5
     monkeypatch.setenv(CONTENDED, "1")
@@ -121,4 +121,4 @@ def test_a_machine_without_nvidia_smi_cannot_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert contention(gpu_state()).startswith("unknown (nvidia-smi: ")
+    assert contention(gpu_state()).startswith("nothing says who else uses the GPU: nvidia-smi: ")

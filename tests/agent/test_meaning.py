@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.records import Finding
 from coda_agent.demos import demos
@@ -15,7 +14,7 @@ from coda_agent.evals.judge import corpus
 from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import SpecError
-from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, load_spec
 from tests.written import spec
 
@@ -36,10 +35,10 @@ def spec_of(body: str, domain: str = "", stored: str = "bfloat16") -> Spec:
 
 def findings(made: Spec, expression: str, seed: int | None = None) -> list[Finding]:
     text = (
-        f"from coda_agent.primitives import {', '.join(vocabulary)}\n"
+        f"from coda_agent.primitives import {', '.join({*vocabulary} - {'Program'})}\n"
         f"@epilogue(O=Tile)\ndef k(acc, r: ColVector):\n    return {{'O': {expression}}}\n"
     )
-    programs = {n: Program.from_dict(p) for n, p in load_programs(text).items()}
+    programs = read_programs(text)
     return check_meaning(made, programs, seed=seed)
 
 
@@ -174,5 +173,5 @@ def test_a_logarithm_of_a_sum_near_1_errs_as_the_sum_does(seed: int) -> None:
     root = Path(__file__).parents[2]
     mixture = load_spec(root / "specs/catalogue/gemm_log_mixture.md")
     text = (root / "tests/agent/solutions/gemm_log_mixture.py").read_text("utf-8")
-    programs = {name: Program.from_dict(data) for name, data in load_programs(text).items()}
+    programs = read_programs(text)
     assert check_meaning(mixture, programs, seed=seed) == []

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import load_spec
 from coda_agent.specs.draft import Example, draft
 from coda_agent.specs.source import axes_of, extracted
@@ -105,7 +106,7 @@ def test_a_models_function_is_composed_as_given(name: str) -> None:
         said = " ".join(filter(None, (refusal.message, refusal.hint)))
         assert REFUSED.get(name, "composed") in said
     else:
-        assert check_meaning(spec, load(text)) == []
+        assert check_meaning(spec, read_programs(text)) == []
 
 
 def test_how_many_are_refused() -> None:

@@ -9,13 +9,13 @@ import torch
 import coda_agent.primitives as vocabulary
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge import disturbance
-from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import Program, RowSum, Tile, derivative, epilogue
 from coda_agent.primitives.derivatives import chained
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.lower import Replay
 from coda_agent.primitives.operation import OPS, elementwise, kept
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import load_spec
@@ -110,7 +110,7 @@ def test_it_is_composed_from_its_aten_name() -> None:
     spec = load_spec("angles.md", text=SPEC)
     source = Composer().write(spec, lambda *_: None)
     assert 'return {"O": 2.0 * atan(acc)}' in source
-    assert check_source(source, ["angles"]) == []
+    assert [*read_programs(source)] == ["angles"]
 
 
 def test_the_judge_knows_how_it_errs() -> None:

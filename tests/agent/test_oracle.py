@@ -25,6 +25,7 @@ from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import STREAMING, TileConfig
 from coda_agent.specs import Spec, load_spec
 from tests import written
@@ -56,9 +57,7 @@ def spec_of(name: str) -> Spec:
 
 
 def programs_of(name: str) -> dict[str, Program]:
-    namespace: dict[str, Any] = {"__name__": name}
-    exec((GENERATED / name / "kernel.py").read_text(), namespace)
-    return {k: v for k, v in namespace.items() if isinstance(v, Program)}
+    return read_programs((GENERATED / name / "kernel.py").read_text())
 
 
 def check(

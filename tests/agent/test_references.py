@@ -1,4 +1,4 @@
-"""`coda-agent spec`, and what runs of a user's: in the sandbox, and nowhere else."""
+"""`coda-agent spec`, and what runs of a user's: in a child, and nowhere else."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import references, workspace
 from coda_agent.agent.cli import app
+from coda_agent.agent.execution import confinement
 from coda_agent.primitives.errors import SpecError
 from coda_agent.specs import load_spec
 from coda_agent.specs.draft import Example
@@ -102,13 +103,12 @@ def test_bad_input_is_one_line_and_writes_nothing(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("torch.save(torch.ones(1), '{path}')", "m.py:3: the function "),
         ("math.inf.__class__.__base__.__subclasses__()[0].x", "m.py:3: the function raises Attrib"),
         ("print(3)", "m.py:3: the function prints; a reference only computes"),
         ("while True: pass", "m.py: the function did not end in 5 s (a reference only computes)"),
         ("x = x @ torch.ones(1 << 40)", "m.py:3: the function raises RuntimeError: "),
         ("torch._C._cuda_init", "m.py:3: the function raises AttributeError: "),
-        ("torch.os.kill(torch.os.getppid(), 9)", "m.py:3: the function opens a file or a conn"),
+        ("torch.os.kill(torch.os.getppid(), 9)", "m.py:3: the function signals a process (a refer"),
         ("torch.os._exit(3)", "m.py: the function ended without a result: exit status 3"),
         ("torch.os.system('touch {path}')", "m.py:3: the function starts a program (a reference"),
         ("open_ = torch.os.open('{path}', 65); x", "m.py:3: the function opens a file for writing"),
@@ -121,6 +121,21 @@ def test_a_function_that_does_more_than_compute(tmp_path: Path, body: str, messa
     with pytest.raises(SpecError) as caught:
         references.drafted(extracted(text, "m.py"), examples, "f", limit_s=5.0)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert not path.exists()
+
+
+def test_what_is_written_past_python_is_stopped_by_bubblewrap(tmp_path: Path) -> None:
+    if reason := confinement.missing():
+        pytest.skip(reason)
+    path = tmp_path / "made"
+    text = (
+        f"import torch\ndef f(x, w):\n    torch.save(torch.ones(1), '{path}')\n    return x @ w.T\n"
+    )
+    examples = {"x": Example((64, 32)), "w": Example((48, 32))}
+    with pytest.raises(
+        SpecError, match=r"m.py:3: the function raises RuntimeError: .*Read-only file system"
+    ):
+        references.drafted(extracted(text, "m.py"), examples, "f")
     assert not path.exists()
 
 

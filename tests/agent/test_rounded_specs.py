@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.runners import run_interpreter
 from coda_agent.primitives import ColVector, Tile, epilogue, to_e4m3, to_e5m2
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec
 from tests import written
@@ -57,7 +58,7 @@ def test_it_is_admitted_composed_and_right(spec: Spec) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_float32_falls_on_either_side_of_a_tie(spec: Spec, seed: int) -> None:
     """A kernel's sums err in their last bits, and near a tie a whole step of e4m3 follows."""
-    programs = load(Composer().write(spec, lambda *_: None))
+    programs = read_programs(Composer().write(spec, lambda *_: None))
     tiles = {("fake", "bfloat16"): (TileConfig(128, 128),)}
     moved = 0
 

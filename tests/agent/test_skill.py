@@ -12,16 +12,14 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import skill
 from coda_agent.agent.cli import app
-from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.judge.compile_gate import check_signature
-from coda_agent.agent.judge.static import check_source, program_names
 from coda_agent.agent.prompt import instructions
 from coda_agent.agent.workbench import TOOLS
 from coda_agent.demos import END, demos
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import draw_inputs, load_spec, run_reference
 from coda_agent.specs.format import DTYPES, Dim, Draw, Header, InPlace, Input, Tolerance
 
@@ -52,8 +50,7 @@ def test_every_demonstration_is_there_and_is_a_program() -> None:
     assert found.keys() == known.keys()
     for name, text in found.items():
         candidate = text.partition(END)[0]
-        assert check_source(candidate, program_names(candidate)) == []
-        programs = [Program.from_dict(x) for x in load_programs(candidate).values()]
+        programs = [*read_programs(candidate).values()]
         assert [x.digest for x in programs] == [x.digest for x in known[name].programs]
 
 
@@ -67,8 +64,7 @@ def test_its_own_example_is_a_spec_and_a_program_of_it() -> None:
     assert len(first.splitlines()) == 12
     spec = load_spec("ffn_gate.md", text=first)
     text = re.findall(r"```python no-run\n(.*?)```", FILES["SKILL.md"], re.DOTALL)[0]
-    assert check_source(text, [spec.name]) == []
-    programs = {name: Program.from_dict(x) for name, x in load_programs(text).items()}
+    programs = read_programs(text, [spec.name])
     assert check_signature(spec, programs) == []
     values = draw_inputs(spec, spec.check_shapes[1], spec.default_types(), seed=0)
     want = run_reference(spec, values, exact=True)["y"]

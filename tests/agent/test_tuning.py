@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coda_agent import generated
-from coda_agent.agent import doctor, execution, judge, shapes, workspace
+from coda_agent.agent import execution, judge, shapes, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.generated.kernel import user_tuning
@@ -52,7 +52,6 @@ def measurer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measurer:
     made = Measurer()
     monkeypatch.setattr(judge, "tune_candidate", made)
     monkeypatch.setattr(execution, "usable_gpu", lambda _: GPU)
-    monkeypatch.setattr(doctor, "gpus", lambda: [GPU])
     monkeypatch.setenv("CODA_AGENT_TUNED", str(tmp_path / "tuned"))
     for who in ("AUTHOR", "COMMITTER"):
         monkeypatch.setenv(f"GIT_{who}_NAME", "U")

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coda_agent import generated
-from coda_agent.agent import doctor, warming
+from coda_agent.agent import warming
 from coda_agent.agent.cli import app
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
@@ -85,7 +85,7 @@ for types in spec.type_choices():
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "objects"))
     monkeypatch.setenv("CODA_AGENT_TUNED", str(tmp_path / "tuned"))
-    monkeypatch.setattr(doctor, "gpus", list)
+    monkeypatch.setattr(local.Local, "_gpus", lambda _: [])
     return tmp_path / "objects"
 
 
@@ -192,7 +192,7 @@ def test_the_fold_of_a_final_reduction_is_compiled_too(
 @pytest.mark.parametrize(
     ("args", "message", "code"),
     [
-        (["gemm_swiglu", "--shape=1,16,16"], "no GPU here", 3),
+        (["gemm_swiglu", "--shape=1,16,16"], "needs a Hopper GPU", 3),
         (["gemm_swiglu", "--shape=1,16,16", "--gpu=NVIDIA H20"], "did you mean NVIDIA H200?", 2),
         (["gemm_swiglu", "--shape=1,20,16", "--gpu", H200], "N=20; expected a positive", 2),
         (["gemm_swigl", "--shape=1,16,16", "--gpu", H200], "did you mean gemm_swiglu?", 2),

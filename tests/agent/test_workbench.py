@@ -108,12 +108,13 @@ def test_what_shows_at_once_is_said_at_once(bench: Workbench) -> None:
     def wrote(text: str) -> str:
         return say(bench, "write_candidate", text=text).partition(" lines")[2]
 
-    assert wrote(RIGHT) == ", traced: names and shapes fit the spec"
+    assert wrote(RIGHT) == ", names and shapes fit the spec"
     assert "only imports and @epilogue" in wrote(WRONG)
     line = RIGHT[: RIGHT.index("swiglu(gate, up)")].count("\n") + 1
     nothing = 'ptx("nothing", "neg.f32 $0, $1;", gate)'
     lost = RIGHT.replace("swiglu(gate, up)", nothing).replace("swiglu\n", "ptx\n")
-    assert f"\nline {line}: ptx() gives no meaning torch.nothing" in wrote(lost)
+    said = wrote(lost)
+    assert "\nptx() gives no meaning torch.nothing" in said and said.endswith(f"line {line}")
     assert "spec declares ['D', 'O']" in wrote(RIGHT.replace('"D"', '"E"').replace("D=", "E="))
     bench.withheld = ("diagnosis",)
     assert wrote(WRONG) == ", refused"

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge import GateResult, Verdict, judge_candidate
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.records import VERSIONS
-from coda_agent.agent.judge.static import check_source
 from coda_agent.primitives import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, admit
 
@@ -23,8 +23,7 @@ def composed(spec: Spec) -> dict[str, Program]:
 
 def judged(spec: Spec, text: str) -> dict[str, Program]:
     """The programs of `text`, if static and meaning accept it and its own instructions are right."""
-    assert check_source(text, [spec.variant(binding) for binding in spec.bindings()]) == []
-    programs = load(text)
+    programs = read_programs(text, [spec.variant(binding) for binding in spec.bindings()])
     assert check_instructions(programs) == []
     assert check_meaning(spec, programs) == []
     return programs

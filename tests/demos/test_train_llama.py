@@ -268,7 +268,7 @@ def test_bad_arguments(args: list[str], said: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["--out", str(tmp_path), "--device", "cuda"])
-    assert done.exit_code == 3 and "no Hopper GPU" in done.output
+    assert done.exit_code == 3 and "needs a Hopper GPU" in done.output
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

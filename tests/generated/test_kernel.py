@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -102,11 +104,11 @@ def test_static_parameters_choose_the_program(tmp_path: Path, operands: dict[str
 def test_wrong_arguments_are_named(tmp_path: Path, operands: dict[str, Any]) -> None:
     kernel = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
     values = list(operands.values())
-    with pytest.raises(LaunchError, match="input 'gamma' is missing"):
+    with pytest.raises(TypeError, match="input 'gamma' is missing"):
         kernel(*values[:3])
     with pytest.raises(LaunchError, match="takes 4 inputs, got 5"):
         kernel(*values, 1)
-    with pytest.raises(LaunchError, match="unexpected or repeated argument 'A'"):
+    with pytest.raises(TypeError, match="unexpected or repeated argument 'A'"):
         kernel(*values, A=1)
     with pytest.raises(LaunchError, match="unexpected or repeated argument 'weight'"):
         kernel(*values, weight=1)
@@ -173,6 +175,71 @@ def test_a_folder_without_a_kernel(tmp_path: Path) -> None:
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(AttributeError, match="no accepted kernel named 'gemm_nothing'"):
         generated.gemm_nothing  # noqa: B018
+    with pytest.raises(ImportError, match="named 'gemm_swigl', did you mean gemm_swiglu"):
+        from coda_agent.generated import gemm_swigl  # noqa: F401  # pyright: ignore
+    assert not hasattr(generated, "gemm_swigl")
+
+
+def test_a_kernel_pickles_by_its_name_or_its_folder(tmp_path: Path) -> None:
+    kernel = generated.gemm_rmsnorm_rope
+    assert pickle.dumps(kernel).count(b"gemm_rmsnorm_rope") == 1
+    less = kernel.without("D")
+    own = make(tmp_path, "gemm_residual_partial_rmsnorm", RESIDUAL)
+    kernels = kernel, less, own, own.without("s"), own.without("s").without("D")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert all(pickle.loads(pickle.dumps(x, protocol)) is x for x in kernels)
+    # As a worker of another process has it, which knows none of them.
+    code = "import pickle, sys; print(*pickle.load(sys.stdin.buffer), sep='\\n')"
+    command, given = [sys.executable, "-c", code], pickle.dumps(kernels)
+    done = subprocess.run(command, input=given, capture_output=True, check=True)
+    assert done.stdout.decode().splitlines() == [
+        "<kernel gemm_rmsnorm_rope>",
+        "<kernel gemm_rmsnorm_rope.without('D')>",
+        "<kernel gemm_residual_partial_rmsnorm>",
+        "<kernel gemm_residual_partial_rmsnorm.without('s')>",
+        "<kernel gemm_residual_partial_rmsnorm.without('s', 'D')>",
+    ]
+    made = Kernel(own.spec, own.programs, {}, frozenset(), "made_here")
+    for x in (*kernels, made):
+        assert copy.copy(x) is x and copy.deepcopy([x])[0] is x
+    with pytest.raises(TypeError, match="partial_rmsnorm> cannot be pickled: it was made here"):
+        pickle.dumps(made)
+
+
+NOT_DENSE = {
+    "torch.sparse_coo": lambda t: t.float().to_sparse().to(t.dtype),
+    "torch.sparse_csr": lambda t: t.to_sparse_csr(),
+    "torch._mkldnn": lambda t: t.to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_DENSE)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested")
+def test_a_tensor_that_is_not_dense_is_refused(kind: str) -> None:
+    a, b = torch.ones(8, 64).bfloat16(), torch.ones(64, 64).bfloat16()
+    other = NOT_DENSE[kind]
+    for name, given in (("A", (other(a), b)), ("B", (a, other(b)))):
+        with pytest.raises(LaunchError, match=f"input '{name}' is {kind}, expected a dense"):
+            generated.gemm_swiglu(*given)
+    with pytest.raises(LaunchError, match=f"input 'B' is {kind}, expected a dense"):
+        generated.gemm_swiglu(a.requires_grad_(), other(b))
+
+
+@pytest.mark.parametrize("index", [128, -1, -100])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_target_that_is_no_column_is_refused(index: int, differentiated: bool) -> None:
+    kernel = generated.gemm_partial_cross_entropy
+    g = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(x, 64, generator=g).bfloat16() for x in (9, 128))
+    y = torch.arange(9, dtype=torch.int32) * 15
+    a.requires_grad_(differentiated)
+    with pytest.raises(LaunchError, match=f"'y' holds {index}, expected columns from 0 to 127"):
+        kernel(a, b, y.index_fill(0, torch.tensor(4), index))
+    target = kernel(a, b, y.index_fill(0, torch.tensor(4), 127))[1]
+    expected = (a.double() @ b.double().T)[range(9), [0, 15, 30, 45, 127, 75, 90, 105, 120]]
+    torch.testing.assert_close(target.double(), expected, rtol=1e-5, atol=1e-5)
+    assert "y: (M,) int64, from 0 to N - 1: a CPU refuses another" in str(kernel.__doc__)
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
@@ -345,29 +412,18 @@ def reference(A, B, X, alpha, update):
     return {"s": D.sum(-1), "O": (X + alpha * D).to(X.dtype)}
 ```
 """.lstrip()
-ADDS = """
-from coda_agent.primitives import AddTile, RowSum, Scalar, epilogue
-
-def program(name):
-    def fn(acc, alpha: Scalar):
-        return {"s": acc, "O": alpha * acc}
-    fn.__name__ = name
-    return epilogue(s=RowSum, O=AddTile)(fn)
-
-gemm_accumulate__in_place = program("gemm_accumulate__in_place")
-gemm_accumulate__out_of_place = program("gemm_accumulate__out_of_place")
+IMPORTS = "from coda_agent.primitives import AddTile, RowSum, Scalar, Tile, epilogue\n"
+ADDS = READS = IMPORTS
+for _update in ("in_place", "out_of_place"):
+    ADDS += f"""
+@epilogue(s=RowSum, O=AddTile)
+def gemm_accumulate__{_update}(acc, alpha: Scalar):
+    return {{"s": acc, "O": alpha * acc}}
 """
-READS = """
-from coda_agent.primitives import RowSum, Scalar, Tile, epilogue
-
-def program(name):
-    def fn(acc, X: Tile, alpha: Scalar):
-        return {"s": acc, "O": X + alpha * acc}
-    fn.__name__ = name
-    return epilogue(s=RowSum, O=Tile)(fn)
-
-gemm_accumulate__in_place = program("gemm_accumulate__in_place")
-gemm_accumulate__out_of_place = program("gemm_accumulate__out_of_place")
+    READS += f"""
+@epilogue(s=RowSum, O=Tile)
+def gemm_accumulate__{_update}(acc, X: Tile, alpha: Scalar):
+    return {{"s": acc, "O": X + alpha * acc}}
 """
 
 
@@ -445,7 +501,7 @@ def test_only_plain_tensors_pass_by_the_dispatcher(
 
 
 @pytest.mark.parametrize("file", ["kernel.py", "spec.md"])
-def test_what_the_judge_did_not_see_is_not_run(tmp_path: Path, file: str) -> None:
+def test_what_the_judge_did_not_see_is_not_loaded(tmp_path: Path, file: str) -> None:
     folder = tmp_path / "gemm_rope"
     shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)
     assert load_kernel(folder).spec.name == "gemm_rope"

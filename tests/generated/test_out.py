@@ -126,6 +126,26 @@ def test_what_does_not_fit_is_refused(name: str, value: Tensor, message: str) ->
     assert (value == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (
+            torch.ones(M, 2 * F),
+            "out is Tensor, expected tensors by name, such as out={'dZ': tensor}",
+        ),
+        ((torch.ones(M, 2 * F),), "out is tuple, expected tensors by name"),
+        (3, "out is int, expected tensors by name"),
+        ({"dZ": 3}, "out's dZ is int, expected a dense tensor"),
+        ({"dZ": None}, "out's dZ is NoneType, expected a dense tensor"),
+        ({"dZ": torch.ones(2, 2).to_sparse()}, "out's dZ is torch.sparse_coo, expected a dense"),
+    ],
+)
+def test_another_form_of_out_is_refused(out: Any, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        kernel(*given(M), out=out)
+    assert message in str(caught.value)
+
+
 def test_a_gradient_and_what_is_overwritten_already_are_refused() -> None:
     a, b, z = given(M)
     message = "has no backward pass|would lose the result's gradient"

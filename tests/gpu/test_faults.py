@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from coda_agent.agent.execution import faulted_tiles, hopper, sanitize
-from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.execution.device import Device
 from coda_agent.agent.judge.job import NumericsJob, SanitizeJob
 from coda_agent.agent.judge.records import NumericsReport
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import MachineError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
 from coda_agent.specs import Spec, load_spec
 
@@ -30,7 +30,7 @@ def loaded() -> tuple[Spec, dict[str, Program]]:
     spec = load_spec(ROOT / "specs" / "gemm_swiglu.md")
     smallest = min(spec.check_shapes, key=lambda sizes: sizes["M"] * sizes["N"] * sizes["K"])
     text = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
-    programs = {name: Program.from_dict(data) for name, data in load_programs(text).items()}
+    programs = read_programs(text)
     return spec.model_copy(update={"check_shapes": (smallest,)}), programs
 
 

@@ -15,6 +15,7 @@ from coda_agent.agent.judge.runners import run_kernel
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.specs import Spec, load_spec
 
@@ -27,9 +28,8 @@ Results = dict[str, torch.Tensor]
 
 
 def accepted(name: str) -> tuple[Spec, Program]:
-    namespace: dict[str, Any] = {"__name__": name}
-    exec((GENERATED / name / "kernel.py").read_text(), namespace)
-    return load_spec(GENERATED / name / "spec.md"), namespace[name]
+    programs = read_programs((GENERATED / name / "kernel.py").read_text())
+    return load_spec(GENERATED / name / "spec.md"), programs[name]
 
 
 def check(name: str, run: Any = None) -> Outcome[NumericsReport]:

@@ -1,5 +1,6 @@
 """The vocabulary as an author sees it: complete, and every example runs."""
 
+import re
 import subprocess
 import sys
 from textwrap import dedent, indent
@@ -7,8 +8,8 @@ from textwrap import dedent, indent
 import pytest
 
 import coda_agent.primitives as vocabulary
-from coda_agent.primitives import Program
 from coda_agent.primitives.catalogue import KINDS, Entry, entries
+from coda_agent.primitives.reader import read_programs
 
 ENTRIES = entries()
 EXAMPLES_OF = ("load", "load, store", "store", "reduction", "pairwise", "select", "extension")
@@ -55,10 +56,9 @@ def test_entry(entry: Entry) -> None:
 def test_example_traces_and_uses_what_it_shows(entry: Entry) -> None:
     code = as_program(example(entry))
     assert entry.name in code
-    names = {name: getattr(vocabulary, name) for name in vocabulary.__all__}
-    exec(compile(code, f"<example of {entry.name}>", "exec"), names)
-    programs = [v for k, v in names.items() if isinstance(v, Program) and k not in dir(vocabulary)]
-    assert len(programs) == 1
+    names = {*re.findall(r"\w+", code)} & {*vocabulary.__all__}
+    imports = f"from coda_agent.primitives import {', '.join(sorted(names))}\n"
+    assert len(read_programs(imports + code)) == 1
 
 
 def test_kinds() -> None:

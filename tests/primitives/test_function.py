@@ -198,10 +198,8 @@ def bf16(*shape: int) -> torch.Tensor:
 A, B = bf16(M, K), bf16(N, K)
 
 
-def misfit(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any, str]:
-    faces = [f"{tuple(x.shape)} {x.dtype}" for x in (a, b)]
-    said = f"A is {faces[0]} and B {faces[1]}, expected (…, M, K) and (N, K) of one dtype"
-    return a, b, said
+def misfit(a: torch.Tensor, b: torch.Tensor, expected: str) -> tuple[Any, Any, str]:
+    return a, b, f"A is {tuple(a.shape)} and B {tuple(b.shape)}, expected {expected}"
 
 
 def ragged(n: int, k: int) -> tuple[Any, Any, str]:
@@ -213,11 +211,13 @@ GEMM_ERRORS: dict[str, tuple[Any, Any, str]] = {
     "float32 A": (A.float(), B, "A is torch.float32, expected a bfloat16 or float16 tensor"),
     "list": ([[1.0]], B, "A is list, expected a bfloat16 or float16 tensor"),
     "integer B": (A, B.int(), "B is torch.int32, expected a bfloat16 or float16 tensor"),
-    "two dtypes": misfit(A, B.half()),
-    "K differs": misfit(A, bf16(N, 40)),
-    "B not transposed": misfit(A, bf16(K, N)),
-    "vector A": misfit(bf16(K), B),
-    "batched B": misfit(A, bf16(2, N, K)),
+    "two dtypes": (A, B.half(), "A is torch.bfloat16 and B torch.float16, expected one dtype"),
+    "K differs": misfit(A, bf16(N, 40), "one K, the last dimension of both"),
+    "B transposed": misfit(
+        A, bf16(K, N), "one K, the last dimension of both (B is transposed: give B.mT)"
+    ),
+    "vector A": misfit(bf16(K), B, "(…, M, K) and (N, K)"),
+    "batched B": misfit(A, bf16(2, N, K), "(…, M, K) and (N, K)"),
     "no columns": ragged(0, K),
     "K = 0": ragged(N, 0),
     "ragged K": ragged(N, 36),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.agent.authors.composer import Composer, load
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.compare import same
 from coda_agent.agent.judge.compile_gate import jobs_for
 from coda_agent.agent.judge.imported import check_imported
@@ -23,6 +23,7 @@ from coda_agent.agent.workbench.reading import programs_to_define
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, admit, draw_inputs, run_reference
 from tests.written import spec
 
@@ -259,7 +260,7 @@ LAYOUTS: dict[str, Any] = {
 @pytest.fixture(scope="module", params=LAYOUTS)
 def composed(request: pytest.FixtureRequest) -> tuple[Spec, Program]:
     made = LAYOUTS[request.param]()
-    return made, load(Composer().write(made, lambda *_: None))["probe"]
+    return made, read_programs(Composer().write(made, lambda *_: None))["probe"]
 
 
 def drawn(made: Spec, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
@@ -373,7 +374,7 @@ def test_a_user_has_what_is_drawn_compiled_and_timed() -> None:
     )
     strides = [[torch.as_tensor(x).stride() for x in found.values()] for found in (first, second)]
     assert strides == [[(64, 1), (1, 272)], [(1, 200), (1, 336)]]  # TMA cannot load rows of 77
-    program = load(Composer().write(made, lambda *_: None))["probe"]
+    program = read_programs(Composer().write(made, lambda *_: None))["probe"]
     jobs = jobs_for(made, {"probe": program}, ["bfloat16"], all_tiles=False, newer=True)
     assert {job.arch for job in jobs} == {"sm_90a", "sm_100a", "sm_120a"}
     assert {job.turned for job in jobs} == {"AB"}
@@ -383,7 +384,7 @@ def test_a_user_has_what_is_drawn_compiled_and_timed() -> None:
 
 def test_a_packed_weight_has_the_rows_of_a_pair_side_by_side() -> None:
     made = LAYOUTS["gate and up as two weights"]()
-    program = load(Composer().write(made, lambda *_: None))["probe"]
+    program = read_programs(Composer().write(made, lambda *_: None))["probe"]
     kernel = Kernel(made, {"probe": program}, {}, frozenset(), "layout_pairs")
     gate, up = torch.randn(8, 32), torch.randn(8, 32)
     packed = kernel.pack(w_gate=gate, w_up=up)
@@ -460,7 +461,7 @@ def test_cases_of_a_parameter_have_layouts_of_their_own() -> None:
         arguments="x, w, v, per",
     )
     admit(made)
-    programs = load(Composer().write(made, lambda *_: None))
+    programs = read_programs(Composer().write(made, lambda *_: None))
     assert not check_meaning(made, programs, seed=1)
     given = {"device": "cpu", "tuned": {}, "refused": ()}
     assert not check_imported(made, programs, ["bfloat16"], **given)
@@ -468,7 +469,7 @@ def test_cases_of_a_parameter_have_layouts_of_their_own() -> None:
 
 def test_torch_compile_sees_one_operator_and_views() -> None:
     made = LAYOUTS["queries, keys and values of three weights"]()
-    program = load(Composer().write(made, lambda *_: None))["probe"]
+    program = read_programs(Composer().write(made, lambda *_: None))["probe"]
     kernel = Kernel(made, {"probe": program}, {}, frozenset(), "layout_compiled")
     x, w = torch.randn(2, 3, 64).bfloat16(), torch.randn(384, 64).bfloat16()
     compiled = torch.compile(kernel, backend="eager", fullgraph=True)
@@ -478,11 +479,14 @@ def test_torch_compile_sees_one_operator_and_views() -> None:
     assert [tuple(out.shape) for out in outs] == [(2, 3, 4, 64), (2, 3, 1, 64), (2, 3, 1, 64)]
     assert all(torch.equal(out, same) for out, same in zip(outs, plain, strict=True))
     assert len({out.untyped_storage().data_ptr() for out in plain}) == 1
+    sparse = x.float().to_sparse().bfloat16()
+    with pytest.raises(LaunchError, match=r"input 'x' is torch\.sparse_coo, expected a dense"):
+        kernel(sparse, w)
 
 
 def test_a_table_is_read_where_it_lies() -> None:
     made = LAYOUTS["a gate of each sample"]()
-    program = load(Composer().write(made, lambda *_: None))["probe"]
+    program = read_programs(Composer().write(made, lambda *_: None))["probe"]
     declared = Kernel(made, {"probe": program}, {}, frozenset(), "layout_strided")._declared
     assert declared is not None
     slices = torch.randn(2, 6 * 32).bfloat16().chunk(6, dim=1)

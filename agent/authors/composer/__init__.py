@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors import Author, Kind, Options, Writer
-from coda_agent.agent.execution.compile_worker import load_programs
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.judge.meaning import replayed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives import Program
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, draw_inputs, run_reference
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Composer(Writer):
             programs.append(rewrite(captured))
         observer("author.progress", {"stage": "emit", "programs": len(programs)})
         text = emit(spec, programs)
-        loaded = load(text)
+        loaded = read_programs(text)
         for binding in spec.bindings():
             observer("author.progress", {"stage": "check", "program": spec.variant(binding)})
             self_check(spec, loaded[spec.variant(binding)], binding)
@@ -71,11 +71,6 @@ class _Composing(Kind):
 
 
 AUTHOR = _Composing()
-
-
-def load(text: str) -> dict[str, Program]:
-    """The programs of a composed text, by name, read as the judge's worker reads a candidate."""
-    return {name: Program.from_dict(data) for name, data in load_programs(text).items()}
 
 
 def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None:

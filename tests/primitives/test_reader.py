@@ -1,10 +1,12 @@
-"""The candidate language: what the static gate admits and refuses."""
+"""The candidate language: what is read, what is refused, and that reading is all that happens."""
 
 from __future__ import annotations
 
 import pytest
 
-from coda_agent.agent.judge.static import check_source, program_names
+from coda_agent.primitives import ColVector, Tile, epilogue, exp
+from coda_agent.primitives.reader import program_names, read_programs
+from tests.programs import faults
 
 GOOD = '''"""A candidate."""
 from coda_agent.primitives import ColVector, HalfTile, Tile, epilogue, pairs, swiglu
@@ -20,11 +22,11 @@ def k(acc, r: ColVector):
 
 
 def messages(text: str, expected: list[str] | None = None) -> str:
-    return "\n".join(f"{f.message} {f.hint}" for f in check_source(text, expected or ["k"]))
+    return "\n".join(f"{f.message} {f.hint}" for f in faults(text, expected or ["k"]))
 
 
 def test_a_candidate_in_the_language_is_admitted() -> None:
-    assert check_source(GOOD, ["k"]) == []
+    assert faults(GOOD, ["k"]) == []
 
 
 BODY = "    d = acc * r\n"
@@ -103,16 +105,16 @@ def test_everything_else_is_refused(old: str, new: str, said: str) -> None:
     assert old in GOOD
     text = GOOD.replace(old, new, 1)
     assert said in messages(text)
-    for finding in check_source(text, ["k"]):
+    for finding in faults(text, ["k"]):
         assert finding.hint and "\n" not in finding.message
-        assert 1 <= finding.where["line"] <= text.count("\n") + 1
+        assert 1 <= finding.line <= text.count("\n") + 1
 
 
 def test_findings_name_the_line() -> None:
-    (finding,) = check_source(GOOD.replace(BODY, "    d = open('x')\n"), ["k"])
-    assert finding.where == {"line": 8}
-    (finding,) = check_source(GOOD.replace("\n", "\r\n").replace("acc * r", "acc @ r"), ["k"])
-    assert finding.where == {"line": 8} and finding.message.endswith("`acc @ r`")
+    (finding,) = faults(GOOD.replace(BODY, "    d = open('x')\n"), ["k"])
+    assert finding.line == 8
+    (finding,) = faults(GOOD.replace("\n", "\r\n").replace("acc * r", "acc @ r"), ["k"])
+    assert finding.line == 8 and finding.message.endswith("`acc @ r`")
 
 
 def test_an_extra_program_is_refused() -> None:
@@ -136,13 +138,13 @@ def test_a_huge_candidate_is_refused(body: str, said: str) -> None:
 
 def test_what_is_well_below_the_bounds_is_admitted() -> None:
     sums = "    d = acc * r\n" + "    d = (((d + 1.5 * (acc - 2)))) / -3\n" * 30
-    assert check_source(GOOD.replace(BODY, sums), ["k"]) == []
-    assert check_source(GOOD.replace("\n", "\r\n"), ["k"]) == []
+    assert faults(GOOD.replace(BODY, sums), ["k"]) == []
+    assert faults(GOOD.replace("\n", "\r\n"), ["k"]) == []
 
 
 def test_findings_are_few_however_long_the_text() -> None:
     text = GOOD + "import os\n" * 3000
-    assert len(check_source(text, ["k"])) == 20
+    assert len(faults(text, ["k"])) == 20
 
 
 def test_names_of_programs_are_read_and_nothing_is_made_of_hostile_text() -> None:
@@ -176,7 +178,7 @@ def test_texts_stand_only_where_ptx_takes_them(call: str, said: str | None) -> N
 def kernel(acc):
     return {{"O": {call}}}
 """
-    found = [f.message.partition(":")[0] for f in check_source(text, ["kernel"])]
+    found = [f.message.partition(":")[0] for f in faults(text, ["kernel"])]
     assert found == ([said] if said else [])
 
 
@@ -204,6 +206,104 @@ def kernel(acc):
     y = acc
     return {{"O": y}}
 """
-    (found,) = check_source(text, ["kernel"])
+    (found,) = faults(text, ["kernel"])
     message = found.message if "Python" in said else found.message.partition(": `")[0]
-    assert (message, found.where, found.hint) == (said, {"line": 6}, hint)
+    assert (message, found.line, found.hint) == (said, 6, hint)
+
+
+HEAD = """from coda_agent.primitives import (
+    ColVector, HalfTile, Tile, epilogue, exp, group_sum, log, pairs, silu
+)
+
+
+"""
+
+
+def body(*lines: str, declared: str = "O=Tile", parameters: str = "acc, r: ColVector") -> str:
+    text = "".join(f"    {line}\n" for line in lines)
+    return f"{HEAD}@epilogue({declared})\ndef k({parameters}):\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "said"),
+    [
+        (["h, _ = pairs(acc)", 'return {"O": acc + h * r}'], 9, "add mixes a full-width value with a half-width one: `acc + h * r`"),
+        (["d = silu(acc, r)", 'return {"O": d}'], 8, "silu() takes 1 positional argument but 2 were given: `silu(acc, r)`"),
+        (["d = exp(acc, r)", 'return {"O": d}'], 8, "exp(): too many positional arguments: `exp(acc, r)`"),
+        (["d = silu(y=acc)", 'return {"O": d}'], 8, "silu() got an unexpected keyword argument 'y': `silu(y=acc)`"),
+        (["d = silu(x=acc, x=r)", 'return {"O": d}'], 8, "an argument is given twice: `silu(x=acc, x=r)`"),
+        (["d = 1 / 0 * acc", 'return {"O": d * r}'], 8, "division by zero: `1 / 0`"),
+        (["d = acc / 0", 'return {"O": d * r}'], 8, "division by the constant 0: `acc / 0`"),
+        (["d = group_sum(acc, 65)", 'return {"O": d * r}'], 8, "group_sum(): width is 65, expected one of (16, 32, 64, 128): `group_sum(acc, 65)`"),
+        (["d = 3e38 * 10", "e = 300000000000000000000000000000000000000 * 10", 'return {"O": acc * r}'], 9, "constant is beyond float32: `300000000000000000000000000000000000000 * 10`"),
+        (["d, e, f = pairs(acc)", 'return {"O": d * r}'], 8, "3 names for 2 values: `d, e, f`"),
+        (["d, e = acc", 'return {"O": d * r}'], 8, "2 names for 1 value: `d, e`"),
+        (["d = silu(pairs(acc))", 'return {"O": d * r}'], 8, "2 values stand where one is taken: `silu(pairs(acc))`"),
+        (['return {"O": pairs(acc)}'], 7, "k: output 'O' is tuple, expected a value"),
+        (['return {"O": acc}'], 7, "k: operand 'r' is never used"),
+        (['return {"O": r}'], 7, "k: output 'O' is declared Tile but its value is (M, 1)"),
+        (['return {"D": acc * r}'], 7, "k: output 'O' is declared but never written"),
+    ],
+)  # fmt: skip
+def test_a_program_that_breaks_a_rule_is_refused_on_its_line(
+    lines: list[str], line: int, said: str
+) -> None:
+    (fault,) = faults(body(*lines), ["k"])
+    assert fault.line == line and fault.message.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"declared": ""}, "@epilogue declares no output: `def k(acc, r: ColVector):`"),
+        ({"declared": "O=Tile, O=HalfTile"}, "the name 'O' is not free: `O=HalfTile`"),
+        ({"parameters": "acc, r: ColVector, r: Tile"}, "the name 'r' is not free: `r: Tile`"),
+        ({"parameters": "r: ColVector"}, "k: the first parameter must be acc, the accumulator"),
+        ({"parameters": "acc, r"}, "k: operand 'r' is annotated nothing, expected one of Tile"),
+        ({"declared": "r=Tile"}, "k: 'r' is an operand and an output"),
+    ],
+)
+def test_what_is_declared_wrongly_is_refused(given: dict[str, str], said: str) -> None:
+    (fault,) = [f for f in faults(body('return {"O": r}', **given), ["k"]) if "unknown" not in f[0]]
+    assert fault.message.startswith(said)
+
+
+def test_every_fault_is_told_once_and_none_that_follows_from_another() -> None:
+    lines = ["d = acc ** 2", "e = d + open(r)", "f, g = pairs(e * h)", 'return {"O": silu(f) + g}']
+    found = [(fault.line, fault.message.partition(":")[0]) for fault in faults(body(*lines), ["k"])]
+    assert found == [
+        (8, "not in the candidate language"), (9, "unknown name 'open'"), (10, "unknown name 'h'"),
+    ]  # fmt: skip
+
+
+def test_it_computes_what_python_would() -> None:
+    lines = ["a = b = acc * (2 + 3 * 4 - 6 / 4)", "d = 1.5 / b - a", "b = exp(x=d) * (+7 / -2)"]
+    read = read_programs(body(*lines, 'return {"O": b * r}'))["k"]
+
+    @epilogue(O=Tile)
+    def k(acc, r: ColVector):
+        a = b = acc * (2 + 3 * 4 - 6 / 4)
+        d = 1.5 / b - a
+        b = exp(x=d) * (+7 / -2)
+        return {"O": b * r}
+
+    assert read.to_dict() == k.to_dict() and read.digest == k.digest
+    assert sorted(n.value for n in read.graph.nodes if n.op == "const") == [-3.5, 1.5, 12.5]
+
+
+def test_infinity_is_a_number_that_is_computed() -> None:
+    program = read_programs(body('return {"O": acc * r + log(0.0)}'))["k"]
+    assert [n.value for n in program.graph.nodes if n.op == "const"] == [float("-inf")]
+
+
+def test_the_deepest_statement_that_is_read_is_evaluated() -> None:
+    signs = "-" * 390
+    program = read_programs(body(f"d = {signs}acc", 'return {"O": d * r}'))["k"]
+    assert [n.op for n in program.graph.nodes].count("neg") == 390
+
+
+def test_programs_come_in_the_order_that_is_asked_for() -> None:
+    first = body('return {"O": acc * r}')
+    text = first + first.replace(HEAD, "\n\n").replace("def k", "def j")
+    assert [*read_programs(text)] == ["k", "j"] and [*read_programs(text, ["j", "k"])] == ["j", "k"]
+    assert faults(first + first.replace(HEAD, ""), ["k"])[-1].message.endswith("found 2")

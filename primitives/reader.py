@@ -1,0 +1,410 @@
+"""Programs from their text, by its syntax tree: nothing that an author wrote is ever run.
+
+A candidate is one Python file: a docstring, imports from `coda_agent.primitives`, and functions
+decorated with `@epilogue(...)` whose body is a docstring, assignments and one returned dict. No
+loops, branches, attributes, subscripts, comprehensions, definitions inside definitions, dunders
+or other names: what is left can only build expressions. Everything is refused but what is listed
+here; the text's size and nesting are bounded before Python's parser sees it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import io
+import operator
+import re
+import tokenize
+import unicodedata
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from coda_agent import primitives
+from coda_agent.primitives.errors import Fault, ProgramError, TextError
+from coda_agent.primitives.program import Program, begin, finish
+from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
+from coda_agent.primitives.suggest import did_you_mean
+
+# The largest known programs have 1,700 characters, 43 tokens a statement, 4 open brackets and 110
+# syntax nodes.
+MAX_CHARACTERS = 40_000
+_MAX_TOKENS = 400  # a statement, which bounds how deep its tree is
+_MAX_BRACKETS = 32
+_MAX_NODES = 1000  # a program
+_MAX_NUMBER = 3.4028234e38  # the largest float32
+_MAX_FAULTS = 20
+_COOKIE = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_REFUSED: Any = object()
+"""The value of an expression that was refused, and of all that is computed from it."""
+
+
+def read_programs(text: str, expected: Sequence[str] | None = None) -> dict[str, Program]:
+    """Evaluate a text's programs.
+
+    Args:
+        text: The whole file.
+        expected: Names of the programs it has to have, and no others; by default any.
+
+    Returns:
+        The programs by name, in the order of `expected`, or of the text.
+
+    Raises:
+        TextError: it is not in the language, or a program breaks its rules; has every fault.
+    """
+    reader = _Reader(text)
+    programs = reader.read(_parsed(text), expected)
+    if reader.faults:
+        raise TextError.of(reader.faults[:_MAX_FAULTS])
+    return {name: programs[name] for name in expected or programs}
+
+
+def program_names(text: str) -> list[str]:
+    """List the functions a text defines, in order; none where it does not parse."""
+    try:
+        return [s.name for s in _parsed(text).body if isinstance(s, ast.FunctionDef)]
+    except TextError:
+        return []
+
+
+def _parsed(text: str) -> ast.Module:
+    """Parse a text.
+
+    CPython 3.11's parser recurses in C, and a small thread's stack ends before its own limit:
+    5000 signs in a row are a segmentation fault in 256 KiB.
+
+    Raises:
+        TextError: it is too long or too deep, no Python, or holds what editors do not show.
+    """
+    if len(text) > MAX_CHARACTERS:
+        message = f"the candidate has {len(text)} characters, at most {MAX_CHARACTERS} are read"
+        raise _error(message, 1, "a program is a few lines; compose what the vocabulary offers")
+    text = text.replace("\r\n", "\n")
+    for number, line in enumerate(text.split("\n"), 1):
+        for c in line if not line.isprintable() else "":
+            if c != "\t" and unicodedata.category(c)[0] == "C":
+                hint = "take out control, invisible and half characters"
+                raise _error(f"character U+{ord(c):04X} may not stand here", number, hint)
+        if number <= 2 and _COOKIE.match(line):
+            # Read from a file, the text would be decoded to another program than is read here.
+            raise _error("an encoding declaration", number, "a candidate is UTF-8; take it out")
+    line = 1
+    opened: list[tuple[str, int]] = []
+    try:
+        tokens = 0
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            line = token.start[0]
+            tokens = 0 if token.type == tokenize.NEWLINE else tokens + 1
+            if token.type == tokenize.OP and token.string in "([{":
+                opened.append((token.string, line))
+            elif token.type == tokenize.OP and token.string in ")]}":
+                if not opened:
+                    message = f"not Python: {token.string!r} closes nothing"
+                    raise _error(message, line, "take it out, or open it before")
+                opened.pop()
+            if tokens > _MAX_TOKENS or len(opened) > _MAX_BRACKETS:
+                raise _error(
+                    "this statement is too long or too deep", line, "give parts of it names"
+                )
+        return ast.parse(text)
+    except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
+        if isinstance(error, tokenize.TokenError) and opened:
+            bracket, line = opened[-1]
+            raise _error(f"not Python: {bracket!r} is never closed", line, "close it") from None
+        reason = error.args[0] if error.args else "nested too deeply"
+        line = getattr(error, "lineno", None) or line
+        hint = "mend this line, or what is open before it"
+        raise _error(f"not Python: {reason}", line, hint) from None
+
+
+def _error(message: str, line: int, hint: str) -> TextError:
+    return TextError.of([Fault(message, line, hint)])
+
+
+class _Refusal(Exception):
+    """The first part of an expression that cannot stand there."""
+
+    def __init__(self, node: ast.AST, message: str, hint: str) -> None:
+        self.node, self.message, self.hint = node, message, hint
+
+
+class _Reader:
+    """The walk over one tree: it collects faults, and evaluates expressions by the vocabulary."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.faults = text, list[Fault]()
+        self.vocabulary, self.imported = sorted({*primitives.__all__} - {"Program"}), set[str]()
+        self.values = dict[str, Any]()
+
+    def read(self, tree: ast.Module, expected: Sequence[str] | None) -> dict[str, Program]:
+        names, programs = list[str](), dict[str, Program]()
+        for i, statement in enumerate(tree.body):
+            if len(self.faults) > _MAX_FAULTS:
+                break
+            match statement:
+                case ast.ImportFrom():
+                    self.read_import(statement)
+                case ast.FunctionDef(name=name):
+                    if name in self.imported or (expected is not None and name not in expected):
+                        hint = f"expected: {', '.join(expected or ['a name of your own'])}"
+                        self.refuse(statement, f"program {name!r} is not asked for", hint)
+                    names.append(name)
+                    if program := self.read_function(statement):
+                        programs[name] = program
+                case ast.Expr(value=ast.Constant(value=str())) if i == 0:
+                    pass
+                case _:
+                    message = "only imports and @epilogue functions may stand here"
+                    self.refuse(statement, message, "see any demonstration")
+        for name in dict.fromkeys(names) if expected is None else expected:
+            if names.count(name) != 1:
+                message = f"the spec asks for one program named {name!r}, found {names.count(name)}"
+                hint = did_you_mean(name, names) or f"write it: def {name}(acc, ...)"
+                self.faults.append(Fault(message, 1, hint))
+        return programs
+
+    def read_import(self, statement: ast.ImportFrom) -> None:
+        if statement.module != "coda_agent.primitives" or statement.level:
+            message = "only `from coda_agent.primitives import ...` is allowed"
+            self.refuse(statement, message, "the vocabulary is all a program needs")
+            return
+        for alias in statement.names:
+            if alias.name not in self.vocabulary or alias.asname:
+                hint = did_you_mean(alias.name, self.vocabulary) or "import it under its own name"
+                self.refuse(statement, f"{alias.name!r} is not a name of the vocabulary", hint)
+            self.imported.add(alias.name)
+
+    def read_function(self, function: ast.FunctionDef) -> Program | None:
+        before, program = len(self.faults), None
+        if sum(1 for _ in ast.walk(function)) > _MAX_NODES:
+            message = f"the program has over {_MAX_NODES} syntax nodes"
+            self.refuse(function, message, "compose what the vocabulary offers")
+            return None
+        operands, outputs = self.read_parameters(function), self.read_decorator(function)
+        self.values = dict.fromkeys([a.arg for a in function.args.args], _REFUSED)
+        if len(self.faults) == before:
+            doc = ast.get_docstring(function) or ""
+            try:
+                program, self.values = begin(function.name, doc, operands, outputs)
+            except ProgramError as error:
+                self.refuse(function, error.message, error.hint)
+        result = self.read_body(function)
+        try:
+            return finish(program, result) if program and len(self.faults) == before else None
+        except ProgramError as error:
+            self.refuse(function, error.message, error.hint)
+        return None
+
+    def read_parameters(self, function: ast.FunctionDef) -> dict[str, Any]:
+        """Read the kinds of the parameters; None of one that has none."""
+        arguments, kinds = function.args, dict[str, Any]()
+        others = (
+            arguments.posonlyargs or arguments.kwonlyargs or arguments.vararg or arguments.kwarg
+        )
+        if (
+            others or arguments.defaults or function.returns
+            or getattr(function, "type_params", None)
+        ):  # fmt: skip
+            message = "parameters are plain, without defaults, and no type is returned"
+            self.refuse(function, message, "numbers stand in the body, outputs in the decorator")
+        for a in arguments.args:
+            self.check_name(a, a.arg, self.imported | kinds.keys())
+            kinds[a.arg] = a.annotation and self.read_kind(a.annotation, OPERAND_KINDS)
+        return kinds
+
+    def read_decorator(self, function: ast.FunctionDef) -> dict[str, Any]:
+        """Read the kinds of the outputs."""
+        kinds = dict[str, Any]()
+        match function.decorator_list if "epilogue" in self.imported else []:
+            case [ast.Call(func=ast.Name(id="epilogue"), args=[], keywords=keywords)]:
+                for keyword in keywords:
+                    name = keyword.arg or "__"
+                    self.check_name(keyword, name, kinds)
+                    kinds[name] = self.read_kind(keyword.value, OUTPUT_KINDS)
+            case _:
+                message = "a program is decorated with @epilogue(...) and nothing else"
+                self.refuse(function, message, "import epilogue; @epilogue(D=Tile)")
+        return kinds
+
+    def read_kind(self, node: ast.expr, kinds: dict[str, Any]) -> Any:
+        if isinstance(node, ast.Name) and node.id in kinds and node.id in self.imported:
+            return kinds[node.id]
+        hint = f"one of {', '.join(kinds)}, imported"
+        self.refuse(node, "operands and outputs are declared by their kind", hint)
+        return None
+
+    def read_body(self, function: ast.FunctionDef) -> dict[Any, Any]:
+        """Evaluate the statements; what they return, by output."""
+        for i, statement in enumerate(function.body):
+            last = statement is function.body[-1]
+            match statement:
+                case ast.Assign(targets=targets, value=value) if not last:
+                    result = self.evaluated(value)
+                    for target in targets:
+                        self.bind(target, result)
+                case ast.Return(value=ast.Dict() as returned) if last:
+                    keys = [k.value if isinstance(k, ast.Constant) else None for k in returned.keys]
+                    if not all(isinstance(k, str) for k in keys) or len({*keys}) != len(keys):
+                        hint = 'return {"D": d, "s": d * d}'
+                        message = "outputs are returned by their names, each once"
+                        self.refuse(returned, message, hint)
+                    return dict(zip(keys, map(self.evaluated, returned.values), strict=True))
+                case ast.Expr(value=ast.Constant(value=str())) if i == 0 and not last:
+                    pass
+                case _:
+                    message = "a program's body is assignments and one final `return {...}`"
+                    self.refuse(statement, message, "see any demonstration")
+        return {}
+
+    def bind(self, target: ast.expr, result: Any) -> None:
+        names, results = [target], [result]
+        if isinstance(target, ast.Tuple):
+            names, results = target.elts, [_REFUSED] * len(target.elts)
+            if isinstance(result, tuple) and len(result) == len(names):
+                results = [*result]
+            elif result is not _REFUSED:
+                count = len(result) if isinstance(result, tuple) else 1
+                message = f"{len(names)} names for {count} value{'s' * (count > 1)}"
+                self.refuse(target, message, "gate, up = pairs(acc)")
+        for name, value in zip(names, results, strict=True):
+            if isinstance(name, ast.Name):
+                # A parameter's name is the spec's; an assigned one is free to be another.
+                free = self.imported | ({*dir(builtins)} - self.values.keys())
+                self.check_name(name, name.id, free)
+                self.values[name.id] = value
+            else:
+                self.refuse(name, "only plain names may be assigned", "d = acc * r")
+
+    def evaluated(self, expression: ast.expr) -> Any:
+        """Evaluate an expression, or refuse the first part of it that is not of the language."""
+        try:
+            return self.value(expression)
+        except _Refusal as refusal:
+            self.refuse(refusal.node, refusal.message, refusal.hint)
+            return _REFUSED
+
+    def value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _applied(node, _OPERATORS[type(op)], [self.value(left), self.value(right)])
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+                return _applied(node, _OPERATORS[type(op)], [self.value(operand)])
+            case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+                return _bounded(node, number)
+            case ast.Name(id=name) if name in self.values:
+                return self.values[name]
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if (
+                name in self.functions and all(k.arg for k in keywords)
+            ):
+                if len({k.arg for k in keywords}) < len(keywords):
+                    raise _Refusal(node, "an argument is given twice", "give it once")
+                taken = self.taken(node, name, args)
+                taken += [self.value(a) for a in args[len(taken) :]]
+                named = {str(k.arg): self.value(k.value) for k in keywords}
+                return _applied(node, getattr(primitives, name), taken, named)
+        raise self.refusal(node)
+
+    @property
+    def functions(self) -> set[str]:
+        return self.imported - {*OPERAND_KINDS, *OUTPUT_KINDS, "epilogue"}
+
+    def taken(self, node: ast.Call, name: str, args: list[ast.expr]) -> list[Any]:
+        """The first arguments of a call that are no values: a function, or texts."""
+        match name, args:
+            case "derivative", [ast.Name(id=function), *_] if function in self.functions:
+                return [getattr(primitives, function)]
+            case "ptx", [ast.Constant(value=str(meaning)), ast.Constant(value=str(code)), *_]:
+                return [meaning, code]  # they are checked where they are read
+            case "ptx", _:
+                message = "ptx() takes two texts first, its meaning and its code"
+                hint = 'ptx("log1p", "...", x): read_primitive ptx lists both'
+                raise _Refusal(node, message, hint)
+        return []
+
+    def refusal(self, node: ast.expr) -> _Refusal:
+        """Say why an expression is not of the language, and what to write instead."""
+        message, hint = "not in the candidate language", "use + - * / and the vocabulary"
+        match node:
+            case ast.Constant():
+                message, hint = "constant is not a number", "a constant is an int or a float"
+            case ast.Name(id=name):
+                imported = name in self.imported
+                message = f"{name!r} is not a value" if imported else f"unknown name {name!r}"
+                hint = did_you_mean(name, sorted(self.values)) or "assign it first"
+            case ast.Call(func=ast.Name(id=name)):
+                message = "only functions of the vocabulary may be called, without **"
+                if name not in self.values.keys() | self.imported:
+                    message = f"unknown name {name!r}"
+                    hint = did_you_mean(name, self.vocabulary) or hint
+            case ast.Call(func=ast.Attribute(attr=name)) if name in self.vocabulary:
+                message, hint = "a value has no methods", f"write {name}(...)"
+            case ast.Call():
+                message = "only functions of the vocabulary may be called"
+            case ast.Starred(value=ast.Call(func=ast.Name(id=name))):
+                message, hint = "* does not unpack here", f"write u, v = {name}(...)"
+            case ast.Tuple():
+                message, hint = "tuples may only be unpacked into", "gate, up = pairs(acc)"
+            case ast.BinOp(op=ast.Pow()):
+                hint = "write x * x, or power(x, y)"
+            case ast.Compare():
+                hint = "greater(x, y), greater_equal and equal give 1 or 0"
+            case ast.IfExp():
+                hint = "write where(condition, x, y)"
+            case _:
+                pass
+        return _Refusal(node, message, hint)
+
+    def check_name(self, node: ast.AST, name: str, taken: Collection[str]) -> None:
+        if name in taken or "__" in name:
+            self.refuse(node, f"the name {name!r} is not free", "take another, without __")
+
+    def refuse(self, node: ast.AST, message: str, hint: str) -> None:
+        code = (ast.get_source_segment(self.text, node) or "").split("\n")[0][:80]
+        self.faults.append(Fault(f"{message}: `{code}`", getattr(node, "lineno", 1), hint))
+
+
+def _applied(
+    node: ast.expr,
+    function: Callable[..., Any],
+    args: list[Any],
+    named: dict[str, Any] | None = None,
+) -> Any:
+    """Call an operator or a function of the vocabulary.
+
+    Raises:
+        _Refusal: it does not take these arguments.
+    """
+    named = named or {}
+    given = [*args, *named.values()]
+    if any(a is _REFUSED for a in given):
+        return _REFUSED
+    if several := next((a for a in given if isinstance(a, tuple)), None):
+        message = f"{len(several)} values stand where one is taken"
+        raise _Refusal(node, message, "take them apart: u, v = pairs(acc)")
+    try:
+        return _bounded(node, function(*args, **named))
+    except ProgramError as error:
+        raise _Refusal(node, error.message, error.hint) from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        hint = "use + - * / and the vocabulary"
+        if isinstance(node, ast.Call):
+            names = inspect.signature(function).parameters
+            hint = f"{function.__name__}({', '.join(names)})"
+        raise _Refusal(node, str(error), hint) from None
+
+
+def _bounded(node: ast.expr, value: Any) -> Any:
+    """Refuse a literal beyond float32, and whole numbers that grow without end."""
+    if isinstance(value, int) or isinstance(node, ast.Constant):
+        if not abs(value) <= _MAX_NUMBER:
+            hint = f"at most {_MAX_NUMBER} in size"
+            raise _Refusal(node, "constant is beyond float32", hint)
+    return value

@@ -1,0 +1,156 @@
+"""A child process: its answers, its limits, and how it ends, with all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.execution.child import Child, ChildError
+
+HERE = str(Path(__file__).parent)
+Fault = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Child]:
+    child = Child("faulty_child", environment={"PYTHONPATH": HERE})
+    yield child
+    child.close()
+
+
+@pytest.fixture
+def child(shared: Child) -> Iterator[Child]:
+    """One that answers after the test as before it, with as many descriptors open here."""
+    assert answer(shared, "echo", value=7) == 7
+    before = len(os.listdir("/proc/self/fd"))
+    yield shared
+    assert answer(shared, "echo", value=8) == 8
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def answer(child: Child, kind: str, timeout_s: float = 20, **more: Any) -> Any:
+    found = child.call({"kind": kind, **more}, timeout_s=timeout_s)
+    assert found["kind"] == "ok"
+    return found["result"]
+
+
+def fault(child: Child, kind: str, timeout_s: float = 20, **more: Any) -> str:
+    with pytest.raises(ChildError) as caught:
+        child.call({"kind": kind, **more}, timeout_s=timeout_s)
+    return str(caught.value)
+
+
+def wait_for_end(pids: list[int]) -> None:
+    """All of some processes have ended: there is none, or a zombie whose parent is slow."""
+    deadline = time.monotonic() + 5
+    for pid in pids:
+        while (path := Path(f"/proc/{pid}/cmdline")).exists() and path.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_it_is_warm_tells_progress_and_takes_large_jobs(child: Child) -> None:
+    told: list[dict[str, int]] = []
+    child.call({"kind": "progress"}, timeout_s=5, progress=told.append)
+    assert told == [{"done": 0}, {"done": 1}, {"done": 2}]
+    large = "y" * 3_000_000  # more than a pipe holds, both ways
+    assert answer(child, "echo", value=large) == large
+    start = time.perf_counter()
+    answer(child, "echo")
+    assert time.perf_counter() - start < 0.2  # starting it takes longer
+
+
+def test_start_returns_at_once_and_the_start_is_not_time_of_the_job() -> None:
+    child = Child("faulty_child", environment={"PYTHONPATH": HERE})
+    try:
+        start = time.perf_counter()
+        child.start()
+        assert time.perf_counter() - start < 0.2
+        assert answer(child, "echo", 0.2, value=1) == 1
+    finally:
+        child.close()
+
+
+def test_ways_to_end(child: Child) -> None:
+    assert fault(child, "exit", status=0) == "died: exit status 0"
+    assert fault(child, "exit", status=3) == "died: exit status 3"
+    assert fault(child, "kill") == "died: killed by SIGSEGV"
+    assert fault(child, "raise") == "died: exit status 1: RuntimeError: what went wrong"
+    assert fault(child, "close") == "died: it closed its results"
+    assert fault(child, "hang", 0.3) == "timeout: no answer within 0.3 s"
+
+
+def test_limits_of_memory_files_and_time_on_a_core(child: Child) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert answer(child, "about")["niceness"] == min(before + 10, 19)
+    assert answer(child, "fill") == f"OSError {8 << 20}"
+    assert fault(child, "allocate") == "died: exit status 1: MemoryError"
+
+
+def test_what_it_prints_does_not_matter(child: Child) -> None:
+    assert answer(child, "flood", value=3) == 3
+
+
+def test_the_environment_is_scrubbed_and_the_scratch_folder_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "2")
+    child = Child("faulty_child", environment={"PYTHONPATH": HERE, "OWN": "3"})
+    try:
+        about = answer(child, "about")
+        assert about["folder"] == "/" and about["environment"]["OWN"] == "3"
+        assert not {"ANTHROPIC_API_KEY", "AWS_SECRET_ACCESS_KEY"} & set(about["environment"])
+        scratch = Path(about["environment"]["TMPDIR"])
+        assert scratch.is_dir() and scratch.name.startswith("coda-agent-")
+    finally:
+        child.close()
+    assert not scratch.exists()
+
+
+def test_close_from_another_thread_ends_a_call(child: Child) -> None:
+    timer = threading.Timer(0.3, child.close)
+    timer.start()
+    assert fault(child, "hang").startswith("died: killed by SIGKILL")
+    timer.join()
+
+
+def test_one_that_ended_while_it_was_idle_is_started_again(child: Child) -> None:
+    assert child._process is not None
+    os.kill(child._process.pid, signal.SIGKILL)
+    child._process.wait()
+
+
+def test_what_it_started_ends_with_its_job(child: Child) -> None:
+    told: list[dict[str, Any]] = []
+    with pytest.raises(ChildError, match="no answer within 1 s"):
+        child.call({"kind": "tool and hang"}, timeout_s=1, progress=told.append)
+    wait_for_end(told[0]["pids"])
+
+
+KILLED = """
+import sys
+from coda_agent.agent.execution.child import Child
+child = Child("faulty_child", environment={"PYTHONPATH": sys.argv[1]})
+tell = lambda record: print(*record["pids"], flush=True)
+child.call({"kind": "tool and hang"}, timeout_s=600, progress=tell)
+"""
+
+
+def test_all_ends_with_a_parent_that_is_killed() -> None:
+    command = [sys.executable, "-c", KILLED, HERE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+        parent.kill()
+    wait_for_end(pids)
