@@ -103,7 +103,7 @@ class Machine(Kept):
     device: Literal["cpu", "cuda"]
     gpu: str | None = None
     sandbox: str | None = None
-    """The tier candidates were compiled in."""
+    """What confined candidates, in records of when their Python was run."""
     packages: dict[str, str | None] = {}
 
     @classmethod
@@ -112,7 +112,7 @@ class Machine(Kept):
         about = verdict.environment
         return cls(
             device=about.get("device", "cpu"), gpu=about.get("gpu", {}).get("name"),
-            sandbox=(about.get("sandbox") or {}).get("tier"), packages=about.get("packages", {}),
+            packages=about.get("packages", {}),
         )  # fmt: skip
 
 
