@@ -1,4 +1,4 @@
-"""A `Program`, where all readings start; and the `@epilogue` decorator, which makes one of a function.
+"""A `Program`, where all readings start; and the `@epilogue` decorator, which makes one of Python.
 
 A text is no function: `reader.py` makes programs of it, and runs nothing.
 """
