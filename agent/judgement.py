@@ -42,7 +42,6 @@ class Machine(Kept):
 
     Attributes:
         gpu, driver: The GPU's name, and the version of its driver.
-        sandbox: The tier that candidates were compiled in.
     """
 
     device: Literal["cpu", "cuda"]
@@ -51,7 +50,6 @@ class Machine(Kept):
     cuda: str | None = None
     python: str = ""
     system: str = ""
-    sandbox: str | None = None
     packages: dict[str, str | None] = {}
 
     @classmethod
@@ -61,7 +59,6 @@ class Machine(Kept):
         keys = ("device", "cuda", "python", "system", "packages")
         kept = {"device": "cpu"} | {key: about[key] for key in keys if about.get(key)}
         kept |= {"gpu": gpu.get("name"), "driver": gpu.get("driver_version")}
-        kept |= {"sandbox": (about.get("sandbox") or {}).get("tier")}
         return cls.model_validate(kept)
 
     @property

@@ -21,7 +21,7 @@ def reviewed(workspace: Workspace, kernel: Kernel, *, pictures: bool, whole: boo
     """The review of a kernel.
 
     The whole review has the raw records that are here. For pictures it has the kernel's programs
-    too, traced in a worker.
+    too.
 
     Damage is part of the review and raises nothing.
     """
