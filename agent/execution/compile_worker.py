@@ -10,8 +10,11 @@ import builtins
 import importlib
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import lru_cache
+from io import StringIO
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -19,7 +22,7 @@ from pydantic import TypeAdapter
 from coda_agent.agent.execution.answers import Answer, Ok, Refused, read_answer
 from coda_agent.agent.execution.child import ChildError, forked, serve
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.primitives.errors import CodaError, ProgramError
+from coda_agent.primitives.errors import CodaError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
 from coda_agent.specs.admission import admit
 from coda_agent.specs.effects import forbid_effects
@@ -55,9 +58,14 @@ def load_programs(text: str) -> dict[str, Any]:
 def _draft(job: dict[str, Any]) -> str:
     from coda_agent.specs.draft import draft  # it imports torch
 
+    class Mute(StringIO):
+        def write(self, text: str, /) -> int:
+            raise SpecError("the function prints; a reference only computes: leave the output out")
+
     forbid_effects()
     source = _SOURCE.validate_python(job["source"])
-    return draft(source, _EXAMPLES.validate_python(job["examples"]), job["name"])
+    with redirect_stdout(Mute()), warnings.catch_warnings(action="ignore"):
+        return draft(source, _EXAMPLES.validate_python(job["examples"]), job["name"])
 
 
 def _admit(job: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
+import itertools
 import math
 import operator
 import re
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.simpler import simpler
 from coda_agent.primitives.errors import CodaError
+from coda_agent.specs.quiet import quiet
 from coda_agent.specs.tracing import folded
 
 if TYPE_CHECKING:
@@ -100,6 +101,19 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """An extent of a tensor, in the place of the number that it is among a call's arguments.
+
+    Attributes:
+        tensor: The tensor's place among the call's tensors.
+        dim: The dim.
+    """
+
+    tensor: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class Graph:
     """A function's calls.
 
@@ -175,19 +189,17 @@ def record(
 
     given_leaves, structure = tree_flatten((args, kwargs))
     recorder = _recorder()
-    faked: list[Any] = []
-    for leaf in given_leaves:
-        if isinstance(leaf, torch.Tensor):
-            wanted = names[len(recorder.inputs)] if len(names) > len(recorder.inputs) else "x"
-            faked.append(recorder.entered(leaf, wanted))
-        else:
-            faked.append(leaf)
-    given = len(recorder.inputs)
-    log = logging.getLogger("torch")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # it logs a traceback of what is said in one line below
+    tensors = [leaf for leaf in given_leaves if isinstance(leaf, torch.Tensor)]
+    named = itertools.chain(names, itertools.repeat("x"))
+    fakes = [recorder.entered(x, name) for x, name in zip(tensors, named, strict=False)]
+    given, rest = len(fakes), iter(fakes)
+    faked = [
+        next(rest) if isinstance(x, torch.Tensor)
+        else fakes[x.tensor].shape[x.dim] if isinstance(x, Extent) else x
+        for x in given_leaves
+    ]  # fmt: skip
     try:
-        with torch.no_grad(), recorder.fake, recorder.draws, recorder:
+        with quiet(), torch.no_grad(), recorder.fake, recorder.draws, recorder:
             fake_args, fake_kwargs = tree_unflatten(faked, structure)
             returned = function(*fake_args, **fake_kwargs)
     except Unplanned:
@@ -198,9 +210,7 @@ def record(
         kind = type(error).__name__
         if "data-dependent" in said.lower() or "DataDependent" in kind or "item()" in said:
             raise Unplanned("control flow, or a Python number, depends on a value") from error
-        raise Unplanned(f"tracing it raises {kind}: {said}") from error
-    finally:
-        log.setLevel(level)
+        raise Unplanned(f"with sizes as symbols it raises {kind}: {said}") from error
     results, shape = tree_flatten(returned)
     if odd := [x for x in results if not isinstance(x, torch.Tensor)]:
         raise Unplanned(f"it returns a {type(odd[0]).__name__} beside tensors")

@@ -201,7 +201,6 @@ def test_element_types() -> None:
             "if x.sum() > 0:\n    x = -x\nreturn x @ w.T", SQUARE,
             "model.py:5: control flow, or a Python number, depends on a value of an input (use",
         ),
-        ("print(x)\nreturn x @ w.T", SQUARE, "model.py:5: the function prints; a reference only"),
         ("y = x @ w.T\nreturn y, 'a'", SQUARE, "model.py: the function returns a str for out2"),
         ("y = x @ w.T\nreturn None", SQUARE, "model.py: the function returns nothing for out"),
         (
