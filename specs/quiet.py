@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_LOGGERS = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
+_LOGGERS = (
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo.convert_frame",
+)
 _QUIET = ContextVar("_QUIET", default=False)
 
 
@@ -21,7 +25,7 @@ for _name in _LOGGERS:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what this thread logs of tensors without values; others log as before."""
+    """Drop what this thread logs of errors met while recording; others log as before."""
     token = _QUIET.set(True)
     try:
         yield

@@ -56,6 +56,8 @@ def _noted(way: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def _note(ran: Ran) -> None:
     if (noted := GRAPHS.get()) is not None:
         noted.append(ran)
+        # A part of the function is done. Where Dynamo fails from here on, the rest is run as it is.
+        torch._dynamo.config.suppress_errors = True
 
 
 class _Graph:

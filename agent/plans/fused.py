@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -28,7 +30,7 @@ class Fused:
         functools.update_wrapper(self, function, updated=())
         self.function, self.judged = function, judged
         self._owner: tuple[Any, ...] = ()
-        self._last = [Call()]  # which methods of all objects share
+        self._last, self._refused = [Call()], [""]  # which methods of all objects share
         self._compiled: dict[bool | None, Callable[..., Any]] = {}
 
     @property
@@ -45,7 +47,7 @@ class Fused:
         import torch
 
         args = *self._owner, *args
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.function(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             self._last[0] = Call(refused="a transform of torch.func is on")
@@ -54,23 +56,23 @@ class Fused:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call]:
         """The result of a call, and what ran it."""
-        from torch._dynamo.exc import TorchDynamoException
-
-        call = Call()
-        token = GRAPHS.set(call.graphs)
-        try:
-            with quiet():
-                result = self._by_dynamo(args, kwargs)(*args, **kwargs)
-        except TorchDynamoException as error:
-            if call.graphs:  # a part of the call is done
-                raise
-            call.refused = f"Dynamo: {str(error).splitlines()[0]}"
-            result = self.function(*args, **kwargs)  # an error of its own is raised here
-        finally:
-            GRAPHS.reset(token)
-            self._last[0] = call
-        if not call.graphs and not call.refused:
-            call.refused = "torch.compile's Dynamo records none of it"
+        call = self._last[0] = Call(refused=self._refused[0])
+        if not call.refused:
+            token = GRAPHS.set(call.graphs)
+            try:
+                with quiet(), _strict():
+                    result = self._by_dynamo(args, kwargs)(*args, **kwargs)
+                if not call.graphs:
+                    call.refused = "torch.compile's Dynamo records none of it"
+                return result, call
+            except Exception as error:
+                if call.graphs or not _of_dynamo(error):
+                    raise
+                call.refused = f"Dynamo: {(str(error).splitlines() or ['no message'])[0]}"
+            finally:
+                GRAPHS.reset(token)
+        result = self.function(*args, **kwargs)  # where it raises, the error is its own
+        self._refused[0] = call.refused
         return result, call
 
     def _by_dynamo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -128,6 +130,50 @@ class Fused:
         one by way of `.data`."""
         for packed in PACKED:
             packed.forget()
+
+
+@functools.lru_cache(maxsize=1)
+def _patchers() -> list[Callable[[], Callable[[], None]]]:
+    """What sets torch's options for a call of ours, and gives what sets them back."""
+    import torch._dynamo.config as dynamo
+    import torch.fx.experimental._config as symbols
+
+    wanted = {
+        # Each is True to check less at a call, and would miss a hook, a tensor's own attributes, or
+        # a function's defaults.
+        "skip_nnmodule_hook_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        "assume_dunder_attributes_remain_unchanged": False,
+        "suppress_errors": False,
+        "error_on_nested_fx_trace": False,  # another thread may compose a kernel
+    }
+    known = {name: value for name, value in wanted.items() if hasattr(dynamo, name)}
+    # Each dim has a symbol of its own, though it is as large as another's: a model of 4096 columns
+    # may be called with 4096 rows.
+    own = symbols._make_closure_patcher(use_duck_shape=False)
+    return [dynamo._make_closure_patcher(**known), own]
+
+
+@contextmanager
+def _strict() -> Iterator[None]:
+    """Lets Dynamo guard all that a call goes by."""
+    undo = [patch() for patch in _patchers()]
+    try:
+        yield
+    finally:
+        for back in undo:
+            back()
+
+
+def _of_dynamo(error: Exception) -> bool:
+    """Whether Dynamo raised it while it recorded a function, which it did not run then."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    home = "torch._dynamo.convert_frame"
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, TorchDynamoException) or any(
+        frame.f_globals.get("__name__") == home for frame in frames
+    )
 
 
 def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: bool = True) -> Any:
