@@ -66,7 +66,7 @@ def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
     with _blaming(source):
         try:
             return _Draft(source, examples, name).text()
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, _Elsewhere) as error:
             # A reference is called with numbers as floats, which have no methods of tensors.
             numbers = [x for x, example in examples.items() if not example.axes]
             if not numbers or "float" not in str(error):
@@ -89,6 +89,9 @@ def _blaming(source: Source) -> Iterator[None]:
             said, hint = error.message, error.hint
             if found := re.fullmatch(rf"{_FILE}(?::(\d+))?: (.*)", said):
                 lines, said = [int(found[1] or 0)], found[2]
+        elif isinstance(error, _Elsewhere):
+            said = f"at other sizes than the example's the function raises {said}"
+            hint = "a kernel takes others: take numbers that depend on them from shapes"
         elif isinstance(error, OSError) or "cannot be opened" in said:
             said = "the function opens a file or a connection; a reference only computes"
         else:
@@ -96,6 +99,10 @@ def _blaming(source: Source) -> Iterator[None]:
         line = next((source.lines[n - 1] for n in reversed(lines) if 0 < n <= len(source.lines)), 0)
         where = f"{source.where}:{line}" if line else source.where
         raise SpecError(f"{where}: {said}", hint=hint) from None
+
+
+class _Elsewhere(RuntimeError):
+    """What the function raises at sizes that the example does not have."""
 
 
 class _Draft:
@@ -375,8 +382,23 @@ class _Draft:
         raise SpecError(message, hint=hint)
 
     def _run(self, sizes: Mapping[str, int], chosen: str) -> dict[str, torch.Tensor]:
-        """The outputs at `sizes`, by name."""
-        return self._named(self.function(**self._inputs(self._extents(sizes), chosen)))
+        """The outputs at `sizes`, by name.
+
+        Raises:
+            _Elsewhere: The function raises there.
+        """
+        extents = self._extents(sizes)
+        inputs = self._inputs(extents, chosen)
+        try:
+            returned = self.function(**inputs)
+        except (SpecError, OSError):
+            raise
+        except Exception as error:  # the function is foreign code
+            said = (str(error).splitlines() or ["no message"])[0]
+            given = ", ".join(f"{name} {list(shape)}" for name, shape in extents.items())
+            fault = _Elsewhere(f"{type(error).__name__}: {said}, with {given}")
+            raise fault.with_traceback(error.__traceback__) from None
+        return self._named(returned)
 
     def _extents(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(extent(e, sizes) for e in shape) for name, shape in self.shapes.items()}

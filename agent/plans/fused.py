@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import operator
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from coda_agent.agent.plans.cut import Plan
 from coda_agent.agent.plans.ran import GRAPHS, Call
 from coda_agent.agent.plans.run import PACKED
 from coda_agent.specs.quiet import quiet
+
+_NONE = "Dynamo records no call of torch in it, or has recorded its code too often"
 
 
 class Fused:
@@ -63,7 +68,7 @@ class Fused:
                 with quiet(), _strict():
                     result = self._by_dynamo(args, kwargs)(*args, **kwargs)
                 if not call.graphs:
-                    call.refused = "torch.compile's Dynamo records none of it"
+                    call.refused = _NONE
                 return result, call
             except Exception as error:
                 if call.graphs or not _of_dynamo(error):
@@ -112,6 +117,37 @@ class Fused:
         vars(bound).update(vars(self), _owner=(instance,))
         return bound
 
+    def __getattr__(self, name: str) -> Any:
+        """What a module has; what of it returns the module, such as `eval`, returns this."""
+        if name.startswith("__") or "function" not in vars(self):
+            raise AttributeError(name)
+        found = getattr(self.function, name)
+        if not isinstance(found, MethodType):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            return self if result is self.function else result
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what is a module's; private names, and those of the class, are this one's own."""
+        own = name.startswith("_") or name in ("function", "judged")
+        module = not own and hasattr(self.function, "named_parameters")
+        (setattr if module else object.__setattr__)(self.function if module else self, name, value)
+
+    def __reduce__(self) -> Any:
+        """By its name where that is this, else as the function."""
+        if self._owner:
+            return getattr, (*self._owner, self.function.__name__)
+        name = vars(self).get("__qualname__", "")
+        with contextlib.suppress(AttributeError, KeyError):
+            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
+                return name
+        return functools.partial(Fused, judged=self.judged), (self.function,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Fused:
         copied = Fused(copy.deepcopy(self.function, memo), judged=self.judged)
         copied._owner = copy.deepcopy(self._owner, memo)
@@ -135,8 +171,8 @@ class Fused:
 @functools.lru_cache(maxsize=1)
 def _patchers() -> list[Callable[[], Callable[[], None]]]:
     """What sets torch's options for a call of ours, and gives what sets them back."""
-    import torch._dynamo.config as dynamo
-    import torch.fx.experimental._config as symbols
+    from torch._dynamo import config as dynamo
+    from torch.fx.experimental import _config as symbols
 
     wanted = {
         # Each is True to check less at a call, and would miss a hook, a tensor's own attributes, or
@@ -145,13 +181,17 @@ def _patchers() -> list[Callable[[], Callable[[], None]]]:
         "skip_tensor_guards_with_matching_dict_tags": False,
         "assume_dunder_attributes_remain_unchanged": False,
         "suppress_errors": False,
+        # For each code, which all functions have in common that one line made in a loop.
+        "recompile_limit": 64,
         "error_on_nested_fx_trace": False,  # another thread may compose a kernel
     }
     known = {name: value for name, value in wanted.items() if hasattr(dynamo, name)}
     # Each dim has a symbol of its own, though it is as large as another's: a model of 4096 columns
     # may be called with 4096 rows.
-    own = symbols._make_closure_patcher(use_duck_shape=False)
-    return [dynamo._make_closure_patcher(**known), own]
+    own: Any = symbols
+    return [
+        dynamo._make_closure_patcher(**known), own._make_closure_patcher(use_duck_shape=False)
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -204,14 +244,9 @@ def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: boo
 
 def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[..., Any]) -> Any:
     """FlexGEMM's call: `epilogue` of a product such as torch.mm of two matrices."""
-    return _after(getattr(epilogue, "__code__", None))(product, sides, epilogue)
+    return _applied()(product, sides, epilogue)
 
 
-@functools.lru_cache(maxsize=64)
-def _after(_: CodeType | None) -> Fused:
-    """The function of each epilogue's code: Dynamo records a code only so often."""
-
-    def call(product: Callable[..., Any], sides: Sequence[Any], epilogue: Any) -> Any:
-        return epilogue(product(*sides))
-
-    return fuse(FunctionType(call.__code__.replace(), {}), judged=False)
+@functools.lru_cache(maxsize=1)
+def _applied() -> Fused:
+    return fuse(lambda product, sides, epilogue: epilogue(product(*sides)), judged=False)

@@ -126,6 +126,9 @@ def composed(
         raise
     if kept:
         remember(path, known)
+    element = str(inputs[a].meta.dtype).removeprefix("torch.")
+    if element not in (types := spec.types.get("T", (element,))):
+        raise ProgramError(f"{a} is {element}, and what is beside it makes that {types[0]}")
     program = Program.from_dict(json.loads(known["program"]))
     about = known["level"], known["folder"], bool(known["more"])
     return Composed(spec, known["text"], program, *about)

@@ -259,9 +259,8 @@ def _recorder() -> Any:
             self.held: list[torch.Tensor] = []
             self.made: list[Value] = []
             self.taken: set[str] = set()
-            self.exempt = False
             self.at = ""  # the call that raised, by its tensors
-            self.draws = Draws(self)
+            self.draws = Draws()
             # By identity; the tensors are kept by their values, so none is used again.
             self.by_id: dict[int, Value] = {}
             self.of_real: dict[int, torch.Tensor] = {}
@@ -306,8 +305,6 @@ def _recorder() -> Any:
                 return x
 
             args, kwargs = mapped(tuple(args), enter), dict(mapped(kwargs or {}, enter))
-            if func is torch.nn.functional.scaled_dot_product_attention:
-                self.exempt = not (kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
             parts = simpler(func, args, kwargs)
             if parts is not None:
                 with self:
@@ -323,7 +320,6 @@ def _recorder() -> Any:
                 given = ", ".join(f"{x.name} {list(x.shape)}" for x in map(self.known, seen))
                 self.at = f"{getattr(func, '__name__', func)} of {given}: "
                 raise
-            self.exempt = False
             if versions != [x._version for x in seen]:
                 raise Unplanned(f"it writes in place ({getattr(func, '__name__', func)})")
             self._note(func, args, kwargs, result)
@@ -364,14 +360,13 @@ def _recorder() -> Any:
     class Draws(TorchDispatchMode):
         """Refuses what draws random numbers."""
 
-        def __init__(self, recorder: Recorder) -> None:
-            super().__init__()
-            self.recorder = recorder
-
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if torch.Tag.nondeterministic_seeded in func.tags and not self.recorder.exempt:
+            arguments = [x.name for x in func._schema.arguments]
+            given = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
+            still = "dropout_p" in arguments and not given.get("dropout_p")  # attention's
+            if torch.Tag.nondeterministic_seeded in func.tags and not still:
                 raise Unplanned(f"it draws random numbers ({func.overloadpacket.__name__})")
             return func(*args, **(kwargs or {}))
 

@@ -1,7 +1,9 @@
 """Plans of whole functions, and `fuse`."""
 
 import copy
+import itertools
 import json
+import logging
 import operator
 import pickle
 import shutil
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from coda_agent import generated
@@ -24,7 +27,7 @@ from coda_agent.agent import workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.agent.plans import backend, choice, kernels, ways
+from coda_agent.agent.plans import backend, choice, fused, kernels, ways
 from coda_agent.agent.plans.choice import Made
 from coda_agent.agent.plans.cut import BESIDE, MERGE, Plan
 from coda_agent.agent.plans.fused import Fused, fuse, mm
@@ -32,6 +35,7 @@ from coda_agent.agent.plans.rules import CARRY
 from coda_agent.agent.plans.run import Runner
 from coda_agent.agent.plans.trace import Value, record
 from coda_agent.agent.workspace import Kernel as Entry
+from coda_agent.primitives.errors import LaunchError
 
 
 @pytest.fixture(autouse=True)
@@ -542,9 +546,72 @@ def test_the_module_is_the_function() -> None:
     assert torch.equal(module.mm(torch.mm, (x, w), F.relu), x @ w)
 
 
-def test_the_call_of_flexgemm() -> None:
-    x, w = drawn(24, H), drawn(D, H).T
+def test_the_call_of_flexgemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epilogues take tensors of the enclosing function; another closure is no other kernel."""
+    x, w, call = drawn(24, H), drawn(D, H).T, fused._applied()
+    tile, row = drawn(24, D), torch.rand(24, 1)
+    planned, chosen = [], choice.chosen
+    noted = lambda *args, **named: planned.append(1) or chosen(*args, **named)
+    monkeypatch.setattr(backend, "chosen", noted)
     assert torch.allclose(mm(torch.mm, (x, w), F.relu), F.relu(torch.mm(x, w)), atol=1e-2)
+    for seed in range(3):
+        planned.clear()
+        bias = drawn(D, seed=seed)
+        epilogues: list[Any] = [
+            lambda acc, b=bias: F.gelu(acc + b), lambda acc: acc * row + tile,
+            lambda acc, b=bias: (acc + b, F.logsigmoid(acc + b)),
+        ]  # fmt: skip
+        for epilogue in epilogues:
+            got, want = mm(torch.mm, (x, w), epilogue), epilogue(torch.mm(x, w))
+            for one, own in zip(tree_leaves(got), tree_leaves(want), strict=True):
+                assert torch.allclose(one, own, atol=2e-2)
+            assert (call.way, call.why) == ("the plan", "")
+        assert len(planned) == (0 if seed else 3)
+
+
+def beside_a_tile(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w)) + t
+
+
+def cast_before(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    y = F.relu(F.linear(x.to(torch.bfloat16), w.to(torch.bfloat16)))
+    return (y * t).to(torch.float16)
+
+
+@pytest.mark.parametrize("function", [beside_a_tile, cast_before])
+def test_a_kernel_has_the_type_of_its_product_or_there_is_none(function: Any) -> None:
+    x, w, t, call = drawn(24, H), drawn(D, H), drawn(24, D), plain(function)
+    refused = set[tuple[torch.dtype, torch.dtype]]()
+    for one, other in itertools.product((torch.bfloat16, torch.float16), repeat=2):
+        args = x.to(one), w.to(one), t.to(other)
+        got, want = call(*args), function(*args)
+        assert got.dtype == want.dtype and norms(got, want.float()) < 0.01
+        if "is float16, and what is beside it makes that bfloat16" in call.why:
+            refused.add((one, other))
+    other = torch.bfloat16 if function is beside_a_tile else torch.float16
+    assert refused == {(torch.float16, other)}
+
+
+def test_what_a_kernel_refuses_at_its_launch_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise LaunchError("it has no such tile")
+
+    x, w, call = drawn(24, H), drawn(D, H), plain(lambda x, w: torch.erf(F.linear(x, w)))
+    monkeypatch.setattr(Made, "__call__", refuse)
+    for _ in range(2):
+        assert torch.equal(call(x, w), torch.erf(F.linear(x, w)))
+        assert call.why == "it has no such tile"
+
+
+def test_composing_leaves_the_process_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = lambda: (torch.get_rng_state().tolist(), sys.stdout, logging.getLogger("torch").level)
+    torch.manual_seed(7)
+    before = seen()
+    assert plain(lambda x, w: torch.sin(F.linear(x, w))).plan(drawn(24, H), drawn(D, H))
+    assert seen() == before
 
 
 def test_as_a_decorator() -> None:
@@ -605,6 +672,39 @@ def test_a_copy_of_what_was_called_has_modules_of_its_own() -> None:
         own.down.weight.zero_()
         own.down.bias.zero_()
     assert torch.equal(copied(x), x) and torch.equal(fused(x), before)
+
+
+def test_a_fused_module_is_used_as_the_module() -> None:
+    mlp = MLP().bfloat16()
+    fused, x = plain(mlp), drawn(24, D)
+    assert [*fused.parameters()] == [*mlp.parameters()] and fused.up is mlp.up
+    assert fused.eval() is fused and not mlp.training and not fused.training
+    fused.load_state_dict({name: 0.5 * t for name, t in MLP().bfloat16().state_dict().items()})
+    with torch.no_grad():
+        assert torch.allclose(fused(x), mlp(x), atol=2e-2)
+        fused.up = nn.Linear(D, FF, dtype=torch.bfloat16)
+        assert fused.up is mlp.up and torch.allclose(fused(x), mlp(x), atol=2e-2)
+        assert fused.to(torch.float64) is fused and fused(x.double()).dtype == torch.float64
+    with pytest.raises(AttributeError, match="no attribute 'parameters'"):
+        plain(by_value).parameters()
+
+
+@fuse(judged=False)
+def pickled_by_name(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_a_fused_function_is_pickled_as_what_it_is_of() -> None:
+    again = lambda fused: pickle.loads(pickle.dumps(fused))
+    assert again(pickled_by_name) is pickled_by_name
+    x, w, mlp, gated = drawn(24, D), drawn(FF, D), plain(MLP().bfloat16()), Gated(2.0)
+    assert torch.equal(again(mlp)(x), mlp.function(x))
+    loaded = again(plain(drawing))
+    assert type(loaded) is Fused and loaded.function is drawing and not loaded.judged
+    method, some = again(gated.forward), drawn(24, H)
+    assert torch.equal(method(some), gated.forward(some))
+    with pytest.raises(Exception, match=r"^Can't (pickle|get local object)[^\n]*$"):
+        pickle.dumps(plain(lambda x: x + w))
 
 
 def test_second_derivatives_are_pytorchs() -> None:

@@ -22,6 +22,7 @@ import torch.fx.traceback as notes
 from torch import fx
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -130,7 +131,7 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
     def traced(*tensors: torch.Tensor) -> Any:
         # make_fx tells the whole process that Python is traced into symbols, which it is not: what
         # torch.compile made raises then, in other threads too.
-        torch.fx._symbolic_trace._is_fx_tracing_flag = False
+        _symbolic_trace._is_fx_tracing_flag = False
         inputs = dict(zip(shapes, tensors, strict=True))
         bound = {k: v if shapes[k] else v.item() for k, v in inputs.items()}
         with ExitStack() as modes:
