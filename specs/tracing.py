@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
-from coda_agent.specs.quiet import quiet
+from coda_agent.specs.recording import quiet
 
 if TYPE_CHECKING:
     import torch

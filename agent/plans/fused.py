@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import operator
 import sys
 import traceback
@@ -16,7 +17,7 @@ from typing import Any
 from coda_agent.agent.plans.cut import Plan
 from coda_agent.agent.plans.ran import GRAPHS, Call
 from coda_agent.agent.plans.run import PACKED
-from coda_agent.specs.quiet import quiet
+from coda_agent.specs.recording import quiet
 
 _NONE = "Dynamo records no call of torch in it, or has recorded its code too often"
 
@@ -109,6 +110,11 @@ class Fused:
                 return True
         return False
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = MethodType(self.function, *self._owner) if self._owner else self.function
+        return inspect.signature(own)
+
     def __get__(self, instance: Any, owner: Any = None) -> Fused:
         """Of a method the one of an object."""
         if instance is None or not isinstance(self.function, FunctionType):
@@ -119,7 +125,7 @@ class Fused:
 
     def __getattr__(self, name: str) -> Any:
         """What a module has; what of it returns the module, such as `eval`, returns this."""
-        if name.startswith("__") or "function" not in vars(self):
+        if "function" not in vars(self):
             raise AttributeError(name)
         found = getattr(self.function, name)
         if not isinstance(found, MethodType):

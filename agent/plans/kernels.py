@@ -260,12 +260,6 @@ def _evidence(folder: Path) -> str:
     return hashlib.sha256(b"\0".join(found)).hexdigest()
 
 
-def equal(program: Program, spec: Spec) -> str:
-    """The name of the accepted kernel that computes the same with the same types, or ""."""
-    twin = _equal(program, spec)
-    return twin.name if twin else ""
-
-
 def _equal(program: Program, spec: Spec, *, more: bool = False) -> Entry | None:
     """The accepted kernel that computes the same by one of its programs; or the same and `more`."""
     for kernel, programs, theirs in _accepted().values():

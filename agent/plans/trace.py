@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.simpler import simpler
 from coda_agent.primitives.errors import CodaError
-from coda_agent.specs.quiet import quiet
+from coda_agent.specs.recording import quiet
 from coda_agent.specs.tracing import folded
 
 if TYPE_CHECKING:

@@ -450,9 +450,16 @@ def test_threads_have_their_own_results_and_what_they_print(
     fused = [fuse(layer, judged=False) for layer in layers]
     x, wrong, done = drawn(M, K), list[int](), threading.Event()
 
+    compiled: Any = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(x)
+
     def prints() -> None:
         while not done.wait(0.001):
             print("here")
+            try:
+                compiled(x)
+            except RuntimeError:
+                wrong.append(-1)
 
     def calls(i: int) -> None:
         with torch.no_grad():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ import torch.fx.traceback as notes
 from torch import fx
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import Spec, canonical_reference
-from coda_agent.specs.quiet import quiet
+from coda_agent.specs.recording import alone, quiet
 
 # What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
 _DECOMPOSED = (
@@ -48,7 +46,6 @@ _DECOMPOSED = (
     *("hardswish_backward", "hardsigmoid_backward", "softplus_backward", "log_sigmoid_backward"),
     *("gelu_backward", "sigmoid_backward", "tanh_backward"),
 )
-_LOCK = threading.RLock()
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -129,9 +126,6 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
     line = spec.reference_line
 
     def traced(*tensors: torch.Tensor) -> Any:
-        # make_fx tells the whole process that Python is traced into symbols, which it is not: what
-        # torch.compile made raises then, in other threads too.
-        _symbolic_trace._is_fx_tracing_flag = False
         inputs = dict(zip(shapes, tensors, strict=True))
         bound = {k: v if shapes[k] else v.item() for k, v in inputs.items()}
         with ExitStack() as modes:
@@ -146,7 +140,7 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
     )
     fake = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
     try:
-        with quiet(), _alone(), fake:
+        with quiet(), alone(), fake:
             tensors = [
                 torch.empty(shape, dtype=getattr(torch, spec.dtype_of(name, types)))
                 for name, shape in shapes.items()
@@ -175,13 +169,6 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
         raise ProgramError(where + fault, hint=hint) from None
     module.graph.eliminate_dead_code()
     return Captured(spec, dict(binding), sizes, module)
-
-
-def _alone() -> Any:
-    """The lock under which Dynamo records a function, where it is in use: while make_fx runs, calls
-    of modules are patched in the whole process, and each run puts back what it found."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return dynamo.compile_lock if dynamo else _LOCK
 
 
 def _lines(path: str) -> Any:
