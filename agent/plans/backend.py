@@ -34,12 +34,16 @@ def backend(judged: bool) -> Callable[[torch.fx.GraphModule, list[Any]], Callabl
     def coda(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not _differentiated(module, inputs):
             return _Graph(module, judged=judged)
-        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
+        if _on_gpu(inputs):
             compiled = torch._dynamo.lookup_backend("inductor")(module, inputs)
             return _noted("torch.compile", compiled)
         return _noted("PyTorch", module.forward)
 
     return coda
+
+
+def _on_gpu(inputs: list[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
 
 
 def _noted(way: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,10 +168,9 @@ class Fused:
             return self._run((*self._owner, *args), kwargs)[1].plan
 
     def forget(self) -> None:
-        """Packs weights anew at the next call: after a write that PyTorch does not count, such as
+        """Packs weights anew, of all functions: after a write that PyTorch does not count, such as
         one by way of `.data`."""
-        for packed in PACKED:
-            packed.forget()
+        PACKED.clear()
 
 
 @functools.lru_cache(maxsize=1)

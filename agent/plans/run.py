@@ -65,8 +65,9 @@ class Runner:
         return self._run(tensors)
 
 
-PACKED: weakref.WeakSet[Packed] = weakref.WeakSet()
-"""All kernels that pack."""
+PACKED: dict[tuple[int, ...], tuple[list[weakref.ref[torch.Tensor]], list[int], Any]] = {}
+"""What was packed, as long as all its parts live: by the kernel, the input and the parts, since
+layers of one code have one plan. Emptied, it is packed again."""
 
 
 class Packed:
@@ -74,7 +75,7 @@ class Packed:
     kernel's form.
 
     What is packed is kept as long as its parts are the same tensors at the same version, as
-    PyTorch counts writes. A write by way of `.data` is not counted; `forget` packs anew.
+    PyTorch counts writes. A write by way of `.data` is not counted.
 
     Attributes:
         kernel: The kernel.
@@ -93,8 +94,6 @@ class Packed:
             for x in kernel.spec.inputs
         ]
         self._parts = [[names[i] for i in at] if isinstance(at, list) else [] for at in self._order]
-        self._kept: dict[int, tuple[list[Any], list[int], Any]] = {}
-        PACKED.add(self)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = [
@@ -104,23 +103,22 @@ class Packed:
         result = self.kernel(*given)
         return result if isinstance(result, tuple) else (result,)
 
-    def forget(self) -> None:
-        """Packs again at the next call."""
-        self._kept.clear()
-
     @property
     def packed(self) -> list[str]:
         """The arguments that are packed."""
         return [name for parts in self._parts for name in parts]
 
     def _packed(self, i: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        counted = not any(t.is_inference() for t in parts)
-        versions = [x for t in parts for x in (t._version, t.data_ptr())] if counted else []
-        if counted and (known := self._kept.get(i)):
+        named = dict(zip(self._parts[i], parts, strict=True))
+        if any(t.is_inference() for t in parts):  # whose writes are not counted
+            return self.kernel.pack(**named)
+        key = id(self.kernel), i, *map(id, parts)
+        versions = [x for t in parts for x in (t._version, t.data_ptr())]
+        if known := PACKED.get(key):
             refs, of, packed = known
             if of == versions and all(r() is t for r, t in zip(refs, parts, strict=True)):
                 return packed
-        packed = self.kernel.pack(**dict(zip(self._parts[i], parts, strict=True)))
-        if counted:
-            self._kept[i] = [weakref.ref(t) for t in parts], versions, packed
+        packed = self.kernel.pack(**named)
+        gone = lambda _: PACKED.pop(key, None)
+        PACKED[key] = [weakref.ref(t, gone) for t in parts], versions, packed
         return packed

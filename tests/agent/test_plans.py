@@ -1,6 +1,7 @@
 """Plans of whole functions, and `fuse`."""
 
 import copy
+import gc
 import itertools
 import json
 import logging
@@ -27,7 +28,7 @@ from coda_agent.agent import workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.agent.plans import backend, choice, fused, kernels, ways
+from coda_agent.agent.plans import backend, choice, fused, kernels, run, ways
 from coda_agent.agent.plans.choice import Made
 from coda_agent.agent.plans.cut import BESIDE, MERGE, Plan
 from coda_agent.agent.plans.fused import Fused, fuse, mm
@@ -35,6 +36,7 @@ from coda_agent.agent.plans.rules import CARRY
 from coda_agent.agent.plans.run import Runner
 from coda_agent.agent.plans.trace import Value, record
 from coda_agent.agent.workspace import Kernel as Entry
+from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError
 
 
@@ -321,6 +323,31 @@ class AsTorch211(TorchFunctionMode):
             if type(args[0].shape[0]) is not int:
                 raise RuntimeError("Cannot call numel() on tensor with symbolic sizes/strides")
         return func(*args, **(kwargs or {}))
+
+
+def test_layers_of_one_code_have_one_plan_and_their_own_packed_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers, x = [MLP().bfloat16() for _ in range(3)], drawn(24, D)
+    fused = [plain(layer) for layer in layers]
+    packed, planned, pack, chosen = [], [], Kernel.pack, choice.chosen
+    noted = lambda kernel, **parts: packed.append(1) or pack(kernel, **parts)
+    monkeypatch.setattr(Kernel, "pack", noted)
+    noted_plan = lambda *args, **named: planned.append(1) or chosen(*args, **named)
+    monkeypatch.setattr(backend, "chosen", noted_plan)
+    with torch.no_grad():
+        for rows in (24, 24, 24, 7):
+            for call, layer in zip(fused, layers, strict=True):
+                assert torch.allclose(call(x[:rows]), layer(x[:rows]), atol=2e-2)
+        assert len(packed) == 3 and len(planned) <= 2  # for each number of rows one
+        layers[0].gate.weight.data.mul_(-1)
+        fused[1].forget()
+        assert torch.allclose(fused[0](x), layers[0](x), atol=2e-2) and len(packed) == 4
+    assert len(run.PACKED) == 1  # what was forgotten is packed when it is needed
+    call = layer = None
+    del layers[:], fused[:]
+    gc.collect()
+    assert not run.PACKED
 
 
 def test_no_product_of_leading_dims_has_symbolic_sizes() -> None:
@@ -705,6 +732,32 @@ def test_a_fused_function_is_pickled_as_what_it_is_of() -> None:
     assert torch.equal(method(some), gated.forward(some))
     with pytest.raises(Exception, match=r"^Can't (pickle|get local object)[^\n]*$"):
         pickle.dumps(plain(lambda x: x + w))
+
+
+def test_with_gradients_a_gpu_has_what_torch_compile_gives_inductor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled.append(all(isinstance(x, Tensor) for x in inputs))
+        return module.forward
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.silu(F.linear(x, w)).view(x.shape[0], 2, -1)
+
+    compiled = list[bool]()
+    monkeypatch.setattr(backend, "_on_gpu", lambda _: True)
+    known = torch._dynamo.lookup_backend
+    found = lambda name: inductor if name == "inductor" else known(name)
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", found)
+    x, w, call = drawn(24, H), drawn(D, H).requires_grad_(), plain(function)
+    for rows in (24, 24, 9, 7):
+        given = x[:rows]
+        (got,), (own,) = (torch.autograd.grad(f(given, w).sum(), w) for f in (call, function))
+        assert torch.equal(got, own) and call.way == "torch.compile", call.why
+        assert call.why == "gradients are asked for, and torch.compile has them"
+    assert compiled == [True, False]  # sizes are symbols where they have changed
+    with torch.no_grad():
+        assert torch.allclose(call(x, w), function(x, w), atol=2e-2) and call.way == "the plan"
 
 
 def test_second_derivatives_are_pytorchs() -> None:
