@@ -42,6 +42,7 @@ class Machine(Kept):
 
     Attributes:
         gpu, driver: The GPU's name, and the version of its driver.
+        sandbox: What confined a candidate, in records of when its Python was run.
     """
 
     device: Literal["cpu", "cuda"]
@@ -50,6 +51,7 @@ class Machine(Kept):
     cuda: str | None = None
     python: str = ""
     system: str = ""
+    sandbox: str | None = None
     packages: dict[str, str | None] = {}
 
     @classmethod

@@ -37,10 +37,8 @@ class Depends(NamedTuple):
 
 def of(suite: str, kind: type) -> Depends:
     """What figures of a kind of case depend on."""
-    if suite == "models":
-        return Depends(_of_plans(folders=("plans", "capture")), {})
     if suite == "fuse":
-        return Depends(_of_plans("fuse_cases", "fuse_functions"), {})
+        return Depends(_of_plans(), {})
     if suite == "gradients":
         return _of_gradients()
     if kind is Fp8Training:
@@ -101,13 +99,13 @@ def _of_gradients() -> Depends:
     return Depends(_meant(*files, _file(gradient_cases)), kernels)
 
 
-def _of_plans(*cases: str, folders: Sequence[str] = ("plans",)) -> dict[str, str]:
-    """Of plans: the sources that make a plan out of a function or of a configuration, and those of
-    the cases."""
+def _of_plans() -> dict[str, str]:
+    """Of plans: the sources that make a plan out of a function, and those of the cases."""
     evals = Path(__file__).parent
     agent = evals.parent / "agent"
-    files = [file for x in (*folders, "authors/composer") for file in (agent / x).glob("*.py")]
-    return _meant(*files, *(evals / f"{n}.py" for n in ("layer_cases", "model_cases", *cases)))
+    files = [file for x in ("plans", "authors/composer") for file in (agent / x).glob("*.py")]
+    names = "layer_cases", "fuse_cases", "fuse_functions"
+    return _meant(*files, *(evals / f"{n}.py" for n in names))
 
 
 def _of_layers() -> Depends:

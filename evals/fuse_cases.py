@@ -12,10 +12,8 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coda_agent.agent.plans.fused import fuse
-from coda_agent.agent.plans.run import Runner
 from coda_agent.evals.contest import Clock
-from coda_agent.evals.layer_cases import Values, Way, peak, prepared, timed
-from coda_agent.evals.model_cases import LayerCase
+from coda_agent.evals.layer_cases import Case, Values, Way, peak, prepared, timed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +51,7 @@ class Function:
         return FunctionCase(self.shrunk(shrink) if shrink > 1 else self, device)
 
 
-class FunctionCase(LayerCase):
+class FunctionCase(Case):
     """A function on one device: its values, and each contender's way."""
 
     def __init__(self, function: Function, device: str) -> None:
@@ -72,7 +70,16 @@ class FunctionCase(LayerCase):
 
         if name == "target":
             return torch.randint(0, self.function.shapes["w"][0], shape, device=self.device)
-        return super()._one(name, shape)
+        if name in ("cos", "sin"):
+            positions, width = shape
+            turns = 10000.0 ** (-torch.arange(0, width, 2, device=self.device) / width)
+            angle = torch.arange(positions, device=self.device)[:, None] * turns
+            return getattr(torch.cat((angle, angle), -1), name)().bfloat16()
+        kind = name.partition("_")[0]
+        if kind == "g":
+            return (torch.rand(shape, device=self.device) + 0.5).bfloat16()
+        spread = shape[-1] ** -0.5 if kind in ("w", "b") else 1.0
+        return (torch.randn(shape, device=self.device) * spread).bfloat16()
 
     def measured(self, wanted: Iterable[str], clock: Clock, rounds: int) -> dict[str, Any]:
         """Times of the forward pass, peak memory in MiB, errors, why a contender is absent, what
@@ -93,7 +100,6 @@ class FunctionCase(LayerCase):
 
     def _ways(self, wanted: Iterable[str], found: dict[str, Any]) -> dict[str, Way]:
         import torch
-        from torch.utils._pytree import tree_flatten
 
         from coda_agent.evals import fuse_functions
 
@@ -112,11 +118,7 @@ class FunctionCase(LayerCase):
             way = called(made[name]())
             way(self.values)
             if name == "ours":
-                args = [(self.values | self.constants)[n] for n in self.function.shapes]
-                known = fused.planned(*tree_flatten((tuple(args), {})))
-                plan = known and isinstance(known.run, Runner)
-                own = known is None or known.run is known.torch
-                self.way = "PyTorch" if own else "the plan" if plan else "torch.compile"
+                self.way = fused.way
             return way
 
         names = [n for n in made if n in {*wanted, "eager"}]

@@ -1,5 +1,5 @@
-"""What cases of coda_agent.layers (`layer_cases`, `train_step`), of plans (`model_cases`,
-`fuse_cases`) and of kernels' gradients (`gradient_cases`) take beside others: records and pages."""
+"""What cases of coda_agent.layers (`layer_cases`, `train_step`), of `fuse` (`fuse_cases`) and of
+kernels' gradients (`gradient_cases`) take beside others: records and pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from coda_agent.evals.fp8_cases import Fp8Widths
 from coda_agent.evals.fuse_cases import Function
 from coda_agent.evals.gradient_cases import Differentiated
 from coda_agent.evals.layer_cases import Widths
-from coda_agent.evals.model_cases import Captured
 from coda_agent.evals.sharded_step import ALONE, Sharded
 from coda_agent.evals.train_step import COURSE, Fp8Training, Training
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -52,23 +51,9 @@ CASES: dict[str, Widths | Fp8Widths | Training] = {
     "train-1b fp8": Fp8Training(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
     "train-1b on 2 GPUs": Sharded(2048, 8192, 16, 32, 8, 128256, 500000.0, batch=8, length=4096),
 }
-
-TINYLLAMA = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "hidden_act": "silu",
-    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "rms_norm_eps": 1e-5,
-}  # fmt: skip
-QWEN = {
-    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "hidden_act": "silu",
-    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-What = Widths | Fp8Widths | Training | Captured | Function | Differentiated
+What = Widths | Fp8Widths | Training | Function | Differentiated
 SUITES: dict[str, Mapping[str, What]] = {
     "layers": CASES,
-    "models": {
-        f"{name} {tokens} tokens": Captured(about, tokens)
-        for name, about in (("TinyLlama-1.1B", TINYLLAMA), ("Qwen2.5-7B", QWEN))
-        for tokens in (32, 128, 512, 8192)
-    },
     "fuse": fuse_cases.CASES,
     "gradients": gradient_cases.CASES,
 }

@@ -36,7 +36,7 @@ def bench(
     every: All = False,
     suite: Annotated[
         str | None,
-        typer.Option(help="paper, shapes, layers, models, fuse, gradients, or KERNELs of one."),
+        typer.Option(help="paper, shapes, layers, fuse, gradients, or KERNELs of one."),
     ] = None,
     sizes: Annotated[
         str | None, typer.Option("--sizes", "--rows", help="Of the suite: 2048,4096,8192.")
@@ -60,7 +60,7 @@ def bench(
     ] = False,
     same: Annotated[
         str | None,
-        typer.Option(help="Of layers, models, fuse, gradients: why changed sources time the same."),
+        typer.Option(help="Of layers, fuse, gradients: why changed sources time the same."),
     ] = None,
 ) -> Reply:
     """Time accepted kernels on this GPU. A suite and --numerics are stored; a suite resumes."""

@@ -22,7 +22,6 @@ from coda_agent.primitives.errors import CodaError, MachineError, SpecError, Wor
 from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.reader import program_names
 from coda_agent.primitives.suggest import near_matches
-from coda_agent.primitives.syntax import program_names
 from coda_agent.specs import Spec, load_spec
 
 
