@@ -1,4 +1,4 @@
-"""Maps the namespace `coda_agent` onto the top-level folders; the rest is in pyproject.toml."""
+"""Maps the package `coda_agent` onto the top-level folders; the rest is in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
@@ -16,9 +16,12 @@ ROOMS = (
 
 setup(
     packages=[
-        f"coda_agent.{package}"
-        for room in ROOMS
-        for package in (room, *(f"{room}.{sub}" for sub in find_packages(room)))
+        "coda_agent",
+        *(
+            f"coda_agent.{package}"
+            for room in ROOMS
+            for package in (room, *(f"{room}.{sub}" for sub in find_packages(room)))
+        ),
     ],
-    package_dir={f"coda_agent.{room}": room for room in ROOMS},
+    package_dir={"coda_agent": "root", **{f"coda_agent.{room}": room for room in ROOMS}},
 )

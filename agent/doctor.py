@@ -112,7 +112,7 @@ def _tools() -> Iterator[Item]:
         if need := kind.need():
             value = "set" if need.met else None
             yield Item(need.name, value, f"the author `{kind.name}`", need.hint)
-    enables = "references and kernels run without network, and write a scratch folder and caches"
+    enables = "references are admitted without network, with a scratch folder to write"
     yield Item("bubblewrap", None if missing() else "works", enables, missing())
 
 

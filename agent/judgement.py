@@ -42,7 +42,7 @@ class Machine(Kept):
 
     Attributes:
         gpu, driver: The GPU's name, and the version of its driver.
-        sandbox: The tier that candidates were compiled in.
+        sandbox: What confined a candidate, in records of when its Python was run.
     """
 
     device: Literal["cpu", "cuda"]
@@ -61,7 +61,6 @@ class Machine(Kept):
         keys = ("device", "cuda", "python", "system", "packages")
         kept = {"device": "cpu"} | {key: about[key] for key in keys if about.get(key)}
         kept |= {"gpu": gpu.get("name"), "driver": gpu.get("driver_version")}
-        kept |= {"sandbox": (about.get("sandbox") or {}).get("tier")}
         return cls.model_validate(kept)
 
     @property

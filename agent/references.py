@@ -52,7 +52,7 @@ def _child() -> Child:
 
 def reference_child(module: str) -> Child:
     """Make a child that runs a user's function, which may write a scratch folder alone."""
-    return Child(module, environment=_ENVIRONMENT, writable=())
+    return Child(module, environment=_ENVIRONMENT, confine=True)
 
 
 def _result(job: dict[str, Any], where: str, limit_s: float, *, needs: str) -> str:

@@ -59,7 +59,7 @@ def _setup(function: Any, model: str, shapes: Shapes, device: str, shrink: int) 
 
     def ours() -> Contender:
         fused = fuse(function, judged=False)
-        note = lambda: f"widths of {model}; by {getattr(fused, 'way', '')}"
+        note = lambda: f"widths of {model}; by {fused.way}"
         return Contender(differentiated(by(fused), values, "forward"), note=note)
 
     def other(compiled: bool) -> Contender:

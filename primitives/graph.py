@@ -1,7 +1,7 @@
 """The epilogue graph: what a program computes, as data.
 
-- A program's function runs once, on `Value`s; each operation appends one `Node`. Equal nodes are
-  shared.
+- A program's expressions are evaluated once, on `Value`s; each operation appends one `Node`. Equal
+  nodes are shared.
 - Nodes are stored in topological order, so every reading is a single loop.
 - Every value has a `Shape`: how it varies over the (M, N) output tile. Shapes are joined like
   broadcasting, and full-width and half-width values never mix silently.

@@ -1,4 +1,7 @@
-"""The `@epilogue` decorator: from a plain function to a `Program`, where all readings start."""
+"""A `Program`, where all readings start; and the `@epilogue` decorator, which makes one of Python.
+
+A text is no function: `reader.py` makes programs of it, and runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ class Program:
         return finish(replace(self, outputs=left, graph=graph), found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The program as JSON-ready data, which crosses process boundaries in place of Python."""
+        """Write the program as JSON-ready data, which crosses process boundaries."""
         return {
             "name": self.name,
             "doc": self.doc,
@@ -111,8 +114,8 @@ class Program:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Program:
-        """The inverse of `to_dict`. The data may come from a process that ran an author's Python,
-        so every rule of the language is checked again, and shapes are derived anew.
+        """Rebuild what `to_dict` gave; the data may come from another process or machine, so every
+        rule of the language is checked again, and shapes are derived anew.
 
         Raises:
             ProgramError: it is no program's record.

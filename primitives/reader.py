@@ -12,11 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import io
 import operator
-import re
-import tokenize
-import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -25,16 +21,11 @@ from coda_agent.primitives.errors import Fault, ProgramError, TextError
 from coda_agent.primitives.program import Program, begin, finish
 from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
 from coda_agent.primitives.suggest import did_you_mean
+from coda_agent.primitives.syntax import parse
 
-# The largest known programs have 1,700 characters, 43 tokens a statement, 4 open brackets and 110
-# syntax nodes.
-MAX_CHARACTERS = 40_000
-_MAX_TOKENS = 400  # a statement, which bounds how deep its tree is
-_MAX_BRACKETS = 32
-_MAX_NODES = 1000  # a program
+_MAX_NODES = 1000  # a program; the largest known one has 110
 _MAX_NUMBER = 3.4028234e38  # the largest float32
 _MAX_FAULTS = 20
-_COOKIE = re.compile(r"[ \t\f]*#.*?coding[:=]")  # PEP 263
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -61,72 +52,10 @@ def read_programs(text: str, expected: Sequence[str] | None = None) -> dict[str,
         TextError: it is not in the language, or a program breaks its rules; has every fault.
     """
     reader = _Reader(text)
-    programs = reader.read(_parsed(text), expected)
+    programs = reader.read(parse(text), expected)
     if reader.faults:
         raise TextError.of(reader.faults[:_MAX_FAULTS])
     return {name: programs[name] for name in expected or programs}
-
-
-def program_names(text: str) -> list[str]:
-    """List the functions a text defines, in order; none where it does not parse."""
-    try:
-        return [s.name for s in _parsed(text).body if isinstance(s, ast.FunctionDef)]
-    except TextError:
-        return []
-
-
-def _parsed(text: str) -> ast.Module:
-    """Parse a text.
-
-    CPython 3.11's parser recurses in C, and a small thread's stack ends before its own limit:
-    5000 signs in a row are a segmentation fault in 256 KiB.
-
-    Raises:
-        TextError: it is too long or too deep, no Python, or holds what editors do not show.
-    """
-    if len(text) > MAX_CHARACTERS:
-        message = f"the candidate has {len(text)} characters, at most {MAX_CHARACTERS} are read"
-        raise _error(message, 1, "a program is a few lines; compose what the vocabulary offers")
-    text = text.replace("\r\n", "\n")
-    for number, line in enumerate(text.split("\n"), 1):
-        for c in line if not line.isprintable() else "":
-            if c != "\t" and unicodedata.category(c)[0] == "C":
-                hint = "take out control, invisible and half characters"
-                raise _error(f"character U+{ord(c):04X} may not stand here", number, hint)
-        if number <= 2 and _COOKIE.match(line):
-            # Read from a file, the text would be decoded to another program than is read here.
-            raise _error("an encoding declaration", number, "a candidate is UTF-8; take it out")
-    line = 1
-    opened: list[tuple[str, int]] = []
-    try:
-        tokens = 0
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            line = token.start[0]
-            tokens = 0 if token.type == tokenize.NEWLINE else tokens + 1
-            if token.type == tokenize.OP and token.string in "([{":
-                opened.append((token.string, line))
-            elif token.type == tokenize.OP and token.string in ")]}":
-                if not opened:
-                    message = f"not Python: {token.string!r} closes nothing"
-                    raise _error(message, line, "take it out, or open it before")
-                opened.pop()
-            if tokens > _MAX_TOKENS or len(opened) > _MAX_BRACKETS:
-                raise _error(
-                    "this statement is too long or too deep", line, "give parts of it names"
-                )
-        return ast.parse(text)
-    except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
-        if isinstance(error, tokenize.TokenError) and opened:
-            bracket, line = opened[-1]
-            raise _error(f"not Python: {bracket!r} is never closed", line, "close it") from None
-        reason = error.args[0] if error.args else "nested too deeply"
-        line = getattr(error, "lineno", None) or line
-        hint = "mend this line, or what is open before it"
-        raise _error(f"not Python: {reason}", line, hint) from None
-
-
-def _error(message: str, line: int, hint: str) -> TextError:
-    return TextError.of([Fault(message, line, hint)])
 
 
 class _Refusal(Exception):
@@ -141,8 +70,8 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.text, self.faults = text, list[Fault]()
-        self.vocabulary, self.imported = sorted({*primitives.__all__} - {"Program"}), set[str]()
-        self.values = dict[str, Any]()
+        self.vocabulary = sorted({*primitives.__all__} - {"Program"})
+        self.imported, self.values = dict[str, Any](), dict[str, Any]()
 
     def read(self, tree: ast.Module, expected: Sequence[str] | None) -> dict[str, Program]:
         names, programs = list[str](), dict[str, Program]()
@@ -177,10 +106,11 @@ class _Reader:
             self.refuse(statement, message, "the vocabulary is all a program needs")
             return
         for alias in statement.names:
+            self.imported[alias.name] = getattr(primitives, alias.name, _REFUSED)
             if alias.name not in self.vocabulary or alias.asname:
                 hint = did_you_mean(alias.name, self.vocabulary) or "import it under its own name"
                 self.refuse(statement, f"{alias.name!r} is not a name of the vocabulary", hint)
-            self.imported.add(alias.name)
+                self.imported[alias.name] = _REFUSED
 
     def read_function(self, function: ast.FunctionDef) -> Program | None:
         before, program = len(self.faults), None
@@ -197,8 +127,11 @@ class _Reader:
             except ProgramError as error:
                 self.refuse(function, error.message, error.hint)
         result = self.read_body(function)
+        values = *self.values.values(), *result.values()
+        if program is None or len(self.faults) > before or any(v is _REFUSED for v in values):
+            return None
         try:
-            return finish(program, result) if program and len(self.faults) == before else None
+            return finish(program, result)
         except ProgramError as error:
             self.refuse(function, error.message, error.hint)
         return None
@@ -216,7 +149,7 @@ class _Reader:
             message = "parameters are plain, without defaults, and no type is returned"
             self.refuse(function, message, "numbers stand in the body, outputs in the decorator")
         for a in arguments.args:
-            self.check_name(a, a.arg, self.imported | kinds.keys())
+            self.check_name(a, a.arg, self.imported.keys() | kinds.keys())
             kinds[a.arg] = a.annotation and self.read_kind(a.annotation, OPERAND_KINDS)
         return kinds
 
@@ -277,7 +210,7 @@ class _Reader:
         for name, value in zip(names, results, strict=True):
             if isinstance(name, ast.Name):
                 # A parameter's name is the spec's; an assigned one is free to be another.
-                free = self.imported | ({*dir(builtins)} - self.values.keys())
+                free = self.imported.keys() | ({*dir(builtins)} - self.values.keys())
                 self.check_name(name, name.id, free)
                 self.values[name.id] = value
             else:
@@ -309,18 +242,18 @@ class _Reader:
                 taken = self.taken(node, name, args)
                 taken += [self.value(a) for a in args[len(taken) :]]
                 named = {str(k.arg): self.value(k.value) for k in keywords}
-                return _applied(node, getattr(primitives, name), taken, named)
+                return _applied(node, self.imported[name], taken, named)
         raise self.refusal(node)
 
     @property
     def functions(self) -> set[str]:
-        return self.imported - {*OPERAND_KINDS, *OUTPUT_KINDS, "epilogue"}
+        return self.imported.keys() - {*OPERAND_KINDS, *OUTPUT_KINDS, "epilogue"}
 
     def taken(self, node: ast.Call, name: str, args: list[ast.expr]) -> list[Any]:
         """The first arguments of a call that are no values: a function, or texts."""
         match name, args:
             case "derivative", [ast.Name(id=function), *_] if function in self.functions:
-                return [getattr(primitives, function)]
+                return [self.imported[function]]
             case "ptx", [ast.Constant(value=str(meaning)), ast.Constant(value=str(code)), *_]:
                 return [meaning, code]  # they are checked where they are read
             case "ptx", _:
@@ -341,7 +274,7 @@ class _Reader:
                 hint = did_you_mean(name, sorted(self.values)) or "assign it first"
             case ast.Call(func=ast.Name(id=name)):
                 message = "only functions of the vocabulary may be called, without **"
-                if name not in self.values.keys() | self.imported:
+                if name not in self.values.keys() | self.imported.keys():
                     message = f"unknown name {name!r}"
                     hint = did_you_mean(name, self.vocabulary) or hint
             case ast.Call(func=ast.Attribute(attr=name)) if name in self.vocabulary:
@@ -384,7 +317,7 @@ def _applied(
     """
     named = named or {}
     given = [*args, *named.values()]
-    if any(a is _REFUSED for a in given):
+    if any(a is _REFUSED for a in (function, *given)):
         return _REFUSED
     if several := next((a for a in given if isinstance(a, tuple)), None):
         message = f"{len(several)} values stand where one is taken"

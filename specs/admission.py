@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coda_agent import primitives
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.rounding import rounded as rounding
 from coda_agent.specs.format import Spec
@@ -52,14 +51,11 @@ def admit(spec: Spec) -> None:
     this process; one that is not ours belongs into a child.
 
     Raises:
-        SpecError: The spec has a primitive's name; the reference raises; an output of another
-            shape or dtype than declared, non-finite, zero or constant; an input changed in place;
-            no output that needs both GEMM operands and their product; something that could be left
-            out, or guessed, within the tolerance; or a value that is rounded and computed on.
+        SpecError: The reference raises; an output of another shape or dtype than declared,
+            non-finite, zero or constant; an input changed in place; no output that needs both GEMM
+            operands and their product; something that could be left out, or guessed, within the
+            tolerance; or a value that is rounded and computed on.
     """
-    if spec.name in primitives.__all__:  # its program could not import that
-        hint = f"such as gemm_{spec.name}"
-        raise SpecError(f"{spec.path}: {spec.name!r} is a primitive's name, use another", hint=hint)
     shapes = sorted(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
     for binding in spec.bindings():
         for sizes in shapes:

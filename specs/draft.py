@@ -12,11 +12,9 @@ import math
 import re
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from fractions import Fraction
-from io import StringIO
 from typing import Any
 
 import torch
@@ -68,7 +66,7 @@ def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
     with _blaming(source):
         try:
             return _Draft(source, examples, name).text()
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, _Elsewhere) as error:
             # A reference is called with numbers as floats, which have no methods of tensors.
             numbers = [x for x, example in examples.items() if not example.axes]
             if not numbers or "float" not in str(error):
@@ -79,15 +77,9 @@ def draft(source: Source, examples: Mapping[str, Example], name: str) -> str:
 
 @contextmanager
 def _blaming(source: Source) -> Iterator[None]:
-    """Say where in the user's own file a fault lies; and refuse to print."""
-
-    class Mute(StringIO):
-        def write(self, text: str, /) -> int:
-            raise SpecError("the function prints; a reference only computes: leave the output out")
-
+    """Say where in the user's own file a fault lies."""
     try:
-        with redirect_stdout(Mute()), warnings.catch_warnings(action="ignore"):
-            yield
+        yield
     except Exception as error:  # the function is foreign code: anything may come out of it
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno or 0 for frame in frames if frame.filename == _FILE]
@@ -97,6 +89,9 @@ def _blaming(source: Source) -> Iterator[None]:
             said, hint = error.message, error.hint
             if found := re.fullmatch(rf"{_FILE}(?::(\d+))?: (.*)", said):
                 lines, said = [int(found[1] or 0)], found[2]
+        elif isinstance(error, _Elsewhere):
+            said = f"at other sizes than the example's the function raises {said}"
+            hint = "a kernel takes others: take numbers that depend on them from shapes"
         elif isinstance(error, OSError) or "cannot be opened" in said:
             said = "the function opens a file or a connection; a reference only computes"
         else:
@@ -104,6 +99,10 @@ def _blaming(source: Source) -> Iterator[None]:
         line = next((source.lines[n - 1] for n in reversed(lines) if 0 < n <= len(source.lines)), 0)
         where = f"{source.where}:{line}" if line else source.where
         raise SpecError(f"{where}: {said}", hint=hint) from None
+
+
+class _Elsewhere(RuntimeError):
+    """What the function raises at sizes that the example does not have."""
 
 
 class _Draft:
@@ -383,8 +382,23 @@ class _Draft:
         raise SpecError(message, hint=hint)
 
     def _run(self, sizes: Mapping[str, int], chosen: str) -> dict[str, torch.Tensor]:
-        """The outputs at `sizes`, by name."""
-        return self._named(self.function(**self._inputs(self._extents(sizes), chosen)))
+        """The outputs at `sizes`, by name.
+
+        Raises:
+            _Elsewhere: The function raises there.
+        """
+        extents = self._extents(sizes)
+        inputs = self._inputs(extents, chosen)
+        try:
+            returned = self.function(**inputs)
+        except (SpecError, OSError):
+            raise
+        except Exception as error:  # the function is foreign code
+            said = (str(error).splitlines() or ["no message"])[0]
+            given = ", ".join(f"{name} {list(shape)}" for name, shape in extents.items())
+            fault = _Elsewhere(f"{type(error).__name__}: {said}, with {given}")
+            raise fault.with_traceback(error.__traceback__) from None
+        return self._named(returned)
 
     def _extents(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         return {name: tuple(extent(e, sizes) for e in shape) for name, shape in self.shapes.items()}
@@ -393,10 +407,11 @@ class _Draft:
         self, shapes: Mapping[str, tuple[int, ...]], chosen: str, device: str = "cpu"
     ) -> dict[str, Any]:
         """Values in [0.5, 1.5]; of integers 1."""
-        torch.manual_seed(0)
+        draws = torch.Generator("cpu").manual_seed(0) if device == "cpu" else None
         inputs: dict[str, Any] = {}
         for name, shape in shapes.items():
-            dtype, values = self._dtype(name, chosen), torch.rand(shape, device=device) + 0.5
+            dtype = self._dtype(name, chosen)
+            values = torch.rand(shape, generator=draws, device=device) + 0.5
             values = values if dtype.is_floating_point else values.fill_(1)
             inputs[name] = values.to(dtype) if shape else 0.75
         return inputs

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from coda_agent import primitives
 from coda_agent.primitives.kinds import GEMM_DTYPES
 from coda_agent.specs.format import DTYPES, Header, Output, Spec, evaluate
 from coda_agent.specs.layout import factors, parts, shown
@@ -23,6 +24,8 @@ def declared_faults(spec: Header) -> Iterator[str]:
     for name in [spec.name, *names, *spec.dims, *spec.types, *values]:
         if not name.isidentifier() or keyword.iskeyword(name) or "__" in name:
             yield f"name {name!r} must be a Python identifier without a double underscore"
+    if spec.name in primitives.__all__:  # its program could not import that
+        yield f"name {spec.name!r} is a primitive's, use another, such as gemm_{spec.name}"
     for name, count in Counter(names).items():
         if count > 1:
             yield f"name {name!r} is declared twice among inputs, outputs and parameters"

@@ -3,13 +3,13 @@ extents must be equal."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import SpecError
+from coda_agent.specs.recording import quiet
 
 if TYPE_CHECKING:
     import torch
@@ -182,19 +182,9 @@ def traced(
         first, *others = (inputs[name].shape[axis] for name, axis in places)
         for other in others:
             bool(first == other)  # what is asked is noted as an equality
-    log = logging.getLogger("torch")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with (
-            fake,
-            torch.device("meta"),
-            Watch(),
-            Folding(),
-        ):  # which what it makes by itself is on too
-            function(**inputs)
-    finally:
-        log.setLevel(level)
+    # What the function makes by itself is on meta too.
+    with quiet(), fake, torch.device("meta"), Watch(), Folding():
+        function(**inputs)
 
     def known(shape: Any) -> tuple[Any, ...]:
         exprs = [s.node.expr if isinstance(s, torch.SymInt) else s for s in shape]

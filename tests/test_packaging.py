@@ -1,11 +1,14 @@
-"""What is installed: one namespace of whole rooms and their data; and which room imports which."""
+"""What is installed: one package of whole rooms and their data; and which room imports which."""
 
 import ast
+import json
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -27,12 +30,12 @@ ROOMS = (
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names in a wheel built from a copy of this tree with one more kernel in it."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with a wheel built from a copy of this tree with one more kernel in it."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     tree.mkdir()
-    for name in (*ROOMS, "tests", "logs"):
+    for name in ("root", *ROOMS, "tests", "logs"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -44,16 +47,73 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
     done = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    venv.create(folder / "venv")
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
-        return set(archive.namelist())
+        archive.extractall(packages)
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))  # torch, and the rest
+    return packages
 
 
-def test_wheel_holds_one_namespace(wheel: set[str]) -> None:
+@pytest.fixture(scope="module")
+def wheel(installed: Path) -> set[str]:
+    """The names in the wheel."""
+    paths = (path for top in installed.glob("coda_agent*") for path in top.rglob("*"))
+    return {path.relative_to(installed).as_posix() for path in paths if path.is_file()}
+
+
+def test_wheel_holds_one_package(wheel: set[str]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     tops = {name.split("/")[0] for name in wheel}
     assert tops == {"coda_agent", f"coda_agent-{version}.dist-info"}
-    assert "coda_agent/__init__.py" not in wheel
-    assert {name.split("/")[1] for name in wheel if name.startswith("coda_agent/")} == set(ROOMS)
+    inside = {name.split("/")[1] for name in wheel if name.startswith("coda_agent/")}
+    assert inside == {*ROOMS, "__init__.py", "py.typed"}
+
+
+TYPED = """
+import torch
+from coda_agent import fuse
+from coda_agent.generated import gemm_swiglu
+
+def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ w.T)
+
+reveal_type(fuse)
+fuse(f)(torch.ones(2, 2), torch.ones(2, 2))
+reveal_type(gemm_swiglu(torch.ones(2, 2), torch.ones(2, 2)))
+fuse(3)
+gemm_swiglu(block_size="x")
+"""
+
+
+def test_a_type_checker_knows_what_is_installed(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "typed.py").write_text(TYPED)
+    python = installed.parents[2] / "bin" / "python"
+    command = [sys.executable, "-m", "pyright", "--pythonpath", python, "--outputjson", "typed.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    found = [
+        (x["range"]["start"]["line"], x["severity"], x["message"].splitlines()[0])
+        for x in json.loads(done.stdout)["generalDiagnostics"]
+    ]
+    assert [(line, severity) for line, severity, _ in found] == [
+        (8, "information"), (10, "information"), (11, "error"), (12, "error"),
+    ]  # fmt: skip
+    assert "judged: bool = True" in found[0][2]
+    assert '"Tensor | tuple[Tensor, ...]"' in found[1][2]
+
+
+def test_the_package_says_what_it_holds() -> None:
+    code = (
+        "import coda_agent, inspect, pydoc, sys; print(coda_agent.__version__, *dir(coda_agent))\n"
+        "print([getattr(coda_agent, x) for x in dir(coda_agent)] and 'torch' in sys.modules)\n"
+        "print(inspect.signature(coda_agent.fuse), pydoc.plain(pydoc.render_doc(coda_agent.fuse)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    first, second, *rest = done.stdout.splitlines()
+    rooms = ["fuse", "generated", "integrations", "layers", "primitives", "specs"]
+    assert first.split() == [metadata.version("coda-agent"), "__version__", *rooms]
+    assert second == "False"
+    assert "judged: 'bool' = True" in rest[0] and any("A `Fused`. Its `why`" in x for x in rest)
 
 
 def test_wheel_holds_every_module_of_the_rooms(wheel: set[str]) -> None:
@@ -84,7 +144,8 @@ def test_room_is_a_regular_package(room: str) -> None:
 
 
 def test_typing_links_are_the_rooms() -> None:
-    links = sorted((ROOT / ".typing" / "coda_agent").iterdir())
+    own, *links = sorted((ROOT / ".typing" / "coda_agent").iterdir())
+    assert own.resolve() == ROOT / "root" / "__init__.py"
     assert [link.name for link in links] == list(ROOMS)
     assert all(link.resolve() == ROOT / link.name for link in links)
 

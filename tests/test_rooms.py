@@ -102,9 +102,7 @@ def test_no_import_comes_back_to_where_it_began(arrows: Arrows) -> None:
 
 
 def test_the_judge_does_not_know_who_carries_out_its_jobs() -> None:
-    assert not {"agent.execution", "agent.sandbox", "agent.workbench"} & reach(
-        rooms(), "agent.judge"
-    )
+    assert not {"agent.execution", "agent.workbench"} & reach(rooms(), "agent.judge")
 
 
 def test_the_picture_of_the_rooms_is_what_the_sources_draw() -> None:

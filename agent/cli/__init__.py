@@ -30,7 +30,6 @@ class _Root(TyperGroup):
                   *lazily("spec", "new", "check", "copy")),
             *lazily("kernels", "check"),
             *lazily("derive", "derive"),
-            *lazily("capture", "capture"),
             *lazily("tuning", "tune", "fit", "warm"),
             *lazily(f"{_EVALS}.bench", "bench"),
             *lazily("exporting", "export"),

@@ -20,8 +20,8 @@ from coda_agent.agent.workspace import (
 )
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
 from coda_agent.primitives.objects import text_of
-from coda_agent.primitives.reader import program_names
 from coda_agent.primitives.suggest import near_matches
+from coda_agent.primitives.syntax import program_names
 from coda_agent.specs import Spec, load_spec
 
 

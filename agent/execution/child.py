@@ -82,8 +82,8 @@ class Child:
         module: What runs in it, by `python -m`; its main calls `serve`.
         environment: Variables set beside the few that are passed on.
         prefix: What the command begins with, a tool that runs Python.
-        writable: What it may write beside its scratch folder, $TMPDIR, where it can be confined.
-            With None it is not confined.
+        confine: Whether it has no network, and may write its scratch folder, $TMPDIR, alone, where
+            that can be had.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
-        writable: Sequence[Path] | None = None,
+        confine: bool = False,
     ) -> None:
         self._module, self._extra = module, dict(environment or {})
-        self._prefix, self._writable = prefix, writable
+        self._prefix, self._confine = prefix, confine
         self._using = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch = ""
@@ -117,8 +117,8 @@ class Child:
             os.set_blocking(self._jobs, False)
             self._scratch = tempfile.mkdtemp(prefix="coda-agent-")
             command = [*self._prefix, sys.executable, "-P", "-m", self._module, str(out)]
-            if self._writable is not None:
-                command = confined(command, [Path(self._scratch), *self._writable])
+            if self._confine:
+                command = confined(command, self._scratch)
             try:
                 self._process = subprocess.Popen(
                     command, stdin=stdin, stdout=log, stderr=log, pass_fds=(out,), cwd="/",

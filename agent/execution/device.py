@@ -166,11 +166,7 @@ class Device:
 
     def __init__(self, gpu: Gpu, module: str = DEVICE_CHILD) -> None:
         self.gpu = gpu
-        cache = cache_directory().resolve()
-        folders = [cache, cache.parent / "inductor"]
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        self._child = Child(module, environment=environment(gpu), writable=folders)
+        self._child = Child(module, environment=environment(gpu))
         self._idle_mib = 0
 
     def start(self) -> None:

@@ -2,13 +2,17 @@
 
 import importlib
 import sys
+import warnings
+from contextlib import redirect_stdout
 from functools import lru_cache
+from io import StringIO
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from coda_agent.agent.execution.answers import answered
 from coda_agent.agent.execution.child import Limits, serve
+from coda_agent.primitives.errors import SpecError
 from coda_agent.specs.admission import admit
 from coda_agent.specs.effects import forbidden
 from coda_agent.specs.load import load_spec
@@ -18,11 +22,18 @@ LIMITS = Limits(memory_bytes=16 << 30)
 _SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
 
 
+class _Mute(StringIO):
+    """Refuse what a function prints. The child's own, since it holds for a whole process."""
+
+    def write(self, text: str, /) -> int:
+        raise SpecError("the function prints; a reference only computes: leave the output out")
+
+
 def _draft(job: dict[str, Any]) -> str:
     from coda_agent.specs.draft import draft  # it imports torch
 
     source = _SOURCE.validate_python(job["source"])
-    with forbidden():
+    with forbidden(), redirect_stdout(_Mute()), warnings.catch_warnings(action="ignore"):
         return draft(source, _EXAMPLES.validate_python(job["examples"]), job["name"])
 
 

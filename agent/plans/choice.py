@@ -40,30 +40,25 @@ def planned(graph: Graph, *, judged: bool = False, kept: bool = True) -> Plan:
 
 
 def chosen(
-    graph: Graph, tensors: Sequence[torch.Tensor], *, judged: bool, training: bool = False
-) -> tuple[Plan, Runner, Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """The plan of a graph, the function's own calls, and what is faster for these tensors: on a GPU
-    it is timed, elsewhere the plan is. In `training` weights are packed at each call, since they
-    change, and what a plan leaves to PyTorch may be torch.compile's."""
+    graph: Graph, tensors: Sequence[torch.Tensor], *, judged: bool
+) -> tuple[Plan, Runner | Inductor, str]:
+    """The plan of a graph, what is fastest for these tensors, and its name: on a GPU it is timed,
+    elsewhere it is the plan, or PyTorch where no kernel is in it."""
     called = as_called(graph)
     own, plan = Runner(called, called.values), planned(graph, judged=judged)
     run = Runner(plan.graph, plan.steps)
-    for kernel in plan.kernels:
-        kernel.made.keeps = not training  # type: ignore[attr-defined]
     if not tensors or not all(t.is_cuda for t in tensors):
-        return plan, own, run if plan.kernels else own
+        return (plan, run, "the plan") if plan.kernels else (plan, own, "PyTorch")
     if plan.kernels:
         import_quack()
     # What is no faster leaves the first one in its place.
     ways: dict[str, Callable[[], Any]] = {"torch.compile": lambda: Inductor(own)}
     ways |= {"the plan": lambda: run} if plan.kernels else {}
-    if training and plan.kernels:
-        ways["the plan under torch.compile"] = lambda: Inductor(run)
     ways["PyTorch"] = lambda: own
     best, way, us = _fastest(ways, tensors, plan)
-    if plan.kernels and "the plan" not in way:
+    if plan.kernels and way != "the plan":
         plan.why[plan.kernels[0].members[0]] = f"by times of a call in us: {us}"
-    return plan, own, best
+    return plan, best, way
 
 
 def _fastest(

@@ -2,205 +2,223 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+import inspect
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
 
-from coda_agent.agent.plans.choice import chosen
 from coda_agent.agent.plans.cut import Plan
-from coda_agent.agent.plans.operation import NUMBERS, PLANNED, Planned, register
-from coda_agent.agent.plans.trace import Unplanned, record
-from coda_agent.generated.recent import differentiated
+from coda_agent.agent.plans.ran import GRAPHS, Call
+from coda_agent.agent.plans.run import PACKED
+from coda_agent.specs.recording import quiet
 
-if TYPE_CHECKING:
-    import torch
-
-
-_LAYOUTS = 4
-"""Calls that are kept of some shapes, which differ in what else they are found by."""
+_NONE = "Dynamo records no call of torch in it, or has recorded its code too often"
 
 
 class Fused:
-    """A function that runs by its plan, one for each set of its arguments' shapes and types.
+    """A function whose calls run by kernels where they pay.
 
-    Numbers, and whatever else Python reads on the way, are those of the first call with such
-    arguments. Parameters and buffers of modules are read anew at each call.
+    torch.compile's Dynamo records what a call does, and guards all that Python reads on the way.
 
     Attributes:
         function: The function as it was.
-        why: Why the last call, or part of it, was left to PyTorch; "" where nothing was.
+        judged: As of `fuse`.
     """
 
     def __init__(self, function: Callable[..., Any], *, judged: bool) -> None:
         functools.update_wrapper(self, function, updated=())
-        self.function, self.judged, self.why = function, judged, ""
-        self._plans: dict[Any, Planned | str] = {}
-        self._last: Planned | None = None
-        self._recent: dict[Any, list[tuple[Callable[..., bool], Planned, bool]]] = {}
-        register()
+        self.function, self.judged = function, judged
+        self._owner: tuple[Any, ...] = ()
+        self._last, self._refused = [Call()], [""]  # which methods of all objects share
+        self._compiled: dict[bool | None, Callable[..., Any]] = {}
 
-    @functools.cached_property
-    def _roots(self) -> dict[str, Any]:
-        """At the first call: what a function reaches may be made after it."""
-        return _roots(self.function)
+    @property
+    def why(self) -> str:
+        """What of the last call was left to PyTorch, and why; "" where nothing was."""
+        return self._last[0].why
+
+    @property
+    def way(self) -> str:
+        """What ran the last call: "the plan", "PyTorch" or "torch.compile"."""
+        return self._last[0].way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
-        from torch.utils._pytree import tree_flatten
 
-        if torch.compiler.is_compiling():
-            return self._compiled(args, kwargs)
-        if (last := self._last) and args and not kwargs:
-            tensors = [*args, *self._held(last)]
-            if known := self._again(tensors, last):
-                self._last, self.why = known, known.why
-                return known.returned(known.run(tensors))
-        if _changed():
-            self.why = "autocast, or a transform of torch.func, is on"
+        args = *self._owner, *args
+        if torch.compiler.is_dynamo_compiling():
             return self.function(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        known = self.planned(leaves, structure)
-        if known is None:
+        if torch._C._are_functorch_transforms_active():
+            self._last[0] = Call(refused="a transform of torch.func is on")
             return self.function(*args, **kwargs)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        tensors += self._held(known)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            results = torch.ops.coda_agent.planned(tensors, known.number)
-        else:
-            with torch.no_grad():
-                results = known.run(tensors)
-        if len(leaves) == len(args) and all(type(t) in _plain() for t in (*leaves, *tensors)):
-            self._keep(tensors, known)
-        return known.returned(results)
+        return self._run(args, kwargs)[0]
 
-    def _again(self, tensors: Sequence[Any], last: Planned) -> Planned | None:
-        """What was planned for tensors like these, of a call that has no gradient.
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call]:
+        """The result of a call, and what ran it."""
+        call = self._last[0] = Call(refused=self._refused[0])
+        if not call.refused:
+            token = GRAPHS.set(call.graphs)
+            try:
+                with quiet(), _strict():
+                    result = self._by_dynamo(args, kwargs)(*args, **kwargs)
+                if not call.graphs:
+                    call.refused = _NONE
+                return result, call
+            except Exception as error:
+                if call.graphs or not _of_dynamo(error):
+                    raise
+                call.refused = f"Dynamo: {(str(error).splitlines() or ['no message'])[0]}"
+            finally:
+                GRAPHS.reset(token)
+        result = self.function(*args, **kwargs)  # where it raises, the error is its own
+        self._refused[0] = call.refused
+        return result, call
 
-        One check in C++ finds it, that of torch.compile's guards: types, shapes, strides, devices,
-        and what else dispatch goes by, such as autocast.
-        """
-        for suits, known, requires in self._recent.get(self._key(tensors, last), ()):
-            if suits(*tensors):
-                # The check does not go by the grad mode: without, such tensors have no gradient.
-                return None if requires and differentiated(tensors) else known
-        return None
+    def _by_dynamo(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The function with our backend. Sizes are symbols, but where gradients are asked for: then
+        it is to be as fast as torch.compile makes it."""
+        import torch
 
-    def _keep(self, tensors: Sequence[torch.Tensor], known: Planned) -> None:
-        from torch._C._dynamo import guards
+        from coda_agent.agent.plans.backend import backend
 
-        if make := getattr(guards, "TensorGuards", None):
-            suits = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            requires = any(t.requires_grad for t in tensors)
-            kept = self._recent.setdefault(self._key(tensors, known), [])
-            kept[_LAYOUTS - 1 :] = []
-            kept.insert(0, (suits, known, requires))
+        dynamic = None if self._differentiated(args, kwargs) else True
+        if dynamic not in self._compiled:
+            self._compiled[dynamic] = torch.compile(
+                self.function, backend=backend(self.judged), dynamic=dynamic
+            )
+        return self._compiled[dynamic]
 
-    def _key(self, tensors: Sequence[Any], known: Planned) -> tuple[Any, ...]:
-        return known.held, *self._modes(), *[getattr(t, "shape", None) for t in tensors]
+    def _differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether gradients are asked for, as far as that can be seen from outside."""
+        import torch
+        from torch.utils._pytree import tree_leaves
 
-    def _held(self, known: Planned) -> list[torch.Tensor]:
-        """What is taken beside the arguments, as it is now."""
-        return [_held(self._roots, path) for path in known.held]
+        if not torch.is_grad_enabled():
+            return False
+        owner = getattr(self.function, "__self__", None)
+        for x in tree_leaves((args, kwargs, self.function, owner)):
+            if isinstance(x, torch.nn.Module) and any(p.requires_grad for p in x.parameters()):
+                return True
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+        return False
 
-    def _modes(self) -> list[bool]:
-        """Whether each module is in training."""
-        return [root.training for root in self._roots.values() if hasattr(root, "training")]
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = MethodType(self.function, *self._owner) if self._owner else self.function
+        return inspect.signature(own)
 
     def __get__(self, instance: Any, owner: Any = None) -> Fused:
-        """Of a method the one of an object, which keeps it: it reads that object's modules."""
+        """Of a method the one of an object."""
         if instance is None or not isinstance(self.function, FunctionType):
             return self
-        kept = vars(instance).setdefault("_fused", _Methods())
-        if self not in kept:
-            kept[self] = Fused(self.function.__get__(instance), judged=self.judged)
-        return kept[self]
+        bound = object.__new__(Fused)
+        vars(bound).update(vars(self), _owner=(instance,))
+        return bound
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fused:
-        return Fused(copy.deepcopy(self.function, memo), judged=self.judged)
+    def __getattr__(self, name: str) -> Any:
+        """What a module has; what of it returns the module, such as `eval`, returns this."""
+        if "function" not in vars(self):
+            raise AttributeError(name)
+        found = getattr(self.function, name)
+        if not isinstance(found, MethodType):
+            return found
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """The plan of such a call; None where PyTorch runs the function, and `why` says why."""
-        from torch.utils._pytree import tree_flatten
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            return self if result is self.function else result
 
-        known = self.planned(*tree_flatten((args, kwargs)))
-        return known and known.plan
+        return call
 
-    def forget(self) -> None:
-        """Packs weights anew at the next call: after a write that PyTorch does not count, such as
-        one by way of `.data`."""
-        for known in self._plans.values():
-            for kernel in known.plan.kernels if isinstance(known, Planned) else ():
-                kernel.made.forget()  # type: ignore[attr-defined]
-
-    def planned(self, leaves: Sequence[Any], structure: Any) -> Planned | None:
-        """What calls with such arguments run; None where PyTorch runs the function."""
-        import torch
-
-        key = (
-            structure,
-            *(
-                (x.shape, x.stride(), x.dtype, x.device, type(x) in _plain())
-                if isinstance(x, torch.Tensor)
-                else (type(x), x)
-                for x in leaves
-            ),
-            *self._modes(),
-        )
-        try:
-            known = self._plans.get(key)
-        except TypeError:
-            self.why = "an argument that is no tensor cannot be compared with that of a later call"
-            return None
-        if known is None:
-            try:
-                known = self._anew(leaves, structure)
-            except Unplanned as error:
-                known = error.message
-            self._plans[key] = known
-        self.why = known if isinstance(known, str) else known.why
-        self._last = known if isinstance(known, Planned) else None
-        return self._last
-
-    def _anew(self, leaves: Sequence[Any], structure: Any) -> Planned:
-        from torch.utils._pytree import tree_unflatten
-
-        args, kwargs = tree_unflatten(list(leaves), structure)
-        graph = record(self.function, args, kwargs, _names(self.function, args))
-        paths = _paths(self._roots)
-        if missing := [t for t in graph.held if id(t) not in paths]:
-            shape = list(missing[0].shape)
-            raise Unplanned(f"it takes a tensor {shape} that is neither an argument nor a module's")
-        held = tuple(paths[id(t)] for t in graph.held)
-        tensors = [x for x in leaves if hasattr(x, "is_meta")] + graph.held
-        plan, own, run = chosen(graph, tensors, judged=self.judged)
-        known = Planned(plan, own, run, graph.structure, held, next(NUMBERS))
-        PLANNED[known.number] = known
-        return known
-
-    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same as one operator, where torch.compile traces it; a call that was not planned
-        before is traced as the function is."""
-        import torch
-
-        known, tensors = self._last, [*args]
-        if known is None or kwargs or not all([isinstance(x, torch.Tensor) for x in args]):
-            return self.function(*args, **kwargs)
-        tensors += self._held(known)
-        if not known.suits(tensors):
-            return self.function(*args)
-        results = torch.ops.coda_agent.planned(tensors, known.number)
-        if known.structure.is_leaf():
-            return results[0]
-        return tuple(results) if known.structure.type is tuple else results
-
-
-class _Methods(dict[Fused, Fused]):
-    """What an object keeps of its methods; a copy of the object has none yet."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what is a module's; private names, and those of the class, are this one's own."""
+        own = name.startswith("_") or name in ("function", "judged")
+        module = not own and hasattr(self.function, "named_parameters")
+        (setattr if module else object.__setattr__)(self.function if module else self, name, value)
 
     def __reduce__(self) -> Any:
-        return _Methods, ()
+        """By its name where that is this, else as the function."""
+        if self._owner:
+            return getattr, (*self._owner, self.function.__name__)
+        name = vars(self).get("__qualname__", "")
+        with contextlib.suppress(AttributeError, KeyError):
+            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
+                return name
+        return functools.partial(Fused, judged=self.judged), (self.function,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fused:
+        copied = Fused(copy.deepcopy(self.function, memo), judged=self.judged)
+        copied._owner = copy.deepcopy(self._owner, memo)
+        return copied
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan | None:
+        """Calls the function without gradients; its plan, or where Dynamo broke its graph the one
+        with most kernels. None where no kernel ran, and `why` says why."""
+        import torch
+
+        with torch.no_grad():
+            return self._run((*self._owner, *args), kwargs)[1].plan
+
+    def forget(self) -> None:
+        """Packs weights anew, of all functions: after a write that PyTorch does not count, such as
+        one by way of `.data`."""
+        PACKED.clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _patchers() -> list[Callable[[], Callable[[], None]]]:
+    """What sets torch's options for a call of ours, and gives what sets them back."""
+    from torch._dynamo import config as dynamo
+    from torch.fx.experimental import _config as symbols
+
+    wanted = {
+        # Each is True to check less at a call, and would miss a hook, a tensor's own attributes, or
+        # a function's defaults.
+        "skip_nnmodule_hook_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        "assume_dunder_attributes_remain_unchanged": False,
+        "suppress_errors": False,
+        # For each code, which all functions have in common that one line made in a loop.
+        "recompile_limit": 64,
+        "error_on_nested_fx_trace": False,  # another thread may compose a kernel
+    }
+    known = {name: value for name, value in wanted.items() if hasattr(dynamo, name)}
+    # Each dim has a symbol of its own, though it is as large as another's: a model of 4096 columns
+    # may be called with 4096 rows.
+    own: Any = symbols
+    return [
+        dynamo._make_closure_patcher(**known), own._make_closure_patcher(use_duck_shape=False)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _strict() -> Iterator[None]:
+    """Lets Dynamo guard all that a call goes by."""
+    undo = [patch() for patch in _patchers()]
+    try:
+        yield
+    finally:
+        for back in undo:
+            back()
+
+
+def _of_dynamo(error: Exception) -> bool:
+    """Whether Dynamo raised it while it recorded a function, which it did not run then."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    home = "torch._dynamo.convert_frame"
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, TorchDynamoException) or any(
+        frame.f_globals.get("__name__") == home for frame in frames
+    )
 
 
 def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: bool = True) -> Any:
@@ -231,77 +249,9 @@ def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: boo
 
 def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[..., Any]) -> Any:
     """FlexGEMM's call: `epilogue` of a product such as torch.mm of two matrices."""
-    return _after(product, epilogue)(*sides)
-
-
-@functools.lru_cache(maxsize=64)
-def _after(product: Callable[..., Any], epilogue: Callable[..., Any]) -> Fused:
-    return fuse(lambda *given: epilogue(product(*given)), judged=False)
-
-
-def _changed() -> bool:
-    """Whether calls mean something else here than what was recorded."""
-    import torch
-
-    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    return casts or torch._C._are_functorch_transforms_active()
+    return _applied()(product, sides, epilogue)
 
 
 @functools.lru_cache(maxsize=1)
-def _plain() -> tuple[type, type]:
-    import torch
-
-    return torch.Tensor, torch.nn.Parameter
-
-
-def _names(function: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """Names of the arguments, as far as each is one tensor."""
-    code = getattr(function, "__code__", None)
-    names = list(code.co_varnames[: code.co_argcount]) if code else []
-    plain = all(hasattr(x, "is_meta") for x in args)
-    return names if plain and "self" not in names else []
-
-
-def _roots(function: Callable[..., Any]) -> dict[str, Any]:
-    """Modules and tensors that a function reaches beside its arguments, by where they are."""
-    import torch
-
-    kinds = (torch.nn.Module, torch.Tensor)
-    found: dict[str, Any] = {}
-    owner = getattr(function, "__self__", None)
-    for place, x in (("", function), ("", owner)):
-        if isinstance(x, kinds):
-            found[place] = x
-    code = getattr(function, "__code__", None)
-    for name, cell in zip(
-        code.co_freevars if code else (), getattr(function, "__closure__", None) or (), strict=True
-    ):
-        if isinstance(cell.cell_contents, kinds):
-            found[name] = cell.cell_contents
-    for name in code.co_names if code else ():
-        x = getattr(function, "__globals__", {}).get(name)
-        if isinstance(x, kinds):
-            found.setdefault(name, x)
-    return found
-
-
-def _paths(roots: Mapping[str, Any]) -> dict[int, str]:
-    """Where each parameter, buffer and tensor is, by its identity."""
-    import torch
-
-    found: dict[int, str] = {}
-    for name, root in roots.items():
-        if isinstance(root, torch.Tensor):
-            found[id(root)] = name
-            continue
-        for path, t in (*root.named_parameters(), *root.named_buffers()):
-            found.setdefault(id(t), f"{name}:{path}")
-    return found
-
-
-def _held(roots: Mapping[str, Any], path: str) -> Any:
-    root, _, rest = path.partition(":")
-    x = roots[root]
-    for part in rest.split(".") if rest else ():
-        x = getattr(x, part)
-    return x
+def _applied() -> Fused:
+    return fuse(lambda product, sides, epilogue: epilogue(product(*sides)), judged=False)

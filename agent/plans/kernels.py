@@ -132,6 +132,9 @@ def composed(
         raise
     if kept:
         remember(path, known)
+    element = str(inputs[a].meta.dtype).removeprefix("torch.")
+    if element not in (types := spec.types.get("T", (element,))):
+        raise ProgramError(f"{a} is {element}, and what is beside it makes that {types[0]}")
     program = Program.from_dict(json.loads(known["program"]))
     about = known["level"], known["folder"], bool(known["more"])
     return Composed(spec, known["text"], program, *about)
@@ -252,12 +255,6 @@ def _evidence(folder: Path) -> str:
     except OSError:
         return ""
     return hashlib.sha256(b"\0".join(found)).hexdigest()
-
-
-def equal(program: Program, spec: Spec) -> str:
-    """The name of the accepted kernel that computes the same with the same types, or ""."""
-    twin = _equal(program, spec)
-    return twin.name if twin else ""
 
 
 def _equal(program: Program, spec: Spec, *, more: bool = False) -> Entry | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.cut import Kernel
 from coda_agent.agent.plans.trace import Graph, Value, plain
-from coda_agent.generated.ops import operators
 
 if TYPE_CHECKING:
     import torch
@@ -67,16 +65,20 @@ class Runner:
         return self._run(tensors)
 
 
+PACKED: dict[tuple[int, ...], tuple[list[weakref.ref[torch.Tensor]], list[int], Any]] = {}
+"""What was packed, as long as all its parts live: by the kernel, the input and the parts, since
+layers of one code have one plan. Emptied, it is packed again."""
+
+
 class Packed:
     """A kernel as a step: it takes a step's arguments, and packs those that no view brings into the
     kernel's form.
 
     What is packed is kept as long as its parts are the same tensors at the same version, as
-    PyTorch counts writes. A write by way of `.data` is not counted; `forget` packs anew.
+    PyTorch counts writes. A write by way of `.data` is not counted.
 
     Attributes:
         kernel: The kernel.
-        keeps: Whether it is kept at all.
     """
 
     def __init__(self, kernel: Any, names: Sequence[str]) -> None:
@@ -85,34 +87,21 @@ class Packed:
             kernel: A kernel (`generated.kernel.Kernel`).
             names: The step's arguments, by the names of the spec that it was drafted to.
         """
-        self.kernel, self.keeps = kernel, True
+        self.kernel = kernel
         places = {name: i for i, name in enumerate(names)}
         self._order = [
             [places[p.name] for p in kernel.packing[x].parts] if x in kernel.packing else places[x]
             for x in kernel.spec.inputs
         ]
-        a, b = (list(kernel.spec.inputs).index(x) for x in kernel.spec.gemm)
-        layout, packed = kernel.spec.layout, kernel.spec.gemm[1] in kernel.packing
-        # A and B, and whether B is (K, N) as it is given.
-        self._gemm = None if packed else (a, b, layout and layout.inputs[b].parts[0].turned)
         self._parts = [[names[i] for i in at] if isinstance(at, list) else [] for at in self._order]
-        self._kept: dict[int, tuple[list[Any], list[int], Any]] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = [
             self._packed(i, [tensors[j] for j in at]) if isinstance(at, list) else tensors[at]
             for i, at in enumerate(self._order)
         ]
-        if self._gemm and not self.keeps:
-            a, b, turned = self._gemm
-            rows = given[a].numel() // max(1, given[b].shape[0 if turned else 1])
-            given[b] = along_k(given[b].mT, rows).mT if turned else along_k(given[b], rows)
         result = self.kernel(*given)
         return result if isinstance(result, tuple) else (result,)
-
-    def forget(self) -> None:
-        """Packs again at the next call."""
-        self._kept.clear()
 
     @property
     def packed(self) -> list[str]:
@@ -120,44 +109,16 @@ class Packed:
         return [name for parts in self._parts for name in parts]
 
     def _packed(self, i: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        counted = self.keeps and not any(t.is_inference() for t in parts)
-        versions = [x for t in parts for x in (t._version, t.data_ptr())] if counted else []
-        if counted and (known := self._kept.get(i)):
+        named = dict(zip(self._parts[i], parts, strict=True))
+        if any(t.is_inference() for t in parts):  # whose writes are not counted
+            return self.kernel.pack(**named)
+        key = id(self.kernel), i, *map(id, parts)
+        versions = [x for t in parts for x in (t._version, t.data_ptr())]
+        if known := PACKED.get(key):
             refs, of, packed = known
             if of == versions and all(r() is t for r, t in zip(refs, parts, strict=True)):
                 return packed
-        packed = self.kernel.pack(**dict(zip(self._parts[i], parts, strict=True)))
-        if counted:
-            self._kept[i] = [weakref.ref(t) for t in parts], versions, packed
+        packed = self.kernel.pack(**named)
+        gone = lambda _: PACKED.pop(key, None)
+        PACKED[key] = [weakref.ref(t, gone) for t in parts], versions, packed
         return packed
-
-
-_LARGE_BYTES, _MANY_ROWS = 20_000_000, 8192
-
-
-def along_k(b: torch.Tensor, rows: int) -> torch.Tensor:
-    """B (N, K) of a product with so many rows: turned by a copy where its columns are contiguous
-    and that pays (`layers/functional.py` has the times). A copy takes as long as the product of
-    some 400 rows."""
-    large = b.numel() * b.element_size() >= _LARGE_BYTES and rows >= _MANY_ROWS
-    across = large and b.ndim == 2 and b.stride() == (1, len(b))
-    return _turned()(b.mT) if across else b
-
-
-@lru_cache(maxsize=1)
-def _turned() -> Callable[[torch.Tensor], torch.Tensor]:
-    """The operator `coda_agent::turned`."""
-    import torch
-
-    def launch(x: torch.Tensor) -> torch.Tensor:
-        from coda_agent.layers.kernels import turned
-
-        return turned([x])
-
-    library = operators()
-    library.define("turned(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("turned", launch, "CUDA")
-    library.impl("turned", lambda x: x.mT.contiguous(), "CPU")
-    fake = lambda x: x.new_empty(x.shape[1], x.shape[0])
-    torch.library.register_fake("coda_agent::turned", fake, lib=library)
-    return torch.ops.coda_agent.turned.default

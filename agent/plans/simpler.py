@@ -14,7 +14,7 @@ def simpler(
 ) -> Callable[[], torch.Tensor] | None:
     """The same call in parts; None of one that is not taken apart."""
     parts = _PARTS.get(getattr(func, "__name__", ""))
-    if parts is None or getattr(func, "__module__", "") not in ("torch.nn.functional", None):
+    if parts is None or getattr(func, "__module__", "") not in _HOMES:
         return None
     try:
         known = parts(*args, **kwargs)
@@ -77,6 +77,7 @@ def _cross_entropy(
     return parts
 
 
+_HOMES = "torch.nn.functional", "torch", None
 _PARTS: dict[str, Callable[..., Callable[[], torch.Tensor] | None]] = {
     "rms_norm": _rms_norm,
     "cross_entropy": _cross_entropy,

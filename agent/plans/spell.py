@@ -84,9 +84,9 @@ class _Spelling:
             return f"{args[0]}.{v.called}"
         if path.startswith("torch.Tensor."):
             return f"{args[0]}.{path.rpartition('.')[2]}({', '.join(args[1:] + keywords)})"
-        place = path.rpartition(".")[0]
+        place, _, name = path.rpartition(".")
         if place == "torch.nn.functional":
-            return f"F.{v.called}({', '.join(args + keywords)})"
+            return f"F.{name}({', '.join(args + keywords)})"
         if place.startswith("torch") and getattr(torch, v.called, None) is not None:
             return f"torch.{v.called}({', '.join(args + keywords)})"
         if place.startswith("torch"):

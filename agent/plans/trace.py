@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
+import itertools
 import math
 import operator
 import re
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.simpler import simpler
 from coda_agent.primitives.errors import CodaError
+from coda_agent.specs.recording import quiet
 from coda_agent.specs.tracing import folded
 
 if TYPE_CHECKING:
@@ -100,6 +101,19 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """An extent of a tensor, in the place of the number that it is among a call's arguments.
+
+    Attributes:
+        tensor: The tensor's place among the call's tensors.
+        dim: The dim.
+    """
+
+    tensor: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class Graph:
     """A function's calls.
 
@@ -175,19 +189,17 @@ def record(
 
     given_leaves, structure = tree_flatten((args, kwargs))
     recorder = _recorder()
-    faked: list[Any] = []
-    for leaf in given_leaves:
-        if isinstance(leaf, torch.Tensor):
-            wanted = names[len(recorder.inputs)] if len(names) > len(recorder.inputs) else "x"
-            faked.append(recorder.entered(leaf, wanted))
-        else:
-            faked.append(leaf)
-    given = len(recorder.inputs)
-    log = logging.getLogger("torch")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # it logs a traceback of what is said in one line below
+    tensors = [leaf for leaf in given_leaves if isinstance(leaf, torch.Tensor)]
+    named = itertools.chain(names, itertools.repeat("x"))
+    fakes = [recorder.entered(x, name) for x, name in zip(tensors, named, strict=False)]
+    given, rest = len(fakes), iter(fakes)
+    faked = [
+        next(rest) if isinstance(x, torch.Tensor)
+        else fakes[x.tensor].shape[x.dim] if isinstance(x, Extent) else x
+        for x in given_leaves
+    ]  # fmt: skip
     try:
-        with torch.no_grad(), recorder.fake, recorder.draws, recorder:
+        with quiet(), torch.no_grad(), recorder.fake, recorder.draws, recorder:
             fake_args, fake_kwargs = tree_unflatten(faked, structure)
             returned = function(*fake_args, **fake_kwargs)
     except Unplanned:
@@ -198,9 +210,7 @@ def record(
         kind = type(error).__name__
         if "data-dependent" in said.lower() or "DataDependent" in kind or "item()" in said:
             raise Unplanned("control flow, or a Python number, depends on a value") from error
-        raise Unplanned(f"tracing it raises {kind}: {said}") from error
-    finally:
-        log.setLevel(level)
+        raise Unplanned(f"with sizes as symbols it raises {kind}: {said}") from error
     results, shape = tree_flatten(returned)
     if odd := [x for x in results if not isinstance(x, torch.Tensor)]:
         raise Unplanned(f"it returns a {type(odd[0]).__name__} beside tensors")
@@ -249,9 +259,8 @@ def _recorder() -> Any:
             self.held: list[torch.Tensor] = []
             self.made: list[Value] = []
             self.taken: set[str] = set()
-            self.exempt = False
             self.at = ""  # the call that raised, by its tensors
-            self.draws = Draws(self)
+            self.draws = Draws()
             # By identity; the tensors are kept by their values, so none is used again.
             self.by_id: dict[int, Value] = {}
             self.of_real: dict[int, torch.Tensor] = {}
@@ -296,8 +305,6 @@ def _recorder() -> Any:
                 return x
 
             args, kwargs = mapped(tuple(args), enter), dict(mapped(kwargs or {}, enter))
-            if func is torch.nn.functional.scaled_dot_product_attention:
-                self.exempt = not (kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
             parts = simpler(func, args, kwargs)
             if parts is not None:
                 with self:
@@ -313,7 +320,6 @@ def _recorder() -> Any:
                 given = ", ".join(f"{x.name} {list(x.shape)}" for x in map(self.known, seen))
                 self.at = f"{getattr(func, '__name__', func)} of {given}: "
                 raise
-            self.exempt = False
             if versions != [x._version for x in seen]:
                 raise Unplanned(f"it writes in place ({getattr(func, '__name__', func)})")
             self._note(func, args, kwargs, result)
@@ -354,14 +360,13 @@ def _recorder() -> Any:
     class Draws(TorchDispatchMode):
         """Refuses what draws random numbers."""
 
-        def __init__(self, recorder: Recorder) -> None:
-            super().__init__()
-            self.recorder = recorder
-
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            if torch.Tag.nondeterministic_seeded in func.tags and not self.recorder.exempt:
+            arguments = [x.name for x in func._schema.arguments]
+            given = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
+            still = "dropout_p" in arguments and not given.get("dropout_p")  # attention's
+            if torch.Tag.nondeterministic_seeded in func.tags and not still:
                 raise Unplanned(f"it draws random numbers ({func.overloadpacket.__name__})")
             return func(*args, **(kwargs or {}))
 

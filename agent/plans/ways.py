@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.plans.run import Runner
+from coda_agent.specs.recording import alone
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +23,8 @@ _GPU_ROUNDS = 29
 class Inductor:
     """The same as a runner, compiled by Inductor for the tensors of the first call.
 
-    ATen's calls are handed to it, as torch.compile hands them after Dynamo. Dynamo is left out: it
-    breaks the graph at methods of tensors that are written in Python, such as unflatten, and its
-    guards cost a call more than all else, though a plan's shapes are known (61 us of host time with
-    them, 15 without; torch 2.13, a product with three calls on one core).
+    ATen's calls are handed to it, as torch.compile hands them after Dynamo, whose guards were asked
+    before the graph was reached.
     """
 
     def __init__(self, run: Runner) -> None:
@@ -42,7 +41,7 @@ class Inductor:
         import torch._inductor
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        with torch.no_grad():
+        with alone(), torch.no_grad():
             given: list[Any] = [t.detach() for t in tensors]
             traced = make_fx(lambda *given: self._run(given), tracing_mode="fake")(*given)
             return torch._inductor.compile(traced, given)

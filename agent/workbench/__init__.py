@@ -38,8 +38,8 @@ from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.demos import demos
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.primitives.reader import MAX_CHARACTERS
 from coda_agent.primitives.suggest import near_matches
+from coda_agent.primitives.syntax import MAX_CHARACTERS
 from coda_agent.specs import Spec
 
 __all__ = ["NEXT", "TOOLS", "Result", "Tool", "ToolError", "Workbench", "shown"]

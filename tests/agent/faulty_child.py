@@ -42,7 +42,6 @@ def probe(job: dict[str, Any]) -> dict[str, str]:
     tried: dict[str, Callable[[], Any]] = {
         "write the repository": lambda: Path(job["root"], "probe").touch(),
         "write a folder": lambda: Path(job["folder"], "probe").touch(),
-        "write its cache": lambda: Path(job["cache"], "probe").touch(),
         "write its TMPDIR": lambda: Path(os.environ["TMPDIR"], "probe").touch(),
         "read the repository": lambda: Path(job["root"], "README.md").read_bytes(),
         "see its parent": lambda: os.kill(job["parent"], 0),

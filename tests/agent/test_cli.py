@@ -441,7 +441,7 @@ def test_a_number_that_means_nothing_is_refused_before_a_run(where: workspace.Wo
         command = ["bench", "--suite", "paper", f"--sizes={sizes}"]
         assert "expected multiples of 128" in run(*command, code=2)
     assert "--rows is '0'" in run("bench", "--suite", "shapes", "--rows=0", code=2)
-    assert "layers, models, fuse, gradients, or a path" in run("bench", "--suite", "nope", code=2)
+    assert "layers, fuse, gradients, or a path" in run("bench", "--suite", "nope", code=2)
     assert not (where.root / "logs" / "runs").exists()
 
 

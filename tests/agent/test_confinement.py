@@ -26,12 +26,10 @@ def test_what_a_child_can_do(tmp_path: Path, confined: bool) -> None:
     """Unconfined it can do all of it, so that the probe is known to be able to fail."""
     if confined and (reason := confinement.missing()):
         pytest.skip(reason)
-    (cache := tmp_path / "cache").mkdir()
-    writable = [cache] if confined else None
-    child = Child("faulty_child", environment={"PYTHONPATH": HERE}, writable=writable)
+    child = Child("faulty_child", environment={"PYTHONPATH": HERE}, confine=confined)
     with socket.create_server(("127.0.0.1", 0)) as server:
         job = {
-            "kind": "probe", "root": str(ROOT), "folder": str(tmp_path), "cache": str(cache),
+            "kind": "probe", "root": str(ROOT), "folder": str(tmp_path),
             "parent": os.getpid(), "port": server.getsockname()[1],
         }  # fmt: skip
         try:
@@ -55,7 +53,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_why_it_is_missing_is_said_in_one_line(path: Path) -> None:
     assert confinement.missing() == "bwrap was not found; the package bubblewrap has it"
-    assert confinement.confined(["true"], []) == ["true"]
+    assert confinement.confined(["true"], "/tmp") == ["true"]
     items = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["items"]
     found = next(item for item in items if item["name"] == "bubblewrap")
     assert found["value"] is None and found["hint"] == confinement.missing()
@@ -77,7 +75,7 @@ def live_in(group: int) -> list[str]:
 def test_a_child_in_it_says_how_it_died_and_leaves_no_process() -> None:
     if reason := confinement.missing():
         pytest.skip(reason)
-    child = Child("faulty_child", environment={"PYTHONPATH": HERE}, writable=())
+    child = Child("faulty_child", environment={"PYTHONPATH": HERE}, confine=True)
     try:
         with pytest.raises(ChildError, match="died: killed by SIGSEGV"):
             child.call({"kind": "kill"}, timeout_s=20)

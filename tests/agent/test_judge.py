@@ -240,7 +240,6 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent}")
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr(faulted_tiles, "cache_directory", lambda: tmp_path / "cache")
-    monkeypatch.setattr(device, "cache_directory", lambda: tmp_path)  # the child keeps a journal
     monkeypatch.setattr(device, "LOCKS", tmp_path)
     monkeypatch.setattr(device, "SETTLE_S", 0.2)
     monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])

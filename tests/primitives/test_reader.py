@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coda_agent.primitives import ColVector, Tile, epilogue, exp
-from coda_agent.primitives.reader import program_names, read_programs
+from coda_agent.primitives.reader import read_programs
+from coda_agent.primitives.syntax import program_names
 from tests.programs import faults
 
 GOOD = '''"""A candidate."""
@@ -307,3 +308,11 @@ def test_programs_come_in_the_order_that_is_asked_for() -> None:
     text = first + first.replace(HEAD, "\n\n").replace("def k", "def j")
     assert [*read_programs(text)] == ["k", "j"] and [*read_programs(text, ["j", "k"])] == ["j", "k"]
     assert faults(first + first.replace(HEAD, ""), ["k"])[-1].message.endswith("found 2")
+
+
+@pytest.mark.parametrize("name", ["swigloo", "Program", "silu as s"])
+def test_a_name_that_may_not_be_imported_is_refused_once(name: str) -> None:
+    called = name.partition(" ")[0]
+    text = body(f"d = {called}(acc)", 'return {"O": d * r}').replace("silu\n)", f"{name}\n)")
+    (fault,) = faults(text, ["k"])
+    assert fault.message.startswith(f"{called!r} is not a name of the vocabulary")

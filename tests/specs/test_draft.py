@@ -201,7 +201,11 @@ def test_element_types() -> None:
             "if x.sum() > 0:\n    x = -x\nreturn x @ w.T", SQUARE,
             "model.py:5: control flow, or a Python number, depends on a value of an input (use",
         ),
-        ("print(x)\nreturn x @ w.T", SQUARE, "model.py:5: the function prints; a reference only"),
+        (
+            "a, b, c = (x @ w.T).chunk(3, -1)\nreturn a + h * c.chunk(3, -1)[0].repeat(1, 3)",
+            {"x": (S, 64), "w": (576, 64), "h": (S, 192)},
+            "model.py:6: at other sizes than the example's the function raises RuntimeError: The",
+        ),
         ("y = x @ w.T\nreturn y, 'a'", SQUARE, "model.py: the function returns a str for out2"),
         ("y = x @ w.T\nreturn None", SQUARE, "model.py: the function returns nothing for out"),
         (

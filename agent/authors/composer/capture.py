@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import Spec, canonical_reference
+from coda_agent.specs.recording import alone, quiet
 
 # What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
 _DECOMPOSED = (
@@ -133,18 +133,14 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
             modes.enter_context(notes.preserve_node_meta())
             return reference(**bound)
 
-    # It logs a traceback for what is raised anyway, and reported below in one line.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
     simpler: Any = get_decompositions([getattr(torch.ops.aten, name) for name in _DECOMPOSED])
     # Of a tensor only the shape enters, such as of the sum that `torch.func.grad` differentiates.
     simpler[torch.ops.aten.full_like.default] = lambda like, value, *, dtype=None, **_: torch.full(
         like.shape, value, dtype=dtype or like.dtype
     )
     fake = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
-    logger.setLevel(logging.CRITICAL)
     try:
-        with fake:
+        with quiet(), alone(), fake:
             tensors = [
                 torch.empty(shape, dtype=getattr(torch, spec.dtype_of(name, types)))
                 for name, shape in shapes.items()
@@ -171,8 +167,6 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
             if square and len({*square.shape.cases[""]}) == 1:
                 hint = f"{b} is read as [N, K]; where it is [K, N], name its two dims apart"
         raise ProgramError(where + fault, hint=hint) from None
-    finally:
-        logger.setLevel(level)
     module.graph.eliminate_dead_code()
     return Captured(spec, dict(binding), sizes, module)
 
