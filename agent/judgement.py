@@ -68,6 +68,12 @@ class Machine(Kept):
         """The GPU's name, or CPU."""
         return self.gpu or "CPU"
 
+    @property
+    def versions(self) -> str:
+        """The name, and the versions of what is on it."""
+        numbers = {"driver": self.driver, "CUDA": self.cuda, **self.packages}
+        return ", ".join([self.name, *(f"{name} {v}" for name, v in numbers.items() if v)])
+
 
 class Gate(Record, extra="ignore"):
     """What a gate said (`passed` is None where it did not run), by which version, in how long."""

@@ -1,17 +1,48 @@
 """Shapes (M, N, K) as a user names them: one by one, in a file, or by a model's configuration."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from coda_agent.agent.configuration import configuration, json_of, widths
-from coda_agent.evals import definitions
 from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import text_of
 from coda_agent.specs import Spec
+from coda_agent.specs.format import evaluate
 
 EXPECTED = "M,N,K, such as 16384,4096,4096"
+# The products of a Transformer's layer over its widths; a gradient enters at the other side.
+_PRODUCTS = {
+    "qkv": {"N": "q + 2 * kv", "K": "hidden"},
+    "o": {"N": "hidden", "K": "q"},
+    "gate-up": {"N": "2 * mlp", "K": "hidden"},
+    "down": {"N": "hidden", "K": "mlp"},
+    "head": {"N": "vocabulary", "K": "hidden"},
+    "qkv-backward": {"N": "hidden", "K": "q + 2 * kv"},
+    "gate-up-backward": {"N": "hidden", "K": "2 * mlp"},
+    "down-backward": {"N": "mlp", "K": "hidden"},
+}
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "gemm_rmsnorm_rope": ("qkv",),
+    "gemm_residual_partial_rmsnorm": ("o", "down"),
+    "gemm_rmsnorm_swiglu": ("gate-up",),
+    "gemm_rmsnorm_partial_cross_entropy": ("head",),
+    "gemm_partial_swiglu_bwd": ("down-backward",),
+    "gemm_residual_partial_rmsnorm_bwd": ("gate-up-backward", "qkv-backward"),
+    "gemm_rmsnorm": ("head",),
+    "gemm_rope": ("qkv",),
+    "gemm_swiglu": ("gate-up",),
+    "gemm_partial_cross_entropy": ("head",),
+    "gemm_fp8_rmsnorm_rope": ("qkv",),
+    "gemm_fp8_residual_partial_rmsnorm": ("o", "down"),
+    "gemm_fp8_rmsnorm_swiglu": ("gate-up",),
+    "gemm_fp8_rmsnorm_swiglu_quantised": ("gate-up",),
+    "gemm_fp8_swiglu": ("gate-up",),
+    "gemm_fp8_swiglu_quantised": ("gate-up",),
+    "gemm_fp8_rmsnorm": ("head",),
+}
+"""The products of a layer at which each kernel stands."""
 
 
 def shape(text: str, where: str = "--shape") -> Shape:
@@ -57,10 +88,14 @@ def in_file(path: Path) -> list[Shape]:
     return found
 
 
+def place_sizes(product: str, sizes: Mapping[str, int], rows: int) -> dict[str, int]:
+    """Give a product of a layer its extents M, N and K, by the widths of a model."""
+    dims = _PRODUCTS[product]
+    return {"M": rows, **{dim: int(evaluate(text, sizes)) for dim, text in dims.items()}}
+
+
 def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:
     """The shapes at which a kernel stands in the layers of a Transformer.
-
-    The products are those of `evals/suites/shapes.toml`.
 
     Args:
         config: A Hugging Face config.json, or the folder of one.
@@ -70,16 +105,9 @@ def of_model(config: Path, spec: Spec, rows: Iterable[int]) -> list[Shape]:
     Raises:
         CodaError: the file cannot be read or lacks a width, or the kernel has no place there.
     """
-    suite = definitions.load("shapes").measured()
-    if spec.name not in suite.kernels:
-        hint = f"give --shape; kernels with a place are {', '.join(suite.kernels)}"
+    if spec.name not in PLACES:
+        hint = f"give --shape; kernels with a place are {', '.join(PLACES)}"
         raise CodaError(f"{spec.name} has no place in a Transformer's layer", hint=hint)
     sizes = widths(configuration(config), config)
-    places = [
-        definitions.Place(spec.name, m, suite.products[product], "", product, sizes)
-        for product in suite.kernels[spec.name].products
-        for m in rows
-    ]
-    found = [place.sizes(spec) for place in places]
-    m, n, k = spec.gemm_dims
-    return list(dict.fromkeys((s[m], s[n], s[k]) for s in found))
+    found = [place_sizes(name, sizes, m) for name in PLACES[spec.name] for m in rows]
+    return list(dict.fromkeys((s["M"], s["N"], s["K"]) for s in found))

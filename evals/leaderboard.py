@@ -1,261 +1,126 @@
-"""The leaderboard: what trial records amount to, as rows for a terminal and pages.
+"""docs/leaderboard.md: authors by suites, one table, from the trials that are of today's specs."""
 
-- There is one board for each suite, as it was when it was run, and device. No figure mixes two of
-  either.
-- Scores, intervals and ranks are those of metrics.py, made from the judge's verdicts alone.
-- An entry is one author at one spec. Of several solved trials the one of median speed is shown.
-"""
-
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
 
-from markupsafe import Markup
-
+from coda_agent.agent import authors, pages
 from coda_agent.agent.authors.replay import AUTHOR as REPLAY
-from coda_agent.evals import metrics, pages, svg
-from coda_agent.evals.records import Device, Level, TrialRecord
-from coda_agent.evals.staleness import Stale
+from coda_agent.agent.tables import Rows, markdown
+from coda_agent.agent.workspace import Workspace
+from coda_agent.evals import metrics, suites
+from coda_agent.evals.cells import FOLDER, read
+from coda_agent.evals.metrics import COSTS, SCORES, by_spec
+from coda_agent.evals.trials import Trial
+from coda_agent.primitives.errors import CodaError
 
-_GRAVITY = ("unaudited", "clean", "harness fault", "leak", "exploit")
-_BUDGETS: dict[metrics.Resource, str] = {"usd": "US dollars", "wall_s": "seconds"}
+PAGE = Path("docs", "leaderboard.md")
+_HEAD = """# Leaderboard
 
+Written by `coda-agent eval leaderboard` from `evals/results/trials-*.jsonl`; do not edit.
 
-@dataclass(frozen=True)
-class Entry:
-    """One author's trials at one spec; for each, what is stale of it."""
-
-    trials: Sequence[TrialRecord]
-    marks: Sequence[Sequence[str]]
-
-    @cached_property
-    def stale(self) -> list[str]:
-        return sorted({why for mark in self.marks for why in mark})
-
-    @cached_property
-    def shown(self) -> TrialRecord:
-        """The solved trial of median speed, else the last one."""
-        solved = sorted(
-            (t for t in self.trials if t.solved), key=lambda t: metrics.roofline(t) or 0.0
-        )
-        return solved[len(solved) // 2] if solved else self.trials[-1]
-
-    @cached_property
-    def counted(self) -> int:
-        return sum(trial.counts for trial in self.trials)
-
-    @cached_property
-    def solved(self) -> int:
-        return sum(trial.solved for trial in self.trials)
-
-    @cached_property
-    def speed(self) -> str:
-        """Beside both baselines; empty where nothing was timed."""
-        gemm, compiled = self.shown.mean("of_gemm"), self.shown.mean("over_compile")
-        return f"{gemm:.3f}× GEMM, {compiled:.3f}× compile" if gemm and compiled else ""
-
-    @cached_property
-    def audit(self) -> str:
-        """The gravest finding, and its date."""
-        worst = max((t.audit for t in self.trials), key=lambda a: _GRAVITY.index(a.finding))
-        return f"{worst.finding} {worst.date or ''}".rstrip()
-
-    @property
-    def grave(self) -> bool:
-        return not self.audit.startswith(("unaudited", "clean"))
-
-    @property
-    def text(self) -> str:
-        """All of it, on one line."""
-        stale = f"stale: {', '.join(self.stale)}" if self.stale else ""
-        said = (f"{self.solved}/{self.counted}", self.speed, stale, self.audit * self.grave)
-        return " ".join(filter(None, said))
+Solved means the level that the suite asks for; on a CPU it means proved right by the interpreter.
+Intervals are 95 %. Authors have one rank where what they solve differs by chance at most. Costs are
+what all trials took over how many solved. A trial counts as long as its spec, its suite and
+the gates that decided are as they were. Recorded runs are one author, `replay`.
+"""
+Boards = Mapping[tuple[str, str], Mapping[str, Sequence[Trial]]]
+"""Trials by suite and device, then by author."""
 
 
-@dataclass(frozen=True)
-class Board:
-    """The trials of one suite on one kind of device.
-
-    Attributes:
-        suite: Its name.
-        digest: Of its definition.
-        trials: By author, those of an ablation under a name that says so.
-        stale: Of each record.
-    """
-
-    suite: str
-    digest: str
-    device: Device
-    goal: Level
-    trials: Mapping[str, Sequence[TrialRecord]]
-    stale: Stale
-
-    @property
-    def title(self) -> str:
-        """All that tells it from other boards."""
-        return f"{self.suite} ({self.digest[7:15]}, {self.device}, goal: {self.goal})"
-
-    @cached_property
-    def groups(self) -> dict[str, metrics.Groups]:
-        return {author: metrics.by_spec(trials) for author, trials in self.trials.items()}
-
-    @cached_property
-    def resampled(self) -> dict[str, dict[str, metrics.Resampled]]:
-        """By a score's key, then by author."""
-        return {
-            score.key: {a: metrics.resampled(g, score) for a, g in self.groups.items()}
-            for score in metrics.on_boards(cost=False)
-        }
-
-    def score(self, metric: metrics.Metric, author: str) -> metrics.Interval | None:
-        """Of an author; None without a trial that counts."""
-        return metrics.interval(self.resampled[metric.key][author])
-
-    @cached_property
-    def ranks(self) -> dict[str, tuple[int, int]]:
-        """By solved@1 and by roofline score; best first."""
-        both = metrics.solved, metrics.roofline
-        solved, speed = (metrics.ranks(self.resampled[metric.key]) for metric in both)
-
-        def order(author: str) -> tuple[float, ...]:
-            found = (self.score(metric, author) for metric in both)
-            ahead, faster = (score.value if score else 0.0 for score in found)
-            return solved[author], speed[author], -faster, -ahead
-
-        return {a: (solved[a], speed[a]) for a in sorted(self.trials, key=order)}
-
-    @property
-    def authors(self) -> list[str]:
-        return list(self.ranks)
-
-    @property
-    def first(self) -> str:
-        """Who is ahead, in a sentence."""
-        ahead = [author for author, (rank, _) in self.ranks.items() if rank == 1]
-        if len(self.ranks) == 1:
-            return f"{ahead[0]} is the only author."
-        if len(ahead) == 1:
-            return f"{ahead[0]} solves most."
-        return f"Tied for first: {', '.join(ahead)}. What they solve differs by chance at most."
-
-    @cached_property
-    def machines(self) -> list[str]:
-        """Where the judge worked; trials that gave it nothing name no machine."""
-        found = (t.machine for trials in self.trials.values() for t in trials)
-        return sorted({
-            pages.machine({"gpu": {"name": m.gpu}, "device": m.device, "packages": m.packages})
-            for m in found if m.gpu or m.packages
-        })  # fmt: skip
-
-    @cached_property
-    def specs(self) -> list[str]:
-        return sorted({t.spec.name for trials in self.trials.values() for t in trials})
-
-    @cached_property
-    def entries(self) -> dict[tuple[str, str], Entry]:
-        """By spec and author."""
-        found: dict[tuple[str, str], list[TrialRecord]] = {}
-        for author, trials in self.trials.items():
-            for trial in sorted(trials, key=lambda t: t.trial):
-                found.setdefault((trial.spec.name, author), []).append(trial)
-        return {key: Entry(trials, [*map(self.stale, trials)]) for key, trials in found.items()}
-
-    @cached_property
-    def timed(self) -> bool:
-        return any(trial.cells for trials in self.trials.values() for trial in trials)
-
-    @cached_property
-    def ranking(self) -> pages.Rows:
-        """Authors, best first."""
-        stale = Counter(author for (_, author), entry in self.entries.items()
-                        for mark in entry.marks if mark)  # fmt: skip
-
-        def passing(author: str) -> str:
-            k = min(map(len, self.groups[author].values()), default=0)
-            found = metrics.passing(self.groups[author], k) if k > 1 else None
-            return f"{found.value:.2f} of {k}" if found else "–"
-
-        return pages.tabulate(self.ranks, {
-            "author": str,
-            "rank": lambda author: str(self.ranks[author][0]),
-            "by speed": lambda author: str(self.ranks[author][1]) if self.timed else "–",
-            **{m.head: partial(self._scored, m) for m in metrics.on_boards(cost=False)},
-            "pass@k": passing,
-            **{m.head: partial(self._spent, m) for m in metrics.on_boards(cost=True)},
-            "trials": lambda author: str(len(self.trials[author])),
-            "stale": lambda author: str(stale[author]),
-        })  # fmt: skip
-
-    def _scored(self, metric: metrics.Metric, author: str) -> str:
-        found = self.score(metric, author)
-        if not found or (metric.timed and not self.timed):
-            return "–"
-        return str(found) if metric.interval else f"{found.value:.2f}"
-
-    def _spent(self, metric: metrics.Metric, author: str) -> str:
-        found = metrics.per_solution(self.trials[author], metric)
-        if found is None or math.isnan(found):
-            return "–" if found is None else "unknown"
-        return f"{found:.2f}" if found < 100 else f"{found:,.0f}"
-
-    @cached_property
-    def matrix(self) -> pages.Rows:
-        """Specs by authors."""
-        rows: pages.Rows = [("spec", *self.authors)]
-        for spec in self.specs:
-            found = (self.entries.get((spec, author)) for author in self.authors)
-            rows.append([spec, *(entry.text if entry else "–" for entry in found)])
-        return rows
-
-    def record(self) -> dict[str, Any]:
-        """As plain JSON data."""
-        tables = {"ranking": self.ranking, "matrix": self.matrix, "audits": self.audits}
-        named = {title: pages.named(rows) for title, rows in tables.items()}
-        return {"suite": self.title, "first": self.first, "machines": self.machines, **named}
-
-    @cached_property
-    def audits(self) -> pages.Rows:
-        """What was found in trials, the gravest first; what is clean, once an entry."""
-        found: dict[tuple[str, ...], str] = {}
-        for (spec, author), entry in self.entries.items():
-            for t in entry.trials:
-                a = t.audit
-                if a.finding != "unaudited":
-                    which = "" if a.finding == "clean" else str(t.trial)
-                    key = a.finding, spec, author, which, a.evidence
-                    found[key] = max(found.get(key, ""), a.date or "")
-        rows = sorted(found.items(), key=lambda row: -_GRAVITY.index(row[0][0]))
-        head = ("finding", "spec", "author", "trial", "evidence", "date")
-        return [head, *((*key, date) for key, date in rows)]
-
-    @cached_property
-    def pictures(self) -> list[Markup]:
-        """Score at budget, for each resource that somebody spent."""
-        found: list[Markup] = []
-        for resource, unit in _BUDGETS.items():
-            groups = {a: self.groups[a] for a in self.authors if self.groups[a]}
-            curves = {a: metrics.curve(g, resource, "solved") for a, g in groups.items()}
-            if any(budget > 0 for points in curves.values() for budget, _ in points):
-                across = f"{unit} a trial"
-                title = f"Solved within a budget of {across}"
-                found.append(svg.curves(title, curves, across, "solved"))
-        return found
+def boards(workspace: Workspace) -> Boards:
+    """Group a workspace's trials, without those of another suite, spec or version of a gate."""
+    folder = workspace.root / "evals" / "suites"
+    known = {name: suites.load(str(path)) for name, path in suites.paths(folder).items()}
+    digests = dict[tuple[str, str], str]()
+    found: dict[tuple[str, str], dict[str, list[Trial]]] = {}
+    for path in sorted((workspace.root / FOLDER).glob("trials-*.jsonl")):
+        for trial in read(path, Trial).values():
+            if trial.stale:
+                continue
+            if suite := known.get(trial.suite):
+                key = trial.suite, trial.spec
+                if key not in digests:
+                    digests[key] = _digest(suite, workspace, trial.spec)
+                if (suite.digest, digests[key]) != (trial.suite_digest, trial.spec_digest):
+                    continue
+            # Each recorded run is of one spec; together they are one author.
+            replayed = trial.author.startswith(f"{REPLAY.name}:")
+            author = REPLAY.name if replayed else trial.author
+            author += "".join(f" without {part}" for part in trial.without)
+            found.setdefault((trial.suite, trial.device), {}).setdefault(author, []).append(trial)
+    return found
 
 
-def boards(records: Iterable[TrialRecord], stale: Stale) -> list[Board]:
-    """The boards, by suite; those of a suite's latest definition first."""
-    found: dict[tuple[str, str, Device, Level], dict[str, list[TrialRecord]]] = {}
-    for record in records:
-        key = record.suite.name, record.suite.digest, record.machine.device, record.goal
-        # Each recorded run is of one spec; together they are one author.
-        author = REPLAY.name if record.author.startswith(f"{REPLAY.name}:") else record.author
-        author += "".join(f" without {part}" for part in record.without)
-        found.setdefault(key, {}).setdefault(author, []).append(record)
+def _digest(suite: suites.Suite, workspace: Workspace, spec: str) -> str:
+    try:
+        return suite.spec(workspace, spec).digest
+    except CodaError:
+        return ""
 
-    def age(key: tuple[str, str, Device, Level]) -> float:
-        return -max(t.finished.timestamp() for trials in found[key].values() for t in trials)
 
-    return [Board(*key, found[key], stale) for key in sorted(found, key=lambda k: (k[0], age(k)))]
+def table(found: Boards) -> Rows:
+    """Tabulate the authors of each suite, best first."""
+    rows: list[Sequence[object]] = [(
+        "suite", "device", "author", "rank", "trials", *SCORES, "pass@k", "of GEMM",
+        "over compile", *COSTS, "commit", "date",
+    )]  # fmt: skip
+    for (suite, device), trials in found.items():
+        groups = {author: by_spec(records) for author, records in trials.items()}
+        ranked = metrics.ranks(groups, SCORES["solved@1"])
+        for author in sorted(trials, key=lambda author: (ranked[author], author)):
+            rows.append((suite, device, author, ranked[author], *_row(trials[author])))
+    return rows
+
+
+def _row(trials: Sequence[Trial]) -> list[str]:
+    counted = [trial for trial in trials if trial.counts]
+    groups, timed = by_spec(trials), any(trial.of_gemm for trial in trials)
+
+    def shown(value: float | None, form: str = ".2f") -> str:
+        return "–" if value is None else f"{value:{form}}"
+
+    k = min(map(len, groups.values()), default=0)
+    passing = metrics.passing(groups, k) if k > 1 else None
+    scores = [str(metrics.score(groups, value) or "–") if timed or name == "solved@1" else "–"
+              for name, value in SCORES.items()]  # fmt: skip
+    days = sorted({trial.date for trial in trials})
+    return [
+        f"{sum(t.solved for t in counted)}/{len(counted)}", *scores,
+        "–" if passing is None else f"{passing:.2f} of {k}",
+        shown(metrics.of_solved(counted, lambda t: t.of_gemm), ".3f"),
+        shown(metrics.of_solved(counted, lambda t: t.over_compile), ".3f"),
+        *(shown(metrics.per_solution(counted, value)) for value in COSTS.values()),
+        ", ".join(dict.fromkeys(trial.commit for trial in trials)),
+        days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
+    ]  # fmt: skip
+
+
+def matrix(trials: Mapping[str, Sequence[Trial]]) -> Rows:
+    """Tabulate specs by authors: how many trials solved, and how fast."""
+
+    def cell(author: str, spec: str) -> str:
+        counted = [t for t in trials[author] if t.spec == spec and t.counts]
+        speed = metrics.of_solved(counted, lambda t: t.of_gemm)
+        solved = f"{sum(t.solved for t in counted)}/{len(counted)}"
+        return solved + (f" {speed:.3f}× GEMM" if speed else "") if counted else "–"
+
+    specs = sorted({trial.spec for records in trials.values() for trial in records})
+    return [("spec", *trials), *((spec, *(cell(a, spec) for a in trials)) for spec in specs)]
+
+
+def write(root: Path, found: Boards) -> Path:
+    """Write docs/leaderboard.md of a workspace."""
+    names = dict.fromkeys(a.partition(" without ")[0] for trials in found.values() for a in trials)
+    about = "\n".join(f"- *{name}*: {authors.meaning(name)}" for name in names)
+    path = root / PAGE
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join([_HEAD, markdown(table(found)), "", about]) + "\n", "utf-8")
+    return path
+
+
+def write_html(path: Path, found: Boards) -> Path:
+    """Write the table, and each suite's specs by authors, as a page."""
+    sections: Iterable[pages.Section] = (
+        (f"{suite}, {device}", matrix(trials)) for (suite, device), trials in found.items()
+    )
+    return pages.write(path, "Leaderboard", [("Authors", table(found)), *sections])

@@ -1,103 +1,134 @@
-"""Contenders of other libraries, for the paper's kernels.
+"""Contenders of the kernel suites from elsewhere: cuBLAS, torch.compile, quack, Liger, FlashInfer.
 
-- quack: its bare product, and its own epilogue library in one launch.
-- torch.compile: the spec's reference, or what the spec says a user would run.
-- Liger-Kernel and FlashInfer: a cuBLAS product and their kernels around it, weights laid out
-  beforehand as they like them. Norms before the product take the place of `r`.
-- A library is imported when its contender is built; a missing one raises ImportError.
+- A contender is built for a workload, and says why it takes no part by what it raises.
+- quack: its bare product, and its own epilogue library in one launch, in the fastest right tile.
+- Liger and FlashInfer: a cuBLAS product and their kernels around it, weights laid out beforehand as
+  they like them. Norms before the product take the place of `r`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from coda_agent.evals.contenders import Absent, contender
-from coda_agent.evals.definitions import Benchmark
-from coda_agent.evals.workloads import EPS, Call, Outputs, Rotation, Workload
+from coda_agent.agent.judge import timing
+from coda_agent.agent.judge.performance import bare_gemm
+from coda_agent.agent.judge.tuner import SEARCH_ROUNDS, ranked
+from coda_agent.evals.cases import Absent, Call, Outputs, Setup
+from coda_agent.evals.workloads import EPS, Function, Workload
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import reference_callable
 
-Function = Callable[..., Any]
+TILES = tuple(
+    TileConfig(*tile)
+    for tile in (
+        (128, 128, 1, 1, True), (128, 128, 1, 2, True), (128, 128, 2, 1, True),
+        (128, 160, 2, 1, True), (128, 192, 2, 1, True), (128, 256, 2, 1, False),
+        (256, 128, 1, 2, False),
+    )
+)  # fmt: skip
+"""Those over which quack's contenders are searched."""
+NOTHING = "has nothing for this kernel"
 
 
-def _offered(_: Workload, benchmark: Benchmark) -> Sequence[TileConfig]:
-    return benchmark.tiles
+def gemm(workload: Workload) -> Call:
+    """Multiply by cuBLAS, without an epilogue."""
+    product = bare_gemm(*workload.operands(workload.inputs[0]))
+    return workload.rotating(lambda x, a, b: lambda: {"product": product(a, b)})
 
 
-@contender("quack GEMM", tiles=_offered)
-def quack_gemm(workload: Workload, config: TileConfig) -> Rotation:
-    """quack's own product, without an epilogue program."""
+def compiled(mode: str) -> Callable[[Workload], Call]:
+    """Make the contender of the spec's reference under torch.compile."""
+
+    def build(workload: Workload) -> Call:
+        reference = reference_callable(workload.kernel.spec, baseline=True)
+        function = torch.compile(reference, dynamic=False, mode=mode)
+        return workload.rotating(lambda x, a, b: lambda: function(**x))
+
+    return build
+
+
+def quack_gemm(workload: Workload) -> Call:
+    """Multiply by quack, without an epilogue."""
     from quack.gemm import gemm
 
-    out, options = workload.product(), _tile_options(config)
+    out = workload.product()
 
-    def run(a: torch.Tensor, b: torch.Tensor) -> Outputs:
-        gemm(a, b, out, None, None, **options)
-        return {"product": out}
+    def build(config: TileConfig) -> Call:
+        options = _tile_options(config)
 
-    return workload.rotating(lambda x, a, b: lambda: run(a, b))
+        def run(a: torch.Tensor, b: torch.Tensor) -> Outputs:
+            gemm(a, b, out, None, None, **options)
+            return {"product": out}
+
+        return workload.rotating(lambda x, a, b: lambda: run(a, b))
+
+    return _fastest(workload, build)
 
 
-@contender("quack epilogue", tiles=_offered)
-def quack(workload: Workload, config: TileConfig) -> Rotation:
-    """quack's own epilogue library.
-
-    Raises:
-        Absent: it has nothing for this kernel.
-    """
+def quack(workload: Workload) -> Call:
+    """Run quack's own epilogue library."""
     from quack.rmsnorm import rmsnorm
 
-    options = _tile_options(config)
+    def build(config: TileConfig) -> Call:
+        def bound(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Function:
+            mod, d, c, values, finish = _quack_call(workload, x, config)
 
-    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
-        mod, d, c, values, finish = _quack_call(workload, x, config)
+            def run() -> Outputs:
+                # No ready epilogue scales and rotates by a table.
+                left = rmsnorm(a, eps=EPS) if workload.name == "gemm_rmsnorm_rope" else a
+                mod.gemm(left, b, d, c, epi_args=values, **_tile_options(config))
+                return finish()
 
-        def run() -> dict[str, Any]:
-            # No ready epilogue scales and rotates by a table.
-            left = rmsnorm(a, eps=EPS) if workload.name == "gemm_rmsnorm_rope" else a
-            mod.gemm(left, b, d, c, epi_args=values, **options)
-            return finish()
+            return run
 
-        return run
+        return workload.rotating(bound)
 
-    return workload.rotating(build)
-
-
-@contender("torch.compile")
-def compile(workload: Workload) -> Rotation:
-    """The reference under torch.compile, in its default mode."""
-    return _compiled(workload, "default")
+    return _fastest(workload, build)
 
 
-@contender("max-autotune")
-def compile_max(workload: Workload) -> Rotation:
-    """The same in the mode that tries most."""
-    # With CUDA graphs (plain max-autotune) every call would copy its inputs first.
-    return _compiled(workload, "max-autotune-no-cudagraphs")
+def _fastest(workload: Workload, build: Callable[[TileConfig], Call]) -> Call:
+    """Choose the fastest of the tiles that compute the right result."""
+    setup, runs = Setup({}, workload.truth, workload.limit, workload.rows), dict[TileConfig, Call]()
+    for tile in TILES:
+        try:
+            run = build(tile)
+            if max(setup.errors(run(0)).values()) <= setup.limit:
+                runs[tile] = run
+        except Absent:
+            raise
+        except Exception:  # foreign code, and not every tile carries every epilogue
+            continue
+    if not runs:
+        raise Absent("no tile computes the right result")
+    best, _ = ranked(runs, SEARCH_ROUNDS, timing.interleave)[0]
+    return build(best)  # anew, as what is accumulated in place
 
 
-def _compiled(workload: Workload, mode: str) -> Rotation:
-    from coda_agent.specs import reference_callable
-
-    reference = reference_callable(workload.kernel.spec, baseline=True)
-    function = torch.compile(reference, dynamic=False, mode=mode)
-    return workload.rotating(lambda x, a, b: lambda: function(**x))
-
-
-@contender("Liger", package=("liger-kernel", "liger_kernel"))
-def liger(workload: Workload) -> Rotation:
-    """Liger-Kernel."""
+def liger(workload: Workload) -> Call:
+    """Compose Liger's kernels around a product."""
     return compose(workload, _liger_kernels())
 
 
-@contender("FlashInfer", package=("flashinfer-python", "flashinfer"))
-def flashinfer(workload: Workload) -> Rotation:
-    """FlashInfer, for inference: no cross-entropy and nothing backward."""
+def flashinfer(workload: Workload) -> Call:
+    """Compose FlashInfer's kernels around a product: no cross-entropy and nothing backward."""
     return compose(workload, _flashinfer_kernels())
+
+
+CONTENDERS: Mapping[str, Callable[[Workload], Call]] = {
+    "gemm": gemm,
+    "quack GEMM": quack_gemm,
+    "quack": quack,
+    "compile": compiled("default"),
+    # With CUDA graphs (plain max-autotune) every call would copy its inputs first.
+    "compile, max-autotune": compiled("max-autotune-no-cudagraphs"),
+    "liger": liger,
+    "flashinfer": flashinfer,
+}
 
 
 @dataclass(frozen=True)
@@ -175,16 +206,17 @@ def _flashinfer_kernels() -> Library:
     return Library(norm, fi.silu_and_mul, add_norm, table, rope, halves=False)
 
 
-def compose(workload: Workload, library: Library) -> Rotation:
-    """A cuBLAS product between a library's kernels.
+def compose(workload: Workload, library: Library) -> Call:
+    """Put a cuBLAS product between a library's kernels.
 
     Raises:
         Absent: it has nothing for this kernel.
     """
     out, ones = workload.product(), torch.ones_like(workload.operands(workload.inputs[0])[0][0])
 
-    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Call:
-        left = (lambda: library.norm(a, ones)) if workload.norms_first else lambda: a
+    def build(x: dict[str, Any], a: torch.Tensor, b: torch.Tensor) -> Function:
+        norms_first = workload.name.startswith("gemm_rmsnorm")
+        left = (lambda: library.norm(a, ones)) if norms_first else lambda: a
         if workload.name in ("gemm_rope", "gemm_rmsnorm_rope"):
             return _rope(workload, library, left, x["cs"], b, out)
         weight, finish = _finish(workload, library, x, b)
@@ -220,10 +252,12 @@ def _finish(
                 return {"O": dx + x["X"], "dgamma": dgamma}
 
             return b, added
-    raise Absent
+    raise Absent(NOTHING)
 
 
-def _rope(workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any) -> Call:
+def _rope(
+    workload: Workload, library: Library, left: Function, cs: Any, b: Any, out: Any
+) -> Function:
     """The rotation, in place, so that O overwrites D, and on q and k alone. A library that wants q
     and k contiguous gets each from a product of its own."""
     (m, _, k), width, columns = workload.mnk, workload.heads.width, workload.heads.columns
@@ -292,7 +326,7 @@ def _quack_call(workload: Workload, x: dict[str, Any], config: TileConfig) -> An
             values = {"postact": d, "dsum": partials}
             finish = lambda: {"dZ": dz, "O": d, "z": partials.sum(-1) / n}
             return library.dswiglu_dpreact_mod, dz, x["Z"], values, finish
-    raise Absent
+    raise Absent(NOTHING)
 
 
 def _tile_options(config: TileConfig) -> dict[str, Any]:

@@ -2,42 +2,96 @@
 
 - A trial has a workspace of its own: the tips as they were, no kernels, nothing committed. So no
   trial learns from another, and none changes what the user has. Its run is in the user's logs.
-- `tally.record_of` makes the record from the run's events and from nothing else.
-- A trial is done when its record is on disk. One that was killed has none, and starts anew.
+- A record is made from the run's events: scores are the judge's, and costs are counted from each
+  call's usage. No text of an author is read for either.
+- A trial is done when its line is in evals/results/trials-<suite>.jsonl. One that was killed has
+  none, and starts anew.
 """
 
 import contextlib
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coda_agent.agent import authors, pipeline
-from coda_agent.agent.judge.records import Level
+from coda_agent.agent.events import Event
+from coda_agent.agent.judge.records import LEVELS, Level, rank
+from coda_agent.agent.judgement import Machine
 from coda_agent.agent.log import read_events
+from coda_agent.agent.state import Attempt, RunState, Spent
 from coda_agent.agent.workspace import Workspace
-from coda_agent.evals import staleness
-from coda_agent.evals.definitions import Suite
-from coda_agent.evals.record_files import read_records, write_definition, write_record
-from coda_agent.evals.records import Device, TrialKey, TrialRecord
-from coda_agent.evals.tally import record_of
+from coda_agent.evals.cells import FOLDER, Judged, append, machine, program_commit, read
+from coda_agent.evals.suites import Device, Suite
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import Spec
+
+Outcome = Literal["proved", "verified", "accepted", "refused", "gave_up", "budget", "error",
+                  "harness_fault"]  # fmt: skip
+"""How a trial ended. A level says that the judge passed the candidate and showed that much. With
+`refused` it did not. The others ended before a passing verdict: by the author, its budget, its
+crash, or a fault of ours."""
+
+
+class Trial(Judged):
+    """What came of an author's one try at one spec.
+
+    Attributes:
+        suite_digest, spec_digest: Of the suite's definition, and of the spec's text in it.
+        without: What the author was deprived of, sorted.
+        goal: The level that counts as solved.
+        reason: Why there is no passing verdict, for a reader; no score looks at it.
+        program: The candidate that the outcome is about.
+        attempts: How often a candidate was judged, up to the verdict that counts.
+        roofline, of_gemm, over_compile: Geometric means over the timed cells: the roofline's time
+            over ours, our speed over the bare product's, and over torch.compile's.
+        run: The run's name: `coda-agent run show RUN`.
+    """
+
+    suite: str
+    suite_digest: str
+    device: Device
+    spec: str
+    spec_digest: str
+    author: str = Field(min_length=1)
+    trial: PositiveInt
+    without: tuple[str, ...] = ()
+    goal: Level
+    outcome: Outcome
+    reason: str = ""
+    program: str | None = None
+    attempts: NonNegativeInt = 0
+    spent: Spent
+    roofline: PositiveFloat | None = None
+    of_gemm: PositiveFloat | None = None
+    over_compile: PositiveFloat | None = None
+    run: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Two records with one key are the same trial."""
+        return self.suite_digest, self.device, self.spec, self.author, self.trial, self.without
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says anything about its author: a fault of ours does not."""
+        return self.outcome != "harness_fault"
+
+    @property
+    def solved(self) -> bool:
+        """Whether the judge showed at least what the suite asks for."""
+        return self.outcome in LEVELS and rank(self.outcome) >= rank(self.goal)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One trial to be done.
-
-    Attributes:
-        author: As in the record.
-        options: What its author is told; each kind reads what concerns it.
-    """
+    """One trial to be done; `options` is what its author is told."""
 
     workspace: Workspace
     suite: Suite
@@ -49,23 +103,22 @@ class Task:
     options: authors.Options = field(default_factory=authors.Options)
 
     @property
-    def key(self) -> TrialKey:
-        return TrialKey(
-            self.suite.name, self.suite.digest, self.device, self.spec, self.author, self.trial,
-            self.without,
-        )  # fmt: skip
-
-    @property
-    def goal(self) -> Level:
-        """The level that counts as solved: a machine without a GPU shows no more than proved."""
-        return "proved" if self.device == "cpu" else self.suite.goal
+    def key(self) -> tuple[Any, ...]:
+        """That of its record."""
+        suite = self.suite.digest
+        return suite, self.device, self.spec, self.author, self.trial, self.without
 
 
 class Plan(NamedTuple):
     """What is to be done, and the records of what is done."""
 
     tasks: list[Task]
-    done: list[TrialRecord]
+    done: list[Trial]
+
+
+def records_of(root: Path, suite: str) -> Path:
+    """Name the file of a suite's records in a workspace."""
+    return root / FOLDER / f"trials-{suite}.jsonl"
 
 
 def plan(
@@ -73,22 +126,21 @@ def plan(
     suite: Suite,
     names: Sequence[str],
     *,
-    folder: Path,
     device: Device,
     trials: int | None = None,
-    repeat: bool = False,
     only: Sequence[str] = (),
     without: tuple[str, ...] = (),
+    again: bool = False,
     options: authors.Options | None = None,
 ) -> Plan:
-    """The trials of a suite still to be done, of authors named as `authors.kind_of` takes them.
+    """List the trials of a suite still to be done.
 
     Args:
-        folder: The suite's records.
+        names: Of authors, as `authors.kind_of` takes them.
         trials: Instead of the suite's number.
-        repeat: Whether deterministic authors have more than one.
         only: Some of the suite's specs; none means all.
-        without: What the author is deprived of, sorted.
+        without: What the authors are deprived of, sorted.
+        again: Whether what another commit tried is tried again.
         options: What the authors are told, within the budget of the suite.
 
     Raises:
@@ -97,41 +149,36 @@ def plan(
     known = suite.spec_names(workspace)
     if unknown := [name for name in only if name not in known]:
         raise CodaError(f"{unknown[0]} is not in suite {suite.name}, which has {', '.join(known)}")
-    held = {record.key: record for record in read_records(folder).records}
+    held, commit = read(records_of(workspace.root, suite.name), Trial), program_commit()
     specs = {name: suite.spec(workspace, name) for name in only or known}
-    tasks: list[Task] = []
-    done: list[TrialRecord] = []
-    limits = {k: v for k, v in suite.budget.model_dump().items() if v is not None}
     options = options or authors.Options()
+    limits = suite.budget.model_dump(exclude_none=True)
     options = replace(options, budget=replace(options.budget, **limits))
+    found = Plan([], [])
     for name in names:
         kind, which = authors.kind_of(name)
-        count = 1 if kind.deterministic and not repeat else trials or suite.trials
+        count = 1 if kind.deterministic else trials or suite.trials
         for author, tried in kind.tried(which, options, workspace, known).items():
             for spec in (name for name in tried if name in specs):
                 for trial in range(1, count + 1):
                     task = Task(workspace, suite, spec, author, trial, device, without, options)
                     record = held.get(task.key)
-                    if record and not staleness.needs_trial(record, suite, specs[spec]):
-                        done.append(record)
+                    fresh = record and record.counts and not record.stale
+                    fresh = fresh and record.spec_digest == specs[spec].digest
+                    if record and fresh and not (again and record.commit != commit):
+                        found.done.append(record)
                     else:
-                        tasks.append(task)
-    return Plan(tasks, done)
+                        found.tasks.append(task)
+    return found
 
 
 def run(
-    plan: Plan,
-    folder: Path,
-    pool: Executor,
-    *,
-    width: int,
-    told: Callable[[Task, TrialRecord | None], None] = lambda *_: None,
-) -> list[TrialRecord]:
-    """Does the trials of a plan, `width` at a time, and writes each one's record as soon as it is
-    done. A fault of ours that cost no money is tried once more, after all others.
+    plan: Plan, pool: Executor, *, width: int, tell: Callable[[Task, Trial], None] = lambda *_: None
+) -> list[Trial]:
+    """Do the trials of a plan, `width` at a time, and keep each as soon as it is done.
 
-    The suite's folder is held by one `run` at a time. `run_trial` and its task are pickled where
-    the pool needs that. `told` is called when a trial begins (None) and when it is done.
+    A fault of ours that cost no money is tried once more, after all others. The records are held by
+    one `run` at a time. `run_trial` and its task are pickled where the pool needs that.
 
     Returns:
         The records, those that were there already first.
@@ -139,27 +186,23 @@ def run(
     Raises:
         CodaError: another `run` writes there, or a worker died.
     """
-    found = list(plan.done)
+    found = [*plan.done]
     if not plan.tasks:
         return found
-    suite = plan.tasks[0].suite
-    with _held(folder):
-        write_definition(folder, suite.definition)
-        waiting, running = list(reversed(plan.tasks)), dict[Future[TrialRecord], Task]()
-        again = set[TrialKey]()
+    path = records_of(plan.tasks[0].workspace.root, plan.tasks[0].suite.name)
+    waiting, running, again = [*reversed(plan.tasks)], dict[Future[Trial], Task](), set[Any]()
+    with _held(path):
         try:
             while waiting or running:
                 while waiting and len(running) < width:
                     task = waiting.pop()
-                    if task.key not in again:
-                        told(task, None)
                     running[pool.submit(run_trial, task)] = task
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     task, record = running.pop(future), future.result()
-                    write_record(folder, record)
+                    append(path, [record])
                     if record.counts or record.spent.usd != 0 or task.key in again:
                         found.append(record)
-                        told(task, record)
+                        tell(task, record)
                     else:
                         again.add(task.key)
                         waiting.insert(0, task)
@@ -173,21 +216,19 @@ def run(
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """The folder, to this process alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _held(path: Path) -> Iterator[None]:
+    """Hold a file of records for this process alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CodaError(f"another evaluation writes to {path}") from None
         yield
-    except BlockingIOError:
-        raise CodaError(f"another evaluation writes to {folder}") from None
-    finally:
-        os.close(descriptor)
 
 
-def run_trial(task: Task) -> TrialRecord:
-    """Does one trial; its record."""
+def run_trial(task: Task) -> Trial:
+    """Do one trial; its record."""
     begun: list[str] = []
 
     def watch(type: str, data: dict[str, Any]) -> None:
@@ -206,13 +247,13 @@ def run_trial(task: Task) -> TrialRecord:
             # What went wrong is the run's last event, which is what the record is made from.
             if not begun:
                 raise
-    log = Path("logs", "runs", begun[0], "events.jsonl")
-    return record_of(read_events(task.workspace.root / log), task.key, spec, task.goal, log)
+    log = task.workspace.root / "logs" / "runs" / begun[0] / "events.jsonl"
+    return record_of(read_events(log), task, spec, begun[0])
 
 
 @contextlib.contextmanager
 def _aside(workspace: Workspace, spec: Spec, *, tips: bool) -> Iterator[tuple[Workspace, Path]]:
-    """A workspace for one trial: today's tips, the spec, and the logs of `workspace`."""
+    """Make a workspace for one trial: today's tips, the spec, and the logs of `workspace`."""
     runs = workspace.root / "logs" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="coda-agent-trial-") as name:
@@ -226,3 +267,48 @@ def _aside(workspace: Workspace, spec: Spec, *, tips: bool) -> Iterator[tuple[Wo
         path = root / "specs" / f"{spec.name}.md"
         path.write_text(spec.text, "utf-8")
         yield Workspace(root, root), path
+
+
+def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Trial:
+    """Make the record of a trial from all events of its run."""
+    state = RunState.of(events)
+    submitted = [attempt for attempt in state.attempts if attempt.check == "submit"]
+    final = submitted[-1] if submitted else None
+    outcome, reason = _outcome(state, final)
+    judged = final.judgement if final and outcome in (*LEVELS, "refused") else None
+    gates = judged.gates if judged else {}
+    timed = judged if outcome in LEVELS else None
+    where = state.attempts[-1].machine if state.attempts else Machine(device=task.device)
+    return Trial(
+        commit=program_commit(), date=events[-1].time[:10],
+        machine=machine(where),
+        suite=task.suite.name, suite_digest=task.suite.digest, device=task.device,
+        spec=spec.name, spec_digest=spec.digest,
+        author=task.author, trial=task.trial, without=task.without,
+        goal="proved" if task.device == "cpu" else task.suite.goal,  # a CPU shows no more
+        outcome=outcome, reason=" ".join(reason.split())[:400],
+        program=final and final.text, attempts=final.number if final else len(state.attempts),
+        spent=state.spent, run=run,
+        versions={name: gate.version for name, gate in gates.items() if gate.passed is not None},
+        roofline=timed and timed.mean("roofline"), of_gemm=timed and timed.mean("of_gemm"),
+        over_compile=timed and timed.mean("over_compile"),
+    )  # fmt: skip
+
+
+def _outcome(state: RunState, final: Attempt | None) -> tuple[Outcome, str]:
+    """Say how a trial ended, and why; `final` is its last full trial of a candidate."""
+    verdict, reason = final and final.judgement, state.reason or ""
+    if verdict and verdict.passed and verdict.level:
+        return verdict.level, ""
+    if failure := state.failure:
+        if state.writing and failure.error == "ProgramError":
+            return "gave_up", failure.message
+        theirs = state.writing or failure.error == "Stopped"
+        return ("error" if theirs else "harness_fault"), f"{failure.error}: {failure.message}"
+    if state.gave_up:
+        return "gave_up", reason
+    if not state.finished:
+        return "harness_fault", "the run did not end"
+    if reason.startswith("budget: "):
+        return "budget", reason.removeprefix("budget: ")
+    return ("refused", verdict.finding) if verdict else ("gave_up", reason)

@@ -1,4 +1,4 @@
-"""What is timed: a kernel at one size, with inputs and truth."""
+"""Workloads: a kernel at one size, with inputs and truth."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from typing import Any
 
 import torch
 
+from coda_agent.evals.cases import Call
 from coda_agent.generated.kernel import Kernel
 from coda_agent.specs import draw_inputs, run_reference
 
-Outputs = dict[str, Any]
-"""By the spec's names; what costs time to look at is a function that yields it."""
-Call = Callable[[], Outputs]
-Rotation = Callable[[int], Outputs]
-"""A call that takes the round's number and rotates over the workload's two sets of inputs."""
-
+Function = Callable[..., Any]
 EPS = 1e-6
 # bf16 code that rounds more often than ours errs by 5e-3, and rounding to e4m3 alone by 3e-2. A
 # wrong or missing term comes to 1e-1.
@@ -61,18 +57,13 @@ class Workload:
     kernel: Kernel
     sizes: Mapping[str, int]
     inputs: tuple[dict[str, Any], dict[str, Any]]
-    truth: Outputs
+    truth: dict[str, Any]
     rows: slice
     heads: Heads
 
     @property
     def name(self) -> str:
         return self.kernel.spec.name
-
-    @property
-    def norms_first(self) -> bool:
-        """Whether what the kernel replaces begins by normalising A."""
-        return self.name.startswith("gemm_rmsnorm")
 
     def operands(self, x: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """A (M, K) and B (N, K) of a set."""
@@ -92,7 +83,7 @@ class Workload:
 
     @property
     def limit(self) -> float:
-        """Up to which `error` an output is right."""
+        """The error up to which an output is right."""
         narrow = any("float8" in output.dtype for output in self.kernel.spec.outputs.values())
         return LIMIT_8_BIT if narrow else LIMIT
 
@@ -106,22 +97,11 @@ class Workload:
         return self.new(*self.mnk[:2])
 
     def rotating(
-        self, build: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], Call]
-    ) -> Rotation:
-        """A call for each set, built from the inputs, A and B."""
+        self, build: Callable[[dict[str, Any], torch.Tensor, torch.Tensor], Function]
+    ) -> Call:
+        """Build a call for each set from the inputs, A and B, and take them in turn."""
         calls = [build(x, *self.operands(x)) for x in self.inputs]
         return lambda i: calls[i % 2]()
-
-    def error(self, outputs: Outputs) -> float:
-        """The largest ‖out - truth‖ / ‖truth‖ of the outputs; infinite where one is not finite."""
-        errors = [0.0]
-        for name, out in outputs.items():
-            truth = self.truth[name]
-            got: Any = out() if callable(out) else out
-            got = got[self.rows].reshape(truth.shape).double()
-            off = float((got - truth).norm() / truth.norm())
-            errors.append(off if off == off else float("inf"))
-        return max(errors)
 
 
 def make_workload(

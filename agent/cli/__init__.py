@@ -14,16 +14,16 @@ from typer.core import TyperGroup
 
 from coda_agent.agent.cli.lazy import group, lazily
 
+_EVALS = "coda_agent.evals.cli"
+"""Where evaluations have their commands: named here, since this room does not import that one."""
+
 
 class _Root(TyperGroup):
     """Every command, in the order of `--help`."""
 
     def __init__(self, **settings: Any) -> None:
-        trials = "leaderboard", "enter", "regrade", "scaling", "audit"
-        scoring = "Score the judge: what it kills, passes, says, and how long it takes."
-        scores = (
-            "mutants", "diagnosis", "by_hand", "corpus", "generated", "plans", "latency", "timing",
-        )  # fmt: skip
+        scoring = "Score the judge: what it kills, passes and says."
+        scores = "mutants", "diagnosis", "by_hand", "corpus", "generated", "plans", "timing"
         settings["commands"] = [
             *lazily("basics", "init", "doctor"),
             group("spec", "Draft a spec from a function, check one, copy a shipped one.",
@@ -31,7 +31,7 @@ class _Root(TyperGroup):
             *lazily("kernels", "check"),
             *lazily("derive", "derive"),
             *lazily("tuning", "tune", "fit", "warm"),
-            *lazily("measuring", "bench"),
+            *lazily(f"{_EVALS}.bench", "bench"),
             *lazily("exporting", "export"),
             *lazily("kernels", "verify", "list_", "show"),
             *lazily("basics", "explain", "primitives"),
@@ -44,11 +44,10 @@ class _Root(TyperGroup):
             *lazily("runs", "tips"),
             group("run", "One run.", *lazily("runs", "show")),
             group("eval", "Compare authors on a suite.",
-                  *lazily("evaluate", "run", "ablate"), *lazily("leaderboard", *trials)),
+                  *lazily(f"{_EVALS}.trials", "run", "leaderboard")),
             *lazily("review", "review"),
-            group("score-judge", scoring, *lazily("judging", *scores), no_args_is_help=False),
-            group("archive", "Keep what pages were made from.",
-                  *lazily("archive", "check", "unpack")),
+            group("score-judge", scoring, *lazily(f"{_EVALS}.judge", *scores),
+                  no_args_is_help=False),
         ]  # fmt: skip
         super().__init__(**settings)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from coda_agent.agent import workspace
+from coda_agent.agent import pages, workspace
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.cli.spec import Shapes, examples_of, source_of, spec_examples
@@ -129,13 +129,10 @@ def _planned(
     found = show.explained(source, examples)
     document = {"target": target, "stage": stage, **found.model_dump(mode="json")}
     if html:
-        from coda_agent.evals import plan_page  # jinja2 takes as long as the rest
-
-        try:
-            plan_page.write(html, source.name, found)
-        except OSError as error:
-            raise WorkspaceError(f"{html} cannot be written: {error.strerror}") from error
-        return Reply(document | {"html": html}, f"wrote {html}")
+        sections = [(head, columns(rows)) for head, rows in show.lines(found, verbose=True)]
+        programs = "\n\n".join(program for _, _, program in found.kernels)
+        page = pages.write(html, f"Plan of {source.name}", [*sections, ("programs", programs)])
+        return Reply(document | {"html": page}, f"wrote {page}")
     if stage == "plan":
         parts = [
             f"{heading}\n" + indent(columns(rows), "  ")

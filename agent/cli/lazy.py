@@ -7,6 +7,7 @@ read from the source.
 import ast
 from functools import cache, cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,21 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class Lazy(TyperCommand):
-    """The command that is a function of a module of this package."""
+    """The command that is a function of a module.
+
+    Args:
+        module: Of this package; or a whole name, of a room that adds commands of its own.
+    """
 
     def __init__(self, module: str, function: str) -> None:
         super().__init__(function.strip("_").replace("_", "-"), rich_markup_mode=None)
-        self.module, self.function = module, function
+        self.module = module if "." in module else f"{__package__}.{module}"
+        self.function = function
 
     @cached_property
     def loaded(self) -> Any:
         """The command itself."""
-        found = getattr(import_module(f"{__package__}.{self.module}"), self.function)
+        found = getattr(import_module(self.module), self.function)
         around = typer.Typer(rich_markup_mode=None)
         around.command(self.name)(found)
         return typer.main.get_group(around).commands[str(self.name)]
@@ -54,6 +60,7 @@ def group(name: str, help: str, *commands: Any, no_args_is_help: bool = True) ->
 
 @cache
 def _docstrings(module: str) -> dict[str, str | None]:
-    source = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
+    where = find_spec(module)  # it imports the room, and not the module
+    source = Path(str(where and where.origin)).read_text("utf-8")
     found = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
     return {node.name: ast.get_docstring(node) for node in found}

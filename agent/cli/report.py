@@ -19,6 +19,7 @@ import typer
 from coda_agent.agent.cli.options import SHARED
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
+from coda_agent.agent.tables import columns
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -84,27 +85,18 @@ def _one_document() -> Iterator[None]:
         _AS_JSON.reset(before)
 
 
-def columns(rows: Sequence[Sequence[object]]) -> str:
-    """Rows as left-aligned columns, two spaces apart; the last one is as wide as it likes."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[-1:] = [0]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def told(outcome: "Outcome") -> str:
     """What the progress lines leave out: what was not shown on this machine, the timings, and what
     became of the candidate."""
     from coda_agent.agent.judge.records import PerformanceReport
+    from coda_agent.agent.judgement import Cell
+    from coda_agent.agent.review import speed
 
     verdict = outcome.verdict
     lines = [f"not shown: {reason}" for reason in verdict.not_shown] if verdict else []
     performance = verdict.report(PerformanceReport) if verdict else None
     if performance and performance.timed:
-        from coda_agent.evals.pages import speed  # jinja2 takes as long as the rest
-
-        lines.append(columns(speed([cell.model_dump() for cell in performance.timed])))
+        lines.append(columns(speed(map(Cell.model_validate, performance.timed))))
     lines += [sentence(outcome), *filter(None, [outcome.remark])]
     return "\n".join(lines)
 

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from coda_agent.agent import review as reviews
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.reply import Reply
+from coda_agent.agent.tables import by_head
 from coda_agent.agent.workspace import find
-from coda_agent.evals.kernel_history import reviewed
-from coda_agent.evals.review import Review, index, ordered, write_pages
 from coda_agent.primitives.errors import WorkspaceError
 
 
@@ -25,24 +25,19 @@ def review(
     if not chosen:
         raise WorkspaceError("nothing is accepted yet", hint="coda-agent generate SPEC")
     folder = out or workspace.root / "build" / "review"
-    if html:  # a place that cannot be written to is said before programs are traced
-        folder.mkdir(parents=True, exist_ok=True)
-    whole = html or kernel is not None
-    reviews = ordered([reviewed(workspace, k, pictures=html, whole=whole) for k in chosen])
     if html:
-        pages = write_pages(folder, reviews)
+        folder.mkdir(parents=True, exist_ok=True)
+    found = reviews.review(workspace, chosen)
+    if html:
+        pages = reviews.write_pages(folder, found)
         return Reply({"pages": pages}, f"wrote {pages[0]} and {len(pages) - 1} kernels beside it")
-    records = [r.record() for r in reviews]
-    if kernel:
-        return Reply(records[0], _whole(reviews[0]))
-    return Reply({"kernels": records}, columns(index(reviews)))
-
-
-def _whole(r: Review) -> str:
-    """Everything about one kernel."""
-    parts = [r.name + (f": {r.spec.summary}" if r.spec else ""), columns(r.facts())]
-    for title, rows in r.tables().items():
-        long = f"{len(rows) - 1} rows: coda-agent review {r.name} --html"
-        parts.append(f"{title}\n{columns(rows) if len(rows) < 25 else long}")
-    parts.append("\n".join(r.diff) or "No version has another program.")
-    return "\n\n".join([*parts, f"grade again: coda-agent verify {r.name}"])
+    records = [
+        {"kernel": r.kernel.name, "level": r.kernel.level, "look": r.look,
+         "tables": {title: by_head(rows) for title, rows in reviews.tables(r.kernel).items()}}
+        for r in found
+    ]  # fmt: skip
+    if kernel is None:
+        return Reply({"kernels": records}, columns(reviews.index(found)))
+    parts = [kernel, columns(reviews.facts(found[0]))]
+    parts += [f"{title}\n{columns(rows)}" for title, rows in reviews.tables(chosen[0]).items()]
+    return Reply(records[0], "\n\n".join(parts))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from coda_agent.agent import pipeline
+from coda_agent.agent import pages, pipeline
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.cli.options import DeviceOption, RunName
@@ -64,7 +64,7 @@ def show(
     if html:
         console = Console(record=True, file=io.StringIO(), width=140)
         console.print(past.timeline(found))
-        html.write_text(console.export_html(), "utf-8")
+        pages.write(html, found.id, [("What happened", console.export_text())])
         return Reply(None, f"wrote {html}")
     Console().print(past.timeline(found))
     return Reply(None)

@@ -197,7 +197,7 @@ class Clock(Record):
         calls: Calls of a stream.
     """
 
-    regime: Literal["warm", "steady"]
+    regime: Literal["idle", "warm", "steady"]
     method: str
     hidden_us: float | None = None
     products: int | None = None

@@ -12,9 +12,9 @@
   more rounds are run until enough calls count.
 - A contender has no times if CUPTI disagrees with the other clocks about it, or if too few of its
   calls count. An empty call is the measure: at most half as many as of that are too few.
-- This regime is called warm. `steady` times another: one call back to back, until its own power
-  draw has set the clock. The third, idle, where the GPU waited for the host before a call, is not
-  timed here.
+- This regime is called warm. In the idle one nothing is multiplied before a call: the GPU spins
+  until the host is ahead. `steady` times a third: one call back to back, until its own power draw
+  has set the clock.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ _LEAST_CALLS = 8
 # A stream holds some 1000 launches. When it is full the host waits, and a host that is slower than
 # the device is never ahead again.
 _QUEUED_CALLS = 250
+_MARK_US = 100.0  # a spin that marks a call in a trace
 _LEAD_US = 2000.0  # how far the host is ahead of the device when a stream begins
 
 
@@ -90,6 +91,7 @@ def interleave(
     before: Callable[[str, int], None] | None = None,
     after: Callable[[str, int], None] | None = None,
     trace: bool | None = None,
+    idle: bool = False,
     gpu: Device = None,
 ) -> dict[str, Samples]:
     """Time every contender once a round.
@@ -103,6 +105,7 @@ def interleave(
             what the call changes in place.
         after: Called with (name, round) after each call, on the same stream: to verify the output.
         trace: Whether to run a few more rounds under the profiler; by default from 30 rounds on.
+        idle: Whether the GPU spins before each call instead of multiplying.
         gpu: Another device than torch's current one, for tests.
 
     Returns:
@@ -112,7 +115,7 @@ def interleave(
     before, after = before or (lambda *_: None), after or (lambda *_: None)
     for pause in _PAUSES_S:
         gpu.wait(pause)
-        found = _interleaved(gpu, contenders, rounds, warmup, before, after, trace)
+        found = _interleaved(gpu, contenders, rounds, warmup, before, after, trace, idle)
         if not any(s.fault.startswith(_LATE) for s in found.values()):
             break
     return found
@@ -126,23 +129,27 @@ def _interleaved(
     before: Callable[[str, int], None],
     after: Callable[[str, int], None],
     trace: bool | None,
+    idle: bool,
 ) -> dict[str, Samples]:
     calls = {**contenders, _NOTHING: lambda _: None}
     readings: dict[str, list[_Reading]] = {name: [] for name in calls}
-    products = _LEAST_PRODUCTS
+    products, spin_us = 0 if idle else _LEAST_PRODUCTS, _LEAD_US * idle
     for i in range(-warmup, _STRETCH * rounds):
         if i >= rounds and _enough(readings, rounds):
             break
         if i == 0 and warmup:
             host = max(min(r.host_us for r in found) for found in readings.values())
             once = statistics.median(r.product_us for found in readings.values() for r in found)
-            products = min(max(math.ceil(1.5 * host / once), _LEAST_PRODUCTS), _MOST_PRODUCTS)
+            if idle:
+                spin_us = max(_LEAD_US, 1.5 * host)
+            else:
+                products = min(max(math.ceil(1.5 * host / once), _LEAST_PRODUCTS), _MOST_PRODUCTS)
             readings = {name: [] for name in calls}
         turn = i % rounds if i < 0 else i
         for name in random.sample(list(calls), len(calls)):
             if name:
                 before(name, i)
-            readings[name].append(_window(gpu, partial(calls[name], turn), products))
+            readings[name].append(_window(gpu, partial(calls[name], turn), products, spin_us))
             if name:
                 after(name, i)
     hidden = _hidden(readings)
@@ -150,14 +157,15 @@ def _interleaved(
     traced: dict[str, list[_Traced]] = {}
     lost = ""
     if rounds >= _FINAL_ROUNDS if trace is None else trace:
-        traced, lost = _trace(gpu, contenders, products, before, after)
+        traced, lost = _trace(gpu, contenders, products, spin_us or _MARK_US, before, after)
     found = {}
     for name, seen in readings.items():
         median = statistics.median(r.event_us for r in seen)
         kept = _kept(seen, hidden[name])
         typical = statistics.median(hidden[name])
         clock = Clock(
-            regime="warm", method="events, host" + ", kernels" * bool(traced),
+            regime="idle" if idle else "warm",
+            method="events, host" + ", kernels" * bool(traced),
             hidden_us=round(typical, 2), products=products, left_out=len(seen) - len(kept),
             persisting_l2=gpu.persisting_l2,
         )  # fmt: skip
@@ -201,10 +209,14 @@ def _tolerance(time_us: float) -> float:
     return max(TOLERANCE_US, TOLERANCE * time_us)
 
 
-def _window(gpu: Device, call: Callable[[], object], products: int) -> _Reading:
+def _window(
+    gpu: Device, call: Callable[[], object], products: int, spin_us: float = 0.0
+) -> _Reading:
     gpu.settle()
     opened = gpu.now_us()
     first = gpu.mark()
+    if spin_us:
+        gpu.spin(spin_us)
     gpu.work(products)
     start = gpu.mark()
     called = gpu.now_us()
@@ -213,7 +225,7 @@ def _window(gpu: Device, call: Callable[[], object], products: int) -> _Reading:
     stop = gpu.mark()
     gpu.synchronize()
     unseen = gpu.now_us() - opened - gpu.elapsed_us(first, stop)
-    product = gpu.elapsed_us(first, start) / products
+    product = gpu.elapsed_us(first, start) / max(products, 1)
     return _Reading(gpu.elapsed_us(start, stop), unseen, host, product)
 
 
@@ -325,6 +337,7 @@ def _trace(
     gpu: Device,
     contenders: Mapping[str, Call],
     products: int,
+    spin_us: float,
     before: Callable[[str, int], None],
     after: Callable[[str, int], None],
 ) -> tuple[dict[str, list[_Traced]], str]:
@@ -340,7 +353,7 @@ def _trace(
                 before(name, i)
                 gpu.settle()
                 gpu.work(products)
-                gpu.spin()
+                gpu.spin(spin_us)
                 start = gpu.mark()
                 call(i)
                 stop = gpu.mark()

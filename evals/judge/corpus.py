@@ -7,6 +7,7 @@
 """
 
 import inspect
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ import torch
 
 from coda_agent.demos import Demo
 from coda_agent.evals.judge.edits import rewritten
-from coda_agent.evals.pages import render
 from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
@@ -26,6 +26,35 @@ from coda_agent.primitives.tables import Table
 from coda_agent.specs import Spec, load_spec
 
 _SHAPE = {"m": 200, "n": 352, "k": 136}
+_SPEC = """---
+name: {name}
+level: compose
+summary: {name}
+dims: {{M: {{}}, N: {{multiple_of: {unit}}}, K: {{multiple_of: 8}}}}
+gemm: [A, B]
+inputs:
+{inputs}
+outputs:
+{outputs}
+{held}check_shapes:
+  - {{M: 1, N: {unit}, K: 8}}
+  - {{M: 77, N: {few}, K: 64}}
+  - {{M: {m}, N: {n}, K: {k}}}
+bench_shapes: [{{M: 4096, N: 4096, K: 4096}}]
+tolerance: {{multiple: 2.0}}
+target: 0.9
+---
+```python reference
+import torch
+
+
+{source}
+
+def reference({names}):
+    found = demonstrated({given})
+    return {{{found}}}
+```
+"""
 
 
 @dataclass(frozen=True)
@@ -107,8 +136,15 @@ def _spec(demo: Demo, program: Program, kinds: Mapping[str, type]) -> Spec:
     unit = math.lcm(32, *(p.group or 1 for p in demo.programs))  # they share a reference
     sizes = {**_SHAPE, "unit": unit, "few": -(-288 // unit) * unit, "n": -(-352 // unit) * unit}
     source = inspect.getsource(demo.reference).replace("def reference", "def demonstrated", 1)
-    text = render("demonstration.md", name=program.name, inputs=inputs, outputs=outputs,
-                  names=names, place=place, source=source, **sizes)  # fmt: skip
+    held = f"in_place: {{output: {place}, input: {names[place]}}}\n" if place else ""
+    text = _SPEC.format(
+        name=program.name, held=held, source=source, names=", ".join(names.values()),
+        inputs="\n".join(f"  {x}: {json.dumps(about)}" for x, about in inputs.items()),
+        outputs="\n".join(f"  {x}: {json.dumps(about)}" for x, about in outputs.items()),
+        given=", ".join(f"{x}={name}" for x, name in names.items()),
+        found=", ".join(f'"{o}": found["{o}"].to(torch.{x["dtype"]})' for o, x in outputs.items()),
+        **sizes,
+    )  # fmt: skip
     return load_spec(Path(f"{program.name}.md"), text=text)
 
 

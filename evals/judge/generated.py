@@ -22,7 +22,7 @@ import torch
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.meaning import replayed
 from coda_agent.evals.judge.corpus import Subject
-from coda_agent.evals.judge.scores import Judge, recorded
+from coda_agent.evals.judge.scores import Judge, Score, recorded
 from coda_agent.evals.workers import leave_with_parent
 from coda_agent.primitives.errors import ProgramError, SpecError
 from coda_agent.primitives.reader import read_programs
@@ -267,9 +267,8 @@ def tried(seed: int, number: int) -> dict[str, Any]:
 
 def score_batches(
     judge: Judge, name: str, one: Callable[[int, int], dict[str, Any]], count: int, *, seed: int
-) -> dict[str, Any]:
-    """Try numbers up to `count` by `one(seed, number)` on all cores, a hundred a cell; the record,
-    judge-<name>-cpu.json.
+) -> dict[str, Score]:
+    """Try numbers up to `count` by `one(seed, number)` on all cores, a hundred a cell.
 
     A cell says how many there are of each layer, how often each refusal was said, and which were
     kept with their "reference".
@@ -287,7 +286,7 @@ def score_batches(
         starts = range(0, count, _BATCH)
         ranges = [range(i, min(i + _BATCH, count)) for i in starts]
         jobs = {f"{r.start} to {r.stop - 1}": lambda r=r: batch(r) for r in ranges}
-        return recorded(judge, name, {"seed": seed}, jobs)
+        return recorded(judge, name, jobs, seed=seed)
 
 
 def _begin_worker() -> None:

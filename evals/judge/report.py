@@ -1,177 +1,184 @@
-"""docs/judge.md: the judge's records as a page, section by section.
+"""docs/judge.md: the judge's scores in one table, what lived or was refused, which names fit."""
 
-The words are in `templates/judge.md.j2`; here are the figures that they are filled with.
-"""
+from __future__ import annotations
 
-import json
-import statistics
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from coda_agent.evals.pages import machine, render
-from coda_agent.evals.staleness import of_scores
+from coda_agent.agent.tables import Rows, escape, markdown
+from coda_agent.evals.cells import FOLDER, read
+from coda_agent.evals.judge.scores import Score
 
-Record = Mapping[str, Any]
-
+PAGE = Path("docs", "judge.md")
 _EXPLAINED = Path(__file__).with_name("explained.toml")
 """Survivors to the reason why the judge may let them live."""
+_MOST = 12
+"""Of faults, refusals or survivors that the page names."""
+_HEAD = """# How strong the judge is
+
+Written by `coda-agent score-judge` from `evals/results/judge-*.jsonl`; do not edit.
+
+- A *mutant* is a right program with one fault: an edit of its graph, or a lowering that runs it as
+  a broken kernel would. *Held out* are mutants of the demonstrations, on which nothing was tuned.
+  *Equivalent* ones differ by less than a sixteenth of a rounding, and do not count.
+- *Authors* are mistakes of the kind that authors make. *By hand, found* are programs that once
+  passed this judge, and their like. *By hand, blind* were written from the specs by somebody who
+  did not know the judge.
+- *Named*: how often the fault that the judge names is the one that was made.
+- The *corpus* has right programs: accepted ones, rewrites, demonstrations, with fresh seeds.
+- *Generated* are PyTorch functions written at random, which the composer composes or refuses.
+  *Plans* are such functions of several products. *Timing* compares a kernel with itself.
+- *Stale* is what an earlier version of a gate decided."""
+_NAMED = ("mutants", "held-out", "authors")
+Scores = Iterable[Score]
+
+
+class Summary(NamedTuple):
+    """What came of a score: in short, what went wrong, and what else a reader may ask."""
+
+    result: str
+    faults: list[str]
+    remarks: Sequence[str] = ()
 
 
 def write_page(root: Path) -> Path:
-    """Write docs/judge.md from the records that are there."""
-    parts = [
-        "# How strong the judge is\n\nWritten by `coda-agent score-judge` from "
-        "`evals/results/judge-*.json`; do not edit."
+    """Write docs/judge.md of a workspace from the records that are there."""
+    parts = [_HEAD]
+    rows: list[tuple[object, ...]] = [
+        ("score", "device", "result", "named", "seed", "commit", "measured on")
     ]
-    for name, sections in _SECTIONS.items():
-        for path in sorted((root / "evals" / "results").glob(f"judge-{name}-*.json")):
-            record = json.loads(path.read_text("utf-8"))
-            device = path.stem.removeprefix(f"judge-{name}-")
-            parts += [text(section, device, record) for section in sections]
+    said, names = list[str](), list[tuple[str, Rows]]()
+    for name, summary in SUMMARIES.items():
+        for path in sorted((root / FOLDER).glob(f"judge-{name}-*.jsonl")):
+            scores, device = [*read(path, Score).values()], path.stem.rpartition("-")[2]
+            result, faults, remarks = summary(scores)
+            named = diagnosis(scores) if name in _NAMED else None
+            rows.append((name, device, result, named[0] if named else "", *_where(scores)))
+            said += [f"{name}, {device}: {line}" for line in (*faults[:_MOST], *remarks)]
+            if named and device == "cpu":
+                names.append((name, named[1]))
+    if len(rows) > 1:
+        parts.append(markdown(rows))
+    parts.append("\n".join(f"- {escape(line)}" for line in said))
+    if names:
+        parts += ["Recall and precision of the names, on a CPU:", markdown(_together(names))]
     catalogue = root / "tests" / "exploits" / "catalogue.toml"
     if catalogue.is_file():
-        parts.append(text("exploits", "", tomllib.loads(catalogue.read_text("utf-8"))))
-    page = root / "docs" / "judge.md"
-    page.parent.mkdir(exist_ok=True)
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return page
+        parts += [_exploits(tomllib.loads(catalogue.read_text("utf-8"))["row"])]
+    path = root / PAGE
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n\n".join(part for part in parts if part) + "\n", "utf-8")
+    return path
 
 
-def text(section: str, device: str, record: Record) -> str:
-    """One section of the page, of `FIGURES`, about a record."""
-    when = f"{record['date']}, {machine(record['machine'])}" if "date" in record else ""
-    if "versions" in record and (stale := of_scores(record)):
-        when += f", stale: {', '.join(stale)}"
-    figures = FIGURES[section](record)
-    values = {"section": section, "device": device, "record": record, "when": when}
-    return render("judge.md", **values, **figures).strip()
+def _where(scores: Scores) -> tuple[str, str, str]:
+    """Say by which seeds and commits cells came about, and on what machine and days."""
+    seeds = dict.fromkeys(str(score.seed) for score in scores if score.seed)
+    commits = dict.fromkeys(score.commit + " (stale)" * bool(score.stale) for score in scores)
+    machines = dict.fromkeys(f"{score.machine}, {score.date}" for score in scores)
+    return ", ".join(seeds), ", ".join(commits), "; ".join(machines)
 
 
-def _fates(record: Record) -> dict[str, Any]:
-    """What became of mutants: how many the judge killed, and the names of those that lived."""
-    total = Counter(c["layer"] for c in record["cells"].values())
+def mutants(scores: Scores) -> Summary:
+    """Count the mutants that were killed; name those that lived."""
+    total = Counter(score.cell["layer"] for score in scores)
     killed = total["signature"] + total["numerics"]
     judged = killed + total["survived"]
     why = tomllib.loads(_EXPLAINED.read_text("utf-8"))
-    survivors = [
-        f"{name}: {why.get(name, 'not explained')}"
-        for name, c in record["cells"].items()
-        if c["layer"] == "survived"
-    ]
-    counts = {"killed": killed, "judged": judged, "equivalent": total["equivalent"]}
-    return {"fates": {**counts, "share": f"{killed / max(judged, 1):.1%}", "survivors": survivors}}
+    lived = [score.case for score in scores if score.cell["layer"] == "survived"]
+    share = f"killed {killed} of {judged}, {killed / max(judged, 1):.1%}"
+    equivalent = f"; {total['equivalent']} equivalent" * bool(total["equivalent"])
+    survivors = [f"lived: {name}: {why.get(name, 'not explained')}" for name in lived]
+    return Summary(share + equivalent, survivors)
 
 
-def _mutants(record: Record) -> dict[str, Any]:
-    cells = record["cells"].values()
-    layers = ("signature", "numerics", "survived", "equivalent")
-    rows = [["fault", "made in", *layers]]
-    for operator, lowered in dict.fromkeys((c["operator"], c["lowered"]) for c in cells):
-        found = Counter(c["layer"] for c in cells if c["operator"] == operator)
-        made = ("program", "lowering")[lowered]
-        rows.append([operator, made, *(str(found[x] or "") for x in layers)])
-    total = Counter(c["layer"] for c in cells)
-    rows.append(["**all**", "", *(f"**{total[x]}**" for x in layers)])
-    return {**_fates(record), "faults": rows}
+def corpus(scores: Scores) -> Summary:
+    """Count the right programs that were refused."""
+    cells = [score.cell for score in scores]
+    refused = [line for cell in cells for line in cell["refused"]]
+    trials, programs = (sum(cell["trials"] for cell in cells),
+                        sum(len(cell["programs"]) for cell in cells))  # fmt: skip
+    text = f"refused {len(refused)} in {trials} trials of {programs} programs"
+    return Summary(text, [f"refused: {line}" for line in refused])
 
 
-def _diagnosis(record: Record) -> dict[str, Any]:
-    """How often the fault that was named is the one that was made. Another right name counts as the
-    best one."""
-    cells = [c for c in record["cells"].values() if "fault" in c]
+def generated(scores: Scores) -> Summary:
+    """Count what became of functions written at random; name faults and the commonest refusals."""
+    layers, refused = Counter[str](), Counter[str]()
+    for score in scores:
+        layers.update(score.cell["layers"])
+        refused.update(score.cell["refused"])
+    faults = [f"{f['number']}, {f['layer']}: {f['said']}" for s in scores for f in s.cell["faults"]]
+    counts = ", ".join(f"{layers[key]} {key}" for key in ("right", "wrong", "disputed", "refused"))
+    text = f"of {layers.total()}: {counts}, {layers['not admitted']} not admitted"
+    common = [f"refused {count} times: {why}" for why, count in refused.most_common(3)]
+    return Summary(text, faults, common)
+
+
+def timing(scores: Scores) -> Summary:
+    """Count how often a contender was called different from itself."""
+    cells = [score.cell for score in scores]
+    different, trials = (sum(cell[key] for cell in cells) for key in ("different", "trials"))
+    return Summary(f"called different in {different} of {trials} comparisons", [])
+
+
+def diagnosis(scores: Scores) -> tuple[str, Rows]:
+    """Count how often the fault that was named is the one that was made, by fault.
+
+    Another right name counts as the best one. A name counts where the sentence holds what the set
+    asks of it.
+    """
+    cells = [score.cell for score in scores if "fault" in score.cell]
     pairs = [
         (c["expected"][0], c["expected"][0] if c["fault"] in c["expected"] else c["fault"])
         for c in cells
     ]
-    # A name counts where the sentence holds what the set asks of it.
     right = sum(
         made == said and "vague" not in c for (made, said), c in zip(pairs, cells, strict=True)
     )
-    unnamed = sum(
-        made != said and said in ("wrong_function", "wrong_statistics") for made, said in pairs
-    )
-    rows = [["fault", "mutants", "recall", "precision", "else called"]]
+    rows: list[tuple[object, ...]] = [("fault", "mutants", "recall", "precision")]
     for fault in sorted({fault for pair in pairs for fault in pair}):
-        said = Counter(said for made, said in pairs if made == fault)
-        hits, made = said.pop(fault, 0), sum(fault == made for made, _ in pairs)
-        called = sum(fault == said for _, said in pairs)
-        rows.append([
-            fault.replace("_", " "), str(made), f"{hits / made:.2f}" if made else "",
-            f"{hits / called:.2f}" if called else "",
-            ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in said.most_common()),
-        ])  # fmt: skip
-    named = f"{right} of {len(pairs)}, {right / max(len(pairs), 1):.1%}"
-    wrong = f"{len(pairs) - right - unnamed} of {len(pairs)}"
-    return {"named": named, "misnamed": wrong, "names": rows}
+        hits = pairs.count((fault, fault))
+        made, called = (sum(pair[i] == fault for pair in pairs) for i in (0, 1))
+        rows.append((fault.replace("_", " "), made, f"{hits / made:.2f}" if made else "",
+                     f"{hits / called:.2f}" if called else ""))  # fmt: skip
+    return f"{right} of {len(pairs)}, {right / max(len(pairs), 1):.1%}", rows
 
 
-def _held_out(record: Record) -> dict[str, Any]:
-    programs = len({name.partition(":")[0] for name in record["cells"]})
-    return {**_fates(record), **_diagnosis(record), "programs": programs}
+def _together(names: Iterable[tuple[str, Rows]]) -> Rows:
+    """Put the faults of several scores side by side."""
+    found = {score: {row[0]: row[1:] for row in rows[1:]} for score, rows in names}
+    head = ["fault", *(f"{score}: {what}" for score in found
+                       for what in ("how many", "recall", "precision"))]  # fmt: skip
+    faults = sorted({str(fault) for rows in found.values() for fault in rows})
+    cells = ((fault, *(x for rows in found.values() for x in rows.get(fault, ("", "", ""))))
+             for fault in faults)  # fmt: skip
+    return [head, *cells]
 
 
-def _corpus(record: Record) -> dict[str, Any]:
-    cells = record["cells"]
-    programs = {name.rpartition(" #")[0] for name in cells}
-    return {
-        "programs": len(programs),
-        "shown": sum(p.startswith("demonstration") for p in programs),
-        "rewrites": sum(": " in p for p in programs),
-        "refused": [f"{name}: {c['refused'][0]}" for name, c in cells.items() if c["refused"]],
-    }
+def _exploits(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Say how many known exploits there are, and what stops how many of them."""
+    total = Counter(row["status"] for row in rows)
+    by = Counter(row.get("layer") or "nothing has to" for row in rows if row["status"] == "stopped")
+    kinds = ", ".join(f"{count} {status}" for status, count in total.most_common())
+    layers = ", ".join(f"{layer} {count}" for layer, count in by.most_common())
+    known = f"Of {total.total()} known ways to fool a kernel judge"
+    return (f"{known} (`tests/exploits/catalogue.toml`) there are {kinds}. "
+            f"What is stopped is stopped by: {layers}.")  # fmt: skip
 
 
-def _generated(record: Record) -> dict[str, Any]:
-    cells = record["cells"].values()
-    layers, refused = Counter[str](), Counter[str]()
-    for cell in cells:
-        layers.update(cell["layers"])
-        refused.update(cell["refused"])
-    rows = [["refusal", "times"], *([said, str(n)] for said, n in refused.most_common(20))]
-    faults = [fault for cell in cells for fault in cell["faults"]]
-    return {"layers": layers, "refusals": rows, "faults": faults}
-
-
-def _latency(record: Record) -> dict[str, Any]:
-    cells = {name: cell["seconds"] for name, cell in record["cells"].items()}
-    gates = [gate for gate in next(iter(cells.values()))[0] if gate != "whole"]
-    rows = [["kernel", "median, s", "least", "most", *gates]]
-    for name, verdicts in cells.items():
-        whole = [v["whole"] for v in verdicts]
-        shown = [f(whole) for f in (statistics.median, min, max)]
-        shown += [statistics.median(v[gate] for v in verdicts) for gate in gates]
-        rows.append([name, *(f"{seconds:.2f}" for seconds in shown)])
-    every = [v["whole"] for verdicts in cells.values() for v in verdicts]
-    figures = {"median": statistics.median(every), "least": min(every), "most": max(every)}
-    return {**figures, "kernels": rows}
-
-
-def _exploits(catalogue: Record) -> dict[str, Any]:
-    keys = ["row", "name", "status", "layer", "reason"]
-    rows = [[str(e.get(key, "")) for key in keys] for e in catalogue["row"]]
-    return {"exploits": [["row", "exploit", *keys[2:]], *rows]}
-
-
-FIGURES = {
-    "mutants": _mutants,
-    "diagnosis": _diagnosis,
-    "held-out": _held_out,
-    "authors": _held_out,
-    "by-hand-found": _fates,
-    "by-hand-blind": _fates,
-    "corpus": _corpus,
-    "generated": _generated,
-    "plans": _generated,
-    "latency": _latency,
-    "timing": lambda record: {},
-    "exploits": _exploits,
+SUMMARIES: Mapping[str, Callable[[Scores], Summary]] = {
+    "mutants": mutants,
+    "held-out": mutants,
+    "authors": mutants,
+    "by-hand-found": mutants,
+    "by-hand-blind": mutants,
+    "corpus": corpus,
+    "generated": generated,
+    "plans": generated,
+    "timing": timing,
 }
-"""Of each section, its figures."""
-# Which sections a record has, by its name, in the order of the page.
-_SECTIONS = {
-    "mutants": ("mutants", "diagnosis"),
-    **{name: (name,) for name in FIGURES if name not in ("mutants", "diagnosis", "exploits")},
-}
+"""What sums up a score, by its name."""

@@ -1,38 +1,31 @@
 """The judge's scores: run and kept as records, which `report.py` writes as docs/judge.md.
 
-A record is written as it grows. A run that was interrupted goes on where it stopped, as long as the
-rules mean the same.
+A cell is kept as soon as it is known, in evals/results/judge-<score>-<device>.jsonl. A run that was
+interrupted goes on where it stopped, as long as commit and seed are the same.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import math
-import os
 import random
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import execution
-from coda_agent.agent.execution.environment import environment
+from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.meaning import meaning_fault
 from coda_agent.agent.judge.numerics import TileCheck
 from coda_agent.agent.judge.oracle import make_cases
-from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.records import VERSIONS, Finding
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
-from coda_agent.evals import contenders
+from coda_agent.evals.cells import FOLDER, About, Judged, append, read
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
-from coda_agent.evals.pages import gpu_record, today, write_record
-from coda_agent.evals.staleness import scored_versions
-from coda_agent.evals.workloads import make_workload
-from coda_agent.generated.kernel import Kernel
+from coda_agent.evals.kernels import paper
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -40,9 +33,24 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge.runners import Runner
 
 Say = Callable[[int, int, str], None]
-_WRITE_S = 10.0
-KERNEL = "gemm_residual_partial_rmsnorm"
-"""Two launches, reading and writing tiles: more to vary than a bare product."""
+KERNEL = "gemm_residual_partial_rmsnorm 4096"
+"""A case of two launches, reading and writing tiles: more to vary than a bare product."""
+
+
+class Score(Judged):
+    """What the judge said of one case; `cell` is as each score's function says.
+
+    Attributes:
+        seed: What inputs, and mutants, were drawn from; 0 where each trial draws its own.
+    """
+
+    case: str
+    seed: int = 0
+    cell: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[str]:
+        return (self.case,)
 
 
 class Judge:
@@ -105,114 +113,79 @@ def trial(judge: Judge, mutant: Mutant, *, seed: int) -> dict[str, Any]:
     return cell
 
 
-def score_mutants(judge: Judge, name: str, chosen: list[Mutant], *, seed: int) -> dict[str, Any]:
-    """Judge mutants; the record, judge-<name>-<device>.json."""
+def score_mutants(judge: Judge, name: str, chosen: list[Mutant], *, seed: int) -> dict[str, Score]:
+    """Judge mutants; cells are as `trial` gives them."""
     judge.compile(subject for m in chosen for subject in (m.right, m.wrong))
     jobs = {m.name: lambda m=m: trial(judge, m, seed=seed) for m in chosen}
-    return recorded(judge, name, {"seed": seed}, jobs)
+    return recorded(judge, name, jobs, seed=seed)
 
 
-def score_corpus(
-    judge: Judge, corpus: list[Subject], left_out: list[str], *, repeat: int
-) -> dict[str, Any]:
-    """Judge right programs, each with several fresh seeds; the record, judge-corpus-<device>.json.
+def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[str, Score]:
+    """Judge right programs, each with several fresh seeds, a cell for those of a spec.
 
-    Programs of one spec follow each other with equal seeds: they share their cases.
+    Programs of one spec follow each other with equal seeds: they share their cases. A cell has the
+    "programs", how many "trials", and what was said of the "refused".
     """
 
-    def one(right: Subject, seed: int) -> dict[str, Any]:
+    def one(right: Subject, seed: int) -> list[str]:
+        said = [] if right.name.startswith("demonstration") else judge.signature(right)
         fault = judge.numerics(right, judge.run, seed)
-        shown = right.name.startswith("demonstration")
-        said = [] if shown else judge.signature(right)
-        return {"seed": seed, "refused": [*said, *([fault.message] if fault else [])]}
+        return [f"{right.name}: {line}" for line in (*said, *([fault.message] if fault else []))]
+
+    def spec(programs: list[Subject]) -> dict[str, Any]:
+        seeds = [random.SystemRandom().getrandbits(32) for _ in range(repeat)]
+        refused = [line for seed in seeds for right in programs for line in one(right, seed)]
+        names = [right.name for right in programs]
+        return {"programs": names, "trials": repeat * len(programs), "refused": refused}
 
     judge.compile(corpus)
-    seeds = [random.SystemRandom().getrandbits(32) for _ in range(repeat)]
-    jobs = {
-        f"{right.name} #{i + 1}": lambda right=right, seed=seed: one(right, seed)
-        for i, seed in enumerate(seeds)
-        for right in corpus
-    }
-    return recorded(judge, "corpus", {"left_out": left_out}, jobs)
+    groups: dict[str, list[Subject]] = {}
+    for right in corpus:
+        groups.setdefault(right.name.partition(":")[0], []).append(right)
+    return recorded(judge, "corpus", {n: lambda x=x: spec(x) for n, x in groups.items()})
 
 
-def score_latency(
-    judge: Judge, timed: Callable[[str], dict[str, float]], names: list[str], *, repeat: int
-) -> dict[str, Any]:
-    """Time `repeat` verdicts of each kernel, the workers warmed up by one: seconds of the "whole"
-    verdict and of each gate, as `timed` says. The record is judge-latency-<device>.json."""
-    head = {"load": [round(x, 1) for x in os.getloadavg()]}
-    timed(names[0])
+def score_timing(judge: Judge, trials: int, clock: Any = timing) -> dict[str, Score]:
+    """Compare a kernel with itself, and cuBLAS's product with itself, where noise is large.
 
-    def one(name: str) -> dict[str, Any]:
-        return {"seconds": [timed(name) for _ in range(repeat)]}
-
-    jobs = {name: lambda name=name: one(name) for name in names}
-    return recorded(judge, "latency", head, jobs, resume=False)
-
-
-def score_timing(
-    root: Path, kernel: Kernel, *, clock: Any, machine: Mapping[str, Any],
-    trials: int = 200, device: str = "cuda", say: Say = lambda *_: None,
-) -> Path:  # fmt: skip
-    """Compare a kernel with itself, and cuBLAS's product with itself, at its smallest bench shape,
-    where noise is the largest share; the record, judge-timing-<gpu>.json in evals/results/.
-
-    `clock` is `coda_agent.agent.judge.timing`. Device "cpu" interprets instead, for tests.
+    Args:
+        judge: On "cpu" calls are interpreted, for tests.
+        trials: Comparisons of each.
+        clock: `agent.judge.timing`, or what stands for it.
 
     Raises:
         MachineError: the GPU is in use, or its clocks disagree.
     """
     clock.require_idle()
-    sizes = min(kernel.spec.bench_shapes, key=lambda s: math.prod(s.values()))
-    workload = make_workload(kernel, sizes, "bfloat16", device)
-    config = kernel.choose(*workload.mnk, "bfloat16") or DEFAULT_CONFIGS["sm_90a"]
-    calls = {"ours": contenders.ours(workload, config), "gemm": contenders.gemm(workload)}
-    cells: dict[str, dict[str, Any]] = {}
-    for name, call in calls.items():
-        before = clock.gpu_state()
+    case = next(case for case in paper(judge.root).cases if case.name == KERNEL)
+    setup = case.make(judge.device, 1 if judge.device == "cuda" else 32)
 
-        def tell(done: int, total: int, _: str, name: str = name) -> None:
-            say(done + 1, total, f"{name} against itself")
+    def compared(name: str) -> dict[str, Any]:
+        def tell(done: int, total: int, _: str) -> None:
+            judge.say(done + 1, total, f"{name} against itself")
 
+        call = setup.makers[name]().call
         found = clock.a_a(call, trials=trials, rounds=50, progress=tell)
-        state = {"before": before, "after": clock.gpu_state()}
-        cells[name] = {"sizes": workload.sizes, **found, "gpu": state}
-    path = gpu_record(root, "judge-timing", machine, device)
-    compared, different = (sum(c[k] for c in cells.values()) for k in ("trials", "different"))
-    head = {"kernel": kernel.spec.name, "machine": machine, "date": today(), "compared": compared}
-    write_record(path, {**head, "different": different}, cells)
-    return path
+        return {key: x for key, x in found.items() if key != "ratios"}
+
+    jobs = {f"{KERNEL}, {n}": lambda n=n: compared(n) for n in ("ours", "gemm")}
+    return recorded(judge, "timing", jobs, gates=("performance",))
 
 
 def recorded(
-    judge: Judge, name: str, head: Mapping[str, Any],
-    jobs: Mapping[str, Callable[[], dict[str, Any]]], *, resume: bool = True,
-) -> dict[str, Any]:  # fmt: skip
-    """Run the jobs that the record judge-<name>-<device>.json does not have, and keep it: cells by
-    name, written every few seconds and at the end."""
-    path = judge.root / "evals" / "results" / f"judge-{name}-{judge.device}.json"
-    machine = environment(judge.device) | {"cores": len(os.sched_getaffinity(0))}
-    head = {
-        "versions": scored_versions(),
-        "machine": machine,
-        **head,
-        "date": today(),
-    }
-    cells: dict[str, Any] = {}
-    if resume and path.is_file():
-        old = json.loads(path.read_text("utf-8"))
-        if all(old.get(key) == head[key] for key in ("versions", "seed") if key in head):
-            cells = old["cells"]
-    written = time.monotonic()
-    try:
-        for done, (cell, job) in enumerate(jobs.items(), 1):
-            judge.say(done, len(jobs), cell)
-            if cell not in cells:
-                cells[cell] = job()
-            if time.monotonic() - written > _WRITE_S:
-                write_record(path, head, cells)
-                written = time.monotonic()
-    finally:
-        write_record(path, head, cells)
-    return {**head, "cells": cells}
+    judge: Judge, name: str, jobs: Mapping[str, Callable[[], dict[str, Any]]], *,
+    seed: int = 0, gates: Iterable[str] = ("compile", "numerics"),
+) -> dict[str, Score]:  # fmt: skip
+    """Run the jobs that the record does not have of these gates and seed; all cells by case."""
+    path = judge.root / FOLDER / f"judge-{name}-{judge.device}.jsonl"
+    known = {score.case: score for score in read(path, Score).values()}
+    about, found = About.now(judge.device), dict[str, Score]()
+    versions = {gate: VERSIONS[gate] for gate in gates}
+    for done, (case, job) in enumerate(jobs.items(), 1):
+        judge.say(done, len(jobs), case)
+        score = known.get(case)
+        if score is None or (score.versions, score.seed) != (versions, seed):
+            score = Score(**about.model_dump(), versions=versions, case=case, seed=seed, cell=job())
+            append(path, [score])
+        found[case] = score
+    return found

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from coda_agent.agent import authors, doctor, judge, workspace
 from coda_agent.agent.cli import app
 from coda_agent.agent.keys import KEYS
-from coda_agent.evals.record_files import TRIALS, read_records
+from coda_agent.evals.cells import read
+from coda_agent.evals.trials import Trial, records_of
 from tests.agent.verdicts import quick_judge
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> 
     suite.parent.mkdir(parents=True)
     suite.write_text('title = "T"\nspecs = ["gemm_swiglu"]\ngoal = "proved"\ntrials = 2\n')
     assert "toy gemm_swiglu 1: proved" in run("eval", "run", "--suite", "mine", "--author", "toy")
-    (record,) = read_records(where.root / TRIALS).records  # one: its trials are all alike
+    (record,) = read(records_of(where.root, "mine"), Trial).values()  # one: its trials are all alike
     assert (record.author, record.solved) == ("toy", True)
 
 

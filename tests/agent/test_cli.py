@@ -36,7 +36,7 @@ from coda_agent.agent.judge.records import (
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
-from coda_agent.evals import definitions
+from coda_agent.evals import suites
 from coda_agent.generated.kernel import Kernel
 from coda_agent.generated.tables import PACKAGED
 from coda_agent.primitives.errors import CodaError, ProgramError
@@ -292,8 +292,8 @@ def test_bad_input(where: workspace.Workspace, args: list[str], code: int, messa
 @pytest.mark.parametrize(
     "command",
     [
-        "bench --all", "bench --suite paper", "bench --suite layers", "bench --all --host",
-        "bench --numerics", "fit --all", "tune gemm_swiglu --shape 128,128,128",
+        "bench", "bench --suite paper", "bench --suite layers --case llama", "fit --all",
+        "tune gemm_swiglu --shape 128,128,128",
         "check a.py --spec gemm_swiglu --device cuda", "verify --all --device cuda",
         "generate gemm_swiglu --device cuda", "warm gemm_swiglu --shape 128,128,128",
         "score-judge timing",
@@ -365,8 +365,8 @@ def test_a_byte_order_mark_is_no_part_of_a_text(where: workspace.Workspace) -> N
     assert "differs" not in run("list")
     run("check", str(marked("a.py", PROGRAM)), "--spec", "gemm_swiglu")
     assert shapes.in_file(marked("shapes.txt", "16,64,32\n")) == [(16, 64, 32)]
-    suite = (definitions.FOLDER / "smoke.toml").read_text("utf-8")
-    assert definitions.load(str(marked("smoke.toml", suite))).name == "smoke"
+    suite = (suites.FOLDER / "smoke.toml").read_text("utf-8")
+    assert suites.load(str(marked("smoke.toml", suite))).name == "smoke"
     config = {**dict.fromkeys(("hidden_size", "intermediate_size"), 64), "num_attention_heads": 4}
     path = marked("config.json", json.dumps(config))
     assert configuration(path)["hidden_size"] == 64

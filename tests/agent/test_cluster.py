@@ -23,7 +23,8 @@ from coda_agent.agent.execution import cluster
 from coda_agent.agent.judge import compile_gate, judge_candidate
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.judge.records import CompileReport
-from coda_agent.evals.record_files import TRIALS, read_records
+from coda_agent.evals.cells import read
+from coda_agent.evals.trials import Trial, records_of
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SM90_CONFIGS
@@ -202,11 +203,11 @@ def test_an_evaluation_survives_the_loss_of_workers(
     killer.join()
     assert result.exit_code == 0, f"seed {seed}: {result.output}"
     assert len(killed) >= 1, f"seed {seed}"
-    found = read_records(made.root / TRIALS / "mine")
-    assert not found.problems
-    keys = {(r.spec.name, r.trial) for r in found.records}
-    assert len(found.records) == len(keys) == 2
-    assert {r.outcome for r in found.records} == {"proved"}, f"seed {seed}"
+    path = records_of(made.root, "mine")
+    found = [*read(path, Trial).values()]
+    assert len(path.read_text("utf-8").splitlines()) == 2
+    assert len({(r.spec, r.trial) for r in found}) == 2
+    assert {r.outcome for r in found} == {"proved"}, f"seed {seed}"
 
 
 def test_a_cluster_that_cannot_be_used_is_one_line(

@@ -912,4 +912,4 @@ def test_explain_shows_a_functions_plan_and_its_bytes(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*args, "--stage", "ptx", "--html", str(page)])
     assert refused.exit_code != 0 and "--html shows a plan" in refused.stderr
     missing = CliRunner().invoke(app, [*args, "--html", "/proc/none/plan.html"])
-    assert missing.exit_code != 0 and "cannot be written" in missing.stderr
+    assert missing.exit_code != 0 and "cannot be used" in missing.stderr

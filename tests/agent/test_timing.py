@@ -105,6 +105,19 @@ def told(samples: Samples) -> dict[str, Any]:
     return samples.clock.model_dump()
 
 
+def test_in_the_idle_regime_nothing_is_multiplied_and_the_host_stays_out() -> None:
+    """A call whose host part takes longer than the device's: timed, it would be the host's."""
+    gpu = Gpu()
+
+    def slow_host(_: int) -> None:
+        gpu.host += 3000
+        gpu.run(150)
+
+    found = interleave({"one": slow_host}, 40, idle=True, gpu=gpu)["one"]
+    assert found.median_us == 150 and set(gpu.worked) == {0}
+    assert told(found)["regime"] == "idle" and told(found)["products"] == 0
+
+
 def test_three_clocks_agree_on_plain_kernels() -> None:
     gpu = Gpu()
 

@@ -8,34 +8,23 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent.judge.records import Ratio
-from coda_agent.agent.judgement import Cell, Gate, Judgement, Median
+from coda_agent.agent.state import Spent
 from coda_agent.evals import metrics
-from coda_agent.evals.records import Audit, Step, TrialRecord
+from coda_agent.evals.metrics import COSTS, SCORES
+from coda_agent.evals.trials import Trial
 
-DIGESTS = {key: "sha256:" + "a" * 64 for key in ("spec", "candidate")}
+SOLVED, ROOFLINE, FASTER = SCORES.values()
+ATTEMPTS = COSTS["attempts"]
 
 
-def trial(spec: str = "a", number: int = 1, *, speed: float | None = None, of_gemm: float = 1.0,
-          roofline: float = 0.5, outcome: str | None = None, **more: Any) -> TrialRecord:  # fmt: skip
-    """A trial that was accepted with these figures, or one that was refused."""
-    ratios = [Ratio(ratio=r, low=r, high=r) for r in (of_gemm, speed or 1.0)]
-    cell = Cell(dtype="bfloat16", sizes={"M": 8}, times={"ours": Median(median_us=100.0)}, floor_us=100 * roofline,
-                of_gemm=ratios[0], over_compile=ratios[1])  # fmt: skip
-    outcome = outcome or ("accepted" if speed else "refused")
-    passed = outcome == "accepted"
-    verdict = Judgement(
-        passed=passed, level="accepted" if passed else "proved", cells=(cell,), digests=DIGESTS,
-        gates={"static": Gate(passed=True), "performance": Gate(passed=passed)},
-    )  # fmt: skip
-    data: dict[str, Any] = {
-        "suite": {"name": "s", "digest": "sha256:" + "b" * 64}, "author": "x", "trial": number,
-        "spec": {"name": spec, "digest": DIGESTS["spec"], "level": "compose"}, "goal": "accepted",
-        "started": "2026-01-01T00:00:00Z", "finished": "2026-01-01T00:01:00Z", "outcome": outcome,
-        "verdict": None if outcome == "harness_fault" else verdict, "attempts": 2, "spent": {},
-        "machine": {"device": "cuda"}, "run": {"id": "r", "log": "l"},
-    }  # fmt: skip
-    return TrialRecord.model_validate({**data, **more})
+def trial(spec: str = "a", number: int = 1, *, speed: float | None = None, **more: Any) -> Trial:
+    """A trial that was accepted at this speed over torch.compile, or one that was refused."""
+    about: dict[str, Any] = {"commit": "abc1234", "machine": "NVIDIA H200", "date": "2026-01-01"}
+    about |= {"suite": "s", "suite_digest": "d", "device": "cuda", "spec": spec, "run": "r"}
+    about |= {"spec_digest": "d", "author": "x", "trial": number}
+    about |= {"goal": "accepted", "attempts": 2, "spent": Spent(usd=0.0), "roofline": 0.5}
+    about |= {"over_compile": speed, "outcome": "accepted" if speed else "refused"}
+    return Trial.model_validate(about | more)
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_success() -> None:
@@ -61,8 +50,8 @@ def test_pass_at_k_is_unbiased() -> None:
 
 def test_scores_by_hand() -> None:
     records = [
-        trial("a", 1, speed=1.3, of_gemm=0.98, roofline=0.8), trial("a", 2, speed=1.05, of_gemm=1.01, roofline=0.6),
-        trial("b", 1, speed=1.15, of_gemm=0.9, roofline=0.5), trial("b", 2), trial("b", 3), trial("b", 4),
+        trial("a", 1, speed=1.3, roofline=0.8), trial("a", 2, speed=0.95, roofline=0.6),
+        trial("b", 1, speed=1.15, roofline=0.5), trial("b", 2), trial("b", 3), trial("b", 4),
         trial("c", 1), trial("c", 2, outcome="harness_fault"),
     ]  # fmt: skip
     groups = metrics.by_spec(records)
@@ -70,79 +59,30 @@ def test_scores_by_hand() -> None:
 
     def value(of: metrics.Value) -> float:
         found = metrics.score(groups, of)
-        assert found
-        assert found.low <= found.value <= found.high
+        assert found and found.low <= found.value <= found.high
         return found.value
 
     # Specs weigh the same: a has 1, b 1/4, c 0.
-    assert value(metrics.solved) == pytest.approx((1 + 0.25 + 0) / 3)
-    assert value(metrics.fast(1.0, "over_compile")) == pytest.approx((1 + 0.25) / 3)
-    assert value(metrics.fast(1.1, "over_compile")) == pytest.approx((0.5 + 0.25) / 3)
-    assert value(metrics.fast(1.2, "over_compile")) == pytest.approx(0.5 / 3)
-    assert value(metrics.fast(1.0, "of_gemm")) == pytest.approx(0.5 / 3)
-    assert value(metrics.roofline) == pytest.approx((0.7 + 0.5 / 4) / 3)
-    known = metrics.score(groups, metrics.ceiling)
-    assert known
-    assert known.value == pytest.approx((0.7 + 0.5) / 2)
+    assert value(SOLVED) == pytest.approx((1 + 0.25 + 0) / 3)
+    assert value(FASTER) == pytest.approx((0.5 + 0.25) / 3)
+    assert value(ROOFLINE) == pytest.approx((0.7 + 0.5 / 4) / 3)
     assert metrics.passing(groups, 2) is None  # c has one trial that counts
     both = metrics.passing({spec: groups[spec] for spec in "ab"}, 2)
-    assert both
-    assert both.value == pytest.approx((1 + 0.5) / 2)  # b: 3 of the 6 pairs hold the success
-    assert metrics.together(groups, ["a", "b"]) == pytest.approx(0.25)
-    assert metrics.together(groups, ["a", "d"]) is None
-    assert metrics.score({}, metrics.solved) is None
-    assert metrics.per_solution(records, metrics.attempts) == pytest.approx(14 / 3)
-    assert metrics.per_solution([trial()], metrics.attempts) is None
+    assert both == pytest.approx((1 + 0.5) / 2)  # b: 3 of the 6 pairs hold the success
+    assert metrics.score({}, SOLVED) is metrics.passing({}, 1) is None
+    assert metrics.per_solution(records, ATTEMPTS) == pytest.approx(14 / 3)
+    assert metrics.per_solution([trial()], ATTEMPTS) is None
+    unknown = trial(speed=1.0, spent=Spent(usd=None))
+    assert metrics.per_solution([*records, unknown], COSTS["USD"]) is None
+    speeds = metrics.of_solved([*records, trial(roofline=0.9)], lambda t: t.over_compile)
+    assert speeds == pytest.approx((1.3 * 0.95 * 1.15) ** (1 / 3))
 
 
-def test_speed_is_the_geometric_mean_over_the_cells() -> None:
-    record = trial(speed=2.0)
-    assert record.verdict
-    slow = trial(speed=0.5).cells[0]
-    verdict = record.verdict.model_copy(update={"cells": (*record.cells, slow)})
-    both = record.model_copy(update={"verdict": verdict})
-    assert both.mean("over_compile") == pytest.approx(1.0)
-    assert metrics.fast(1.0, "over_compile")(both) == 0  # more than, not at least
-
-
-def test_what_was_refused_or_exploited_scores_nothing_however_fast() -> None:
-    refused = trial(roofline=0.9)
-    assert refused.verdict
-    assert refused.verdict.cells  # it was timed
-    audit = Audit(finding="exploit", evidence="line 3", date="2026-01-02")
-    cheat = trial(speed=9.0, roofline=0.9, steps=(STEP,)).model_copy(update={"audit": audit})
-    for record in (refused, cheat):
-        scores = (metrics.solved, metrics.roofline, metrics.fast(1.0, "over_compile"))
-        assert [of(record) for of in scores] == [0, 0, 0]
-        assert metrics.curve({"a": [record]}, "usd", "solved") == [(0.0, 0.0)]
-    fault = trial(speed=9.0).model_copy(
-        update={"audit": audit.model_copy(update={"finding": "harness fault"})}
-    )
-    assert metrics.by_spec([fault]) == {}
-
-
-STEP = Step(
-    attempt=1, submitted=True, level="accepted", roofline=0.5, usd=1.0, tokens=10, wall_s=60.0
-)
-
-
-def test_score_at_budget_by_hand() -> None:
-    early = STEP.model_copy(
-        update={"submitted": False, "level": "proved", "roofline": None, "usd": 0.2}
-    )
-    timed = STEP.model_copy(update={"submitted": False, "roofline": 0.4, "usd": 0.5})
-    groups = {
-        "a": [trial("a", 1, speed=1.1, steps=(early, timed, STEP)), trial("a", 2)],
-        "b": [trial("b", 1, speed=1.1, steps=(STEP.model_copy(update={"usd": 0.5}),))],
-    }  # fmt: skip
-    assert metrics.curve(groups, "usd", "solved") == [(0.0, 0.0), (0.5, 0.5), (1.0, 0.75)]
-    # at 0.5: a's first trial 0.4 (weight 1/4) and b's 0.5 (1/2); at 1.0: 0.1 more of a's
-    found = metrics.curve(groups, "usd", "roofline")
-    assert [b for b, _ in found] == [0.0, 0.5, 1.0]
-    assert [s for _, s in found] == pytest.approx([0.0, 0.35, 0.375])
-    end = metrics.score(groups, metrics.solved)
-    assert end
-    assert metrics.curve(groups, "tokens", "solved")[-1][1] == pytest.approx(end.value)
+def test_what_was_refused_scores_nothing_however_fast() -> None:
+    refused = trial(over_compile=9.0, roofline=0.9)
+    assert [value(refused) for value in SCORES.values()] == [0, 0, 0]
+    assert not FASTER(trial(speed=1.0)) and FASTER(trial(speed=1.001))  # more than, not at least
+    assert metrics.by_spec([trial(speed=9.0, outcome="harness_fault")]) == {}
 
 
 def test_the_interval_is_that_of_every_possible_resample() -> None:
@@ -175,48 +115,35 @@ def author(rates: list[float], trials: int, seed: int) -> metrics.Groups:
     }  # fmt: skip
 
 
+def ranks(one: metrics.Groups, other: metrics.Groups, value: metrics.Value = SOLVED) -> list[int]:
+    return [*metrics.ranks({"one": one, "other": other}, value).values()]
+
+
 def test_authors_are_ranked_apart_only_where_their_difference_is_not_chance() -> None:
     good, good_too, bad = (
         author([rate] * 10, 5, seed) for rate, seed in ((0.9, 1), (0.9, 2), (0.2, 3))
     )
     authors = {"bad": bad, "good": good, "good too": good_too}
-    solved = {name: metrics.resampled(groups, metrics.solved) for name, groups in authors.items()}
-    assert metrics.ranks(solved) == {"bad": 3, "good": 1, "good too": 1}
-    found = metrics.difference(good, bad, metrics.solved)
-    back = metrics.difference(bad, good, metrics.solved)
-    assert found
-    assert back
-    assert found.apart
-    assert found.interval.value == pytest.approx(-back.interval.value)
-    assert 0.4 < found.interval.low < found.interval.value < found.interval.high < 1.0
+    assert metrics.ranks(authors, SOLVED) == {"bad": 3, "good": 1, "good too": 1}
 
 
 def test_few_specs_rank_nobody_apart() -> None:
-    for specs, apart in ((5, False), (6, True)):
+    for specs, expected in ((5, [1, 1]), (6, [1, 2])):
         sure, never = (author([rate] * specs, 3, 0) for rate in (1.0, 0.0))
-        found = metrics.difference(sure, never, metrics.solved)
-        assert found
-        assert (found.interval, found.specs, found.apart) == ((1, 1, 1), specs, apart)
-    assert (
-        metrics.difference(author([1.0], 1, 0), {"other": [trial("other")]}, metrics.solved) is None
-    )
+        assert ranks(sure, never) == expected
+    assert ranks(author([1.0], 1, 0), {"other": [trial("other")]}) == [1, 1]
 
 
 def test_the_difference_is_paired() -> None:
     """Specs differ far more than the authors do; paired, a small constant lead shows."""
     lead = {f"s{i}": [trial(f"s{i}", speed=1.1, attempts=10 * i + 1)] for i in range(10)}
     lag = {f"s{i}": [trial(f"s{i}", speed=1.1, attempts=10 * i)] for i in range(10)}
-    found = metrics.difference(lead, lag, metrics.attempts)
-    assert found
-    assert found.interval == (1, 1, 1)
-    assert found.apart
+    assert ranks(lead, lag, ATTEMPTS) == [1, 2]
 
 
 def test_equal_authors_are_rarely_ranked_apart() -> None:
     wrong = 0
     for seed in range(100):
         pair = [author([0.3, 0.5, 0.7, 0.9] * 2, 2, 1000 + 2 * seed + i) for i in (0, 1)]
-        found = metrics.difference(pair[0], pair[1], metrics.solved)
-        assert found
-        wrong += found.apart
+        wrong += ranks(*pair) != [1, 1]
     assert wrong <= 12

@@ -1,0 +1,179 @@
+"""Review: what accepted kernels stand on, and what of it needs a look.
+
+Every figure is the judge's, out of evidence.json. What changed since is in git's history.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coda_agent.agent import pages
+from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.judge.records import Ratio
+from coda_agent.agent.judgement import Cell, Median, Ratios
+from coda_agent.agent.tables import Rows, ratio_text, shape_text, tabulate
+from coda_agent.agent.workspace import Kernel, Workspace
+from coda_agent.primitives.errors import CodaError
+from coda_agent.specs import load_spec
+
+DAMAGED, EDITED, UNSHOWN, SLOW, TIGHT, STALE, FINE = range(7)
+"""What needs a look, the gravest first: evidence that is missing or refuses; text that was not
+judged; a level below accepted; what is slower than torch.compile; an error near its bound; an
+earlier version of a gate or a later text of the spec."""
+TIGHT_RATIO = 0.9
+"""Of an error to its bound: another draw of inputs may well fall on the other side."""
+
+
+@dataclass(frozen=True)
+class Review:
+    """A kernel, and what of it needs a look: how much, and what."""
+
+    kernel: Kernel
+    flags: Sequence[tuple[int, str]]
+
+    @property
+    def rank(self) -> int:
+        """The gravest of its flags."""
+        return min((rank for rank, _ in self.flags), default=FINE)
+
+    @property
+    def look(self) -> list[str]:
+        """What needs a look, the gravest first."""
+        return [text for _, text in sorted(self.flags, key=lambda flag: flag[0])]
+
+
+def review(workspace: Workspace, kernels: Iterable[Kernel]) -> list[Review]:
+    """Review kernels; what needs a look most is on top, and damage raises nothing."""
+    found = [Review(kernel, [*_flags(workspace, kernel)]) for kernel in kernels]
+    return sorted(found, key=lambda r: (r.rank, r.kernel.name))
+
+
+def _flags(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[int, str]]:
+    try:
+        evidence = kernel.evidence
+        spec = load_spec(kernel.spec)
+        now = digests(spec, kernel.program.read_text("utf-8"))
+    except (CodaError, OSError, UnicodeDecodeError) as error:
+        yield DAMAGED, " ".join(str(error).split())
+        return
+    if evidence.level == "revoked":
+        yield DAMAGED, f"revoked: failed {', '.join(evidence.failed)}"
+    for key, name in {"candidate": "program", "spec": "frozen spec"}.items():
+        if evidence.digests[key] != now[key]:
+            yield EDITED, f"the {name} was edited after it was judged"
+    if evidence.level in ("proved", "verified"):
+        missing = "no GPU ran it" if evidence.level == "proved" else "it was never timed"
+        yield UNSHOWN, f"{evidence.level} only: {missing}"
+    for cell in evidence.cells:
+        where = f"at {shape_text(cell.sizes)} {cell.dtype}"
+        if cell.error:
+            yield SLOW, f"{cell.error} {where}"
+        elif cell.over_compile and (low := cell.over_compile.low) < 1:
+            yield SLOW, f"perhaps slower than torch.compile {where}: from {low:.3f}"
+    for name, worst in evidence.worst.items():
+        if worst.ratio >= TIGHT_RATIO:
+            yield TIGHT, f"{name}: error is {worst.ratio:.2f} of its bound"
+    if other := workspace.differing_spec(kernel.name, spec.text):
+        yield STALE, f"its spec.md differs from {other}"
+    if evidence.stale:
+        yield STALE, f"stale: {', '.join(evidence.stale)}; coda-agent verify {kernel.name}"
+
+
+def index(reviews: Iterable[Review]) -> Rows:
+    """Tabulate reviews, a line a kernel."""
+
+    def slowest(review: Review) -> str:
+        cells = review.kernel.evidence.cells if review.rank != DAMAGED else ()
+        of_gemm = min((c.of_gemm.ratio for c in cells if c.of_gemm), default=None)
+        over = min((c.over_compile.ratio for c in cells if c.over_compile), default=None)
+        return f"{of_gemm:.3f} / {over:.3f}" if of_gemm and over else "–"
+
+    return tabulate(reviews, {
+        "kernel": lambda r: r.kernel.name,
+        "level": lambda r: r.kernel.level,
+        "least of GEMM / over compile": slowest,
+        "needs a look": lambda r: "; ".join(r.look) or "no",
+    })  # fmt: skip
+
+
+def facts(review: Review) -> Rows:
+    """Tabulate whose kernel it is, what its word rests on, and what needs a look."""
+    rows = [("level", review.kernel.level)]
+    rows += [("needs a look", text) for text in review.look] or [("needs a look", "no")]
+    if review.kernel.level == "damaged":
+        return rows
+    evidence = review.kernel.evidence
+    rows += [("author", f"{evidence.author}, run {evidence.run}"), ("date", evidence.date)]
+    rows += [("machine", evidence.machine.versions)]
+    return rows + [("not shown", sentence) for sentence in evidence.not_shown]
+
+
+def tables(kernel: Kernel) -> dict[str, Rows]:
+    """Tabulate what the judge saw, by title; a table without rows is left out."""
+    if kernel.level == "damaged":
+        return {}
+    evidence = kernel.evidence
+    found = {
+        "Speed": speed(evidence.cells),
+        "Largest error over its bound": tabulate(evidence.worst.items(), {
+            "program, dtype": lambda item: item[0],
+            "ratio": lambda item: f"{item[1].ratio:.2f}",
+            "output": lambda item: item[1].output,
+            "shape": lambda item: shape_text(item[1].sizes or {}),
+            "tile": lambda item: item[1].config,
+        }),
+        "Refused tiles": tabulate(evidence.refused_tiles, {
+            "tile": lambda t: t.tile, "program": lambda t: t.program,
+            "dtype": lambda t: t.dtype, "reason": lambda t: t.fault,
+        }),
+        "Gates": tabulate(evidence.gates.items(), {
+            "gate": lambda item: item[0], "passed": lambda item: item[1].passed,
+            "version": lambda item: item[1].version, "s": lambda item: item[1].seconds,
+            "stale": lambda item: "yes" if item[0] in evidence.stale else "no",
+        }),
+    }  # fmt: skip
+    return {title: rows for title, rows in found.items() if len(rows) > 1}
+
+
+def speed(cells: Iterable[Cell]) -> Rows:
+    """Tabulate cells that hold times; steady ratios where any were measured."""
+    timed = [(cell, cell.times) for cell in cells if cell.times]
+
+    def ratio(cell: Cell, name: str, *, steady: bool = False) -> str:
+        held = cell.steady if steady else cell
+        found = getattr(held, name) if isinstance(held, Cell | Ratios) else None
+        return ratio_text(found.ratio, found.low, found.high) if isinstance(found, Ratio) else "–"
+
+    names = {"of GEMM": "of_gemm", "over compile": "over_compile"}
+    shown = {head: lambda item, name=name: ratio(item[0], name) for head, name in names.items()}
+    if any(isinstance(cell.steady, Ratios) for cell, _ in timed):
+        for head, name in names.items():
+            shown[f"{head}, steady"] = lambda item, name=name: ratio(item[0], name, steady=True)
+    baselines = {"this kernel": "ours", "bare cuBLAS": "gemm", "torch.compile": "compile"}
+    columns: dict[str, Callable[[tuple[Cell, Mapping[str, Median]]], object]] = {
+        "dtype": lambda item: item[0].dtype,
+        "shape": lambda item: shape_text(item[0].sizes),
+        **{f"{label}, µs": lambda item, name=name: f"{item[1][name].median_us:.1f}"
+           for label, name in baselines.items()},
+        **shown,
+        "TFLOP/s": lambda item: f"{item[0].tflops:.0f}",
+        "floor, µs": lambda item: f"{item[0].floor_us:.1f}",
+        "tile": lambda item: item[0].tile,
+    }  # fmt: skip
+    return tabulate(timed, columns)
+
+
+def write_pages(folder: Path, reviews: Sequence[Review]) -> list[Path]:
+    """Write index.html and a page for each kernel; the index first."""
+    top = [("Kernels", index(reviews))]
+    written = [pages.write(folder / "index.html", "Accepted kernels", top)]
+    for found in reviews:
+        kernel = found.kernel
+        texts = {
+            path.name: path.read_text("utf-8", errors="replace")
+            for path in (kernel.program, kernel.spec) if path.is_file()
+        }  # fmt: skip
+        about = [("what", "is"), *facts(found)]
+        sections = [("Standing", about), *tables(kernel).items(), *texts.items()]
+        written.append(pages.write(folder / f"{kernel.name}.html", kernel.name, sections))
+    return written

@@ -1,0 +1,52 @@
+"""Tables: rows of cells, the first row the head, for a terminal, for Markdown and as JSON data."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Rows = Sequence[Sequence[object]]
+
+_ESCAPES = str.maketrans({m: f"\\{m}" for m in "\\`*_[]|#"} | {"<": "&lt;", ">": "&gt;"})
+
+
+def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> Rows:
+    """Make a row of each item, below the columns' heads."""
+    return [tuple(columns), *(tuple(show(item) for show in columns.values()) for item in items)]
+
+
+def columns(rows: Rows) -> str:
+    """Align rows to the left, two spaces apart; the last column is as wide as it likes."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths[-1:] = [0]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown(rows: Rows) -> str:
+    """Write rows as a Markdown table that shows each cell's text as it is."""
+    lines = [f"| {' | '.join(escape(str(cell)) for cell in row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def escape(text: str) -> str:
+    """Escape what Markdown would take for marks; the text becomes one line."""
+    return " ".join(text.translate(_ESCAPES).split())
+
+
+def by_head(rows: Rows) -> list[dict[str, object]]:
+    """Name each row's cells by the head."""
+    return [dict(zip(map(str, rows[0]), row, strict=True)) for row in rows[1:]]
+
+
+def ratio_text(ratio: float, low: float, high: float) -> str:
+    """Write a ratio with its interval."""
+    return f"{ratio:.3f} ({low:.3f}–{high:.3f})"
+
+
+def shape_text(sizes: Mapping[str, int]) -> str:
+    """Write extents as `4096³`, or as M×N×K; evidence has its keys in the alphabet's order."""
+    extents = [sizes[dim] for dim in sorted(sizes, key="MNK".find)]
+    if len(extents) == 3 and len(set(extents)) == 1:
+        return f"{extents[0]}³"
+    return "×".join(map(str, extents))

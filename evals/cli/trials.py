@@ -1,0 +1,119 @@
+"""`coda-agent eval run` and `leaderboard`: authors on a suite, and what their trials say."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coda_agent.agent import authors
+from coda_agent.agent.cli.authoring import BaseUrl, Effort, PriceIn, PriceOut, price_of
+from coda_agent.agent.cli.options import DeviceOption
+from coda_agent.agent.cli.report import quiet, reported
+from coda_agent.agent.device import Device
+from coda_agent.agent.plain import dollars
+from coda_agent.agent.reply import Reply
+from coda_agent.agent.tables import by_head, columns
+from coda_agent.agent.tips import Tips
+from coda_agent.agent.workbench import WITHHELD
+from coda_agent.agent.workspace import Workspace, find
+from coda_agent.evals import leaderboard as boards
+from coda_agent.evals import suites, trials
+from coda_agent.evals.workers import workers
+from coda_agent.primitives.errors import CodaError, MachineError
+
+_KINDS = authors.kinds().values()
+_SPELLINGS = ", ".join(kind.spelling for kind in _KINDS)
+
+
+@reported("executor")
+def run(
+    suite: Annotated[str, typer.Option(help="smoke, paper, catalogue, blocks, a path.")],
+    author: Annotated[list[str], typer.Option(help=f"{_SPELLINGS}; repeatable.")],
+    count: Annotated[
+        int | None, typer.Option("--trials", min=1, help="A spec; the suite's number by default.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Trials at a time, each in a process of its own.")
+    ] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="Some of the suite's specs.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help=f"Withhold {', '.join(WITHHELD)}; repeatable.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Try again what another commit tried.")
+    ] = False,
+    device: DeviceOption = "auto",
+    effort: Effort = "high",
+    price_in: PriceIn = None,
+    price_out: PriceOut = None,
+    base_url: BaseUrl = "",
+) -> Reply:
+    """Try authors on a suite. What is done is kept; run it again to go on."""
+    options = authors.Options(effort=effort, price=price_of(price_in, price_out), base_url=base_url)
+    workspace = find()
+    definition = suites.load(suite, workspace.root / "evals" / "suites")
+    where = definition.device(device)
+    parts = _withheld(workspace, author, without or [], where)
+    plan = trials.plan(
+        workspace, definition, list(dict.fromkeys(author)), device=where, trials=count,
+        only=only or [], without=parts, again=again, options=options,
+    )  # fmt: skip
+    left = len(plan.tasks)
+
+    def tell(task: trials.Task, record: trials.Trial) -> None:
+        nonlocal left
+        left -= 1
+        if not quiet():
+            said = f": {record.reason}" if record.reason else ""
+            cost = f"{record.spent.wall_s:.0f} s, {dollars(record.spent.usd)}; {left} left"
+            place = f"{task.author} {task.spec} {task.trial}"
+            typer.echo(f"{place}: {record.outcome}{said} ({cost})")
+
+    with workers(jobs) as pool:
+        made = trials.run(plan, pool, width=jobs, tell=tell)
+    found: dict[str, list[trials.Trial]] = {}
+    for record in made:
+        found.setdefault(record.author, []).append(record)
+    table = boards.table({(definition.name, where): found}) if found else []
+    path = trials.records_of(workspace.root, definition.name)
+    return Reply({"records": path, "authors": by_head(table), "trials": made}, columns(table))
+
+
+@reported()
+def leaderboard(
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page, with specs by authors, too.")
+    ] = None,
+) -> Reply:
+    """Rank authors from their trial records, and write docs/leaderboard.md."""
+    workspace = find()
+    found = boards.boards(workspace)
+    if not found:
+        message = "there are no trials of today's specs in evals/results"
+        raise CodaError(message, hint="coda-agent eval run makes some")
+    written = [boards.write(workspace.root, found)]
+    written += [boards.write_html(html, found)] if html else []
+    table = boards.table(found)
+    text = "\n".join([columns(table), "", *(f"wrote {path}" for path in written)])
+    return Reply({"authors": by_head(table), "written": written}, text)
+
+
+def _withheld(
+    workspace: Workspace, names: list[str], without: list[str], device: Device
+) -> tuple[str, ...]:
+    """List what authors are deprived of, sorted, each once.
+
+    Raises:
+        CodaError: nothing of that name can be withheld, or it would change nothing they see.
+    """
+    parts = tuple(sorted({*without}))
+    if unknown := [part for part in parts if part not in WITHHELD]:
+        raise CodaError(f"--without is {unknown[0]!r}, expected one of {', '.join(WITHHELD)}")
+    deaf = [name for name in names if not authors.kind_of(name)[0].aided]
+    if parts and deaf:
+        raise CodaError(f"{deaf[0]} reads no tips, demos, profile or diagnosis to withhold")
+    if "profile" in parts and device == "cpu":
+        raise MachineError("without a GPU there is no profile to withhold")
+    if "tips" in parts and not Tips.of(workspace).all():
+        raise CodaError("this workspace has no tips to withhold")
+    return parts

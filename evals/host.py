@@ -1,0 +1,64 @@
+"""The suite of host times: what a call of an accepted kernel costs the host.
+
+At the smallest check shape the device is done before the next call. Beside the public function are
+torch.mm of operands as large, and both under torch.compile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coda_agent.evals.cases import Case, Contender, Outputs, Setup
+from coda_agent.evals.kernels import load
+from coda_agent.specs import load_spec
+
+LIMIT = 0.05
+
+
+def cases(root: Path) -> list[Case]:
+    """List a workspace's accepted kernels."""
+    contenders = "ours", "gemm", "compile", "compile, gemm"
+    names = [load_spec(path).name for path in sorted(root.glob("generated/[!.]*/spec.md"))]
+    return [Case(n, contenders, partial(_setup, root, n), ("host", "loop")) for n in names]
+
+
+def _setup(root: Path, name: str, device: str, shrink: int) -> Setup:
+    import torch
+
+    from coda_agent.specs import draw_inputs, run_reference
+
+    kernel = load(root, name)
+    spec = kernel.spec
+    sizes = min(spec.check_shapes, key=lambda sizes: math.prod(sizes.values()))
+    drawn = draw_inputs(spec, sizes, spec.default_types(), seed=0, device=device)
+    m, n, k = (sizes[dim] for dim in spec.gemm_dims)
+    left, right = (torch.zeros(r, k, dtype=torch.bfloat16, device=device) for r in (m, n))
+    product, right = left.new_empty(m, n), right.t()
+
+    def ours(compiled: bool) -> Contender:
+        # Of its own, since a kernel may overwrite an input.
+        args = kernel.given([x.clone() if torch.is_tensor(x) else x for x in drawn.values()])
+        function = torch.compile(lambda: kernel(*args), fullgraph=True) if compiled else kernel
+
+        @torch.no_grad()
+        def call(_: int) -> Any:
+            return function() if compiled else function(*args)
+
+        def outputs() -> Outputs:
+            found = call(0)
+            return dict(zip(spec.outputs, found if isinstance(found, tuple) else (found,)))  # noqa: B905
+
+        return Contender(call, outputs)
+
+    mm = torch.compile(torch.mm, fullgraph=True)
+    makers: Mapping[str, Callable[[], Contender]] = {
+        "ours": partial(ours, False),
+        "gemm": lambda: Contender(lambda _: torch.mm(left, right, out=product), dict),
+        "compile": partial(ours, True),
+        "compile, gemm": lambda: Contender(lambda _: mm(left, right), dict),
+    }
+    return Setup(makers, dict(run_reference(spec, drawn, exact=True)), LIMIT)

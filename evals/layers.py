@@ -1,0 +1,426 @@
+"""The suite of layers: blocks and heads, in 16 bits and in FP8, beside PyTorch and Liger.
+
+- A block is a decoder layer without attention: from the output projection to the next layer's
+  query, key and value with their rotation. A head is the final norm, the product with the
+  vocabulary, and the loss.
+- All contenders take the same weights, as a model has them. What ours packs, it packs in each call;
+  `packed` has it as parameters.
+- In FP8 all quantise alike, in front: each row of a weight by its own maximum (query, key and value
+  by one in all), each token by its own, and SwiGLU's values by one static scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coda_agent.evals.cases import Case, Contender, Setup, differentiated
+
+TOKENS, HEAD_DIM, EPS, E4M3_MAX = 16384, 128, 1e-5, 448.0
+LIMIT, LIMIT_8_BIT = 0.05, 0.1
+PHASES = ("forward", "backward", "both")
+Values = dict[str, Tensor]
+Way = Callable[[Values], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The widths of a block, or of a head where there are words.
+
+    Attributes:
+        d: Of the stream.
+        ffn: Columns of gate and of up.
+        kv: Of key and of value.
+        bias: Whether query, key and value have biases.
+        words: Of the vocabulary.
+    """
+
+    d: int
+    ffn: int = 0
+    kv: int = 0
+    bias: bool = False
+    words: int = 0
+
+    def shrunk(self, by: int) -> Widths:
+        """Divide the widths, in multiples of 16."""
+        sizes = (-(-x // by // 16) * 16 for x in (self.d, self.ffn, self.kv, self.words))
+        d, ffn, kv, words = sizes
+        return Widths(d, ffn, kv, self.bias, words)
+
+    @property
+    def head_dim(self) -> int:
+        return HEAD_DIM if self.d % HEAD_DIM == 0 and self.kv % HEAD_DIM == 0 else 16
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of queries; of keys and values."""
+        return self.d // self.head_dim, self.kv // self.head_dim
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Columns of query, key and value."""
+        return self.d, self.kv, self.kv
+
+
+BLOCKS = {
+    "2048": Widths(2048, 5632, 512),
+    "4096": Widths(4096, 11008, 1024),
+    "8192": Widths(8192, 28672, 1024),
+    "Llama-3-8B": Widths(4096, 14336, 1024),
+    "Qwen2.5-7B": Widths(3584, 18944, 512, bias=True),
+}
+HEADS = {"4096": Widths(4096, words=32000), "Llama-3-8B": Widths(4096, words=128256)}
+
+
+def cases() -> list[Case]:
+    """List the blocks and heads, a case a phase; in FP8 there are forward passes alone."""
+    others = "gemm", "eager", "compile", "liger", "liger, compiled"
+    blocks = [
+        Case(f"block {name} {phase}", ("ours", "packed", *others), partial(_block, widths, phase))
+        for name, widths in BLOCKS.items()
+        for phase in PHASES
+    ]
+    narrow = "ours", "gemm", "eager", "compile", "compile, scales behind"
+    blocks += [
+        Case(f"block {name} fp8 forward", narrow, partial(_fp8_block, widths))
+        for name, widths in BLOCKS.items()
+        if not widths.bias
+    ]
+    return blocks + [
+        Case(f"head {name} {phase}", ("ours", *others), partial(_head, widths, phase))
+        for name, widths in HEADS.items()
+        for phase in PHASES
+    ]
+
+
+class Ops:
+    """What a block is made of, by PyTorch.
+
+    Args:
+        cos, sin: (tokens, head_dim), the second half of the columns like the first.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    def products(self, t: Values, x: Tensor, *names: str) -> Sequence[Tensor]:
+        """Multiply by each weight."""
+        return [F.linear(x, t[name], t.get(f"{name}_bias")) for name in names]
+
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return _normed(x, gamma)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def rotate(self, *parts: Tensor) -> Sequence[Tensor]:
+        """Rotate the heads of query and key."""
+        found = []
+        for y in parts:
+            cos, sin = (table.to(y.dtype)[:, None] for table in (self.cos, self.sin))
+            y = y.unflatten(-1, (-1, cos.shape[-1]))
+            left, right = y.chunk(2, -1)
+            found.append((y * cos + torch.cat((-right, left), -1) * sin).flatten(1))
+        return found
+
+    def block(self, t: Values) -> tuple[Tensor, ...]:
+        """Compute query, key, value and the stream."""
+        x = t["x"] + self.products(t, t["a"], "wo")[0]
+        gate, up = self.products(t, self.norm(x, t["gamma"]), "gate", "up")
+        x = x + self.products(t, self.gate(gate, up), "down")[0]
+        q, k, v = self.products(t, self.norm(x, t["gamma2"]), "q", "k", "v")
+        return *self.rotate(q, k), v, x
+
+
+class LigerOps(Ops):
+    """The same by Liger's kernels."""
+
+    def norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        from liger_kernel.ops.rms_norm import (  # pyright: ignore[reportMissingImports]
+            LigerRMSNormFunction,
+        )
+
+        return LigerRMSNormFunction.apply(x, gamma, EPS, 0.0, "llama", False)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        from liger_kernel.ops.swiglu import (  # pyright: ignore[reportMissingImports]
+            LigerSiLUMulFunction,
+        )
+
+        return LigerSiLUMulFunction.apply(gate, up)
+
+    def rotate(self, *parts: Tensor) -> Sequence[Tensor]:
+        from liger_kernel.ops.rope import (  # pyright: ignore[reportMissingImports]
+            LigerRopeFunction,
+        )
+
+        heads = (y.view(1, len(y), -1, self.cos.shape[-1]).transpose(1, 2) for y in parts)
+        turned = LigerRopeFunction.apply(*heads, self.cos[None], self.sin[None])
+        return [y.transpose(1, 2).reshape(y.shape[2], -1) for y in turned]
+
+
+class Fp8Ops(Ops):
+    """The same with products in FP8 by `torch._scaled_mm`, which scales rows and columns.
+
+    Args:
+        behind: Whether products have a scale of one, which runs cuBLAS instead of CUTLASS, and the
+            passes behind them scale.
+        inner: The static scale of SwiGLU's values.
+    """
+
+    def __init__(self, t: Values, cos: Tensor, sin: Tensor, inner: float, behind: bool) -> None:
+        super().__init__(cos, sin)
+        self.behind, self.inner, self.one = behind, inner, torch.ones((), device=cos.device)
+        groups = ("wo",), ("gate", "up"), ("down",), ("q", "k", "v")
+        self.weights = {g: quantised(torch.cat([t[n] for n in g]), g[0] == "q") for g in groups}
+
+    def products(self, t: Values, x: Tensor, *names: str) -> Sequence[Tensor]:
+        weight, columns = self.weights[names]
+        if names == ("down",):
+            narrow = e4m3((x / self.inner).clamp(-E4M3_MAX, E4M3_MAX))
+            rows = torch.full((len(x),), self.inner, device=x.device)
+        else:
+            narrow, rows = quantised(x)
+        if self.behind:
+            y = scaled_product(narrow, weight, self.one, self.one).float()
+            y = (y * rows[:, None] * columns).bfloat16()
+        else:
+            y = scaled_product(narrow, weight, rows[:, None], columns[None])
+        return y.split([len(t[name]) for name in names], dim=1)
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """Round to FP8."""
+    return x.to(torch.float8_e4m3fn)
+
+
+def quantised(x: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """Round rows to FP8 by their own maxima, or by one; the values and a scale for each row."""
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
+    scale = scale.max().expand(len(scale)).contiguous() if whole else scale
+    return e4m3(wide / scale[:, None]), scale
+
+
+def scaled_product(a: Tensor, weight: Tensor, *scales: Tensor) -> Tensor:
+    """Multiply in FP8, summed in the fast form: the accepted kernels have no other."""
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_mm(a, weight.T, *scales, **options)  # pyright: ignore
+
+
+def _values(w: Widths, tokens: int, device: str) -> tuple[Values, Tensor, Tensor]:
+    """Draw what a block takes, and the rotation's cosines and sines."""
+    torch.manual_seed(0)
+
+    def drawn(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=device) * std).bfloat16()
+
+    def weight(*shape: int) -> Tensor:
+        return drawn(*shape, std=shape[-1] ** -0.5)
+
+    gammas = [(torch.rand(w.d, device=device) + 0.5).bfloat16() for _ in range(2)]
+    found = {"x": drawn(tokens, w.d), "gamma": gammas[0]}
+    if w.words:
+        return found | {"weight": weight(w.words, w.d)}, gammas[0], gammas[1]
+    found |= {
+        "a": drawn(tokens, w.d), "wo": weight(w.d, w.d), "gate": weight(w.ffn, w.d),
+        "up": weight(w.ffn, w.d), "down": weight(w.d, w.ffn), "gamma2": gammas[1],
+        "q": weight(w.d, w.d), "k": weight(w.kv, w.d), "v": weight(w.kv, w.d),
+    }  # fmt: skip
+    if w.bias:
+        found |= {f"{n}_bias": weight(1, len(found[n]))[0] for n in "qkv"}
+    turns = 10000.0 ** (-torch.arange(0, w.head_dim, 2, device=device) / w.head_dim)
+    angle = torch.arange(tokens, device=device)[:, None] % 4096 * turns
+    angle = torch.cat((angle, angle), -1)
+    return found, angle.cos().bfloat16(), angle.sin().bfloat16()
+
+
+def _normed(x: Tensor, gamma: Tensor) -> Tensor:
+    wide = x.float()
+    return gamma * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def _wide(t: Values) -> Values:
+    return {n: v.detach().float().requires_grad_(v.requires_grad) for n, v in t.items()}
+
+
+def _compiled(way: Way, t: Values, phase: str) -> Contender:
+    import torch._functorch.config as functorch
+
+    # A backward pass that is taken again has to leave what it reads; else that memory is reused.
+    with functorch.patch(donated_buffer=phase != "backward"):
+        call = differentiated(torch.compile(way, dynamic=False), t, phase)
+        call(0)
+    return Contender(call)
+
+
+def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], phase: str) -> Contender:
+    """Make the bare products: of rows and weights, and in a backward pass two more of each."""
+    grads = [torch.randn(len(a), len(b), device=a.device, dtype=a.dtype) for a, b in pairs]
+
+    def call(_: int) -> dict[str, Tensor]:
+        for (a, b), grad in zip(pairs, grads, strict=True):
+            if phase != "backward":
+                torch.mm(a, b.T)
+            if phase != "forward":
+                torch.mm(grad, b)
+                torch.mm(grad.T, a)
+        return {}
+
+    return Contender(torch.no_grad()(call))
+
+
+def _block(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
+    w = widths.shrunk(shrink)
+    t, cos, sin = _values(w, TOKENS // shrink, device)
+    t = {name: value.requires_grad_() for name, value in t.items()}
+    ops, liger, ours = Ops(cos, sin), LigerOps(cos, sin), _Ours(w, cos, sin)
+
+    def packed() -> Contender:
+        own = {n: x.detach().clone().requires_grad_() for n, x in ours.packed(t).items()}
+        return _turned(w, ours.block, own, phase)
+
+    def bare() -> Contender:
+        act = torch.randn(len(t["x"]), w.ffn, device=device).bfloat16()
+        gate_up, qkv = torch.cat((t["gate"], t["up"])), torch.cat((t["q"], t["k"], t["v"]))
+        rows = t["a"], t["x"], act, t["x"]
+        weights = t["wo"], gate_up, t["down"], qkv
+        return _multiplied([(a.detach(), b.detach()) for a, b in zip(rows, weights)], phase)  # noqa: B905
+
+    makers = {
+        "ours": lambda: _turned(w, lambda t: ours.block(ours.packed(t)), t, phase),
+        "packed": packed,
+        "gemm": bare,
+        "eager": lambda: Contender(differentiated(ops.block, t, phase)),
+        "compile": lambda: _compiled(ops.block, t, phase),
+        "liger": lambda: Contender(differentiated(liger.block, t, phase)),
+        "liger, compiled": lambda: _compiled(liger.block, t, phase),
+    }
+    return Setup(makers, differentiated(ops.block, _wide(t), phase)(0), LIMIT)
+
+
+class _Ours:
+    """A block by `coda_agent.layers`, as patched models run it."""
+
+    def __init__(self, w: Widths, cos: Tensor, sin: Tensor) -> None:
+        from coda_agent.layers.packing import rotary_table
+
+        self.w, self.table = w, rotary_table(cos, sin, sum(w.heads), sum(w.sizes))
+
+    def packed(self, t: Values) -> Values:
+        from coda_agent.layers.packing import interleave, pack_qkv
+
+        found = {n: t[n] for n in ("a", "x", "wo", "gamma", "down", "gamma2")}
+        found["gate_up"] = interleave(t["gate"], t["up"])
+        found["qkv"] = pack_qkv(t["q"], t["k"], t["v"], self.w.heads)
+        if self.w.bias:
+            found["bias"] = pack_qkv(t["q_bias"], t["k_bias"], t["v_bias"], self.w.heads)
+        return found
+
+    def block(self, t: Values) -> tuple[Tensor, ...]:
+        from coda_agent.layers import linear_residual_norm, mlp, norm_linear
+
+        x, given = linear_residual_norm(t["a"], t["wo"], t["x"], t["gamma"], EPS)
+        x, given = mlp(x, given, t["gamma"], t["gate_up"], t["down"], t["gamma2"], EPS)
+        rotated = sum(self.w.heads), self.w.head_dim
+        qkv = t["qkv"], self.w.sizes, self.table, t.get("bias"), rotated
+        return norm_linear(x, given, t["gamma2"], *qkv)
+
+
+def _turned(w: Widths, way: Way, t: Values, phase: str) -> Contender:
+    """Make a contender whose query and key have pairs in turn where the others have halves."""
+
+    def halves(t: Values) -> tuple[Tensor, ...]:
+        q, k, *rest = way(t)
+        turned = (y.unflatten(-1, (-1, w.head_dim // 2, 2)).mT.flatten(1) for y in (q, k))
+        return *turned, *rest
+
+    return Contender(differentiated(way, t, phase), lambda: differentiated(halves, t, phase)(0))
+
+
+def _fp8_block(widths: Widths, device: str, shrink: int) -> Setup:
+    w = widths.shrunk(shrink)
+    t, cos, sin = _values(w, TOKENS // shrink, device)
+    plain = Ops(cos, sin)
+    with torch.no_grad():
+        x = t["x"] + plain.products(t, t["a"], "wo")[0]
+        act = plain.gate(*plain.products(t, plain.norm(x, t["gamma"]), "gate", "up"))
+        inner = float(act.abs().max()) / E4M3_MAX
+        truth = differentiated(plain.block, _wide(t), "forward")(0)
+    scaled, behind = (Fp8Ops(t, cos, sin, inner, late) for late in (False, True))
+
+    def bare() -> Contender:
+        narrow = [(quantised(t["a"])[0], "wo"), (quantised(t["x"])[0], "gate")]
+        narrow += [(e4m3(act / inner), "down"), (quantised(t["x"])[0], "q")]
+        weights = {names[0]: weight for names, (weight, _) in scaled.weights.items()}
+        one = scaled.one
+        return Contender(
+            lambda _: [scaled_product(a, weights[n], one, one) for a, n in narrow], lambda: {}
+        )
+
+    makers = {
+        "ours": lambda: _turned(w, _ours_fp8(w, t, cos, sin, inner), t, "forward"),
+        "gemm": bare,
+        "eager": lambda: Contender(differentiated(scaled.block, t, "forward")),
+        "compile": lambda: _compiled(scaled.block, t, "forward"),
+        "compile, scales behind": lambda: _compiled(behind.block, t, "forward"),
+    }
+    return Setup(makers, truth, LIMIT_8_BIT)
+
+
+def _ours_fp8(w: Widths, t: Values, cos: Tensor, sin: Tensor, inner: float) -> Way:
+    """Make the block by `coda_agent.layers.fp8`, its weights quantised and packed in front."""
+    from coda_agent.layers import fp8
+
+    ours = _Ours(w, cos, sin)
+    packed = ours.packed(t)
+    o, gate_up, down = (fp8.quantised(packed[n]) for n in ("wo", "gate_up", "down"))
+    qkv = fp8.quantised_whole(packed["qkv"])
+
+    def block(t: Values) -> tuple[Tensor, ...]:
+        x, given = fp8.linear_residual_norm(t["a"], o, t["x"], t["gamma"], EPS)
+        x, given, _ = fp8.mlp(x, given, gate_up, down, inner, t["gamma2"], EPS)
+        return *fp8.norm_linear(given, qkv, w.sizes, ours.table), x
+
+    return block
+
+
+def _head(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
+    w = widths.shrunk(shrink)
+    t, *_ = _values(w, TOKENS // shrink, device)
+    t = {name: value.requires_grad_() for name, value in t.items()}
+    targets = torch.randint(0, w.words, (len(t["x"]),), device=device)
+
+    def plain(t: Values) -> tuple[Tensor, ...]:
+        logits = F.linear(_normed(t["x"], t["gamma"]), t["weight"])
+        return (F.cross_entropy(logits.float(), targets),)
+
+    def liger(t: Values) -> tuple[Tensor, ...]:
+        from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+            LigerFusedLinearCrossEntropyFunction,
+        )
+
+        n = LigerOps(t["gamma"], t["gamma"]).norm(t["x"], t["gamma"])
+        return (LigerFusedLinearCrossEntropyFunction.apply(n, t["weight"], targets)[0],)
+
+    def ours(t: Values) -> tuple[Tensor, ...]:
+        from coda_agent.layers import head_loss, normed
+
+        x, gamma = t["x"], t["gamma"]
+        return (head_loss(x, normed(x, gamma, EPS), gamma, t["weight"], targets),)
+
+    pairs = [(t["x"].detach(), t["weight"].detach())]
+    makers: Mapping[str, Callable[[], Contender]] = {
+        "ours": lambda: Contender(differentiated(ours, t, phase)),
+        "gemm": lambda: _multiplied(pairs, phase),
+        "eager": lambda: Contender(differentiated(plain, t, phase)),
+        "compile": lambda: _compiled(plain, t, phase),
+        "liger": lambda: Contender(differentiated(liger, t, phase)),
+        "liger, compiled": lambda: _compiled(liger, t, phase),
+    }
+    return Setup(makers, differentiated(plain, _wide(t), phase)(0), LIMIT)

@@ -1,0 +1,263 @@
+"""Training steps of a Llama of transformers', by coda_agent.layers, torch.compile and Liger.
+
+- A step is forward, backward and a fused AdamW. All contenders train the same weights in turn, by
+  one optimizer, on the same random tokens; `packed`, whose parameters are others, trains a copy.
+- `compile` is the model as transformers has it: under torch.compile it hands attention a mask, so
+  that no flash attention runs. `compile, mask folded` leaves the mask out: attention is causal.
+- What is checked is the first loss, against the model's own; each notes the attention that it ran.
+- In FP8 the products of layers are: ours forward, torch.compile's backward too. Heads stay in bf16.
+- On two GPUs FSDP2 shards layers, and what is left of the model; each trains weights of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coda_agent.evals.cases import Absent, Case, Contender, Setup
+
+LIMIT, LOSSES, FAR = 0.01, 20, 0.5
+"""How far a first loss may be from the model's own; the steps of a case of losses, and how far
+these may be from PyTorch's."""
+_PATCHED = ("ours", "packed", "bf16", "ours, one GPU")
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A Llama with tied embeddings, and the tokens of a step on each GPU."""
+
+    width: int = 2048
+    ffn: int = 8192
+    layers: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    words: int = 128256
+    batch: int = 8
+    length: int = 4096
+
+    def shrunk(self, by: int) -> Llama:
+        """Divide the sizes, down to two layers and heads."""
+        if by == 1:
+            return self
+        dim, words = max(16, self.width // self.heads // by), -(-self.words // by // 16) * 16
+        layers, heads, kv_heads, batch, length = (
+            max(least, x // by)
+            for x, least in ((self.layers, 2), (self.heads, 2), (self.kv_heads, 1),
+                             (self.batch, 1), (self.length, 16))
+        )  # fmt: skip
+        ffn = -(-self.ffn // by // 16) * 16
+        return Llama(heads * dim, ffn, layers, heads, kv_heads, words, batch, length)
+
+
+def cases() -> list[Case]:
+    """List a step of Llama-3.2-1B in bf16, in FP8 and on two GPUs, and losses of more steps."""
+    compiled = "compile", "compile, mask folded"
+    whole = "ours", "packed", *compiled, "liger"
+    narrow = "ours", "packed", "bf16", *compiled
+    alone = "ours", "eager", "ours, one GPU", "eager, one GPU"
+    make, losses = partial(_step, Llama()), partial(_losses, Llama())
+    return [
+        Case("train-1b", whole, partial(make, False)),
+        Case("train-1b fp8", narrow, partial(make, True)),
+        Case("train-1b on 2 GPUs", whole, partial(make, False), ("ranks",), ranks=2),
+        Case("train-1b fp8, 20 steps", ("ours", "bf16", "eager"), partial(losses, True), ()),
+        Case("train-1b on 2 GPUs, 20 steps", alone, partial(losses, False), (), ranks=2),
+    ]
+
+
+class _Model:
+    """A model, its tokens, and what makes contenders of it.
+
+    Raises:
+        Absent: transformers is not installed.
+    """
+
+    def __init__(self, llama: Llama, fp8: bool, device: str) -> None:
+        try:
+            from transformers.models.llama import (  # pyright: ignore[reportMissingImports]
+                modeling_llama,
+            )
+        except ImportError:
+            raise Absent("transformers is not installed") from None
+        self.fp8, self.device, self.home = fp8, device, modeling_llama
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        config = modeling_llama.LlamaConfig(
+            hidden_size=llama.width, intermediate_size=llama.ffn, num_hidden_layers=llama.layers,
+            num_attention_heads=llama.heads, num_key_value_heads=llama.kv_heads,
+            vocab_size=llama.words, max_position_embeddings=max(llama.length, 2048),
+            rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True, use_cache=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)  # of parameters alone: frequencies stay float32
+        try:
+            with torch.device(device):
+                self.model = modeling_llama.LlamaForCausalLM(config).train()
+        finally:
+            torch.set_default_dtype(default)
+        self.rotation = modeling_llama.apply_rotary_pos_emb
+        shape = self.ranks * llama.batch, llama.length
+        self.all = torch.randint(llama.words, shape, device=device)
+        self.ids = self.all[dist.get_rank() :: self.ranks] if self.ranks > 1 else self.all
+        self.optimizer = adamw(self.model)
+
+    def loss(self) -> torch.Tensor:
+        """Compute the model's own loss, a sequence at a time: logits of all take 17 GB."""
+        with torch.no_grad():
+            return torch.stack([self.model(input_ids=i[None], labels=i[None]).loss
+                                for i in self.all]).double().mean()  # fmt: skip
+
+    def mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """Take a loss's mean over ranks."""
+        total = loss.detach().double()
+        if self.ranks > 1:
+            dist.all_reduce(total)
+        return total / self.ranks
+
+    def contender(self, name: str, own: bool) -> tuple[Any, Callable[[Any], Any], list[str]]:
+        """Make a contender's model, what takes the gradients of a loss on tokens, and notes.
+
+        Args:
+            own: Whether it has weights of its own.
+        """
+        before = {**vars(self.home)}
+        shared = {} if own else {id(p): p for p in self.model.parameters()}
+        model = copy.deepcopy(self.model, shared)
+        notes = self._change(model, name)
+        rotation = self.home.apply_rotary_pos_emb  # ours and Liger replace the module's
+        vars(self.home).update(before)
+        if self.ranks > 1 and "one GPU" not in name:
+            self._shard(model)
+        called = torch.compile(model, dynamic=False) if name.startswith("compile") else model
+
+        def loss(ids: torch.Tensor) -> Any:
+            self.home.apply_rotary_pos_emb = rotation
+            try:
+                found = called(input_ids=ids, labels=ids).loss
+                found.backward()
+            finally:
+                self.home.apply_rotary_pos_emb = self.rotation
+            return found
+
+        return model, loss, notes
+
+    def _change(self, model: Any, name: str) -> list[str]:
+        if name in _PATCHED:
+            from coda_agent.layers import apply_coda_kernels
+
+            fp8 = self.fp8 and name != "bf16"
+            report = apply_coda_kernels(model, pack=name == "packed", fp8=fp8)
+            if report.left:
+                raise Absent(f"ours leaves parts as they are: {report.left}")
+        elif name == "liger":
+            from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+                apply_liger_kernel_to_llama,
+            )
+
+            apply_liger_kernel_to_llama(model=model)
+        elif name.startswith("compile"):
+            if "folded" in name:
+                fold_mask(model)
+            if self.fp8:
+                from coda_agent.evals.float8_linear import converted
+
+                return [converted(model)]
+        return []
+
+    def _shard(self, model: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device, (self.ranks,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+
+
+def fold_mask(model: Any) -> None:
+    """Have attention run causally without a mask, under torch.compile too."""
+    from transformers import AttentionInterface  # pyright: ignore[reportMissingImports]
+    from transformers.integrations.sdpa_attention import (  # pyright: ignore[reportMissingImports]
+        sdpa_attention_forward,
+    )
+    from transformers.masking_utils import (  # pyright: ignore[reportMissingImports]
+        AttentionMaskInterface,
+    )
+
+    AttentionMaskInterface.register("causal", lambda *_, **__: None)
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    model.config._attn_implementation = "causal"
+
+
+def adamw(model: Any, rate: float = 1e-5) -> Any:
+    """Make the optimizer of a contender."""
+    return torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+
+
+def attention(step: Callable[[], Any]) -> str:
+    """Name the kernels of attention that a step ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    names = {str(event.key) for event in seen.key_averages()}
+    ran = {n.removeprefix("aten::") for n in names if "_scaled_dot_product" in n}
+    kernels = sorted(name for name in ran if "backward" not in name)
+    return f"attention: {', '.join(kernels)}" if kernels else "attention: none of PyTorch's"
+
+
+def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
+    home = _Model(llama.shrunk(shrink), fp8, device)
+
+    def made(name: str) -> Contender:
+        own = home.ranks > 1 or name == "packed"
+        model, loss, notes = home.contender(name, own)
+        optimizer = adamw(model) if own else home.optimizer
+
+        def step(_: int = 0) -> None:
+            loss(home.ids)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def first() -> dict[str, Any]:
+            found = home.mean(loss(home.ids))
+            optimizer.zero_grad()
+            notes[:0] = [attention(lambda: loss(home.ids)), f"first loss {found:.5f}"]
+            optimizer.zero_grad()
+            return {"loss": found}
+
+        return Contender(step, first, lambda: "; ".join(notes))
+
+    names = ("ours", "packed", "bf16", "compile", "compile, mask folded", "liger")
+    return Setup({n: partial(made, n) for n in names}, {"loss": home.loss()}, LIMIT)
+
+
+def _losses(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
+    """Compare losses of steps on the same sequences with those of PyTorch, on one GPU."""
+    home = _Model(llama.shrunk(shrink), fp8, device)
+    each = max(1, len(home.ids) // 4)
+
+    def losses(name: str) -> torch.Tensor:
+        model, loss, _ = home.contender(name, True)
+        alone = "one GPU" in name
+        ids = home.all[: each * home.ranks] if alone else home.ids[:each]
+        optimizer, found = adamw(model, 3e-4), list[torch.Tensor]()
+        for _ in range(LOSSES):
+            found.append(home.mean(loss(ids)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(found)
+
+    def made(name: str) -> Contender:
+        found = losses(name)
+        shown = " ".join(f"{found[i - 1]:.3f}" for i in (1, 5, 10, 15, 20))
+        note = f"losses of steps 1, 5, 10, 15, 20: {shown}"
+        return Contender(lambda _: None, lambda: {"losses": found}, lambda: note)
+
+    names = ("ours", "bf16", "eager", "ours, one GPU", "eager, one GPU")
+    return Setup({n: partial(made, n) for n in names}, {"losses": losses("eager, one GPU")}, FAR)

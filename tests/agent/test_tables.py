@@ -1,0 +1,21 @@
+"""Tests of agent/tables.py: the same rows for a terminal, as Markdown and as data."""
+
+from coda_agent.agent.tables import by_head, columns, markdown, shape_text
+
+
+def test_rows_are_aligned_escaped_and_named() -> None:
+    rows = [("kernel", "why"), ("a_b", "x | <b>\n`y`"), ("longer", "")]
+    assert columns(rows).splitlines()[0] == "kernel  why"
+    assert columns(rows).splitlines()[-1] == "longer"
+    assert markdown(rows).splitlines() == [
+        "| kernel | why |",
+        "|---|---|",
+        r"| a\_b | x \| &lt;b&gt; \`y\` |",
+        "| longer |  |",
+    ]
+    assert by_head(rows)[0] == {"kernel": "a_b", "why": "x | <b>\n`y`"}
+
+
+def test_equal_extents_have_a_short_name() -> None:
+    assert shape_text({"K": 4096, "M": 4096, "N": 4096}) == "4096³"
+    assert shape_text({"K": 8, "M": 4, "N": 2}) == "4×2×8"
