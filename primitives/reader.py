@@ -71,7 +71,8 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.faults = text, list[Fault]()
         self.vocabulary = sorted({*primitives.__all__} - {"Program"})
-        self.imported, self.values = dict[str, Any](), dict[str, Any]()
+        self.imported, self.functions = set[str](), dict[str, Any]()
+        self.values = dict[str, Any]()
 
     def read(self, tree: ast.Module, expected: Sequence[str] | None) -> dict[str, Program]:
         names, programs = list[str](), dict[str, Program]()
@@ -105,12 +106,14 @@ class _Reader:
             message = "only `from coda_agent.primitives import ...` is allowed"
             self.refuse(statement, message, "the vocabulary is all a program needs")
             return
-        for alias in statement.names:
-            self.imported[alias.name] = getattr(primitives, alias.name, _REFUSED)
-            if alias.name not in self.vocabulary or alias.asname:
-                hint = did_you_mean(alias.name, self.vocabulary) or "import it under its own name"
-                self.refuse(statement, f"{alias.name!r} is not a name of the vocabulary", hint)
-                self.imported[alias.name] = _REFUSED
+        for name, other in ((alias.name, alias.asname) for alias in statement.names):
+            self.imported.add(name)
+            if name not in self.vocabulary or other:
+                hint = did_you_mean(name, self.vocabulary) or "import it under its own name"
+                self.refuse(statement, f"{name!r} is not a name of the vocabulary", hint)
+                self.functions[name] = _REFUSED
+            elif name not in {**OPERAND_KINDS, **OUTPUT_KINDS, "epilogue": None}:
+                self.functions[name] = getattr(primitives, name)
 
     def read_function(self, function: ast.FunctionDef) -> Program | None:
         before, program = len(self.faults), None
@@ -149,7 +152,7 @@ class _Reader:
             message = "parameters are plain, without defaults, and no type is returned"
             self.refuse(function, message, "numbers stand in the body, outputs in the decorator")
         for a in arguments.args:
-            self.check_name(a, a.arg, self.imported.keys() | kinds.keys())
+            self.check_name(a, a.arg, self.imported | kinds.keys())
             kinds[a.arg] = a.annotation and self.read_kind(a.annotation, OPERAND_KINDS)
         return kinds
 
@@ -210,7 +213,7 @@ class _Reader:
         for name, value in zip(names, results, strict=True):
             if isinstance(name, ast.Name):
                 # A parameter's name is the spec's; an assigned one is free to be another.
-                free = self.imported.keys() | ({*dir(builtins)} - self.values.keys())
+                free = self.imported | ({*dir(builtins)} - self.values.keys())
                 self.check_name(name, name.id, free)
                 self.values[name.id] = value
             else:
@@ -242,18 +245,14 @@ class _Reader:
                 taken = self.taken(node, name, args)
                 taken += [self.value(a) for a in args[len(taken) :]]
                 named = {str(k.arg): self.value(k.value) for k in keywords}
-                return _applied(node, self.imported[name], taken, named)
+                return _applied(node, self.functions[name], taken, named)
         raise self.refusal(node)
-
-    @property
-    def functions(self) -> set[str]:
-        return self.imported.keys() - {*OPERAND_KINDS, *OUTPUT_KINDS, "epilogue"}
 
     def taken(self, node: ast.Call, name: str, args: list[ast.expr]) -> list[Any]:
         """The first arguments of a call that are no values: a function, or texts."""
         match name, args:
             case "derivative", [ast.Name(id=function), *_] if function in self.functions:
-                return [self.imported[function]]
+                return [self.functions[function]]
             case "ptx", [ast.Constant(value=str(meaning)), ast.Constant(value=str(code)), *_]:
                 return [meaning, code]  # they are checked where they are read
             case "ptx", _:
@@ -274,7 +273,7 @@ class _Reader:
                 hint = did_you_mean(name, sorted(self.values)) or "assign it first"
             case ast.Call(func=ast.Name(id=name)):
                 message = "only functions of the vocabulary may be called, without **"
-                if name not in self.values.keys() | self.imported.keys():
+                if name not in self.values.keys() | self.imported:
                     message = f"unknown name {name!r}"
                     hint = did_you_mean(name, self.vocabulary) or hint
             case ast.Call(func=ast.Attribute(attr=name)) if name in self.vocabulary:
