@@ -1,4 +1,4 @@
-"""`fuse`: a function of tensors that runs by its plan."""
+"""`fuse`: a function of tensors whose calls run by plans."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import functools
 import inspect
 import operator
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -25,7 +23,8 @@ _NONE = "Dynamo records no call of torch in it, or has recorded its code too oft
 class Fused:
     """A function whose calls run by kernels where they pay.
 
-    torch.compile's Dynamo records what a call does, and guards all that Python reads on the way.
+    torch.compile's Dynamo records what a call does, and looks again at each call at what Python
+    read on the way. The methods of a class, and os.environ, it takes as they were.
 
     Attributes:
         function: The function as it was.
@@ -55,24 +54,26 @@ class Fused:
         args = *self._owner, *args
         if torch.compiler.is_dynamo_compiling():
             return self.function(*args, **kwargs)
-        if torch._C._are_functorch_transforms_active():
-            self._last[0] = Call(refused="a transform of torch.func is on")
+        if why := _changed():
+            self._last[0] = Call(refused=why)
             return self.function(*args, **kwargs)
         return self._run(args, kwargs)[0]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Call]:
         """The result of a call, and what ran it."""
+        from coda_agent.agent.plans.dynamo import of_dynamo, strict
+
         call = self._last[0] = Call(refused=self._refused[0])
         if not call.refused:
             token = GRAPHS.set(call.graphs)
             try:
-                with quiet(), _strict():
+                with quiet(), strict():
                     result = self._by_dynamo(args, kwargs)(*args, **kwargs)
                 if not call.graphs:
                     call.refused = _NONE
                 return result, call
             except Exception as error:
-                if call.graphs or not _of_dynamo(error):
+                if call.graphs or not of_dynamo(error):
                     raise
                 call.refused = f"Dynamo: {(str(error).splitlines() or ['no message'])[0]}"
             finally:
@@ -173,52 +174,14 @@ class Fused:
         PACKED.clear()
 
 
-@functools.lru_cache(maxsize=1)
-def _patchers() -> list[Callable[[], Callable[[], None]]]:
-    """What sets torch's options for a call of ours, and gives what sets them back."""
-    from torch._dynamo import config as dynamo
-    from torch.fx.experimental import _config as symbols
+def _changed() -> str:
+    """Why a call means something else than what Dynamo records, where it does not see that."""
+    import torch
+    from torch.nn.modules.module import _has_any_global_hook
 
-    wanted = {
-        # Each is True to check less at a call, and would miss a hook, a tensor's own attributes, or
-        # a function's defaults.
-        "skip_nnmodule_hook_guards": False,
-        "skip_tensor_guards_with_matching_dict_tags": False,
-        "assume_dunder_attributes_remain_unchanged": False,
-        "suppress_errors": False,
-        # For each code, which all functions have in common that one line made in a loop.
-        "recompile_limit": 64,
-        "error_on_nested_fx_trace": False,  # another thread may compose a kernel
-    }
-    known = {name: value for name, value in wanted.items() if hasattr(dynamo, name)}
-    # Each dim has a symbol of its own, though it is as large as another's: a model of 4096 columns
-    # may be called with 4096 rows.
-    own: Any = symbols
-    return [
-        dynamo._make_closure_patcher(**known), own._make_closure_patcher(use_duck_shape=False)
-    ]  # fmt: skip
-
-
-@contextmanager
-def _strict() -> Iterator[None]:
-    """Lets Dynamo guard all that a call goes by."""
-    undo = [patch() for patch in _patchers()]
-    try:
-        yield
-    finally:
-        for back in undo:
-            back()
-
-
-def _of_dynamo(error: Exception) -> bool:
-    """Whether Dynamo raised it while it recorded a function, which it did not run then."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    home = "torch._dynamo.convert_frame"
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return isinstance(error, TorchDynamoException) or any(
-        frame.f_globals.get("__name__") == home for frame in frames
-    )
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func is on"
+    return "a hook is on all modules" if _has_any_global_hook() else ""
 
 
 def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: bool = True) -> Any:
@@ -226,13 +189,14 @@ def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: boo
 
     Args:
         function: A function of tensors, or a module. Left out, `fuse` is a decorator.
-        examples: Arguments to plan for now; other shapes are planned when they are met.
+        examples: Arguments that it is called with now, so that kernels for them are made. Those
+            for other shapes are made when they are met.
         judged: Whether a kernel that is new is judged before it runs. It takes a minute or two; the
             verdict is kept.
 
     Returns:
-        A `Fused`. Its `why` says what of the last call was left to PyTorch, and why; its gradients
-        are PyTorch's own, of the function computed again, and so are theirs.
+        A `Fused`. Its `why` says what of the last call was left to PyTorch, and why. Where
+        gradients are asked for, that is all: torch.compile runs it on a GPU, PyTorch elsewhere.
 
     Raises:
         TypeError: what is given cannot be called.

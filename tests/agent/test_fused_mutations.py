@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 from coda_agent.agent.plans.fused import Fused, fuse
 from tests.agent.test_plans import drawn
@@ -67,11 +68,13 @@ class Layer(nn.Module):
         self.register_buffer("shift", torch.zeros(N).bfloat16())
         self.shift: Tensor
 
+    bound = 100.0
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(F.relu(self.fc(x)) if self.kind == "relu" else F.silu(self.fc(x)))
         for other in self.others:
             y = y + other
-        return y**self.power * self.scale * self.sizes["by"] + self.shift
+        return (y**self.power * self.scale * self.sizes["by"] + self.shift).clamp(max=self.bound)
 
 
 class Doubling(nn.Module):
@@ -154,6 +157,10 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
     "a weight": _rebound,
     "a weight written in place": _written,
     "a bias taken away": _no_bias,
+    "a parametrisation": lambda m: parametrize.register_parametrization(m.fc, "weight", Doubling()),
+    "a pruned weight": lambda m: prune.l1_unstructured(m.fc, "weight", 0.7),
+    "what stands among its modules": lambda m: m._modules.update(drop=nn.Tanh()),
+    "a class attribute": lambda m: setattr(Layer, "bound", 0.5),
     "a buffer": lambda m: _set(m, shift=torch.ones(N).bfloat16()),
     "a frozen module": _frozen,
     "another layout of a weight": _turned,
@@ -163,7 +170,8 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_a_module_is_followed(change: str) -> None:
+def test_a_change_of_a_module_is_followed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layer, "bound", 100.0)
     layer = Layer()
     fused, x = fuse(layer, judged=False), drawn(M, K)
     before = layer(x)
@@ -325,6 +333,33 @@ def test_random_draws_are_those_of_the_function(function: Any) -> None:
     random.seed(3)
     torch.manual_seed(3)
     assert alike(got, gradients(function, x, w))
+
+
+def test_an_object_that_draws_goes_on_drawing() -> None:
+    def drawing(made: random.Random) -> Callable[[Tensor, Tensor], Tensor]:
+        def function(x: Tensor, w: Tensor) -> Tensor:
+            y = torch.tanh(F.linear(x, w)) * made.uniform(1, 9)
+            return -y if made.random() < 0.5 else y
+
+        return function
+
+    x, w, own = drawn(M, K), weight(1), drawing(random.Random(0))
+    fused = fuse(drawing(random.Random(0)), judged=False)
+    with torch.no_grad():
+        assert all(alike(fused(x, w), own(x, w)) for _ in range(6))
+
+
+def test_hooks_of_all_modules() -> None:
+    layer, x = Layer(), drawn(M, K)
+    fused, hooked = fuse(layer, judged=False), lambda module, args, y: y * 2
+    with torch.no_grad():
+        before = fused(x)
+        handle = nn.modules.module.register_module_forward_hook(hooked)
+        try:
+            assert alike(fused(x), layer(x)) and not alike(fused(x), before)
+        finally:
+            handle.remove()
+        assert torch.equal(fused(x), before)
 
 
 class Cast(nn.Module):
