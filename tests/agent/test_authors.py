@@ -83,7 +83,9 @@ def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> 
     suite.parent.mkdir(parents=True)
     suite.write_text('title = "T"\nspecs = ["gemm_swiglu"]\ngoal = "proved"\ntrials = 2\n')
     assert "toy gemm_swiglu 1: proved" in run("eval", "run", "--suite", "mine", "--author", "toy")
-    (record,) = read(records_of(where.root, "mine"), Trial).values()  # one: its trials are all alike
+    (record,) = read(
+        records_of(where.root, "mine"), Trial
+    ).values()  # one: its trials are all alike
     assert (record.author, record.solved) == ("toy", True)
 
 
