@@ -11,7 +11,7 @@ from typing import Any
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.shapes import PLACES, place_sizes
 from coda_agent.agent.tables import shape_text
-from coda_agent.agent.workspace import packaged_kernels
+from coda_agent.agent.workspace import Workspace, kernel_names, resolve_kernel
 from coda_agent.evals.cases import Absent, Call, Case, Contender, Outputs, Setup, Suite
 from coda_agent.evals.libraries import CONTENDERS, NOTHING
 from coda_agent.evals.workloads import Workload, make_workload
@@ -88,7 +88,7 @@ def shapes(root: Path) -> Suite:
 
 
 def own(root: Path) -> Suite:
-    """List a workspace's accepted kernels at the bench shapes of their specs."""
+    """List accepted kernels, the workspace's own first, at the bench shapes of their specs."""
 
     def place(shape: Mapping[str, int], shrink: int) -> Place:
         return _shrunk(shape, shrink, 128), {}
@@ -96,10 +96,11 @@ def own(root: Path) -> Suite:
     cases = [
         _case(root, f"{spec.name} {shape_text(shape)}", ("ours", "gemm", "compile"), spec.name,
               partial(place, shape))
-        for spec in map(load_spec, sorted(root.glob("generated/[!.]*/spec.md")))
+        for _, kernel in sorted(kernel_names(Workspace(root, root)).items())
+        for spec in (load_spec(kernel.spec),)
         for shape in spec.bench_shapes
     ]  # fmt: skip
-    return Suite("kernels", "A workspace's kernels at the bench shapes of their specs.", cases)
+    return Suite("kernels", "Accepted kernels at the bench shapes of their specs.", cases)
 
 
 def _size(case: str) -> str:
@@ -141,8 +142,7 @@ def _case(
 @cache
 def load(root: Path, name: str) -> Kernel:
     """Load a kernel of a workspace, else the package's."""
-    folder = root / "generated" / name
-    return load_kernel(folder if folder.is_dir() else packaged_kernels()[name].folder)
+    return load_kernel(resolve_kernel(name, Workspace(root, root)).folder)
 
 
 def _contender(workload: Workload, name: str) -> Contender:
