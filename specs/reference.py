@@ -324,13 +324,33 @@ def _widened(
             elif held and not target:
                 return pend(func(*args, **keywords), held)
             else:
-                result = func(*map(widen, args), **{k: widen(v) for k, v in keywords.items()})
+                args, keywords = tuple(map(widen, args)), {k: widen(v) for k, v in keywords.items()}
+                result = _by_default(func, args, keywords, wide)
             return touch(func, (*args, *keywords.values()), result) if touch else result
 
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(wide)
-    try:
-        with Widened():
-            yield
-    finally:
-        torch.set_default_dtype(default)
+    with Widened():
+        yield
+
+
+def _by_default(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wide: torch.dtype) -> Any:
+    """What a call gives where `wide` is the default floating type, which torch has one of for all
+    threads: it is that of new tensors, and of what integers and numbers make together."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    result = func(*args, **kwargs)
+    if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+        return result
+    if result.dtype == wide or "dtype" in kwargs:
+        return result
+    if not any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))):
+        return func(*args, **kwargs, dtype=wide)
+
+    def exact(value: Any) -> Any:
+        if isinstance(value, float):
+            return torch.tensor(value, dtype=wide)
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            return value if value.dtype == torch.bool else value.to(wide)
+        return value
+
+    return func(*map(exact, args), **kwargs).to(wide)

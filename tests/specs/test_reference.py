@@ -166,15 +166,22 @@ def test_draws_are_seeded() -> None:
         "torch.zeros(8, 16).add_(x)", "x + torch.zeros(16, dtype=torch.bfloat16)",
         "torch.empty(8, 16, dtype=torch.bfloat16).copy_(x)", "x * torch.tensor(1.0)",
         "x.cumsum(1, dtype=torch.float16).diff(dim=1, prepend=torch.zeros(8, 1))",
+        "x * torch.full((16,), 0.1) * 10", "x * (n / 7) / n * 7", "x * n.sqrt() ** 2 / n",
+        "x * torch.where(x > 1e9, 1.0, 0.1) * 10", "x * ((x < 1e9) * 0.1) * 10",
+        "x * torch.arange(0.1, 1.7, 0.1) * 10 / n", "x * torch.add(n, n, alpha=2) / (3 * n)",
+        "x * torch.mul(n, 0.1) * 10 / n",
     ],
 )  # fmt: skip
 def test_every_cast_is_exact(cast: str) -> None:
-    spec = toy(f"x = A.float() @ B.float().T\nreturn {{'O': {cast}}}")
+    body = "x, n = A.float() @ B.float().T, torch.arange(1, 17)"
+    spec = toy(f"{body}\nreturn {{'O': {cast}}}")
     inputs = draw_inputs(spec, spec.check_shapes[0], BF16, seed=1)
     a, b = tensors(inputs)["A"], tensors(inputs)["B"]
-    got = run_reference(spec, inputs, exact=True)["O"]
+    defaults = set[torch.dtype]()
+    noted = lambda func, args, result: defaults.add(torch.get_default_dtype()) or result
+    got = run_reference(spec, inputs, exact=True, touch=noted)["O"]
     torch.testing.assert_close(got, a.double() @ b.double().T, rtol=1e-12, atol=1e-13)
-    assert torch.get_default_dtype() == torch.float32
+    assert defaults == {torch.float32}  # which is one for all threads
 
 
 def test_a_baseline_runs_in_place_of_the_reference() -> None:
