@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from coda_agent.evals import functions, gradients, host, kernels, layers, numerics, training
+from coda_agent.evals import (
+    fp8_layers,
+    functions,
+    gradients,
+    host,
+    kernels,
+    layers,
+    numerics,
+    training,
+)
 from coda_agent.evals.cases import Suite
 from coda_agent.primitives.errors import CodaError
 
@@ -32,7 +41,10 @@ SUITES: Mapping[str, Callable[[Path], Suite]] = {
     "paper": kernels.paper,
     "shapes": kernels.shapes,
     "layers": lambda _: Suite(
-        "layers", _LAYERS, [*layers.cases(), *training.cases()], group=_without_width
+        "layers",
+        _LAYERS,
+        [*layers.cases(), *fp8_layers.cases(), *training.cases()],
+        group=_without_width,
     ),
     "fuse": lambda _: Suite("fuse", _FUSE, functions.CASES),
     "gradients": lambda _: Suite("gradients", _GRADIENTS, gradients.cases()),

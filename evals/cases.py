@@ -69,8 +69,8 @@ class Setup:
         """Measure each output's distance from the truth over the truth's norm."""
         found: dict[str, float] = {}
         for name in [name for name in self.truth if name in outputs]:
-            got, truth = outputs[name], self.truth[name]
-            got = got() if callable(got) else got
+            output, truth = outputs[name], self.truth[name]
+            got: Any = output() if callable(output) else output
             got = (got if self.rows is None else got[self.rows]).reshape(truth.shape)
             distance = float((got.double() - truth).norm() / truth.norm())
             found[name] = distance if math.isfinite(distance) else math.inf

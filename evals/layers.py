@@ -1,12 +1,11 @@
-"""The suite of layers: blocks and heads, in 16 bits and in FP8, beside PyTorch and Liger.
+"""The suite of layers: blocks and heads in 16 bits, beside PyTorch and Liger.
 
 - A block is a decoder layer without attention: from the output projection to the next layer's
   query, key and value with their rotation. A head is the final norm, the product with the
   vocabulary, and the loss.
 - All contenders take the same weights, as a model has them. What ours packs, it packs in each call;
   `packed` has it as parameters.
-- In FP8 all quantise alike, in front: each row of a weight by its own maximum (query, key and value
-  by one in all), each token by its own, and SwiGLU's values by one static scale.
+- `fp8_layers.py` has the same in FP8.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from torch import Tensor
 
 from coda_agent.evals.cases import Case, Contender, Setup, differentiated
 
-TOKENS, HEAD_DIM, EPS, E4M3_MAX = 16384, 128, 1e-5, 448.0
-LIMIT, LIMIT_8_BIT = 0.05, 0.1
+TOKENS, HEAD_DIM, EPS, LIMIT = 16384, 128, 1e-5, 0.05
 PHASES = ("forward", "backward", "both")
-Values = dict[str, Tensor]
+Values = Mapping[str, Tensor]
 Way = Callable[[Values], tuple[Tensor, ...]]
 
 
@@ -78,18 +76,12 @@ HEADS = {"4096": Widths(4096, words=32000), "Llama-3-8B": Widths(4096, words=128
 
 
 def cases() -> list[Case]:
-    """List the blocks and heads, a case a phase; in FP8 there are forward passes alone."""
+    """List the blocks and heads, a case a phase."""
     others = "gemm", "eager", "compile", "liger", "liger, compiled"
     blocks = [
         Case(f"block {name} {phase}", ("ours", "packed", *others), partial(_block, widths, phase))
         for name, widths in BLOCKS.items()
         for phase in PHASES
-    ]
-    narrow = "ours", "gemm", "eager", "compile", "compile, scales behind"
-    blocks += [
-        Case(f"block {name} fp8 forward", narrow, partial(_fp8_block, widths))
-        for name, widths in BLOCKS.items()
-        if not widths.bias
     ]
     return blocks + [
         Case(f"head {name} {phase}", ("ours", *others), partial(_head, widths, phase))
@@ -164,56 +156,7 @@ class LigerOps(Ops):
         return [y.transpose(1, 2).reshape(y.shape[2], -1) for y in turned]
 
 
-class Fp8Ops(Ops):
-    """The same with products in FP8 by `torch._scaled_mm`, which scales rows and columns.
-
-    Args:
-        behind: Whether products have a scale of one, which runs cuBLAS instead of CUTLASS, and the
-            passes behind them scale.
-        inner: The static scale of SwiGLU's values.
-    """
-
-    def __init__(self, t: Values, cos: Tensor, sin: Tensor, inner: float, behind: bool) -> None:
-        super().__init__(cos, sin)
-        self.behind, self.inner, self.one = behind, inner, torch.ones((), device=cos.device)
-        groups = ("wo",), ("gate", "up"), ("down",), ("q", "k", "v")
-        self.weights = {g: quantised(torch.cat([t[n] for n in g]), g[0] == "q") for g in groups}
-
-    def products(self, t: Values, x: Tensor, *names: str) -> Sequence[Tensor]:
-        weight, columns = self.weights[names]
-        if names == ("down",):
-            narrow = e4m3((x / self.inner).clamp(-E4M3_MAX, E4M3_MAX))
-            rows = torch.full((len(x),), self.inner, device=x.device)
-        else:
-            narrow, rows = quantised(x)
-        if self.behind:
-            y = scaled_product(narrow, weight, self.one, self.one).float()
-            y = (y * rows[:, None] * columns).bfloat16()
-        else:
-            y = scaled_product(narrow, weight, rows[:, None], columns[None])
-        return y.split([len(t[name]) for name in names], dim=1)
-
-
-def e4m3(x: Tensor) -> Tensor:
-    """Round to FP8."""
-    return x.to(torch.float8_e4m3fn)
-
-
-def quantised(x: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """Round rows to FP8 by their own maxima, or by one; the values and a scale for each row."""
-    wide = x.float()
-    scale = wide.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
-    scale = scale.max().expand(len(scale)).contiguous() if whole else scale
-    return e4m3(wide / scale[:, None]), scale
-
-
-def scaled_product(a: Tensor, weight: Tensor, *scales: Tensor) -> Tensor:
-    """Multiply in FP8, summed in the fast form: the accepted kernels have no other."""
-    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return torch._scaled_mm(a, weight.T, *scales, **options)  # pyright: ignore
-
-
-def _values(w: Widths, tokens: int, device: str) -> tuple[Values, Tensor, Tensor]:
+def values(w: Widths, tokens: int, device: str) -> tuple[Values, Tensor, Tensor]:
     """Draw what a block takes, and the rotation's cosines and sines."""
     torch.manual_seed(0)
 
@@ -245,11 +188,11 @@ def _normed(x: Tensor, gamma: Tensor) -> Tensor:
     return gamma * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def _wide(t: Values) -> Values:
+def wide(t: Values) -> Values:
     return {n: v.detach().float().requires_grad_(v.requires_grad) for n, v in t.items()}
 
 
-def _compiled(way: Way, t: Values, phase: str) -> Contender:
+def compiled(way: Way, t: Values, phase: str) -> Contender:
     import torch._functorch.config as functorch
 
     # A backward pass that is taken again has to leave what it reads; else that memory is reused.
@@ -277,13 +220,13 @@ def _multiplied(pairs: Sequence[tuple[Tensor, Tensor]], phase: str) -> Contender
 
 def _block(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
     w = widths.shrunk(shrink)
-    t, cos, sin = _values(w, TOKENS // shrink, device)
+    t, cos, sin = values(w, TOKENS // shrink, device)
     t = {name: value.requires_grad_() for name, value in t.items()}
-    ops, liger, ours = Ops(cos, sin), LigerOps(cos, sin), _Ours(w, cos, sin)
+    ops, liger, ours = Ops(cos, sin), LigerOps(cos, sin), Ours(w, cos, sin)
 
     def packed() -> Contender:
         own = {n: x.detach().clone().requires_grad_() for n, x in ours.packed(t).items()}
-        return _turned(w, ours.block, own, phase)
+        return turned(w, ours.block, own, phase)
 
     def bare() -> Contender:
         act = torch.randn(len(t["x"]), w.ffn, device=device).bfloat16()
@@ -293,18 +236,18 @@ def _block(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
         return _multiplied([(a.detach(), b.detach()) for a, b in zip(rows, weights)], phase)  # noqa: B905
 
     makers = {
-        "ours": lambda: _turned(w, lambda t: ours.block(ours.packed(t)), t, phase),
+        "ours": lambda: turned(w, lambda t: ours.block(ours.packed(t)), t, phase),
         "packed": packed,
         "gemm": bare,
         "eager": lambda: Contender(differentiated(ops.block, t, phase)),
-        "compile": lambda: _compiled(ops.block, t, phase),
+        "compile": lambda: compiled(ops.block, t, phase),
         "liger": lambda: Contender(differentiated(liger.block, t, phase)),
-        "liger, compiled": lambda: _compiled(liger.block, t, phase),
+        "liger, compiled": lambda: compiled(liger.block, t, phase),
     }
-    return Setup(makers, differentiated(ops.block, _wide(t), phase)(0), LIMIT)
+    return Setup(makers, differentiated(ops.block, wide(t), phase)(0), LIMIT)
 
 
-class _Ours:
+class Ours:
     """A block by `coda_agent.layers`, as patched models run it."""
 
     def __init__(self, w: Widths, cos: Tensor, sin: Tensor) -> None:
@@ -332,7 +275,7 @@ class _Ours:
         return norm_linear(x, given, t["gamma2"], *qkv)
 
 
-def _turned(w: Widths, way: Way, t: Values, phase: str) -> Contender:
+def turned(w: Widths, way: Way, t: Values, phase: str) -> Contender:
     """Make a contender whose query and key have pairs in turn where the others have halves."""
 
     def halves(t: Values) -> tuple[Tensor, ...]:
@@ -343,56 +286,9 @@ def _turned(w: Widths, way: Way, t: Values, phase: str) -> Contender:
     return Contender(differentiated(way, t, phase), lambda: differentiated(halves, t, phase)(0))
 
 
-def _fp8_block(widths: Widths, device: str, shrink: int) -> Setup:
-    w = widths.shrunk(shrink)
-    t, cos, sin = _values(w, TOKENS // shrink, device)
-    plain = Ops(cos, sin)
-    with torch.no_grad():
-        x = t["x"] + plain.products(t, t["a"], "wo")[0]
-        act = plain.gate(*plain.products(t, plain.norm(x, t["gamma"]), "gate", "up"))
-        inner = float(act.abs().max()) / E4M3_MAX
-        truth = differentiated(plain.block, _wide(t), "forward")(0)
-    scaled, behind = (Fp8Ops(t, cos, sin, inner, late) for late in (False, True))
-
-    def bare() -> Contender:
-        narrow = [(quantised(t["a"])[0], "wo"), (quantised(t["x"])[0], "gate")]
-        narrow += [(e4m3(act / inner), "down"), (quantised(t["x"])[0], "q")]
-        weights = {names[0]: weight for names, (weight, _) in scaled.weights.items()}
-        one = scaled.one
-        return Contender(
-            lambda _: [scaled_product(a, weights[n], one, one) for a, n in narrow], lambda: {}
-        )
-
-    makers = {
-        "ours": lambda: _turned(w, _ours_fp8(w, t, cos, sin, inner), t, "forward"),
-        "gemm": bare,
-        "eager": lambda: Contender(differentiated(scaled.block, t, "forward")),
-        "compile": lambda: _compiled(scaled.block, t, "forward"),
-        "compile, scales behind": lambda: _compiled(behind.block, t, "forward"),
-    }
-    return Setup(makers, truth, LIMIT_8_BIT)
-
-
-def _ours_fp8(w: Widths, t: Values, cos: Tensor, sin: Tensor, inner: float) -> Way:
-    """Make the block by `coda_agent.layers.fp8`, its weights quantised and packed in front."""
-    from coda_agent.layers import fp8
-
-    ours = _Ours(w, cos, sin)
-    packed = ours.packed(t)
-    o, gate_up, down = (fp8.quantised(packed[n]) for n in ("wo", "gate_up", "down"))
-    qkv = fp8.quantised_whole(packed["qkv"])
-
-    def block(t: Values) -> tuple[Tensor, ...]:
-        x, given = fp8.linear_residual_norm(t["a"], o, t["x"], t["gamma"], EPS)
-        x, given, _ = fp8.mlp(x, given, gate_up, down, inner, t["gamma2"], EPS)
-        return *fp8.norm_linear(given, qkv, w.sizes, ours.table), x
-
-    return block
-
-
 def _head(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
     w = widths.shrunk(shrink)
-    t, *_ = _values(w, TOKENS // shrink, device)
+    t, *_ = values(w, TOKENS // shrink, device)
     t = {name: value.requires_grad_() for name, value in t.items()}
     targets = torch.randint(0, w.words, (len(t["x"]),), device=device)
 
@@ -419,8 +315,8 @@ def _head(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
         "ours": lambda: Contender(differentiated(ours, t, phase)),
         "gemm": lambda: _multiplied(pairs, phase),
         "eager": lambda: Contender(differentiated(plain, t, phase)),
-        "compile": lambda: _compiled(plain, t, phase),
+        "compile": lambda: compiled(plain, t, phase),
         "liger": lambda: Contender(differentiated(liger, t, phase)),
-        "liger, compiled": lambda: _compiled(liger, t, phase),
+        "liger, compiled": lambda: compiled(liger, t, phase),
     }
-    return Setup(makers, differentiated(plain, _wide(t), phase)(0), LIMIT)
+    return Setup(makers, differentiated(plain, wide(t), phase)(0), LIMIT)

@@ -82,7 +82,8 @@ def _setup(site: str, layer: int, device: str, shrink: int) -> Setup:
         from quack.rmsnorm import rmsnorm
 
         h = gemm_add(x, w1.t(), residual, tuned=False)
-        return gemm(rmsnorm(h, gamma, eps=EPS), w2.t(), tuned=False)
+        product: Any = gemm(rmsnorm(h, gamma, eps=EPS), w2.t(), tuned=False)
+        return product
 
     ways = {"ours": ours, "eager": partial(_path, x, w1, residual, gamma, w2), "quack": quack}
     makers = {name: lambda way=way: Contender(lambda _: {"y": way()}) for name, way in ways.items()}

@@ -81,8 +81,6 @@ class Bench:
         """
         path, started = self.root / FOLDER / f"{suite.name}.jsonl", time.monotonic()
         known, cases = read(path, Cell), chosen(suite, choice)
-        for regime in choice.regimes:
-            _check("regime", regime, [*self.clocks, UNTIMED])
         missing: list[tuple[Case, list[str]]] = []
         for case in cases:
             cells = {r: [known.get((case.name, n, r)) for n in _wanted(case, choice)]
@@ -241,7 +239,7 @@ def chosen(suite: Suite, choice: Choice) -> list[Case]:
     """List the cases of a choice.
 
     Raises:
-        CodaError: no case, or no contender, is called so.
+        CodaError: no case, contender or regime is called so.
     """
 
     def holds(case: Case, words: str) -> bool:
@@ -253,6 +251,8 @@ def chosen(suite: Suite, choice: Choice) -> list[Case]:
     cases = [c for c in suite.cases if not choice.cases or any(holds(c, w) for w in choice.cases)]
     for name in choice.contenders:
         _check("contender", name, dict.fromkeys(n for case in suite.cases for n in case.contenders))
+    for regime in choice.regimes:
+        _check("regime", regime, [*CLOCKS, UNTIMED])
     return cases
 
 

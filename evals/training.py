@@ -85,9 +85,10 @@ class _Model:
             )
         except ImportError:
             raise Absent("transformers is not installed") from None
-        self.fp8, self.device, self.home = fp8, device, modeling_llama
+        self.fp8, self.device = fp8, device
+        self.home: Any = modeling_llama
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        config = modeling_llama.LlamaConfig(
+        config = self.home.LlamaConfig(
             hidden_size=llama.width, intermediate_size=llama.ffn, num_hidden_layers=llama.layers,
             num_attention_heads=llama.heads, num_key_value_heads=llama.kv_heads,
             vocab_size=llama.words, max_position_embeddings=max(llama.length, 2048),
@@ -98,10 +99,10 @@ class _Model:
         torch.set_default_dtype(torch.bfloat16)  # of parameters alone: frequencies stay float32
         try:
             with torch.device(device):
-                self.model = modeling_llama.LlamaForCausalLM(config).train()
+                self.model: Any = self.home.LlamaForCausalLM(config).train()
         finally:
             torch.set_default_dtype(default)
-        self.rotation = modeling_llama.apply_rotary_pos_emb
+        self.rotation = self.home.apply_rotary_pos_emb
         shape = self.ranks * llama.batch, llama.length
         self.all = torch.randint(llama.words, shape, device=device)
         self.ids = self.all[dist.get_rank() :: self.ranks] if self.ranks > 1 else self.all
@@ -165,7 +166,7 @@ class _Model:
             if "folded" in name:
                 fold_mask(model)
             if self.fp8:
-                from coda_agent.evals.float8_linear import converted
+                from coda_agent.evals.float8 import converted
 
                 return [converted(model)]
         return []

@@ -163,13 +163,17 @@ def plan(
                 for trial in range(1, count + 1):
                     task = Task(workspace, suite, spec, author, trial, device, without, options)
                     record = held.get(task.key)
-                    fresh = record and record.counts and not record.stale
-                    fresh = fresh and record.spec_digest == specs[spec].digest
-                    if record and fresh and not (again and record.commit != commit):
+                    if record and _stands(record, specs[spec], again and commit):
                         found.done.append(record)
                     else:
                         found.tasks.append(task)
     return found
+
+
+def _stands(record: Trial, spec: Spec, commit: str | Literal[False]) -> bool:
+    """Say whether a trial need not be done again; where a commit is given, only one of that."""
+    fresh = record.counts and not record.stale and record.spec_digest == spec.digest
+    return fresh and (not commit or record.commit == commit)
 
 
 def run(

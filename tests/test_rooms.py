@@ -22,7 +22,7 @@ ROOMS = (
     "evals",
 )
 # Rooms within rooms. What is left of `agent` is single modules, which are rooms of their own here.
-INNER = ("agent.authors.claude", "agent.authors.composer", "evals.judge")
+INNER = ("agent.authors.claude", "agent.authors.composer", "evals.cli", "evals.judge")
 
 Arrows = dict[str, set[str]]
 

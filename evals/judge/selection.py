@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from coda_agent.agent.workspace import Workspace
+from coda_agent.agent.workspace import Workspace, kernel_names
 from coda_agent.demos import demos
 from coda_agent.evals.judge.by_hand import AUTHORS, right_programs, written
 from coda_agent.evals.judge.corpus import Subject, demonstrations, kernels, rewrites
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def accepted(workspace: Workspace) -> list[Subject]:
-    """Every program of the accepted kernels."""
-    return kernels(load_kernel(kernel.folder) for kernel in workspace.kernels())
+    """Every program of the accepted kernels, the workspace's before the package's."""
+    return kernels(load_kernel(kernel.folder) for kernel in kernel_names(workspace).values())
 
 
 def mutants(workspace: Workspace, name: str, *, count: int | None, seed: int) -> list[Mutant]:
@@ -34,7 +34,10 @@ def authors(workspace: Workspace) -> list[Mutant]:
 def by_hand(workspace: Workspace, name: str) -> list[Mutant]:
     """The wrong programs of a set that people wrote."""
     first = {s.spec.name: s for s in accepted(workspace) if s.is_default}
-    texts = {kernel.name: kernel.program.read_text("utf-8") for kernel in workspace.kernels()}
+    texts = {
+        kernel.name: kernel.program.read_text("utf-8")
+        for kernel in kernel_names(workspace).values()
+    }
     return written(name, {kernel: (first[kernel], text) for kernel, text in texts.items()})
 
 

@@ -145,5 +145,5 @@ def test_equal_authors_are_rarely_ranked_apart() -> None:
     wrong = 0
     for seed in range(100):
         pair = [author([0.3, 0.5, 0.7, 0.9] * 2, 2, 1000 + 2 * seed + i) for i in (0, 1)]
-        wrong += ranks(*pair) != [1, 1]
+        wrong += ranks(pair[0], pair[1]) != [1, 1]
     assert wrong <= 12

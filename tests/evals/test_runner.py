@@ -163,7 +163,10 @@ def test_contenders_and_regimes_are_chosen(tmp_path: Path, monkeypatch: pytest.M
     _, cells = run(tmp_path, cases, clock, regimes=["untimed"])
     assert len(clock.seen) == 4
     assert cells["one", "ours", "untimed"].time_us is None
-    for choice in ({"cases": ["bloc"]}, {"contenders": ["mine"]}, {"regimes": ["cold"]}):
+    wrong: list[dict[str, Any]] = [
+        {"cases": ["bloc"]}, {"contenders": ["mine"]}, {"regimes": ["cold"]}
+    ]  # fmt: skip
+    for choice in wrong:
         with pytest.raises(CodaError, match=r"no (case|contender|regime) '.*', expected "):
             run(tmp_path, cases, clock, **choice)
 

@@ -39,8 +39,8 @@ def test_first_losses_are_the_models_own(tmp_path: Path, name: str) -> None:
 
 def test_a_step_trains_the_shared_weights_and_packed_its_own() -> None:
     setup = CASES["train-1b"].make("cpu", 64)
-    made: Any = CASES["train-1b"].make.args[0]
-    assert made == Llama() and setup.limit == 0.01
+    make: Any = CASES["train-1b"].make
+    assert make.args[0] == Llama() and setup.limit == 0.01
     home = _Model(Llama().shrunk(64), False, "cpu")
     before = {n: p.detach().clone() for n, p in home.model.named_parameters()}
     packed, loss, _ = home.contender("packed", True)

@@ -1,5 +1,8 @@
-"""A model whose linears multiply in FP8 by PyTorch alone, forward and backward: by torchao's
-row-wise recipe, or by `torch._scaled_mm` where torchao is not installed."""
+"""FP8 by PyTorch alone: rounding, products, and a model's linears, forward and backward.
+
+Linears are torchao's, by its row-wise recipe, or go by `torch._scaled_mm` where it is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LARGEST = 448.0
+E4M3_MAX = 448.0
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """Round to FP8."""
+    return x.to(torch.float8_e4m3fn)
+
+
+def quantised(x: Tensor, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """Round rows to FP8 by their own maxima, or by one; the values and a scale for each row."""
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp(min=1e-12) / E4M3_MAX
+    scale = scale.max().expand(len(scale)).contiguous() if whole else scale
+    return e4m3(wide / scale[:, None]).contiguous(), scale
+
+
+def scaled_product(a: Tensor, weight: Tensor, *scales: Tensor, fast: bool = True) -> Tensor:
+    """Multiply in FP8; the fast form of the sum is the only one of the accepted kernels."""
+    product: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return product(a, weight.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def converted(model: nn.Module) -> str:
@@ -54,15 +76,6 @@ class _Product(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
-    """a bᵀ; forward it is summed in the fast form, as torchao's recipe has it."""
-    (left, scale), (right, other) = _quantised(a), _quantised(b)
-    product: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    scales = scale[:, None], other[None]
-    return product(left, right.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows by their own maxima, contiguous in e4m3."""
-    wide = x.float()
-    scale = wide.abs().amax(-1).clamp(min=1e-12) / _LARGEST
-    return (wide / scale[:, None]).to(torch.float8_e4m3fn).contiguous(), scale
+    """Multiply a by bᵀ; forward the sum is in the fast form, as torchao's recipe has it."""
+    (left, scale), (right, other) = quantised(a), quantised(b)
+    return scaled_product(left, right, scale[:, None], other[None], fast=fast)

@@ -1,4 +1,4 @@
-"""Tests of evals/float8_linear.py: linears in FP8 against float64."""
+"""Tests of evals/float8.py: linears in FP8 against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from coda_agent.evals.float8_linear import converted
+from coda_agent.evals.float8 import converted
 
 
 @pytest.mark.parametrize("bias", [False, True])
