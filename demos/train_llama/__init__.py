@@ -5,6 +5,5 @@
 - The text is that of the shipped specs, in bytes. A seed draws the first weights and the batches.
 - Models of one seed take turns at each step, so that times compare.
 - Weights are bfloat16; AdamW keeps float32 ones and rounds them after each step.
-- DIR gets results.json and loss.svg. An interrupted run leaves state.pt, from which the same
-  command goes on.
+- DIR gets results.json. An interrupted run leaves state.pt, from which the same command goes on.
 """

@@ -41,10 +41,13 @@ def main(
     save_every: Annotated[
         int, typer.Option(min=0, help="Steps between two states on disk; 0: when interrupted only.")
     ] = 100,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the losses, too; needs matplotlib.")
+    ] = None,
 ) -> None:
     """Train a small Llama by the kernels and by PyTorch, and compare losses, time and memory."""
     try:
-        done = _run(out, steps, seeds, size, device, compare, save_every)
+        done = _run(out, steps, seeds, size, device, compare, save_every, figure)
     except (CodaError, OSError) as error:
         typer.echo(f"train_llama: {error}", err=True)
         raise typer.Exit(getattr(error, "exit_code", 2)) from error
@@ -52,8 +55,9 @@ def main(
 
 
 def _run(
-    out: Path, steps: int, seeds: int, size: str, device: str | None, compare: bool, save_every: int
-) -> int:
+    out: Path, steps: int, seeds: int, size: str, device: str | None, compare: bool,
+    save_every: int, figure: Path | None,
+) -> int:  # fmt: skip
     import torch
     from rich.console import Console
     from rich.progress import (
@@ -92,7 +96,6 @@ def _run(
     if records is None:
         typer.echo(f"Interrupted. The same command goes on from {out / 'state.pt'}.", err=True)
         return 130
-    (out / "loss.svg").write_text(results.drawn(records), "utf-8")
     sizes = SIZES[size]
     header, *body = results.rows(records, sizes.batch * sizes.context)
     interpreted = "; on a CPU kernels are interpreted" if device == "cpu" else ""
@@ -101,7 +104,9 @@ def _run(
         table.add_row(*row)
     Console().print(table)
     within, lines = results.verdict(records)
-    typer.echo("\n".join([*lines, f"Curves: {out / 'loss.svg'}"]))
+    typer.echo("\n".join(lines))
+    if figure:
+        results.draw(records, figure)
     return 0 if within else 1
 
 

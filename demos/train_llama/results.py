@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from coda_agent.demos.train_llama.chart import Panel, chart
+from coda_agent.primitives.errors import MachineError
 
 _Records = Sequence[dict[str, Any]]
 # Student's t, two-sided 95 %, of 1 to 9 degrees of freedom; of more it is smaller.
@@ -72,12 +73,20 @@ def rows(records: _Records, tokens: int) -> list[tuple[str, ...]]:
     return found
 
 
-def drawn(records: _Records) -> str:
-    """loss.svg: losses by step, and how far each is from the mean of PyTorch's seeds."""
+class Panel(NamedTuple):
+    """Lines of the same steps by form, over a band from its lower to its upper edge."""
+
+    title: str
+    lines: dict[str, list[list[float]]]
+    band: tuple[list[float], list[float]] | None = None
+
+
+def panels(records: _Records) -> list[Panel]:
+    """The losses by step, and how far each is from the mean of PyTorch's seeds."""
     lines: dict[str, list[list[float]]] = {}
     for record in records:
         lines.setdefault(record["form"], []).append(_smooth(record["losses"]))
-    panels = [Panel("Loss (mean of 10 steps)", lines)]
+    found = [Panel("Loss (mean of 10 steps)", lines)]
     if "PyTorch" in lines:
         steps = [*zip(*lines["PyTorch"], strict=True)]
         middle = [statistics.fmean(step) for step in steps]
@@ -85,8 +94,32 @@ def drawn(records: _Records) -> str:
         del apart["PyTorch"]
         band = _less(map(min, steps), middle), _less(map(max, steps), middle)
         title = "The same less the mean of PyTorch's seeds, which lie in the band"
-        panels.append(Panel(title, apart, band))
-    return chart("A small Llama in training", panels)
+        found.append(Panel(title, apart, band))
+    return found
+
+
+def draw(records: _Records, path: Path) -> None:
+    """Draw the panels.
+
+    Raises:
+        MachineError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        hint = "pip install 'coda-agent[docs]'"
+        raise MachineError("a figure needs matplotlib, which is not installed", hint=hint) from None
+    shown = panels(records)
+    figure, places = pyplot.subplots(len(shown), squeeze=False, sharex=True)
+    for panel, place in zip(shown, places[:, 0], strict=True):
+        if panel.band:
+            place.fill_between(range(len(panel.band[0])), *panel.band, alpha=0.3)
+        for number, (form, lines) in enumerate(panel.lines.items()):
+            for seed, line in enumerate(lines):
+                place.plot(line, color=f"C{number}", label=form if not seed else None)
+        place.set_title(panel.title)
+        place.legend()
+    figure.savefig(path)
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
