@@ -45,7 +45,7 @@ BaseUrl = Annotated[
 Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold back (A/B).")]
 
 
-@reported("contended")
+@reported("contended", compiles=True)
 def generate(
     spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
@@ -83,7 +83,7 @@ def generate(
     return outcomes([outcome], single=True)
 
 
-@reported("contended")
+@reported("contended", compiles=True)
 def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     """Go on with a model's run where it stopped, by its own limits unless others are given."""
     workspace = find()
@@ -147,7 +147,7 @@ def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[l
         return guessed, f"estimated: {error.message}"
 
 
-@reported(json_too=False)
+@reported(json_too=False, compiles=True)
 def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     workspace = find()

@@ -82,7 +82,7 @@ def _exports(folders: list[Path]) -> Reply:
     return Reply({"exports": found}, text, WorkspaceError.exit_code if faults else 0)
 
 
-@reported()
+@reported(compiles=True)
 def explain(
     target: Annotated[
         str, typer.Argument(metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION")

@@ -17,7 +17,7 @@ from coda_agent.specs import load_spec
 _Names = list[str] | None
 
 
-@reported()
+@reported(compiles=True)
 def derive(
     spec: Annotated[str, typer.Argument(help="A forward spec's path or name.")],
     backward: Annotated[bool, typer.Option("--backward", help="What to derive.")] = False,

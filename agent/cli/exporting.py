@@ -15,7 +15,7 @@ from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.target import ARCHITECTURES
 
 
-@reported()
+@reported(compiles=True)
 def export(
     kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...")],
     out: Annotated[Path, typer.Option(help="The folder of the repository.")],

@@ -12,11 +12,11 @@ from coda_agent.agent.cli.options import All, DeviceOption, Kernels, NoCommit
 from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.workspace import Kernel, Workspace, find, kernel_names
+from coda_agent.agent.workspace import Kernel, Workspace, find, kernel_names, resolve_kernel
 from coda_agent.primitives.errors import CodaError
 
 
-@reported()
+@reported(compiles=True)
 def check(
     target: Annotated[str, typer.Argument(metavar="FILE|KERNEL")],
     spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
@@ -37,7 +37,7 @@ def check(
     return outcomes([outcome], single=True)
 
 
-@reported("contended")
+@reported("contended", compiles=True)
 def verify(
     kernels: Kernels = None,
     every: All = False,
@@ -69,7 +69,7 @@ def verify(
         else:
             records.append(outcome.record())
             said = report.sentence(outcome) if every else report.told(outcome)
-        kernel = workspace.kernel(name)
+        kernel = resolve_kernel(name, workspace)
         if other := _differing(workspace, kernel):
             said += f"\n{name}: its spec.md differs from {other}; generate makes a kernel of that"
         if not no_commit and (again := _again(kernel)):

@@ -20,6 +20,7 @@ from coda_agent.agent.cli.options import SHARED
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
 from coda_agent.agent.tables import columns
+from coda_agent.primitives.objects import writable_cache
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -31,15 +32,18 @@ _AS_JSON = ContextVar("_AS_JSON", default=False)
 
 
 def reported(
-    *shared: str, json_too: bool = True
+    *shared: str, json_too: bool = True, compiles: bool = False
 ) -> Callable[[Callable[..., Reply]], Callable[..., None]]:
-    """Make a function returning a Reply a command, which has options of `SHARED` and --json."""
+    """Make a function returning a Reply a command, which has options of `SHARED` and --json.
+
+    One that `compiles` begins only where the cache can be written.
+    """
 
     def decorate(command: Callable[..., Reply]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(*, as_json: bool = False, **given: Any) -> None:
             with _one_document() if as_json else contextlib.nullcontext():
-                reply = answered(lambda: command(**_own(shared, given)))
+                reply = answered(lambda: command(**_own(shared, given, compiles)))
             if said := json.dumps(plain(reply.document), indent=1) if as_json else reply.text:
                 typer.echo(said, err=reply.err and not as_json)
             raise typer.Exit(reply.code)
@@ -56,8 +60,14 @@ def reported(
     return decorate
 
 
-def _own(shared: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """What of the options a command takes itself; the others go to where `SHARED` says."""
+def _own(shared: Sequence[str], given: dict[str, Any], compiles: bool) -> dict[str, Any]:
+    """Return the options that a command takes itself; the others go to where `SHARED` says.
+
+    Raises:
+        MachineError: the command compiles, and the cache cannot be written.
+    """
+    if compiles:
+        writable_cache()
     for name in shared:
         if value := given.pop(name):
             os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)

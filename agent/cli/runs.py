@@ -17,7 +17,7 @@ from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import find
 
 
-@reported("contended")
+@reported("contended", compiles=True)
 def replay(
     run: RunName,
     device: DeviceOption = "auto",

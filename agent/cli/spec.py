@@ -38,7 +38,7 @@ Shapes = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
 
 
-@reported()
+@reported(compiles=True)
 def new(
     function: Annotated[
         str, typer.Argument(metavar="MODULE:FUNCTION|FILE.py:FUNCTION|-", help="- reads stdin.")
@@ -65,7 +65,7 @@ def new(
     return Reply(_about(spec), f"{path}: {_line(spec)}\nnext: coda-agent generate {called}")
 
 
-@reported()
+@reported(compiles=True)
 def check(spec: Annotated[str, typer.Argument(help="A spec's path or name.")]) -> Reply:
     """Parse SPEC and admit it; no program is written or judged."""
     found = load_spec(resolve_spec(spec, here()))

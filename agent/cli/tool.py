@@ -23,7 +23,7 @@ _TEXTS = {"write_candidate", "edit_candidate"}
 """The tools whose help has the rules of the language."""
 
 
-@reported("contended")
+@reported("contended", compiles=True)
 def tool(
     context: typer.Context,
     name: Annotated[

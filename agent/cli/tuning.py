@@ -39,7 +39,7 @@ RowsOption = Annotated[str, typer.Option(help="Values of M, with --from-model.")
 ROWS = "1,16,64,128,512,2048,8192"
 
 
-@reported("contended")
+@reported("contended", compiles=True)
 def tune(
     kernel: Annotated[str, typer.Argument(help="A kernel of the workspace or of the package.")],
     shape: ShapeOption = None,
@@ -76,7 +76,7 @@ def tune(
     return Reply({"tuned": lines, "cache": path, "commit": sha}, "\n".join(text))
 
 
-@reported()
+@reported(compiles=True)
 def warm(
     kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help="As for tune.")],
     shape: ShapeOption = None,
@@ -102,7 +102,7 @@ def warm(
     return Reply(vars(built), text, REFUSED if built.failed else 0)
 
 
-@reported("contended")
+@reported("contended", compiles=True)
 def fit(
     kernels: Kernels = None,
     every: All = False,

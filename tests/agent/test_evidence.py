@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 TOOLS = {"nvidia-cutlass-dsl": "4", "quack-kernels": "0"}
 NOW = {"spec": sha("s"), "candidate": sha("c")}
 GPU = {"device": "cuda", "gpu": {"name": "H", "driver_version": "1", "power.draw": "3"},
-       "packages": TOOLS, "sandbox": {"tier": "landlock", "missing": {}}}  # fmt: skip
+       "packages": TOOLS}  # fmt: skip
 CPU = {"device": "cpu", "packages": TOOLS}
 
 
@@ -112,9 +112,7 @@ def test_it_reads_itself_back_and_is_short() -> None:
         assert found.level == "accepted" and found.passed
     first = made(judged())
     assert Evidence.model_validate_json(first.text()) == first and first.text() == first.text()
-    assert first.machine == Machine(
-        device="cuda", gpu="H", driver="1", sandbox="landlock", packages=dict(TOOLS)
-    )
+    assert first.machine == Machine(device="cuda", gpu="H", driver="1", packages=dict(TOOLS))
     assert "power" not in first.text() and "times_us" not in first.text()
     assert first.compiled and first.compiled.kernels == 30
 

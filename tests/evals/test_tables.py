@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,5 +116,7 @@ def test_the_readme_gives_the_means_of_the_records() -> None:
                     and c.case.endswith(f" {size}"))  # fmt: skip
 
     gemm, compiled = ([paper(name, size) for size in (4096, 8192)] for name in ("gemm", "compile"))
-    assert re.search(rf"\b{gemm[0]} \(M = N = K = 4096\) and {gemm[1]} \(8192\)", text)
+    assert (
+        f"{gemm[0]} of the speed of the bare cuBLAS product at 4096, and {gemm[1]} at 8192" in text
+    )
     assert f"{compiled[0]} and {compiled[1]} times as fast as torch.compile" in text
