@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coda_agent.evals.float8_linear import Float8Linear
+from coda_agent.evals.float8 import Float8Linear
 from coda_agent.layers import apply_coda_kernels, linear_residual_norm, mlp, norm_linear, normed
 from coda_agent.layers.modules import HUGGING_FACE, DecoderLayer
 from tests.layers.llama import Config, Layer, positions
