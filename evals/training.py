@@ -107,6 +107,13 @@ class _Model:
         self.all = torch.randint(llama.words, shape, device=device)
         self.ids = self.all[dist.get_rank() :: self.ranks] if self.ranks > 1 else self.all
         self.optimizer = adamw(self.model)
+        self.start = [p.detach().to("cpu", copy=True) for p in self.model.parameters()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the model the weights that it began with."""
+        for p, start in zip(self.model.parameters(), self.start, strict=True):
+            p.copy_(start)
 
     def loss(self) -> torch.Tensor:
         """Compute the model's own loss, a sequence at a time: logits of all take 17 GB."""
@@ -216,6 +223,7 @@ def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
     home = _Model(llama.shrunk(shrink), fp8, device)
 
     def made(name: str) -> Contender:
+        home.restore()  # the contender before this one has stepped
         own = home.ranks > 1 or name == "packed"
         model, loss, notes = home.contender(name, own)
         optimizer = adamw(model) if own else home.optimizer

@@ -52,6 +52,15 @@ def test_a_step_trains_the_shared_weights_and_packed_its_own() -> None:
                for n, p in home.model.named_parameters())  # fmt: skip
 
 
+def test_a_contender_begins_where_the_one_before_it_did() -> None:
+    setup = CASES["train-1b"].make("cpu", 64)
+    first = setup.makers["ours"]()
+    loss = first.checked()["loss"]
+    for i in range(3):
+        first.call(i)
+    assert setup.makers["ours"]().checked()["loss"] == loss
+
+
 def test_a_library_that_changes_the_module_changes_no_other_contender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
