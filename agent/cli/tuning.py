@@ -76,7 +76,7 @@ def tune(
     return Reply({"tuned": lines, "cache": path, "commit": sha}, "\n".join(text))
 
 
-@reported(compiles=True)
+@reported()
 def warm(
     kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help="As for tune.")],
     shape: ShapeOption = None,
