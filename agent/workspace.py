@@ -45,18 +45,23 @@ def run_git(folder: Path, *args: str) -> bytes:
         GitError: git exited with anything but 0.
         MachineError: there is no git executable.
     """
+    no_git = MachineError("git was not found", hint="install git and put it on PATH")
     try:
         from git.cmd import Git
+        from git.exc import GitCommandNotFound
     except ImportError as error:  # GitPython looks for the executable when it is imported
-        raise MachineError("git was not found", hint="install git and put it on PATH") from error
+        raise no_git from error
     # Paths are names, not patterns, and to look takes no lock. reference-transaction and
     # post-index-change hooks run even under plumbing commands.
     options = ("--literal-pathspecs", "--no-optional-locks", "-c", "core.hooksPath=/dev/null")
     command = ["git", *options, *args]
-    status, stdout, stderr = Git(folder).execute(
-        command, with_extended_output=True, with_exceptions=False,
-        stdout_as_string=False, strip_newline_in_stdout=False,
-    )  # fmt: skip
+    try:
+        status, stdout, stderr = Git(folder).execute(
+            command, with_extended_output=True, with_exceptions=False,
+            stdout_as_string=False, strip_newline_in_stdout=False,
+        )  # fmt: skip
+    except GitCommandNotFound as error:  # it was there at the import
+        raise no_git from error
     if status != 0:
         said = stderr if isinstance(stderr, str) else bytes(stderr).decode(errors="replace")
         if lock := re.search(r"Unable to create '(.+\.lock)': File exists", said):
