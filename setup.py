@@ -7,6 +7,7 @@ ROOMS = (
     "primitives",
     "demos",
     "specs",
+    "runtime",
     "generated",
     "layers",
     "fuse",

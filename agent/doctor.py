@@ -12,7 +12,7 @@ from coda_agent.agent.execution.confinement import missing
 from coda_agent.agent.judge.machine import Gpu, smi
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import writable_cache
-from coda_agent.primitives.target import find_tool
+from coda_agent.runtime.target import find_tool
 
 _PACKAGES = (
     ("torch", "torch", "the reference and the interpreter: `proved`"),
@@ -92,7 +92,7 @@ def _gpu() -> Iterator[Item]:
 
 def _dispatch(gpu: str) -> Item:
     """Whether tiles are picked by what was measured on a GPU, or by the prior."""
-    from coda_agent.generated.tables import PACKAGED, file, read
+    from coda_agent.runtime.dispatch_tables import PACKAGED, file, read
 
     table, value = read(PACKAGED, gpu), None
     if table:

@@ -13,8 +13,8 @@ from coda_agent.primitives.inspect import describe
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.syntax import program_names
-from coda_agent.primitives.target import ARCHITECTURES, sass
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.runtime.target import ARCHITECTURES, sass
 from coda_agent.specs import Spec
 
 _LIMIT_S = 300.0

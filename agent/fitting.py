@@ -11,11 +11,11 @@ from coda_agent.agent.judge import Observer, compile_gate, survey_candidate
 from coda_agent.agent.judge.executor import Executor, usable
 from coda_agent.agent.judge.records import VERSIONS, Survey
 from coda_agent.agent.workspace import Kernel
-from coda_agent.generated.tables import Entry, Table, read, width
-from coda_agent.primitives.dispatch import Regret, Shape
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.fit import Times, fit, held_back, undisturbed
 from coda_agent.primitives.reader import read_programs
+from coda_agent.runtime.dispatch import Regret, Shape
+from coda_agent.runtime.dispatch_fit import Times, fit, held_back, undisturbed
+from coda_agent.runtime.dispatch_tables import Entry, Table, read, width
 from coda_agent.specs import Spec, load_spec
 
 _ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -27,11 +27,11 @@ from coda_agent.agent.log import RunLog
 from coda_agent.agent.plain import plain
 from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workspace import Kernel, Run, Workspace, resolve_kernel
-from coda_agent.generated.kernel import Kernel as Function
-from coda_agent.generated.kernel import load_kernel, user_tuning
-from coda_agent.primitives.dispatch import Shape, propose
 from coda_agent.primitives.errors import CompileError, SpecError, WorkspaceError
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.dispatch import Shape, propose
+from coda_agent.runtime.kernel import Kernel as Function
+from coda_agent.runtime.kernel import load_kernel, user_tuning
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.faults import size_faults
 

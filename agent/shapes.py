@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from coda_agent.agent.configuration import configuration, json_of, widths
-from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import text_of
+from coda_agent.runtime.dispatch import Shape
 from coda_agent.specs import Spec
 from coda_agent.specs.format import evaluate
 

@@ -17,16 +17,16 @@ from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import Observer
 from coda_agent.agent.pipeline import check_shape
 from coda_agent.agent.workspace import Kernel
-from coda_agent.generated.kernel import Kernel as Function
-from coda_agent.generated.kernel import load_kernel
-from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError, CompileError
-from coda_agent.primitives.launch import allocate
 from coda_agent.primitives.objects import cache_directory
-from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.dispatch import Shape
+from coda_agent.runtime.kernel import Kernel as Function
+from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.launch import allocate
+from coda_agent.runtime.plan import finalised
 from coda_agent.specs import Spec
 
 Fold = tuple[Program, TileConfig, int, int]

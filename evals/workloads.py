@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from coda_agent.evals.cases import Call
-from coda_agent.generated.kernel import Kernel
+from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import draw_inputs, run_reference
 
 Function = Callable[..., Any]

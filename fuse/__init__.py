@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from coda_agent.agent.plans.fused import fuse, mm
+from coda_agent.fuse.fused import fuse, mm
 
 __all__ = ["fuse", "mm"]
 __signature__ = inspect.signature(fuse)

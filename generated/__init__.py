@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from coda_agent.primitives.suggest import near_matches
 
 if TYPE_CHECKING:
-    from coda_agent.generated.kernel import Kernel
+    from coda_agent.runtime.kernel import Kernel
 
 _ROOT = Path(__file__).parent
 
 
 def __getattr__(name: str) -> Kernel:
     if (_ROOT / name / "kernel.py").is_file():
-        from coda_agent.generated.kernel import load_kernel
+        from coda_agent.runtime.kernel import load_kernel
 
         kernel = globals()[name] = load_kernel(_ROOT / name)
         return kernel

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coda_agent.generated.sharded import distributed
 from coda_agent.layers.passes import ACTIVATIONS
-from coda_agent.primitives.function import exact
+from coda_agent.runtime.function import exact
+from coda_agent.runtime.sharded import distributed
 
 TYPES = torch.bfloat16, torch.float16
 QKV, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")

@@ -36,12 +36,12 @@ from coda_agent.generated import (
     gemm_rmsnorm_rope,
     gemm_rmsnorm_swiglu,
 )
-from coda_agent.generated.sharded import distributed
 from coda_agent.layers import passes
 from coda_agent.layers.fp8_products import FP8, Products, fitting
 from coda_agent.layers.packing import kept_weight, on, turned_weight
 from coda_agent.layers.passes import fused
 from coda_agent.layers.weight_gradient import added, mains
+from coda_agent.runtime.sharded import distributed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

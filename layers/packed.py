@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coda_agent.generated.sharded import distributed
 from coda_agent.layers.modules import HUGGING_FACE
 from coda_agent.layers.packing import interleave, pack_qkv, separate, unpack_qkv
+from coda_agent.runtime.sharded import distributed
 
 _QKV, _GATE_UP = "self_attn.qkv_weight", "mlp.gate_up_weight"
 PLACES = {_QKV: HUGGING_FACE.qkv, _GATE_UP: HUGGING_FACE.gate_up}

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coda_agent.generated.sharded import distributed
 from coda_agent.layers.fingerprint import Fingerprint
 from coda_agent.layers.fit import (
     MLP,
@@ -45,6 +44,7 @@ from coda_agent.layers.functional import (
 )
 from coda_agent.layers.packed import PLACES, Packed
 from coda_agent.layers.packing import interleave, pack_qkv, pair_halves, rotary_table
+from coda_agent.runtime.sharded import distributed
 
 ROTATION = "apply_rotary_pos_emb"
 """What the rotation is called in the module of an attention's class."""

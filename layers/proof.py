@@ -24,7 +24,7 @@ from coda_agent.layers.fit import MLP, Form, form, fsdp, linears, named, norm_of
 from coda_agent.layers.patched import ROTATION, Carried, Layer, make_layer
 from coda_agent.layers.patched_head import Head
 from coda_agent.layers.report import Report
-from coda_agent.primitives.function import exact
+from coda_agent.runtime.function import exact
 
 _WIDTH, _FFN, _WORDS, _TOKENS = 32, 48, 64, 7
 _TOLERANCE = 1e-4

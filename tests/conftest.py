@@ -1,11 +1,12 @@
-"""Skips tests marked `gpu` where there is no Hopper GPU, and draws among those marked `sampled`. Other
-fixtures belong to each room's tests."""
+"""Skips tests marked `gpu` where there is no Hopper GPU, and draws among those marked `sampled`.
+Fixtures of one room are beside its tests."""
 
 from __future__ import annotations
 
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -61,3 +62,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and not _has_hopper():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
+
+
+@pytest.fixture(scope="module")
+def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile for real: objects of earlier runs are neither found nor left behind."""
+    import quack.cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUACK_ARCH", "90")
+        patch.setenv("CUTE_DSL_ARCH", "sm_90a")
+        patch.setattr(quack.cache, "CACHE_DIR", str(tmp_path_factory.mktemp("objects")))
+        yield

@@ -16,8 +16,8 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import Fault, TextError
 from coda_agent.primitives.reader import read_programs
-from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.runtime.target import compile_blind
 
 KINDS = {
     **dict.fromkeys(("C", "D", "E"), Tile),

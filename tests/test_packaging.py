@@ -25,6 +25,7 @@ ROOMS = (
     "integrations",
     "layers",
     "primitives",
+    "runtime",
     "specs",
 )
 

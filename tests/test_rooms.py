@@ -14,6 +14,7 @@ ROOMS = (
     "primitives",
     "specs",
     "demos",
+    "runtime",
     "generated",
     "layers",
     "agent",
@@ -33,9 +34,7 @@ def modules() -> dict[str, Path]:
         for path in (ROOT / room).rglob("*.py"):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
-    return {name: path for name, path in found.items() if not name.endswith(".kernel")} | {
-        "generated.kernel": ROOT / "generated" / "kernel.py"
-    }
+    return {name: path for name, path in found.items() if not name.startswith("generated.")}
 
 
 def imports() -> Arrows:

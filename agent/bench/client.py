@@ -34,7 +34,7 @@ VARIABLE = "CODA_AGENT_BENCH"
 calls under one name wait for each other, and those of another name have a bench of their own."""
 IDLE_S = 600.0
 _SETTINGS = ("CODA_AGENT_", "CUDA_", "QUACK_", "GIT_", "XDG_CACHE_")
-ROOMS = ("agent", "primitives", "specs", "generated", "demos", "evals")
+ROOMS = ("agent", "primitives", "specs", "runtime", "generated", "demos", "evals")
 _START_S, _BUSY_S = 60.0, 2.0
 _KILLED = "the bench was killed: another one takes its place"
 _OTHER_CODE = "the bench has other code than this command: another one takes its place"

@@ -116,7 +116,7 @@ def _planned(
     target: str, stage: str, shapes: list[str], html: Path | None, *, verbose: bool
 ) -> Reply:
     """The plan of a function or of a spec's reference, or one stage of each of its kernels."""
-    from coda_agent.agent.plans import show  # it imports what runs kernels
+    from coda_agent.fuse import show  # it imports what runs kernels
 
     if ":" in target:
         source = source_of(target)

@@ -10,9 +10,9 @@ from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.export.objects import RUN, Wanted
 from coda_agent.agent.export.repository import write
 from coda_agent.agent.reply import Reply
-from coda_agent.primitives.dispatch import H200
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.target import ARCHITECTURES
+from coda_agent.runtime.dispatch import H200
+from coda_agent.runtime.target import ARCHITECTURES
 
 
 @reported(compiles=True)

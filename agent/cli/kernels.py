@@ -132,8 +132,8 @@ def dispatched(folder: Path) -> dict[str, list[str]]:
     else on an H200; or why the kernel cannot be called."""
     import torch
 
-    from coda_agent.generated.kernel import load_kernel
-    from coda_agent.primitives.dispatch import H200
+    from coda_agent.runtime.dispatch import H200
+    from coda_agent.runtime.kernel import load_kernel
 
     try:
         kernel = load_kernel(folder)

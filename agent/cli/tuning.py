@@ -14,10 +14,10 @@ from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.execution import executor
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.workspace import find
-from coda_agent.generated.kernel import user_tuning
-from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.dispatch import Shape
+from coda_agent.runtime.kernel import user_tuning
 from coda_agent.specs import load_spec
 
 ShapeOption = Annotated[

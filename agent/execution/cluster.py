@@ -30,7 +30,7 @@ from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.objects import cache_directory, fingerprint
 
 CONNECT_S = 10
-_SOURCES = ("agent/judge", "agent/execution", "primitives", "specs", "generated")
+_SOURCES = ("agent/judge", "agent/execution", "primitives", "specs", "runtime")
 """The folders that carry out a job."""
 _SAME = "install the same coda-agent, and the same packages, on every machine"
 _CPU = "start one with `dask worker tcp://HOST:PORT --nthreads 8 --resources CPU=8`"

@@ -18,8 +18,8 @@ from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
 from coda_agent.agent.execution.child import Limits, serve
 from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
-from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.objects import use_cache
+from coda_agent.runtime.launch import Arguments, launcher
 
 Tell = Callable[[dict[str, Any]], None]
 LIMITS = Limits(memory_bytes=64 << 30)

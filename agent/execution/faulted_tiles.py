@@ -51,7 +51,7 @@ class FaultMemory:
 
     def __init__(self, gpu: str, program: Program, element: str) -> None:
         self.path = cache_directory().parent / "faults.jsonl"
-        tools = [fingerprint("primitives"), *map(version, PACKAGES)]
+        tools = [fingerprint("primitives", "runtime"), *map(version, PACKAGES)]
         self._about = [gpu, program.digest, element, tools]
 
     def known(self, configs: Sequence[TileConfig]) -> dict[TileConfig, TileFault]:

@@ -15,16 +15,16 @@ from typing import Any
 
 from coda_agent.agent.execution.local import here
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.generated.kernel import Kernel
-from coda_agent.generated.ops import Variant, scalars
-from coda_agent.primitives.dispatch import Shape
 from coda_agent.primitives.errors import CodaError, CompileError, MachineError
-from coda_agent.primitives.function import reduction_block
 from coda_agent.primitives.kinds import Output, Resource
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import HalfTile, steps
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.runtime.dispatch import Shape
+from coda_agent.runtime.function import reduction_block
+from coda_agent.runtime.kernel import Kernel
+from coda_agent.runtime.operators import Variant, scalars
 
 RUN = "sm_90a"
 """The architecture that kernels are judged on; objects for others were compiled and never run."""

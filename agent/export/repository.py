@@ -16,10 +16,10 @@ from coda_agent.agent.doctor import package_version
 from coda_agent.agent.export.folds import folds
 from coda_agent.agent.export.objects import RUN, Wanted, exported
 from coda_agent.agent.workspace import GitError, Kernel, run_git
-from coda_agent.generated import recent
-from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import memory
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.runtime import call_cache as recent
+from coda_agent.runtime.kernel import load_kernel
 
 NAME = "coda-agent-kernels"
 # One for each release of CUDA that torch may be built for; they hold the same bytes.

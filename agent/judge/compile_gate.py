@@ -12,8 +12,8 @@ from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import OUTPUT_KINDS
 from coda_agent.primitives.tables import Table
-from coda_agent.primitives.target import is_mma
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, carries, offered
+from coda_agent.runtime.target import is_mma
 
 if TYPE_CHECKING:
     from coda_agent.agent.judge.executor import Executor

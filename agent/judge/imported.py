@@ -20,8 +20,8 @@ from coda_agent.primitives.errors import CompileError, LaunchError
 from coda_agent.specs import as_declared
 
 if TYPE_CHECKING:
-    from coda_agent.generated.kernel import Kernel
     from coda_agent.primitives.program import Program
+    from coda_agent.runtime.kernel import Kernel
     from coda_agent.specs import Spec
 
 # torch takes the name of an operator once a process.
@@ -119,7 +119,7 @@ def _kernel(
     tuned: Mapping[str, Any],
     refused: Collection[str],
 ) -> Kernel:
-    from coda_agent.generated.kernel import Kernel
+    from coda_agent.runtime.kernel import Kernel
 
     data = [{v: p.to_dict() for v, p in programs.items()}, tuned, sorted(refused)]
     text = repr(spec) + json.dumps(data, sort_keys=True)

@@ -22,8 +22,8 @@ from coda_agent.agent.judge.records import (
 )
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.target import compile_blind
 from coda_agent.specs import Spec, load_spec
 
 

@@ -18,8 +18,8 @@ from pydantic import (
     model_serializer,
 )
 
-from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.tuning import TunedShape
 
 VERSIONS = {"static": 2, "compile": 3, "numerics": 3, "performance": 2}
 """Which version of each gate decides. The commit that changes what a gate decides raises its number

@@ -45,8 +45,8 @@ def run_kernel(
     """
     import torch
 
-    from coda_agent.primitives.launch import Arguments, allocate, launch
-    from coda_agent.primitives.plan import finalised
+    from coda_agent.runtime.launch import Arguments, allocate, launch
+    from coda_agent.runtime.plan import finalised
 
     a, b = (inputs[name] for name in spec.gemm)
     outputs, bands = {}, []

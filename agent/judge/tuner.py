@@ -20,13 +20,13 @@ from coda_agent.agent.judge.records import Inputs, Progress, Tiles, Tuned
 from coda_agent.agent.judge.runners import held
 from coda_agent.agent.judge.samples import Samples
 from coda_agent.agent.judge.timing import Call, interleave
-from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.errors import CompileError, MachineError
-from coda_agent.primitives.function import reduction_block
-from coda_agent.primitives.launch import Arguments, allocate, launch
-from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
+from coda_agent.runtime.function import reduction_block
+from coda_agent.runtime.launch import Arguments, allocate, launch
+from coda_agent.runtime.plan import finalised
+from coda_agent.runtime.tuning import TunedShape
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ from coda_agent.primitives import inspect
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.target import instructions
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.runtime.target import instructions
 from coda_agent.specs import Spec, draw_inputs, load_spec
 
 TIMEOUT_S = 300

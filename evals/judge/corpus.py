@@ -18,11 +18,11 @@ import torch
 
 from coda_agent.demos import Demo
 from coda_agent.evals.judge.edits import rewritten
-from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import ColIndex, HeadTable, RowGather, Scalar, Tile
 from coda_agent.primitives.tables import Table
+from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import Spec, load_spec
 
 _SHAPE = {"m": 200, "n": 352, "k": 136}

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from coda_agent.agent.plans.cut import Compose, Plan, cut
-from coda_agent.agent.plans.kernels import composed
-from coda_agent.agent.plans.rules import product
-from coda_agent.agent.plans.run import Runner
-from coda_agent.agent.plans.trace import Value, record
 from coda_agent.evals.judge.generated import listed
+from coda_agent.fuse.cut import Compose, Plan, cut
+from coda_agent.fuse.kernels import composed
+from coda_agent.fuse.rules import product
+from coda_agent.fuse.run import Runner
+from coda_agent.fuse.trace import Value, record
 from coda_agent.specs.reference import Touch, _widened
 
 M, N = 6, 32

@@ -7,7 +7,7 @@ from coda_agent.demos import demos
 from coda_agent.evals.judge.by_hand import AUTHORS, right_programs, written
 from coda_agent.evals.judge.corpus import Subject, demonstrations, kernels, rewrites
 from coda_agent.evals.judge.mutants import Mutant, suite
-from coda_agent.generated.kernel import load_kernel
+from coda_agent.runtime.kernel import load_kernel
 
 T = TypeVar("T")
 

@@ -37,10 +37,10 @@ from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
 from coda_agent.evals import suites
-from coda_agent.generated.kernel import Kernel
-from coda_agent.generated.tables import PACKAGED
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.runtime.dispatch_tables import PACKAGED
+from coda_agent.runtime.kernel import Kernel
 
 PROGRAM = "@epilogue(D=Tile)\ndef gemm_swiglu(acc):\n    return {'D': acc}\n"
 runner = CliRunner()

@@ -11,14 +11,14 @@ from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge.compile_gate import compile_all, jobs_for, lacking
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.workspace import packaged_specs
-from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import AddTile, HalfTile, RowSum, Tile, epilogue, pairs
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
-from coda_agent.primitives.target import instructions
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.target import instructions
 from coda_agent.specs import load_spec
 
 GENERATED = Path(__file__).parents[2] / "generated"

@@ -21,8 +21,8 @@ from coda_agent.agent.judge.job import SanitizeJob, read_job
 from coda_agent.agent.judge.machine import Gpu
 from coda_agent.primitives import Program, Tile, epilogue
 from coda_agent.primitives.errors import CodaError, MachineError, SpecError
-from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.tiles import SM90_CONFIGS, TileConfig
+from coda_agent.runtime.launch import Arguments, launcher
 from coda_agent.specs import Spec, load_spec
 
 HERE = Path(__file__).parent

@@ -19,11 +19,11 @@ from coda_agent.agent.judge.machine import Gpu
 from coda_agent.agent.judge.records import VERSIONS, Outcome, Survey, SurveyedShape
 from coda_agent.agent.judge.survey import survey
 from coda_agent.agent.workspace import Kernel
-from coda_agent.generated import tables
-from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig, offered
+from coda_agent.runtime import dispatch_tables as tables
+from coda_agent.runtime.kernel import load_kernel
 from coda_agent.specs import load_spec
 
 ROOT = Path(__file__).parents[2] / "generated"

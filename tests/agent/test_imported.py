@@ -12,7 +12,6 @@ from coda_agent.agent.execution.local import Local
 from coda_agent.agent.judge import GateResult, _Walk
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.imported import check_imported
-from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives import (
     ColIndex,
     ColVector,
@@ -24,6 +23,7 @@ from coda_agent.primitives import (
     epilogue,
     gather,
 )
+from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import Spec, load_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
@@ -155,7 +155,7 @@ def test_a_float32_tile_operand_is_read_unrounded() -> None:
     def summed(acc, C: Tile):
         return {"O": acc + C}
 
-    from coda_agent.primitives.function import ProgramFunction, untuned
+    from coda_agent.runtime.function import ProgramFunction, untuned
 
     a, b = torch.ones(3, 8).bfloat16(), torch.ones(8, 8).bfloat16()
     c = torch.full((3, 8), 2.0**-12)

@@ -30,9 +30,9 @@ from coda_agent.agent.judge.records import (
     NumericsReport,
     PerformanceReport,
 )
-from coda_agent.generated.tuning import TunedShape
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.tiles import SM90_CONFIGS
+from coda_agent.runtime.tuning import TunedShape
 from coda_agent.specs import Spec, admit, load_spec
 from tests import written
 

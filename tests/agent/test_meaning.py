@@ -11,10 +11,10 @@ from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.records import Finding
 from coda_agent.demos import demos
 from coda_agent.evals.judge import corpus
-from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import __all__ as vocabulary
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.reader import read_programs
+from coda_agent.runtime.kernel import load_kernel
 from coda_agent.specs import Spec, load_spec
 from tests.written import spec
 

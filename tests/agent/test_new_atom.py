@@ -16,8 +16,8 @@ from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.lower import Replay
 from coda_agent.primitives.operation import OPS, elementwise, kept
 from coda_agent.primitives.reader import read_programs
-from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.runtime.target import compile_blind
 from coda_agent.specs import load_spec
 
 SPEC = """---

@@ -19,14 +19,14 @@ from coda_agent.agent.judge.oracle import Case, make_case, make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.agent.judge.structures import structures
-from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import RowMean, RowVector, Tile, epilogue
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import STREAMING, TileConfig
+from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.launch import Arguments, launcher
 from coda_agent.specs import Spec, load_spec
 from tests import written
 

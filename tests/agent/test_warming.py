@@ -21,9 +21,9 @@ from coda_agent.agent.cli import app
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge.job import BuiltObject, CompileJob
 from coda_agent.agent.workspace import packaged_kernels
-from coda_agent.generated.kernel import user_tuning
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.kernel import user_tuning
 
 H200 = "NVIDIA H200"
 
@@ -48,9 +48,9 @@ LAUNCH = """
 import os, sys, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from coda_agent import generated
-from coda_agent.primitives import elementwise
-from coda_agent.primitives.launch import Arguments, allocate, launch
-from coda_agent.primitives.target import target
+from coda_agent.runtime import elementwise
+from coda_agent.runtime.launch import Arguments, allocate, launch
+from coda_agent.runtime.target import target
 from quack.gemm_runtime import host
 
 compiled = []

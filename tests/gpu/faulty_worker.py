@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from coda_agent.agent.execution import device_worker
-from coda_agent.primitives.launch import Arguments, launcher
+from coda_agent.runtime.launch import Arguments, launcher
 
 SCRIPT = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]) / "script.json"
 

@@ -16,9 +16,9 @@ from coda_agent import generated
 from coda_agent.agent.export.objects import RUN, Wanted
 from coda_agent.agent.export.repository import write
 from coda_agent.agent.workspace import Kernel
-from coda_agent.generated.ops import Variant
-from coda_agent.primitives.dispatch import H200
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.dispatch import H200
+from coda_agent.runtime.operators import Variant
 from coda_agent.specs import draw_inputs
 
 pytestmark = pytest.mark.gpu

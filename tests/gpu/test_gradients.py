@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from coda_agent import generated
-from tests.generated.test_gradients import CASES, hold, leaves
 from tests.gpu.test_library import launches
+from tests.runtime.test_autograd import CASES, hold, leaves
 
 pytestmark = pytest.mark.gpu
 

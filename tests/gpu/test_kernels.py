@@ -30,9 +30,9 @@ from coda_agent.primitives import (
     pairs,
     sigmoid,
 )
-from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.tiles import TileConfig, unfused_forms
+from coda_agent.runtime.function import ProgramFunction, untuned
 
 pytestmark = pytest.mark.gpu
 

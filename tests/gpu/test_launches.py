@@ -10,7 +10,6 @@ from coda_agent import generated
 from coda_agent.agent.execution import executor
 from coda_agent.agent.judge.clocks import DeviceClock
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives import (
     ColIndex,
     ColSum,
@@ -22,10 +21,11 @@ from coda_agent.primitives import (
     epilogue,
     gather,
 )
-from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.inspect import launches
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.runtime.function import ProgramFunction, untuned
+from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import draw_inputs
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,6 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from coda_agent import generated
-from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives import (
     AddTile,
     ColIndex,
@@ -23,7 +22,8 @@ from coda_agent.primitives import (
     epilogue,
     gather,
 )
-from coda_agent.primitives.function import ProgramFunction, untuned
+from coda_agent.runtime.function import ProgramFunction, untuned
+from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import draw_inputs
 
 pytestmark = pytest.mark.gpu

@@ -13,10 +13,10 @@ from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.records import NumericsReport, Outcome
 from coda_agent.agent.judge.runners import run_kernel
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.primitives.launch import Arguments, launcher
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.launch import Arguments, launcher
 from coda_agent.specs import Spec, load_spec
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generated import test_sharded as kernels
 from tests.layers import test_sharded as models
 from tests.ranks import on_two_ranks
+from tests.runtime import test_sharded as kernels
 
 pytestmark = [
     pytest.mark.gpu,

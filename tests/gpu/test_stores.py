@@ -35,9 +35,9 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.interpret import interpret
-from coda_agent.primitives.launch import Arguments, allocate, launch
-from coda_agent.primitives.plan import finalised
 from coda_agent.primitives.tiles import STREAMING, UNFUSED, TileConfig
+from coda_agent.runtime.launch import Arguments, allocate, launch
+from coda_agent.runtime.plan import finalised
 
 pytestmark = pytest.mark.gpu
 

@@ -19,12 +19,12 @@ from coda_agent.agent.judge.machine import CONTENDED, gpu_state, require_idle
 from coda_agent.agent.judge.records import Figures, Timed
 from coda_agent.agent.judge.timing import a_a, interleave, steady
 from coda_agent.agent.judge.tuner import Problem
-from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import Tile, epilogue
 from coda_agent.primitives.errors import MachineError
 from coda_agent.primitives.inspect import inspect_program, roofline
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.runtime.kernel import load_kernel
 
 pytestmark = pytest.mark.gpu
 

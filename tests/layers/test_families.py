@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from coda_agent.layers import apply_coda_kernels
-from coda_agent.primitives.function import exact
+from coda_agent.runtime.function import exact
 from tests.layers.tiny import SIZES, distance, results, spread, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of a hundred families' own code

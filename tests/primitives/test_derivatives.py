@@ -43,7 +43,7 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.ops import add, div, fma, mul, neg, rint, sub
 from coda_agent.primitives.reader import read_programs
-from coda_agent.primitives.target import sass
+from coda_agent.runtime.target import sass
 from tests.meanings import BINARY, GRID, UNARY, domain
 from tests.programs import built
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coda_agent.primitives import fold
-from coda_agent.primitives.target import _tool
+from coda_agent.runtime.target import _tool
 
 # Triton reads the variable when it is imported. The interpreter has no dependent launches.
 SCRIPT = """

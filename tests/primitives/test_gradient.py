@@ -30,7 +30,6 @@ from coda_agent.primitives import (
     clamp,
     epilogue,
     gather,
-    gradient_pass,
     group_max,
     group_sum,
     interleave,
@@ -42,11 +41,12 @@ from coda_agent.primitives import (
 )
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.gradient import KEPT, PRODUCT, Gradient, gradient_of, keeping
-from coda_agent.primitives.gradient_pass import GradientPass
 from coda_agent.primitives.interpret import evaluate, interpret
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime import gradient_pass
+from coda_agent.runtime.gradient_pass import GradientPass
 
 M, N, BLOCK = 24, 64, 20
 

@@ -23,11 +23,11 @@ from coda_agent.primitives import (
     pairs,
 )
 from coda_agent.primitives.errors import CompileError, ProgramError
-from coda_agent.primitives.function import ProgramFunction
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, UNFUSED, TileConfig
+from coda_agent.runtime.function import ProgramFunction
 from tests.programs import built
 
 

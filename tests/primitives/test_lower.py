@@ -60,7 +60,6 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.graph import Graph, Node, Shape, record
 from coda_agent.primitives.kinds import Operand
-from coda_agent.primitives.launch import Arguments, allocate, launch
 from coda_agent.primitives.lower import (
     Replay,
     forget,
@@ -70,7 +69,6 @@ from coda_agent.primitives.lower import (
 )
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ops import fma
-from coda_agent.primitives.target import cubin, sass, target
 from coda_agent.primitives.tiles import (
     DEFAULT_CONFIGS,
     SM90_CONFIGS,
@@ -80,6 +78,8 @@ from coda_agent.primitives.tiles import (
     offered,
     unfused_forms,
 )
+from coda_agent.runtime.launch import Arguments, allocate, launch
+from coda_agent.runtime.target import cubin, sass, target
 from tests.programs import built
 
 pytestmark = pytest.mark.usefixtures("fresh_cache")

@@ -7,12 +7,12 @@ import torch
 
 from coda_agent.primitives import Program, RowVector, Tile, epilogue
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.inspect import inspect_program
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
-from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
+from coda_agent.runtime.function import ProgramFunction, untuned
+from coda_agent.runtime.target import compile_blind
 
 
 class RowTable(RowVector):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from coda_agent.demos.own_instruction import own_instruction
-from coda_agent.generated.kernel import load_kernel
 from coda_agent.primitives import HalfTile, Program, RowSum, Tile, derivative, epilogue, pairs, ptx
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.inspect import inspect_program
@@ -17,7 +16,8 @@ from coda_agent.primitives.lower import zero_preserving
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.operation import OPS
 from coda_agent.primitives.ptx import MEANINGS, operation
-from coda_agent.primitives.target import sass
+from coda_agent.runtime.kernel import load_kernel
+from coda_agent.runtime.target import sass
 from tests.programs import built
 
 GENERATED = Path(__file__).parents[2] / "generated"

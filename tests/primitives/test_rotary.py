@@ -18,7 +18,7 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import LaunchError, ProgramError
 from coda_agent.primitives.interpret import evaluate, interpret
 from coda_agent.primitives.rotary import rotary_turns
-from coda_agent.primitives.target import sass
+from coda_agent.runtime.target import sass
 from tests.programs import built
 
 HEAD = 128

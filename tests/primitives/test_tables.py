@@ -23,13 +23,13 @@ from coda_agent.primitives import (
     rsqrt,
 )
 from coda_agent.primitives.errors import LaunchError, ProgramError
-from coda_agent.primitives.function import ProgramFunction, untuned
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import OPERAND_KINDS
 from coda_agent.primitives.tables import TABLES, Table
-from coda_agent.primitives.target import compile_blind
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, UNFUSED, TileConfig
+from coda_agent.runtime.function import ProgramFunction, untuned
+from coda_agent.runtime.target import compile_blind
 from tests.programs import built
 
 M, N, K = 12, 64, 8

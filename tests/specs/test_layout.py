@@ -20,10 +20,10 @@ from coda_agent.agent.judge.imported import check_imported
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.structures import structures
 from coda_agent.agent.workbench.reading import programs_to_define
-from coda_agent.generated.kernel import Kernel
 from coda_agent.primitives.errors import LaunchError, ProgramError, SpecError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
+from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import Spec, admit, draw_inputs, run_reference
 from tests.written import spec
 

@@ -11,7 +11,7 @@ import torch
 from coda_agent.agent.export.loader.call import Call, Chosen, buffer, extents, led, picked
 from coda_agent.agent.export.loader.fold import Fold, folding
 from coda_agent.agent.export.loader.store import KernelError, Store
-from coda_agent.generated.recent import Recent
+from coda_agent.runtime.call_cache import Recent
 
 _PLANS = 2048
 

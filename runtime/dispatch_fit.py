@@ -1,0 +1,134 @@
+"""A dispatch model from measured times, and how well it picks at shapes it was not fitted to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.dispatch import (
+    Cost,
+    Features,
+    Memory,
+    Model,
+    Regret,
+    Shape,
+    features,
+    time_us,
+)
+
+Times = Mapping[TileConfig, float]
+"""Measured microseconds by configuration."""
+_STEPS = 150  # of the optimiser; its loss was flat by then
+_FOLDS = 8
+# Errors of the logarithm beyond which a time pulls no harder; how little the start values pull; and
+# how much the costs of a configuration are pulled to those of its kind, divided by the number of
+# shapes: a few with a short K say little of each one's epilogue, and much of all.
+_OUTLIER, _PULL, _ALIKE = 0.1, 1e-5, 0.1
+_DISTURBED = math.log(1.8)
+
+
+def fit(measured: Mapping[Shape, Times], *, element_bytes: int, sms: int) -> Model:
+    """The model that fits measured times best.
+
+    The squared error of the logarithm counts; less for slow configurations, which are never picked.
+
+    Args:
+        measured: By shape; a configuration need not stand at every one.
+        element_bytes: Of A and B.
+        sms: Of the GPU.
+    """
+    import torch
+
+    configs = sorted({config for times in measured.values() for config in times})
+    shapes = tuple(measured)
+    grid = [[measured[s].get(c, math.nan) for s in shapes] for c in configs]
+    times = torch.tensor(grid, dtype=torch.float64)
+    seen = [[features(c, s, element_bytes=element_bytes, sms=sms) for s in shapes] for c in configs]
+    axes: list[Any] = [*torch.tensor(seen, dtype=torch.float64).unbind(-1)]
+    known = ~times.isnan()
+    best = times.nan_to_num(math.inf).amin(0)
+    weights = (best / times).pow(3).nan_to_num(0.0)
+    logs = times.nan_to_num(1.0).log()
+    areas = [c.tile_m * c.tile_n / 16384 if c.fused else 1.0 for c in configs]
+    area = torch.tensor(areas, dtype=torch.float64)
+    kind = torch.tensor([c.fused + c.pingpong for c in configs])
+    step, small = 0.35 * area.clamp(min=0.3), torch.full_like(area, 0.05)
+    start, split = 120 * small, 40 * small
+    begin = torch.stack([start, step, small, small, 0.5 * area, small, split]).log()
+    about = torch.tensor([1e6 / 4e12, 4e6 / 4e12], dtype=torch.float64).log()
+    # The costs: where they begin, and what a kind and what a configuration of it have beside.
+    alike = begin.new_zeros(len(begin), 3).requires_grad_()
+    own, shared = torch.zeros_like(begin).requires_grad_(), about.clone().requires_grad_()
+
+    def costs() -> tuple[Any, Any]:
+        found: list[Any] = [*(begin + alike[:, kind] + own).exp().unsqueeze(-1)]
+        memory: list[Any] = [*shared.exp()]
+        return Cost(*found), Memory(*memory)
+
+    def predicted() -> torch.Tensor:
+        return time_us(*costs(), Features(*axes)).log()
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        errors = torch.nn.functional.huber_loss(predicted(), logs, reduction="none", delta=_OUTLIER)
+        pull = _PULL * (alike.square().sum() + (shared - about).square().sum())
+        pull += _ALIKE / len(shapes) * own.square().mean()
+        total = (weights * errors).sum() / weights.sum() + pull
+        total.backward()
+        return total
+
+    optimiser = torch.optim.LBFGS(
+        [alike, own, shared], max_iter=_STEPS, line_search_fn="strong_wolfe"
+    )
+    optimiser.step(loss)
+    with torch.no_grad():
+        cost, memory = costs()
+        missed = (logs - predicted()).tolist()
+    found = torch.stack([x.squeeze(-1) for x in cost], -1).tolist()
+    return Model(
+        sms,
+        element_bytes,
+        Memory(*map(float, memory)),
+        {c: Cost(*x) for c, x in zip(configs, found, strict=True)},
+        shapes,
+        {
+            c: tuple(x if is_known else None for x, is_known in zip(row, there, strict=True))
+            for c, row, there in zip(configs, missed, known.tolist(), strict=True)
+        },
+    )
+
+
+def undisturbed(
+    measured: Mapping[Shape, Times], *, element_bytes: int, sms: int
+) -> dict[Shape, Times]:
+    """Measured times without those that something else on the machine made long: what takes 1.8
+    times as long as it would fit, and shapes where a fifth of the times are such."""
+    model = fit(measured, element_bytes=element_bytes, sms=sms)
+    misses, kept = model.misses or {}, dict[Shape, Times]()
+    for i, (shape, times) in enumerate(measured.items()):
+        sound = {c: us for c, us in times.items() if (misses[c][i] or 0.0) < _DISTURBED}
+        if len(sound) >= 0.8 * len(times):
+            kept[shape] = sound
+    return kept
+
+
+def held_back(
+    measured: Mapping[Shape, Times], *, element_bytes: int, sms: int
+) -> tuple[Regret, dict[Shape, float]]:
+    """The regret at every measured shape, each picked by a model fitted without it and an eighth of
+    the others; and the ratio at each."""
+    shapes = list(measured)
+    ratios: dict[Shape, float] = {}
+    for fold in range(_FOLDS):
+        held = shapes[fold::_FOLDS]
+        rest = {s: measured[s] for s in shapes if s not in held}
+        model = fit(rest, element_bytes=element_bytes, sms=sms)
+        for shape in held:
+            times = measured[shape]
+            pick, _ = model.ranked(shape, times)[0]
+            ratios[shape] = times[pick] / min(times.values())
+    mean = statistics.geometric_mean(ratios.values())
+    return Regret(round(mean, 4), round(max(ratios.values()), 4), len(ratios)), ratios

@@ -1,0 +1,594 @@
+"""An accepted kernel as a callable, from its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.errors import ArgumentError, LaunchError, TextError, WorkspaceError
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.reader import read_programs
+from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
+from coda_agent.runtime import autograd as gradients
+from coda_agent.runtime import dispatch_tables as tables
+from coda_agent.runtime import sharded
+from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
+from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_block
+from coda_agent.runtime.launch import signature
+from coda_agent.runtime.operators import Variant, differentiated, register, scalars
+from coda_agent.runtime.outputs import check, placed
+from coda_agent.runtime.pruning import without
+from coda_agent.runtime.tuning import UserTuning
+from coda_agent.runtime.user_layout import Declared
+from coda_agent.specs import Spec, load_spec
+from coda_agent.specs.format import Draw, Output
+from coda_agent.specs.layout import Place
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Kernel:
+    """An accepted kernel: a function of the spec's inputs, and torch operators.
+
+    torch.compile traces it, with dynamic shapes too, and a CUDA graph captures it once a call with
+    the same dtypes and layouts has compiled it.
+
+    Attributes:
+        spec: Its frozen spec.
+        programs: Its programs by variant name.
+        tuned: GPU name to dtype to measured shapes with their best configuration.
+        refused: Labels of tiles that compute wrongly; never dispatched.
+        user: What the user measured of it; None of a kernel that is not an accepted one's folder.
+        folder: Of accepted kernels, where a dispatch table may be beside the package's.
+        spills: A thread's stores to local memory, by a tile's label.
+        variants: What runs, for each choice of the static parameters.
+        ops: Their operators.
+        kept: Operators that calls with gradients run in place of these, where their backward pass
+            needs more than they store: that is their last output.
+        fitted: The program whose measurements choose tiles; None is the first of `programs`.
+        left_out: Outputs of the accepted kernel that this one does not give.
+        origin: What gives it again, as `__reduce__` returns it; None where nothing does.
+    """
+
+    origin: str | tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+
+    def __init__(
+        self,
+        spec: Spec,
+        programs: Mapping[str, Program],
+        tuned: Mapping[str, Mapping[str, list[dict[str, Any]]]],
+        refused: frozenset[str],
+        op_name: str,
+        user: UserTuning | None = None,
+        folder: Path = tables.PACKAGED,
+        spills: Mapping[str, int] | None = None,
+        fitted: Program | None = None,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
+        self.left_out = left_out
+        self.fitted = fitted or next(iter(programs.values()))
+        self._op, self._less = op_name, dict[tuple[str, ...], Kernel]()
+        self.spec, self.programs, self.tuned, self.refused = spec, programs, tuned, refused
+        self.user, self.folder, self.spills = user, folder, spills or {}
+        self.__name__ = spec.name  # what help() and torch.compile print
+        column = Draw("integers", (0, spec.gemm_dims[1]))
+        columns = tuple(x for x, t in spec.inputs.items() if t.draw == column)
+        self.__doc__ = _documentation(spec, columns)
+        element = spec.inputs[spec.gemm[0]].dtype
+        types = spec.types.get(element, (element,))
+        dtypes = {
+            o: None if x.dtype == element else spec.types.get(x.dtype, (x.dtype,))[0]
+            for o, x in spec.outputs.items()
+        }
+        choose = lru_cache(maxsize=1024)(self.choose)
+        functions = {
+            v: ProgramFunction(program, dtypes, choose, types, refused, columns)
+            for v, program in programs.items()
+        }
+        self.variants = {
+            tuple(x.values()): Variant.of(spec, x, functions[spec.variant(x)])
+            for x in spec.bindings()
+        }
+        self.ops = register(op_name, spec, self.variants)
+        gradients.register(op_name, spec, self.variants)
+        kept = gradients.keeping(spec, self.variants, self._chooser)
+        self.kept = register(f"{op_name}_kept", spec, kept)
+        gradients.register(f"{op_name}_kept", spec, kept)
+        # Plain values, because torch.compile traces the call.
+        self._inputs, self._parameters = tuple(spec.inputs), dict(spec.parameters)
+        self._a = self._inputs.index(spec.gemm[0])
+        self._scalars = tuple(map(self._inputs.index, scalars(spec)))
+        # What is overwritten must stay the caller's tensor.
+        kept = {spec.in_place.input} if spec.in_place else set()
+        own = {x for x, t in spec.inputs.items() if t.dtype == element} - kept
+        self._casts = tuple(map(self._inputs.index, own)) if "float8" not in types[0] else ()
+        declared = Declared(spec.name, spec.layout, (element, *types)) if spec.layout else None
+        self._declared = declared
+        self._returned = {
+            tuple(x.values()): tuple(o for o in spec.outputs if o not in spec.updated(x))
+            for x in spec.bindings()
+        }
+        outputs = tuple(spec.declared.outputs)
+        self._results = {
+            tuple(x.values()): [o for o in outputs if o not in spec.updated(x)]
+            for x in spec.bindings()
+        }
+        self._updated = {
+            tuple(x.values()): (outputs.index(o), self._inputs.index(i))
+            for x in spec.bindings()
+            for o, i in spec.updated(x).items()
+        }
+
+    def __call__(
+        self,
+        *args: Any,
+        block_size: int | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        **inputs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the kernel.
+
+        Args:
+            args: The spec's inputs in the spec's order; they may be given by name too. The GEMM
+                operands are (…, M, K) and (N, K), the nn.Linear layout; any strides. A scalar is a
+                number, or a float32 tensor of one element on the others' device; torch.compile
+                specialises on a number, and not on what a tensor holds. Where some are tensors, a
+                number costs a launch that fills one.
+            block_size: None gives final reductions, by one launch more; an integer the raw float32
+                partials of blocks of that many columns (or rows, where rows are reduced
+                over), from one launch. Inputs whose strides or address TMA cannot load are copied
+                first.
+            out: Tensors that outputs are written to, by their names: no launch and no memory more,
+                where a tile's is contiguous and begins at 32 bytes; else copied there. A tile may
+                be an input of the same extents, such as dZ over Z.
+            inputs: Inputs by name, and the spec's static parameters.
+
+        Returns:
+            The outputs in the spec's order; a single one alone. One that overwrites an input is
+            that input.
+
+        Raises:
+            ArgumentError: an input is missing, or there is no such input; a TypeError, too.
+            LaunchError: wrong shapes, dtypes or layouts; the message names the tensor. Or an input
+                requires a gradient, and there is none: of FP8 numbers, of a variant
+                that overwrites an input, and of a result in `out`.
+        """
+        key = self._choice(inputs) if self._parameters else ()
+        if out is not None:
+            check(self.__name__, self._results[key], out)
+        values: Sequence[Any] = args
+        if inputs or len(args) != len(self._inputs):
+            values = (*args, *self._named(args, inputs))
+        given = values
+        if self._declared:
+            try:
+                values = self._declared.entered(values)
+            except RuntimeError:  # no views are taken of what is not dense
+                self._check(values)
+                raise
+        variant = None if self._traced() else self.variants[key]
+        if variant and (plan := variant.recent.find(values, block_size)):
+            results = variant.run(plan, values, None if self._declared else out)
+        else:
+            values = list(values)
+            results = self._anew(variant, key, values, block_size)
+        if self._declared:
+            names, element = self._returned[key], values[self._a].dtype
+            results = self._declared.left(names, results, element, raw=block_size is not None)
+        if out:
+            results = placed(self.__name__, self._results[key], results, out)
+        if key not in self._updated:
+            return results
+        o, i = self._updated[key]
+        others = results if isinstance(results, tuple) else () if results is None else (results,)
+        return (*others[:o], given[i], *others[o:]) if others else given[i]
+
+    def without(self, *outputs: str) -> Kernel:
+        """The kernel that neither computes nor stores these outputs: inference has no use for what
+        only a backward pass reads. It returns the others. Its tiles are chosen as this one's are.
+
+            project = gemm_rmsnorm_rope.without("D")
+            O = project(A, B, r, cs)
+
+        Args:
+            outputs: Names in the spec; calls with the same ones give the same kernel.
+
+        Raises:
+            LaunchError: no such output, one that may overwrite an input, or what is left reads less
+                than all inputs.
+        """
+        key = tuple(o for o in self.spec.outputs if o in outputs)
+        if not outputs:
+            return self
+        if key not in self._less or len(key) < len({*outputs}):
+            spec, programs = without(self.spec, self.programs, outputs)
+            self._less[key] = less = Kernel(
+                spec, programs, self.tuned, self.refused, "_".join((self._op, "without", *key)),
+                self.user, self.folder, self.spills, self.fitted, (*self.left_out, *key),
+            )  # fmt: skip
+            less.origin = Kernel.without, (self, *key)
+        return self._less[key]
+
+    def __repr__(self) -> str:
+        less = f".without({', '.join(map(repr, self.left_out))})" if self.left_out else ""
+        return f"<kernel {self.__name__}{less}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle by name, or by the folder of a workspace's."""
+        if self.origin is None:
+            raise TypeError(f"{self!r} cannot be pickled: it was made here, out of no folder")
+        return self.origin
+
+    def __copy__(self) -> Kernel:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Kernel:
+        return self
+
+    def pack(self, **tensors: torch.Tensor) -> torch.Tensor:
+        """The input that a kernel takes in the place of these tensors of its spec, which no view
+        brings into its form. Pack a weight once, not at every call.
+
+        Raises:
+            LaunchError: no input is made of exactly these.
+        """
+        return self._layout().pack(tensors)
+
+    def unpack(
+        self, name: str, packed: torch.Tensor, extents: Sequence[int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The inverse of `pack`: arguments and errors are those of `Declared.unpack`."""
+        return self._layout().unpack(name, packed, extents)
+
+    def given(self, values: Sequence[Any]) -> list[Any]:
+        """What a call takes in the place of canonical inputs, in the spec's order."""
+        return self._declared.given(values) if self._declared else list(values)
+
+    @property
+    def packing(self) -> Mapping[str, Place]:
+        """Inputs that the kernel takes packed, and what each is made of."""
+        return self._declared.packing if self._declared else {}
+
+    def _layout(self) -> Declared:
+        if self._declared is None:
+            raise LaunchError(f"{self.__name__} takes every tensor as its spec declares it")
+        return self._declared
+
+    def _anew(
+        self,
+        variant: Variant | None,
+        key: tuple[str, ...],
+        values: list[Any],
+        block_size: int | None,
+    ) -> Any:
+        """The results where no plan of such a call is known; by the operator where calls are
+        traced, without `variant`, or differentiated."""
+        self._check(values)
+        if sharded.distributed(values):
+            names, local = self._inputs, lambda x: self._anew(variant, key, x, block_size)
+            return sharded.on_shards(self.variants[key], names, values, local)
+        if variant is None:
+            self._check_transforms()
+        if (device := self._autocast(values)) is not None:
+            import torch
+
+            # The interpreter's own product would be cast too.
+            with torch.autocast(device, enabled=False):
+                return self._anew(variant, key, values, block_size)
+        filled = self._scalars and self._filled(values)
+        if variant is None or signature(values) is None or differentiated(values):
+            kept = self.kept.get(key) if differentiated(values) else None
+            packet = kept or self.ops[key]
+            op = packet.Tensor if filled else packet.default
+            static: dict[str, Any] = dict(zip(self._parameters, key, strict=True))
+            if block_size is not None:
+                static["block_size"] = block_size
+            found = op(*values, **static)
+            if kept is None:
+                return found
+            return found[:-1] if len(found) > 2 else found[0]
+        return variant(values, block_size)  # what the operator runs, without the dispatcher
+
+    def _choice(self, inputs: dict[str, Any]) -> tuple[str, ...]:
+        """The static parameters, which are taken out of `inputs`."""
+        chosen = []
+        for p, known in self._parameters.items():
+            if (value := inputs.pop(p, known[0])) not in known:
+                raise LaunchError(
+                    f"{self.__name__}: {p} is {value!r}, expected one of {', '.join(known)}"
+                )
+            chosen.append(value)
+        return tuple(chosen)
+
+    def _named(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> list[Any]:
+        """The inputs that follow `args` in the spec's order."""
+        name, names = self.__name__, self._inputs
+        rest = names[len(args) :]
+        if len(args) + len(inputs) == len(names) and all([x in inputs for x in rest]):
+            return [inputs[x] for x in rest]
+        if len(args) > len(names):
+            hint = self._declared.hint if self._declared else ""
+            raise ArgumentError(f"{name} takes {len(names)} inputs, got {len(args)}", hint=hint)
+        for x in inputs:
+            if x not in rest:
+                raise ArgumentError(
+                    f"{name}: unexpected or repeated argument {x!r}, expected {', '.join(names)}",
+                    hint=self._declared.hint if self._declared else "",
+                )
+        missing = next(x for x in rest if x not in inputs)
+        raise ArgumentError(f"{name}: input {missing!r} is missing")
+
+    def _filled(self, values: list[Any]) -> bool:
+        """Whether scalars are in memory; then the others among `values` are brought there too."""
+        import torch
+
+        numbers = [i for i in self._scalars if not isinstance(values[i], torch.Tensor)]
+        if len(numbers) == len(self._scalars):
+            return False
+        for i in numbers:
+            device = values[self._a].device
+            values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
+        return True
+
+    def _traced(self) -> bool:
+        """Whether calls are traced or transformed here, so that they must be the operator's."""
+        import torch
+
+        known = torch._C
+        return (
+            torch.compiler.is_compiling()
+            or known._len_torch_dispatch_stack() > 0
+            or known._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0
+        )
+
+    def _check_transforms(self) -> None:
+        """Refuse what would differentiate a call by other ways than `backward` and `grad`."""
+        import torch
+        from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+        from torch.autograd import forward_ad
+
+        if torch.compiler.is_compiling():
+            return
+        kinds = {level.key().name for level in _functorch.get_interpreter_stack() or ()}
+        if forward_ad._current_level >= 0 or "Grad" in kinds:
+            raise LaunchError(
+                f"{self.__name__} has gradients by torch.autograd alone, not by torch.func.grad "
+                "and not in forward mode",
+                hint="use torch.autograd.grad or backward()",
+            )
+
+    def _autocast(self, values: list[Any]) -> str | None:
+        """Cast, as autocast does for a linear layer, what the spec has in the type of A.
+
+        Returns:
+            The type of device whose autocast is on, if it is.
+        """
+        import torch
+
+        device = getattr(getattr(values[self._a], "device", None), "type", "cpu")
+        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+            return None
+        dtype = torch.get_autocast_dtype(device)
+        for i in self._casts:
+            value = values[i]
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                values[i] = value if value.dtype is torch.float64 else value.to(dtype)
+        return device
+
+    def _check(self, values: Sequence[Any]) -> None:
+        """Refuse what is no dense tensor, or no number where one may be."""
+        import torch
+
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                if value.layout is torch.strided and not value.is_nested:
+                    continue
+                kind = "nested" if value.is_nested else value.layout
+                raise LaunchError(
+                    f"{self.__name__}: input {self._inputs[i]!r} is {kind}, expected a dense "
+                    "tensor",
+                    hint="such as .to_dense() or .to_padded_tensor(0.0) makes",
+                )
+            if not (number := i in self._scalars) or not isinstance(value, (int, float)):
+                raise LaunchError(
+                    f"{self.__name__}: input {self._inputs[i]!r} is {type(value).__name__}, "
+                    f"expected a {'number or ' * number}tensor"
+                )
+
+    def choose(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        dtype: str,
+        block: int | None = None,
+        gpu: str | None = None,
+    ) -> TileConfig | None:
+        """The configuration to run, of those with this reduction block: what the user measured to
+        be fastest at exactly this shape, else what tuned.json has of it, else what the GPU's
+        dispatch table predicts to be, or without one the prior.
+
+        Args:
+            m, n, k: The shape.
+            dtype: Of A.
+            block: The reduction block; None leaves it open.
+            gpu: A GPU's name; by default that of the first one here.
+
+        Returns:
+            The configuration; None where there is no GPU, or none has this block.
+        """
+        gpu = gpu or _gpu_name()
+        if not gpu:
+            return None
+        if self.user and (config := self.user.find(gpu, dtype, (m, n, k), block)):
+            if self._dispatchable(config, (m, n, k)):
+                return config
+        for line in self.tuned.get(gpu, {}).get(dtype, []):
+            if (line["m"], line["n"], line["k"]) == (m, n, k):
+                entry = line["config"] if block is None else line.get("blocks", {}).get(str(block))
+                if entry and self._dispatchable(config := TileConfig(**entry), (m, n, k)):
+                    return config
+        return next(iter(self.ranked((m, n, k), dtype, gpu, block)), None)
+
+    def _chooser(self, program: Program) -> Chooser:
+        """What chooses tiles of a program that no table knows."""
+
+        def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
+            gpu = _gpu_name()
+            found = self.ranked((m, n, k), dtype, gpu, block, program) if gpu else ()
+            return next(iter(found), None)
+
+        return choose
+
+    def ranked(
+        self,
+        shape: Shape,
+        dtype: str,
+        gpu: str,
+        block: int | None = None,
+        other: Program | None = None,
+    ) -> list[TileConfig]:
+        """All right configurations with this reduction block, those predicted to be fastest at
+        (M, N, K) first. Those of another program than the kernel's are by the prior."""
+        program = other or next(iter(self.programs.values()))
+        usable = [
+            config
+            for config in offered(program, [shape])
+            if config.label not in self.refused
+            and (block is None or reduction_block(program, config) == block)
+        ]
+        model = None if other else self.model(gpu, dtype)
+        if model is None or not any(config in model.costs for config in usable):
+            width = tables.width(dtype)
+            model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=self.spills)
+        return [config for config, _ in model.ranked(shape, usable)]
+
+    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
+    def model(self, gpu: str, dtype: str) -> Model | None:
+        """What was fitted to measurements on a GPU; None where nothing was."""
+        return tables.find(self.folder, gpu, self.spec.name, self.fitted.digest, dtype)
+
+    def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
+        """Whether a configuration that a file names for a shape is one that a tuner may find."""
+        program = next(iter(self.programs.values()))
+        plain = replace(config, swizzle=8)  # other orders run the same code
+        if config.swizzle not in (8, *SWIZZLES) or plain not in offered(program, [shape]):
+            return False
+        return self.refused.isdisjoint((plain.label, config.label))
+
+
+def _documentation(spec: Spec, columns: Collection[str]) -> str:
+    """The function's docstring: what it computes, its inputs with their domains, its outputs."""
+
+    def line(name: str, tensor: Output) -> str:
+        shapes = tensor.shape.cases.values()
+        shown = " or ".join(f"({', '.join(map(str, s))}{',' * (len(s) == 1)})" for s in shapes)
+        words = [shown, "or".join(f" {x} " for x in spec.types.get(tensor.dtype, (tensor.dtype,)))]
+        match getattr(tensor, "domain", None):
+            case (0.0, math.inf):
+                words[-1] += ", positive"
+            case (low, high):
+                words[-1] += f", from {low:g} to {high:g}"
+        if name in columns:
+            words[-1] += f", from 0 to {spec.gemm_dims[1]} - 1: a CPU refuses another, and a GPU "
+            words[-1] += "takes 0 for its element"
+        return f"    {name}: {' '.join(' '.join(words).split()).replace(' ,', ',')}"
+
+    declared = spec.declared
+    inputs, outputs = (
+        [line(*item) for item in tensors.items()] for tensors in (declared.inputs, declared.outputs)
+    )
+    said = [spec.summary, "", "Args:", *inputs, "", "Returns:", *outputs]
+    if spec.layout and (packed := Declared(spec.name, spec.layout, ()).hint):
+        said += ["", "Packed:", *(f"    {line}" for line in packed.split("; "))]
+    return "\n".join(said)
+
+
+@lru_cache(maxsize=1)
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+@lru_cache(maxsize=4)
+def _gpu(name: str) -> Gpu:
+    """A GPU as the prior needs it: the first one here, or where that has another name an H200."""
+    import torch
+
+    if _gpu_name() != name or not torch.cuda.is_available():
+        return H200._replace(name=name)
+    about = torch.cuda.get_device_properties(0)
+    # Kilohertz, twice a clock, and bits.
+    rate = getattr(about, "memory_clock_rate", 0) * 2e3 * getattr(about, "memory_bus_width", 0) / 8
+    return Gpu(name, about.multi_processor_count, rate or H200.bytes_s)
+
+
+# By operator: torch takes each name once a process.
+_LOADED: dict[str, tuple[str, Kernel]] = {}
+
+
+def load_kernel(folder: Path) -> Kernel:
+    """The kernel in `folder`: kernel.py, spec.md and, if there, tuned.json and evidence.json.
+
+    Its operator is `coda_agent::<name>` for a kernel of this package. Elsewhere, where other
+    contents may come under the same name, `coda_agent::<name>_<digest of the files>`.
+
+    Raises:
+        WorkspaceError: the folder holds no kernel, or not the one its evidence was made for.
+    """
+    path = folder / "kernel.py"
+    if not path.is_file():
+        raise WorkspaceError(f"{folder} holds no kernel.py")
+    paths = [folder / f for f in ("kernel.py", "spec.md", "tuned.json", "evidence.json")]
+    texts = [p.read_bytes() if p.is_file() else b"{}" for p in paths]
+    digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
+    name = (spec := load_spec(paths[1])).name
+    tuned, evidence = map(json.loads, texts[2:])
+    _check_digests(folder, evidence.get("digests", {}), texts[0], spec)
+    packaged = folder.parent == tables.PACKAGED and _LOADED.get(name, (digest,))[0] == digest
+    if not packaged:
+        name = f"{name}_{digest}"
+    if name not in _LOADED:
+        try:
+            programs = read_programs(texts[0].decode(), [*map(spec.variant, spec.bindings())])
+        except TextError as error:
+            raise WorkspaceError(f"{path}: {error.message}", hint=error.hint) from None
+        refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
+        spills = evidence.get("compiled", {}).get("spills", {})
+        known = user_tuning(folder), folder.parent, spills
+        kernel = Kernel(spec, programs, tuned, refused, name, *known)
+        if packaged:  # a global, to pickle: an attribute of the package
+            kernel.__module__, kernel.origin = "coda_agent.generated", name
+        else:
+            kernel.origin = load_kernel, (folder.resolve(),)
+        _LOADED[name] = digest, kernel
+    return _LOADED[name][1]
+
+
+def user_tuning(folder: Path) -> UserTuning:
+    """What the user measured of the kernel in `folder`."""
+    texts = [(folder / file).read_bytes() for file in ("kernel.py", "spec.md")]
+    return UserTuning(folder.name, hashlib.sha256(b"\0".join(texts)).hexdigest())
+
+
+def _check_digests(folder: Path, digests: Mapping[str, str], program: bytes, spec: Spec) -> None:
+    """Refuse files that were changed after the judge saw them."""
+    found = {
+        "kernel.py": ("candidate", hashlib.sha256(program.replace(b"\r\n", b"\n")).hexdigest()),
+        "spec.md": ("spec", spec.digest.removeprefix("sha256:")),
+    }
+    for file, (key, digest) in found.items():
+        if digests.get(key, f"sha256:{digest}") != f"sha256:{digest}":
+            raise WorkspaceError(
+                f"{folder / file} is not what its evidence was made for",
+                hint=f"coda-agent verify {folder.name} judges it as it is now",
+            )

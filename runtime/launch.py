@@ -1,0 +1,287 @@
+"""Compile and launch lowered programs on 2-D operands.
+
+- `bind` resolves a launch once; what it gives enqueues again and again, for a few us of host time.
+- A launch's inputs are A, B and the operands in the program's order, its outputs in theirs.
+- `block` of a raw reduction is the tile's width, so partial buffers depend on the configuration.
+- Operands obey TMA: one unit stride, the other a multiple of 16 bytes, 16-byte aligned.
+  `function.py` arranges that for callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from operator import attrgetter, itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coda_agent.primitives.errors import CompileError
+from coda_agent.primitives.lower import kernel_names, lower
+from coda_agent.primitives.memory import parts_meet
+from coda_agent.primitives.objects import cached
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import HalfTile
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime import unfused
+
+if TYPE_CHECKING:
+    import torch
+
+
+# FP8 products are summed by the tensor core alone, as cuBLAS's use_fast_accum does: quack's default
+# on SM90, sums promoted to registers, spills and is 3 to 20 times slower (measured on an H200).
+_FP8 = (("fp8_slow_accum", False),)
+
+# Launches by what they depend on, some kilobytes each; quack keeps plans of its own, a program.
+_BOUND: dict[Any, Bound] = {}
+_PLANS = 512
+
+
+@lru_cache(maxsize=1)
+def _plain() -> tuple[type, type]:
+    import torch
+
+    return torch.Tensor, torch.nn.Parameter
+
+
+def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
+    """What a launch depends on: of a tensor its shape, strides, dtype, device and address mod 32,
+    of a number nothing. None where a value is neither, a subclass of a tensor, or a view that
+    negates."""
+    tensor, parameter = _plain()
+    parts: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is tensor or kind is parameter:
+            if value.is_neg():
+                return None
+            offset = value.data_ptr() & 31
+            parts += (value.shape, value.stride(), value.dtype, value.device, offset)
+        elif kind is float or kind is int:
+            parts.append(None)
+        else:
+            return None
+    return tuple(parts)
+
+
+def allocate(
+    program: Program,
+    m: int,
+    n: int,
+    dtypes: Mapping[str, torch.dtype],
+    config: TileConfig,
+    device: Any,
+) -> dict[str, torch.Tensor]:
+    """Raw output buffers, uninitialised: the kernel writes every element. Reductions are float32;
+    what an `AddTile` is added to, the caller puts in."""
+    import torch
+
+    return {
+        o: torch.empty(
+            kind.buffer(m, n, config),
+            dtype=torch.float32 if o in program.reductions else dtypes[o],
+            device=device,
+        )
+        for o, kind in program.outputs.items()
+    }
+
+
+class Arguments(NamedTuple):
+    """What is launched: one kernel, or two where the configuration is unfused.
+
+    Attributes:
+        program: The program.
+        a: (M, K).
+        b: (N, K).
+        operands: By name: tiles (M, N) or (M, 2N), vectors (M,) or (N,), numbers or one-element
+            float32 tensors. An index outside [0, N) selects 0.
+        outputs: Raw buffers, as of `allocate`.
+        config: The tile configuration.
+    """
+
+    program: Program
+    a: torch.Tensor
+    b: torch.Tensor
+    operands: Mapping[str, Any]
+    outputs: Mapping[str, torch.Tensor]
+    config: TileConfig
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A launch with everything resolved but the tensors.
+
+    Attributes:
+        program: The program.
+        config: The tile configuration.
+        enqueue: Launches on the current stream of the tensors' device, which is the current one.
+            Takes inputs and outputs.
+    """
+
+    program: Program
+    config: TileConfig
+    enqueue: Callable[[Sequence[Any], Sequence[torch.Tensor]], None]
+
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        """Run on tensors of the shapes, strides, dtypes and device it was bound to, and numbers or
+        tensors where those were. Further inputs are passed over."""
+        instead = launcher.get()
+        if instead is _launch:
+            self.enqueue(inputs, outputs)
+        else:
+            operands = dict(zip(self.program.operands, inputs[2:], strict=False))
+            named = dict(zip(self.program.outputs, outputs, strict=True))
+            a, b = inputs[:2]
+            instead(Arguments(self.program, a, b, operands, named, self.config))
+
+
+def bind(given: Arguments) -> Bound:
+    """Compile a program for such tensors and resolve its launch; raises as `launch`."""
+    if (instead := launcher.get()) is not _launch:
+        instead(given, run=False)
+    return _launch(given, run=False)
+
+
+def launch(given: Arguments, *, run: bool = True) -> Bound:
+    """Run a program; `run=False` compiles, where tensors may be on the meta device, and launches
+    nothing.
+
+    Raises:
+        CompileError: the configuration cannot carry this program, or the DSL refuses it.
+    """
+    return launcher.get()(given, run=run)
+
+
+def _launch(given: Arguments, *, run: bool = True) -> Bound:
+    program, a, b, operands, outputs, config = given
+    parts = signature((a, b, *operands.values(), *outputs.values())) if run else None
+    key = None if parts is None else (program.digest, config, *operands, *outputs, *parts)
+    if (bound := _BOUND.get(key)) is None:
+        resolve = _fused if config.fused else unfused.resolve
+        enqueue = cached(partial(resolve, given))
+        bound = Bound(program, config, enqueue)
+        if len(_BOUND) >= _PLANS:
+            _BOUND.clear()
+        if key is not None:
+            _BOUND[key] = bound
+    if run:
+        inputs = a, b, *(operands[o] for o in program.operands)
+        bound.enqueue(inputs, [outputs[o] for o in program.outputs])
+    return bound
+
+
+launcher: ContextVar[Callable[..., Any]] = ContextVar("launcher", default=_launch)
+"""What `launch` and `Bound` call, with the arguments of `launch`. A process that reports launches,
+or lets some fail, sets one that calls the one before; `run=False` compiles ahead of what it does.
+"""
+
+
+def _fused(given: Arguments) -> Callable[..., None]:
+    """The launch of the kernel whose epilogue is the program."""
+    program, a, b, operands, _, config = given
+    plan = _plan(given)
+    swap, parts = config.swap_ab, plan.split_k > 1
+    gemm, epilogue = (itemgetter(*places) for places in _ordered(given, plan))
+    a_at = len(program.outputs) + 1
+    makes: list[tuple[int, Callable[[Any], Any]]] = [(a_at + 1, attrgetter("mT"))] if swap else []
+    for i, (o, kind) in enumerate(program.operands.items(), a_at + 2):
+        if kind.vector:  # quack takes vectors with a batch dimension
+            makes.append((i, methodcaller("unsqueeze", 0)))
+        elif not kind.dims:
+            in_memory = hasattr(operands[o], "data_ptr")
+            makes.append((i, methodcaller("data_ptr") if in_memory else float))
+    # Just compiled, quack's function is a wrapper that parses keywords; from the cache it is bare.
+    call = getattr(plan.compiled_fn, "_tvm_ffi_function", None) or plan.compiled_fn
+    scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
+    rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
+    tile, cluster = (config.tile_m, config.tile_n), (config.cluster_m, config.cluster_n)
+
+    def enqueue(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        values = [None, *outputs, *inputs]
+        for i, make in makes:
+            values[i] = make(values[i])
+        if parts:
+            values += parts_meet(rows, columns, tile, cluster, inputs[0].device)
+        call(*gemm(values), epilogue(values), scheduler, None, None, None)
+
+    return enqueue
+
+
+def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a fused kernel's arguments lie among None, the outputs, the inputs, and at last where
+    parts of K meet: A, B, D and C, and those of its epilogue.
+
+    Raises:
+        CompileError: as `launch`.
+    """
+    return _ordered(given, cached(partial(_plan, given)))
+
+
+def _ordered(given: Arguments, plan: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    program, swap = given.program, given.config.swap_ab
+    a_at = len(program.outputs) + 1
+    named = (*program.outputs, None, None, *program.operands)
+    at = {name: 1 + named.index(o) for o, name in kernel_names(program).items()}
+    at |= {"split_k_semaphore": -2, "split_k_workspace": -1} if plan.split_k > 1 else {}
+    gemm = a_at + swap, a_at + (not swap), at.get("D", 0), at.get("c", 0)
+    return gemm, tuple(at.get(name, 0) for name in plan.arg_template)
+
+
+def _plan(given: Arguments) -> Any:
+    """quack's launch plan, compiled or found."""
+    program, a, b, operands, outputs, config = given
+    values = _by_kernel_name(program, operands, outputs)
+    d, c = values.pop("D", None), values.pop("c", None)
+    module = lower(program, config.tile_n)
+    if len(module._plan_cache) > _PLANS:
+        module._plan_cache.clear()
+    try:
+        return module.gemm(
+            a,
+            b.mT if config.swap_ab else b,
+            d,
+            c,
+            epi_args=values,
+            tile_M=config.tile_m,
+            tile_N=config.tile_n,
+            cluster_M=config.cluster_m,
+            cluster_N=config.cluster_n,
+            pingpong=config.pingpong,
+            max_swizzle_size=config.swizzle,
+            persistent=config.persistent,
+            split_k=config.parts(a.shape[1]),
+            swap_ab=config.swap_ab,
+            b_kn=config.swap_ab,
+            add_to_output=program.accumulated is not None,
+            post_init_attrs=_FP8 if a.element_size() == 1 else (),
+            _launch=False,
+        )
+    except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        raise CompileError(
+            f"{program.name} does not compile as {config.label}: {_first_line(error)}"
+        ) from error
+
+
+def _by_kernel_name(
+    program: Program, operands: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Tensors and numbers as the kernel takes them: "c" and "D" are the GEMM's own."""
+    names, values = kernel_names(program), dict[str, Any]()
+    for o, kind in program.operands.items():
+        value: Any = operands[o] if hasattr(operands[o], "data_ptr") else float(operands[o])
+        values[names[o]] = value[None] if kind.vector else value
+    for o, kind in program.outputs.items():
+        values[names[o]] = outputs[o]
+        if kind is HalfTile and outputs[o].element_size() == 1 and "D" in names.values():
+            # quack's narrow store follows the register layout of D's, and is wrong for 16-bit D
+            # (seen on an H200).
+            raise CompileError(
+                f"{program.name}: an e4m3 HalfTile beside a full-width store is not supported",
+                hint="store it in 16 bits, or leave the full-width output out",
+            )
+    return values
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,275 @@
+"""Calls resolved once: what a call copies, allocates, launches and folds, found by one lookup.
+
+- A plan depends on its `signature` alone: a call with another one is checked and resolved anew.
+- A plan holds no tensor. A call takes from torch's caching allocator its outputs, copies of what
+  TMA cannot load, and a workspace where parts of K meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.graph import Shape
+from coda_agent.primitives.kinds import Resource
+from coda_agent.primitives.memory import allocator
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.launch import Arguments, Bound, allocate, bind
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.primitives.fold import Folds
+
+    View = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class CallPlan:
+    """How a program runs on tensors of one signature. Its inputs are A, B, the operands in the
+    program's order, and what is added to in place; outputs are in the program's order.
+
+    Attributes:
+        bound: The launch.
+        device: That of all tensors.
+        elsewhere: Whether another one is current; None where there is only one.
+        empty: Allocates on the current device.
+        made: Shape, strides and dtype of each output.
+        added: Place of the output that is added to in place, if there is one.
+        ready: Places of inputs that are not passed as they are, and what makes them so.
+        finish: What follows the launch, if anything.
+    """
+
+    bound: Bound
+    device: torch.device
+    elsewhere: Callable[[], bool] | None
+    empty: Callable[..., torch.Tensor]
+    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
+    added: int | None
+    ready: tuple[tuple[int, View], ...]
+    finish: Finish | None
+
+    def __call__(
+        self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """The outputs; what is added to in place is the caller's tensor, and so is what `out` has
+        by its place, of the shape, strides and dtype of `made`."""
+        if self.elsewhere is not None and self.elsewhere():
+            import torch
+
+            with torch.cuda.device(self.device):
+                return self(inputs, out)
+        given = inputs
+        if self.ready:
+            inputs = list(given)
+            for i, make in self.ready:
+                inputs[i] = make(inputs[i])
+        outputs = self.buffers(inputs, out or {})
+        self.bound(inputs, outputs)
+        if self.finish:
+            self.finish(outputs)
+        if self.added is not None:
+            if outputs[self.added].data_ptr() != given[-1].data_ptr():
+                given[-1].copy_(outputs[self.added].reshape(given[-1].shape))
+            outputs[self.added] = given[-1]
+        return outputs
+
+    def buffers(self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """What the kernel writes to: those of `out`, the input that is added to, new ones."""
+        empty = self.empty
+        if out:
+            places = enumerate(self.made)
+            return [
+                out[i] if i in out else inputs[-1] if made is None else empty(*made)
+                for i, made in places
+            ]
+        return [inputs[-1] if made is None else empty(*made) for made in self.made]
+
+
+def resolve(
+    program: Program,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    operands: Mapping[str, Any],
+    dtypes: Mapping[str, torch.dtype],
+    config: TileConfig,
+    *,
+    raw: bool,
+) -> CallPlan:
+    """The plan of a call whose arguments were checked.
+
+    Args:
+        program: The program.
+        a: (…, M, K), M not 0.
+        b: (N, K).
+        operands: By name, with what is added to in place.
+        dtypes: Of the outputs.
+        config: The tile configuration.
+        raw: Whether reductions stay partials.
+
+    Raises:
+        CompileError: as `launch`.
+    """
+    import torch
+
+    lead, n = a.shape[:-1], b.shape[0]
+    m = lead.numel()
+    kinds: dict[str, type[Resource]] = {**program.operands}
+    if added := program.accumulated:
+        kinds[added] = program.outputs[added]
+    # The tensor core reads FP8 operands along K only.
+    either = a.element_size() > 1
+    makes: list[View | None] = [
+        partial(_rows_ready, either_major=either),
+        partial(tma_ready, either_major=either),
+        *(
+            partial(_flat_and_ready, kind=kind, m=m, flat=len(lead) > 1)
+            if kind.dims and kind.by_tma
+            else None
+            for kind in kinds.values()
+        ),
+    ]
+    given = [a, b, *(operands[o] for o in kinds)]
+    flat = [make(x) if make else x for make, x in zip(makes, given, strict=True)]
+    ready = [(i, make) for i, make in enumerate(makes) if make and flat[i] is not given[i]]
+    outputs = allocate(program, m, n, dtypes, config, "meta")
+    made = [
+        None if o == added else (tuple(t.shape), t.stride(), t.dtype) for o, t in outputs.items()
+    ]
+    if added:
+        outputs[added] = flat[-1]
+    several, index = torch.cuda.device_count() > 1, a.device.index
+    with torch.cuda.device(a.device) if several else nullcontext():
+        named = dict(zip(kinds, flat[2:], strict=True))
+        bound = bind(Arguments(program, flat[0], flat[1], named, outputs, config))
+    finish = Finish(program, m, n, config, raw=raw, lead=lead)
+    return CallPlan(
+        bound,
+        a.device,
+        (lambda: torch.cuda.current_device() != index) if several else None,
+        allocator(a.device),
+        tuple(made),
+        made.index(None) if added else None,
+        tuple(ready),
+        finish if finish.steps else None,
+    )
+
+
+class Finish:
+    """Makes of the outputs that a kernel wrote what the caller wants, in their list.
+
+    Partials over rows are turned to (N, blocks), and unless `raw` all are folded to their final
+    values, in one launch. What an unfused form leaves of one block is final. Outputs of rows get
+    the leading dimensions `lead` of A, if it has several.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        m: int,
+        n: int,
+        config: TileConfig,
+        *,
+        raw: bool = False,
+        lead: tuple[int, ...] = (),
+    ) -> None:
+        self._folded: list[tuple[int, type[Reduction], int, int]] = []
+        self._views: list[tuple[int, View]] = []
+        self._bound: Folds | None = None
+        for i, (o, kind) in enumerate(program.outputs.items()):
+            if issubclass(kind, Reduction):
+                extent, block = m if kind.over_rows else n, kind.block(config)
+                if program.graph.nodes[program.graph.outputs[o]].shape is Shape.HALF:
+                    extent, block = extent // 2, block // 2
+                if not config.fused and block >= extent:
+                    self._views.append((i, methodcaller("reshape", -1)))
+                elif not raw:
+                    self._folded.append((i, kind, extent, block))
+                elif kind.over_rows:
+                    self._views.append((i, attrgetter("mT")))
+            if len(lead) > 1 and kind.dims[:1] == ("M",) and o != program.accumulated:
+                self._views.append((i, partial(_with_lead, lead=lead)))
+
+    @property
+    def steps(self) -> int:
+        return len(self._folded) + len(self._views)
+
+    def __call__(self, outputs: list[torch.Tensor]) -> None:
+        """The first call binds the launch; later partials must lie in memory as its own."""
+        if self._folded:
+            raws = [outputs[i] for i, *_ in self._folded]
+            fold = self._bound or self._bind(raws)
+            for (i, *_), t in zip(self._folded, fold(raws), strict=True):
+                outputs[i] = t
+        for i, view in self._views:
+            outputs[i] = view(outputs[i])
+
+    def _bind(self, raws: list[torch.Tensor]) -> Folds:
+        def turned(raws: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            parts = zip(self._folded, raws, strict=True)
+            return [t.mT if kind.over_rows else t for (_, kind, *_), t in parts]
+
+        if raws[0].device.type == "cpu":
+            self._bound = lambda raws: [
+                kind.finalise(t, *sizes)
+                for (_, kind, *sizes), t in zip(self._folded, turned(raws), strict=True)
+            ]
+        else:
+            from coda_agent.primitives.fold import folding
+
+            ways = [kind.way(*sizes) for _, kind, *sizes in self._folded]
+            self._bound = folding(turned(raws), ways)
+        return self._bound
+
+
+def finalised(
+    program: Program,
+    outputs: Mapping[str, torch.Tensor],
+    m: int,
+    n: int,
+    config: TileConfig,
+) -> dict[str, torch.Tensor]:
+    """What a kernel wrote, with every reduction folded to its final values."""
+    results = [outputs[o] for o in program.outputs]
+    Finish(program, m, n, config)(results)
+    return dict(zip(program.outputs, results, strict=True))
+
+
+def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
+    """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the
+    kernel's loads. quack holds vectors to four elements, which are 32 bytes of int64.
+
+    Args:
+        t: The tensor.
+        either_major: Whether the unit stride may be the first one (GEMM operands) or must be the
+            last (epilogue operands).
+    """
+    import torch
+
+    step = 16 // t.element_size()
+    strides = t.stride()
+    suits = strides[-1] == 1 and all(s % step == 0 and s > 0 for s in strides[:-1])
+    if either_major and not suits:
+        suits = strides[0] == 1 and strides[1] % step == 0 and strides[1] > 0
+    if suits and t.data_ptr() % max(16, 4 * t.element_size()) == 0:
+        return t
+    # Not `contiguous()`: that keeps any stride of a dimension of extent 1.
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _flat_and_ready(t: torch.Tensor, kind: type[Resource], m: int, flat: bool) -> torch.Tensor:
+    return tma_ready(kind.flat(t, m) if flat else t)
+
+
+def _rows_ready(a: torch.Tensor, either_major: bool) -> torch.Tensor:
+    return tma_ready(a if a.ndim == 2 else a.flatten(0, -2), either_major=either_major)
+
+
+def _with_lead(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+    return t.reshape(*lead, *t.shape[1:])

@@ -1,0 +1,158 @@
+"""Tiles that a user measured for shapes of their own: files of the user's cache, one a kernel.
+
+- A file's name holds a digest of the kernel and of what compiles it, so what was measured for
+  another program, or with another quack, is another file and is not read.
+- Writers merge under a lock and replace the file whole. A file that cannot be read is set aside by
+  the next writer, never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import warnings
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
+from coda_agent.primitives.tiles import TileConfig
+
+VARIABLE = "CODA_AGENT_TUNED"
+"""Environment variable: another folder than `$XDG_CACHE_HOME/coda-agent/tuned`."""
+
+_COMPILERS = "quack-kernels", "nvidia-cutlass-dsl"
+
+
+class TunedShape(BaseModel):
+    """What was measured at one shape: the best configuration, and the best for each reduction
+    block; the median time of the best in microseconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    m: int
+    n: int
+    k: int
+    config: TileConfig
+    blocks: dict[str, TileConfig] = {}
+    median_us: float
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.m, self.n, self.k
+
+
+Lines = dict[str, dict[str, list[TunedShape]]]
+"""GPU name to dtype of A to measured shapes."""
+_LINES = TypeAdapter(Lines)
+
+
+def folder() -> Path:
+    """Where the files are."""
+    given = os.environ.get(VARIABLE)
+    return Path(given) if given else user_cache() / "tuned"
+
+
+@lru_cache(maxsize=1)
+def _toolchain() -> list[str]:
+    found = [fingerprint("primitives", "runtime")]
+    for package in _COMPILERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return found
+
+
+class UserTuning:
+    """What the user measured of one kernel.
+
+    Attributes:
+        path: Its file, which need not exist.
+    """
+
+    def __init__(self, kernel: str, digest: str) -> None:
+        """Takes the kernel's name, and the digest of its program and spec."""
+        key = hashlib.sha256("\n".join([digest, *_toolchain()]).encode()).hexdigest()
+        self.path = folder() / f"{kernel}-{key[:16]}.json"
+
+    def find(
+        self, gpu: str, dtype: str, shape: tuple[int, int, int], block: int | None = None
+    ) -> TileConfig | None:
+        """The configuration measured to be fastest at exactly this (M, N, K), of those with this
+        reduction block; None where none was measured."""
+        for line in self._held.get(gpu, {}).get(dtype, ()):
+            if line.shape == shape:
+                return line.config if block is None else line.blocks.get(str(block))
+        return None
+
+    def gpus(self) -> set[str]:
+        """Names of the GPUs that something was measured on."""
+        return set(self._held)
+
+    @cached_property
+    def _held(self) -> Lines:
+        """What a call reads of the file, once a process."""
+        try:
+            return self.lines()
+        except (OSError, ValueError) as error:
+            warnings.warn(
+                f"coda-agent: {self.path} is no tuning cache and is not used: {_reason(error)}",
+                stacklevel=2,
+            )
+            return {}
+
+    def lines(self) -> Lines:
+        """What the file holds now; nothing where there is none.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it holds something else.
+        """
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        return _LINES.validate_json(text)
+
+    def add(self, measured: Mapping[str, Any]) -> None:
+        """Adds lines, in place of those of the same shapes. Adding none shows whether more can be.
+
+        Raises:
+            OSError: the folder cannot be written to; the file is as it was.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lines = self._kept()
+            for gpu, types in _LINES.validate_python(measured).items():
+                for dtype, found in types.items():
+                    here = lines.setdefault(gpu, {})
+                    by_shape = {line.shape: line for line in (*here.get(dtype, ()), *found)}
+                    here[dtype] = [by_shape[shape] for shape in sorted(by_shape)]
+            write_whole(self.path, _LINES.dump_json(lines, indent=1).decode() + "\n")
+        self.__dict__.pop("_held", None)
+
+    def _kept(self) -> Lines:
+        """What the file holds; one that holds something else is set aside."""
+        try:
+            return self.lines()
+        except ValueError as error:
+            aside = self.path.with_suffix(".damaged")
+            self.path.replace(aside)
+            warnings.warn(
+                f"coda-agent: {self.path} was no tuning cache and is now {aside}: {_reason(error)}",
+                stacklevel=3,
+            )
+            return {}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+    return getattr(error, "strerror", None) or str(error)
