@@ -86,8 +86,14 @@ def _gpu() -> Iterator[Item]:
         cuda = str(torch.version.cuda) if torch.cuda.is_available() else None
     hint = "needs a GPU and a torch built for it"
     yield Item("torch with CUDA", cuda, "running kernels", hint)
-    for name in dict.fromkeys(gpu.name for gpu in found):
+    names = list(dict.fromkeys(gpu.name for gpu in found))
+    for name in names:
         yield _dispatch(name)
+    if not names:
+        from coda_agent.runtime.dispatch_tables import fitted
+
+        hint = "tiles were measured on these cards; elsewhere a roofline picks"
+        yield Item("dispatch", ", ".join(fitted()), hint, "no table in the package")
 
 
 def _dispatch(gpu: str) -> Item:

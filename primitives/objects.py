@@ -107,14 +107,14 @@ def text_of(path: Path, hint: str = "", kind: type[CodaError] = CodaError) -> st
         raise kind(f"{path} cannot be read as text: {said}", hint=hint) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, synced to disk before it has its name."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, synced to disk before it has its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=".", suffix=".tmp", delete=False
+        dir=path.parent, prefix=".", suffix=".tmp", delete=False
     ) as file:
         try:
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)

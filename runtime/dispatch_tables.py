@@ -1,11 +1,13 @@
-"""Dispatch tables: what was measured of all kernels on a GPU, in `dispatch/<gpu>.json`.
+"""Dispatch tables: what was measured of all kernels on a GPU, in `dispatch/<gpu>.json.xz`.
 
 A folder of accepted kernels may hold tables of its own; the package's is asked otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import lzma
 import re
 import warnings
 from functools import lru_cache
@@ -19,6 +21,8 @@ from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.dispatch import Cost, Memory, Model, Regret, Shape
 
 PACKAGED = ROOT / "generated"
+_MISSES = 500
+"""Parts of a logarithm that a miss is rounded to: 0.2 %, below what a measurement repeats to."""
 
 
 class _Part(BaseModel):
@@ -26,7 +30,7 @@ class _Part(BaseModel):
 
 
 class Tile(_Part):
-    """A configuration's costs in microseconds, and its misses in thousandths of a logarithm."""
+    """A configuration's costs in microseconds, and its misses, in `_MISSES` of a logarithm."""
 
     config: TileConfig
     cost: Cost
@@ -62,7 +66,7 @@ class Entry(_Part):
             Tile(
                 config=config,
                 cost=Cost(*(float(f"{x:.4g}") for x in cost)),
-                misses=tuple(x if x is None else round(1000 * x) for x in misses[config]),
+                misses=tuple(x if x is None else round(_MISSES * x) for x in misses[config]),
             )
             for config, cost in model.costs.items()
         ]
@@ -83,7 +87,7 @@ class Entry(_Part):
             self.memory,
             {tile.config: tile.cost for tile in self.tiles},
             self.shapes,
-            {t.config: tuple(x and x / 1000 for x in t.misses) for t in self.tiles},
+            {t.config: tuple(x and x / _MISSES for x in t.misses) for t in self.tiles},
         )
 
 
@@ -95,19 +99,40 @@ class Table(_Part):
     kernels: dict[str, Entry]
 
     def write(self, folder: Path) -> Path:
-        """Writes the table, a configuration a line, in place of what was there."""
+        """Write the table in place of what was there: JSON, packed by xz to a quarter."""
         path = file(folder, self.gpu)
-        text = json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1)
-        # A line break in JSON text is layout, never part of a string.
-        for leaf in (r"\[[^\[\]{}]*\]", r"\{\s*\"(config|mean)\"[^{}]*(\{[^{}]*\}[^{}]*)?\}"):
-            text = re.sub(leaf, lambda found: re.sub(r"\n\s*", " ", found[0]), text)
-        write_whole(path, text + "\n")
+        text = json.dumps(
+            self.model_dump(mode="json", exclude_defaults=True), separators=(",", ":")
+        )
+        write_whole(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
         return path
 
 
 def file(folder: Path, gpu: str) -> Path:
-    """Where a folder of kernels keeps the table of a GPU."""
-    return folder / "dispatch" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+    """Name the file in which a folder of kernels keeps the table of a GPU."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return folder / "dispatch" / f"{name}.json.xz"
+
+
+def fitted(folder: Path = PACKAGED) -> list[str]:
+    """List the GPUs of a folder's tables, without those that cannot be read."""
+    names: list[str] = []
+    for path in sorted((folder / "dispatch").glob("*.json.xz")):
+        with contextlib.suppress(OSError, ValueError):
+            names.append(_unpack(path).gpu)
+    return names
+
+
+def _unpack(path: Path) -> Table:
+    """
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no table.
+    """
+    try:
+        return Table.model_validate_json(lzma.decompress(path.read_bytes()))
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"it is not packed by xz, or cut off: {error}") from error
 
 
 @lru_cache(maxsize=16)
@@ -115,7 +140,7 @@ def read(folder: Path, gpu: str) -> Table | None:
     """The table of a GPU, None where there is none. One that cannot be used is warned of, once."""
     path = file(folder, gpu)
     try:
-        table = Table.model_validate_json(path.read_bytes())
+        table = _unpack(path)
         if table.gpu != gpu:
             raise ValueError(f"it was measured on {table.gpu}")
         for entry in table.kernels.values():

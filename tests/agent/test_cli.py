@@ -499,10 +499,11 @@ def test_doctor(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> 
     assert report["level"] == "proved"
     found = {item["name"]: item["value"] for item in report["items"]}
     assert found["git identity"] == "U <u@example.com>" and found["gpu"] is None
+    assert "NVIDIA H100 80GB HBM3" in found["dispatch"]
     monkeypatch.setattr(doctor, "gpus", lambda: [Gpu("GPU-1", "Unmeasured", "9.0", "1")])
     said = next(x for x in run("doctor", "--json")["items"] if x["name"].startswith("dispatch"))
     assert (said["name"], said["value"]) == ("dispatch on Unmeasured", None)
-    assert "coda-agent fit --all" in said["hint"] and "unmeasured.json" in said["hint"]
+    assert "coda-agent fit --all" in said["hint"] and "unmeasured.json.xz" in said["hint"]
     monkeypatch.setattr(doctor, "package_version", lambda distribution, module: None)
     assert "nothing can be shown" in run("doctor", code=3)
 

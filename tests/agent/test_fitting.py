@@ -218,7 +218,7 @@ def run(
 def test_a_table_grows_kernel_by_kernel(tmp_path: Path) -> None:
     first = Executor(broken="gemm_rope")
     path, lines = run(tmp_path, [NAME, "gemm_rope"], first)
-    assert path == tmp_path / "dispatch" / "test-gpu.json" and first.measured == [NAME]
+    assert path == tmp_path / "dispatch" / "test-gpu.json.xz" and first.measured == [NAME]
     assert re.fullmatch(
         rf"{NAME}: picks \d+\.\d% slower .* and \d+\.\d% at worst, at 24 shapes held back", lines[0]
     )
