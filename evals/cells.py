@@ -97,7 +97,7 @@ class Cell(Record):
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.case, self.contender, self.regime
+        return self.case, self.contender, self.regime, card(self.machine)
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -133,6 +133,11 @@ def append(path: Path, records: Iterable[Record]) -> None:
         whole = file.read().rfind(b"\n") + 1
         file.truncate(whole)
         file.write("".join(f"{record.line()}\n" for record in records).encode())
+
+
+def card(machine: str) -> str:
+    """Name the GPU of a machine, or `cpu`."""
+    return machine.partition(",")[0]
 
 
 class About(BaseModel):

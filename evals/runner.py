@@ -23,7 +23,7 @@ from typing import Any
 from coda_agent.agent import execution
 from coda_agent.agent.judge.samples import Samples, speedup
 from coda_agent.evals.cases import BASE, OURS, Absent, Call, Case, Contender, Setup, Suite
-from coda_agent.evals.cells import FOLDER, About, Cell, append, read
+from coda_agent.evals.cells import FOLDER, About, Cell, append, card, read
 from coda_agent.evals.clocks import CLOCKS, Clock
 from coda_agent.evals.workers import leave_with_parent
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -81,9 +81,10 @@ class Bench:
         """
         path, started = self.root / FOLDER / f"{suite.name}.jsonl", time.monotonic()
         known, cases = read(path, Cell), chosen(suite, choice)
+        gpu = card(self.about.machine)
         missing: list[tuple[Case, list[str]]] = []
         for case in cases:
-            cells = {r: [known.get((case.name, n, r)) for n in _wanted(case, choice)]
+            cells = {r: [known.get((case.name, n, r, gpu)) for n in _wanted(case, choice)]
                      for r in _regimes(case, suite, choice)}  # fmt: skip
             left = [r for r in cells if not all(self._holds(c, choice.again) for c in cells[r])]
             if left:

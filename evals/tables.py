@@ -9,7 +9,7 @@ from statistics import geometric_mean
 from coda_agent.agent.tables import Rows, markdown, ratio_text, tabulate
 from coda_agent.evals.benchmarks import SUITES, load
 from coda_agent.evals.cases import BASE, OURS, Suite
-from coda_agent.evals.cells import FOLDER, Cell, read
+from coda_agent.evals.cells import FOLDER, Cell, card, read
 from coda_agent.primitives.errors import MachineError
 
 PAGE = Path("docs", "results.md")
@@ -64,12 +64,20 @@ def _section(suite: Suite, cells: Sequence[Cell]) -> list[str]:
     about = " ".join(suite.about.split())
     if not cells:
         return [about, "Not measured yet."]
+    cards = sorted({card(cell.machine) for cell in cells})
+    of_card = {name: [c for c in cells if card(c.machine) == name] for name in cards}
+    return [about, *(part for name in cards for part in _card_section(suite, of_card[name]))]
+
+
+def _card_section(suite: Suite, cells: Sequence[Cell]) -> list[str]:
+    """Write what was measured on one GPU."""
     order = [case.name for case in suite.cases]
     cells = sorted(cells, key=lambda c: order.index(c.case) if c.case in order else len(order))
     machines = ", ".join(dict.fromkeys(cell.machine for cell in cells))
     days = sorted({cell.date for cell in cells})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    parts = [about, f"Measured {when} on {machines}.", markdown(means(suite, cells))]
+    parts = [f"### {card(cells[0].machine)}", f"Measured {when} on {machines}."]
+    parts.append(markdown(means(suite, cells)))
     if suite.name == "shapes":
         slow, count = slowest(cells)
         below = f"In {count} the whole interval of the warm ratio over `compile` lies below 1."

@@ -13,7 +13,7 @@ from coda_agent.agent.tables import by_head, columns
 from coda_agent.agent.workspace import find
 from coda_agent.evals import tables
 from coda_agent.evals.benchmarks import SUITES, load
-from coda_agent.evals.cells import About, Cell, read
+from coda_agent.evals.cells import About, Cell, card, read
 from coda_agent.evals.runner import Bench, Choice, chosen
 from coda_agent.primitives.objects import use_cache
 
@@ -57,8 +57,12 @@ def bench(
         require_idle()
         Bench(root, About.now("cuda")).run(cases, choice, typer.echo)
     cells = [cell for cell in read(record, Cell).values() if not case or cell.case in known]
+    cards = sorted({card(cell.machine) for cell in cells})
     written = [tables.write(root), *([tables.draw(cells, figure)] if figure else [])]
-    text = f"{columns(tables.means(cases, cells))}\n\n" * bool(cells)
+    text = ""
+    for name in cards:
+        rows = tables.means(cases, [cell for cell in cells if card(cell.machine) == name])
+        text += f"{name}\n{columns(rows)}\n\n"
     text += "\n".join(f"wrote {path}" for path in written)
     found = by_head(tables.detail(cells)) if cells else []
     return Reply({"record": record, "pages": written, "cells": found}, text)

@@ -28,8 +28,11 @@ def test_a_line_says_what_is_known_and_the_last_of_a_key_counts(tmp_path: Path) 
     first, second, third = map(json.loads, path.read_text().splitlines())
     assert first["interval_us"] == [1.0, 3.0] and "absent" not in second and "ratio" not in second
     found = read(path, Cell)
-    assert found["one", "ours", "warm"] == cell("one", time_us=1.0) and third["time_us"] == 1.0
-    assert list(found) == [("one", "ours", "warm"), ("two", "ours", "warm")]
+    assert (
+        found["one", "ours", "warm", "a GPU"] == cell("one", time_us=1.0)
+        and third["time_us"] == 1.0
+    )
+    assert list(found) == [(case, "ours", "warm", "a GPU") for case in ("one", "two")]
 
 
 def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def run(root: Path, what: Suite, clock: Any = None, *, about: About = HERE, **ch
     said, clock = list[str](), clock or Clock()
     bench = Bench(root, about, "cpu", 1, {"warm": clock, "steady": clock})
     path = bench.run(what, Choice(**choice), said.append)
-    return said, read(path, Cell)
+    return said, {key[:3]: cell for key, cell in read(path, Cell).items()}
 
 
 def test_a_cell_has_times_ratios_errors_and_what_it_was_measured_with(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from coda_agent.agent.tables import by_head
 from coda_agent.evals import tables
 from coda_agent.evals.cases import Case, Setup, Suite
-from coda_agent.evals.cells import FOLDER, Cell, append, read
+from coda_agent.evals.cells import FOLDER, Cell, append, card, read
 from coda_agent.primitives.errors import MachineError
 from tests.evals.small import ROOT
 from tests.evals.test_cells import cell
@@ -87,6 +87,20 @@ def test_a_page_has_what_is_recorded(tmp_path: Path) -> None:
     assert text.count("Not measured yet.") == 6 and "## kernels" not in text
 
 
+def test_each_card_has_its_own_tables(tmp_path: Path) -> None:
+    """Cells of a second GPU neither replace those of the first nor join their means."""
+    cells = [
+        cell.model_copy(update={"machine": f"{name}, driver 1"})
+        for name, ratio in (("H200", 2.0), ("H100", 1.5))
+        for cell in timed("gelu", eager=ratio)
+    ]
+    append(tmp_path / FOLDER / "fuse.jsonl", cells)
+    text = tables.write(tmp_path).read_text()
+    fuse = text.partition("## fuse\n")[2].partition("## gradients")[0]
+    assert fuse.index("### H100") < fuse.index("| 1.500 |") < fuse.index("### H200")
+    assert fuse.index("### H200") < fuse.index("| 2.000 |")
+
+
 def test_the_committed_page_is_of_the_records(tmp_path: Path) -> None:
     shutil.copytree(ROOT / FOLDER, tmp_path / FOLDER)
     said = "`coda-agent bench --table` writes it"
@@ -107,7 +121,9 @@ def test_the_readme_gives_the_means_of_the_records() -> None:
 
     def mean(suite: str, chosen: Any) -> str:
         found = [
-            c.ratio for c in read(ROOT / FOLDER / f"{suite}.jsonl", Cell).values() if chosen(c)
+            c.ratio
+            for c in read(ROOT / FOLDER / f"{suite}.jsonl", Cell).values()
+            if chosen(c) and card(c.machine) == "NVIDIA H200"
         ]
         return f"{math.prod(r for r in found if r) ** (1 / len(found)):.2f}"
 
