@@ -1,16 +1,15 @@
 """The composer, an author without a key: derives the program from the reference, or says why not.
 
-- `capture`: the reference as an ATen graph.
-- `rewrite`: that graph as canonical expressions (`across`, `layout`, `expression`, `canonical`).
-- `emit`: the expressions as source.
-- Then it checks itself: what it wrote is run in float64 against the reference.
+- `capture`: the reference as an ATen graph. `subgraph`: any ATen graph, such as Inductor's, by the
+  roles of its dims (`retrace`, `axes`, `resize`, `ports`). Both state a `Problem`.
+- `rewrite`: its canonical expressions (`across`, `layout`, `expression`, `canonical`).
+- `assemble`: the expressions as a program; `emit`: as source.
+- Then it checks itself: the program runs in float64 beside the reference or the graph (`check`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from coda_agent.agent.authors import Author, Kind, Options, Writer
 from coda_agent.agent.judge import Observer
@@ -21,12 +20,6 @@ from coda_agent.primitives import Program
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import Spec, draw_inputs, run_reference
-
-if TYPE_CHECKING:
-    import torch
-
-# Both sides are exact but for the order of float64 sums.
-TOLERANCE = 1e-9
 
 
 class Composer(Writer):
@@ -79,11 +72,13 @@ def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None
     Raises:
         ProgramError: An output differs; names it.
     """
+    from coda_agent.agent.authors.composer.check import TOLERANCE, difference
+
     sizes = base_shape(spec)
     inputs = draw_inputs(spec, sizes, spec.default_types(), seed=0, binding=binding)
     got = replayed(spec, program, inputs)
     for name, expected in run_reference(spec, inputs, binding=binding, exact=True).items():
-        error = _error(got[name], expected)
+        error = difference(got[name], expected)
         if not error <= TOLERANCE:
             raise ProgramError(
                 f"{program.name}: the program composed for output {name!r} is off by {error:.1e} of"
@@ -91,13 +86,3 @@ def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None
                 hint="where the reference uses a size as a number, a program cannot: give the"
                 " number as an input, or as an argument with a default",
             )
-
-
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest expected number; infinite where the one is
-    a number and the other is not."""
-    finite = expected.isfinite()
-    if not (finite | (got == expected) | (got.isnan() & expected.isnan())).all():
-        return math.inf
-    off = (got - expected).abs()[finite]
-    return float(off.max() / expected.abs()[finite].max().clamp(min=1e-300)) if off.numel() else 0.0

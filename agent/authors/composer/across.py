@@ -51,7 +51,8 @@ class Across:
         left, value = self._whole(codes.reshape(-1, extent))
         for name, reduction in REDUCTIONS.items():
             if (reduction.aten, reduction.left) == (op, left):
-                made = make(name, value, dims=frozenset({left}), value=extent)
+                count = self.layout.count(extent)
+                made = make(name, value, dims=frozenset({left}), value=count)
                 return self.layout.write(made, shape, Frame((left,)))
         raise ProgramError(
             "takes other than a sum or a maximum over all rows of each column",

@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +25,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from coda_agent.agent.authors.composer.problem import STORED, Problem, Slot
+from coda_agent.primitives import ColIndex, ColVector, RowVector, Scalar, Tile, WideTile
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.tables import Table
 from coda_agent.specs import Spec, canonical_reference
+from coda_agent.specs.layout import extent
 from coda_agent.specs.recording import alone, quiet
+from coda_agent.specs.reference import narrow
 
 # What PyTorch itself has in terms of simpler operations, with no sign of it in a program.
 _DECOMPOSED = (
@@ -47,26 +52,6 @@ _DECOMPOSED = (
     *("gelu_backward", "sigmoid_backward", "tanh_backward"),
 )
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A reference as a graph.
-
-    Attributes:
-        spec: Where it comes from.
-        binding: The parameters it was bound to.
-        sizes: Extent of each dim in the trace.
-        module: ATen nodes; placeholders in the order of the spec's inputs.
-    """
-
-    spec: Spec
-    binding: Mapping[str, str]
-    sizes: dict[str, int]
-    module: fx.GraphModule
-
-    def __str__(self) -> str:
-        return "\n".join(str(node.format_node()) for node in self.module.graph.nodes)
 
 
 def distinct_sizes(spec: Spec, *, named: bool = False) -> dict[str, int]:
@@ -103,7 +88,7 @@ def distinct_sizes(spec: Spec, *, named: bool = False) -> dict[str, int]:
     return sizes
 
 
-def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
+def capture(spec: Spec, binding: Mapping[str, str]) -> Problem:
     """Trace the reference of `spec` with its parameters bound to `binding`.
 
     Raises:
@@ -119,7 +104,7 @@ def capture(spec: Spec, binding: Mapping[str, str]) -> Captured:
             raise error from None
 
 
-def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> Captured:
+def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> Problem:
     reference = canonical_reference(spec, binding)
     types = spec.default_types()
     shapes = {name: spec.shape_of(name, sizes, binding) for name in spec.inputs}
@@ -133,11 +118,6 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
             modes.enter_context(notes.preserve_node_meta())
             return reference(**bound)
 
-    simpler: Any = get_decompositions([getattr(torch.ops.aten, name) for name in _DECOMPOSED])
-    # Of a tensor only the shape enters, such as of the sum that `torch.func.grad` differentiates.
-    simpler[torch.ops.aten.full_like.default] = lambda like, value, *, dtype=None, **_: torch.full(
-        like.shape, value, dtype=dtype or like.dtype
-    )
     fake = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
     try:
         with quiet(), alone(), fake:
@@ -146,7 +126,7 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
                 for name, shape in shapes.items()
             ]
             pure = torch.func.functionalize(traced, remove="mutations")
-            module = make_fx(pure, simpler, _allow_non_fake_inputs=True)(*tensors)
+            module = make_fx(pure, decompositions(), _allow_non_fake_inputs=True)(*tensors)
     except Exception as error:  # The reference is foreign code: anything may come out of it.
         frame = error.__traceback__
         while frame is not None:
@@ -168,7 +148,93 @@ def _captured(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int]) -> 
                 hint = f"{b} is read as [N, K]; where it is [K, N], name its two dims apart"
         raise ProgramError(where + fault, hint=hint) from None
     module.graph.eliminate_dead_code()
-    return Captured(spec, dict(binding), sizes, module)
+    return _problem(spec, binding, sizes, module)
+
+
+@functools.lru_cache(maxsize=1)
+def decompositions() -> dict[Any, Any]:
+    """What PyTorch has in terms of simpler operations, by operator."""
+    simpler: Any = get_decompositions([getattr(torch.ops.aten, name) for name in _DECOMPOSED])
+    # Of a tensor only the shape enters, such as of the sum that `torch.func.grad` differentiates.
+    simpler[torch.ops.aten.full_like.default] = lambda like, value, *, dtype=None, **_: torch.full(
+        like.shape, value, dtype=dtype or like.dtype
+    )
+    return simpler
+
+
+def _problem(
+    spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], module: fx.GraphModule
+) -> Problem:
+    """A traced reference as the rewriter takes it."""
+    m, n, k = spec.gemm_dims
+    own = spec.layout.sizes(sizes) if spec.layout else {}
+    lead = spec.layout.rows if spec.layout else ()
+    inner = spec.layout.inner if spec.layout else ()
+
+    def place(node: fx.Node) -> str:
+        line = node.meta.get("custom", {}).get("line")
+        if line is None:
+            return f"{spec.path}:{spec.reference_line}: "
+        return f"{spec.path}:{line}: `{spec.text.splitlines()[line - 1].strip()}`: "
+
+    return Problem(
+        name=spec.variant(binding),
+        module=module,
+        extents={"M": sizes[m], "N": sizes[n], "K": sizes[k]},
+        gemm=(spec.gemm[0], spec.gemm[1]),
+        inputs={x: _input(spec, binding, sizes, x) for x in spec.inputs},
+        outputs={x: _output(spec, binding, sizes, x) for x in spec.outputs},
+        narrow=functools.partial(narrow, spec),
+        place=place,
+        source=f"{spec.path}: ",
+        dims=(m, n, k),
+        sides=(_listed(spec.declared.gemm[0]), _listed(spec.declared.gemm[1])),
+        lead=tuple(extent(x, own) for x in lead),
+        inner=tuple(extent(x, own) for x in inner) if len(inner) > 1 else (),
+        halves=bool(spec.layout and spec.layout.halves),
+        fixed=spec.dims[n].only is not None,
+        updated=spec.updated(binding),
+    )
+
+
+def _listed(side: str) -> str:
+    return side.replace(" ", ", ")
+
+
+def _input(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], name: str) -> Slot:
+    """An input of a spec as what enters the graph."""
+    m, n, _ = spec.gemm_dims
+    symbolic, shape = spec.symbolic_shape(name, binding), spec.shape_of(name, sizes, binding)
+    dtype = spec.inputs[name].dtype
+    kinds = (ColIndex,) if dtype.startswith("int") else (Scalar, ColVector, RowVector, Tile)
+    kinds = kinds if dtype.startswith("int") else (*kinds, WideTile)
+    named: dict[tuple[int | str, ...], Any] = {kind.named(m, n): kind for kind in kinds}
+    kind = named.get(symbolic)
+    if name in spec.gemm or kind is not None:
+        return Slot(shape, None if name in spec.gemm else kind)
+    if len(symbolic) == 2 and not dtype.startswith("int"):
+        return Slot(shape, Table)
+    return Slot(
+        shape,
+        None,
+        reason=f"input {name!r} is {dtype} [{', '.join(map(str, symbolic))}]; an epilogue takes"
+        f" floating [], [{m}], [{n}], [{m}, {n}], [{m}, 2*{n}] and integer [{m}]",
+    )
+
+
+def _output(spec: Spec, binding: Mapping[str, str], sizes: dict[str, int], name: str) -> Slot:
+    """An output of a spec as what leaves the graph."""
+    m, n, _ = spec.gemm_dims
+    symbolic = spec.symbolic_shape(name, binding)
+    stored = (*STORED, ColVector, RowVector)
+    named: dict[tuple[int | str, ...], Any] = {kind.named(m, n): kind for kind in stored}
+    return Slot(
+        spec.shape_of(name, sizes, binding),
+        named.get(symbolic),
+        words=f"[{', '.join(map(str, symbolic))}]",
+        dtype=spec.dtype_of(name, spec.default_types()),
+        joined=name not in spec.declared.outputs,
+    )
 
 
 def _lines(path: str) -> Any:
@@ -193,19 +259,19 @@ def _lines(path: str) -> Any:
                 frame = frame.f_back
             if frame is None:
                 return call(func, args, kwargs or {})
-            with _at(frame.f_lineno):
+            with noted("line", frame.f_lineno):
                 return call(func, args, kwargs or {})
 
     return Lines()
 
 
 @contextmanager
-def _at(line: int) -> Iterator[None]:
-    """Notes the line at nodes that are recorded meanwhile. torch 2.9 has no
+def noted(key: str, value: Any) -> Iterator[None]:
+    """Note something at nodes that are recorded meanwhile. torch 2.9 has no
     `torch.fx.traceback.annotate`."""
     meta = notes.get_current_meta()
     before = meta.get("custom", {})
-    meta["custom"] = {**before, "line": line}
+    meta["custom"] = {**before, key: value}
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 
 from coda_agent import primitives
+from coda_agent.agent.authors.composer.assemble import number
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, negative, uses, walk
 from coda_agent.agent.authors.composer.rewrite import Rewritten
 from coda_agent.primitives.errors import ProgramError
@@ -19,8 +20,6 @@ _GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu", "sigmoid": "g
 _TEMPORARIES = ("x", "y", "z", "u", "v", "w", *(f"t{i}" for i in range(100)))
 _SUM, _PRODUCT, _SIGN, _ATOM = range(4)
 _LONG = 64
-# float32's largest number, whose own digits are above the largest that a program may hold.
-_LARGEST = 3.4028234663852886e38
 
 
 def emit(spec: Spec, programs: list[Rewritten]) -> str:
@@ -282,13 +281,10 @@ class _Mathematics(_Function):
 
 
 def _number(value: float) -> str:
-    """A constant as a program holds it; its literals are finite."""
-    if math.isnan(value):
-        message = f"a program cannot hold the constant {value}"
-        raise ProgramError(message, hint="compute it from finite numbers, or give it as an input")
+    """A constant as a program's text has it."""
     if math.isinf(value):
         return "-log(0.0)" if value > 0 else "log(0.0)"
-    return repr(math.copysign(3.4028234e38, value) if abs(value) == _LARGEST else value)
+    return repr(number(value))
 
 
 def _gates(roots: list[Expr], count: Mapping[Expr, int]) -> dict[Expr, Expr]:

@@ -63,6 +63,7 @@ class Layout:
 
     With `halves` a spec has columns j and j + N/2 of the product where a kernel has 2j and 2j + 1.
     `lead` are the extents of the dims of rows. With `fixed` N is the only one that a kernel takes.
+    `counts` are the call's M and N, where the trace has others.
     """
 
     def __init__(
@@ -72,12 +73,21 @@ class Layout:
         halves: bool = False,
         lead: Sequence[int] = (),
         fixed: bool = False,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         self.extents, self.halves, self.lead, self.fixed = extents, halves, [*lead], fixed
+        counts = counts or {}
+        of_call = {d: counts.get(d, extents[d]) for d in "MN"}
+        of_call["N/2"] = of_call["N"] // 2
+        self._counts = {extents[d]: count for d, count in of_call.items()}
         self._numbers: dict[Expr, int] = {}
         self._exprs: list[Expr] = []
         # What the tile reads of a tensor, and which of the tensor's elements each of its own is.
         self._tables: dict[Expr, list[tuple[Expr, torch.Tensor]]] = {}
+
+    def count(self, extent: int) -> int:
+        """How many elements of the call an extent of the trace stands for."""
+        return self._counts.get(extent, extent)
 
     def frame(self, shape: tuple[int, ...]) -> Frame | None:
         """The dims that `shape` is over, its unit extents dropped, its rows joined and its columns

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -31,7 +31,6 @@ from coda_agent.agent.authors.composer.aten import (
     truth,
 )
 from coda_agent.agent.authors.composer.canonical import canonical
-from coda_agent.agent.authors.composer.capture import Captured
 from coda_agent.agent.authors.composer.expression import (
     AGAIN,
     NEXT,
@@ -44,12 +43,13 @@ from coda_agent.agent.authors.composer.expression import (
     walk,
 )
 from coda_agent.agent.authors.composer.layout import Elements, Frame, Layout, Unusable
+from coda_agent.agent.authors.composer.problem import STORED, Problem, View
 from coda_agent.agent.authors.composer.rounding import before_store, rounding
-from coda_agent.primitives import ColIndex, ColVector, HalfTile, RowVector, Scalar, Tile, WideTile
+from coda_agent.primitives import ColIndex
 from coda_agent.primitives.errors import ProgramError
-from coda_agent.primitives.groups import GROUP_TILES, WIDTHS
-from coda_agent.primitives.tables import TABLES
-from coda_agent.specs.layout import extent, halved, interleaved
+from coda_agent.primitives.groups import WIDTHS
+from coda_agent.primitives.tables import TABLES, Table
+from coda_agent.specs.layout import halved, interleaved
 
 
 @dataclass(frozen=True)
@@ -69,41 +69,56 @@ class Rewritten:
     values: Mapping[str, Expr]
 
 
-def rewrite(captured: Captured) -> Rewritten:
-    """The canonical expressions of a captured reference.
+def rewrite(problem: Problem) -> Rewritten:
+    """Derive the canonical expressions of a graph.
 
     Raises:
         ProgramError: No epilogue program computes this; says which operation is the reason.
     """
-    return _Rewriter(captured).run()
+    return _Rewriter(problem).run()
+
+
+class Refusal(ProgramError):
+    """No program computes a graph, for a reason at one of its nodes.
+
+    Attributes:
+        node: The node that is the reason, where it is one.
+        output: The name of the output that is, where it is one.
+    """
+
+    def __init__(
+        self, message: str, hint: str = "", node: fx.Node | None = None, output: str = ""
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.node, self.output = node, output
 
 
 class _Rewriter:
-    def __init__(self, captured: Captured) -> None:
-        self.captured, self.spec = captured, captured.spec
-        m, n, k = (captured.sizes[d] for d in self.spec.gemm_dims)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        m, n, k = (problem.extents[d] for d in "MNK")
         extents = {"M": m, "N": n, "N/2": n // 2, "2*N": 2 * n, "K": k}
-        own = self.spec.layout
-        known = own.sizes(captured.sizes) if own else {}
-        lead = [extent(e, known) for e in own.rows] if own else [m]
-        fixed = self.spec.dims[self.spec.gemm_dims[1]].only is not None
-        self.layout = Layout(extents, halves=bool(own and own.halves), lead=lead, fixed=fixed)
+        lead = problem.lead or [m]
+        self.layout = Layout(
+            extents, halves=problem.halves, lead=lead, fixed=problem.fixed, counts=problem.counts
+        )
         self.across = Across(self.layout, self._apply)
         self.acc = leaf("acc", "acc", 0, frozenset({"M", "N"}))
         self.kinds: dict[str, str] = {}
+        self.moved: tuple[View, View] | None = None
         self.leaves: dict[str, Expr] = {}
 
     def run(self) -> Rewritten:
         env: dict[fx.Node, Any] = {}
-        inputs = iter(enumerate(self.spec.inputs, start=1))
+        inputs = iter(enumerate(self.problem.inputs, start=1))
         returned: Any = None
-        for node in self.captured.module.graph.nodes:
+        for node in self.problem.module.graph.nodes:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             match node.op:
                 case "placeholder":
                     env[node] = self._input(*next(inputs))
                 case "get_attr":
-                    env[node] = getattr(self.captured.module, node.target)
+                    env[node] = getattr(self.problem.module, node.target)
                 case "output":
                     returned = args[0]
                 case _:
@@ -112,11 +127,10 @@ class _Rewriter:
                         if _in_place(node):
                             env[node.args[0]] = env[node]
                     except ProgramError as error:
-                        message = f"{self._where(node)}: {error.message}"
-                        raise ProgramError(message, hint=error.hint) from None
+                        raise Refusal(self._at(node) + error.message, error.hint, node) from None
                     except (TypeError, KeyError):
-                        message = f"{self._where(node)}: takes an argument that no primitive has"
-                        raise ProgramError(message, hint=_SPELLED) from None
+                        message = self._at(node) + "takes an argument that no primitive has"
+                        raise Refusal(message, _SPELLED, node) from None
         values, outputs = self._outputs(returned)
         used: dict[str, set[float]] = {}
         for e in walk(list(values.values())):
@@ -124,10 +138,10 @@ class _Rewriter:
                 used.setdefault(e.name, set()).add(e.value)
         operands = {x: self._kind(x, used[x]) for x in self.kinds if x in used}
         if not any(e == self.acc for e in walk(list(values.values()))):
-            message = f"no output needs the product of {' and '.join(self._operands())}"
+            message = f"no output needs the product of {' and '.join(self.problem.sides)}"
             hint = "return what is computed with it"
-            raise ProgramError(f"{self.spec.path}: {message}", hint=hint)
-        return Rewritten(self.spec.variant(self.captured.binding), operands, outputs, values)
+            raise ProgramError(f"{self.problem.source}{message}", hint=hint)
+        return Rewritten(self.problem.name, operands, outputs, values)
 
     def _kind(self, name: str, read: set[float]) -> str:
         """The annotation of an operand; of a table by the ways in which it is read."""
@@ -136,61 +150,35 @@ class _Rewriter:
         if len(read) > 1:
             ways = " and ".join(sorted(TABLES[int(way)].__name__ for way in read))
             raise ProgramError(
-                f"{self.spec.path}: reads input {name!r} in two ways, as {ways}",
+                f"{self.problem.source}reads input {name!r} in two ways, as {ways}",
                 hint="give it as two inputs",
             )
         return TABLES[int(read.pop())].__name__
 
-    def _where(self, node: fx.Node) -> str:
-        line = node.meta.get("custom", {}).get("line")
+    def _at(self, node: fx.Node) -> str:
+        """Where a node stands and what it calls, as a message begins."""
         called = node.meta.get("original_aten") or node.target
-        op = _name(node, called).lstrip("_")
-        if line is None:
-            return f"{self.spec.path}:{self.spec.reference_line}: {op}"
-        return f"{self.spec.path}:{line}: `{self.spec.text.splitlines()[line - 1].strip()}`: {op}"
-
-    def _operands(self) -> list[str]:
-        """A and B as the user declares them."""
-        return [side.replace(" ", ", ") for side in self.spec.declared.gemm]
-
-    def _words(self, shape: Iterable[int]) -> str:
-        """A shape of the trace in the spec's dims."""
-        m, n, k = self.spec.gemm_dims
-        names = {"M": m, "N": n, "K": k, "N/2": f"{n}/2", "2*N": f"2*{n}"}
-        known = {extent: names[x] for x, extent in self.layout.extents.items()}
-        return f"[{', '.join(known.get(extent, '…' if extent > 1 else '1') for extent in shape)}]"
+        return f"{self.problem.place(node)}{_name(node, called).lstrip('_')}: "
 
     def _input(self, position: int, name: str) -> Elements | Unusable:
-        symbolic = self.spec.symbolic_shape(name, self.captured.binding)
-        shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
-        integer = self.spec.inputs[name].dtype.startswith("int")
-        kinds = (ColIndex,) if integer else (Scalar, ColVector, RowVector, Tile, WideTile)
-        known = {self._declared(kind): kind for kind in kinds}
-        kind = None
-        if name in self.spec.gemm:
-            frame = Frame(("M" if name == self.spec.gemm[0] else "N", "K"))
-        elif symbolic in known:
-            kind = known[symbolic]
-            frame = Frame(kind.dims)
-            self.kinds[name] = kind.__name__
-        elif len(symbolic) == 2 and not integer:
+        slot = self.problem.inputs[name]
+        if slot.reason:
+            return Unusable(slot.reason, _REPEATED)
+        if slot.kind is Table:
             self.kinds[name] = "Table"
-            return self.layout.table(name, position, shape)
+            table = self.layout.table(name, position, slot.shape)
+            return Elements(slot.restored(table.codes)) if slot.restored else table
+        if name in self.problem.gemm:
+            frame = Frame(("M" if name == self.problem.gemm[0] else "N", "K"))
         else:
-            (m, n, _), dtype = self.spec.gemm_dims, self.spec.inputs[name].dtype
-            return Unusable(
-                f"input {name!r} is {dtype} [{', '.join(map(str, symbolic))}]; an epilogue takes"
-                f" floating [], [{m}], [{n}], [{m}, {n}], [{m}, 2*{n}] and integer [{m}]",
-                "repeat or expand it to one of these in the call, or use it in the next kernel",
-            )
-        op = "index" if kind is ColIndex else "operand"
+            assert slot.kind is not None  # else it has a reason
+            frame = Frame(slot.kind.dims)
+            self.kinds[name] = slot.kind.__name__
+        op = "index" if slot.kind is ColIndex else "operand"
         self.leaves[name] = expr = leaf(op, name, position, frozenset(frame.dims))
-        return self.layout.write(expr, shape, frame)
-
-    def _declared(self, kind: type) -> tuple[int | str, ...]:
-        """The shape of a resource in the spec's words."""
-        m, n, _ = self.spec.gemm_dims
-        return kind.named(m, n)
+        if slot.restored:
+            return Elements(slot.restored(self.layout.grid(expr, frame.dims)))
+        return self.layout.write(expr, slot.shape, frame)
 
     def _node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op, target = _name(node), cast("Callable[..., Any]", node.target)
@@ -244,13 +232,14 @@ class _Rewriter:
             if op in ACROSS:
                 raise ProgramError(WHOLE_ROW, hint=ROW_STATISTICS)
             raise ProgramError("has no counterpart among the primitives", hint=_SPELLED)
-        result = self._apply(function, args, kwargs)
+        with self._in_order(node):
+            result = self._apply(function, args, kwargs)
         return [result, None] if op == "log_sigmoid_forward" else result
 
     def _cast(self, x: Any, source: torch.dtype | None, dtype: torch.dtype | None) -> Any:
         """`x` in another type: the same number, but where a condition is made of it."""
-        if dtype is not None and (name := rounding(self.spec, dtype)):
-            return self._apply(partial(apply, name), [x], {})
+        if dtype is not None and self.problem.narrow(dtype):
+            return self._apply(partial(apply, rounding(dtype)), [x], {})
         if dtype is None or dtype.is_floating_point or dtype == source or self.across.is_index(x):
             return x
         if dtype is torch.bool:
@@ -335,11 +324,28 @@ class _Rewriter:
             bound, [self._lift(v) for v in (*args, *kwargs.values()) if _tensor(v)]
         )
 
+    @contextmanager
+    def _in_order(self, node: fx.Node) -> Iterator[None]:
+        """Computes with the dims of a node in the order of rows and columns meanwhile."""
+        self.moved = self.problem.moved.get(node)
+        try:
+            yield
+        finally:
+            self.moved = None
+
     def _applied(self, function: Callable[..., Expr], tensors: list[Elements]) -> Elements:
+        shape = torch.broadcast_shapes(*(t.codes.shape for t in tensors))
+        if self.moved is None:
+            return self._straight(function, tensors)
+        straight, restored = self.moved
+        codes = (straight(t.codes.broadcast_to(shape)) for t in tensors)
+        return Elements(restored(self._straight(function, [*map(Elements, codes)]).codes))
+
+    def _straight(self, function: Callable[..., Expr], tensors: list[Elements]) -> Elements:
         shape = tuple(torch.broadcast_shapes(*(t.codes.shape for t in tensors)))
         if (found := self.layout.whole(tensors, shape)) is not None:
             # One weight's columns of several: computed as if of all.
-            return Elements(self._applied(function, found[0]).codes[..., found[1]].reshape(shape))
+            return Elements(self._straight(function, found[0]).codes[..., found[1]].reshape(shape))
         frame = self.layout.frame(shape)
         parts = any(e.op == "table" for t in tensors for e in self.layout.sources(t))
         if frame is None and parts and (found := self._table_wise(function, tensors, shape)):
@@ -349,11 +355,12 @@ class _Rewriter:
         if frame is None and (width := self.layout.group(shape)):
             # What is one for each group is computed as if for each column.
             over = (self.layout.over_group(t.codes.broadcast_to(shape), width) for t in tensors)
-            whole = self._applied(function, [*map(Elements, over)])
+            whole = self._straight(function, [*map(Elements, over)])
             return Elements(whole.codes[..., ::width].reshape(shape))
         if frame is None:
+            words = self.problem.shape_words(shape)
             raise ProgramError(
-                f"works on a shape {self._words(shape)} that is neither (M, N) nor part of it",
+                f"works on a shape {words} that is neither (M, N) nor part of it",
                 hint="return the tensor itself, and do this in the next kernel or with torch",
             )
         if self.layout.in_halves(shape):
@@ -476,13 +483,9 @@ class _Rewriter:
 
     def _summed(self, start: int, stop: int) -> Expr:
         """The product over a range of K; over the last one the whole without the others."""
-        layout = self.spec.layout
         if (start, stop) == (0, self.layout.extents["K"]):
             return self.acc
-        if layout is None:
-            raise self._other_product()
-        sizes = layout.sizes(self.captured.sizes)
-        ends = [0, *itertools.accumulate(extent(entry, sizes) for entry in layout.inner)]
+        ends = [0, *itertools.accumulate(self.problem.inner)]
         if (start, stop) not in itertools.pairwise(ends):
             raise self._other_product()
         parts = [leaf("part", f"part {i}", 0, self.acc.dims) for i in range(len(ends) - 2)]
@@ -492,13 +495,13 @@ class _Rewriter:
         return [*parts, rest][ends.index(start)]
 
     def _other_product(self) -> ProgramError:
-        a, b = self._operands()
+        a, b = self.problem.sides
         message = f"is not the product of {a} with {b} that `gemm` declares; a kernel has one"
         return ProgramError(message, hint="declare what is multiplied, or make a kernel of each")
 
     def _scale(self, expr: Expr, rows: str) -> Expr:
         """The scale of an operand, which commutes past the product."""
-        name = self.spec.gemm[rows == "N"]
+        name = self.problem.gemm[rows == "N"]
         if expr.op == "operand" and expr.name == name:
             return const(1.0)
         if expr.op in ("mul", "div", "neg"):
@@ -518,20 +521,20 @@ class _Rewriter:
         )
 
     def _outputs(self, returned: Any) -> tuple[dict[str, Expr], dict[str, str]]:
-        updated = self.spec.updated(self.captured.binding)
+        updated, source = self.problem.updated, self.problem.source
         values: dict[str, Expr] = {}
         outputs: dict[str, str] = {}
-        for name in self.spec.outputs:
-            where = f"{self.spec.path}: output {name!r}"
+        for name in self.problem.outputs:
             value = returned.get(name) if isinstance(returned, dict) else None
             try:
                 values[name], outputs[name] = self._output(name, value)
             except ProgramError as error:
-                raise ProgramError(f"{where}{error.message}", hint=error.hint) from None
+                message = f"{source}output {name!r}{error.message}"
+                raise Refusal(message, error.hint, output=name) from None
             if name in updated:
                 if outputs[name] != "Tile":
-                    m, n, _ = self.spec.gemm_dims
-                    message = f"{where}: a kernel updates only [{m}, {n}] in place"
+                    m, n, _ = self.problem.dims
+                    message = f"{source}output {name!r}: a kernel updates only [{m}, {n}] in place"
                     raise ProgramError(message, hint="leave `in_place` out")
                 # Stored as what is added to the old value, which cancels.
                 outputs[name] = "AddTile"
@@ -541,7 +544,7 @@ class _Rewriter:
             for output, value in values.items():
                 if self.leaves[old] in walk([value]):
                     raise ProgramError(
-                        f"{self.spec.path}: output {output!r} needs {old!r}, which {name!r}"
+                        f"{source}output {output!r} needs {old!r}, which {name!r}"
                         f" overwrites; a kernel only adds to it, {name} = {old} + ...",
                         hint="leave `in_place` out",
                     )
@@ -557,30 +560,30 @@ class _Rewriter:
             if isinstance(value, Unusable):
                 raise ProgramError(f": {value.reason}", hint=value.hint)
             raise ProgramError(": depends on no input", hint="leave the output out")
-        m, n, _ = self.spec.gemm_dims
-        stored = (Tile, HalfTile, WideTile, *GROUP_TILES)
-        kinds = {self._declared(kind): kind for kind in (*stored, ColVector, RowVector)}
-        symbolic = self.spec.symbolic_shape(name, self.captured.binding)
-        shape = self.spec.shape_of(name, self.captured.sizes, self.captured.binding)
-        if symbolic not in kinds or value.codes.shape != shape:
-            words = f"[{', '.join(map(str, symbolic))}]"
-            words = self._words(value.codes.shape) if symbolic in kinds else words
+        m, n, _ = self.problem.dims
+        slot = self.problem.outputs[name]
+        if slot.kind is None or tuple(value.codes.shape) != slot.shape:
+            words = self.problem.shape_words(value.codes.shape) if slot.kind else slot.words
             raise ProgramError(
                 f" is {words}; a kernel writes [{m}, {n}], [{m}, {n}/2], [{m}, 2*{n}] and"
                 " reductions",
                 hint="return what it is made of, and put it together with torch",
             )
-        kind = kinds[symbolic]
+        shape = slot.shape
+        if slot.straight:
+            value = Elements(slot.straight(value.codes))
+            shape = tuple(value.codes.shape)
+        kind, stored = slot.kind, STORED
         try:
             expr = self.layout.stored(value, shape, kind)
         except ProgramError as error:
-            if name not in self.spec.declared.outputs:  # several outputs side by side
+            if slot.joined:
                 raise ProgramError(": its parts are not computed alike", hint=_ALIKE) from None
             raise ProgramError(f" {error.message}", hint=error.hint) from None
         if any(e.op == "part" for e in walk(list(canonical([expr])))):
             raise ProgramError(
-                f" does not add the products of {self._operands()[0]} alike; a kernel sums them in"
-                " one",
+                f" does not add the products of {self.problem.sides[0]} alike; a kernel sums them"
+                " in one",
                 hint="fold the factor into the weight once, before it is packed, and leave it out",
             )
         if any(e.op == "centred" for e in walk([expr])):
@@ -596,10 +599,10 @@ class _Rewriter:
             raise ProgramError(
                 " is the same in every row or column", hint="return it without the other dim"
             )
-        dtype = self.spec.dtype_of(name, self.spec.default_types())
-        return before_store(expr, dtype), alone.get(expr.op, kind.__name__)
+        return before_store(expr, slot.dtype), alone.get(expr.op, kind.__name__)
 
 
+_REPEATED = "repeat or expand it to one of these in the call, or use it in the next kernel"
 _SPELLED = "write it with elementary operations; `level: extend` asks an author for one of its own"
 _ALIKE = (
     "compute all parts of the product's columns alike: what differs, such as a scale of one, is"

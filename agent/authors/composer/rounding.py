@@ -7,19 +7,14 @@ import torch
 from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.rounding import ROUNDINGS
-from coda_agent.specs import Spec
-from coda_agent.specs.reference import narrow
 
 
-def rounding(spec: Spec, dtype: torch.dtype) -> str:
-    """The operation that a cast to `dtype` is; empty where it rounds nothing that the reference
-    means.
+def rounding(dtype: torch.dtype) -> str:
+    """The operation that a cast to `dtype` is, where it is meant to round.
 
     Raises:
         ProgramError: no operation rounds to that type.
     """
-    if not narrow(spec, dtype):
-        return ""
     name = str(dtype).removeprefix("torch.")
     if name not in ROUNDINGS:
         hint = f"a program rounds to {', '.join(ROUNDINGS)}"

@@ -1,0 +1,107 @@
+"""What a composed program computes beside the graph that it comes from, by numbers, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from coda_agent.agent.authors.composer.axes import name_of
+from coda_agent.agent.authors.composer.problem import Problem
+from coda_agent.agent.authors.composer.rewrite import Refusal
+from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.program import Program
+
+# Both sides are exact but for the order of float64 sums.
+TOLERANCE = 1e-9
+_CASTS = ("_to_copy", "convert_element_type")
+
+
+def check_numbers(problem: Problem, program: Program, *, seed: int = 0) -> None:
+    """Compare a program with its graph at the graph's sizes.
+
+    Raises:
+        Refusal: an output differs; names it.
+    """
+    for positive in (False, True):
+        inputs = _drawn(problem, seed, positive=positive)
+        expected = run_exactly(problem, inputs)
+        straight = {x: _straight(problem, x, value) for x, value in inputs.items()}
+        a, b = (straight[x] for x in problem.gemm)
+        operands = {x: straight[x] for x in program.operands}
+        dtypes = dict.fromkeys(program.outputs, torch.float64)
+        got = interpret(program, a, b, operands, dtypes=dtypes, compute=torch.float64)
+        for name, slot in problem.outputs.items():
+            value = expected[name]
+            value = slot.straight(value) if slot.straight else value
+            off = difference(got[name], value)
+            if not off <= TOLERANCE:
+                message = f"output {name!r} would be off by {off:.1e} of its largest value"
+                raise Refusal(message, output=name)
+
+
+def run_exactly(problem: Problem, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run the graph in float64; casts round only where that is meant."""
+    values: dict[Any, Any] = {}
+    given = iter(inputs.values())
+    for node in problem.module.graph.nodes:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        match node.op:
+            case "placeholder":
+                values[node] = next(given)
+            case "get_attr":
+                values[node] = getattr(problem.module, node.target)
+            case "output":
+                return args[0]
+            case _:
+                values[node] = _called(problem, node, args, kwargs)
+    return {}
+
+
+def _called(problem: Problem, node: Any, args: Any, kwargs: Any) -> Any:
+    dtype = node.meta["val"].dtype if "val" in node.meta else None
+    if name_of(node) in _CASTS and dtype is not None and dtype.is_floating_point:
+        x = args[0]
+        return (x.to(dtype) if problem.narrow(dtype) else x).double()
+    wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+    found = node.target(*tree_map(wide, args), **tree_map(wide, kwargs))
+    if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
+        return found.double()  # a constant, or what whole numbers make
+    return found
+
+
+def _drawn(problem: Problem, seed: int, *, positive: bool) -> dict[str, torch.Tensor]:
+    """Inputs of the graph, in order: about 1 in size, or between 0.1 and 1."""
+    generator = torch.Generator().manual_seed(seed + positive)
+    inputs: dict[str, torch.Tensor] = {}
+    places = [n for n in problem.module.graph.nodes if n.op == "placeholder"]
+    for name, node in zip(problem.inputs, places, strict=True):
+        value = node.meta["val"]
+        if not value.is_floating_point():
+            high = 2 if value.dtype is torch.bool else problem.extents["N"]
+            x = torch.randint(high, value.shape, generator=generator)
+            inputs[name] = x.to(value.dtype)
+            continue
+        x = torch.empty(value.shape, dtype=torch.float64)
+        x = x.uniform_(0.1, 1, generator=generator) if positive else x.normal_(generator=generator)
+        scale = problem.extents["K"] ** -0.5 if name == problem.gemm[1] else 1.0
+        inputs[name] = x * scale
+    return inputs
+
+
+def _straight(problem: Problem, name: str, value: torch.Tensor) -> torch.Tensor:
+    slot = problem.inputs[name]
+    return slot.straight(value) if slot.straight else value
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest expected number; infinite where the one is
+    a number and the other is not."""
+    finite = expected.isfinite()
+    if not (finite | (got == expected) | (got.isnan() & expected.isnan())).all():
+        return math.inf
+    off = (got - expected).abs()[finite]
+    return float(off.max() / expected.abs()[finite].max().clamp(min=1e-300)) if off.numel() else 0.0

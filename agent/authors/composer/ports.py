@@ -1,0 +1,160 @@
+"""How tensors of a graph stand to those that a kernel takes and gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from coda_agent.agent.authors.composer.axes import Axis, Dim
+from coda_agent.agent.authors.composer.resize import Roles
+from coda_agent.primitives.groups import GROUP_TILES
+from coda_agent.primitives.kinds import Resource
+from coda_agent.primitives.resources import (
+    ColIndex,
+    ColVector,
+    HalfTile,
+    RowVector,
+    Scalar,
+    Tile,
+    WideTile,
+)
+from coda_agent.primitives.tables import Table
+
+Step = tuple[Any, list[int]]
+"""An operation of ATen that views a tensor, and its argument."""
+_RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.default
+
+
+@dataclass(frozen=True)
+class Stand:
+    """How the axes of a tensor stand in the kernel's one.
+
+    Attributes:
+        axes: Of each dim of the tensor.
+        groups: The same axes, of each dim of the kernel's tensor.
+        kind: What it is to the program; None of A and B.
+    """
+
+    axes: Sequence[Dim]
+    groups: Sequence[Dim]
+    kind: type[Resource] | None
+
+    def steps(self, sizes: Mapping[Axis, int]) -> list[Step]:
+        """Views that make the kernel's tensor of the graph's."""
+        flat, order, final = self._parts(sizes)
+        own = [sizes[a] for a in flat]
+        shape = [math.prod(sizes[a] for a in dim) for dim in self.axes]
+        return _trimmed(shape, [(_RESHAPE, own), (_PERMUTE, order), (_RESHAPE, final)])
+
+    def back(self, sizes: Mapping[Axis, int]) -> list[Step]:
+        """Views that make the graph's tensor of the kernel's."""
+        flat, order, final = self._parts(sizes)
+        inverse = [order.index(i) for i in range(len(order))]
+        own = [sizes[flat[i]] for i in order]
+        shape = [math.prod(sizes[a] for a in dim) for dim in self.axes]
+        return _trimmed(final, [(_RESHAPE, own), (_PERMUTE, inverse), (_RESHAPE, shape)])
+
+    def _parts(self, sizes: Mapping[Axis, int]) -> tuple[list[Axis], list[int], list[int]]:
+        flat = [a for dim in self.axes for a in dim]
+        order = [flat.index(a) for dim in self.groups for a in dim]
+        return flat, order, [math.prod(sizes[a] for a in dim) for dim in self.groups]
+
+
+def _trimmed(shape: Sequence[int], steps: Sequence[Step]) -> list[Step]:
+    """Steps from a tensor of `shape` without those that change nothing."""
+    (_, own), (_, order), (_, final) = steps
+    if order == sorted(order):
+        return [] if [*shape] == final else [(_RESHAPE, final)]
+    result = [] if [*shape] == own else [steps[0]]
+    moved = [own[i] for i in order]
+    return [*result, steps[1], *([] if moved == final else [steps[2]])]
+
+
+@dataclass(frozen=True)
+class Port:
+    """A tensor of the graph that a kernel takes or gives.
+
+    Attributes:
+        node: The graph's.
+        steps: Views that make the kernel's tensor of it: calls of ATen with a list of numbers.
+        back: The inverse.
+        dtype: Its element type.
+    """
+
+    node: fx.Node
+    steps: tuple[Step, ...]
+    back: tuple[Step, ...]
+    dtype: torch.dtype
+
+    def canonical(self, x: Any) -> Any:
+        """The kernel's tensor, of the graph's."""
+        for view, argument in self.steps:
+            x = view(x, argument)
+        return x
+
+    def restored(self, x: Any) -> Any:
+        """The graph's tensor, of the kernel's."""
+        for view, argument in self.back:
+            x = view(x, argument)
+        return x
+
+
+def ordered(columns: Dim) -> tuple[Dim, bool]:
+    """The columns as a kernel has them; and whether the graph has pairs in halves, which it has
+    side by side."""
+    if len(columns) > 1 and columns[0].size == 2 and columns[0].unit:
+        return [*columns[1:], columns[0]], True
+    return columns, False
+
+
+def entering(axes: Sequence[Dim], roles: Roles, *, whole: bool) -> Stand | None:
+    """How what an epilogue reads stands in the kernel's tensor; None where it reads no such.
+
+    Args:
+        axes: Of each dim of the tensor.
+        roles: Of the product, with columns in the kernel's order.
+        whole: Whether its elements are whole numbers.
+    """
+    own = {a for dim in axes for a in dim}
+    if len(own) < sum(map(len, axes)) or not own <= {*roles.rows, *roles.columns}:
+        return None
+    rows = [a for a in roles.rows if a in own]
+    columns = [a for a in roles.columns if a in own]
+    if whole:
+        return Stand(axes, [rows], ColIndex) if rows == roles.rows and not columns else None
+    full = rows == roles.rows, columns == roles.columns
+    if all(full):
+        return Stand(axes, [rows, columns], Tile)
+    if not own:
+        return Stand(axes, [], Scalar)
+    if full[0] and not columns:
+        return Stand(axes, [rows], ColVector)
+    if full[1] and not rows:
+        return Stand(axes, [columns], RowVector)
+    return Stand(axes, [rows, columns], Table)
+
+
+def leaving(axes: Sequence[Dim], roles: Roles) -> Stand | None:
+    """How what a kernel stores stands in its tensor; None where it stores no such."""
+    own = {a for dim in axes for a in dim}
+    if len(own) < sum(map(len, axes)):
+        return None
+    rows, (*outer, last) = roles.rows, roles.columns
+    known: list[tuple[list[Dim], type[Resource]]] = [
+        ([rows, roles.columns], Tile), ([rows], ColVector), ([roles.columns], RowVector)
+    ]  # fmt: skip
+    if last.size == 2:
+        known.append(([rows, outer], HalfTile))
+    known += [([rows, outer], kind) for kind in GROUP_TILES if kind.width == last.size]
+    more = own.difference(rows, roles.columns)
+    if len(more) == 1 and (pair := more.pop()).size == 2:
+        known.append(([rows, [*roles.columns, pair]], WideTile))
+    for groups, kind in known:
+        if own == {a for dim in groups for a in dim}:
+            return Stand(axes, groups, kind)
+    return None

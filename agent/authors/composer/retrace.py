@@ -1,0 +1,213 @@
+"""An ATen graph in the operations that the composer reads, each with its original node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as notes
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from coda_agent.agent.authors.composer.axes import PRODUCTS, name_of
+from coda_agent.agent.authors.composer.capture import decompositions, noted
+
+aten = torch.ops.aten
+ORIGIN = "origin"
+
+
+class Retraced:
+    """A traced graph, with what its nodes are in the graph that it comes from.
+
+    Attributes:
+        module: It.
+        results: Its nodes that are the graph's outputs, by name.
+        outputs: The graph's outputs, by name.
+    """
+
+    def __init__(self, module: fx.GraphModule, users: dict[fx.Node, fx.Node]) -> None:
+        self.module = module
+        self._users = users
+        (self._output,) = (n for n in module.graph.nodes if n.op == "output")
+        self._trim([])
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def results(self) -> dict[str, fx.Node]:
+        return dict(self._output.args[0])  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def returning(self, outputs: Sequence[fx.Node]) -> None:
+        """Let these nodes of the original graph be what is computed."""
+        self.outputs = {node.name: node for node in outputs}
+        traced = {user: node for node, user in reversed([*self._users.items()])}
+        self._trim([(node.name, traced[node]) for node in outputs])
+
+    def _trim(self, results: list[tuple[str, fx.Node]]) -> None:
+        self._output.args = (dict(results),)
+        if results:
+            places = [n for n in self.graph.nodes if n.op == "placeholder"]
+            self.graph.eliminate_dead_code()
+            for node in places:
+                if not node.users:
+                    self.graph.erase_node(node)
+
+    def origin(self, node: fx.Node) -> fx.Node | None:
+        """The original node that a traced one is recorded for."""
+        return self._users.get(node) or node.meta.get("custom", {}).get(ORIGIN)
+
+    def user(self, node: fx.Node) -> fx.Node | None:
+        """The original node that has the value of a traced one."""
+        return self._users.get(node)
+
+    def enter(self, node: fx.Node) -> bool:
+        """Let a value enter the graph instead of being computed in it."""
+        if node not in self._users:
+            return False
+        first = next(iter(self.graph.nodes))
+        with self.graph.inserting_before(first):
+            place = self.graph.placeholder(node.name)
+        place.meta = {"val": node.meta["val"]}
+        self._users[place] = self._users[node]
+        node.replace_all_uses_with(place)
+        self._trim([*self.results.items()])
+        return True
+
+    def put_outside(self, user: fx.Node) -> bool:
+        """Let the value of an original node enter, where it does not need a product."""
+        node = next(
+            (n for n, u in self._users.items() if u is user and n.graph is self.graph), None
+        )
+        if node is None or node.op == "placeholder" or not node.users or _needs_product(node):
+            return False
+        return self.enter(node)
+
+
+def _needs_product(node: fx.Node) -> bool:
+    """Whether a node is a product, or is computed with one."""
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        n = pending.pop()
+        if n.op == "call_function" and name_of(n) in PRODUCTS:
+            return True
+        if n not in seen:
+            seen.add(n)
+            pending += n.all_input_nodes
+    return False
+
+
+def retraced(graph: fx.Graph) -> Retraced:
+    """Trace a graph again, with static shapes and without a device.
+
+    Sizes that are symbols are taken by their hints.
+    """
+    owner = graph.owning_module
+    tensors = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    (output,) = (n for n in graph.nodes if n.op == "output")
+
+    def run(*args: torch.Tensor) -> list[Any]:
+        env: dict[fx.Node, Any] = {}
+        given = iter(args)
+        for node in graph.nodes:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.get)
+            match node.op:
+                case "placeholder":
+                    val = node.meta["val"]
+                    env[node] = next(given) if isinstance(val, torch.Tensor) else plain(val)
+                case "get_attr":
+                    env[node] = _attribute(owner, str(node.target))
+                case "output":
+                    pass
+                case _:
+                    with noted(ORIGIN, node):
+                        env[node] = node.target(*args, **tree_map(_on_cpu, kwargs))
+        return [env[node] for node in tensors]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [
+            torch.empty_strided(
+                [plain(x) for x in val.shape], [plain(x) for x in val.stride()], dtype=val.dtype
+            )
+            for node in tensors
+            if node.op == "placeholder"
+            for val in [node.meta["val"]]
+        ]
+        with notes.preserve_node_meta():
+            table = {**decompositions(), **_APART}
+            module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
+    _share(module.graph)
+    (end,) = (n for n in module.graph.nodes if n.op == "output")
+    users: dict[fx.Node, fx.Node] = {}
+    for value, node in zip(tree_leaves(end.args[0]), tensors, strict=True):
+        if isinstance(value, fx.Node):
+            users.setdefault(value, node)
+    traced = Retraced(module, users)
+    traced.returning([n for n in tree_leaves(output.args[0]) if isinstance(n, fx.Node)])
+    return traced
+
+
+def _share(graph: fx.Graph) -> None:
+    """Compute once what is called twice."""
+    known: dict[Any, fx.Node] = {}
+    for node in [*graph.nodes]:
+        if node.op == "call_function":
+            first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+
+
+def plain(size: Any) -> Any:
+    """A size as a number; of a symbol its hint."""
+    node = getattr(size, "node", None)
+    return size if node is None else node.hint
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def _split_with_sizes(x: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        aten.slice.Tensor(x, dim, start, start + size)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _split(x: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
+    extent = x.shape[dim]
+    return _split_with_sizes(x, [min(size, extent - i) for i in range(0, extent, size)], dim)
+
+
+def _unbind(x: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
+
+
+def _var_mean(x: torch.Tensor, dim: Any = None, **over: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = aten.mean.dim(x, dim, over.get("keepdim", False))
+    return aten.var.correction(x, dim, **over), mean
+
+
+def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return -aten.softplus(-x), x.new_zeros(0)
+
+
+# Calls of several results, in terms of such as have one.
+_APART: dict[Any, Callable[..., Any]] = {
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+    aten.var_mean.correction: _var_mean,
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+}
