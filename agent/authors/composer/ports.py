@@ -148,11 +148,11 @@ def leaving(axes: Sequence[Dim], roles: Roles) -> Stand | None:
     known: list[tuple[list[Dim], type[Resource]]] = [
         ([rows, roles.columns], Tile), ([rows], ColVector), ([roles.columns], RowVector)
     ]  # fmt: skip
-    if last.size == 2:
+    if last.size == 2 and last.unit:
         known.append(([rows, outer], HalfTile))
     known += [([rows, outer], kind) for kind in GROUP_TILES if kind.width == last.size]
     more = own.difference(rows, roles.columns)
-    if len(more) == 1 and (pair := more.pop()).size == 2:
+    if len(more) == 1 and (pair := more.pop()).size == 2 and pair.unit:
         known.append(([rows, [*roles.columns, pair]], WideTile))
     for groups, kind in known:
         if own == {a for dim in groups for a in dim}:

@@ -28,9 +28,11 @@ class Retraced:
         outputs: The graph's outputs, by name.
     """
 
-    def __init__(self, module: fx.GraphModule, users: dict[fx.Node, fx.Node]) -> None:
-        self.module = module
-        self._users = users
+    def __init__(self, module: fx.GraphModule, nodes: dict[fx.Node, fx.Node]) -> None:
+        self.module, self._nodes = module, nodes
+        self._users: dict[fx.Node, fx.Node] = {}
+        for user, node in nodes.items():
+            self._users.setdefault(node, user)
         (self._output,) = (n for n in module.graph.nodes if n.op == "output")
         self._trim([])
 
@@ -45,8 +47,7 @@ class Retraced:
     def returning(self, outputs: Sequence[fx.Node]) -> None:
         """Let these nodes of the original graph be what is computed."""
         self.outputs = {node.name: node for node in outputs}
-        traced = {user: node for node, user in reversed([*self._users.items()])}
-        self._trim([(node.name, traced[node]) for node in outputs])
+        self._trim([(node.name, self._nodes[node]) for node in outputs])
 
     def _trim(self, results: list[tuple[str, fx.Node]]) -> None:
         self._output.args = (dict(results),)
@@ -74,6 +75,7 @@ class Retraced:
             place = self.graph.placeholder(node.name)
         place.meta = {"val": node.meta["val"]}
         self._users[place] = self._users[node]
+        self._nodes = {user: place if n is node else n for user, n in self._nodes.items()}
         node.replace_all_uses_with(place)
         self._trim([*self.results.items()])
         return True
@@ -142,11 +144,8 @@ def retraced(graph: fx.Graph) -> Retraced:
             module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
     _share(module.graph)
     (end,) = (n for n in module.graph.nodes if n.op == "output")
-    users: dict[fx.Node, fx.Node] = {}
-    for value, node in zip(tree_leaves(end.args[0]), tensors, strict=True):
-        if isinstance(value, fx.Node):
-            users.setdefault(value, node)
-    traced = Retraced(module, users)
+    values = zip(tensors, tree_leaves(end.args[0]), strict=True)
+    traced = Retraced(module, {user: n for user, n in values if isinstance(n, fx.Node)})
     traced.returning([n for n in tree_leaves(output.args[0]) if isinstance(n, fx.Node)])
     return traced
 
