@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from coda_agent.primitives.resources import (
 )
 from coda_agent.primitives.tables import Table
 
-Step = tuple[Any, list[int]]
-"""An operation of ATen that views a tensor, and its argument."""
+Step = tuple[Any, tuple[Any, ...]]
+"""An operation of ATen that views a tensor, and its further arguments."""
 _RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.default
 
 
@@ -49,7 +49,7 @@ class Stand:
         flat, order, final = self._parts(sizes)
         own = [sizes[a] for a in flat]
         shape = [math.prod(sizes[a] for a in dim) for dim in self.axes]
-        return _trimmed(shape, [(_RESHAPE, own), (_PERMUTE, order), (_RESHAPE, final)])
+        return _trimmed(shape, own, order, final)
 
     def back(self, sizes: Mapping[Axis, int]) -> list[Step]:
         """Views that make the graph's tensor of the kernel's."""
@@ -57,7 +57,7 @@ class Stand:
         inverse = [order.index(i) for i in range(len(order))]
         own = [sizes[flat[i]] for i in order]
         shape = [math.prod(sizes[a] for a in dim) for dim in self.axes]
-        return _trimmed(final, [(_RESHAPE, own), (_PERMUTE, inverse), (_RESHAPE, shape)])
+        return _trimmed(final, own, inverse, shape)
 
     def _parts(self, sizes: Mapping[Axis, int]) -> tuple[list[Axis], list[int], list[int]]:
         flat = [a for dim in self.axes for a in dim]
@@ -65,14 +65,15 @@ class Stand:
         return flat, order, [math.prod(sizes[a] for a in dim) for dim in self.groups]
 
 
-def _trimmed(shape: Sequence[int], steps: Sequence[Step]) -> list[Step]:
-    """Steps from a tensor of `shape` without those that change nothing."""
-    (_, own), (_, order), (_, final) = steps
+def _trimmed(
+    shape: Sequence[int], own: list[int], order: list[int], final: list[int]
+) -> list[Step]:
+    """Reshape a tensor of `shape`, permute and reshape it, without what changes nothing."""
     if order == sorted(order):
-        return [] if [*shape] == final else [(_RESHAPE, final)]
-    result = [] if [*shape] == own else [steps[0]]
+        return [] if [*shape] == final else [(_RESHAPE, (final,))]
     moved = [own[i] for i in order]
-    return [*result, steps[1], *([] if moved == final else [steps[2]])]
+    steps: list[Step] = [] if [*shape] == own else [(_RESHAPE, (own,))]
+    return [*steps, (_PERMUTE, (order,)), *([] if moved == final else [(_RESHAPE, (final,))])]
 
 
 @dataclass(frozen=True)
@@ -80,28 +81,46 @@ class Port:
     """A tensor of the graph that a kernel takes or gives.
 
     Attributes:
-        node: The graph's.
-        steps: Views that make the kernel's tensor of it: calls of ATen with a list of numbers.
+        name: The program's operand or output; "A" and "B" of the product's.
+        node: The graph's; None where it is several.
+        steps: Views that make the kernel's tensor of it: calls of ATen with further arguments.
         back: The inverse.
         dtype: Its element type.
+        parts: Tensors that are joined before `steps`, along `dim`.
     """
 
-    node: fx.Node
+    name: str
+    node: fx.Node | None
     steps: tuple[Step, ...]
     back: tuple[Step, ...]
     dtype: torch.dtype
+    parts: tuple[Port, ...] = ()
+    dim: int = 0
 
-    def canonical(self, x: Any) -> Any:
-        """The kernel's tensor, of the graph's."""
-        for view, argument in self.steps:
-            x = view(x, argument)
-        return x
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The graph's tensors, one or several."""
+        own = () if self.node is None else (self.node,)
+        return own + tuple(node for part in self.parts for node in part.nodes)
+
+    def canonical(self, *tensors: Any) -> Any:
+        """The kernel's tensor, of those of `nodes`."""
+        given = iter(tensors)
+        if self.parts:
+            pieces = [part.canonical(*(next(given) for _ in part.nodes)) for part in self.parts]
+            return applied(self.steps, torch.ops.aten.cat.default(pieces, self.dim))
+        return applied(self.steps, next(given))
 
     def restored(self, x: Any) -> Any:
         """The graph's tensor, of the kernel's."""
-        for view, argument in self.back:
-            x = view(x, argument)
-        return x
+        return applied(self.back, x)
+
+
+def applied(steps: Iterable[Step], x: Any) -> Any:
+    """A tensor after some steps."""
+    for view, arguments in steps:
+        x = view(x, *arguments)
+    return x
 
 
 def ordered(columns: Dim) -> tuple[Dim, bool]:

@@ -66,31 +66,37 @@ class Retraced:
         """The original node that has the value of a traced one."""
         return self._users.get(node)
 
-    def enter(self, node: fx.Node) -> bool:
-        """Let a value enter the graph instead of being computed in it."""
-        if node not in self._users:
-            return False
+    def enter(self, node: fx.Node) -> fx.Node:
+        """Let an original value enter the graph instead of being computed in it."""
         first = next(iter(self.graph.nodes))
         with self.graph.inserting_before(first):
             place = self.graph.placeholder(node.name)
         place.meta = {"val": node.meta["val"]}
-        self._users[place] = self._users[node]
-        self._nodes = {user: place if n is node else n for user, n in self._nodes.items()}
-        node.replace_all_uses_with(place)
+        self.replace(node, place)
+        return place
+
+    def replace(self, node: fx.Node, other: fx.Node) -> None:
+        """Let another node have the value of one."""
+        if node in self._users:
+            self._users[other] = self._users[node]
+        self._nodes = {user: other if n is node else n for user, n in self._nodes.items()}
+        node.replace_all_uses_with(other)
+        self.clean()
+
+    def clean(self) -> None:
+        """Leave out what no result needs."""
         self._trim([*self.results.items()])
-        return True
 
     def put_outside(self, user: fx.Node) -> bool:
         """Let the value of an original node enter, where it does not need a product."""
-        node = next(
-            (n for n, u in self._users.items() if u is user and n.graph is self.graph), None
-        )
-        if node is None or node.op == "placeholder" or not node.users or _needs_product(node):
+        node = self._nodes.get(user)
+        if node is None or node.op == "placeholder" or not node.users or needs_product(node):
             return False
-        return self.enter(node)
+        self.enter(node)
+        return True
 
 
-def _needs_product(node: fx.Node) -> bool:
+def needs_product(node: fx.Node) -> bool:
     """Whether a node is a product, or is computed with one."""
     seen, pending = set[fx.Node](), [node]
     while pending:

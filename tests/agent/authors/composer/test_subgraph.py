@@ -34,7 +34,7 @@ def run(composition: Composition, graph: fx.Graph, args: tuple[torch.Tensor, ...
             values[node] = node.target(*known[0], **known[1])
 
     def of(port: Any) -> torch.Tensor:
-        x = port.canonical(values[port.node])
+        x = port.canonical(*(values[node] for node in port.nodes))
         return x.double() if x.is_floating_point() else x
 
     program = composition.program
@@ -47,7 +47,7 @@ def run(composition: Composition, graph: fx.Graph, args: tuple[torch.Tensor, ...
         dtypes=dict.fromkeys(program.outputs, torch.float64),
         compute=torch.float64,
     )
-    return [port.restored(results[name]) for name, port in composition.outputs.items()]
+    return [port.restored(results[port.name]) for port in composition.outputs.values()]
 
 
 def relu(x, w, b):
@@ -119,6 +119,27 @@ def weight_gradient(d, x):
     return d.T @ x + 1
 
 
+def two_gates(x, w, v):
+    return F.silu(x @ w.T) * (x @ v.T)
+
+
+def two_gates_stored(x, w, v):
+    gate, up = F.linear(x, w), F.linear(x, v)
+    return gate, up, F.silu(gate) * up
+
+
+def query_key_value(x, q, k, v, cos, sin):
+    return rotated_heads(x, q, cos, sin), rotated_heads(x, k, cos, sin), F.linear(x, v)
+
+
+def biased_query_key(x, q, k, b, c):
+    return F.linear(x, q, b), F.linear(x, k, c)
+
+
+def summed(d, e, w, v, r):
+    return (d @ w + e @ v) * r
+
+
 ROWS, BATCH = tensor(24, 32), tensor(2, 12, 32)
 WEIGHT, SQUARE = tensor(128, 32), tensor(32, 32)
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
@@ -145,6 +166,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
     ),
     "norm before": (normed_before, (ROWS, WEIGHT, tensor(32)), "Tile"),
     "column sum": (columns_summed, (ROWS, WEIGHT, tensor(24, 128)), "Tile ColSum"),
+    "two gates": (two_gates, (ROWS, WEIGHT, tensor(128, 32) * 2), "HalfTile"),
+    "query, key and value": (
+        query_key_value,
+        (BATCH, tensor(256, 32), WEIGHT, tensor(128, 32) * 2, tensor(12, 64), tensor(12, 64)),
+        "Tile",
+    ),
+    "biased": (biased_query_key, (BATCH, WEIGHT, tensor(64, 32), tensor(128), tensor(64)), "Tile"),
+    "sum": (
+        summed, (ROWS, tensor(24, 48), WEIGHT.T, tensor(48, 128), tensor(128)), "Tile"
+    ),
     "weight gradient": (weight_gradient, (tensor(24, 64), ROWS), "Tile"),
 }  # fmt: skip
 

@@ -1,0 +1,284 @@
+"""One reading of a traced graph: roles, ports, and the problem that the rewriter solves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from coda_agent import primitives
+from coda_agent.agent.authors.composer.assemble import assemble
+from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, name_of, shape_of, unify
+from coda_agent.agent.authors.composer.check import check_numbers
+from coda_agent.agent.authors.composer.merge import Merged, products
+from coda_agent.agent.authors.composer.ports import (
+    Port,
+    Stand,
+    Step,
+    applied,
+    entering,
+    leaving,
+    ordered,
+)
+from coda_agent.agent.authors.composer.problem import Problem, Slot, View
+from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
+from coda_agent.agent.authors.composer.retrace import Retraced
+from coda_agent.agent.authors.composer.rewrite import Refusal, Rewritten, rewrite
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import RowMean, WideTile
+
+SCALES = ("mul", "div", "neg")
+VIEWS = frozenset(
+    """
+    alias clone contiguous detach permute reshape _reshape_alias squeeze t transpose _unsafe_view
+    unsqueeze view
+    """.split()  # noqa: SIM905
+)
+CASTS = ("_to_copy", "convert_element_type")
+TURN: tuple[Step, ...] = ((torch.ops.aten.permute.default, ([1, 0],)),)
+
+
+class Reading:
+    """One attempt at a traced graph.
+
+    Attributes:
+        original: The traced nodes of those at small sizes.
+        product: The first product.
+        roles: Of its axes.
+        a: The placeholder of A.
+        b: The placeholder of B.
+        stands: Of each placeholder, how it stands to the kernel's tensor.
+        leaving: The same of each output.
+    """
+
+    def __init__(self, traced: Retraced, merged: Merged, name: str) -> None:
+        self.traced, self.merged, self.name = traced, merged, name
+        self.original: dict[fx.Node, fx.Node] = {}
+        self.product = products(traced.graph)[0]
+        self.axes = Axes(traced.graph)
+        self.a, self.b = merged.a or self._source(0), merged.b or self._source(1)
+        self.axes = Axes(traced.graph)
+        if merged.a and merged.b:
+            unify(self.axes.dims[merged.a][-1], self.axes.dims[merged.b][-1])
+        *batch, rows, columns = self.axes.of(self.product)
+        if any(batch):
+            raise Refusal("is a batch of products", "make a kernel of each", self.product)
+        columns, self.halves = ordered(columns)
+        inner = self.axes.of(self.a)[-1] if merged.a else self._side(0)[-1]
+        self.roles = Roles(rows, columns, inner)
+        every = [a for axes in self.roles for a in axes]
+        if len({*every}) < len(every) or not all(self.roles):
+            message = "has rows, columns and summed elements that are alike"
+            raise Refusal(message, "", self.product)
+        places = [n for n in traced.graph.nodes if n.op == "placeholder"]
+        self.stands = {node: self._stand(node) for node in places}
+        self.leaving = {x: leaving(self.axes.of(n), self.roles) for x, n in traced.results.items()}
+
+    def _side(self, side: int) -> list[Dim]:
+        operand: Any = self.product.args[side]
+        return self.axes.of(operand)
+
+    def _source(self, side: int) -> fx.Node:
+        """The placeholder of A or of B: the first value from which only views, casts and scales
+        lead to the product. A value that is none enters the graph."""
+        own = {a for dim in self._side(side) for a in dim}
+        inner = {*self._side(side)[-1 if side == 0 else -2]}
+        entry: fx.Node | None = None
+        for node in self._chain(self.product.args[side], inner):
+            known = node.op == "placeholder" or self.traced.user(node) is not None
+            if known and {a for dim in self.axes.of(node) for a in dim} == own:
+                entry = node
+        if entry is None:
+            raise Refusal("has an operand that is no value of the graph", "", self.product)
+        return entry if entry.op == "placeholder" else self.traced.enter(entry)
+
+    def _chain(self, node: Any, inner: set[Axis]) -> Iterator[fx.Node]:
+        """The values that an operand is made of by views, casts and scales, itself first."""
+        while isinstance(node, fx.Node):
+            yield node
+            op, tensors = name_of(node), [x for x in node.args if isinstance(x, fx.Node)]
+            if op in SCALES:
+                over = [x for x in tensors if inner & {a for d in self.axes.of(x) for a in d}]
+                node = (
+                    over[0] if len(over) == 1 and (op != "div" or over[0] is tensors[0]) else None
+                )
+            elif op in VIEWS or (op in CASTS and _widens(node)):
+                node = tensors[0]
+            else:
+                return
+
+    def _stand(self, node: fx.Node) -> Stand | None:
+        axes = self.axes.of(node)
+        own, (rows, columns, inner) = {a for dim in axes for a in dim}, self.roles
+        for source, first in ((self.a, rows), (self.b, columns)):
+            if node is source:
+                if own != {*first, *inner}:
+                    raise Refusal("multiplies other than two matrices", "", self.product)
+                return Stand(axes, [first, inner], None)
+        value = node.meta["val"]
+        if value.dtype is torch.bool or value.is_complex():
+            return None
+        return entering(axes, self.roles, whole=not value.is_floating_point())
+
+    def rewritten(self) -> tuple[Rewritten, Program]:
+        """The program, checked by numbers.
+
+        Raises:
+            Refusal: there is none; its node is one at small sizes.
+        """
+        problem = self._problem(turn=0)
+        result = rewrite(problem)
+        try:
+            program = assemble(result)
+        except ProgramError as error:
+            wide = (x for x, s in self.leaving.items() if s is not None and s.kind is WideTile)
+            raise Refusal(error.message, error.hint, output=next(wide, "")) from None
+        general = program
+        if any(kind is RowMean for kind in program.outputs.values()):
+            # A mean that is a sum by a number is one at the sizes of the call only.
+            general = assemble(rewrite(replace(problem, counts={})))
+        check_numbers(self._problem(turn=4), general)
+        return result, program
+
+    def ports(self) -> dict[str, Port]:
+        """What enters, by the name of the operand; A and B by theirs."""
+        sizes = self._call()
+        result: dict[str, Port] = {}
+        for node, stand in self.stands.items():
+            if stand is not None:
+                name = {self.a: "A", self.b: "B"}.get(node, self._name(node))
+                result[name] = self._port(name, node, stand, sizes)
+        return result
+
+    def outputs(self) -> dict[str, Port]:
+        """What leaves, by the name of the output."""
+        sizes = self._call()
+        return {
+            x: replace(self._port(x, self.traced.results[x], stand, sizes), node=user)
+            for x, user in self.traced.outputs.items()
+            if (stand := self.leaving[x]) is not None
+        }
+
+    def _port(self, name: str, node: fx.Node, stand: Stand, sizes: Mapping[Axis, int]) -> Port:
+        steps, back = tuple(stand.steps(sizes)), tuple(stand.back(sizes))
+        dtype = node.meta["val"].dtype
+        if node not in self.merged.packed:
+            return Port(name, self.traced.user(node), steps, back, dtype)
+        pieces, dim = self.merged.packed[node]
+        parts = tuple(Port(name, x, TURN * turned, (), dtype) for x, turned in pieces)
+        return Port(name, None, steps, back, dtype, parts, dim)
+
+    def _call(self) -> dict[Axis, int]:
+        """The extents of the call."""
+        return {a: a.size for a in self._every()}
+
+    def extents(self) -> dict[str, int]:
+        """M, N and K of the call."""
+        return self.roles.extents(self._call())
+
+    def _name(self, node: fx.Node) -> str:
+        """A placeholder's name as an operand."""
+        user = self.traced.user(node)
+        name = node.name if user is None else user.name
+        return f"{name}_" if name in ("acc", *primitives.__all__) else name
+
+    def _inputs(self) -> dict[str, tuple[fx.Node, Stand | None]]:
+        return {self._name(node): (node, stand) for node, stand in self.stands.items()}
+
+    def _every(self) -> Iterator[Axis]:
+        for dims in self.axes.dims:
+            for dim in self.axes.of(dims):
+                yield from dim
+
+    def _problem(self, *, turn: int) -> Problem:
+        """What the rewriter reads, at small sizes."""
+        try:
+            sizes = small_sizes(self.roles, self._every(), turn=turn)
+        except ProgramError as error:
+            raise Refusal(error.message, error.hint, self.product) from None
+        module, self.original = resized(self.traced.module, self.axes, sizes)
+        types = {n.meta["val"].dtype for n in (*self.stands, *self.traced.results.values())}
+        inputs = {x: _entry(n, s, sizes) for x, (n, s) in self._inputs().items()}
+        extents, lengths = self.roles.extents(sizes), self.merged.lengths
+        return Problem(
+            name=self.name,
+            module=module,
+            extents=extents,
+            gemm=(self._name(self.a), self._name(self.b)),
+            inputs=inputs,
+            outputs={
+                x: _exit(n, self.leaving[x], self.axes, sizes)
+                for x, n in self.traced.results.items()
+            },
+            narrow=partial(_narrow, types),
+            place=lambda node: "",
+            counts=self.extents(),
+            lead=tuple(sizes[a] for a in self.roles.rows),
+            inner=tuple(x * extents["K"] // sum(lengths) for x in lengths),
+            halves=self.halves,
+            moved=self._moved(sizes),
+        )
+
+    def _moved(self, sizes: Mapping[Axis, int]) -> dict[fx.Node, tuple[View, View]]:
+        """Nodes at small sizes whose dims are to be put in order."""
+        order = {axis: i for i, axis in enumerate((*self.roles.rows, *self.roles.columns))}
+        if self.halves:
+            order[self.roles.columns[-1]] = len(self.roles.rows) - 1
+        result: dict[fx.Node, tuple[View, View]] = {}
+        for node, original in self.original.items():
+            if original not in self.axes.dims:
+                continue
+            flat = [a for dim in self.axes.of(original) for a in dim]
+            # A count of parts stands before the part.
+            ranks = [order.get(a, -1.0) for a in flat]
+            for i in reversed(range(len(flat) - 1)):
+                ranks[i] = ranks[i] if ranks[i] >= 0 else ranks[i + 1] - 0.5
+            if ranks != sorted(ranks) and len({*flat}) == len(flat):
+                groups = [[a] for _, a in sorted(zip(ranks, flat, strict=True), key=itemgetter(0))]
+                stand = Stand(self.axes.of(original), groups, None)
+                straight, restored = stand.steps(sizes), stand.back(sizes)
+                result[node] = partial(applied, straight), partial(applied, restored)
+        return result
+
+
+def _widens(node: fx.Node) -> bool:
+    source: Any = node.args[0]
+    return source.meta["val"].dtype.itemsize <= node.meta["val"].dtype.itemsize
+
+
+def _narrow(types: set[torch.dtype], dtype: torch.dtype) -> bool:
+    """Whether a cast means rounding: to 8 bits, or to 16 in a type that nothing else has."""
+    if not dtype.is_floating_point or dtype.itemsize > 2:
+        return False
+    return dtype.itemsize == 1 or dtype not in types
+
+
+def _entry(node: fx.Node, stand: Stand | None, sizes: Mapping[Axis, int]) -> Slot:
+    value = node.meta["val"]
+    if stand is None:
+        words = f"is {value.dtype} {[*shape_of(node)]}".replace("torch.", "")
+        return Slot((), None, reason=f"{node.name} {words}, which is not over rows and columns")
+    shape = tuple(_extent(dim, sizes) for dim in stand.groups)
+    straight = partial(applied, stand.steps(sizes))
+    restored = partial(applied, stand.back(sizes))
+    return Slot(shape, stand.kind, straight=straight, restored=restored)
+
+
+def _exit(node: fx.Node, stand: Stand | None, axes: Axes, sizes: Mapping[Axis, int]) -> Slot:
+    shape = tuple(_extent(dim, sizes) for dim in axes.of(node))
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    if stand is None:
+        return Slot(shape, None, words=str([*shape_of(node)]), dtype=dtype)
+    straight = partial(applied, stand.steps(sizes))
+    return Slot(shape, stand.kind, dtype=dtype, straight=straight)
+
+
+def _extent(dim: Dim, sizes: Mapping[Axis, int]) -> int:
+    return math.prod(sizes[axis] for axis in dim)
