@@ -92,7 +92,7 @@ def _gpu() -> Iterator[Item]:
     if not names:
         from coda_agent.runtime.dispatch_tables import fitted
 
-        hint = "tiles were measured on these cards; elsewhere a roofline picks"
+        hint = "tiles measured on these cards, which pick on others, too"
         yield Item("dispatch", ", ".join(fitted()), hint, "no table in the package")
 
 
@@ -104,9 +104,8 @@ def _dispatch(gpu: str) -> Item:
     if table:
         worst = max((entry.regret.mean for entry in table.kernels.values()), default=1.0)
         value = f"measured for {len(table.kernels)} kernels; picks are {worst - 1:.1%} off, or less"
-    hint = (
-        f"a roofline picks; `coda-agent fit --all` measures and writes {file(PACKAGED, gpu).name}"
-    )
+    name = file(PACKAGED, gpu).name
+    hint = f"what other cards took picks; `coda-agent fit --all` measures and writes {name}"
     return Item(f"dispatch on {gpu}", value, "the fastest tile at any shape", hint)
 
 

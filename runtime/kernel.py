@@ -473,8 +473,9 @@ class Kernel:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
     def model(self, gpu: str, dtype: str) -> Model | None:
-        """What was fitted to measurements on a GPU; None where nothing was."""
-        return tables.find(self.folder, gpu, self.spec.name, self.fitted.digest, dtype)
+        """Find what was fitted to measurements on a GPU, or on one like it; None without any."""
+        about = self.spec.name, self.fitted.digest, dtype
+        return tables.find(self.folder, gpu, *about, sms=_gpu(gpu).sms)
 
     def _dispatchable(self, config: TileConfig, shape: tuple[int, int, int]) -> bool:
         """Whether a configuration that a file names for a shape is one that a tuner may find."""

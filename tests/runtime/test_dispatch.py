@@ -196,7 +196,20 @@ def test_a_table_picks_what_was_fitted(table: Table, fitted: Model, tmp_path: Pa
         ("gated", plain.digest, "float16"),
         ("plain", plain.digest, "float8_e4m3fn"),
     ):
-        assert tables.find(tmp_path, "Some GPU", *about) is None
+        assert tables.find(tmp_path, "Some GPU", *about, sms=132) is None
+
+
+def test_a_card_without_a_table_takes_anothers(table: Table, fitted: Model, tmp_path: Path) -> None:
+    table.write(tmp_path)
+    about = "plain", plain.digest, "bfloat16"
+    assert tables.find(tmp_path, "Other GPU", *about) is None
+    model = tables.find(tmp_path, "Other GPU", *about, sms=66)
+    assert model is not None and model.sms == 66
+    # Twice the rows are twice the waves on half the SMs.
+    config = TileConfig(128, 128, 1, 1, True)
+    half = dict(model.ranked((1024, 8192, 8192)))[config]
+    whole = dict(fitted.ranked((2048, 8192, 8192)))[config]
+    assert half == pytest.approx(whole, rel=0.1)
 
 
 @pytest.mark.parametrize(
