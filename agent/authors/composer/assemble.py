@@ -10,7 +10,7 @@ from typing import Any
 
 from coda_agent import primitives
 from coda_agent.agent.authors.composer.expression import Expr, negative, uses, walk
-from coda_agent.agent.authors.composer.rewrite import Rewritten
+from coda_agent.agent.authors.composer.problem import Rewritten
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.operation import PLACED
 from coda_agent.primitives.program import Program, begin, finish

@@ -10,8 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from coda_agent.agent.authors.composer.axes import name_of
-from coda_agent.agent.authors.composer.problem import Problem
-from coda_agent.agent.authors.composer.rewrite import Refusal
+from coda_agent.agent.authors.composer.problem import Problem, Refusal
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
 

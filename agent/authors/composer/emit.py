@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from coda_agent import primitives
 from coda_agent.agent.authors.composer.assemble import number
 from coda_agent.agent.authors.composer.expression import REDUCTIONS, Expr, negative, uses, walk
-from coda_agent.agent.authors.composer.rewrite import Rewritten
+from coda_agent.agent.authors.composer.problem import Rewritten
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.operation import PLACED
 from coda_agent.specs import Spec

@@ -11,8 +11,8 @@ from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.canonical import canonical
 from coda_agent.agent.authors.composer.expression import Expr, const, make, walk
 from coda_agent.agent.authors.composer.ports import Port
+from coda_agent.agent.authors.composer.problem import Refusal, Rewritten
 from coda_agent.agent.authors.composer.retrace import plain
-from coda_agent.agent.authors.composer.rewrite import Refusal, Rewritten
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
 

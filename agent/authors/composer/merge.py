@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.axes import PRODUCTS, name_of, shape_of
+from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import Retraced, needs_product
-from coda_agent.agent.authors.composer.rewrite import Refusal
 
 aten = torch.ops.aten
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from coda_agent.agent.authors.composer.expression import Expr
 from coda_agent.primitives import HalfTile, Tile, WideTile
+from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import GROUP_TILES
 from coda_agent.primitives.kinds import Resource
 
@@ -100,3 +102,35 @@ class Problem:
         names = {self.extents["K"]: k, columns // 2: f"{n}/2", 2 * columns: f"2*{n}"}
         names |= {columns: n, self.extents["M"]: m}
         return f"[{', '.join(names.get(x, '…' if x > 1 else '1') for x in shape)}]"
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What one binding computes.
+
+    Attributes:
+        name: Of the program.
+        operands: Name to annotation, of the inputs used, in the spec's order.
+        outputs: Name to kind, in the spec's order.
+        values: The outputs' expressions.
+    """
+
+    name: str
+    operands: Mapping[str, str]
+    outputs: Mapping[str, str]
+    values: Mapping[str, Expr]
+
+
+class Refusal(ProgramError):
+    """No program computes a graph, for a reason at one of its nodes.
+
+    Attributes:
+        node: The node that is the reason, where it is one.
+        output: The name of the output that is, where it is one.
+    """
+
+    def __init__(
+        self, message: str, hint: str = "", node: fx.Node | None = None, output: str = ""
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.node, self.output = node, output

@@ -26,10 +26,10 @@ from coda_agent.agent.authors.composer.ports import (
     leaving,
     ordered,
 )
-from coda_agent.agent.authors.composer.problem import Problem, Slot, View
+from coda_agent.agent.authors.composer.problem import Problem, Refusal, Rewritten, Slot, View
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
 from coda_agent.agent.authors.composer.retrace import Retraced
-from coda_agent.agent.authors.composer.rewrite import Refusal, Rewritten, rewrite
+from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import RowMean, WideTile

@@ -17,10 +17,10 @@ from torch import fx
 from coda_agent.agent.authors.composer.axes import Unread
 from coda_agent.agent.authors.composer.join import Composition, joined
 from coda_agent.agent.authors.composer.merge import Merged, merge, products
+from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.reading import Reading
 from coda_agent.agent.authors.composer.resize import Unfit
 from coda_agent.agent.authors.composer.retrace import Retraced, retraced
-from coda_agent.agent.authors.composer.rewrite import Refusal
 
 # Values that may be computed before the kernel, one after the other, until it is refused.
 _OUTSIDE = 16

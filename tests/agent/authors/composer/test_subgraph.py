@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coda_agent.agent.authors.composer.rewrite import Refusal
+from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.subgraph import Composition, compose_graph
 from coda_agent.primitives.interpret import interpret
 
