@@ -19,6 +19,8 @@ from coda_agent.primitives.errors import ProgramError
 PRODUCTS = ("mm", "bmm")
 """Names of what a kernel's product is in a traced graph."""
 
+REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp", "var", "std", "prod")
+
 
 class Axis:
     """A part of a dim.
@@ -384,7 +386,7 @@ _RULES: dict[str, Callable[[Axes, fx.Node], list[Dim]]] = {
     **dict.fromkeys(("alias", "clone", "detach", "contiguous", "flip", "roll"), _same),
     **dict.fromkeys(("tril", "triu", "cumsum", "_softmax", "_log_softmax"), _same),
     **dict.fromkeys(("permute", "t"), _permute),
-    **dict.fromkeys(("sum", "mean", "amax", "amin", "logsumexp", "var", "std", "prod"), _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(("argmax", "argmin", "any", "all"), _reduce),
     **dict.fromkeys(("mm", "bmm"), _mm),
     **dict.fromkeys(("full", "arange", "iota", "zeros", "ones", "empty", "scalar_tensor"), _new),

@@ -19,8 +19,10 @@ TOLERANCE = 1e-9
 _CASTS = ("_to_copy", "convert_element_type")
 
 
-def check_numbers(problem: Problem, program: Program, *, seed: int = 0) -> None:
-    """Compare a program with its graph at the graph's sizes.
+def check_numbers(
+    problem: Problem, program: Program, parts: Mapping[str, tuple[str, int, int]], *, seed: int = 0
+) -> None:
+    """Compare a program with its graph at the graph's sizes; `parts` as of `Rewritten`, there.
 
     Raises:
         Refusal: an output differs; names it.
@@ -36,7 +38,8 @@ def check_numbers(problem: Problem, program: Program, *, seed: int = 0) -> None:
         for name, slot in problem.outputs.items():
             value = expected[name]
             value = slot.straight(value) if slot.straight else value
-            off = difference(got[name], value)
+            of, start, stop = parts.get(name, (name, 0, None))
+            off = difference(got[of][:, start:stop] if name in parts else got[of], value)
             if not off <= TOLERANCE:
                 message = f"output {name!r} would be off by {off:.1e} of its largest value"
                 raise Refusal(message, output=name)

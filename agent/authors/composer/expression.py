@@ -223,6 +223,12 @@ def apply(op: str, *args: Expr | float) -> Expr:
     return make(op, x, *others)
 
 
+def before_column(stop: float, value: Expr, other: Expr) -> Expr:
+    """`value` in the columns before one, `other` in the rest."""
+    column = make("column_index", dims=frozenset("N"))
+    return make("where", make("greater", const(stop), column), value, other)
+
+
 def _within_gather(op: str, args: tuple[Expr, ...], index: Expr) -> Expr:
     """What is computed with gathered elements moves inside: a gather can only be stored."""
     inner = [a.args[0] if a.op == "gather" else a for a in args]

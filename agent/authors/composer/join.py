@@ -9,7 +9,7 @@ import torch
 
 from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.canonical import canonical
-from coda_agent.agent.authors.composer.expression import Expr, const, make, walk
+from coda_agent.agent.authors.composer.expression import Expr, before_column, walk
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal, Rewritten
 from coda_agent.agent.authors.composer.retrace import plain
@@ -87,9 +87,7 @@ def _chosen(values: Mapping[int, Expr], columns: Sequence[int]) -> Expr:
     result = values[max(values)]
     for at in sorted(values, reverse=True):
         if values[at] != result:
-            column = make("column_index", dims=frozenset("N"))
-            before = make("greater", const(float(sum(columns[: at + 1]))), column)
-            result = make("where", before, values[at], result)
+            result = before_column(float(sum(columns[: at + 1])), values[at], result)
     return result
 
 

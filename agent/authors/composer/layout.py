@@ -19,7 +19,14 @@ from functools import partial
 
 import torch
 
-from coda_agent.agent.authors.composer.expression import Expr, const, group_width, leaf, make
+from coda_agent.agent.authors.composer.expression import (
+    Expr,
+    before_column,
+    const,
+    group_width,
+    leaf,
+    make,
+)
 from coda_agent.agent.authors.composer.halves import exchanged, joined
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.groups import WIDTHS
@@ -220,9 +227,7 @@ class Layout:
                 return None
             if not codes[:, start:stop].equal(self.grid(expr, ("M", "N"))[:, start:stop]):
                 return None
-            column = make("column_index", dims=frozenset("N"))
-            before = make("greater", const(float(stop)), column)
-            found = expr if found is None else make("where", before, expr, found)
+            found = expr if found is None else before_column(float(stop), expr, found)
         return found
 
     def _places(self, kind: type[Table], r: int, c: int) -> torch.Tensor | None:
@@ -245,6 +250,16 @@ class Layout:
         rows, columns = at[:, 0] // width, at[0] % width
         same = at == rows[:, None] * width + columns
         return (rows, columns) if bool(same.all()) else None
+
+    def range(self, value: Elements) -> tuple[Expr, int] | None:
+        """Of which tile a matrix (M, w) is a range of columns, and where it starts."""
+        codes = value.codes
+        expr = self._exprs[int(codes[0, 0]) >> _SHIFT]
+        if not expr.dims <= {"M", "N"}:
+            return None
+        start = int(codes[0, 0]) % (1 << _SHIFT) if "N" in expr.dims else 0
+        full = self.grid(expr, ("M", "N"))[:, start : start + codes.shape[1]]
+        return (expr, start) if torch.equal(codes, full) else None
 
     def in_halves(self, shape: tuple[int, ...]) -> bool:
         """Whether the columns of such a tensor are in another order than a kernel's."""

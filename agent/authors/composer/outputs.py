@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from coda_agent.agent.authors.composer.canonical import canonical
-from coda_agent.agent.authors.composer.expression import AGAIN, NEXT, REDUCTIONS, Expr, walk
+from coda_agent.agent.authors.composer.expression import (
+    AGAIN,
+    NEXT,
+    REDUCTIONS,
+    Expr,
+    before_column,
+    walk,
+)
 from coda_agent.agent.authors.composer.layout import Elements, Layout, Unusable
-from coda_agent.agent.authors.composer.problem import STORED, Problem, Refusal
+from coda_agent.agent.authors.composer.problem import STORED, Columns, Problem, Refusal
 from coda_agent.agent.authors.composer.rounding import before_store
 from coda_agent.primitives.errors import ProgramError
+from coda_agent.primitives.kinds import Resource
 
 _ALIKE = (
     "compute all parts of the product's columns alike: what differs, such as a scale of one, is"
@@ -24,9 +32,15 @@ class Outputs:
 
     def __init__(self, problem: Problem, layout: Layout, leaves: Mapping[str, Expr]) -> None:
         self.problem, self.layout, self.leaves = problem, layout, leaves
+        self._starts: dict[str, tuple[int, int]] = {}
+        self.parts: dict[str, tuple[str, int, int]] = {}
 
     def of(self, returned: Any) -> tuple[dict[str, Expr], dict[str, str]]:
-        """What each output holds, and its kind."""
+        """What each output holds, and its kind; ranges of columns are together in one.
+
+        Raises:
+            Refusal: a kernel cannot write one.
+        """
         updated, source = self.problem.updated, self.problem.source
         values: dict[str, Expr] = {}
         outputs: dict[str, str] = {}
@@ -45,6 +59,7 @@ class Outputs:
                 # Stored as what is added to the old value, which cancels.
                 outputs[name] = "AddTile"
                 values[name] -= self.leaves[updated[name]]
+        self._join(values, outputs)
         values = dict(zip(values, canonical(list(values.values())), strict=True))
         for name, old in updated.items():
             for output, value in values.items():
@@ -55,6 +70,33 @@ class Outputs:
                         hint="leave `in_place` out",
                     )
         return values, outputs
+
+    def _join(self, values: dict[str, Expr], outputs: dict[str, str]) -> None:
+        """Make one output of those that are ranges of columns, as far as they lie apart."""
+        open_ends: dict[str, int] = {}
+        scale = self.layout.count(self.problem.extents["N"]) / self.problem.extents["N"]
+        ranges = {x: (round(a * scale), round(b * scale)) for x, (a, b) in self._starts.items()}
+        chosen: dict[str, list[tuple[int, Expr]]] = {}
+        for name in sorted(ranges, key=ranges.__getitem__):
+            (start, stop), value = ranges[name], values[name]
+            dtype = self.problem.outputs[name].dtype
+            fits = (
+                x
+                for x, end in open_ends.items()
+                if end <= start and self.problem.outputs[x].dtype == dtype
+            )
+            into = next(fits, name)
+            open_ends[into] = stop
+            chosen.setdefault(into, []).append((stop, value))
+            self.parts[name] = into, start, stop
+        for name in ranges:
+            outputs.pop(name)
+            values.pop(name)
+        for name, several in chosen.items():
+            *others, (_, result) = several
+            for stop, value in reversed(others):
+                result = value if value == result else before_column(stop, value, result)
+            outputs[name], values[name] = "Tile", result
 
     def _output(self, name: str, value: Any) -> tuple[Expr, str]:
         """What an output holds, and its kind.
@@ -79,9 +121,9 @@ class Outputs:
         if slot.straight:
             value = Elements(slot.straight(value.codes))
             shape = tuple(value.codes.shape)
-        kind, stored = slot.kind, STORED
+        kind, stored = slot.kind, (*STORED, Columns)
         try:
-            expr = self.layout.stored(value, shape, kind)
+            expr = self._stored(name, value, shape, kind)
         except ProgramError as error:
             if slot.joined:
                 raise ProgramError(": its parts are not computed alike", hint=_ALIKE) from None
@@ -106,3 +148,13 @@ class Outputs:
                 " is the same in every row or column", hint="return it without the other dim"
             )
         return before_store(expr, slot.dtype), alone.get(expr.op, kind.__name__)
+
+    def _stored(
+        self, name: str, value: Elements, shape: tuple[int, ...], kind: type[Resource]
+    ) -> Expr:
+        if kind is not Columns:
+            return self.layout.stored(value, shape, kind)
+        if (known := self.layout.range(value)) is None:
+            raise ProgramError("is a range of columns, whose elements are computed otherwise")
+        self._starts[name] = known[1], known[1] + shape[1]
+        return known[0]

@@ -69,10 +69,19 @@ def _trimmed(
     shape: Sequence[int], own: list[int], order: list[int], final: list[int]
 ) -> list[Step]:
     """Reshape a tensor of `shape`, permute and reshape it, without what changes nothing."""
-    if order == sorted(order):
+    runs: list[list[int]] = []
+    for i in order:  # what moves together is one dim
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    if len(runs) <= 1:
         return [] if [*shape] == final else [(_RESHAPE, (final,))]
-    moved = [own[i] for i in order]
-    steps: list[Step] = [] if [*shape] == own else [(_RESHAPE, (own,))]
+    before = sorted(runs)
+    extents = [math.prod(own[i] for i in run) for run in before]
+    order = [before.index(run) for run in runs]
+    moved = [extents[i] for i in order]
+    steps: list[Step] = [] if [*shape] == extents else [(_RESHAPE, (extents,))]
     return [*steps, (_PERMUTE, (order,)), *([] if moved == final else [(_RESHAPE, (final,))])]
 
 

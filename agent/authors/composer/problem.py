@@ -18,6 +18,10 @@ STORED = (Tile, HalfTile, WideTile, *GROUP_TILES)
 """Kinds of outputs over rows and columns."""
 
 
+class Columns(Tile):
+    """A range of the columns of a tile."""
+
+
 View = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -113,12 +117,15 @@ class Rewritten:
         operands: Name to annotation, of the inputs used, in the spec's order.
         outputs: Name to kind, in the spec's order.
         values: The outputs' expressions.
+        parts: Of the graph's outputs that are ranges of columns, the program's output, and the
+            first column and the one after the last.
     """
 
     name: str
     operands: Mapping[str, str]
     outputs: Mapping[str, str]
     values: Mapping[str, Expr]
+    parts: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
 
 
 class Refusal(ProgramError):

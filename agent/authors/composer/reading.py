@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, name_of, shape_of, unify
 from coda_agent.agent.authors.composer.check import check_numbers
 from coda_agent.agent.authors.composer.merge import Merged, products
+from coda_agent.agent.authors.composer.order import Order
 from coda_agent.agent.authors.composer.ports import (
     Port,
     Stand,
@@ -26,7 +26,13 @@ from coda_agent.agent.authors.composer.ports import (
     leaving,
     ordered,
 )
-from coda_agent.agent.authors.composer.problem import Problem, Refusal, Rewritten, Slot, View
+from coda_agent.agent.authors.composer.problem import (
+    Columns,
+    Problem,
+    Refusal,
+    Rewritten,
+    Slot,
+)
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
 from coda_agent.agent.authors.composer.retrace import Retraced
 from coda_agent.agent.authors.composer.rewrite import rewrite
@@ -42,7 +48,12 @@ VIEWS = frozenset(
     """.split()  # noqa: SIM905
 )
 CASTS = ("_to_copy", "convert_element_type")
+SLICE = torch.ops.aten.slice.Tensor
 TURN: tuple[Step, ...] = ((torch.ops.aten.permute.default, ([1, 0],)),)
+
+
+class Reordered(Exception):
+    """The graph was changed, and is to be read again."""
 
 
 class Reading:
@@ -61,6 +72,7 @@ class Reading:
     def __init__(self, traced: Retraced, merged: Merged, name: str) -> None:
         self.traced, self.merged, self.name = traced, merged, name
         self.original: dict[fx.Node, fx.Node] = {}
+        self.parts: Mapping[str, tuple[str, int, int]] = {}
         self.product = products(traced.graph)[0]
         self.axes = Axes(traced.graph)
         self.a, self.b = merged.a or self._source(0), merged.b or self._source(1)
@@ -77,9 +89,12 @@ class Reading:
         if len({*every}) < len(every) or not all(self.roles):
             message = "has rows, columns and summed elements that are alike"
             raise Refusal(message, "", self.product)
+        self.order = Order(self.roles, halves=self.halves)
+        if self.order.reductions(traced, self.axes):
+            raise Reordered
         places = [n for n in traced.graph.nodes if n.op == "placeholder"]
         self.stands = {node: self._stand(node) for node in places}
-        self.leaving = {x: leaving(self.axes.of(n), self.roles) for x, n in traced.results.items()}
+        self.leaving = {x: self._leaving(n) for x, n in traced.results.items()}
 
     def _side(self, side: int) -> list[Dim]:
         operand: Any = self.product.args[side]
@@ -127,6 +142,21 @@ class Reading:
             return None
         return entering(axes, self.roles, whole=not value.is_floating_point())
 
+    def _leaving(self, node: fx.Node) -> Stand | None:
+        """How an output stands to the kernel's; a range of columns stands so to that range."""
+        axes = self.axes.of(node)
+        if (stand := leaving(axes, self.roles)) is not None:
+            return stand
+        flat = [a for dim in axes for a in dim]
+        columns = [a for a in self.order.sorted(flat) if a not in self.roles.rows]
+        last = [a for a in self.roles.columns if a in columns]
+        if len(flat) - len(columns) < len(self.roles.rows) or last[:1] == self.roles.columns[:1]:
+            return None
+        if self.halves or len({*flat}) < len(flat) or columns[-len(last) :] != last:
+            return None
+        ranged = self.roles.columns[-len(last) :] == last
+        return Stand(axes, [self.roles.rows, columns], Columns) if ranged and last else None
+
     def rewritten(self) -> tuple[Rewritten, Program]:
         """The program, checked by numbers.
 
@@ -140,11 +170,12 @@ class Reading:
         except ProgramError as error:
             wide = (x for x, s in self.leaving.items() if s is not None and s.kind is WideTile)
             raise Refusal(error.message, error.hint, output=next(wide, "")) from None
-        general = program
-        if any(kind is RowMean for kind in program.outputs.values()):
-            # A mean that is a sum by a number is one at the sizes of the call only.
-            general = assemble(rewrite(replace(problem, counts={})))
-        check_numbers(self._problem(turn=4), general)
+        # A mean that is a sum by a number, and a range of columns, hold at the call's sizes only.
+        bound = result.parts or any(kind is RowMean for kind in program.outputs.values())
+        checked = rewrite(replace(problem, counts={})) if bound else result
+        other = problem if result.parts else self._problem(turn=4)
+        check_numbers(other, assemble(checked), checked.parts)
+        self.parts = result.parts
         return result, program
 
     def ports(self) -> dict[str, Port]:
@@ -160,11 +191,14 @@ class Reading:
     def outputs(self) -> dict[str, Port]:
         """What leaves, by the name of the output."""
         sizes = self._call()
-        return {
-            x: replace(self._port(x, self.traced.results[x], stand, sizes), node=user)
-            for x, user in self.traced.outputs.items()
-            if (stand := self.leaving[x]) is not None
-        }
+        result: dict[str, Port] = {}
+        for x, user in self.traced.outputs.items():
+            if (stand := self.leaving[x]) is not None:
+                port = self._port(x, self.traced.results[x], stand, sizes)
+                name, start, stop = self.parts.get(x, (x, 0, 0))
+                taken: tuple[Step, ...] = ((SLICE, (1, start, stop)),) if x in self.parts else ()
+                result[x] = replace(port, name=name, node=user, back=taken + port.back)
+        return result
 
     def _port(self, name: str, node: fx.Node, stand: Stand, sizes: Mapping[Axis, int]) -> Port:
         steps, back = tuple(stand.steps(sizes)), tuple(stand.back(sizes))
@@ -223,29 +257,8 @@ class Reading:
             lead=tuple(sizes[a] for a in self.roles.rows),
             inner=tuple(x * extents["K"] // sum(lengths) for x in lengths),
             halves=self.halves,
-            moved=self._moved(sizes),
+            moved=self.order.moved(self.axes, self.original, sizes),
         )
-
-    def _moved(self, sizes: Mapping[Axis, int]) -> dict[fx.Node, tuple[View, View]]:
-        """Nodes at small sizes whose dims are to be put in order."""
-        order = {axis: i for i, axis in enumerate((*self.roles.rows, *self.roles.columns))}
-        if self.halves:
-            order[self.roles.columns[-1]] = len(self.roles.rows) - 1
-        result: dict[fx.Node, tuple[View, View]] = {}
-        for node, original in self.original.items():
-            if original not in self.axes.dims:
-                continue
-            flat = [a for dim in self.axes.of(original) for a in dim]
-            # A count of parts stands before the part.
-            ranks = [order.get(a, -1.0) for a in flat]
-            for i in reversed(range(len(flat) - 1)):
-                ranks[i] = ranks[i] if ranks[i] >= 0 else ranks[i + 1] - 0.5
-            if ranks != sorted(ranks) and len({*flat}) == len(flat):
-                groups = [[a] for _, a in sorted(zip(ranks, flat, strict=True), key=itemgetter(0))]
-                stand = Stand(self.axes.of(original), groups, None)
-                straight, restored = stand.steps(sizes), stand.back(sizes)
-                result[node] = partial(applied, straight), partial(applied, restored)
-        return result
 
 
 def _widens(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from coda_agent.agent.authors.composer.axes import PRODUCTS, name_of
 from coda_agent.agent.authors.composer.capture import decompositions, noted
+from coda_agent.agent.authors.composer.problem import Refusal
 
 aten = torch.ops.aten
 ORIGIN = "origin"
@@ -113,6 +114,9 @@ def retraced(graph: fx.Graph) -> Retraced:
     """Trace a graph again, with static shapes and without a device.
 
     Sizes that are symbols are taken by their hints.
+
+    Raises:
+        Refusal: one of its calls cannot be traced.
     """
     owner = graph.owning_module
     tensors = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -147,7 +151,11 @@ def retraced(graph: fx.Graph) -> Retraced:
         ]
         with notes.preserve_node_meta():
             table = {**decompositions(), **_APART}
-            module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
+            try:
+                module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
+            except Exception as error:  # any operator of any library may be in a graph
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise Refusal(f"cannot be traced again: {reason}") from None
     _share(module.graph)
     (end,) = (n for n in module.graph.nodes if n.op == "output")
     values = zip(tensors, tree_leaves(end.args[0]), strict=True)

@@ -93,7 +93,8 @@ class _Rewriter:
                     except (TypeError, KeyError):
                         message = self._at(node) + "takes an argument that no primitive has"
                         raise Refusal(message, _SPELLED, node) from None
-        values, outputs = Outputs(self.problem, self.layout, self.leaves).of(returned)
+        stored = Outputs(self.problem, self.layout, self.leaves)
+        values, outputs = stored.of(returned)
         used: dict[str, set[float]] = {}
         for e in walk(list(values.values())):
             if e.op in ("operand", "index"):
@@ -103,7 +104,7 @@ class _Rewriter:
             message = f"no output needs the product of {' and '.join(self.problem.sides)}"
             hint = "return what is computed with it"
             raise ProgramError(f"{self.problem.source}{message}", hint=hint)
-        return Rewritten(self.problem.name, operands, outputs, values)
+        return Rewritten(self.problem.name, operands, outputs, values, stored.parts)
 
     def _kind(self, name: str, read: set[float]) -> str:
         """The annotation of an operand; of a table by the ways in which it is read."""

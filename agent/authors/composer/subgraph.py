@@ -18,7 +18,7 @@ from coda_agent.agent.authors.composer.axes import Unread
 from coda_agent.agent.authors.composer.join import Composition, joined
 from coda_agent.agent.authors.composer.merge import Merged, merge, products
 from coda_agent.agent.authors.composer.problem import Refusal
-from coda_agent.agent.authors.composer.reading import Reading
+from coda_agent.agent.authors.composer.reading import Reading, Reordered
 from coda_agent.agent.authors.composer.resize import Unfit
 from coda_agent.agent.authors.composer.retrace import Retraced, retraced
 
@@ -91,6 +91,8 @@ def _composed(traced: Retraced, name: str) -> Composition:
             outputs, extents = reading.outputs(), reading.extents()
             a, b = ports["A"], ports["B"]
             return Composition(program, a, b, operands, outputs, extents, rewritten)
+        except Reordered:
+            continue
         except (Unread, Unfit, Refusal) as error:
             node, output = error.node, getattr(error, "output", "")
             if reading is not None and node is not None:

@@ -136,6 +136,21 @@ def biased_query_key(x, q, k, b, c):
     return F.linear(x, q, b), F.linear(x, k, c)
 
 
+def packed_heads(x, w, b):
+    heads = F.linear(x, w, b).view(x.shape[0], x.shape[1], 3, -1, 32)
+    return heads.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def packed_and_scaled(x, w, b):
+    q, k, v = torch.addmm(b, x, w).split(w.shape[1] // 3, 1)
+    return q, k, v * 2
+
+
+def head_norm_transposed(x, w, g):
+    q = F.linear(x, w).view(x.shape[0], x.shape[1], -1, 32).transpose(1, 2).float()
+    return q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + g)
+
+
 def summed(d, e, w, v, r):
     return (d @ w + e @ v) * r
 
@@ -173,6 +188,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
         "Tile",
     ),
     "biased": (biased_query_key, (BATCH, WEIGHT, tensor(64, 32), tensor(128), tensor(64)), "Tile"),
+    "packed heads": (packed_heads, (BATCH, tensor(192, 32), tensor(192)), "Tile"),
+    "packed and scaled": (packed_and_scaled, (ROWS, tensor(32, 192), tensor(192)), "Tile"),
+    "transposed norm": (head_norm_transposed, (BATCH, WEIGHT, tensor(32)), "Tile"),
     "sum": (
         summed, (ROWS, tensor(24, 48), WEIGHT.T, tensor(48, 128), tensor(128)), "Tile"
     ),
@@ -188,7 +206,7 @@ def test_a_composition_has_the_numbers_of_its_function(name):
     composition = compose_graph(graph)
     assert [kind.__name__ for kind in composition.program.outputs.values()] == kinds.split()
     expected = function(*wide)
-    expected = expected if isinstance(expected, tuple) else (expected,)
+    expected = expected if isinstance(expected, tuple | list) else (expected,)
     exact = traced(function, wide)
     again = compose_graph(exact)
     assert again.program.digest == composition.program.digest
