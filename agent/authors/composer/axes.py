@@ -19,6 +19,7 @@ from coda_agent.primitives.errors import ProgramError
 PRODUCTS = ("mm", "bmm")
 """Names of what a kernel's product is in a traced graph."""
 
+SIZED = ("full", "zeros", "ones", "empty", "empty_permuted", "rand", "randn")
 REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp", "var", "std", "prod")
 
 
@@ -389,7 +390,7 @@ _RULES: dict[str, Callable[[Axes, fx.Node], list[Dim]]] = {
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(("argmax", "argmin", "any", "all"), _reduce),
     **dict.fromkeys(("mm", "bmm"), _mm),
-    **dict.fromkeys(("full", "arange", "iota", "zeros", "ones", "empty", "scalar_tensor"), _new),
+    **dict.fromkeys((*SIZED, "arange", "iota", "scalar_tensor"), _new),
     "transpose": _transpose,
     "slice": _slice,
     "slice_scatter": _slice_scatter,

@@ -43,6 +43,7 @@ _DECOMPOSED = (
     *("logaddexp", "logaddexp2", "nan_to_num", "isfinite", "isneginf", "isposinf"),
     *("native_batch_norm", "_native_batch_norm_legit_no_training"),
     *("huber_loss", "smooth_l1_loss", "mse_loss", "soft_margin_loss"),
+    "binary_cross_entropy_with_logits",
     *("fill", "new_full", "zeros_like", "new_zeros", "ones_like", "new_ones"),
     *("empty_like", "new_empty", "slice_backward", "select_backward"),
     *("native_layer_norm", "native_group_norm"),

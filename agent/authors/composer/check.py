@@ -13,6 +13,7 @@ from coda_agent.agent.authors.composer.axes import name_of
 from coda_agent.agent.authors.composer.problem import Problem, Refusal
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.rounding import rounded
 
 # Both sides are exact but for the order of float64 sums.
 TOLERANCE = 1e-9
@@ -39,7 +40,10 @@ def check_numbers(
             value = expected[name]
             value = slot.straight(value) if slot.straight else value
             of, start, stop = parts.get(name, (name, 0, None))
-            off = difference(got[of][:, start:stop] if name in parts else got[of], value)
+            result = got[of][:, start:stop] if name in parts else got[of]
+            if problem.narrow(dtype := getattr(torch, slot.dtype)):  # the store rounds
+                result, value = rounded(result, dtype), rounded(value, dtype)
+            off = difference(result, value)
             if not off <= TOLERANCE:
                 message = f"output {name!r} would be off by {off:.1e} of its largest value"
                 raise Refusal(message, output=name)

@@ -132,14 +132,6 @@ def applied(steps: Iterable[Step], x: Any) -> Any:
     return x
 
 
-def ordered(columns: Dim) -> tuple[Dim, bool]:
-    """The columns as a kernel has them; and whether the graph has pairs in halves, which it has
-    side by side."""
-    if len(columns) > 1 and columns[0].size == 2 and columns[0].unit:
-        return [*columns[1:], columns[0]], True
-    return columns, False
-
-
 def entering(axes: Sequence[Dim], roles: Roles, *, whole: bool) -> Stand | None:
     """How what an epilogue reads stands in the kernel's tensor; None where it reads no such.
 

@@ -24,7 +24,6 @@ from coda_agent.agent.authors.composer.ports import (
     applied,
     entering,
     leaving,
-    ordered,
 )
 from coda_agent.agent.authors.composer.problem import (
     Columns,
@@ -62,27 +61,30 @@ class Reading:
     Attributes:
         original: The traced nodes of those at small sizes.
         product: The first product.
-        roles: Of its axes.
+        roles: Of its axes, with columns in the kernel's order.
+        halves: Whether column j of the graph's pairs meets j + N/2.
+        paired: Whether it might.
         a: The placeholder of A.
         b: The placeholder of B.
         stands: Of each placeholder, how it stands to the kernel's tensor.
         leaving: The same of each output.
     """
 
-    def __init__(self, traced: Retraced, merged: Merged, name: str) -> None:
-        self.traced, self.merged, self.name = traced, merged, name
+    def __init__(self, traced: Retraced, merged: Merged, name: str, *, halves: bool) -> None:
+        self.traced, self.merged, self.name, self.halves = traced, merged, name, halves
         self.original: dict[fx.Node, fx.Node] = {}
         self.parts: Mapping[str, tuple[str, int, int]] = {}
         self.product = products(traced.graph)[0]
         self.axes = Axes(traced.graph)
-        self.a, self.b = merged.a or self._source(0), merged.b or self._source(1)
+        self.a, self.b = self._sources()
         self.axes = Axes(traced.graph)
         if merged.a and merged.b:
             unify(self.axes.dims[merged.a][-1], self.axes.dims[merged.b][-1])
         *batch, rows, columns = self.axes.of(self.product)
         if any(batch):
             raise Refusal("is a batch of products", "make a kernel of each", self.product)
-        columns, self.halves = ordered(columns)
+        self.paired = len(columns) > 1 and columns[0].size == 2 and columns[0].unit
+        columns = [*columns[1:], columns[0]] if halves and self.paired else columns
         inner = self.axes.of(self.a)[-1] if merged.a else self._side(0)[-1]
         self.roles = Roles(rows, columns, inner)
         every = [a for axes in self.roles for a in axes]
@@ -92,39 +94,58 @@ class Reading:
         self.order = Order(self.roles, halves=self.halves)
         if self.order.reductions(traced, self.axes):
             raise Reordered
+        for node in traced.results.values():
+            self._rename(node)
         places = [n for n in traced.graph.nodes if n.op == "placeholder"]
         self.stands = {node: self._stand(node) for node in places}
         self.leaving = {x: self._leaving(n) for x, n in traced.results.items()}
+
+    def _rename(self, node: fx.Node) -> None:
+        """Take parts that an output puts together for those that its columns were cut into."""
+        own = {a for dim in self.axes.of(node) for a in dim}
+        missing = [a for a in self.roles.columns if a not in own]
+        extra = [*own.difference(self.roles.rows, self.roles.columns)]
+        if len(missing) == len(extra) == 1 and missing[0].size == extra[0].size:
+            if missing[0].unit and extra[0].unit:
+                extra[0].become(missing[0])
 
     def _side(self, side: int) -> list[Dim]:
         operand: Any = self.product.args[side]
         return self.axes.of(operand)
 
-    def _source(self, side: int) -> fx.Node:
-        """The placeholder of A or of B: the first value from which only views, casts and scales
-        lead to the product. A value that is none enters the graph."""
+    def _sources(self) -> tuple[fx.Node, fx.Node]:
+        """The placeholders of A and B; values that are none enter the graph."""
+        known = self.merged.a, self.merged.b
+        for casts in (True, False):
+            sides = [node or self._source(i, casts=casts) for i, node in enumerate(known)]
+            if len({node.meta["val"].dtype for node in sides}) == 1:
+                break
+        a, b = (n if n.op == "placeholder" else self.traced.enter(n) for n in sides)
+        return a, b
+
+    def _source(self, side: int, *, casts: bool) -> fx.Node:
+        """The first value from which only views, casts and scales lead to the product."""
         own = {a for dim in self._side(side) for a in dim}
         inner = {*self._side(side)[-1 if side == 0 else -2]}
         entry: fx.Node | None = None
-        for node in self._chain(self.product.args[side], inner):
+        for node in self._chain(self.product.args[side], inner, casts=casts):
             known = node.op == "placeholder" or self.traced.user(node) is not None
             if known and {a for dim in self.axes.of(node) for a in dim} == own:
                 entry = node
         if entry is None:
             raise Refusal("has an operand that is no value of the graph", "", self.product)
-        return entry if entry.op == "placeholder" else self.traced.enter(entry)
+        return entry
 
-    def _chain(self, node: Any, inner: set[Axis]) -> Iterator[fx.Node]:
+    def _chain(self, node: Any, inner: set[Axis], *, casts: bool) -> Iterator[fx.Node]:
         """The values that an operand is made of by views, casts and scales, itself first."""
         while isinstance(node, fx.Node):
             yield node
             op, tensors = name_of(node), [x for x in node.args if isinstance(x, fx.Node)]
             if op in SCALES:
                 over = [x for x in tensors if inner & {a for d in self.axes.of(x) for a in d}]
-                node = (
-                    over[0] if len(over) == 1 and (op != "div" or over[0] is tensors[0]) else None
-                )
-            elif op in VIEWS or (op in CASTS and _widens(node)):
+                scaled = len(over) == 1 and (op != "div" or over[0] is node.args[0])
+                node = over[0] if scaled else None
+            elif op in VIEWS or (op in CASTS and casts and _widens(node)):
                 node = tensors[0]
             else:
                 return
@@ -263,7 +284,8 @@ class Reading:
 
 def _widens(node: fx.Node) -> bool:
     source: Any = node.args[0]
-    return source.meta["val"].dtype.itemsize <= node.meta["val"].dtype.itemsize
+    dtype = source.meta["val"].dtype
+    return dtype.is_floating_point and dtype.itemsize <= node.meta["val"].dtype.itemsize
 
 
 def _narrow(types: set[torch.dtype], dtype: torch.dtype) -> bool:

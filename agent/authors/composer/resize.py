@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.axes import (
+    SIZED,
     Axes,
     Axis,
     Dim,
@@ -138,7 +139,7 @@ def _arguments(
     match op:
         case "view" | "_unsafe_view" | "reshape" | "_reshape_alias" | "expand":
             args[1:] = [shape]
-        case "full" | "zeros" | "ones" | "empty":
+        case _ if op in SIZED:
             args[0] = shape
         case "arange" | "iota":
             if (len(args) == 1 and args[0] == shape_of(node)[0]) or op == "iota":

@@ -216,6 +216,14 @@ def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return -aten.softplus(-x), x.new_zeros(0)
 
 
+def _extreme(name: str) -> Callable[..., Any]:
+    def call(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, ...]:
+        value, place = (getattr(aten, f"{kind}{name}").default for kind in ("a", "arg"))
+        return value(x, [dim], keepdim), place(x, dim, keepdim)
+
+    return call
+
+
 # Calls of several results, in terms of such as have one.
 _APART: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
@@ -223,4 +231,6 @@ _APART: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _unbind,
     aten.var_mean.correction: _var_mean,
     aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.max.dim: _extreme("max"),
+    aten.min.dim: _extreme("min"),
 }

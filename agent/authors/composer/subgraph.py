@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from coda_agent.agent.authors.composer.axes import Unread
+from coda_agent.agent.authors.composer.axes import Unread, shape_of
 from coda_agent.agent.authors.composer.join import Composition, joined
-from coda_agent.agent.authors.composer.merge import Merged, merge, products
+from coda_agent.agent.authors.composer.merge import merge, products
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.reading import Reading, Reordered
 from coda_agent.agent.authors.composer.resize import Unfit
@@ -40,13 +40,30 @@ def compose_graph(graph: fx.Graph, *, name: str = "kernel") -> Composition:
     traced = retraced(graph)
     pieces = _pieces(traced)
     if len(pieces) == 1:
-        return _composed(traced, name)
+        try:
+            return _composed(traced, name)
+        except Refusal:
+            traced = retraced(graph)
+            if not _leave_largest(traced):
+                raise
+            return _composed(traced, name)
     parts = []
     for piece in pieces:
         traced = retraced(graph)
         traced.returning([traced.outputs[x] for x in piece])
         parts.append(_composed(traced, name))
     return joined(parts)
+
+
+def _leave_largest(traced: Retraced) -> bool:
+    """Let all products but the longest enter, where several are summed; whether there are."""
+    every = sorted(products(traced.graph), key=lambda node: shape_of(node.args[0])[-1])
+    apart = len({shape_of(node) for node in every}) == 1 and len({id(n.args[0]) for n in every}) > 1
+    if len(every) < 2 or not apart or any(traced.user(node) is None for node in every):
+        return False
+    for node in every[:-1]:
+        traced.enter(node)
+    return True
 
 
 def _pieces(traced: Retraced) -> list[list[str]]:
@@ -79,12 +96,12 @@ def _products_of(node: fx.Node, every: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _composed(traced: Retraced, name: str) -> Composition:
-    merged: Merged | None = None
+    merged, halves = None, False
     for _ in range(_OUTSIDE):
         reading: Reading | None = None
         try:
             merged = merged or merge(traced)
-            reading = Reading(traced, merged, name)
+            reading = Reading(traced, merged, name, halves=halves)
             rewritten, program = reading.rewritten()
             ports = reading.ports()
             operands = {x: ports[x] for x in program.operands}
@@ -98,7 +115,11 @@ def _composed(traced: Retraced, name: str) -> Composition:
             if reading is not None and node is not None:
                 node = reading.original.get(node, node)
             at = None if node is None else traced.origin(node)
-            if at is None or not traced.put_outside(at):
+            if at is not None and traced.put_outside(at):
+                continue
+            if reading is not None and reading.paired and not halves:
+                halves = True
+            else:
                 at = traced.outputs.get(output, at)
                 raise Refusal(error.message, error.hint, at, output) from None
     raise Refusal("needs too many values that are computed before the product")
