@@ -128,7 +128,7 @@ class Axes:
             if not isinstance(value := node.meta.get("val"), torch.Tensor):
                 continue
             if value.numel() == 0:
-                raise Unread(node, "has no elements")
+                continue
             try:
                 self.dims[node] = self._of(node)
             except ProgramError as error:
@@ -390,7 +390,7 @@ _RULES: dict[str, Callable[[Axes, fx.Node], list[Dim]]] = {
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(("argmax", "argmin", "any", "all"), _reduce),
     **dict.fromkeys(("mm", "bmm"), _mm),
-    **dict.fromkeys((*SIZED, "arange", "iota", "scalar_tensor"), _new),
+    **dict.fromkeys((*SIZED, "arange", "iota", "scalar_tensor", "philox"), _new),
     "transpose": _transpose,
     "slice": _slice,
     "slice_scatter": _slice_scatter,

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from coda_agent.agent.authors.composer.axes import name_of
 from coda_agent.agent.authors.composer.problem import Problem, Refusal
 from coda_agent.primitives.interpret import interpret
+from coda_agent.primitives.placed import philox
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.rounding import rounded
 
@@ -72,6 +73,8 @@ def _called(problem: Problem, node: Any, args: Any, kwargs: Any) -> Any:
     if name_of(node) in _CASTS and dtype is not None and dtype.is_floating_point:
         x = args[0]
         return (x.to(dtype) if problem.narrow(dtype) else x).double()
+    if name_of(node) == "philox":  # the operator is there to be recorded
+        return philox(*args[1:])
     wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
     found = node.target(*tree_map(wide, args), **tree_map(wide, kwargs))
     if isinstance(found, torch.Tensor) and found.dtype == torch.float32:

@@ -98,6 +98,8 @@ def resized(
             if node.op == "call_function":
                 copy.args, copy.kwargs = _arguments(node, copy, shape, extents)
             copy.meta = {**node.meta, "val": _value(node, copy, shape)}
+        elif isinstance(value := node.meta.get("val"), torch.Tensor):  # without elements
+            copy.meta = {**node.meta, "val": torch.empty_like(value, device="meta")}
     made = fx.GraphModule(module, graph)
     return made, {copy: node for node, copy in copies.items()}
 
@@ -141,6 +143,8 @@ def _arguments(
             args[1:] = [shape]
         case _ if op in SIZED:
             args[0] = shape
+        case "philox":
+            args[3:] = shape
         case "arange" | "iota":
             if (len(args) == 1 and args[0] == shape_of(node)[0]) or op == "iota":
                 args[0] = shape[0]

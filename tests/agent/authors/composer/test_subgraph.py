@@ -29,7 +29,9 @@ def run(composition: Composition, graph: fx.Graph, args: tuple[torch.Tensor, ...
     """The outputs in the order of the graph's, by the interpreter in float64."""
     values = dict(zip((n for n in graph.nodes if n.op == "placeholder"), args, strict=True))
     for node in graph.nodes:  # what is computed before the product
-        if node.op == "call_function":
+        if node.op == "get_attr":
+            values[node] = getattr(graph.owning_module, node.target)
+        elif node.op == "call_function":
             known = torch.fx.map_arg((node.args, node.kwargs), values.get)
             values[node] = node.target(*known[0], **known[1])
 
@@ -61,6 +63,10 @@ def residual(x, w, c, g):
 
 def row_scaled(x, w, r):
     return (x @ w.T).float() * r[:, None]
+
+
+def scaled(x, w, s):
+    return torch.tanh(x @ w.T / s) * s
 
 
 def swiglu(x, w):
@@ -168,6 +174,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
     "rotation by sample": (
         rotated_by_sample, (BATCH, WEIGHT, tensor(2, 12, 64), tensor(2, 12, 64)), "Tile"
     ),
+    "scalar": (scaled, (ROWS, WEIGHT, torch.tensor(0.3)), "Tile"),
     "head norm": (head_norm, (ROWS, tensor(256, 32), tensor(128)), "Tile"),
     "log-sum-exp": (
         log_sum_exp,

@@ -1,12 +1,4 @@
-"""The composer's trial: functions as models have them, drafted into specs and composed as given.
-
-At first sight: of the second fifty 38 were composed, of the third 27. Of the fourth, which was
-written before the third was looked at and first run after all mends for that, 30 were composed, 14
-refused with a next step that works, and 6 refused without one. Of the fifth, which was written
-before the mends for the other four and first run after them, 45 were composed and accepted, 4
-refused, and one that was right was disputed by the judge; before these mends 38 were composed. No
-result was wrong in any.
-"""
+"""The road of `spec new`: functions as models have them, drafted into specs and composed."""
 
 from pathlib import Path
 
@@ -19,35 +11,21 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import load_spec
 from coda_agent.specs.draft import Example, draft
 from coda_agent.specs.source import axes_of, extracted
-from tests.agent import (
-    fifth_model_functions,
-    fourth_model_functions,
-    model_functions,
-    more_model_functions,
-    third_model_functions,
-)
+from tests.functions import EXAMPLES, FILES
 
-STEPS = (third_model_functions, fourth_model_functions, fifth_model_functions)
-FIFTIES = (model_functions, more_model_functions, *STEPS)
-EXAMPLES = {x: e for fifty in FIFTIES for x, e in fifty.EXAMPLES.items()}
-EXAMPLES |= {x: e for fifty in STEPS for x, e in fifty.NEXT.items()}
-SOURCES = {x: str(fifty.__file__) for fifty in FIFTIES for x in vars(fifty)}
 NEXT = "in the next kernel"
 PRODUCT = "give the first product as an argument"
 DRAWN = "give the numbers as an argument, or let the kernel draw them by a counter"
 MASK = "leave such a mask to what reads the output"
 ROWS = "return the tensor and what it takes of each row"
 REFUSED = {
-    # Of the first fifty.
     "int8_weight_only": "multiply in float8_e4m3fn, or bring it to the type of A before",
     "mixtral_top1_gap": ROWS,
     "palm_z_loss": NEXT,
     "token_loss": ROWS,
     "vae_conv1x1_group_norm": ROWS,
-    # Of the second fifty.
     "rms_statistic": NEXT,
     "top_expert": ROWS,
-    # Of the third fifty.
     "bert_output_with_moments": ROWS,
     "bert_self_output": "take it of the accumulator",
     "conv1x1_nchw": "of 1x1 write F.linear(x, w), with the channels last",
@@ -62,7 +40,6 @@ REFUSED = {
     "switch_router_jitter": DRAWN,
     "vit_head_probs": ROWS,
     "vqvae_nearest": "return what out is made of, and make it with torch",
-    # Of the fourth fifty.
     "bernoulli_gate": DRAWN,
     "bert_pooled": "give that part as the argument",
     "causal_softmax_stats": NEXT,
@@ -78,7 +55,6 @@ REFUSED = {
     "peft_lora_two_products": PRODUCT,
     "simclr_similarity": "do this with torch in the call",
     "two_layer_mlp": PRODUCT,
-    # Of the fifth fifty.
     "dit_modulation_three": "or split by numbers",
     "lm_loss_per_token": NEXT,
 }
@@ -96,7 +72,7 @@ def example(text: str) -> tuple[str, Example]:
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_models_function_is_composed_as_given(name: str) -> None:
-    path = Path(SOURCES[name])
+    path = Path(FILES[name])
     source = extracted(path.read_text("utf-8"), path.name, name)
     examples = dict(map(example, EXAMPLES[name].split()))
     try:
@@ -110,9 +86,6 @@ def test_a_models_function_is_composed_as_given(name: str) -> None:
 
 
 def test_how_many_are_refused() -> None:
-    """And every step that `NEXT` takes is one that a refusal names."""
-    refused = [len(REFUSED.keys() & fifty.EXAMPLES.keys()) for fifty in FIFTIES]
-    assert [len(fifty.EXAMPLES) for fifty in FIFTIES] == [50] * 5
-    assert len(EXAMPLES) == sum(len(f.EXAMPLES) for f in FIFTIES) + sum(len(f.NEXT) for f in STEPS)
-    assert all(n <= most for n, most in zip(refused, (5, 2, 14, 15, 2), strict=True))
-    assert {x.removesuffix("_next") for fifty in STEPS for x in fifty.NEXT} <= REFUSED.keys()
+    """A function that a refusal's hint has mended, `x_next`, is composed."""
+    assert len(EXAMPLES) == 279 and len(REFUSED) == 38 and REFUSED.keys() <= EXAMPLES.keys()
+    assert not any(name.endswith("_next") for name in REFUSED)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.meaning import check_meaning
-from tests.agent.test_composer import compose, spec
+from tests.agent.authors.test_composer import compose, spec
 
 
 def _each(pattern: str, names: str) -> dict[str, str]:

@@ -1,0 +1,66 @@
+"""Rotary embedding, in halves and in turns, as models have them; `EXAMPLES` has shapes."""
+
+import torch
+import torch.nn.functional as F
+
+
+def llama_rope(x, w_q, cos, sin):
+    q = F.linear(x, w_q).view(x.shape[0], -1, 64)
+    q1, q2 = q[..., :32], q[..., 32:]
+    rotated = torch.cat((-q2, q1), dim=-1)
+    return (q * cos[:, None, :] + rotated * sin[:, None, :]).flatten(1)
+
+
+def torchtitan_rope(x, wq, freqs_cos, freqs_sin):
+    q = (x @ wq.T).float().reshape(x.shape[0], -1, 2)
+    q0, q1 = q.unbind(-1)
+    rotated = torch.stack([q0 * freqs_cos - q1 * freqs_sin, q0 * freqs_sin + q1 * freqs_cos], -1)
+    return rotated.flatten(1).to(x.dtype)
+
+
+def gptj_rotate(x, wq, cos, sin):
+    q = x @ wq.T
+    rotated = torch.stack((-q[:, 1::2], q[:, ::2]), dim=-1).flatten(-2)
+    return q * cos + rotated * sin
+
+
+def rotary_half_q(x, w, cos, sin):
+    q = F.linear(x, w).view(96, -1, 64).float()
+    q1, q2 = q[..., :32], q[..., 32:]
+    c, s = cos[:, None, :], sin[:, None, :]
+    return torch.cat([q1 * c - q2 * s, q2 * c + q1 * s], dim=-1).view(96, -1)
+
+
+def rotary_half_q_next(x, w, cos, sin):
+    q = F.linear(x, w).view(x.shape[0], -1, 64).float()
+    q1, q2 = q[..., :32], q[..., 32:]
+    c, s = cos[:, None, :], sin[:, None, :]
+    return torch.cat([q1 * c - q2 * s, q2 * c + q1 * s], dim=-1).view(x.shape[0], -1)
+
+
+def rotary_interleaved_k(x, w, freqs_cos, freqs_sin):
+    k = F.linear(x, w).float()
+    even, odd = k[..., 0::2], k[..., 1::2]
+    out = torch.empty_like(k)
+    out[..., 0::2] = even * freqs_cos - odd * freqs_sin
+    out[..., 1::2] = even * freqs_sin + odd * freqs_cos
+    return out.to(x.dtype)
+
+
+def llama_rope_q(x, wq, cos, sin, head_dim: int = 128):
+    q = F.linear(x, wq).view(x.shape[0], -1, head_dim)
+    q1, q2 = q.chunk(2, dim=-1)
+    rotated = torch.cat((-q2, q1), dim=-1)
+    q = q * cos.unsqueeze(1) + rotated * sin.unsqueeze(1)
+    return q.flatten(1)
+
+
+EXAMPLES = {
+    "llama_rope": "x=96,80 w_q=256,80 cos=96,64 sin=96,64",
+    "torchtitan_rope": "x=96,80 wq=256,80 freqs_cos=96,128:float32 freqs_sin=96,128:float32",
+    "gptj_rotate": "x=96,80 wq=256,80 cos=96,256 sin=96,256",
+    "rotary_half_q": "x=96,80 w=256,80 cos=96,32:float32 sin=96,32:float32",
+    "rotary_half_q_next": "x=96,80 w=256,80 cos=96,32:float32 sin=96,32:float32",
+    "rotary_interleaved_k": "x=96,80 w=256,80 freqs_cos=96,128:float32 freqs_sin=96,128:float32",
+    "llama_rope_q": "x=96,80 wq=256,80 cos=96,128 sin=96,128",
+}
