@@ -70,10 +70,10 @@ def store_tuned(workspace: Workspace, kernel: str, measured: Mapping[str, Any]) 
     Raises:
         WorkspaceError: no such kernel; else as `accept`.
     """
-    with exclusive(workspace, kernel):
+    with exclusive(workspace, kernel) as lock:
         tuned = _merged(_tuned(workspace.kernel(kernel)), measured)
         files, message = {"tuned.json": _encode(tuned)}, f"Tune {kernel} on {', '.join(measured)}\n"
-        return publish(workspace, kernel, files, message)
+        return publish(workspace, kernel, files, message, lock)
 
 
 def _record(
@@ -88,7 +88,7 @@ def _record(
     measured: dict[str, Any] = {}
     if verdict.passed and verdict.tuned:
         measured = verdict.model_dump(mode="json")["tuned"]
-    with exclusive(workspace, new.kernel, sources["kernel.py"]):
+    with exclusive(workspace, new.kernel, sources["kernel.py"]) as lock:
         kernel, old = Kernel(new.kernel, workspace.generated / new.kernel), None
         with contextlib.suppress(WorkspaceError):  # there is none, or none that can be read
             old = kernel.evidence
@@ -100,7 +100,7 @@ def _record(
         files = {**sources, "tuned.json": _encode(_merged(known, measured, renew=renew))}
         if evidence is new:
             files["evidence.json"] = new.text()
-        return publish(workspace, new.kernel, files, _message(evidence, verb, reason))
+        return publish(workspace, new.kernel, files, _message(evidence, verb, reason), lock)
 
 
 def _message(evidence: Evidence, verb: str, reason: str) -> str:

@@ -3,14 +3,15 @@
 - One process at a time commits, under a lock that its death gives back.
 - `check_place` finds before a trial what would stop the commit after it. What git does not hold is
   never overwritten, and what is staged beside the kernel stays staged.
-- Where git refuses, the files are put back. A kill leaves the commit before or the new one, and
-  `git status` shows whatever it left in the working tree.
+- Where git refuses, the files are put back. A kill leaves the commit before or the new one; the
+  next process that takes the lock puts back what was written and not committed (`_UNDO`).
 - No hook runs and nothing is signed: the commit is the machine's, and a hook or a passphrase
   prompt written for people has no place in it.
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import shlex
 import time
@@ -24,6 +25,8 @@ from coda_agent.primitives.objects import write_whole
 FILES = ("kernel.py", "spec.md", "evidence.json", "tuned.json")
 
 _LOCK_WAIT_S = 10.0
+_UNDO = "coda-agent.undo"
+"""File of git's folder, there while a commit is under way: texts before it and in it, by path."""
 _UNFINISHED = {
     "rebase-merge": "rebase",
     "rebase-apply": "rebase",
@@ -63,9 +66,12 @@ def check_place(workspace: Workspace, name: str, text: str | None = None) -> Non
 
 
 @contextlib.contextmanager
-def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Iterator[None]:
-    """Gives the place of a kernel, fit for a commit, to this process alone; raises as
-    `check_place`."""
+def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Iterator[int]:
+    """Gives the place of a kernel, fit for a commit, to this process alone.
+
+    Yields the lock's descriptor. Git inherits it, so that a git whose parent was killed still holds
+    the lock. Raises as `check_place`.
+    """
     check_identity(workspace)
     git, folders = workspace.git_folder, (workspace.generated, workspace.generated / name)
     for folder in folders:
@@ -77,7 +83,7 @@ def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Itera
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             hint = "acceptance writes there: see its owner and mode, and how it is mounted"
             raise WorkspaceError(f"{folder} cannot be written to", hint=hint)
-    with (git / "coda-agent.lock").open("w") as file:
+    with (git / "coda-agent.lock").open("a") as file:
 
         def take() -> bool:
             with contextlib.suppress(BlockingIOError):
@@ -90,8 +96,9 @@ def exclusive(workspace: Workspace, name: str, text: str | None = None) -> Itera
         for lock in (git / "index.lock", git / "HEAD.lock"):
             if not _wait(lambda lock=lock: not lock.exists()):
                 raise lock_error(lock)
+        _undo_killed(workspace)
         _check_changes(workspace, name, text)
-        yield
+        yield file.fileno()
 
 
 def remark(workspace: Workspace, commit: str | None) -> str:
@@ -102,8 +109,10 @@ def remark(workspace: Workspace, commit: str | None) -> str:
     return "committed on a detached HEAD: git branch NAME gives it a branch"
 
 
-def publish(workspace: Workspace, name: str, files: Mapping[str, str], message: str) -> str | None:
-    """Writes files of a kernel and commits them; inside `exclusive`.
+def publish(
+    workspace: Workspace, name: str, files: Mapping[str, str], message: str, lock: int
+) -> str | None:
+    """Writes files of a kernel and commits them; inside `exclusive`, which gave `lock`.
 
     Returns:
         The commit, or None where HEAD held them already.
@@ -111,36 +120,64 @@ def publish(workspace: Workspace, name: str, files: Mapping[str, str], message: 
     Raises:
         WorkspaceError: git refused, or a file could not be written; the files are as they were.
     """
-    folder = workspace.generated / name
-    before = {file: path.read_bytes() for file in files if (path := folder / file).is_file()}
-    paths = [f"{_spelled(workspace, name)}/{file}" for file in files]
+    spelled, undo = _spelled(workspace, name), workspace.git_folder / _UNDO
+    before = {f"{spelled}/{file}": _text(workspace.generated / name / file) for file in files}
+    after = {f"{spelled}/{file}": text for file, text in files.items()}
     try:
-        for file, text in files.items():
-            write_whole(folder / file, text)
-        workspace.git("add", "--force", "--", *paths)
-        if not workspace.git("status", "--porcelain", "--", *paths):
+        write_whole(undo, json.dumps({"before": before, "after": after}))
+        for path, text in after.items():
+            write_whole(workspace.top / path, text)
+        workspace.git("add", "--force", "--", *after, lock=lock)
+        if not workspace.git("status", "--porcelain", "--", *after):
             return None
         about = ("--only", "--quiet", "--no-gpg-sign", "--cleanup=verbatim", "-m", message)
-        workspace.git("commit", *about, "--", *paths)
-        return workspace.git("log", "-1", "--format=%H", "--", *paths)
+        workspace.git("commit", *about, "--", *after, lock=lock)
+        return workspace.git("log", "-1", "--format=%H", "--", *after)
     except (GitError, OSError) as error:
-        with contextlib.suppress(GitError):
-            workspace.git("reset", "--quiet", "--", *paths)
-        _put_back(folder, files, before)
+        _put_back(workspace, before, after)
         if isinstance(error, GitError):
             raise
         raise WorkspaceError(f"{name} could not be written: {error}") from error
+    finally:
+        undo.unlink(missing_ok=True)
 
 
-def _put_back(folder: Path, files: Mapping[str, str], before: Mapping[str, bytes]) -> None:
-    """Makes files what they were; what cannot be written, `git status` shows."""
+def _undo_killed(workspace: Workspace) -> None:
+    """Puts back what a process wrote that was killed before its commit."""
+    undo = workspace.git_folder / _UNDO
+    if not undo.is_file():
+        return
+    saved = json.loads(undo.read_text("utf-8"))
+    for folder in {(workspace.top / path).parent for path in saved["after"]}:
+        for torn in folder.glob(".*.tmp"):
+            torn.unlink()
+    if workspace.git("status", "--porcelain", "--ignored", "--", *saved["after"]):
+        _put_back(workspace, saved["before"], saved["after"])
+    undo.unlink()
+
+
+def _put_back(
+    workspace: Workspace, before: Mapping[str, str | None], after: Mapping[str, str]
+) -> None:
+    """Makes files what they were, but for those edited since; `git status` shows what is left."""
+    with contextlib.suppress(GitError):
+        workspace.git("reset", "--quiet", "--", *after)
     with contextlib.suppress(OSError):
-        for file in files:
-            if file in before:
-                (folder / file).write_bytes(before[file])
-            else:
-                (folder / file).unlink(missing_ok=True)
-        folder.rmdir()  # of a kernel that did not come, if empty
+        for path, text in before.items():
+            file = workspace.top / path
+            if text is None and _text(file) == after[path]:
+                file.unlink()
+            elif text is not None and _text(file) in (None, after[path]):
+                file.write_bytes(text.encode("utf-8", "surrogateescape"))
+        for folder in {(workspace.top / path).parent for path in before}:
+            folder.rmdir()  # of a kernel that did not come, if empty
+
+
+def _text(path: Path) -> str | None:
+    """The text of a file as it is on disk; None where there is none."""
+    if path.is_symlink() or not path.is_file():
+        return None
+    return path.read_bytes().decode("utf-8", "surrogateescape")
 
 
 def _spelled(workspace: Workspace, name: str) -> str:
@@ -166,7 +203,7 @@ def _check_changes(workspace: Workspace, name: str, text: str | None) -> None:
             raise WorkspaceError(f"{path} has merge conflicts", hint="resolve the merge first")
         deleted = state in (" D", "D ") and path in ours  # HEAD holds it
         judged = path == f"{spelled}/kernel.py" and (state in ("??", "!!") or " " in state)
-        own = judged and _is_text(workspace.top / path, text)
+        own = judged and (_text(workspace.top / path) or "").replace("\r\n", "\n") == text
         if path in {spelled, *ours} and not (deleted or own):
             changed.append(path)
     if changed:
@@ -174,10 +211,6 @@ def _check_changes(workspace: Workspace, name: str, text: str | None) -> None:
         message = f"acceptance would overwrite what is not committed: {', '.join(changed)}"
         hint = f"commit it, or set it aside: {shlex.join(stash)}"
         raise WorkspaceError(message, hint=hint)
-
-
-def _is_text(path: Path, text: str | None) -> bool:
-    return not path.is_symlink() and path.is_file() and path.read_text("utf-8", "replace") == text
 
 
 def _wait(ready: Callable[[], bool]) -> bool:

@@ -38,8 +38,10 @@ class GitError(WorkspaceError):
         self.stderr = stderr
 
 
-def run_git(folder: Path, *args: str) -> bytes:
+def run_git(folder: Path, *args: str, lock: int | None = None) -> bytes:
     """Runs one git command in `folder`, through GitPython, with hooks off; its stdout.
+
+    The descriptor `lock` is kept open as long as git works, whatever becomes of this process.
 
     Raises:
         GitError: git exited with anything but 0.
@@ -53,19 +55,20 @@ def run_git(folder: Path, *args: str) -> bytes:
         raise no_git from error
     # Paths are names, not patterns, and to look takes no lock. reference-transaction and
     # post-index-change hooks run even under plumbing commands.
-    options = ("--literal-pathspecs", "--no-optional-locks", "-c", "core.hooksPath=/dev/null")
-    command = ["git", *options, *args]
+    settings = ("-c", "core.hooksPath=/dev/null", "-c", "maintenance.auto=false")
+    command = ["git", "--literal-pathspecs", "--no-optional-locks", *settings, *args]
     try:
         status, stdout, stderr = Git(folder).execute(
             command, with_extended_output=True, with_exceptions=False,
             stdout_as_string=False, strip_newline_in_stdout=False,
+            pass_fds=() if lock is None else (lock,),
         )  # fmt: skip
     except GitCommandNotFound as error:  # it was there at the import
         raise no_git from error
     if status != 0:
         said = stderr if isinstance(stderr, str) else bytes(stderr).decode(errors="replace")
-        if lock := re.search(r"Unable to create '(.+\.lock)': File exists", said):
-            raise lock_error(folder / lock[1], said)
+        if path := re.search(r"Unable to create '(.+\.lock)': File exists", said):
+            raise lock_error(folder / path[1], said)
         lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no reason"]
         # After the reason git says at length what one could do.
         reason = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1])
@@ -196,9 +199,9 @@ class Workspace:
     def generated(self) -> Path:
         return self.root / "generated"
 
-    def git(self, *args: str) -> str:
+    def git(self, *args: str, lock: int | None = None) -> str:
         """Runs a git command at the top folder, as `run_git`; its stdout as text."""
-        return run_git(self.top, *args).decode("utf-8", "surrogateescape").strip()
+        return run_git(self.top, *args, lock=lock).decode("utf-8", "surrogateescape").strip()
 
     @cached_property
     def git_folder(self) -> Path:

@@ -614,7 +614,8 @@ def in_child(function: Callable[[], object]) -> int:
 @pytest.mark.parametrize("again", [True, False])
 def test_killed_anywhere(where: Workspace, tmp_path: Path, again: bool) -> None:
     """Kills a real process before its n-th step, for every n: HEAD holds the old kernel or the new
-    one, whole, what is staged beside it stays so, and git shows what else is in its place."""
+    one, whole, what is staged beside it stays so, git shows what else is in its place, and the same
+    call again ends in the same commit."""
     if again:
         run_accept(where)
     staged = git(where.root, "diff", "--cached", "--binary")
@@ -644,7 +645,11 @@ def test_killed_anywhere(where: Workspace, tmp_path: Path, again: bool) -> None:
         shown = git(root, "status", "--porcelain", "-uall", "--", "generated")
         file = root / "generated" / "gemm_x" / "kernel.py"
         assert (file.read_text() if file.exists() else "") == program or "kernel.py" in shown
-        git(root, "reset", "-q", "--", "generated")
+        second = run_accept(Workspace(root, root), "x = 2\n", candidate="2")
+        assert (second is None) == (program == "x = 2\n")
+        assert git(root, "log", "--format=%s").count("Accept") == 1 + again
+        assert sorted(os.listdir(root / "generated" / "gemm_x")) == sorted(FILES)
+        assert not git(root, "status", "--porcelain", "-uall", "--", "generated")
         assert git(root, "diff", "--cached", "--binary") == staged
         seen.add((program, bool(shown)))
         if not code:

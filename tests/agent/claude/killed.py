@@ -16,6 +16,7 @@ import signal
 import ssl
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,6 @@ def spawn(where: Workspace, draw: random.Random | None) -> int:
             child(where)
             status = 0
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             os._exit(status)
