@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Graph
@@ -23,9 +23,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def evaluate(graph: Graph, acc: torch.Tensor, operands: Mapping[str, Any]) -> list[Any]:
-    """Replay `graph` on tensors that broadcast against `acc` (M, N); one value for each node."""
-    return graph.replay(acc, operands, lambda op, *args: operation(op).torch(*args))
+def evaluate(
+    graph: Graph,
+    acc: torch.Tensor,
+    operands: Mapping[str, Any],
+    touch: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Replay `graph` on tensors that broadcast against `acc` (M, N); one value for each node.
+
+    What `touch` returns of an operation's result takes its place.
+    """
+    return graph.replay(acc, operands, lambda op, *args: touch(operation(op).torch(*args)))
 
 
 def interpret(
@@ -39,6 +47,7 @@ def interpret(
     row_block: int = 128,
     raw: bool = False,
     compute: torch.dtype | None = None,
+    touch: Callable[[Any], Any] = lambda value: value,
 ) -> dict[str, torch.Tensor]:
     """Run `program` on the accumulator a bᵀ.
 
@@ -54,6 +63,7 @@ def interpret(
         raw: Return raw reduction partials, (M, ⌈N / block⌉) or (N, ⌈M / block⌉), instead of final
             values.
         compute: float32 (the default) or float64.
+        touch: What takes the place of the accumulator and of each operation's result.
 
     Returns:
         The outputs by name; with compute float64, unrounded and in float64.
@@ -61,9 +71,9 @@ def interpret(
     import torch
 
     compute = compute or torch.float32
-    acc = a.to(compute) @ b.to(compute).mT
+    acc = touch(a.to(compute) @ b.to(compute).mT)
     lifted = {name: kind.lifted(operands[name], acc) for name, kind in program.operands.items()}
-    values = evaluate(program.graph, acc, lifted)
+    values = evaluate(program.graph, acc, lifted, touch)
     results = {}
     for name, kind in program.outputs.items():
         value = values[program.graph.outputs[name]]

@@ -94,7 +94,8 @@ def _gelu_tanh_slope(z: Value, x: Value) -> Operand:
     c = math.sqrt(8 / math.pi)
     square = x * x
     s = sigmoid(x * (square * (c * 0.044715) + c))
-    return s + x * (square * (c * 3 * 0.044715) + c) * (s - s * s)
+    # x (σ - σ²) first: from 10¹³ on it is 0, where x times the other factor is infinite.
+    return s + x * (s - s * s) * (square * (c * 3 * 0.044715) + c)
 
 
 def _gelu_erf_slope(z: Value, x: Value) -> Operand:

@@ -5,6 +5,8 @@
   to the same number, and what the program's own operations round away, up to half of the digits.
 - Inputs leave the spec's draw, each by itself and together, within the domains that the spec
   declares. What a program does beyond the usual values is part of what it means.
+- Nothing leaves float32's range where the reference does not (`ranges.py`), and what asks for its
+  place is evaluated far out, too (`places.py`).
 - Nothing is compiled and no element type enters. Rounding, places in memory and what a kernel does
   with them are judged by the cases of `oracle.py`.
 """
@@ -21,9 +23,12 @@ from typing import TYPE_CHECKING, Any
 from coda_agent.agent.judge.compare import SAFETY, largest_change
 from coda_agent.agent.judge.diagnosis import Diagnosis, diagnosed
 from coda_agent.agent.judge.disturbance import disturbed
+from coda_agent.agent.judge.places import place_cases
+from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import interpreted, one_thread
 from coda_agent.agent.judge.structures import base_shape
+from coda_agent.agent.judge.ties import differing, tie_draws
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.program import Program
 
@@ -66,6 +71,7 @@ _CUT = 2.0**-33
 _EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
 _WIDEST = (-126, 127)
 _SMALL = 2.0**-40
+_LADDER = 10, 16, 24, 32, 48, 64, 96, 112
 # Draws in which each input has a scale of its own. They show faults that need one large and another
 # small.
 _MIXES = 8
@@ -93,46 +99,103 @@ def check_meaning(
 def meaning_fault(
     spec: Spec, program: Program, binding: Mapping[str, str], seed: int
 ) -> Finding | None:
-    """The first input set on which a program's outputs are not the reference's, as a finding that
-    names it; None where there is none."""
+    """Find the first input set on which a program's outputs are not the reference's.
+
+    Returns:
+        A finding that names the set; None where there is none.
+    """
     from coda_agent.specs import run_reference
 
     for label, inputs in draws(spec, binding, seed):
         truth = run_reference(spec, inputs, binding=binding, exact=True)
         results = replayed(spec, program, inputs)
-        for o, expected in truth.items():
-            top = _top(spec, o)
-            out, expected = (x.clamp(-top, top) for x in (results[o], expected))
-            if not _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
-                continue
-            constants, rounded = _of_rounding(spec, program, inputs, o, out, top)
-            known = _RELATIVE * expected.abs() + _LEAST
-            known = known + constants + rounded.minimum(_HALF * expected.abs())
-            for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
-                noise = _noise(spec, inputs, binding, seed, o, expected, probes, around)
-                allowed = known + SAFETY * noise
-                chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
-                wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
-                if not wrong.any():
-                    break
-            if wrong.any():
-                # What is allowed, or has no number in the reference itself, is no fault.
-                out = out.where(wrong, expected)
-                labels = ("", f"{spec.gemm[0]} times 64")
-                others = [x for name, x in draws(spec, binding, seed + 1) if name in labels]
-                seen = diagnosed(
-                    spec, binding, inputs, o, out, expected, program=program, others=others
-                )
-                where = {**seen.where, "program": program.name, "output": o, "seed": seed}
-                where |= {"case": label} if label else {}
-                same = {
-                    x: ("passed", "wrong")[
-                        bool(_differs(results[x], v, _RELATIVE * v.abs() + _LEAST).any())
-                    ]
-                    for x, v in truth.items()
-                }
-                where |= {"outputs": same | {o: "wrong"}} if len(truth) > 1 else {}
-                return Finding(message=_said(o, label, seen), where=where)
+        if fault := _case_fault(spec, program, binding, seed, label, inputs, truth, results):
+            return fault
+        if fault := range_fault(spec, program, binding, inputs, truth, results):
+            return _labelled(fault, label, seed)
+    for inputs in tie_draws(spec, program, binding, seed):
+        truth = run_reference(spec, inputs, binding=binding, exact=True)
+        results = replayed(spec, program, inputs)
+        if fault := _tie_fault(spec, program, binding, seed, inputs, truth, results):
+            return fault
+    for case in place_cases(spec, program, binding):
+        inputs = draw_doubles(spec, binding, case.sizes, seed)
+        truth = run_reference(spec, inputs, binding=binding, exact=True)
+        results = replayed(spec, case.program, inputs)
+        about = case.program, binding, seed, case.label
+        if fault := _case_fault(spec, *about, inputs, truth, results):
+            return fault
+    return None
+
+
+def _tie_fault(
+    spec: Spec, program: Program, binding: Mapping[str, str], seed: int,
+    inputs: Inputs, truth: Outputs, results: Outputs,
+) -> Finding | None:  # fmt: skip
+    """Find the first output that falls to the other side of a jump."""
+    for o, expected in truth.items():
+        top = _top(spec, o)
+        out, expected = (x.clamp(-top, top) for x in (results[o], expected))
+        if not _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
+            continue
+        wrong = differing(spec, program, binding, inputs, o, out, expected)
+        if bool(wrong.any()):
+            index = [int(i) for i in wrong.nonzero()[0]]
+            got, due = (float(x[tuple(index)]) for x in (out, expected))
+            where = {"got": got, "expected": due, "index": index, "output": o, "seed": seed}
+            message = (
+                f"{o} is another function where inputs are halves of whole numbers: it is {got:g} "
+                f"where {due:g} is due; a half is rounded, or a threshold met, otherwise"
+            )
+            return Finding(message=message, where={**where, "program": program.name})
+    return None
+
+
+def _labelled(finding: Finding, label: str, seed: int) -> Finding:
+    """Add the case to a finding."""
+    where = {**finding.where, "seed": seed} | ({"case": label} if label else {})
+    message = finding.message.replace(":", f" ({label}):", 1) if label else finding.message
+    return Finding(message=message, where=where)
+
+
+def _case_fault(
+    spec: Spec, program: Program, binding: Mapping[str, str], seed: int, label: str,
+    inputs: Inputs, truth: Outputs, results: Outputs,
+) -> Finding | None:  # fmt: skip
+    """Find the first output that is not the reference's on one input set."""
+    for o, expected in truth.items():
+        top = _top(spec, o)
+        out, expected = (x.clamp(-top, top) for x in (results[o], expected))
+        if not _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
+            continue
+        constants, rounded = _of_rounding(spec, program, inputs, o, out, top)
+        known = _RELATIVE * expected.abs() + _LEAST
+        known = known + constants + rounded.minimum(_HALF * expected.abs())
+        for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
+            noise = _noise(spec, inputs, binding, seed, o, expected, probes, around)
+            allowed = known + SAFETY * noise
+            chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
+            wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
+            if not wrong.any():
+                break
+        if wrong.any():
+            # What is allowed, or has no number in the reference itself, is no fault.
+            out = out.where(wrong, expected)
+            labels = ("", f"{spec.gemm[0]} times 64")
+            others = [x for name, x in draws(spec, binding, seed + 1) if name in labels]
+            seen = diagnosed(
+                spec, binding, inputs, o, out, expected, program=program, others=others
+            )
+            where = {**seen.where, "program": program.name, "output": o, "seed": seed}
+            where |= {"case": label} if label else {}
+            same = {
+                x: ("passed", "wrong")[
+                    bool(_differs(results[x], v, _RELATIVE * v.abs() + _LEAST).any())
+                ]
+                for x, v in truth.items()
+            }
+            where |= {"outputs": same | {o: "wrong"}} if len(truth) > 1 else {}
+            return Finding(message=_said(o, label, seen), where=where)
     return None
 
 
@@ -145,6 +208,28 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
         f"{o} is another function of the inputs{case}: before any rounding it is {got:.9g} "
         f"where {expected:.9g} is due{much}; {seen.text}"
     )
+
+
+def draw_doubles(
+    spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int
+) -> Inputs:
+    """Draw the spec's own inputs at a shape, in float64."""
+    from coda_agent.specs import draw_inputs
+
+    inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed, binding=binding)
+    return given(_widened(spec, inputs))
+
+
+def given(inputs: Inputs) -> Inputs:
+    """Turn tensors without dims into numbers."""
+    return {x: v if getattr(v, "ndim", 0) else float(v) for x, v in inputs.items()}
+
+
+def _widened(spec: Spec, inputs: Inputs) -> Inputs:
+    import torch
+
+    floating = (x for x in inputs if spec.inputs[x].draw.kind != "integers")
+    return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
 
 
 def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
@@ -160,11 +245,7 @@ def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[s
 
     def drawn() -> Inputs:
         inputs = draw_inputs(spec, sizes, types, seed=rng.getrandbits(62), binding=binding)
-        floating = (x for x in inputs if spec.inputs[x].draw.kind != "integers")
-        return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
-
-    def given(inputs: Inputs) -> Inputs:
-        return {x: v if getattr(v, "ndim", 0) else float(v) for x, v in inputs.items()}
+        return _widened(spec, inputs)
 
     yield "", given(drawn())
     a, b = spec.gemm
@@ -224,6 +305,8 @@ def _changes(spec: Spec, x: str, types: Mapping[str, str]) -> Iterator[tuple[str
         return
     factors = [64.0, 1 / 64]
     factors += [-1.0, -64.0, 0.0] if domain is None else []
+    # An epsilon or a floor shows where a value is about as small.
+    factors += [2.0**-k for k in _LADDER] if x == spec.gemm[0] else []
     # A single number has no spread of exponents, so these stand for it.
     scalar = not spec.inputs[x].shape.cases.get("", (1,))
     factors += [2.0**20, 2.0**-20] if scalar else []

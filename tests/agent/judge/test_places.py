@@ -1,0 +1,114 @@
+"""Tests of agent/judge/places.py: what is right at the check shapes alone is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from coda_agent.agent.judge.meaning import check_meaning
+from coda_agent.agent.judge.places import constants, moved, place_cases, uniform
+from coda_agent.primitives.reader import read_programs
+from coda_agent.specs import Spec
+from tests.written import spec
+
+_SHAPES = "bench_shapes: [{M: 8192, N: 8192, K: 4096}]\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n"
+
+
+def spec_of(body: str, outputs: Mapping[str, str]) -> Spec:
+    return spec(
+        f"z = (A @ B.T).float(); r = r[:, None]; {body}",
+        {"r": "{shape: [M], dtype: float32, draw: {uniform: [0.5, 1.5]}}"},
+        dict(outputs),
+        name="k",
+        header=f"types: {{T: [bfloat16]}}\n{_SHAPES}",
+    )
+
+
+def scaled() -> Spec:
+    return spec_of("return {'O': (z * r).to(torch.bfloat16)}", {"O": "{shape: [M, N]}"})
+
+
+def programs(expression: str, output: str = "O=Tile") -> Any:
+    from coda_agent.primitives import __all__ as vocabulary
+
+    names = ", ".join(sorted({*vocabulary} - {"Program"}))
+    name = output.partition("=")[0]
+    return read_programs(
+        f"from coda_agent.primitives import {names}\n"
+        f"@epilogue({output})\ndef k(acc, r: ColVector):\n    return {{'{name}': {expression}}}\n"
+    )
+
+
+def faults(made: Spec, expression: str, output: str = "O=Tile") -> list[str]:
+    return [f.message for f in check_meaning(made, programs(expression, output), seed=2)]
+
+
+ROW, COLUMN = "row_index(acc)", "column_index(acc)"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        f"where(greater_equal({COLUMN}, 8000.0), 0.0, acc * r)",
+        f"where(greater_equal({ROW}, 600.0), acc, acc * r)",
+        f"where(greater_equal({ROW} * 0.0001, 1.0), 0.0, acc * r)",
+        f"where(greater_equal({COLUMN}, 5000.0), where(greater_equal({ROW}, 5000.0), 0.0, acc * r), acc * r)",
+        f"where(greater_equal({COLUMN}, 200000.0), 0.0, acc * r)",
+        f"acc * r + maximum({ROW} - 4096.0, 0.0)",
+    ],
+)
+def test_a_program_that_is_wrong_further_out_is_refused(expression: str) -> None:
+    (message,) = faults(scaled(), expression)
+    assert "O is another function of the inputs" in message
+
+
+def test_a_sum_of_the_first_columns_is_refused() -> None:
+    made = spec_of("return {'s': (z * r).sum(-1)}", {"s": "{shape: [M], dtype: float32}"})
+    assert faults(made, "acc * r", "s=RowSum") == []
+    held = f"where(greater_equal({COLUMN}, 1024.0), 0.0, acc * r)"
+    assert len(faults(made, held, "s=RowSum")) == 1
+
+
+def test_a_distance_that_is_held_is_refused() -> None:
+    """The reference goes by places itself, so tall and wide shapes show it."""
+    made = spec_of(
+        "i, j = torch.arange(z.shape[0])[:, None], torch.arange(z.shape[1]); "
+        "return {'O': (z + r * (i - j).abs()).to(torch.bfloat16)}",
+        {"O": "{shape: [M, N]}"},
+    )
+    assert not uniform(made, {})
+    assert faults(made, f"acc + r * absolute({ROW} - {COLUMN})") == []
+    assert len(faults(made, f"acc + r * minimum(absolute({ROW} - {COLUMN}), 1024.0)")) == 1
+
+
+def test_places_that_change_nothing_pass() -> None:
+    made = scaled()
+    assert uniform(made, {})
+    assert faults(made, f"acc * r + 0.0 * {ROW}") == []
+    assert faults(made, f"where(greater_equal({ROW}, 0.0), acc * r, 0.0)") == []
+
+
+def test_cases_reach_every_constant_and_the_bench_shapes() -> None:
+    (program,) = programs(f"where(greater_equal({COLUMN}, 9000.0), acc, acc * r)").values()
+    assert constants(program.graph) == [9000]
+    cases = list(place_cases(scaled(), program, {}))
+    assert max(c.sizes["N"] for c in cases) >= 9000 and max(c.sizes["M"] for c in cases) >= 8192
+    assert any("from row 8192 and column 9088" in c.label for c in cases)
+    (plain,) = programs("acc * r").values()
+    assert list(place_cases(scaled(), plain, {})) == []
+
+
+def test_a_moved_program_computes_what_stands_there() -> None:
+    import torch
+
+    from coda_agent.primitives.interpret import interpret
+
+    (program,) = programs(f"acc * 0.0 * r + {ROW} * 100.0 + {COLUMN}").values()
+    a = torch.ones(2, 8, dtype=torch.float64)
+    options: Any = {"dtypes": {}, "compute": torch.float64}
+    out = interpret(
+        moved(program, 5, 30), a, a[:, :8].repeat(2, 1), {"r": torch.ones(2)}, **options
+    )
+    assert out["O"].tolist() == [[530.0, 531.0, 532.0, 533.0], [630.0, 631.0, 632.0, 633.0]]
