@@ -13,11 +13,13 @@ import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
 from pydantic import ValidationError
 
+from coda_agent.agent import events as e
 from coda_agent.agent.events import CandidateSaved, Event, Judged, event_of
 from coda_agent.agent.judge import Observer, Verdict
 from coda_agent.agent.judge.provenance import sha
@@ -25,6 +27,7 @@ from coda_agent.agent.judgement import Judgement, Machine, gpu_seconds
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.plain import plain, utc_now
 from coda_agent.agent.state import RunState
+from coda_agent.agent.workspace import Run
 from coda_agent.primitives.errors import WorkspaceError
 
 
@@ -140,6 +143,29 @@ class RunLog:
             machine=Machine.of(verdict.environment), gpu_s=gpu_seconds(verdict),
         )  # fmt: skip
         self.append(judged)
+
+
+@contextlib.contextmanager
+def logged(run: Run, observer: Observer, begin: Event | None) -> Iterator[RunLog]:
+    """Open a run's log, and write `begin`; a failure is its last event."""
+    KEYS.take()
+    with RunLog(run.folder / "events.jsonl", observer) as log:
+        try:
+            if begin:
+                log.append(begin)
+            yield log
+        except BaseException as error:
+            message = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            log.append(e.RunFailed(error=error.__class__.__name__, message=message))
+            raise
+
+
+@contextlib.contextmanager
+def short_run(run: Run, observer: Observer, kind: str, spec: str) -> Iterator[RunLog]:
+    """Open the log of a run that ends with the command."""
+    with logged(run, observer, e.RunStarted(run=run.id, kind=kind, spec=spec)) as log:
+        yield log
+        log.append(e.RunFinished())
 
 
 def short_digest(text: str) -> str:

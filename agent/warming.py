@@ -15,7 +15,7 @@ from coda_agent.agent.execution.local import here
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import Observer
-from coda_agent.agent.pipeline import check_shape
+from coda_agent.agent.tune import check_shape
 from coda_agent.agent.workspace import Kernel
 from coda_agent.primitives.errors import CodaError, CompileError
 from coda_agent.primitives.objects import cache_directory

@@ -23,7 +23,7 @@ from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
-    from coda_agent.agent.workbench import Workbench
+    from coda_agent.agent.workbench import Work, Workbench
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Options:
 
 
 class Author(ABC):
-    """Works at the workbench until its run is over."""
+    """Whoever works at a workbench until its run is over."""
 
     name: str
     """What evidence and logs call it."""
@@ -60,8 +60,12 @@ class Author(ABC):
         return {}
 
     @abstractmethod
-    def drive(self, bench: "Workbench") -> None:
-        """Works until the run is over, and ends it (`Workbench.finish`)."""
+    def work(self, bench: "Workbench") -> "Work[None]":
+        """Work until the run is over, and end it (`Workbench.finish`).
+
+        Yields each candidate that is to be judged, and is sent its verdict; `pipeline.drive` does
+        that. What prevents a verdict or an acceptance is raised here instead.
+        """
 
 
 class Writer(Author):
@@ -76,10 +80,11 @@ class Writer(Author):
             ProgramError: The spec cannot be expressed as an epilogue program.
         """
 
-    def drive(self, bench: "Workbench") -> None:
-        """Has its text judged, once."""
+    def work(self, bench: "Workbench") -> "Work[None]":
+        """Submit its text, once."""
         bench.log.candidate(self.write(bench.spec, bench.log.observer))
-        bench.finish(None if bench.accept().passed else "refused")
+        verdict = yield bench.submission()
+        bench.finish(None if verdict.passed else "refused")
 
 
 @dataclass(frozen=True)

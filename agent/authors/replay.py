@@ -14,7 +14,7 @@ from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
-    from coda_agent.agent.workbench import Workbench
+    from coda_agent.agent.workbench import Work, Workbench
 
 
 class _Recorded(Kind):
@@ -66,11 +66,10 @@ class Replay(Author):
     def settings(self) -> dict[str, Any]:
         return {"replays": self.recorded.run}
 
-    def drive(self, bench: "Workbench") -> None:
-        """Repeats the calls; tips are not written a second time, and this run says nothing of
-        their worth."""
+    def work(self, bench: "Workbench") -> "Work[None]":
+        """Repeat the calls; tips are not written again, and nothing is said of their worth."""
         for name, given, then in self._calls():
-            result = bench.call(name, given)
+            result = yield from bench.call(name, given)
             now = _Came(result.ok, result.data.get("passed"))
             if result.data.get("lacks") and then.ok:
                 self.skipped.append(f"{name}: {result.text}")

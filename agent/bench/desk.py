@@ -21,7 +21,7 @@ from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.log import RunLog, read_events
 from coda_agent.agent.reply import REFUSED, Reply
-from coda_agent.agent.workbench import TOOLS, Workbench
+from coda_agent.agent.workbench import TOOLS, Workbench, open_bench
 from coda_agent.agent.workspace import Run, Workspace, find
 from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
 from coda_agent.primitives.suggest import near_matches
@@ -79,7 +79,7 @@ def replied(call: Call, observer: Observer) -> Reply:
     run = _run(workspace, call)
     with _taken(workspace, run, call, given, observer) as bench:
         over = bench.state.over
-        result = bench.call(call.tool, given)
+        result = pipeline.drive(bench, bench.call(call.tool, given))
         if bench.state.over and not (over and bench.state.finished):
             bench.finish()
     if run is None:
@@ -172,7 +172,7 @@ def end(workspace: Workspace, run: Run, reason: str) -> None:
     with RunLog(run.folder / "events.jsonl") as log:
         if not log.state.finished and log.state.failure is None:
             spec = load_spec(run.folder / "spec.md")
-            Workbench(workspace, run, spec, log).finish(reason, final=False)
+            open_bench(workspace, run, spec, log).finish(reason, final=False)
 
 
 def end_lost(folder: Path, since: float) -> list[str]:

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent import execution, pipeline
+from coda_agent.agent import execution
+from coda_agent.agent import verify as verification
 from coda_agent.agent.cli import report, targets
 from coda_agent.agent.cli.options import All, DeviceOption, Kernels, NoCommit
 from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
@@ -56,7 +57,7 @@ def verify(
         name = kernel.name
         try:
             with progress(silent=every) as observer:
-                outcome = pipeline.verify(
+                outcome = verification.verify(
                     workspace, name, observer,
                     device=device, commit=not no_commit, fresh=fresh,
                 )  # fmt: skip

@@ -4,10 +4,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from coda_agent.agent import pipeline
+from coda_agent.agent import verify
 from coda_agent.agent.cli.report import progress
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge.records import GATES
+from coda_agent.agent.pipeline import Outcome
 from coda_agent.agent.workspace import (
     Kernel,
     Run,
@@ -112,12 +113,12 @@ def judged(
     *,
     device: Device = "cuda",
     gates: tuple[str, ...] = GATES,
-) -> pipeline.Outcome:
+) -> Outcome:
     """What the judge says of a FILE or KERNEL, in a run of its own."""
     text, found = program(target, spec)
     run = new_run(kind, found.name)
     with progress() as observer:
-        return pipeline.judge_only(run, kind, found, text, observer, device=device, gates=gates)
+        return verify.judge_only(run, kind, found, text, observer, device=device, gates=gates)
 
 
 def named(

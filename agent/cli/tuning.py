@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent import fitting, pipeline, shapes, warming
+from coda_agent.agent import fitting, shapes, warming
+from coda_agent.agent import tune as tuning
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.options import All, Kernels
 from coda_agent.agent.cli.report import progress, reported
@@ -63,7 +64,7 @@ def tune(
                 observer(type, data)
 
         new_run = partial(targets.new_run, "tune", kernel)
-        lines, sha = pipeline.tune(found, wanted, observe, new_run=new_run, commit=workspace)
+        lines, sha = tuning.tune(found, wanted, observe, new_run=new_run, commit=workspace)
     path = user_tuning(found.folder).path
     text = [
         f"{dtype} {e['m']} x {e['n']} x {e['k']}: {TileConfig(**e['config']).label}, "

@@ -1,22 +1,24 @@
-"""The registry of tools: each is a method of the Workbench, and its parameters are the input.
+"""The registry of tools: each is a function of a workbench, and its parameters are the input.
 
 The Messages loop, the MCP server and the command line read the same list, so that a tool is
 described once, where it is written.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.suggest import near_matches
 
 LIMIT = 12_000
 """Characters of a result that an author sees; the rest is in an artifact."""
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Result(BaseModel):
@@ -48,11 +50,12 @@ class Tool:
     name: str
     description: str
     input: type[BaseModel]
-    method: Callable[..., Result]
+    function: Callable[..., Any]
+    """Of the workbench and the input; a `Result`, or a `Proposal` to the judge."""
     last: bool
 
     def parsed(self, given: object) -> dict[str, Any]:
-        """The arguments of the method.
+        """Check an input; the arguments of the function.
 
         Raises:
             ToolError: `given` is no input of the tool; names every field that does not fit.
@@ -75,32 +78,49 @@ class Tool:
         return schema
 
 
-def tool(*, last: bool = False) -> Callable[[Method], Method]:
-    """Marks a method as a tool; its parameters are the tool's input."""
+def tool(*, last: bool = False) -> Callable[[Function], Function]:
+    """Mark a function as a tool; its parameters after the workbench are the tool's input."""
 
-    def mark(method: Method) -> Method:
-        setattr(method, "_tool_last", last)  # noqa: B010  (no such attribute, to a type checker)
-        return method
+    def mark(function: Function) -> Function:
+        setattr(function, "_tool_last", last)  # noqa: B010  (no such attribute, to a type checker)
+        return function
 
     return mark
 
 
-def registry(workbench: type) -> dict[str, Tool]:
-    """The tools of a class, in the order they are written."""
+def told(description: str) -> Any:
+    """Describe an argument to an author."""
+    return Field(description=description)
+
+
+def registry(*modules: ModuleType) -> dict[str, Tool]:
+    """Collect the tools of modules, in the order they are written."""
     return {
-        name: Tool(name, inspect.cleandoc(method.__doc__ or ""), _input(method), method, last)
-        for name, method in vars(workbench).items()
-        if (last := getattr(method, "_tool_last", None)) is not None
+        name: Tool(name, inspect.cleandoc(value.__doc__ or ""), _input(value), value, last)
+        for module in modules
+        for name, value in vars(module).items()
+        if (last := getattr(value, "_tool_last", None)) is not None
     }
 
 
-def _input(method: Callable[..., Result]) -> type[BaseModel]:
-    """A model of a method's parameters; a misspelt one is an error, not a default."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
+def pick(choices: Mapping[str, Any], name: str, what: str) -> Any:
+    """Look a name up.
+
+    Raises:
+        ToolError: there is none; names the nearest.
+    """
+    if name not in choices:
+        raise ToolError(f"no {what} named {name!r}", hint=near_matches(name, choices))
+    return choices[name]
+
+
+def _input(function: Callable[..., Any]) -> type[BaseModel]:
+    """A model of a function's parameters; a misspelt one is an error, not a default."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
     fields: dict[str, Any] = {
         p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters
     }
-    return create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+    return create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def bounded(text: str, limit: int = LIMIT) -> str:

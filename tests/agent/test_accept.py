@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent import execution, pipeline, publish, references
+from coda_agent.agent import execution, pipeline, publish, references, tune, verify
 from coda_agent.agent import workspace as workspaces
 from coda_agent.agent.accept import accept, raise_or_revoke, store_tuned
 from coda_agent.agent.cli.report import told
@@ -460,12 +460,12 @@ def test_nothing_is_judged_for_a_place_that_is_not_fit(
     swiglu: Any = SimpleNamespace(name="gemm_swiglu", summary="D", text=spec.read_text())
     accept(where, swiglu, "x = 1\n", verdict(), author="composer", run_id="r")
     (where.generated / "gemm_swiglu" / "tuned.json").write_text("{ }")
-    monkeypatch.setattr(pipeline, "_judge", lambda *_: pytest.fail("it was judged"))
+    monkeypatch.setattr(verify, "_judge", lambda *_: pytest.fail("it was judged"))
     for attempt in (
         lambda: pipeline.opened(where, spec, "a", lambda *_: None).__enter__(),
         lambda: pipeline.reopened(where, run, lambda *_: None).__enter__(),
-        lambda: pipeline.verify(where, "gemm_swiglu", lambda *_: None),
-        lambda: pipeline.tune(
+        lambda: verify.verify(where, "gemm_swiglu", lambda *_: None),
+        lambda: tune.tune(
             where.kernel("gemm_swiglu"),
             [(8, 8, 8)],
             lambda *_: None,
@@ -492,7 +492,7 @@ def test_tuning_refuses_a_shape_that_the_function_refuses(
     accept(where, spec, "x = 1\n", verdict(), author="composer", run_id="r")
     monkeypatch.setattr(execution, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
     with pytest.raises(SpecError, match="N=20: a kernel of these types takes multiples of 8"):
-        pipeline.tune(
+        tune.tune(
             where.kernel("gemm_rmsnorm"), [(64, 20, 64)], lambda *_: None,
             new_run=lambda: pytest.fail("a run began"),
         )  # fmt: skip

@@ -11,8 +11,10 @@ import torch
 
 from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.judge import Finding, GateResult, Verdict
-from coda_agent.agent.workbench import PAGE, Workbench
+from coda_agent.agent.workbench import Workbench
 from coda_agent.agent.workbench.feedback import LIMIT, feedback, merged
+from coda_agent.agent.workbench.measures import PAGE
+from tests.agent.verdicts import call
 
 ROOT = Path(__file__).parents[2]
 HEAD = "from coda_agent.primitives import HalfTile, Tile, epilogue, pairs, sigmoid, swiglu\n\n\n"
@@ -33,7 +35,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workbench
 
 
 def say(bench: Workbench, tool: str, **given: object) -> str:
-    result = bench.call(tool, given)
+    result = call(bench, tool, given)
     assert result.ok, result.text
     return result.text
 
@@ -81,7 +83,7 @@ def test_what_cannot_be_evaluated_is_said_in_a_line(bench: Workbench) -> None:
         ({"expression": "acc", "against": 3}, "no attempt named '3'"),
         ({"expression": " "}, "the expression is empty"),
     ):
-        result = bench.call("evaluate", given)
+        result = call(bench, "evaluate", given)
         assert not result.ok and said in result.text and "\n" not in result.text
 
 
@@ -94,8 +96,8 @@ def test_an_artifact_is_read_in_pages(bench: Workbench) -> None:
         assert head == f"{name}, page {page} of 3"
         pages.append(body)
     assert "".join(pages) == whole
-    assert "has 3 pages" in bench.call("read_artifact", {"name": name, "page": 4}).text
-    assert not bench.call("read_artifact", {"name": "../events.jsonl"}).ok
+    assert "has 3 pages" in call(bench, "read_artifact", {"name": name, "page": 4}).text
+    assert not call(bench, "read_artifact", {"name": "../events.jsonl"}).ok
 
 
 def copies(count: int, **where: object) -> list[Finding]:

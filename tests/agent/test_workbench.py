@@ -24,7 +24,7 @@ from coda_agent.agent.workbench.registry import LIMIT, bounded
 from coda_agent.primitives import ColVector, Tile, epilogue, erf, exp, tanh
 from coda_agent.primitives.catalogue import entries
 from coda_agent.specs import load_spec
-from tests.agent.verdicts import quick_judge
+from tests.agent.verdicts import call, quick_judge
 
 ROOT = Path(__file__).parents[2]
 RIGHT = (ROOT / "generated" / "gemm_swiglu" / "kernel.py").read_text()
@@ -56,13 +56,13 @@ def bench(where: workspace.Workspace) -> Iterator[Workbench]:
 
 
 def say(bench: Workbench, tool: str, **given: Any) -> str:
-    result = bench.call(tool, given)
+    result = call(bench, tool, given)
     assert result.ok, result.text
     return result.text
 
 
 def fail(bench: Workbench, tool: str, **given: Any) -> str:
-    result = bench.call(tool, given)
+    result = call(bench, tool, given)
     assert not result.ok, result.text
     return result.text
 
@@ -124,7 +124,7 @@ def test_what_shows_at_once_is_said_at_once(bench: Workbench) -> None:
 def test_attempts_are_numbered_and_the_best_is_known(bench: Workbench) -> None:
     for text, level in [(WRONG, "static"), (RIGHT, "interpret"), (RIGHT + "\n", "static")]:
         say(bench, "write_candidate", text=text)
-        bench.call("check", {"level": level})
+        call(bench, "check", {"level": level})
     assert [(a.number, a.check, a.passed) for a in bench.state.attempts] == [
         (1, "static", False), (2, "interpret", True), (3, "static", True),
     ]  # fmt: skip
@@ -137,7 +137,7 @@ def test_an_unchanged_candidate_is_not_judged_again(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(bench, "write_candidate", text=WRONG)
-    first = bench.call("check", {"level": "static"})
+    first = call(bench, "check", {"level": "static"})
     say(bench, "write_candidate", text=RIGHT)
     say(bench, "write_candidate", text=WRONG)
     for tool, given in [
@@ -145,15 +145,15 @@ def test_an_unchanged_candidate_is_not_judged_again(
         ("check", {"level": "interpret"}),
         ("submit", {}),
     ]:
-        again = bench.call(tool, given)
+        again = call(bench, tool, given)
         assert again.failed and again.data == first.data
         assert again.text == f"{first.text}\n    not run again: the candidate is that of attempt 1"
     assert len(bench.state.attempts) == 1
     say(bench, "edit_candidate", old="import os\n", new="import sys\n")
-    bench.call("check", {"level": "static"})
+    call(bench, "check", {"level": "static"})
     assert [a.passed for a in bench.state.attempts] == [False, False]
     monkeypatch.setitem(VERSIONS, "static", VERSIONS["static"] + 1)
-    bench.call("check", {"level": "static"})  # another judge may find otherwise
+    call(bench, "check", {"level": "static"})  # another judge may find otherwise
     assert len(bench.state.attempts) == 3
 
 
@@ -174,8 +174,8 @@ def test_what_a_stronger_check_found_does_not_refuse_a_weaker_one(
 
     monkeypatch.setattr(judge, "judge_candidate", strict)
     say(bench, "write_candidate", text=RIGHT)
-    assert bench.call("submit", {}).failed and bench.call("submit", {}).failed
-    assert not bench.call("check", {"level": "interpret"}).failed
+    assert call(bench, "submit", {}).failed and call(bench, "submit", {}).failed
+    assert not call(bench, "check", {"level": "interpret"}).failed
     assert [a.check for a in bench.state.attempts] == ["submit", "interpret"]
 
 
@@ -209,7 +209,7 @@ def test_inspecting(bench: Workbench) -> None:
     # 2 · 4096³ flops; A, B and D of 4096² and O of half, two bytes each.
     assert "4096x4096x4096: GEMM 137.4 GFLOP" in roofline and "117.4 MB" in roofline
     assert "= acc(" in say(bench, "inspect", what="graph")
-    result = bench.call("inspect", {"what": "ptx"})
+    result = call(bench, "inspect", {"what": "ptx"})
     head, *lines = result.text.splitlines()
     assert head.endswith("the epilogue, its first subtile")
     assert lines[0].split() == ["wgmma.wait_group.sync.aligned", "0;"]
@@ -261,11 +261,11 @@ def test_what_ptx_takes_is_listed(bench: Workbench) -> None:
 
 def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
     say(bench, "write_candidate", text=WRONG)
-    bench.call("check", {"level": "static"})
+    call(bench, "check", {"level": "static"})
     given = {"text": "Imports come from one place.", "tags": ["any"], "failing": 1, "passing": 2}
     assert "a later one that passed; there are: 1 failed" in fail(bench, "log_tip", **given)
     say(bench, "write_candidate", text=RIGHT)
-    bench.call("check", {"level": "static"})
+    call(bench, "check", {"level": "static"})
     assert "kept" in say(bench, "log_tip", **given)
     body = RIGHT[RIGHT.index("gate, up") :].replace("\n", " ")
     assert "no code" in fail(bench, "log_tip", **{**given, "text": f"Write {body}"})
@@ -274,7 +274,7 @@ def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
     assert tip.evidence.startswith(f"{bench.run.id}: check 1, static: only imports")
     # Its own run is not shown it, and is not counted for it.
     assert say(bench, "search_tips", query="imports") == "no tip matches these words"
-    bench.call("submit", {})
+    call(bench, "submit", {})
     bench.finish()
     (tip,) = Tips.of(bench.workspace).all().values()
     assert tip.shown.runs == 0 and bench.state.over == "accepted"
@@ -282,7 +282,7 @@ def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
 
 def test_submit_commits_once_and_ends_the_run(bench: Workbench) -> None:
     say(bench, "write_candidate", text=WRONG)
-    refused = bench.call("submit", {})
+    refused = call(bench, "submit", {})
     assert refused.ok and refused.data["passed"] is False and bench.state.over is None
     say(bench, "write_candidate", text=RIGHT)
     assert "accepted as proved, commit" in say(bench, "submit")
@@ -295,7 +295,7 @@ def test_long_results_are_cut_and_kept(bench: Workbench) -> None:
     short = bounded("\n".join(f"line {i}" for i in range(10_000)))
     assert len(short) < LIMIT and short.startswith("line 0\n") and short.endswith("line 9999")
     say(bench, "write_candidate", text="# " + "\n# ".join("x" * 30 for _ in range(1000)))
-    result = bench.call("edit_candidate", {"old": "nope", "new": ""})
+    result = call(bench, "edit_candidate", {"old": "nope", "new": ""})
     assert len(result.text) < LIMIT
 
 

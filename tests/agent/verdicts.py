@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from coda_agent.agent import pipeline
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.judge import GateResult, Verdict, judge_candidate
 from coda_agent.agent.judge.instructions import check_instructions
 from coda_agent.agent.judge.meaning import check_meaning
 from coda_agent.agent.judge.numerics import check_numerics
 from coda_agent.agent.judge.records import VERSIONS
+from coda_agent.agent.workbench import Result, Workbench
 from coda_agent.primitives import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import TileConfig
@@ -40,6 +42,11 @@ def refused(spec: Spec, program: Program) -> None:
     """Meaning says that the spec's one program is another function."""
     (finding,) = check_meaning(spec, {spec.name: program}, seed=1)
     assert "O is another function of the inputs" in finding.message
+
+
+def call(bench: Workbench, name: str, given: object) -> Result:
+    """Run a tool, with the judge's verdict where it asks for one."""
+    return pipeline.drive(bench, bench.call(name, given))
 
 
 def quick_judge(

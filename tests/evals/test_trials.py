@@ -23,14 +23,14 @@ from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
-from coda_agent.agent.workbench import TOOLS, WITHHELD, Workbench
+from coda_agent.agent.workbench import TOOLS, WITHHELD, Work, Workbench
 from coda_agent.evals import suites, trials
 from coda_agent.evals.cells import read
 from coda_agent.evals.trials import Trial, record_of
 from coda_agent.evals.workers import workers
 from coda_agent.primitives.errors import CodaError, ProgramError
 from coda_agent.specs import load_spec
-from tests.agent.verdicts import quick_judge
+from tests.agent.verdicts import call, quick_judge
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "agent" / "claude"))
 
@@ -52,14 +52,15 @@ class Hand(authors.Author):
     def __init__(self, script: Callable[[Workbench], None] | None = None) -> None:
         self.script = script
 
-    def drive(self, bench: Workbench) -> None:
+    def work(self, bench: Workbench) -> Work[None]:
         if self.script:
             self.script(bench)
         else:
-            bench.call("write_candidate", {"text": RIGHT[bench.spec.name]})
-            bench.call("submit", {})
+            call(bench, "write_candidate", {"text": RIGHT[bench.spec.name]})
+            call(bench, "submit", {})
         if bench.reason is None:
             bench.finish()
+        yield from ()
 
 
 def employ(monkeypatch: pytest.MonkeyPatch, hire: Callable[[], Any]) -> None:
@@ -144,21 +145,21 @@ def test_no_trial_learns_from_another(
 ) -> None:
     def script(bench: Workbench) -> None:
         assert (
-            bench.call("search_tips", {"query": "elsewhere"}).text == "no tip matches these words"
+            call(bench, "search_tips", {"query": "elsewhere"}).text == "no tip matches these words"
         )
-        bench.call("write_candidate", {"text": WRONG})
-        bench.call("submit", {})
-        bench.call("write_candidate", {"text": RIGHT["gemm_swiglu"]})
-        bench.call("check", {"level": "static"})
+        call(bench, "write_candidate", {"text": WRONG})
+        call(bench, "submit", {})
+        call(bench, "write_candidate", {"text": RIGHT["gemm_swiglu"]})
+        call(bench, "check", {"level": "static"})
         tip = {
             "text": "Nothing is brought in from elsewhere.",
             "tags": ["any"],
             "failing": 1,
             "passing": 2,
         }
-        assert bench.call("log_tip", tip).ok
-        assert bench.call("search_tips", {"query": "elsewhere"}).ok
-        bench.call("submit", {})
+        assert call(bench, "log_tip", tip).ok
+        assert call(bench, "search_tips", {"query": "elsewhere"}).ok
+        call(bench, "submit", {})
 
     for _ in range(2):
         assert one(where, Hand(script), monkeypatch)[0].outcome == "proved"
@@ -250,12 +251,12 @@ class Writer(authors.Writer):
 
 
 def give_up(bench: Workbench) -> None:
-    bench.call("give_up", {"reason": "budget: not what it seems"})
+    call(bench, "give_up", {"reason": "budget: not what it seems"})
 
 
 def refused(bench: Workbench) -> None:
-    bench.call("write_candidate", {"text": WRONG})
-    bench.call("submit", {})
+    call(bench, "write_candidate", {"text": WRONG})
+    call(bench, "submit", {})
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def refused(bench: Workbench) -> None:
         (Hand(give_up), "gave_up", "gave up: budget: not what it seems"),
         (Hand(lambda bench: bench.finish("budget: $5")), "budget", "$5"),
         (Hand(lambda bench: None), "gave_up", ""),
-        (Hand(lambda bench: bench.call("submit", {}) and raising(OSError("disk"))()), "harness_fault", "OSError: disk"),
+        (Hand(lambda bench: call(bench, "submit", {}) and raising(OSError("disk"))()), "harness_fault", "OSError: disk"),
         (Writer(lambda *_: RIGHT["gemm_swiglu"]), "proved", ""),
         (Writer(lambda *_: WRONG), "refused", "import"),
         (Writer(raising(ProgramError("too hard"))), "gave_up", "too hard"),
@@ -289,7 +290,7 @@ def test_how_a_trial_ends(
 def test_a_fault_of_ours_is_tried_again(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = Hand(lambda bench: bench.call("submit", {}) and raising(OSError("disk"))())
+    broken = Hand(lambda bench: call(bench, "submit", {}) and raising(OSError("disk"))())
     with monkeypatch.context() as patch:
         employ(patch, lambda: broken)
         go(where)
@@ -310,7 +311,7 @@ def test_a_fault_that_cost_nothing_is_tried_once_more_at_the_end(
 
     def author() -> Hand:
         first = tried and tried.count(tried[-1]) == 1 and tried[-1][1] == 1
-        broken = Hand(lambda bench: bench.call("submit", {}) and raising(OSError("disk"))())
+        broken = Hand(lambda bench: call(bench, "submit", {}) and raising(OSError("disk"))())
         return broken if first else Hand()
 
     monkeypatch.setattr(trials, "run_trial", watched)
@@ -332,11 +333,11 @@ def test_no_text_of_an_author_moves_a_score(
     """Everything it can write is replaced by something else, and by what looks like a verdict."""
 
     def script(bench: Workbench) -> None:
-        bench.call("write_candidate", {"text": WRONG})
-        bench.call("check", {"level": "interpret"})
-        bench.call("edit_candidate", {"old": "import os\n", "new": f"# {FORGED!r}\n"})
-        bench.call("submit" if solves else "search_tips", {} if solves else {"query": FORGED})
-        bench.call("give_up", {"reason": FORGED})
+        call(bench, "write_candidate", {"text": WRONG})
+        call(bench, "check", {"level": "interpret"})
+        call(bench, "edit_candidate", {"old": "import os\n", "new": f"# {FORGED!r}\n"})
+        call(bench, "submit" if solves else "search_tips", {} if solves else {"query": FORGED})
+        call(bench, "give_up", {"reason": FORGED})
 
     for solves in (True, False):
         record, log, task = one(where, Hand(script), monkeypatch)
@@ -475,9 +476,9 @@ def test_what_is_withheld_is_gone_from_prompt_and_tools(
     ) as bench:
         sent = prompt.request(bench.spec, [], bench.withheld)
         for tool in WITHHELD[part]:
-            assert bench.call(tool, {}).text.startswith(f"no tool named '{tool}'")
-        bench.call("write_candidate", {"text": WRONG})
-        said = bench.call("check", {"level": "static"}).text
+            assert call(bench, tool, {}).text.startswith(f"no tool named '{tool}'")
+        call(bench, "write_candidate", {"text": WRONG})
+        said = call(bench, "check", {"level": "static"}).text
     gone = {t["name"] for t in whole["tools"]} - {t["name"] for t in sent["tools"]}
     assert gone == set(WITHHELD[part])
     assert all(f"- {tool}:" not in sent["system"][0]["text"] for tool in gone)

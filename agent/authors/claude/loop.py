@@ -27,7 +27,7 @@ from coda_agent.agent.budget import Prices, tokens
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.tips import arms as assign
-from coda_agent.agent.workbench import Workbench
+from coda_agent.agent.workbench import Work, Workbench
 from coda_agent.primitives.errors import CodaError
 
 COMPACT_AT = 0.6
@@ -89,8 +89,8 @@ class Claude(Author):
     def settings(self) -> dict[str, Any]:
         return {"options": asdict(self.options)}
 
-    def drive(self, bench: Workbench) -> None:
-        """Works at the bench until the run is over, and ends it.
+    def work(self, bench: Workbench) -> Work[None]:
+        """Work at the bench until the run is over, and end it.
 
         Raises:
             Stopped: the API cannot be reached, refuses to serve, or is out of money; the run can
@@ -103,17 +103,17 @@ class Claude(Author):
                 self._open(bench)
             for call in [call for call in talk.owed if call["id"] in talk.started]:
                 bench.refuse(call["id"], call["name"], INTERRUPTED)
-            while (reason := self._step(bench, talk)) is None:
+            while (reason := (yield from self._step(bench, talk))) is None:
                 pass
         except Stopped as stop:
             bench.finish(str(stop), final=False)
             raise
         bench.finish(reason)
 
-    def _step(self, bench: Workbench, talk: Conversation) -> str | None:
+    def _step(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
         """The next thing to do; the reason where there is none."""
         if talk.owed:
-            self._run(bench, talk, talk.owed[0])
+            yield from self._run(bench, talk, talk.owed[0])
         elif bench.state.over:
             return bench.state.over
         elif talk.ended:
@@ -130,12 +130,12 @@ class Claude(Author):
             return self._ask(bench, talk)
         return None
 
-    def _run(self, bench: Workbench, talk: Conversation, call: dict[str, Any]) -> None:
+    def _run(self, bench: Workbench, talk: Conversation, call: dict[str, Any]) -> Work[None]:
         known = bench.tools.get(call["name"])
         if talk.ended and known and not known.last:
             bench.refuse(call["id"], call["name"], "not run: the last turn")
         else:
-            bench.call(call["name"], call["input"], call["id"])
+            yield from bench.call(call["name"], call["input"], call["id"])
 
     def _note(self, talk: Conversation) -> str:
         if talk.limit:

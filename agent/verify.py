@@ -1,0 +1,101 @@
+"""A program judged outside an author's run: an accepted kernel again, or a text alone."""
+
+from typing import Any
+
+from coda_agent.agent import accept as acceptance
+from coda_agent.agent import events as e
+from coda_agent.agent import execution, judge, publish
+from coda_agent.agent.device import Device
+from coda_agent.agent.judge import Observer, Verdict
+from coda_agent.agent.judge.provenance import digests
+from coda_agent.agent.judge.records import GATES
+from coda_agent.agent.log import RunLog, short_run
+from coda_agent.agent.pipeline import Outcome
+from coda_agent.agent.workspace import Run, Workspace, resolve_kernel
+from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.specs import Spec, load_spec
+
+
+def verify(
+    workspace: Workspace,
+    kernel: str,
+    observer: Observer,
+    *,
+    device: Device = "auto",
+    commit: bool = True,
+    fresh: bool = False,
+) -> Outcome:
+    """Judge an accepted kernel again where its evidence is stale or this machine can show more,
+    and raise or revoke its level; with `fresh`, in any case.
+
+    Where nothing is due there is no run, and the outcome says so. One of the package, where the
+    workspace has none of its name, is judged alone.
+
+    Raises:
+        WorkspaceError: there is no such kernel, or nothing could be committed.
+    """
+    stored = resolve_kernel(kernel, workspace)
+    commit = commit and workspace.owns(stored)
+    text = stored.program.read_text("utf-8")
+    if commit:
+        publish.check_place(workspace, kernel, text)
+    evidence = stored.evidence
+    spec = load_spec(stored.spec)
+    if spec.digest != evidence.digests.get("spec"):
+        # A wider tolerance there would make right whatever kernel.py computes.
+        raise WorkspaceError(
+            f"{stored.spec} is not the spec that {kernel} was accepted with",
+            hint="put it back from git, or generate again from the new spec",
+        )
+    gpu = execution.usable_gpu(device) is not None
+    if not (fresh or evidence.due(digests(spec, text), gpu=gpu)):
+        return Outcome(
+            kernel, True, evidence.level, evidence.level, None, stored.folder, None, None
+        )
+    run = workspace.new_run("verify", kernel)
+    with short_run(run, observer, "verify", kernel) as log:
+        verdict = _judge(spec, text, log, device, known=stored.tuned)
+        sha: str | None = None
+        level = verdict.level
+        if commit:
+            sha = acceptance.raise_or_revoke(workspace, kernel, verdict, run_id=run.id, text=text)
+            level = workspace.kernel(kernel).level
+            log.append(e.Stored.of(sha, level))
+    return Outcome(
+        kernel, verdict.passed, level, evidence.level, sha, stored.folder, run.folder, verdict,
+        remark=publish.remark(workspace, sha),
+    )  # fmt: skip
+
+
+def judge_only(
+    run: Run,
+    kind: str,
+    spec: Spec,
+    text: str,
+    observer: Observer,
+    *,
+    device: Device = "auto",
+    gates: tuple[str, ...] = GATES,
+) -> Outcome:
+    """Judge a text before all gates, or some; only the run is stored."""
+    with short_run(run, observer, kind, spec.name) as log:
+        verdict = _judge(spec, text, log, device, gates)
+    level = verdict.level if verdict.passed else None
+    return Outcome(spec.name, verdict.passed, level, None, None, None, run.folder, verdict)
+
+
+def _judge(
+    spec: Spec,
+    text: str,
+    log: RunLog,
+    device: Device,
+    gates: tuple[str, ...] = GATES,
+    known: dict[str, Any] | None = None,
+) -> Verdict:
+    log.candidate(text)
+    verdict = judge.judge_candidate(
+        spec, text, execution.executor(),
+        device=device, gates=gates, observer=log.observer, known=known,
+    )  # fmt: skip
+    log.verdict(verdict, str(log.state.kind))
+    return verdict

@@ -1,0 +1,70 @@
+"""Tools that write a candidate, and have it judged up to a level."""
+
+from typing import Annotated, Literal
+
+from coda_agent.agent.judge.compile_gate import check_signature
+from coda_agent.agent.judge.records import Finding
+from coda_agent.agent.judge.static import read_candidate
+from coda_agent.agent.keys import KEYS
+from coda_agent.agent.workbench.feedback import lines_of
+from coda_agent.agent.workbench.registry import Result, ToolError, bounded, told, tool
+from coda_agent.agent.workbench.session import Proposal, Workbench
+from coda_agent.primitives.syntax import MAX_CHARACTERS
+from coda_agent.specs import Spec
+
+Level = Annotated[
+    Literal["static", "compile", "interpret", "gpu"],
+    told(
+        "static: the language (instant). compile: also compiled. interpret: "
+        "also its numbers, by the interpreter. gpu: the numbers of the compiled kernels."
+    ),
+]
+
+
+@tool()
+def write_candidate(
+    bench: Workbench, text: Annotated[str, told("The complete text of kernel.py.")]
+) -> Result:
+    """Sets the candidate's whole text, which is kept, and says what is wrong at first sight."""
+    return _saved(bench, text)
+
+
+@tool()
+def edit_candidate(
+    bench: Workbench,
+    old: Annotated[str, told("Text that occurs exactly once in the candidate.")],
+    new: Annotated[str, told("What stands there instead.")],
+) -> Result:
+    """Replaces one passage of the candidate, `old`, which has to occur exactly once."""
+    count = bench.state.candidate.count(old) if old else 0
+    if count != 1:
+        hint = "quote a longer passage" if count else "quote it exactly as it stands"
+        now = bounded(bench.state.candidate, 4000)
+        raise ToolError(f"`old` occurs {count} times; the candidate is:\n{now}", hint=hint)
+    return _saved(bench, bench.state.candidate.replace(old, new))
+
+
+@tool()
+def check(bench: Workbench, level: Level) -> Proposal | Result:
+    """Judges the candidate up to a level, and says what is wrong, where, and what to try."""
+    return bench.propose(level)
+
+
+def _saved(bench: Workbench, text: str) -> Result:
+    if len(text) > MAX_CHARACTERS or KEYS.redacted(text) != text:
+        raise ToolError(f"a candidate has at most {MAX_CHARACTERS} characters and no secrets")
+    digest = bench.log.candidate(text)
+    said = f"candidate {digest}, {len(text.splitlines())} lines"
+    found = first_findings(bench.spec, text)
+    if "diagnosis" in bench.withheld:
+        said += ", refused" * bool(found)
+    else:
+        lines = (f"\n{line}" for finding in found for line in lines_of(finding))
+        said += "".join(lines) or ", names and shapes fit the spec"
+    return Result(text=said, data={"findings": len(found)})
+
+
+def first_findings(spec: Spec, text: str) -> list[Finding]:
+    """Find what shows at once: findings of the static gate, else of the signature."""
+    programs, findings = read_candidate(spec, text)
+    return findings or check_signature(spec, programs)

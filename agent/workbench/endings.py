@@ -1,0 +1,50 @@
+"""Tools that end a run, and keep what it taught."""
+
+from typing import Annotated
+
+from coda_agent.agent import events as e
+from coda_agent.agent.tips import Tip, Tips
+from coda_agent.agent.workbench.registry import Result, ToolError, told, tool
+from coda_agent.agent.workbench.session import Proposal, Workbench
+
+
+@tool(last=True)
+def log_tip(
+    bench: Workbench,
+    text: Annotated[str, told("One or two sentences: symptom, cause, what to do. No code.")],
+    tags: Annotated[list[str], told("Names of primitives or words of a spec where it applies.")],
+    failing: Annotated[int, told("Number of an attempt that failed for lack of it.")],
+    passing: Annotated[int, told("Number of the later attempt that passed with it.")],
+) -> Result:
+    """Keeps what an attempt taught, for later runs. Names a failing and a passing attempt."""
+    attempts = {attempt.number: attempt for attempt in bench.state.attempts}
+    before, after = attempts.get(failing), attempts.get(passing)
+    if not (before and not before.passed and after and after.passed and failing < passing):
+        said = ", ".join(f"{n} {'passed' if a.passed else 'failed'}" for n, a in attempts.items())
+        message = "a tip needs an attempt that failed and a later one that passed"
+        raise ToolError(f"{message}; there are: {said or 'none'}")
+    finding = " ".join(before.judgement.finding.split())[:160]
+    tip = Tip(
+        text=text, tags=tags, author=str(bench.state.author), run=bench.run.id,
+        failing=f"check {failing}, {before.check}: {finding}",
+        passing=f"check {passing}, {after.check}",
+    )  # fmt: skip
+    programs = [kernel.program.read_text("utf-8") for kernel in bench.workspace.kernels()]
+    programs += [bench.state.candidate, best.text if (best := bench.state.best) else ""]
+    kept = Tips.of(bench.workspace).add(tip, programs)
+    return Result(text=f"tip {tip.id} kept" if kept else f"tip {tip.id} was known already")
+
+
+@tool(last=True)
+def submit(bench: Workbench) -> Proposal | Result:
+    """The full trial: all gates this machine can run. A pass is committed and ends the run."""
+    return bench.propose("submit")
+
+
+@tool(last=True)
+def give_up(
+    bench: Workbench, reason: Annotated[str, told("What stands in the way, in one sentence.")]
+) -> Result:
+    """Ends the run without a kernel, and says what stands in the way."""
+    bench.log.append(e.GaveUp(reason=reason))
+    return Result(text="the run is over; the candidate is kept")

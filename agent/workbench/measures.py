@@ -1,0 +1,133 @@
+"""Tools that measure a candidate: its numbers, its time, its code."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coda_agent.agent import execution
+from coda_agent.agent.judge import Finding, Verdict
+from coda_agent.agent.judge.runners import one_thread
+from coda_agent.agent.log import short_digest
+from coda_agent.agent.workbench.registry import Result, ToolError, pick, told, tool
+from coda_agent.agent.workbench.session import Proposal, Workbench
+
+PAGE = 4000
+"""Characters of a page of an artifact."""
+
+
+@tool()
+def evaluate(
+    bench: Workbench,
+    expression: Annotated[
+        str | None,
+        told("Of acc and operands; lines before the last assign. None: the candidate."),
+    ] = None,
+    values: Annotated[
+        dict[str, float | list[float]] | None,
+        told("Numbers of the first row by name, acc among them; what is absent is drawn."),
+    ] = None,
+    failing: Annotated[bool, told("On the case in which the last check failed.")] = False,
+    against: Annotated[int | None, told("Number of an attempt to show beside it.")] = None,
+    program: Annotated[str | None, told("One program of several.")] = None,
+) -> Result:
+    """What the candidate or an expression gives at a few elements, beside the exact reference:
+    in float64, and as float32 arithmetic stores it."""
+    from coda_agent.agent.workbench.evaluating import inputs_of, table, written
+    from coda_agent.primitives.reader import read_programs
+
+    names = {bench.spec.variant(b): b for b in bench.spec.bindings()}
+    name = program or next(iter(names))
+    binding, values = pick(names, name, "program"), values or {}
+    found = written(bench.spec, binding, expression) if expression else None
+    programs = {"expression": found} if found else {}
+    if not found:
+        programs["candidate"] = read_programs(bench.candidate(), [*names])[name]
+    if against is not None:
+        attempts = {str(a.number): a.text for a in bench.state.attempts}
+        text = pick(attempts, str(against), "attempt")
+        programs[f"attempt {against}"] = read_programs(text, [*names])[name]
+    finding = _last_finding(bench) if failing else None
+    with one_thread():
+        inputs = inputs_of(bench.spec, binding, values, finding)
+        given = max((len(v) if isinstance(v, list) else 1 for v in values.values()), default=0)
+        return Result(text=table(bench.spec, binding, programs, inputs, given=given))
+
+
+@tool()
+def read_artifact(
+    bench: Workbench,
+    name: Annotated[str, told("As a result names it, such as artifacts/verdict-1.json.")],
+    page: Annotated[int, Field(ge=1, description="From 1.")] = 1,
+) -> Result:
+    """One page of a file that an earlier result left in the run's folder."""
+    files = sorted((bench.log.folder / "artifacts").glob("*"))
+    known = {f"artifacts/{file.name}": file for file in files if file.is_file()}
+    text = pick(known, name, "artifact").read_text("utf-8")
+    pages = max(1, -(-len(text) // PAGE))
+    if page > pages:
+        raise ToolError(f"{name} has {pages} pages")
+    shown = text[(page - 1) * PAGE : page * PAGE]
+    return Result(text=f"{name}, page {page} of {pages}\n{shown}", data={"pages": pages})
+
+
+@tool()
+def benchmark(bench: Workbench) -> Proposal | Result:
+    """Times the candidate on the GPU against a bare GEMM and torch.compile."""
+    return bench.propose("benchmark")
+
+
+@tool()
+def profile(bench: Workbench) -> Result:
+    """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
+    from coda_agent.agent.execution.device import exclusive
+    from coda_agent.agent.workbench.profile import profile
+
+    bench.need_gpu()
+    text = bench.candidate()
+    accepted = {kernel.name: kernel for kernel in bench.workspace.kernels()}
+    incumbent = accepted.get(bench.spec.name)
+    old = incumbent.program.read_text("utf-8") if incumbent else None
+    with exclusive([execution.hopper()]):
+        return Result(text=profile(bench.spec, text, old), gpu=True)
+
+
+@tool()
+def inspect(
+    bench: Workbench,
+    what: Annotated[
+        Literal["graph", "roofline", "tiles", "cute", "ptx", "sass"],
+        told(
+            "graph: its operations. roofline: time and traffic at the bench shapes. tiles: "
+            "registers and spills in each. cute, ptx, sass: its epilogue in the CuTe dialect, "
+            "in PTX or in SASS, for sm_90a at the default tile."
+        ),
+    ],
+    program: Annotated[str | None, told("One program of several.")] = None,
+) -> Result:
+    """What a program became: its graph, its roofline, its tiles or its code."""
+    from coda_agent.agent.explain import explain
+    from coda_agent.agent.workbench.inspection import epilogue, tiles
+    from coda_agent.agent.workbench.profile import roofline
+
+    text = bench.candidate()
+    match what:
+        case "graph":
+            return Result(text=explain(bench.spec, text, what, program))
+        case "roofline":
+            return Result(text=roofline(bench.spec, text, program))
+        case "tiles":
+            return Result(text=tiles(bench.spec, text, program))
+    whole = explain(bench.spec, text, what, program)
+    path = bench.log.artifact(f"{what}-{short_digest(whole)}.txt", whole)
+    return Result(text=f"{epilogue(what, whole)}\n(the whole kernel: {path})", artifacts=[path])
+
+
+def _last_finding(bench: Workbench) -> Finding:
+    """The first finding of the last attempt."""
+    number = len(bench.state.attempts)
+    path = bench.log.folder / "artifacts" / f"verdict-{number}.json"
+    gates = Verdict.model_validate_json(path.read_text("utf-8")).gates if number else []
+    found = next((f for gate in gates for f in gate.findings), None)
+    if found is None:
+        raise ToolError("the last check did not fail", hint="leave `failing` out")
+    return found
