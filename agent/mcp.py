@@ -4,24 +4,26 @@
   Each spec has one run, logged and judged like any other, under the author `mcp:<client>`, or the
   name in CODA_AGENT_AUTHOR. A run that is over, or whose spec is another by now, is followed by a
   new one at the next `read_spec`.
-- The workspace's bench does the calls (`bench/`), one after the other, while this process answers
-  the connection and tells progress.
+- This process is the warm one: it has torch and the compile workers ready before the first call.
+  A thread does the calls, one after the other, while another answers the connection and tells
+  progress.
 - A fault of ours ends its run and leaves the others open.
 """
 
+import importlib
 import os
 import re
+import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent import prompt
+from coda_agent.agent import execution, prompt
 from coda_agent.agent import runs as past
-from coda_agent.agent.bench.client import VARIABLE, Bench
-from coda_agent.agent.bench.desk import end, here
 from coda_agent.agent.device import Device
-from coda_agent.agent.reply import BUG, Reply, answered
+from coda_agent.agent.judge import Observer
+from coda_agent.agent.reply import BUG, answered
+from coda_agent.agent.session import Call, end, perform
 from coda_agent.agent.workbench import NEXT, TOOLS
 from coda_agent.agent.workbench.registry import Result
 from coda_agent.agent.workspace import Workspace
@@ -37,30 +39,13 @@ _SPEC = {
 _EYES = ("gate.started", "gate.progress")
 """Events a client is told of while it waits."""
 
-Observer = Callable[[str, Any], None]
-Ask = Callable[[dict[str, Any], Observer], Reply]
-"""Has a call (`bench.desk.Call`, as data) done."""
 
-
-def bench(workspace: Workspace) -> Ask:
-    """The workspace's bench, or this process where there is to be none."""
-    if os.environ.get(VARIABLE) == "off":
-        return here
-    found = Bench(workspace.root, lambda _: None)
-
-    def ask(asked: dict[str, Any], observer: Observer) -> Reply:
-        reply = found.call(asked, observer)
-        reply.pop("printed")
-        return Reply(**reply)
-
-    return ask
-
-
-class Desk:
+class Connection:
     """The runs of one connection, by spec."""
 
-    def __init__(self, workspace: Workspace, device: Device, ask: Ask, *, commit: bool) -> None:
-        self.workspace, self.device, self.ask, self.commit = workspace, device, ask, commit
+    def __init__(self, workspace: Workspace, device: Device, *, commit: bool) -> None:
+        self.workspace, self.commit = workspace, commit
+        self.device: Device = device
         self._runs: dict[Path, str] = {}
         self._last: Path | None = None
 
@@ -72,13 +57,11 @@ class Desk:
             path = self._spec(given.pop("spec", None))
         except (CodaError, OSError) as error:
             return Result(ok=False, text=str(error)), ""
-        asked = {
-            "tool": name, "given": given, "run": self._runs.get(path), "spec": str(path),
-            "author": os.environ.get("CODA_AGENT_AUTHOR") or f"mcp:{client}",
-            "device": self.device, "commit": self.commit,
-            "folder": str(self.workspace.root), "watched": True,
-        }  # fmt: skip
-        reply = answered(lambda: self.ask(asked, observer))
+        call = Call(
+            name, given, self._runs.get(path), str(path),
+            os.environ.get("CODA_AGENT_AUTHOR") or f"mcp:{client}", self.device, self.commit,
+        )  # fmt: skip
+        reply = answered(lambda: perform(self.workspace, call, observer))
         document: Any = reply.document
         if "error" in document:
             text = reply.text.removeprefix("error: ")
@@ -111,8 +94,8 @@ class Desk:
                 traceback.print_exc()  # and the next one is ended all the same
 
 
-def server(desk: Desk) -> "Server[Any]":
-    """The MCP server of a desk."""
+def server(connection: Connection) -> "Server[Any]":
+    """Make the MCP server of a connection."""
     import anyio
     import mcp_types as types
     from mcp.server.lowlevel import Server
@@ -137,7 +120,7 @@ def server(desk: Desk) -> "Server[Any]":
 
         async with turn:
             result, run = await anyio.to_thread.run_sync(
-                desk.call, params.name, dict(params.arguments or {}), client, observer
+                connection.call, params.name, dict(params.arguments or {}), client, observer
             )
         return types.CallToolResult(
             content=[types.TextContent(type="text", text=result.text)],
@@ -145,7 +128,7 @@ def server(desk: Desk) -> "Server[Any]":
             is_error=result.failed,
         )
 
-    told = {**prompt.instructions(), "specs": f"# The specs\n\n{_specs(desk.workspace)}"}
+    told = {**prompt.instructions(), "specs": f"# The specs\n\n{_specs(connection.workspace)}"}
     return Server(
         "coda-agent",
         instructions=prompt.joined(told),
@@ -162,20 +145,22 @@ def described(name: str) -> dict[str, Any]:
     return {"name": name, "description": tool.description, "input_schema": schema}
 
 
-def serve(desk: Desk) -> None:
-    """Serves on stdin and stdout until the client leaves."""
+def serve(connection: Connection) -> None:
+    """Serve on stdin and stdout until the client leaves."""
     import anyio
     from mcp.server.stdio import stdio_server
 
     async def main() -> None:
-        made = server(desk)
+        made = server(connection)
         async with stdio_server() as (read, write):
             await made.run(read, write, made.create_initialization_options())
 
+    execution.executor().start(gpu=False)  # which compiles' workers import while an agent reads
+    threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
     try:
         anyio.run(main)
     finally:
-        desk.close()
+        connection.close()
 
 
 def _specs(workspace: Workspace) -> str:

@@ -19,8 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(SIDE_BY_SIDE, os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 # What whoever runs the tests has tuned for himself is not to be dispatched in them.
 os.environ["CODA_AGENT_TUNED"] = os.path.join(tempfile.gettempdir(), "coda-agent-nothing-tuned")
-# A bench for each test would be a process that stays; tests/agent/test_bench.py starts its own.
-os.environ["CODA_AGENT_BENCH"] = "off"
 
 
 def _has_hopper() -> bool:

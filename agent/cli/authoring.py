@@ -18,7 +18,7 @@ from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName
 from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
 from coda_agent.agent.cli.targets import here
 from coda_agent.agent.keys import KEYS
-from coda_agent.agent.mcp import Desk, bench, serve
+from coda_agent.agent.mcp import Connection, serve
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
@@ -151,7 +151,7 @@ def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[l
 def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     workspace = find()
-    serve(Desk(workspace, device, bench(workspace), commit=not no_commit))
+    serve(Connection(workspace, device, commit=not no_commit))
     return Reply(None)
 
 

@@ -1,20 +1,18 @@
-"""The command `tool`, which has the workspace's bench carry out one call of an author's tool.
+"""The command `tool`, which does one call of an author's tool."""
 
-It imports as little as it can: an agent waits for it at every call.
-"""
-
-import os
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from coda_agent.agent.bench.client import VARIABLE, Bench
+from coda_agent.agent import prompt
 from coda_agent.agent.cli.options import DeviceOption, NoCommit
 from coda_agent.agent.cli.report import columns, reported
-from coda_agent.agent.keys import KEYS
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.rooms import above
+from coda_agent.agent.session import Call, perform
+from coda_agent.agent.workbench import TOOLS
+from coda_agent.agent.workspace import find
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
@@ -41,16 +39,11 @@ def tool(
     ] = "cli",
     device: DeviceOption = "auto",
     no_commit: NoCommit = False,
-    stop: Annotated[bool, typer.Option("--stop", help="End the workspace's bench.")] = False,
     help: Annotated[
         bool, typer.Option("--help", help="Show this, or after a tool's name what it takes.")
     ] = False,
 ) -> Reply:
     """Work at a run's bench: call one of an author's tools."""
-    root = above(Path.cwd())
-    if stop:
-        ended = root is not None and Bench(root, _notice).stop()
-        return Reply({"stopped": ended}, "the bench has ended" if ended else "there is no bench")
     if help:
         return _described(name) if name else Reply(None, context.get_help())
     if name is None:
@@ -58,28 +51,13 @@ def tool(
     if run is not None and spec is not None:
         raise CodaError("--run goes on with a run and --spec starts one: name one of them")
     texts, words = read(given or [])
-    asked = {
-        "tool": name, "given": texts, "words": words, "run": run, "spec": spec, "author": author,
-        "device": device, "commit": not no_commit, "folder": str(Path.cwd()),
-    }  # fmt: skip
-    if root is None or os.environ.get(VARIABLE) == "off":
-        from coda_agent.agent.bench.desk import here
-
-        return here(asked, lambda *_: None)
-    if any(KEYS.redacted(text) != text for text in (*texts.values(), *words.values())):
-        raise CodaError("the input holds a key of yours; keys are not sent")
-    reply = Bench(root, _notice).call(asked)
-    if printed := reply.pop("printed"):
-        typer.echo(printed, nl=False, err=True)
-    return Reply(**reply)
-
-
-def _notice(line: str) -> None:
-    typer.echo(line, err=True)
+    arguments = texts | typed(name, words)
+    call = Call(name, arguments, run, spec, author, device, not no_commit)
+    return perform(find(), call, lambda *_: None)
 
 
 def read(given: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """KEY=VALUE as texts of files, whose name follows an @ (@@ is an @ itself), and as words."""
+    """Split KEY=VALUE into texts of files, named after an @ (@@ is an @ itself), and words."""
     texts: dict[str, str] = {}
     words: dict[str, str] = {}
     for word in given:
@@ -95,9 +73,29 @@ def read(given: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     return texts, words
 
 
-def _listed() -> Reply:
-    from coda_agent.agent.workbench import TOOLS
+def typed(name: str, words: dict[str, str]) -> dict[str, Any]:
+    """Convert words to the types that a tool's schema has.
 
+    Raises:
+        CodaError: a word is no JSON where JSON is due.
+    """
+    fields = TOOLS[name].schema()["properties"] if name in TOOLS else {}
+    values: dict[str, Any] = {}
+    for key, value in words.items():
+        kind = fields.get(key, {}).get("type")
+        if kind == "array" and not value.startswith("["):
+            values[key] = [part.strip() for part in value.split(",")]
+        elif kind != "string" and value[:1] in ("[", "{"):
+            try:
+                values[key] = json.loads(value)
+            except ValueError as error:
+                raise CodaError(f"{key} is not JSON: {error}") from error
+        else:
+            values[key] = value
+    return values
+
+
+def _listed() -> Reply:
     document = [
         {"name": t.name, "description": t.description, "input": t.schema()} for t in TOOLS.values()
     ]
@@ -107,9 +105,6 @@ def _listed() -> Reply:
 
 def _described(name: str) -> Reply:
     """What a tool takes."""
-    from coda_agent.agent import prompt
-    from coda_agent.agent.workbench import TOOLS
-
     if name not in TOOLS:
         raise CodaError(f"no tool named {name!r}", hint=near_matches(name, TOOLS))
     tool = TOOLS[name]

@@ -509,8 +509,7 @@ def test_doctor(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_tools_inputs_on_the_command_line(tmp_path: Path) -> None:
-    from coda_agent.agent.bench.desk import typed
-    from coda_agent.agent.cli.tool import read
+    from coda_agent.agent.cli.tool import read, typed
 
     (tmp_path / "k.py").write_text("x = 1\n")
     words = [f"old=@{tmp_path / 'k.py'}", "new=@@epilogue(O=Tile)", "text=1,2", 'tags=["gates"]']

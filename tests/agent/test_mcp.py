@@ -14,12 +14,11 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp_types import Implementation
 
 from coda_agent.agent import judge, references, workspace
-from coda_agent.agent.bench.desk import here
 from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.log import read_events
-from coda_agent.agent.mcp import Desk, server
+from coda_agent.agent.mcp import Connection, server
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
 
@@ -39,7 +38,7 @@ def where(tmp_path: Path) -> workspace.Workspace:
 
 
 def client(where: workspace.Workspace, stderr: TextIO, *options: str) -> Client:
-    passed = ("PATH", "HOME", "PYTHONPATH", "XDG_CACHE_HOME", "QUACK_CACHE_DIR", "CODA_AGENT_BENCH")
+    passed = ("PATH", "HOME", "PYTHONPATH", "XDG_CACHE_HOME", "QUACK_CACHE_DIR")
     env = {name: os.environ[name] for name in passed if name in os.environ}
     env["ANTHROPIC_API_KEY"] = "sk-ant-canary"
     server = StdioServerParameters(
@@ -134,11 +133,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(references, "admitted", lambda spec: None)
 
 
-def talk_to(desk: Desk, body: Callable[[Callable[..., Any]], Any]) -> None:
-    """Has a client in this process talk to the server of a desk, and leave."""
+def talk_to(connection: Connection, body: Callable[[Callable[..., Any]], Any]) -> None:
+    """Has a client in this process talk to the server of a connection, and leave."""
 
     async def talk() -> None:
-        async with Client(server(desk)) as agent:
+        async with Client(server(connection)) as agent:
 
             async def call(name: str, spec: str, **given: Any) -> Any:
                 return await agent.call_tool(name, {"spec": spec, **given})
@@ -148,7 +147,7 @@ def talk_to(desk: Desk, body: Callable[[Callable[..., Any]], Any]) -> None:
     try:
         anyio.run(talk)
     finally:
-        desk.close()
+        connection.close()
 
 
 def test_each_run_ends_once_and_the_next_begins_with_read_spec(
@@ -172,7 +171,7 @@ def test_each_run_ends_once_and_the_next_begins_with_read_spec(
         late = await call("check", "gemm_swiglu", level="static")
         assert late.is_error and said(late).startswith("this run is over: gave up: enough (read_sp")
 
-    talk_to(Desk(where, "cpu", here, commit=True), body)
+    talk_to(Connection(where, "cpu", commit=True), body)
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
         "['accepted']", "['gave up: enough']", "['the client left']"
     ]  # fmt: skip
@@ -194,7 +193,7 @@ def test_a_fault_of_ours_ends_its_run_and_no_other(
         assert not (await call("read_spec", "gemm_rope")).is_error
         assert not (await call("write_candidate", "gemm_swiglu", text=RIGHT)).is_error
 
-    talk_to(Desk(where, "cpu", here, commit=True), body)
+    talk_to(Connection(where, "cpu", commit=True), body)
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
         "['the client left']", "['the client left']", "[None]"
     ]  # fmt: skip
@@ -215,7 +214,7 @@ def test_read_spec_of_a_spec_that_was_changed_opens_a_run_of_what_it_is_now(
         await call("write_candidate", "gemm_swiglu", text=RIGHT)
         assert "accepted as proved" in said(await call("submit", "gemm_swiglu"))
 
-    talk_to(Desk(where, "cpu", here, commit=True), body)
+    talk_to(Connection(where, "cpu", commit=True), body)
     assert where.kernel("gemm_swiglu").spec.read_text() == path.read_text()
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
         "['accepted']", "['its spec was changed']"
@@ -230,5 +229,5 @@ def test_what_cannot_be_opened_is_said_and_leaves_no_run(where: workspace.Worksp
         assert "output 'O' is bfloat16 [77, 136]; expected float32" in said(lost)
 
     (where.root / "refused.md").write_text(REFUSED.replace("gemm_swiglu", "refused"))
-    talk_to(Desk(where, "cpu", here, commit=True), body)
+    talk_to(Connection(where, "cpu", commit=True), body)
     assert logs(where) == {}

@@ -1,0 +1,135 @@
+"""One call of a tool, for whoever asks: a shell, or an agent over MCP.
+
+No run is held open between calls: each takes its run up from the log. So a run goes on from a shell
+where MCP left it, and a process that is killed between calls loses nothing.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from coda_agent.agent import pipeline
+from coda_agent.agent import runs as past
+from coda_agent.agent.authors import agents_name
+from coda_agent.agent.device import Device
+from coda_agent.agent.judge import Observer
+from coda_agent.agent.log import RunLog
+from coda_agent.agent.reply import REFUSED, Reply
+from coda_agent.agent.workbench import TOOLS, Workbench, open_bench
+from coda_agent.agent.workspace import Run, Workspace
+from coda_agent.primitives.errors import CodaError, MachineError, WorkspaceError
+from coda_agent.primitives.suggest import near_matches
+from coda_agent.specs import load_spec
+
+INTERRUPTED = "interrupted: this call did not finish; it may have had its effect"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool.
+
+    Attributes:
+        tool: Which tool.
+        given: Its input.
+        run: The run to go on with, as `runs.find` takes it; else the one that is open.
+        spec: Opens a run of this spec, unless `run` is one that goes on.
+        author, device, commit: Of a run that is opened.
+    """
+
+    tool: str
+    given: dict[str, Any] = field(default_factory=dict[str, Any])
+    run: str | None = None
+    spec: str | None = None
+    author: str = "cli"
+    device: Device = "auto"
+    commit: bool = True
+
+
+def perform(workspace: Workspace, call: Call, observer: Observer) -> Reply:
+    """Do a call; the reply's document is the tool's result with the name of the run.
+
+    Raises:
+        CodaError: there is no such tool, run or spec; or the input does not fit and there is no run
+            yet, which then is not begun.
+    """
+    if call.tool not in TOOLS:
+        raise CodaError(f"no tool named {call.tool!r}", hint=near_matches(call.tool, TOOLS))
+    run = _run(workspace, call)
+    with _opened(workspace, run, call, observer) as bench:
+        over = bench.state.over
+        result = pipeline.drive(bench, bench.call(call.tool, call.given))
+        if bench.state.over and not (over and bench.state.finished):
+            bench.finish()
+    if run is None:
+        result.text += _other_runs(workspace, bench.run)
+    code = REFUSED if result.failed else 0
+    if not result.ok:
+        code = (MachineError if result.data.get("lacks") else CodaError).exit_code
+    document = {"run": bench.run.id, "opened": run is None, **result.model_dump(mode="json")}
+    return Reply(document, f"{result.text}\n\nrun {bench.run.id}", code, err=not result.ok)
+
+
+def end(workspace: Workspace, run: Run, reason: str) -> None:
+    """End a run for a reason that is not its author's; one that has ended stays as it is.
+
+    Raises:
+        WorkspaceError: another process works on it.
+    """
+    with RunLog(run.folder / "events.jsonl") as log:
+        if not log.state.finished and log.state.failure is None:
+            spec = load_spec(run.folder / "spec.md")
+            open_bench(workspace, run, spec, log).finish(reason, final=False)
+
+
+def _other_runs(workspace: Workspace, run: Run) -> str:
+    """Which runs are open beside one that was opened, and were not left."""
+    others = (other for other in past.open_ones(workspace) if other.id != run.id)
+    names = [other.id for other in others if not past.state(other).finished]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"\n\nopen too: {', '.join(names[:3])}{more}; --run NAME goes on with one" * bool(names)
+
+
+def _run(workspace: Workspace, call: Call) -> Run | None:
+    """The run that a call is about; None where it begins one.
+
+    `read_spec` of a spec whose run is over, or of whose run the spec is another by now, begins one.
+    """
+    if call.run is None:
+        if call.spec is not None:
+            return None
+        if run := next(past.open_ones(workspace), None):
+            return run
+        raise WorkspaceError("no run is open", hint="read_spec with a spec begins one")
+    run = past.find(workspace, call.run)
+    if call.spec is None or call.tool != "read_spec":
+        return run
+    state = past.state(run)
+    if state.over is not None:
+        return None
+    if state.commits and workspace.differing_spec(
+        str(state.spec), (run.folder / "spec.md").read_text("utf-8")
+    ):
+        end(workspace, run, "its spec was changed")
+        return None
+    return run
+
+
+@contextlib.contextmanager
+def _opened(
+    workspace: Workspace, run: Run | None, call: Call, observer: Observer
+) -> Iterator[Workbench]:
+    """The workbench of a run, or of a new one; a call that a killed process left is answered."""
+    if run is None:
+        TOOLS[call.tool].parsed(call.given)  # what does not fit begins no run
+        path = workspace.resolve_spec(str(call.spec))
+        author = agents_name(call.author)
+        opened = pipeline.opened(
+            workspace, path, author, observer, device=call.device, commit=call.commit
+        )
+    else:
+        opened = pipeline.reopened(workspace, run, observer)
+    with opened as bench:
+        if begun := bench.state.begun:
+            bench.refuse(begun.id, begun.name, INTERRUPTED)
+        yield bench
