@@ -70,6 +70,13 @@ def program_of(spec: Spec | None, text: str, variant: str | None = None) -> Prog
     return programs[name]
 
 
+def stage_of(program: Program, text: str, stage: str) -> str:
+    """Give one stage of a program that has no spec; `text` is its own."""
+    if stage == "program":
+        return text
+    return describe(program.graph) if stage == "graph" else compiled(None, program, stage)
+
+
 def compiled(spec: Spec | None, program: Program, stage: str) -> str:
     """MLIR, PTX or SASS, from a fresh process: the DSL reads its dump settings once.
 

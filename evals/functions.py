@@ -58,7 +58,7 @@ def _setup(function: Any, model: str, shapes: Shapes, device: str, shrink: int) 
         return torch.no_grad()(call)
 
     def ours() -> Contender:
-        fused = fuse(function, judged=False)
+        fused = fuse(function)
         note = lambda: f"widths of {model}; by {fused.way}"
         return Contender(differentiated(by(fused), values, "forward"), note=note)
 

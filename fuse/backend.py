@@ -7,10 +7,8 @@ of them.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch._ops import HigherOrderOperator
 
 from coda_agent.fuse.choice import chosen
 from coda_agent.fuse.ran import GRAPHS, NO_PRODUCT, Ran
-from coda_agent.fuse.trace import Extent, Unplanned, plain, record
 from coda_agent.primitives.errors import CodaError, LaunchError
 
 _SWITCHES = ("torch.amp", "torch.autograd", "torch._functorch", "torch._C._functorch")
@@ -27,19 +24,14 @@ _LAYOUTS, _NUMBERS = 1024, 8
 """Plans that are kept of a graph, and plans of one layout with other numbers."""
 
 
-@lru_cache
-def backend(judged: bool) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
-    """The backend for torch.compile; `judged` as of `fuse`."""
-
-    def coda(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        if not _differentiated(module, inputs):
-            return _Graph(module, judged=judged)
-        if _on_gpu(inputs):
-            compiled = torch._dynamo.lookup_backend("inductor")(module, inputs)
-            return _noted("torch.compile", compiled)
-        return _noted("PyTorch", module.forward)
-
-    return coda
+def coda(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """The backend for torch.compile."""
+    if not _differentiated(module, inputs):
+        return _Graph(module)
+    if _on_gpu(inputs):
+        compiled = torch._dynamo.lookup_backend("inductor")(module, inputs)
+        return _noted("torch.compile", compiled)
+    return _noted("PyTorch", module.forward)
 
 
 def _on_gpu(inputs: list[Any]) -> bool:
@@ -67,13 +59,10 @@ def _note(ran: Ran) -> None:
 class _Graph:
     """A graph without gradients."""
 
-    def __init__(self, module: torch.fx.GraphModule, *, judged: bool) -> None:
-        self.module, self.judged = module, judged
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.module = module
         self.numbers = _take_numbers(module)
         self.refused, (self.place, self.breaks) = _refused(module), _end(module)
-        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.extents = _extents(inputs)
-        self.names = [_name(node.name) for node in inputs if _is_tensor(node)]
         self.known: dict[Any, Ran] = {}
         self.counts: Counter[Any] = Counter()
 
@@ -113,35 +102,29 @@ class _Graph:
 
     def _planned(self, given: list[Any]) -> Ran:
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        numbers: dict[int, Any] = {}
+        others: dict[int, Any] = {}
 
-        def function(*args: Any) -> list[Any]:
-            results = self.module(*args)
-            numbers.update((i, x) for i, x in enumerate(results) if not isinstance(x, torch.Tensor))
-            return [x for x in results if isinstance(x, torch.Tensor)]
+        def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            rest = iter(tensors)
+            results = self.module(*[next(rest) if _is_tensor(x) else x for x in given])
+            others.update((i, x) for i, x in enumerate(results) if not _is_tensor(x))
+            return [x for x in results if _is_tensor(x)]
 
-        function.__name__ = self.place
+        if self.refused:
+            return self._left(self.refused)
         try:
-            if self.refused:
-                raise Unplanned(self.refused)
-            symbols = [self.extents.get(i, x) for i, x in enumerate(given)]
-            graph = record(function, tuple(symbols), {}, self.names)
-            plan, run, way = chosen(graph, [*tensors, *graph.held], judged=self.judged)
+            plan, run, way = chosen(function, tensors)
         except CodaError as error:
             return self._left(error.message)
-        held = graph.held
-        others = {i: plain(x) for i, x in numbers.items()}
 
         def call(args: Sequence[Any]) -> list[Any]:
-            tensors = [x for x in args if isinstance(x, torch.Tensor)]
             with torch.no_grad():
-                results = run([*tensors, *held])
+                results = [*run(*[x for x in args if _is_tensor(x)])]
             for i, x in others.items():
                 results.insert(i, x)
             return results
 
-        said = dict.fromkeys(f"{v.called}: {why}" for v, why in plan.why.items())
-        why = "; ".join(said) or NO_PRODUCT * (not plan.kernels)
+        why = plan.reasons or NO_PRODUCT * (not plan.kernels)
         return Ran(plan, way, why, call, self.breaks)
 
 
@@ -190,12 +173,8 @@ def _exact(x: Any) -> Any:
     return x.hex() if isinstance(x, float) else x
 
 
-def _example(node: torch.fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _is_tensor(node: torch.fx.Node) -> bool:
-    return isinstance(_example(node), torch.Tensor)
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def _take_numbers(module: torch.fx.GraphModule) -> set[int]:
@@ -205,7 +184,11 @@ def _take_numbers(module: torch.fx.GraphModule) -> set[int]:
     inputs = (node for node in module.graph.nodes if node.op == "placeholder")
     for i, node in enumerate(inputs):
         users = [*node.users]
-        if users and _is_tensor(node) and all(user.target == "item" for user in users):
+        if (
+            users
+            and _is_tensor(node.meta.get("example_value"))
+            and all(user.target == "item" for user in users)
+        ):
             for user in users:
                 user.replace_all_uses_with(node)
                 module.graph.erase_node(user)
@@ -213,19 +196,3 @@ def _take_numbers(module: torch.fx.GraphModule) -> set[int]:
             found.add(i)
     module.recompile()
     return found
-
-
-def _extents(inputs: Sequence[torch.fx.Node]) -> dict[int, Extent]:
-    """Places of inputs that are an extent of a tensor among them."""
-    tensors = [_example(node) for node in inputs if _is_tensor(node)]
-    known: dict[str, Extent] = {}
-    for i, tensor in enumerate(tensors):
-        for dim, extent in enumerate(tensor.shape):
-            known.setdefault(str(extent), Extent(i, dim))
-    sizes = {i: str(_example(node)) for i, node in enumerate(inputs) if not _is_tensor(node)}
-    return {i: known[size] for i, size in sizes.items() if size in known}
-
-
-def _name(name: str) -> str:
-    """An input's name, as the user would call it."""
-    return re.sub(r"^[lgL]_(s_|self_)?|_(modules|parameters|buffers)(?=_)|_+$", "", name) or name

@@ -6,59 +6,65 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from coda_agent.fuse.cut import Kernel, Plan, cut
+import torch
+
 from coda_agent.fuse.imports import import_quack
-from coda_agent.fuse.kernels import SOURCES, Composed, composed, remember, remembered
-from coda_agent.fuse.rules import as_called
-from coda_agent.fuse.run import Packed, Runner
-from coda_agent.fuse.spell import written
+from coda_agent.fuse.plan import Plan, planned
 from coda_agent.fuse.timing import Inductor, fastest
-from coda_agent.fuse.trace import Graph, Value
-from coda_agent.primitives.objects import fingerprint, user_cache
+from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 
-if TYPE_CHECKING:
-    import torch
-
-
-class Made(Packed):
-    """A kernel as a step of a plan, with what is known of it."""
-
-    def __init__(self, about: Composed, names: Sequence[str]) -> None:
-        super().__init__(about.kernel, names)
-        self.about = about
+Run = Callable[..., Sequence[torch.Tensor]]
+SOURCES = "fuse", "agent/authors", "primitives", "runtime", "generated"
+"""The folders that compose and run a kernel, by which a verdict holds."""
+_WORSE = 2.0
+"""How many times PyTorch's own error a kernel's result may have, beside a rounding."""
 
 
-def planned(graph: Graph, *, judged: bool = False, kept: bool = True) -> Plan:
-    """The plan of a graph, whose kernels are composed; `judged` and `kept` are as of `composed`."""
+def chosen(function: Run, tensors: Sequence[torch.Tensor]) -> tuple[Plan, Run, str]:
+    """Plan a function, and find what runs it fastest, with its name.
 
-    def compose(text: str, inputs: Mapping[str, Value], a: str) -> Made:
-        return Made(composed(text, inputs, a, judged=judged, kept=kept), list(inputs))
+    On a GPU ways are timed with these tensors; elsewhere it is the plan, or PyTorch where no kernel
+    is in it.
 
-    return cut(graph, compose)
-
-
-def chosen(
-    graph: Graph, tensors: Sequence[torch.Tensor], *, judged: bool
-) -> tuple[Plan, Runner | Inductor, str]:
-    """The plan of a graph, what is fastest for these tensors, and its name: on a GPU it is timed,
-    elsewhere it is the plan, or PyTorch where no kernel is in it."""
-    called = as_called(graph)
-    own, plan = Runner(called, called.values), planned(graph, judged=judged)
-    run = Runner(plan.graph, plan.steps)
+    Raises:
+        Exception: whatever the function raises.
+    """
+    plan = planned(function, tensors)
     if not tensors or not all(t.is_cuda for t in tensors):
-        return (plan, run, "the plan") if plan.kernels else (plan, own, "PyTorch")
+        return (plan, plan.module, "the plan") if plan.kernels else (plan, function, "PyTorch")
+    ways: dict[str, Callable[[], Run]] = {"torch.compile": lambda: Inductor(function)}
     if plan.kernels:
         import_quack()
-    # What is no faster leaves the first one in its place.
-    ways: dict[str, Callable[[], Any]] = {"torch.compile": lambda: Inductor(own)}
-    ways |= {"the plan": lambda: run} if plan.kernels else {}
-    ways["PyTorch"] = lambda: own
+        if fault := wrong(plan, function, tensors):
+            plan.why["numbers"] = fault
+        else:
+            ways["the plan"] = lambda: plan.module
+    ways["PyTorch"] = lambda: function
     best, way, us = _fastest(ways, tensors, plan)
     if plan.kernels and way != "the plan":
-        plan.why[plan.kernels[0].members[0]] = f"by times of a call in us: {us}"
+        plan.why["times"] = f"of a call in us: {us}"
     return plan, best, way
+
+
+def wrong(plan: Plan, function: Run, tensors: Sequence[torch.Tensor]) -> str:
+    """Say what is wrong with a plan's numbers beside PyTorch's own, against float32."""
+    with torch.no_grad():
+        wide = [t.float() if t.is_floating_point() else t for t in tensors]
+        try:
+            exact, own, got = plan.original(*wide), function(*tensors), plan.module(*tensors)
+        except RuntimeError as error:
+            return (str(error).splitlines() or [type(error).__name__])[0]
+        for i, (x, y, z) in enumerate(zip(exact, own, got, strict=True)):
+            if not x.is_floating_point():
+                continue
+            scale = x.float().norm().clamp(min=1e-30)
+            errors = [float((v.float() - x.float()).norm() / scale) for v in (y, z)]
+            if not errors[1] <= _WORSE * errors[0] + torch.finfo(z.dtype).eps:
+                return f"result {i} is off by {errors[1]:.1e}, and PyTorch's by {errors[0]:.1e}"
+    return ""
 
 
 def _fastest(
@@ -66,26 +72,38 @@ def _fastest(
 ) -> tuple[Any, str, str]:
     """The fastest of some ways to run a plan's graph, the first where none is faster; its name, and
     the times of all. Which it was is kept in the user's cache."""
-    import torch
-
     layout = [(*t.shape, *t.stride(), str(t.dtype)) for t in tensors]
     where = torch.cuda.get_device_name(tensors[0].device), torch.__version__
-    texts = [step.text if isinstance(step, Kernel) else written(step) for step in plan.steps]
-    key = json.dumps([*ways, layout, where, texts, fingerprint(*SOURCES)])
-    path = user_cache() / "plans" / f"fastest-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    digests = [region.composition.program.digest for region in plan.regions]
+    parts = [*ways], layout, where, str(plan.original.graph), digests, fingerprint(*SOURCES)
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    path = user_cache() / "plans" / f"fastest-{digest}.json"
     known = remembered(path)
     if known.get("way") not in ways:
-        runs = {name: made() for name, made in ways.items()}
+        runs = {name: make() for name, make in ways.items()}
         with torch.no_grad():
             for name in [name for name in runs if "torch.compile" in name]:
                 try:
-                    runs[name](tensors)
+                    runs[name](*tensors)
                 except Exception:  # of Inductor, whatever it is: PyTorch runs the function as it is
                     del runs[name]
-            calls = {name: functools.partial(run, tensors) for name, run in runs.items()}
+            calls = {name: functools.partial(run, *tensors) for name, run in runs.items()}
             best, times = fastest(calls)
-        us = ", ".join(f"{name} {found:.0f}" for name, found in times.items())
-        known = {"way": best, "us": us}
-        remember(path, known)
+        us = ", ".join(f"{name} {time:.0f}" for name, time in times.items())
+        remember(path, {"way": best, "us": us})
         return runs[best], best, us
     return ways[known["way"]](), known["way"], known["us"]
+
+
+def remembered(path: Path) -> dict[str, str]:
+    """What was kept in a file; nothing where there is none that can be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def remember(path: Path, known: Mapping[str, str]) -> None:
+    """Keep it in a file for `remembered`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(known))

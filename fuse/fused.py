@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
-from coda_agent.fuse.cut import Plan
+from coda_agent.fuse.kernels import PACKED
+from coda_agent.fuse.plan import Plan
 from coda_agent.fuse.ran import GRAPHS, Call
-from coda_agent.fuse.run import PACKED
 from coda_agent.specs.recording import quiet
 
 _NONE = "Dynamo records no call of torch in it, or has recorded its code too often"
@@ -28,12 +28,11 @@ class Fused:
 
     Attributes:
         function: The function as it was.
-        judged: As of `fuse`.
     """
 
-    def __init__(self, function: Callable[..., Any], *, judged: bool) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
-        self.function, self.judged = function, judged
+        self.function = function
         self._owner: tuple[Any, ...] = ()
         self._last, self._refused = [Call()], [""]  # which methods of all objects share
         self._compiled: dict[bool | None, Callable[..., Any]] = {}
@@ -87,13 +86,11 @@ class Fused:
         it is to be as fast as torch.compile makes it."""
         import torch
 
-        from coda_agent.fuse.backend import backend
+        from coda_agent.fuse.backend import coda
 
         dynamic = None if self._differentiated(args, kwargs) else True
         if dynamic not in self._compiled:
-            self._compiled[dynamic] = torch.compile(
-                self.function, backend=backend(self.judged), dynamic=dynamic
-            )
+            self._compiled[dynamic] = torch.compile(self.function, backend=coda, dynamic=dynamic)
         return self._compiled[dynamic]
 
     def _differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -141,7 +138,7 @@ class Fused:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets what is a module's; private names, and those of the class, are this one's own."""
-        own = name.startswith("_") or name in ("function", "judged")
+        own = name.startswith("_") or name == "function"
         module = not own and hasattr(self.function, "named_parameters")
         (setattr if module else object.__setattr__)(self.function if module else self, name, value)
 
@@ -153,10 +150,10 @@ class Fused:
         with contextlib.suppress(AttributeError, KeyError):
             if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
                 return name
-        return functools.partial(Fused, judged=self.judged), (self.function,)
+        return Fused, (self.function,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fused:
-        copied = Fused(copy.deepcopy(self.function, memo), judged=self.judged)
+        copied = Fused(copy.deepcopy(self.function, memo))
         copied._owner = copy.deepcopy(self._owner, memo)
         return copied
 
@@ -184,15 +181,13 @@ def _changed() -> str:
     return "a hook is on all modules" if _has_any_global_hook() else ""
 
 
-def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: bool = True) -> Any:
+def fuse(function: Callable[..., Any] | None = None, *examples: Any) -> Any:
     """A function that computes what `function` does, by kernels where they pay.
 
     Args:
         function: A function of tensors, or a module. Left out, `fuse` is a decorator.
         examples: Arguments that it is called with now, so that kernels for them are made. Those
             for other shapes are made when they are met.
-        judged: Whether a kernel that is new is judged before it runs. It takes a minute or two; the
-            verdict is kept.
 
     Returns:
         A `Fused`. Its `why` says what of the last call was left to PyTorch, and why. Where
@@ -202,10 +197,10 @@ def fuse(function: Callable[..., Any] | None = None, *examples: Any, judged: boo
         TypeError: what is given cannot be called.
     """
     if function is None:
-        return functools.partial(fuse, judged=judged)
+        return fuse
     if not callable(function):
         raise TypeError(f"fuse takes a function or a module, not {type(function).__name__}")
-    fused = Fused(function, judged=judged)
+    fused = Fused(function)
     if examples:
         fused.plan(*examples)
     return fused
@@ -218,4 +213,4 @@ def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[...
 
 @functools.lru_cache(maxsize=1)
 def _applied() -> Fused:
-    return fuse(lambda product, sides, epilogue: epilogue(product(*sides)), judged=False)
+    return fuse(lambda product, sides, epilogue: epilogue(product(*sides)))

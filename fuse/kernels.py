@@ -1,220 +1,134 @@
-"""A step's text as a kernel: found among accepted ones by what it computes, or composed and judged.
+"""A region's program as a kernel: with the tiles of the accepted one that computes the same, or by
+the prior.
 
-What was composed is kept in the user's cache, with the level that the judge gave it here. The
-composer and the judge are imported where nothing was kept: that took 0.3 s of CPU time.
+The program was checked against its graph in float64 when it was composed. On a GPU the kernel's
+results are compared with PyTorch's at the first call, before they are used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from pathlib import Path
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.fuse.trace import Value, plain
-from coda_agent.primitives.errors import CodaError, MachineError, ProgramError, WorkspaceError
-from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
+import torch
+
+from coda_agent.agent.authors.composer.join import Composition
+from coda_agent.agent.authors.composer.ports import Port
+from coda_agent.fuse.regions import Region
+from coda_agent.primitives.errors import MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
-from coda_agent.runtime.kernel import Kernel, load_kernel
+from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import ColIndex, RowGather
+from coda_agent.runtime.function import Chooser, ProgramFunction
+from coda_agent.runtime.kernel import load_kernel, prior_chooser
 from coda_agent.specs import Spec, load_spec
-from coda_agent.specs.source import extracted
 
 if TYPE_CHECKING:
     from coda_agent.agent.workspace import Kernel as Entry
 
-SOURCES = (
-    "fuse", "agent/authors", "agent/judge", "agent/execution",
-    "primitives", "specs", "runtime", "generated",
-)  # fmt: skip
-"""The folders that compose, judge and run a kernel, by which what was kept holds."""
-_GATES = ("static", "compile", "numerics")
-# By operator: torch takes each name once a process.
-_LOADED: dict[str, Kernel] = {}
+PACKED: dict[tuple[int, ...], tuple[list[weakref.ref[torch.Tensor]], list[int], Any]] = {}
+"""What was packed, as long as all its parts live: by the port and the parts, since layers of one
+code have one plan. Emptied, it is packed again."""
 
 
-@dataclass(frozen=True, eq=False)
-class Composed:
-    """A step as a kernel.
+class RegionKernel:
+    """What runs a region: a function of its inputs, in order, that gives its outputs.
 
     Attributes:
-        spec: Drafted from its text.
-        text: The candidate.
-        program: What it defines.
-        level: What the judge gave it: "" where it was not asked, else "proved" or "verified"; or
-            the level of the accepted kernel that computes the same.
-        folder: Of the accepted kernel that computes the same, or the same and more; or "".
-        more: Whether that one has outputs more. Then its measured tiles are taken, not its level.
+        region: It.
+        accepted: The name of the accepted kernel that computes the same; or "".
+        like: The name of the accepted kernel whose tiles it has; or "".
     """
 
-    spec: Spec
-    text: str
-    program: Program
-    level: str
-    folder: str
-    more: bool = False
+    def __init__(self, region: Region) -> None:
+        composition = region.composition
+        self.region, program = region, composition.program
+        self._places = {node: i for i, node in enumerate(region.inputs)}
+        entry, exact = twin(composition)
+        self.like = entry.name if entry else ""
+        self.accepted = self.like if exact else ""
+        choose, refused = prior_chooser(program), frozenset[str]()
+        if entry:
+            known = load_kernel(entry.folder)
+            choose, refused = known.choose, known.refused
+        self._function = ProgramFunction(
+            program,
+            stored_types(composition),
+            _cached(choose),
+            (_name(composition.a.dtype),),
+            refused,
+            tuple(x for x, kind in program.operands.items() if kind is ColIndex),
+        )
 
-    @property
-    def accepted(self) -> str:
-        """The name of the accepted kernel that computes the same, or ""."""
-        return "" if self.more else self.like
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        composition = self.region.composition
+        given = {x: self._entered(port, tensors) for x, port in composition.operands.items()}
+        a, b = self._entered(composition.a, tensors), self._entered(composition.b, tensors)
+        results = self._function(a, b, given)
+        return [
+            port.restored(results[port.name]).to(port.dtype)
+            for port in composition.outputs.values()
+        ]
 
-    @property
-    def like(self) -> str:
-        """The name of the accepted kernel whose tiles it has, or ""."""
-        return Path(self.folder).name
-
-    @cached_property
-    def kernel(self) -> Kernel:
-        """What runs it: with the tiles that were measured of the accepted one, where there is."""
-        digest = hashlib.sha256((self.spec.text + self.text).encode()).hexdigest()[:12]
-        name = f"plan_{self.spec.name}_{digest}"
-        if known := _LOADED.get(name):
-            return known
-        programs = {self.spec.name: self.program}
-        if not self.folder:
-            return _LOADED.setdefault(name, Kernel(self.spec, programs, {}, frozenset(), name))
-        known = load_kernel(Path(self.folder))
-        like = Kernel(
-            self.spec, programs, known.tuned, known.refused, name, known.user, known.folder,
-            known.spills,
-        )  # fmt: skip
-        like.model = known.model  # a dispatch table is found by the accepted kernel's name
-        return _LOADED.setdefault(name, like)
+    def _entered(self, port: Port, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        parts = [tensors[self._places[node]] for node in port.nodes]
+        if not port.packed:
+            x = port.canonical(*parts)
+            return x if x.ndim else x.float()
+        if any(t.is_inference() for t in parts):  # whose writes are not counted
+            return port.canonical(*parts)
+        key = id(port), *map(id, parts)
+        versions = [x for t in parts for x in (t._version, t.data_ptr())]
+        if known := PACKED.get(key):
+            refs, of, packed = known
+            if of == versions and all(r() is t for r, t in zip(refs, parts, strict=True)):
+                return packed
+        packed = port.canonical(*parts)
+        gone = lambda _: PACKED.pop(key, None)
+        PACKED[key] = [weakref.ref(t, gone) for t in parts], versions, packed
+        return packed
 
 
-def composed(
-    text: str, inputs: Mapping[str, Value], a: str, *, judged: bool, kept: bool = True
-) -> Composed:
-    """The kernel of a step.
-
-    Args:
-        text: A module with one function.
-        inputs: An example of each argument of it, in order.
-        a: The argument that has the type that the spec leaves open.
-        judged: Whether a new one is judged.
-        kept: Whether it is kept in the user's cache.
+def stored_types(composition: Composition) -> dict[str, str | None]:
+    """The element type of each output of a program.
 
     Raises:
-        CodaError: no kernel computes it, or the judge refuses it.
+        ProgramError: the kernel does not store it.
     """
-    dtypes = {name: _dtype(name, x, inputs[a]) for name, x in inputs.items()}
-    # A kernel takes any number of rows, so what was composed for some is taken for others.
-    lead = inputs[a].meta.shape[:-1]
-    rows = {str(e): f"M{i}" for i, e in enumerate(lead) if not isinstance(e, int)}
-    faces = [
-        (name, [rows.get(str(e), plain(e)) for e in x.meta.shape], dtypes[name])
-        for name, x in inputs.items()
-    ]
-    key = json.dumps([text, faces, fingerprint(*SOURCES)])
-    path = user_cache() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    known = remembered(path)
-    if "refused" in known:
-        raise ProgramError(known["refused"])
-    folder = known.get("folder")
-    if folder is None or (folder and known["accepted"] != _evidence(Path(folder))):
-        known = {}
-    try:
-        known = known or _composed(text, {n: (x.shape, dtypes[n]) for n, x in inputs.items()})
-        spec = load_spec(Path(f"{known['name']}.md"), text=known["spec"])
-        if known["accepted"] and not known["more"]:
-            known["level"] = "accepted"
-        elif judged and known["level"] != "verified" and known["level"] != _reachable():
-            known["level"] = _judged(spec, known["text"])
-    except CodaError as error:
-        if kept and not isinstance(error, MachineError):
-            remember(path, {"refused": error.message})
-        raise
-    if kept:
-        remember(path, known)
-    element = str(inputs[a].meta.dtype).removeprefix("torch.")
-    if element not in (types := spec.types.get("T", (element,))):
-        raise ProgramError(f"{a} is {element}, and what is beside it makes that {types[0]}")
-    program = Program.from_dict(json.loads(known["program"]))
-    about = known["level"], known["folder"], bool(known["more"])
-    return Composed(spec, known["text"], program, *about)
+    types: dict[str, str | None] = {}
+    for port in composition.outputs.values():
+        kind = composition.program.outputs[port.name]
+        if issubclass(kind, Reduction | RowGather):
+            continue
+        types[port.name] = _name(port.dtype)
+        if types[port.name] not in kind.stored:
+            raise ProgramError(f"stores {types[port.name]}, and a {kind.__name__} has no such")
+    return types
 
 
-def _composed(text: str, faces: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, str]:
-    """What is kept of a step that the composer wrote.
-
-    Raises:
-        CodaError: as `composed`.
-    """
-    from coda_agent.agent.authors.composer import Composer
-    from coda_agent.specs.draft import Example, draft
-
-    source = extracted(text, "plan")
-    examples = {name: Example(*face) for name, face in faces.items()}
-    spec = load_spec(Path(f"{source.name}.md"), text=draft(source, examples, source.name))
-    written = Composer().write(spec, lambda *_: None)
-    program = read_programs(written)[spec.name]
-    twin, more = _equal(program, spec), ""
-    if twin is None and (twin := _equal(program, spec, more=True)):
-        more = "yes"
-    return {
-        "name": source.name, "spec": spec.text, "text": written, "level": "",
-        "program": json.dumps(program.to_dict()), "folder": str(twin.folder) if twin else "",
-        "accepted": _evidence(twin.folder) if twin else "", "more": more,
-    }  # fmt: skip
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str, x: Value, a: Value) -> str:
-    """An argument's element type as a spec has it.
-
-    Raises:
-        CodaError: no kernel reads it.
-    """
-    dtype = str(x.meta.dtype).removeprefix("torch.")
-    if not x.shape and dtype != "float32":
-        raise CodaError(f"{name} is one number of {dtype}, and a kernel reads float32")
-    if x.meta.device != a.meta.device:
-        raise CodaError(f"{name} is on {x.meta.device}, and {a.name} on {a.meta.device}")
-    return "T" if x.meta.dtype == a.meta.dtype else dtype
+def _cached(choose: Callable[..., Any]) -> Chooser:
+    return lru_cache(maxsize=256)(choose)
 
 
-def remembered(path: Path) -> dict[str, str]:
-    """What was kept in a file; nothing where there is none that can be read."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-
-
-def remember(path: Path, known: Mapping[str, str]) -> None:
-    """Keep it in a file for `remembered`."""
-    if dict(known) != remembered(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(known))
-
-
-@lru_cache(maxsize=1)
-def _reachable() -> str:
-    """The level that this machine can show without timing a kernel."""
-    from coda_agent.agent import execution
-    from coda_agent.agent.judge.machine import Gpu
-
-    return "verified" if isinstance(execution.usable_gpu("auto"), Gpu) else "proved"
-
-
-def _judged(spec: Spec, text: str) -> str:
-    """
-    Raises:
-        ProgramError: the judge refuses it.
-    """
-    from coda_agent.agent import execution
-    from coda_agent.agent.judge import judge_candidate
-
-    verdict = judge_candidate(spec, text, execution.executor(), gates=_GATES)
-    if not verdict.passed:
-        findings = [f.message for gate in verdict.gates for f in gate.findings]
-        raise ProgramError(f"the judge refuses it: {(findings or ['no reason'])[0]}")
-    return str(verdict.level)
+def twin(composition: Composition) -> tuple[Entry | None, bool]:
+    """The accepted kernel that computes the same; else one that computes the same and more."""
+    program, types = composition.program, _types_of(composition)
+    for more in (False, True):
+        for entry, programs, spec in _accepted().values():
+            for left_out, other in (x for p in programs for x in (_less(p) if more else [((), p)])):
+                if _types(spec, left_out) == types and _same(program, other):
+                    return entry, not more
+    return None, False
 
 
 @lru_cache(maxsize=1)
@@ -244,32 +158,23 @@ def _less(program: Program) -> Iterator[tuple[tuple[str, ...], Program]]:
                 yield left_out, program.without(left_out)
 
 
-def _evidence(folder: Path) -> str:
-    """A digest of an accepted kernel's program and of what is known of it; "" where there is none.
-
-    What was kept of a step names the kernel that computes the same. Without a look at that program
-    and at its level it would outlive both.
-    """
-    try:
-        found = [(folder / x).read_bytes() for x in ("kernel.py", "spec.md", "evidence.json")]
-    except OSError:
-        return ""
-    return hashlib.sha256(b"\0".join(found)).hexdigest()
-
-
-def _equal(program: Program, spec: Spec, *, more: bool = False) -> Entry | None:
-    """The accepted kernel that computes the same by one of its programs; or the same and `more`."""
-    for kernel, programs, theirs in _accepted().values():
-        known = (x for p in programs for x in (_less(p) if more else [((), p)]))
-        for left_out, other in known:
-            if _same(program, other) and _types(theirs, left_out) == _types(spec):
-                return kernel
-    return None
-
-
 def _types(spec: Spec, left_out: Sequence[str] = ()) -> list[str]:
     outputs = [x for o, x in spec.outputs.items() if o not in left_out]
     return sorted(x.dtype for x in (*spec.inputs.values(), *outputs))
+
+
+def _types_of(composition: Composition) -> list[str]:
+    """The same of a composition: "T" is the type of A, where it has 16 bits."""
+    program, outputs = composition.program, {p.name: p for p in composition.outputs.values()}
+    ports = [composition.a, composition.b, *composition.operands.values()]
+    types = [_name(port.dtype) for port in ports]
+    types += [
+        "float32" if issubclass(kind, Reduction | RowGather) else _name(outputs[x].dtype)
+        for x, kind in program.outputs.items()
+    ]
+    element = _name(composition.a.dtype)
+    short = composition.a.dtype.itemsize == 2
+    return sorted("T" if short and x == element else x for x in types)
 
 
 def _same(one: Program, other: Program) -> bool:

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from coda_agent.fuse.cut import Plan
+from coda_agent.fuse.plan import Plan
 
 NO_PRODUCT = "no product of 16-bit matrices"
 

@@ -6,34 +6,31 @@ comes out of that is data.
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
+from torch import fx
 
+from coda_agent.agent.authors.composer.emit import module_text
 from coda_agent.agent.execution.answers import answered
 from coda_agent.agent.execution.child import serve
 from coda_agent.agent.execution.reference_worker import LIMITS
 from coda_agent.agent.references import reference_child, result
-from coda_agent.fuse.choice import Made, planned
-from coda_agent.fuse.cut import Kernel, Plan
-from coda_agent.fuse.rules import Note, as_called, product
-from coda_agent.fuse.spell import written
-from coda_agent.fuse.trace import Graph, Value, record
+from coda_agent.fuse.plan import Plan, planned
+from coda_agent.fuse.regions import PRODUCTS, Cut, Region, order
 from coda_agent.primitives.errors import SpecError
 from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
-from coda_agent.specs.draft import Example
 from coda_agent.specs.effects import forbidden
-from coda_agent.specs.source import Source
+from coda_agent.specs.source import Example, Source
 
 _SOURCE, _EXAMPLES = TypeAdapter(Source), TypeAdapter(dict[str, Example])
 _LETTER = 4096
 """The size of a dim that is given by a letter."""
 _LIMIT_S = 120.0
+_VIEWS = ("view", "permute", "t", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze")
 
 
 class Cost(BaseModel):
@@ -45,7 +42,6 @@ class Cost(BaseModel):
         launches: On the device; of a call of PyTorch one, where it moves anything.
         floor_us: The roofline of an H200.
         what: Whose kernel it is, or why it is PyTorch's.
-        takes: The places of the steps whose results it takes.
     """
 
     step: str
@@ -53,75 +49,71 @@ class Cost(BaseModel):
     launches: int
     floor_us: float
     what: str
-    takes: list[int] = []
 
 
 class Shown(BaseModel):
     """A plan as data.
 
     Attributes:
-        graph: The function's calls, one a line.
-        notes: What rules did.
-        changed: The calls that rules took away and put in.
+        graph: The function's calls of ATen, one a line.
+        notes: What rules changed.
         steps: The plan.
         eager: All calls of the function together.
-        packed: Bytes of weights that are packed once.
-        kernels: Of each kernel the step's text, its spec and its program.
+        kernels: Of each kernel its text, and its program as data.
     """
 
     graph: list[str]
-    notes: list[Note]
-    changed: list[str]
+    notes: list[str]
     steps: list[Cost]
     eager: Cost
-    packed: int
-    kernels: list[tuple[str, str, str]]
+    kernels: list[tuple[str, dict[str, Any]]]
 
     def total(self) -> Cost:
-        """All steps of the plan together."""
+        """Add up all steps of the plan."""
         return Cost(
-            step="plan", bytes=sum(c.bytes for c in self.steps),
+            step="plan",
+            bytes=sum(c.bytes for c in self.steps),
             launches=sum(c.launches for c in self.steps),
             floor_us=sum(c.floor_us for c in self.steps),
-            what=f"{self.packed / 1e6:.1f} MB of weights are packed once" * bool(self.packed),
-        )  # fmt: skip
+            what="",
+        )
 
 
-def shown(graph: Graph, plan: Plan | None = None) -> Shown:
-    """The plan of a graph; where none is given, one of which nothing is judged or kept."""
-    plan = plan or planned(graph, kept=False)
-    called, before = as_called(graph), [f"{v.name} = {written(v)}" for v in graph.values]
-    after = [f"{v.name} = {written(v)}" for v in plan.graph.values]
-    diff = [x for x in difflib.unified_diff(before, after, n=0, lineterm="") if x[:2] != "@@"]
-    made = [(k, k.made.about) for k in plan.kernels if isinstance(k.made, Made)]
-    packed = [x for k, _ in made for x in k.inputs if x.name in k.made.packed]  # type: ignore[attr-defined]
-    whole = [_call(v, "") for v in called.values if not _free(v)]
-    steps = [step for step in plan.steps if not _free(step)]
-    makers = {v: i for i, s in enumerate(steps) for v in _outputs(s)}
+def shown(plan: Plan) -> Shown:
+    """Describe a plan."""
+    nodes = [n for n in plan.original.graph.nodes if n.op == "call_function"]
+    whole = [_call(n, "") for n in nodes if not _is_free(n)]
+    known = Cut(plan.original.graph, plan.regions)
+    used = {x for k in plan.regions for x in k.inputs} | {*nodes}
+    kernels = iter(plan.kernels)
+    steps = [
+        _kernel(step, next(kernels)) if isinstance(step, Region) else _call(step, plan.why)
+        for step in order(known)
+        if isinstance(step, Region) or (step in used and not _is_free(step))
+    ]
     return Shown(
-        graph=[f"{v.name} = {written(v)}  # {list(v.shape)}" for v in called.values],
+        graph=[f"{n.format_node()}  # {[*n.meta['val'].shape]}" for n in nodes if _has_value(n)],
         notes=plan.notes,
-        changed=diff[2:],
-        steps=[
-            _cost(step, plan).model_copy(update={"takes": sorted(_makers(step, makers))})
-            for step in steps
-        ],
+        steps=steps,
         eager=Cost(
-            step="eager", bytes=sum(c.bytes for c in whole), launches=len(whole),
-            floor_us=sum(c.floor_us for c in whole), what="each call by itself",
+            step="eager",
+            bytes=sum(c.bytes for c in whole),
+            launches=len(whole),
+            floor_us=sum(c.floor_us for c in whole),
+            what="each call by itself",
         ),
-        packed=sum(x.bytes for x in packed),
-        kernels=[(k.text, about.spec.text, about.text) for k, about in made],
-    )  # fmt: skip
+        kernels=[
+            (module_text("A kernel of a plan.", ("A", "B"), [x.rewritten]), x.program.to_dict())
+            for x in (region.composition for region in plan.regions)
+        ],
+    )
 
 
 def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[object, ...]]]]:
-    """Headings, each with rows of what is below it."""
-    yield "graph", [(line,) for line in found.graph]
-    for fired in (True, False) if verbose else (True,):
-        rows = [(n.rule, n.where, n.why) for n in found.notes if n.fired == fired]
-        yield "rules that fired" if fired else "rules that did not fire", rows
-    yield "changed", [(line,) for line in found.changed]
+    """List headings, each with rows of what is below it; `verbose` with the whole graph."""
+    if verbose:
+        yield "graph", [(line,) for line in found.graph]
+    yield "rules that fired", [(note,) for note in found.notes]
     rows = [
         (c.step, f"{c.bytes / 1e6:.1f} MB", c.launches, f"{c.floor_us:.1f} us", c.what)
         for c in (*found.steps, found.total(), found.eager)
@@ -130,7 +122,7 @@ def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[
 
 
 def explained(source: Source, examples: Mapping[str, Example]) -> Shown:
-    """The plan of a user's function, which is run in a child.
+    """Plan a user's function, which is run in a child.
 
     Raises:
         SpecError: it cannot be planned; says why.
@@ -147,55 +139,50 @@ def explained(source: Source, examples: Mapping[str, Example]) -> Shown:
     return Shown.model_validate(found)
 
 
-def _free(step: Kernel | Value) -> bool:
-    return isinstance(step, Value) and (step.view or not step.tensor)
+def _has_value(node: fx.Node) -> bool:
+    return hasattr(node.meta.get("val"), "shape")
 
 
-def _outputs(step: Kernel | Value) -> list[Value]:
-    return step.outputs if isinstance(step, Kernel) else [step]
+def _is_free(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name.split("::")[1] if schema else ""
+    return node.op != "call_function" or name in (*_VIEWS, "") or not _has_value(node)
 
 
-def _makers(step: Kernel | Value, makers: Mapping[Value, int]) -> set[int]:
-    """The places of the steps that make what it takes, or what that is a view of."""
-    found, pending = set[int](), [*step.inputs]
-    while pending:
-        x = pending.pop()
-        if x in makers:
-            found.add(makers[x])
-        else:
-            pending += x.inputs
-    return found
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.element_size() if _has_value(node) else 0
 
 
-def _cost(step: Kernel | Value, plan: Plan) -> Cost:
-    if isinstance(step, Value):
-        return _call(step, plan.why.get(step, "known only after the kernels before it"))
-    about = step.made.about if isinstance(step.made, Made) else None
-    level = "composed"
-    if about and about.folder:
-        level = f"composed, with tiles of {about.like}" if about.more else f"{about.like}, accepted"
+def _kernel(region: Region, kernel: Any) -> Cost:
+    moved = sum(map(_bytes, (*region.inputs, *region.outputs)))
+    level = f"{kernel.like}, accepted" if kernel.accepted else "composed"
+    level += f", with tiles of {kernel.like}" * bool(kernel.like and not kernel.accepted)
+    calls = [n.name for n in region.nodes if not _is_free(n)]
     return Cost(
-        step=step.name,
-        bytes=sum(v.bytes for v in (*step.inputs, *step.outputs)),
-        launches=launches(about.program, DEFAULT_CONFIGS["sm_90a"]) if about else 1,
-        floor_us=_floor(step.members, sum(v.bytes for v in (*step.inputs, *step.outputs))),
-        what=f"{level}: {', '.join(v.called for v in step.members if not v.view)}",
+        step=" + ".join(n.name for n in region.outputs),
+        bytes=moved,
+        launches=launches(region.composition.program, DEFAULT_CONFIGS["sm_90a"]),
+        floor_us=_floor([*region.nodes], moved),
+        what=f"{level}: {', '.join(sorted(calls))}",
     )
 
 
-def _call(v: Value, why: str) -> Cost:
-    moved = v.bytes + sum(x.bytes for x in v.inputs)
-    what = f"PyTorch: {why}" if math.prod(v.shape[:-1]) != v.count else "tail"
-    return Cost(
-        step=f"{v.name} = {written(v)}", bytes=moved, launches=1, floor_us=_floor([v], moved),
-        what=what,
-    )  # fmt: skip
+def _call(node: fx.Node, why: Mapping[str, str] | str) -> Cost:
+    moved = _bytes(node) + sum(_bytes(x) for x in node.all_input_nodes if _has_value(x))
+    reason = why.get(node.name, "no part of a kernel") if isinstance(why, Mapping) else why
+    floor = _floor([node], moved)
+    step = str(node.format_node()).partition(" : ")[0].lstrip("%")
+    return Cost(step=step, bytes=moved, launches=1, floor_us=floor, what=f"PyTorch: {reason}")
 
 
-def _floor(calls: list[Value], moved: int) -> float:
+def _floor(calls: list[fx.Node], moved: int) -> float:
     """Least microseconds on an H200."""
-    ceiling = datasheet(2)
-    flops = sum(2 * v.count * sides[0].shape[-1] for v in calls if (sides := product(v)))
+    ceiling, flops = datasheet(2), 0
+    for node in calls:
+        if node.target in PRODUCTS:
+            a = [x for x in node.args if isinstance(x, fx.Node)][-2]
+            flops += 2 * node.meta["val"].numel() * a.meta["val"].shape[-1]
     return 1e6 * max(flops / ceiling.flops_s, moved / ceiling.bytes_s)
 
 
@@ -206,21 +193,25 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     examples = _EXAMPLES.validate_python(job["examples"])
     # What torch imports and looks up at its first run, before nothing may be opened any more.
     small = torch.empty(64, 16, dtype=torch.bfloat16, device="meta")
-    shown(record(lambda x: torch.relu(x @ x.T), (small,), {}))
+    shown(planned(lambda x, w: torch.relu(x @ w.T), (small, torch.empty_like(small))))
     args: dict[str, Any] = {}
     for name, example in examples.items():
         dtype = getattr(torch, "bfloat16" if example.dtype == "T" else example.dtype)
         shape = [_LETTER if isinstance(a, str) else a for a in example.axes]
         args[name] = torch.empty(shape, dtype=dtype, device="meta") if shape else 1.0
+    tensors = {x: value for x, value in args.items() if isinstance(value, torch.Tensor)}
     space: dict[str, Any] = {}
     with forbidden():
         exec(compile(source.block, source.where, "exec"), space)
-        space["reference"].__name__ = source.name
+
+        def function(*given: Any) -> Any:
+            return space["reference"](**args | dict(zip(tensors, given, strict=True)))
+
         try:
-            graph = record(space["reference"], (), args, [x for x in args if examples[x].axes])
+            plan = planned(function, [*tensors.values()])
         except Exception as error:
             raise SpecError(f"{source.where}: {source.name} is left to PyTorch: {error}") from error
-    return shown(graph).model_dump(mode="json")
+    return shown(plan).model_dump(mode="json")
 
 
 def _main(job: dict[str, Any], _: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

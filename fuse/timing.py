@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.fuse.run import Runner
 from coda_agent.specs.recording import alone
 
 if TYPE_CHECKING:
@@ -21,17 +20,17 @@ _GPU_ROUNDS = 29
 
 
 class Inductor:
-    """The same as a runner, compiled by Inductor for the tensors of the first call.
+    """A function of tensors, compiled by Inductor for those of the first call.
 
     ATen's calls are handed to it, as torch.compile hands them after Dynamo, whose guards were asked
     before the graph was reached.
     """
 
-    def __init__(self, run: Runner) -> None:
-        self._run: Runner = run
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self._compiled: Any = None
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         if self._compiled is None:
             self._compiled = self._for(tensors)
         return [*self._compiled(*tensors)]
@@ -43,7 +42,7 @@ class Inductor:
 
         with alone(), torch.no_grad():
             given: list[Any] = [t.detach() for t in tensors]
-            traced = make_fx(lambda *given: self._run(given), tracing_mode="fake")(*given)
+            traced = make_fx(self._function, tracing_mode="fake")(*given)
             return torch._inductor.compile(traced, given)
 
 

@@ -486,6 +486,24 @@ class Kernel:
         return self.refused.isdisjoint((plain.label, config.label))
 
 
+def prior_chooser(program: Program) -> Chooser:
+    """Make what chooses tiles of a program of which nothing was measured."""
+
+    def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
+        if not (gpu := _gpu_name()):
+            return None
+        shape, width = (m, n, k), tables.width(dtype)
+        usable = [
+            config
+            for config in offered(program, [shape])
+            if block is None or reduction_block(program, config) == block
+        ]
+        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills={})
+        return next((config for config, _ in model.ranked(shape, usable)), None)
+
+    return choose
+
+
 def _documentation(spec: Spec, columns: Collection[str]) -> str:
     """The function's docstring: what it computes, its inputs with their domains, its outputs."""
 

@@ -13,11 +13,12 @@ from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.cli.spec import Shapes, examples_of, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
 from coda_agent.agent.explain import explain as explained
+from coda_agent.agent.explain import stage_of
 from coda_agent.agent.reply import Reply
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import MachineError, WorkspaceError
+from coda_agent.primitives.program import Program
 from coda_agent.primitives.suggest import near_matches
-from coda_agent.specs import load_spec
 
 _EXAMPLE = """an example, in that folder:
   coda-agent spec copy gemm_bias_act      # or: coda-agent spec new FILE.py:FUNCTION
@@ -130,7 +131,7 @@ def _planned(
     document = {"target": target, "stage": stage, **found.model_dump(mode="json")}
     if html:
         sections = [(head, columns(rows)) for head, rows in show.lines(found, verbose=True)]
-        programs = "\n\n".join(program for _, _, program in found.kernels)
+        programs = "\n\n".join(text for text, _ in found.kernels)
         page = pages.write(html, f"Plan of {source.name}", [*sections, ("programs", programs)])
         return Reply(document | {"html": page}, f"wrote {page}")
     if stage == "plan":
@@ -139,12 +140,9 @@ def _planned(
             for heading, rows in show.lines(found, verbose=verbose)
             if rows
         ]
-        parts += ["programs", *(program for _, _, program in found.kernels)] if verbose else []
+        parts += ["programs", *(text for text, _ in found.kernels)] if verbose else []
         return Reply(document, "\n\n".join(parts))
-    texts = [
-        explained(load_spec("plan.md", text=spec), program, stage)
-        for _, spec, program in found.kernels
-    ]
+    texts = [stage_of(Program.from_dict(data), text, stage) for text, data in found.kernels]
     return Reply(document | {"texts": texts}, "\n\n".join(texts))
 
 

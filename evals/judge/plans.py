@@ -7,19 +7,17 @@ A plan is right, or its function is left to PyTorch by name.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from coda_agent.agent.authors.composer.check import run_exactly
+from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.evals.judge.generated import listed
-from coda_agent.fuse.cut import Compose, Plan, cut
-from coda_agent.fuse.kernels import composed
-from coda_agent.fuse.rules import product
-from coda_agent.fuse.run import Runner
-from coda_agent.fuse.trace import Value, record
-from coda_agent.specs.reference import Touch, _widened
+from coda_agent.fuse.plan import Plan, planned
+from coda_agent.fuse.record import recorded
+from coda_agent.fuse.regions import PRODUCTS, Region
+from coda_agent.primitives.interpret import interpret
 
 M, N = 6, 32
 
@@ -91,34 +89,22 @@ def tensors(seed: int) -> list[torch.Tensor]:
     return [*floats, torch.randint(0, N, (M,), generator=made)]
 
 
-def planned(text: str, args: list[torch.Tensor], compose: Compose) -> Plan:
-    """The plan of a function's text."""
-    call = _called(text)
-    return cut(record(call, tuple(args), {}, call.__code__.co_varnames), compose)
-
-
 def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
-    """What is wrong with a plan of a function, or "".
+    """Say what is wrong with a plan of a function, whose kernels are `Exact`; "" where nothing is.
 
-    Its kernels are `Written`, and every number is a double on both sides.
+    Every number is a double on both sides.
     """
-    members = {v for kernel in plan.kernels for v in kernel.members}
-    if lost := [v for v in plan.graph.values if product(v) and v not in (*members, *plan.why)]:
+    known = {node for region in plan.regions for node in region.nodes}
+    products = [n for n in plan.original.graph.nodes if n.target in PRODUCTS and n not in known]
+    if lost := [node for node in products if node.name not in plan.why]:
         return f"{lost[0].name} is left to PyTorch without a reason"
-    run = Runner(plan.graph, plan.steps)
-    largest = 1.0
-
-    def met(_: Any, __: Any, result: Any) -> Any:
-        nonlocal largest
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
-                largest = max(largest, float(x.abs().nan_to_num(posinf=0.0).max()))
-        return result
-
-    expected, found = exactly(_called(text), *args, touch=met), exactly(lambda *x: run(x), *args)
-    if [x.shape for x in found] != [x.shape for x in expected]:
-        return f"{len(found)} results for {len(expected)}, or of other shapes"
-    for i, (want, have) in enumerate(zip(expected, found, strict=True)):
+    wide = [a.double() if a.is_floating_point() else a for a in args]
+    expected = run_exactly(recorded(called(text), args), wide)
+    got = run_exactly(plan.module, wide)
+    if [x.shape for x in got] != [x.shape for x in expected]:
+        return f"{len(got)} results for {len(expected)}, or of other shapes"
+    largest = max(float(x.abs().nan_to_num(posinf=0.0).max()) for x in (*wide, *expected))
+    for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         # A sum that is 0 has an error all the same, of what it is a sum of.
         scale = want.abs().max().clamp(min=1e-4 * largest)
         if not (want.isfinite() == have.isfinite()).all():
@@ -128,38 +114,39 @@ def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
     return ""
 
 
-def exactly(call: Callable[..., Any], *args: Any, touch: Touch | None = None) -> list[torch.Tensor]:
-    """What it returns where every number is a double; `touch` sees what each call gives."""
-    wide = [a.double() if a.is_floating_point() else a for a in args]
-    with _widened(torch.float64, lambda _: False, touch):
-        found = call(*wide)
-    return [*found] if isinstance(found, tuple | list) else [found]
+class Exact:
+    """A region's program, interpreted in float64."""
 
+    def __init__(self, region: Region) -> None:
+        self.composition, self.inputs = region.composition, region.inputs
 
-class Written:
-    """A step as its text says."""
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = dict(zip(self.inputs, tensors, strict=True))
+        composition = self.composition
 
-    def __init__(self, text: str) -> None:
-        self.function = _called(text)
+        def of(port: Port) -> torch.Tensor:
+            return port.canonical(*(values[node] for node in port.nodes))
 
-    def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found: Any = self.function(*args)
-        return found if isinstance(found, tuple) else (found,)
+        program = composition.program
+        results = interpret(
+            program,
+            of(composition.a),
+            of(composition.b),
+            {name: of(port) for name, port in composition.operands.items()},
+            dtypes=dict.fromkeys(program.outputs, torch.float64),
+            compute=torch.float64,
+        )
+        return [port.restored(results[port.name]) for port in composition.outputs.values()]
 
 
 def tried(seed: int, number: int) -> dict[str, Any]:
-    """What becomes of the function of that number: "layer" is "right", "refused" where no part of
-    it is a kernel, or "wrong"."""
-
-    def compose(text: str, inputs: Mapping[str, Value], a: str) -> Written:
-        composed(text, inputs, a, judged=False, kept=False)
-        return Written(text)
-
+    """Plan the function of that number: "layer" is "right", "refused" where no part of it is a
+    kernel, or "wrong"."""
     number += 10_000 * seed
     text, args = function(number), tensors(number)
     plan = None
     try:
-        plan = planned(text, args, compose)
+        plan = planned(called(text), args, Exact)
         said = fault(text, args, plan)
     except Exception as error:  # a plan that raises is as bad as one that is wrong
         said = f"{type(error).__name__}: {error}"
@@ -170,7 +157,7 @@ def tried(seed: int, number: int) -> dict[str, Any]:
     return {"layer": "right"}
 
 
-def _called(text: str) -> Any:
+def called(text: str) -> Any:
     """The function of a text."""
     space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     exec(text, space)

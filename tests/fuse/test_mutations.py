@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from coda_agent.fuse.fused import Fused, fuse
-from tests.fuse.test_plans import drawn
+from tests.fuse.test_fused import drawn
 
 M, K, N = 24, 64, 96
 
@@ -173,7 +173,7 @@ CHANGES: dict[str, Callable[[Layer], Any]] = {
 def test_a_change_of_a_module_is_followed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layer, "bound", 100.0)
     layer = Layer()
-    fused, x = fuse(layer, judged=False), drawn(M, K)
+    fused, x = fuse(layer), drawn(M, K)
     before = layer(x)
     for changed in (False, True):
         if changed:
@@ -212,7 +212,7 @@ def test_values_tensors_and_functions_of_the_enclosing_scope_are_followed(
         y = F.linear(x, w) * scale * settings["s"] + F.linear(x, TENSOR) * by
         return helper(torch.tanh(y)) + 0.1 * layer(x)
 
-    fused, x = fuse(function, judged=False), drawn(M, K)
+    fused, x = fuse(function), drawn(M, K)
     met = list[Tensor]()
 
     def same() -> None:
@@ -250,7 +250,7 @@ def test_numbers_and_words_as_arguments(monkeypatch: pytest.MonkeyPatch) -> None
         y = F.relu(y) if kind == "relu" else torch.tanh(y)
         return (y + y if twice else y) + k
 
-    x, w, fused = drawn(M, K), weight(1), fuse(function, judged=False)
+    x, w, fused = drawn(M, K), weight(1), fuse(function)
     calls: list[dict[str, Any]] = [{}, {"kind": "tanh"}, {"twice": True}, {"k": 2}, {"k": -1}]
     with torch.no_grad():
         for by in (1.0, -2.0, 0.0, 1, float("inf")):
@@ -280,7 +280,7 @@ class Counting(nn.Module):
 
 def test_what_a_call_writes_down_is_written_each_time() -> None:
     own, ours = Counting(), Counting()
-    fused, x = fuse(ours, judged=False), drawn(M, K)
+    fused, x = fuse(ours), drawn(M, K)
     for graded in (False, False, True, False, True):
         with torch.set_grad_enabled(graded):
             assert alike(fused(x), own(x))
@@ -295,7 +295,7 @@ def printing(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_what_a_call_prints_is_printed_each_time(capsys: pytest.CaptureFixture[str]) -> None:
-    x, w, fused = drawn(M, K), weight(1), fuse(printing, judged=False)
+    x, w, fused = drawn(M, K), weight(1), fuse(printing)
     for count in range(1, 4):
         with torch.no_grad():
             assert alike(fused(x, w), printing(x, w))
@@ -317,7 +317,7 @@ def dropping(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [layers_at_random, dropping])
 def test_random_draws_are_those_of_the_function(function: Any) -> None:
-    x, w, fused = drawn(M, K), weight(1, rows=K), fuse(function, judged=False)
+    x, w, fused = drawn(M, K), weight(1, rows=K), fuse(function)
 
     def seen(call: Any) -> list[Tensor]:
         random.seed(3)
@@ -344,14 +344,14 @@ def test_an_object_that_draws_goes_on_drawing() -> None:
         return function
 
     x, w, own = drawn(M, K), weight(1), drawing(random.Random(0))
-    fused = fuse(drawing(random.Random(0)), judged=False)
+    fused = fuse(drawing(random.Random(0)))
     with torch.no_grad():
         assert all(alike(fused(x, w), own(x, w)) for _ in range(6))
 
 
 def test_hooks_of_all_modules() -> None:
     layer, x = Layer(), drawn(M, K)
-    fused, hooked = fuse(layer, judged=False), lambda module, args, y: y * 2
+    fused, hooked = fuse(layer), lambda module, args, y: y * 2
     with torch.no_grad():
         before = fused(x)
         handle = nn.modules.module.register_module_forward_hook(hooked)
@@ -376,7 +376,7 @@ class Cast(nn.Module):
 
 def test_autocast_inside_and_outside() -> None:
     layer = Cast()
-    fused, x = fuse(layer, judged=False), drawn(M, K).float()
+    fused, x = fuse(layer), drawn(M, K).float()
     for enabled in (True, False, True):
         layer.enabled = enabled
         assert layer(x).dtype == (torch.bfloat16 if enabled else torch.float32)
@@ -384,7 +384,7 @@ def test_autocast_inside_and_outside() -> None:
         with torch.no_grad():
             assert alike(fused(x), layer(x))
     product = lambda x, w: F.relu(F.linear(x, w)) + 1
-    x, w, fused = drawn(M, K), weight(1).float(), fuse(product, judged=False)
+    x, w, fused = drawn(M, K), weight(1).float(), fuse(product)
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
         with torch.no_grad(), torch.autocast("cpu", dtype):
             assert alike(fused(x, w), product(x, w)) and fused(x, w).dtype == dtype
@@ -442,7 +442,7 @@ def with_its_own_gradient(x: Tensor, w: Tensor) -> Any:
     ],
 )  # fmt: skip
 def test_modes_of_gradients_in_any_order(function: Any) -> None:
-    x, w, fused = drawn(M, K), weight(1), fuse(function, judged=False)
+    x, w, fused = drawn(M, K), weight(1), fuse(function)
     wanted = x.clone().requires_grad_()
     for _ in range(2):
         for given in (x, wanted):
@@ -457,7 +457,7 @@ def test_modes_of_gradients_in_any_order(function: Any) -> None:
 
 def test_a_function_under_no_grad_has_a_plan_where_gradients_are_on() -> None:
     function = torch.no_grad()(detached)
-    x, w, fused = drawn(M, K).requires_grad_(), weight(1), fuse(function, judged=False)
+    x, w, fused = drawn(M, K).requires_grad_(), weight(1), fuse(function)
     assert alike(fused(x, w), function(x, w)) and fused.way == "the plan"
 
 
@@ -469,7 +469,7 @@ def in_place(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_what_is_written_in_place_is_written() -> None:
-    (x, own), w, fused = [drawn(M, K) for _ in "ab"], weight(1), fuse(in_place, judged=False)
+    (x, own), w, fused = [drawn(M, K) for _ in "ab"], weight(1), fuse(in_place)
     with torch.no_grad():
         for _ in range(3):
             assert alike(fused(x, w), in_place(own, w)) and torch.equal(x, own)
@@ -482,7 +482,7 @@ def test_threads_have_their_own_results_and_what_they_print(
     layers = [Layer() for _ in range(4)]
     for i, layer in enumerate(layers):
         layer.scale = 1.0 + i
-    fused = [fuse(layer, judged=False) for layer in layers]
+    fused = [fuse(layer) for layer in layers]
     x, wrong, done = drawn(M, K), list[int](), threading.Event()
 
     compiled: Any = torch.compile(lambda x: x + 1, backend="eager")
@@ -521,7 +521,7 @@ def rows(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_other_layouts_are_no_other_function() -> None:
-    x, w, fused = drawn(M, K), weight(1), fuse(rows, judged=False)
+    x, w, fused = drawn(M, K), weight(1), fuse(rows)
     wide = torch.cat([x, x], 1)
     given = [x, x[:7], x[:1], x.mT.contiguous().mT, wide[:, :K], wide[:, ::2], x.flip(0)]
     given += [x[1:], x.flatten()[1 : 1 + 8 * K].view(8, K), x.half().bfloat16()]
@@ -530,7 +530,7 @@ def test_other_layouts_are_no_other_function() -> None:
             for some in given:
                 assert alike(fused(some, w), rows(some, w))
                 assert fused.way == ("the plan" if len(some) > 1 else "PyTorch"), fused.why
-        empty = fuse(lambda x, w: torch.tanh(F.linear(x, w)), judged=False)
+        empty = fuse(lambda x, w: torch.tanh(F.linear(x, w)))
         assert empty(x[:0], w).shape == (0, N) and alike(empty(x, w), torch.tanh(F.linear(x, w)))
 
 
@@ -542,7 +542,7 @@ def raising(x: Tensor, w: Tensor, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["own", "view", "index"])
 def test_an_exception_is_the_functions_own(kind: str) -> None:
-    x, w, fused = drawn(M, K), weight(1), fuse(raising, judged=False)
+    x, w, fused = drawn(M, K), weight(1), fuse(raising)
     errors = list[BaseException]()
     for call in (raising, fused, fused):
         with pytest.raises(Exception) as caught:
@@ -559,7 +559,7 @@ def tripled(y: Tensor) -> Tensor:
 def test_what_dynamo_may_not_look_into_is_called() -> None:
     disabled: Any = torch.compiler.disable(tripled)
     function = lambda x, w: disabled(torch.tanh(F.linear(x, w))) + 1
-    x, w, fused = drawn(M, K), weight(1), fuse(function, judged=False)
+    x, w, fused = drawn(M, K), weight(1), fuse(function)
     assert alike(fused(x, w), function(x, w)) and "graph ends" in fused.why
 
 
@@ -567,7 +567,7 @@ class Method:
     def __init__(self, scale: float, seed: int) -> None:
         self.scale, self.w = scale, weight(seed)
 
-    @fuse(judged=False)
+    @fuse
     def run(self, x: Tensor) -> Tensor:
         return torch.tanh(F.linear(x, self.w)) * self.scale
 
@@ -581,7 +581,7 @@ def test_a_method_is_its_objects() -> None:
         for it in (one, other, copy.deepcopy(one)):
             assert alike(it.run(x), it.plain(x)) and it.run.plan(x)
         one.scale, other.w = one.scale + 1, other.w.neg()
-    bound: Fused = fuse(one.plain, judged=False)
+    bound: Fused = fuse(one.plain)
     assert alike(bound(x), one.plain(x))
     one.scale = -4.0
     assert alike(bound(x), one.plain(x)) and bound.way == "the plan"
@@ -589,7 +589,7 @@ def test_a_method_is_its_objects() -> None:
 
 def test_under_an_outer_compile_and_transforms_it_is_the_function() -> None:
     layer = Layer()
-    fused, x = fuse(layer, judged=False), drawn(M, K)
+    fused, x = fuse(layer), drawn(M, K)
     heads = fuse(lambda x, w: torch.tanh(F.linear(x, w)).view(M, 2, -1).transpose(0, 1))
     outer = torch.compile(lambda x: 2 * fused(x), backend="aot_eager", fullgraph=True)
     turned = torch.compile(lambda x, w: heads(x, w) + 1, backend="aot_eager", fullgraph=True)
@@ -600,7 +600,7 @@ def test_under_an_outer_compile_and_transforms_it_is_the_function() -> None:
     w = weight(1)
     assert alike(turned(x, w), heads.function(x, w) + 1)
     assert turned(x, w).stride() == (heads.function(x, w) + 1).stride()
-    nested = fuse(lambda x: fused(x) + 1, judged=False)
+    nested = fuse(lambda x: fused(x) + 1)
     with torch.no_grad():
         assert alike(nested(x), layer(x) + 1) and nested.plan(x)
     loss = lambda call: torch.func.grad(lambda x: call(x).float().sum())(x)

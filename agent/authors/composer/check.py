@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
+from torch import fx
 from torch.utils._pytree import tree_map
 
 from coda_agent.agent.authors.composer.axes import name_of
@@ -31,7 +32,7 @@ def check_numbers(
     """
     for positive in (False, True):
         inputs = _drawn(problem, seed, positive=positive)
-        expected = run_exactly(problem, inputs)
+        expected = run_exactly(problem.module, inputs.values(), problem.narrow)
         straight = {x: _straight(problem, x, value) for x, value in inputs.items()}
         a, b = (straight[x] for x in problem.gemm)
         operands = {x: straight[x] for x in program.operands}
@@ -50,33 +51,40 @@ def check_numbers(
                 raise Refusal(message, output=name)
 
 
-def run_exactly(problem: Problem, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run the graph in float64; casts round only where that is meant."""
+def run_exactly(
+    module: fx.GraphModule,
+    inputs: Iterable[torch.Tensor],
+    narrow: Callable[[torch.dtype], bool] = lambda _: False,
+) -> Any:
+    """Run a graph in float64; casts round only where that is meant, to a `narrow` type."""
     values: dict[Any, Any] = {}
-    given = iter(inputs.values())
-    for node in problem.module.graph.nodes:
+    given = iter(inputs)
+    for node in module.graph.nodes:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
         match node.op:
             case "placeholder":
                 values[node] = next(given)
             case "get_attr":
-                values[node] = getattr(problem.module, node.target)
+                values[node] = getattr(module, node.target)
+            case "call_module":
+                values[node] = getattr(module, node.target)(*args, **kwargs)
             case "output":
                 return args[0]
             case _:
-                values[node] = _called(problem, node, args, kwargs)
-    return {}
+                values[node] = _called(narrow, node, args, kwargs)
+    return None
 
 
-def _called(problem: Problem, node: Any, args: Any, kwargs: Any) -> Any:
-    dtype = node.meta["val"].dtype if "val" in node.meta else None
+def _called(narrow: Callable[[torch.dtype], bool], node: fx.Node, args: Any, kwargs: Any) -> Any:
+    target = cast("Callable[..., Any]", node.target)
+    dtype = getattr(node.meta.get("val"), "dtype", None)
     if name_of(node) in _CASTS and dtype is not None and dtype.is_floating_point:
         x = args[0]
-        return (x.to(dtype) if problem.narrow(dtype) else x).double()
+        return (x.to(dtype) if narrow(dtype) else x).double()
     if name_of(node) == "philox":  # the operator is there to be recorded
         return philox(*args[1:])
     wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
-    found = node.target(*tree_map(wide, args), **tree_map(wide, kwargs))
+    found = target(*tree_map(wide, args), **tree_map(wide, kwargs))
     if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
         return found.double()  # a constant, or what whole numbers make
     return found

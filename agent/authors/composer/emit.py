@@ -23,8 +23,15 @@ _LONG = 64
 
 
 def emit(spec: Spec, programs: list[Rewritten]) -> str:
-    """The complete text of a candidate with these programs, in this order."""
-    functions = [_Function(program, spec.gemm) for program in programs]
+    """Write the complete text of a candidate with these programs, in this order."""
+    doc = f"{spec.name}: {_plain(spec.summary)}"
+    more = "\n\nComposed from the PyTorch reference of the spec.\n"
+    return module_text(doc, spec.gemm, programs, more)
+
+
+def module_text(doc: str, gemm: tuple[str, ...], programs: list[Rewritten], more: str = "") -> str:
+    """Write a module of programs, whose product is that of `gemm`; `more` goes on with its doc."""
+    functions = [_Function(program, gemm) for program in programs]
     names = sorted({"epilogue"}.union(*(f.imports for f in functions)))
     operands = dict.fromkeys(name for program in programs for name in program.operands)
     for name in operands:
@@ -35,9 +42,9 @@ def emit(spec: Spec, programs: list[Rewritten]) -> str:
     line = f"from coda_agent.primitives import {', '.join(names)}"
     if len(line) > 100:
         line = "from coda_agent.primitives import (\n" + "".join(f"    {n},\n" for n in names) + ")"
-    head = textwrap.fill(f"{spec.name}: {_plain(spec.summary)}", 96, break_on_hyphens=False)
-    doc = f'"""{head}\n\nComposed from the PyTorch reference of the spec.\n"""'
-    return "\n\n\n".join([f"{doc}\n\n{line}", *(f.text for f in functions)]) + "\n"
+    head = textwrap.fill(doc, 96, break_on_hyphens=False)
+    opening = f'"""{head}{more}"""'
+    return "\n\n\n".join([f"{opening}\n\n{line}", *(f.text for f in functions)]) + "\n"
 
 
 def _listed(opening: str, items: list[str], closing: str) -> str:

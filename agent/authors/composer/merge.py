@@ -82,6 +82,13 @@ def _side_by_side(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
         whole = graph.call_function(aten.mm.default, (every[0].args[0], turned))
     _value(turned, (k, sum(widths)), place)
     _value(whole, (shape_of(every[0])[0], sum(widths)), every[0])
+    factor = _common_factor(every)
+    if factor is not None:
+        every = [next(iter(node.users)) for node in every]
+        with graph.inserting_before(every[0]):
+            scaled = graph.call_function(aten.mul.Tensor, (whole, factor))
+        _value(scaled, shape_of(whole), every[0])
+        whole = scaled
     start = 0
     for node, width in zip(every, widths, strict=True):
         with graph.inserting_before(node):
@@ -90,6 +97,20 @@ def _side_by_side(traced: Retraced, every: Sequence[fx.Node]) -> Merged:
         traced.replace(node, part)
         start += width
     return Merged({place: (pieces, 0)}, b=place)
+
+
+def _common_factor(every: Sequence[fx.Node]) -> fx.Node | None:
+    """The factor of rows that all these products are multiplied by at once, if there is one."""
+    factors = set[fx.Node]()
+    for node in every:
+        users = [*node.users]
+        if len(users) != 1 or users[0].target is not aten.mul.Tensor:
+            return None
+        others = [x for x in users[0].args if isinstance(x, fx.Node) and x is not node]
+        if len(others) != 1 or shape_of(others[0]) != (shape_of(node)[0], 1):
+            return None
+        factors.add(others[0])
+    return factors.pop() if len(factors) == 1 else None
 
 
 def _summed(traced: Retraced, every: Sequence[fx.Node]) -> Merged:

@@ -112,6 +112,11 @@ class Port:
         own = () if self.node is None else (self.node,)
         return own + tuple(node for part in self.parts for node in part.nodes)
 
+    @property
+    def packed(self) -> bool:
+        """Whether a kernel's tensor is a copy, because no view makes it of the graph's."""
+        return bool(self.parts) or (len(self.steps) > 1 and self.name == "B")
+
     def canonical(self, *tensors: Any) -> Any:
         """The kernel's tensor, of those of `nodes`."""
         given = iter(tensors)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from coda_agent.agent.authors.composer.axes import PRODUCTS, name_of
 from coda_agent.agent.authors.composer.capture import decompositions, noted
 from coda_agent.agent.authors.composer.problem import Refusal
+from coda_agent.specs.recording import alone
 
 aten = torch.ops.aten
 ORIGIN = "origin"
@@ -140,7 +141,7 @@ def retraced(graph: fx.Graph) -> Retraced:
                         env[node] = node.target(*args, **tree_map(_on_cpu, kwargs))
         return [env[node] for node in tensors]
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with alone(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty_strided(
                 [plain(x) for x in val.shape], [plain(x) for x in val.stride()], dtype=val.dtype

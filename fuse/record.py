@@ -1,0 +1,84 @@
+"""A graph of torch calls as ATen's calls, functional and at the sizes of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import get_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from coda_agent.agent.authors.composer.capture import decompositions
+from coda_agent.fuse.rules import carry, gather_first
+from coda_agent.primitives.errors import ProgramError
+from coda_agent.specs.recording import alone
+
+aten = torch.ops.aten
+
+
+def recorded(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Record what a function of tensors calls; the graph gives a list of tensors.
+
+    Raises:
+        ProgramError: it draws random numbers, or writes to an argument.
+        Exception: whatever the function raises.
+    """
+    with alone(), torch.no_grad():
+        pure = torch.func.functionalize(lambda *x: tree_leaves(function(*x)), remove="mutations")
+        module = make_fx(pure, _table(), tracing_mode="fake", _allow_non_fake_inputs=True)(
+            *[t.detach() for t in tensors]
+        )
+    for node in [*module.graph.nodes]:
+        if node.target is aten.copy_.default and node.args[0].op == "placeholder":
+            raise ProgramError("it writes to an argument")
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ProgramError(f"it draws random numbers ({node.name})")
+        _write_nothing(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def apply_rules(module: fx.GraphModule) -> list[str]:
+    """Apply the rules to a recorded graph; a line for each place where one changed it."""
+    notes = [f"a row's factor is carried past {x}" for x in carry(module.graph)]
+    notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(module.graph)]
+    module.recompile()
+    return notes
+
+
+def _write_nothing(node: fx.Node) -> None:
+    """Let a call that writes to a value of the graph, as decompositions do, give a new one."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or not schema.name.endswith("_"):
+        return
+    written = node.args[0]
+    packet = getattr(aten, schema.name.split("::")[1][:-1], None)
+    overload = getattr(packet, schema.overload_name or "default", None)
+    if overload is None or not isinstance(written, fx.Node) or written.op != "call_function":
+        return
+    node.target = overload
+    written.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
+
+
+def _table() -> dict[Any, Any]:
+    """Decompositions: those of the composer, and of losses into what rows have each."""
+    simpler = get_decompositions([aten.nll_loss_forward, aten.nll_loss2d_forward])
+    own = {aten._log_softmax.default: _log_softmax, aten.addmm.default: _addmm}
+    return {**decompositions(), **simpler, **own}
+
+
+def _addmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    product = torch.mm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (c if beta == 1 else c * beta)
+
+
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    x = x.float() if half_to_float else x
+    return x - torch.logsumexp(x, dim, keepdim=True)

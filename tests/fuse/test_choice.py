@@ -1,0 +1,127 @@
+"""Which way runs a graph: timed on a GPU, and kept."""
+
+import operator
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coda_agent.agent.judge import timing
+from coda_agent.agent.judge.samples import Samples
+from coda_agent.fuse import choice
+from coda_agent.fuse import timing as ways
+from tests.fuse.test_plan import D, H, drawn
+
+
+def test_the_fastest_way_is_timed_once_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    us, timed = {"the plan": 3.0, "PyTorch": 2.0, "torch.compile": 1.0}, []
+
+    def times(runs: Any) -> tuple[str, dict[str, float]]:
+        timed.append(runs)
+        found = {name: us[name] for name in runs}
+        return min(found, key=found.__getitem__), found
+
+    class Way(str):
+        def __call__(self, *tensors: Any) -> None:
+            if self == "torch.compile" and "torch.compile" not in us:
+                raise RuntimeError("Inductor")
+
+    def fastest(x: Tensor) -> tuple[Any, str, str]:
+        ways = {name: lambda n=name: Way(n) for name in ("the plan", "PyTorch", "torch.compile")}
+        plan = choice.planned(lambda x: x + 1, (x,))
+        return choice._fastest(ways, [x], plan)
+
+    monkeypatch.setattr(choice, "fastest", times)
+    x = torch.ones(4, 16)
+    assert fastest(x)[1:] == ("torch.compile", "the plan 3, PyTorch 2, torch.compile 1")
+    assert fastest(x)[0] == "torch.compile"
+    assert len(timed) == 1
+    del us["torch.compile"]
+    assert fastest(torch.ones(8, 16))[1:] == ("PyTorch", "the plan 3, PyTorch 2")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "loop", "best"),
+    [
+        ((2.0, 3.0), (9.0, 1.0), "plan"),  # what the GPU takes decides
+        ((3.0, 2.0), (1.0, 9.0), "compile"),
+        ((2.0, 2.001), (3.0, 2.0), "compile"),  # alike there: a loop does
+        ((2.001, 2.0), (2.0, 2.0), "plan"),  # and there
+        ((None, 2.0), (2.0, 3.0), "plan"),  # a host too busy for the judge's clocks
+    ],
+)
+def test_the_fastest_is_that_of_the_gpu_and_else_of_a_loop(
+    gpu: tuple[Any, Any], loop: tuple[float, float], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {"plan": lambda: None, "compile": lambda: None}
+    given = [Samples((us,) * 11) if us else Samples((), fault="late") for us in gpu]
+    times = lambda calls, rounds: dict(zip(calls, given, strict=True))
+    monkeypatch.setattr(timing, "interleave", times)
+    monkeypatch.setattr(ways, "times_of", lambda calls: [Samples((us,) * 11) for us in loop])
+    kept = gpu if gpu[0] else loop
+    assert ways.fastest(runs) == (best, dict(zip(runs, kept, strict=True)))
+
+
+QUACK = """
+import sys, torch
+from coda_agent.fuse.imports import import_quack
+asked = []
+torch.compile = lambda function, *, recompile_limit=8, **options: asked.append(function) or function
+given = torch.compile
+import_quack()
+assert asked == [] and torch.compile is given
+assert "torch._inductor.compile_fx" not in sys.modules
+from quack.blockscaled import quantize
+x = torch.randn(4, 64).bfloat16()
+for one, other in zip(quantize.to_mx_compiled(x), quantize.to_mx(x), strict=True):
+    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+quantize.to_mx_compiled(x)
+assert asked == [quantize.to_mx_compiled.__wrapped__]
+"""
+
+
+def test_quack_asks_torch_compile_for_its_quantisers_when_they_are_called() -> None:
+    done = subprocess.run([sys.executable, "-c", QUACK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def rotated(x: Tensor, w: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.linear(x, w).unflatten(-1, (-1, 16))  # of Python, where Dynamo breaks a graph
+    one, two = y.chunk(2, -1)
+    return torch.cat((-two, one), -1) * cos[:, None], torch.sum(y, [0, 1])
+
+
+def test_inductor_is_given_one_graph_of_atens_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor
+
+    graphs: list[torch.fx.GraphModule] = []
+    given = lambda graph, tensors: graphs.append(graph) or graph
+    monkeypatch.setattr(torch._inductor, "compile", given)
+    args = [drawn(24, H), drawn(D, H), drawn(24, 16)]
+    run = ways.Inductor(rotated)
+    for _ in range(2):
+        for got, own in zip(run(*args), rotated(*args), strict=True):
+            assert torch.equal(got, own)
+    (graph,) = graphs
+    called = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    assert all(isinstance(x, torch._ops.OpOverload) or x is operator.getitem for x in called)
+
+
+def test_a_kernel_whose_numbers_are_wrong_is_not_taken() -> None:
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [F.silu(F.linear(x, w))]
+
+    args = [drawn(24, H), drawn(D, H)]
+    plan = choice.planned(function, args)
+    assert choice.wrong(plan, function, args) == ""
+    step: Any = plan.module.kernel_0
+    step.kernel = lambda x, w: [-F.silu(F.linear(x, w))]
+    assert "result 0 is off by 2.0e+00" in choice.wrong(plan, function, args)
