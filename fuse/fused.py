@@ -10,12 +10,13 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coda_agent.fuse.kernels import PACKED
-from coda_agent.fuse.plan import Plan
 from coda_agent.fuse.ran import GRAPHS, Call
 from coda_agent.specs.recording import quiet
+
+if TYPE_CHECKING:
+    from coda_agent.fuse.plan import Plan
 
 _NONE = "Dynamo records no call of torch in it, or has recorded its code too often"
 
@@ -168,6 +169,8 @@ class Fused:
     def forget(self) -> None:
         """Packs weights anew, of all functions: after a write that PyTorch does not count, such as
         one by way of `.data`."""
+        from coda_agent.fuse.kernels import PACKED
+
         PACKED.clear()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coda_agent.fuse.plan import Plan
+if TYPE_CHECKING:
+    from coda_agent.fuse.plan import Plan
 
 NO_PRODUCT = "no product of 16-bit matrices"
 
