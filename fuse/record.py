@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.authors.composer.capture import decompositions
+from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.rules import carry, gather_first
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs.recording import alone
@@ -37,6 +38,7 @@ def recorded(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> f
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ProgramError(f"it draws random numbers ({node.name})")
         _write_nothing(node)
+    share(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module

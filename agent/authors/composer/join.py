@@ -17,7 +17,7 @@ from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
 
 _SLICE = torch.ops.aten.slice.Tensor
-_FOR_ROWS = ("Scalar", "ColVector")
+_FOR_ROWS, _REPEATED = ("Scalar", "ColVector"), "PositionTable"
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ def _operands(
         for name, kind in part.rewritten.operands.items():
             if name in own:
                 continue
+            if kind == "Tile" and any(p.rewritten.operands.get(name) == _REPEATED for p in parts):
+                kind = _REPEATED  # of one head
             port, width = part.operands[name], _width(part, name, kind)
             if not width or start % width or total % width:
                 message = f"reads {name!r}, a {kind}, in some of several products"
@@ -135,7 +137,7 @@ def _width(part: Composition, name: str, kind: str) -> int:
     """After how many columns a program reads an operand again; 0 where it does not."""
     if kind in _FOR_ROWS:
         return 1
-    if kind not in ("PositionTable", "SampleTable", "PositionPairs"):
+    if kind not in (_REPEATED, "SampleTable", "PositionPairs"):
         return 0
     node = part.operands[name].node
     if node is None:

@@ -157,7 +157,7 @@ def retraced(graph: fx.Graph) -> Retraced:
             except Exception as error:  # any operator of any library may be in a graph
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise Refusal(f"cannot be traced again: {reason}") from None
-    _share(module.graph)
+    share(module.graph)
     (end,) = (n for n in module.graph.nodes if n.op == "output")
     values = zip(tensors, tree_leaves(end.args[0]), strict=True)
     traced = Retraced(module, {user: n for user, n in values if isinstance(n, fx.Node)})
@@ -165,7 +165,7 @@ def retraced(graph: fx.Graph) -> Retraced:
     return traced
 
 
-def _share(graph: fx.Graph) -> None:
+def share(graph: fx.Graph) -> None:
     """Compute once what is called twice."""
     known: dict[Any, fx.Node] = {}
     for node in [*graph.nodes]:

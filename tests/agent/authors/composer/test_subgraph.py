@@ -194,6 +194,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
         (BATCH, tensor(256, 32), WEIGHT, tensor(128, 32) * 2, tensor(12, 64), tensor(12, 64)),
         "Tile",
     ),
+    "one key": (
+        query_key_value,
+        (BATCH, tensor(256, 32), tensor(64, 32), tensor(64, 32) * 2, tensor(2, 12, 64)[0],
+         tensor(12, 64)),
+        "Tile",
+    ),
     "biased": (biased_query_key, (BATCH, WEIGHT, tensor(64, 32), tensor(128), tensor(64)), "Tile"),
     "packed heads": (packed_heads, (BATCH, tensor(192, 32), tensor(192)), "Tile"),
     "packed and scaled": (packed_and_scaled, (ROWS, tensor(32, 192), tensor(192)), "Tile"),
