@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from coda_agent.agent.authors.composer.check import run_exactly
 from coda_agent.fuse.imports import import_quack
 from coda_agent.fuse.plan import Plan, planned
 from coda_agent.fuse.timing import Inductor, fastest
@@ -33,15 +34,14 @@ def chosen(function: Run, tensors: Sequence[torch.Tensor]) -> tuple[Plan, Run, s
         Exception: whatever the function raises.
     """
     plan = planned(function, tensors)
+    if plan.kernels and (fault := wrong(plan, function, tensors)):
+        plan.kernels.clear()
+        plan.why["numbers"] = fault
     if not tensors or not all(t.is_cuda for t in tensors):
         return (plan, plan.module, "the plan") if plan.kernels else (plan, function, "PyTorch")
     ways: dict[str, Callable[[], Run]] = {"torch.compile": lambda: Inductor(function)}
     if plan.kernels:
-        import_quack()
-        if fault := wrong(plan, function, tensors):
-            plan.why["numbers"] = fault
-        else:
-            ways["the plan"] = lambda: plan.module
+        ways["the plan"] = lambda: plan.module
     ways["PyTorch"] = lambda: function
     best, way, us = _fastest(ways, tensors, plan)
     if plan.kernels and way != "the plan":
@@ -50,19 +50,24 @@ def chosen(function: Run, tensors: Sequence[torch.Tensor]) -> tuple[Plan, Run, s
 
 
 def wrong(plan: Plan, function: Run, tensors: Sequence[torch.Tensor]) -> str:
-    """Say what is wrong with a plan's numbers beside PyTorch's own, against float32."""
+    """Say what is wrong with a plan's numbers beside PyTorch's own, against float64."""
+    if all(t.is_cuda for t in tensors):
+        import_quack()
     with torch.no_grad():
-        wide = [t.float() if t.is_floating_point() else t for t in tensors]
-        try:
-            exact, own, got = plan.original(*wide), function(*tensors), plan.module(*tensors)
-        except RuntimeError as error:
-            return (str(error).splitlines() or [type(error).__name__])[0]
+        wide = [t.double() if t.is_floating_point() else t for t in tensors]
+        exact, own, got = (
+            run_exactly(plan.original, wide),
+            function(*tensors),
+            plan.module(*tensors),
+        )
         for i, (x, y, z) in enumerate(zip(exact, own, got, strict=True)):
             if not x.is_floating_point():
                 continue
-            scale = x.float().norm().clamp(min=1e-30)
-            errors = [float((v.float() - x.float()).norm() / scale) for v in (y, z)]
-            if not errors[1] <= _WORSE * errors[0] + torch.finfo(z.dtype).eps:
+            finite = x.isfinite()
+            x, y, z = (v.double().where(finite, 0) for v in (x, y, z))
+            scale = x.norm().clamp(min=1e-30)
+            errors = [float((v - x).norm() / scale) for v in (y, z)]
+            if not errors[1] <= _WORSE * errors[0] + torch.finfo(own[i].dtype).eps:
                 return f"result {i} is off by {errors[1]:.1e}, and PyTorch's by {errors[0]:.1e}"
     return ""
 

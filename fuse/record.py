@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.authors.composer.capture import decompositions
-from coda_agent.agent.authors.composer.retrace import share
+from coda_agent.agent.authors.composer.retrace import APART, share
 from coda_agent.fuse.rules import carry, gather_first
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs.recording import alone
@@ -70,7 +70,7 @@ def _table() -> dict[Any, Any]:
     """Decompositions: those of the composer, and of losses into what rows have each."""
     simpler = get_decompositions([aten.nll_loss_forward, aten.nll_loss2d_forward])
     own = {aten._log_softmax.default: _log_softmax, aten.addmm.default: _addmm}
-    return {**decompositions(), **simpler, **own}
+    return {**decompositions(), **APART, **simpler, **own}
 
 
 def _addmm(

@@ -123,9 +123,12 @@ def _operands(
             if not width or start % width or total % width:
                 message = f"reads {name!r}, a {kind}, in some of several products"
                 raise Refusal(message, "make a kernel of each", port.node)
-            if kinds.setdefault(name, kind) != kind:
-                raise Refusal(f"reads {name!r} in two ways", "make a kernel of each", port.node)
-            operands[name] = port
+            if kinds.setdefault(name, kind) != kind or operands.get(name, port) != port:
+                # In another order than another part reads it.
+                names[name] = f"{name}_{starts.index(start)}"
+                port = replace(port, name=names[name])
+                kinds[port.name] = kind
+            operands[port.name] = port
         for expr in walk([*part.rewritten.values.values()]):
             if expr.op in ("column_index", "philox_uniform") or start % _step(expr):
                 raise Refusal("counts the columns of one of several products", "")

@@ -151,7 +151,7 @@ def retraced(graph: fx.Graph) -> Retraced:
             for val in [node.meta["val"]]
         ]
         with notes.preserve_node_meta():
-            table = {**decompositions(), **_APART}
+            table = {**decompositions(), **APART}
             try:
                 module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:  # any operator of any library may be in a graph
@@ -226,7 +226,7 @@ def _extreme(name: str) -> Callable[..., Any]:
 
 
 # Calls of several results, in terms of such as have one.
-_APART: dict[Any, Callable[..., Any]] = {
+APART: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
     aten.unbind.int: _unbind,
