@@ -83,7 +83,7 @@ def differing(
 def _short(value: float) -> bool:
     """Whether a number has at most eight bits, as a person means it exactly."""
     mantissa, _ = math.frexp(value)
-    return mantissa * 256 == round(mantissa * 256)
+    return math.isfinite(value) and mantissa * 256 == round(mantissa * 256)
 
 
 def _values(graph: Graph) -> set[float]:
