@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from coda_agent.agent.authors.composer.calls import argument, bounds, name_of, shape_of
 from coda_agent.primitives.errors import ProgramError
 
 PRODUCTS = ("mm", "bmm")
@@ -160,38 +161,9 @@ class Unread(ProgramError):
         self.node = node
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
-    """The shape of a node's tensor."""
-    return tuple(node.meta["val"].shape)
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of an ATen operation, without its overload."""
-    schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[1] if schema else getattr(node.target, "__name__", "")
-
-
 def fresh(shape: Iterable[int]) -> list[Dim]:
     """Axes of their own for each dim."""
     return [[Axis(size)] if size != 1 else [] for size in shape]
-
-
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, by place or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def bounds(node: fx.Node) -> tuple[int, int, int, int]:
-    """Dim, start, stop and step of a slice, or of what is put into one."""
-    shift = name_of(node) == "slice_scatter"
-    shape = shape_of(node.args[0])
-    dim = argument(node, 1 + shift, "dim", 0) % len(shape)
-    start = argument(node, 2 + shift, "start") or 0
-    stop = argument(node, 3 + shift, "end")
-    size = shape[dim]
-    start = max(start + size, 0) if start < 0 else min(start, size)
-    stop = size if stop is None else max(stop + size, 0) if stop < 0 else min(stop, size)
-    return dim, start, stop, argument(node, 4 + shift, "step", 1)
 
 
 def _broadcast(axes: Axes, node: fx.Node) -> list[Dim]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from coda_agent.agent.authors.composer.axes import name_of
+from coda_agent.agent.authors.composer.calls import name_of
 from coda_agent.agent.authors.composer.problem import Problem, Refusal
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.placed import philox

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.axes import PRODUCTS, name_of, shape_of
+from coda_agent.agent.authors.composer.axes import PRODUCTS
+from coda_agent.agent.authors.composer.calls import name_of, shape_of
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import Retraced, needs_product
 

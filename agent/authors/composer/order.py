@@ -10,15 +10,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.axes import (
-    REDUCTIONS,
-    Axes,
-    Axis,
-    Dim,
-    argument,
-    name_of,
-    shape_of,
-)
+from coda_agent.agent.authors.composer.axes import REDUCTIONS, Axes, Axis, Dim
+from coda_agent.agent.authors.composer.calls import argument, name_of, shape_of
 from coda_agent.agent.authors.composer.ports import Stand, applied
 from coda_agent.agent.authors.composer.problem import View
 from coda_agent.agent.authors.composer.resize import Roles

@@ -13,7 +13,8 @@ from torch import fx
 
 from coda_agent import primitives
 from coda_agent.agent.authors.composer.assemble import assemble
-from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, name_of, shape_of, unify
+from coda_agent.agent.authors.composer.axes import Axes, Axis, Dim, unify
+from coda_agent.agent.authors.composer.calls import name_of, shape_of
 from coda_agent.agent.authors.composer.check import check_numbers
 from coda_agent.agent.authors.composer.merge import Merged, products
 from coda_agent.agent.authors.composer.order import Order

@@ -10,16 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from coda_agent.agent.authors.composer.axes import (
-    SIZED,
-    Axes,
-    Axis,
-    Dim,
-    argument,
-    bounds,
-    name_of,
-    shape_of,
-)
+from coda_agent.agent.authors.composer.axes import SIZED, Axes, Axis, Dim
+from coda_agent.agent.authors.composer.calls import argument, bounds, name_of, shape_of
 from coda_agent.primitives.errors import ProgramError
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from coda_agent.agent.authors.composer.axes import PRODUCTS, name_of
+from coda_agent.agent.authors.composer.axes import PRODUCTS
+from coda_agent.agent.authors.composer.calls import name_of
 from coda_agent.agent.authors.composer.capture import decompositions, noted
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.specs.recording import alone

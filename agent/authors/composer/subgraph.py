@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from coda_agent.agent.authors.composer.axes import Unread, shape_of
+from coda_agent.agent.authors.composer.axes import Unread
+from coda_agent.agent.authors.composer.calls import shape_of
 from coda_agent.agent.authors.composer.join import Composition, joined
 from coda_agent.agent.authors.composer.merge import merge, products
 from coda_agent.agent.authors.composer.problem import Refusal
