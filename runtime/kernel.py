@@ -465,7 +465,7 @@ class Kernel:
             if config.label not in self.refused
             and (block is None or reduction_block(program, config) == block)
         ]
-        model = None if other else self.model(gpu, dtype)
+        model = None if other else self._likely_model(gpu, dtype)
         if model is None or not any(config in model.costs for config in usable):
             width = tables.width(dtype)
             model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=self.spills)
@@ -473,7 +473,12 @@ class Kernel:
 
     @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
     def model(self, gpu: str, dtype: str) -> Model | None:
-        """Find what was fitted to measurements on a GPU, or on one like it; None without any."""
+        """Find what was fitted to measurements on a GPU; None where nothing was."""
+        return tables.find(self.folder, gpu, self.spec.name, self.fitted.digest, dtype)
+
+    @lru_cache(maxsize=8)  # noqa: B019 (there are as many functions as kernels)
+    def _likely_model(self, gpu: str, dtype: str) -> Model | None:
+        """Find a GPU's model, or what another card's becomes with its SMs."""
         about = self.spec.name, self.fitted.digest, dtype
         return tables.find(self.folder, gpu, *about, sms=_gpu(gpu).sms)
 

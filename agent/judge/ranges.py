@@ -80,7 +80,13 @@ def range_fault(
             f"{o} leaves float32's range: it is {got:g} where {expected:.9g} is due and the "
             f"reference stays in range{text}"
         )
-        where = {"got": got, "expected": expected, "index": list(at), "output": o}
+        where = {
+            "fault": "overflow",
+            "got": got,
+            "expected": expected,
+            "index": list(at),
+            "output": o,
+        }
         return Finding(message=message, where={**where, "program": program.name})
     return None
 

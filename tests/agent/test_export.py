@@ -117,7 +117,8 @@ def test_doctor_says_what_was_exported_for_what_and_how_it_is_loaded(repository:
         evidence = json.loads((GENERATED / name / "evidence.json").read_text())
         day = evidence["date"][:10]
         load = f'get_local_kernel(Path("{repository}")).{name}'
-        said = f"{evidence['level']} {day}, {H200}", f"tiles for {H200}", "sm_90a", "bfloat16"
+        machine = evidence["machine"]["gpu"]
+        said = f"{evidence['level']} {day}, {machine}", f"tiles for {H200}", "sm_90a", "bfloat16"
         assert re.split(r"  +", line) == [name, *said, "intact", load]
     found = inspected(repository)
     assert found["id"] == json.loads(next(repository.rglob("metadata.json")).read_text())["id"]
@@ -530,6 +531,6 @@ def test_a_table_has_the_tile_that_a_measured_shape_dispatches() -> None:
 def test_a_type_and_a_gpu_that_nothing_is_known_of() -> None:
     with pytest.raises(CodaError, match="takes no float32, expected bfloat16 or float16"):
         choose(gemm_swiglu, Wanted(H200, 1, ("float32",)))
-    said = r"nothing was measured of gemm_swiglu on a 'RTX' \(known: NVIDIA H200; coda-agent fit"
+    said = r"nothing was measured of gemm_swiglu on a 'RTX' \(known: NVIDIA H100 80GB HBM3, NVIDIA H200; coda-agent fit"
     with pytest.raises(CodaError, match=said):
         choose(gemm_swiglu, Wanted("RTX", 1))

@@ -32,7 +32,7 @@ MISTAKES = [
     ("torch.relu(z) + r", "maximum(acc, 0.5) + r", "wrong_constant", "0.5 .* should be 0"),
     ("torch.log1p(z * z) * r", "log(1.0 + acc * acc) * r", "cancellation", "digits are lost"),
     ("torch.exp(z * 4.0 - r) * r", "exp(acc * 4.0 - r)", "missing_operand", "`r` is left out"),
-    ("F.softplus(z) * r", "log(1.0 + exp(acc)) * r", "overflow", r"`exp\(acc\)` is inf"),
+    ("F.softplus(z) * r", "log(1.0 + exp(acc)) * r", "overflow", r"`exp\(acc\)` overflows"),
 ]  # fmt: skip
 
 
