@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,7 +23,7 @@ from pydantic import (
 )
 
 from coda_agent.agent import execution
-from coda_agent.agent.judge.machine import demanded
+from coda_agent.agent.judge.machine import Gpu, demanded
 from coda_agent.agent.judge.records import Level
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError, MachineError
@@ -96,17 +97,20 @@ class Suite(_Model):
         text = json.dumps({**data, "specs": self.specs}, sort_keys=True)
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
-    def device(self, asked: Literal["auto", "cpu", "cuda"]) -> Device:
+    def device(
+        self, asked: Literal["auto", "cpu", "cuda"], gpu: Callable[[], Gpu | None] | None = None
+    ) -> Device:
         """Choose where it runs: on a GPU where the suite names one, unless told otherwise.
+
+        `gpu` looks for one elsewhere than on this machine.
 
         Raises:
             MachineError: there is no such GPU here.
         """
-        jobs = execution.executor()  # a cluster that does not answer is said now
         if asked == "cpu" or (asked == "auto" and not self.gpu):
             return "cpu"
         hint = "--device cpu shows what can be shown without: proved"
-        name = demanded(jobs.gpu(), hint).name
+        name = demanded((gpu or execution.executor().gpu)(), hint).name
         if self.gpu.lower() not in name.lower():
             message = f"suite {self.name} is for a GPU named {self.gpu}, here is {name}"
             raise MachineError(message, hint=hint)

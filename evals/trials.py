@@ -305,7 +305,7 @@ def _outcome(state: RunState, final: Attempt | None) -> tuple[Outcome, str]:
     if verdict and verdict.passed and verdict.level:
         return verdict.level, ""
     if failure := state.failure:
-        if state.writing and failure.error == "ProgramError":
+        if state.writing and failure.error in ("ProgramError", "Refusal"):
             return "gave_up", failure.message
         theirs = state.writing or failure.error == "Stopped"
         return ("error" if theirs else "harness_fault"), f"{failure.error}: {failure.message}"

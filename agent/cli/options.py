@@ -18,13 +18,6 @@ SHARED = {
     "contended": Annotated[
         bool, typer.Option("--contended", help="Time on a GPU that others use, too.")
     ],
-    "executor": Annotated[
-        str | None,
-        typer.Option(
-            metavar="dask://HOST:PORT",
-            help="Compile, check and time on a Dask cluster; else $CODA_AGENT_EXECUTOR, else here.",
-        ),
-    ],
 }
 """Options that `report.reported` gives commands, which do not take them themselves. All but --json
 hold for what a command calls: the judge and its children read them in the environment, as

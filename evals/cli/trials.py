@@ -18,6 +18,7 @@ from coda_agent.agent.workbench import WITHHELD
 from coda_agent.agent.workspace import Workspace, find
 from coda_agent.evals import leaderboard as boards
 from coda_agent.evals import suites, trials
+from coda_agent.evals.cluster import Cluster
 from coda_agent.evals.workers import workers
 from coda_agent.primitives.errors import CodaError, MachineError
 
@@ -25,7 +26,7 @@ _KINDS = authors.kinds().values()
 _SPELLINGS = ", ".join(kind.spelling for kind in _KINDS)
 
 
-@reported("executor")
+@reported()
 def run(
     suite: Annotated[str, typer.Option(help="smoke, paper, catalogue, blocks, a path.")],
     author: Annotated[list[str], typer.Option(help=f"{_SPELLINGS}; repeatable.")],
@@ -35,6 +36,10 @@ def run(
     jobs: Annotated[
         int, typer.Option(min=1, help="Trials at a time, each in a process of its own.")
     ] = 1,
+    dask: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Trials on the workers of a Dask scheduler."),
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Some of the suite's specs.")] = None,
     without: Annotated[
         list[str] | None, typer.Option(help=f"Withhold {', '.join(WITHHELD)}; repeatable.")
@@ -52,7 +57,8 @@ def run(
     options = authors.Options(effort=effort, price=price_of(price_in, price_out), base_url=base_url)
     workspace = find()
     definition = suites.load(suite, workspace.root / "evals" / "suites")
-    where = definition.device(device)
+    pool = Cluster(dask, workspace.root) if dask else workers(jobs)
+    where = definition.device(device, pool.gpu if isinstance(pool, Cluster) else None)
     parts = _withheld(workspace, author, without or [], where)
     plan = trials.plan(
         workspace, definition, list(dict.fromkeys(author)), device=where, trials=count,
@@ -69,7 +75,7 @@ def run(
             place = f"{task.author} {task.spec} {task.trial}"
             typer.echo(f"{place}: {record.outcome}{said} ({cost})")
 
-    with workers(jobs) as pool:
+    with pool:
         made = trials.run(plan, pool, width=jobs, tell=tell)
     found: dict[str, list[trials.Trial]] = {}
     for record in made:

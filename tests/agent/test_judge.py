@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from coda_agent.agent import execution
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
@@ -244,11 +243,9 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(device, "SETTLE_S", 0.2)
     monkeypatch.setattr(compile_gate, "offered", lambda *_: SM90_CONFIGS[:4:3])
     made = device.Device(device.Gpu("GPU-1", "Fake GPU", "9.0"), "scripted_device")
-    execution._executor.cache_clear()
     local.here.cache_clear()
     monkeypatch.setattr(local.Local, "_device", lambda self, gpu: {made.gpu: made}[gpu])
     yield tmp_path
-    execution._executor.cache_clear()
     local.here.cache_clear()
     made.close()
 
