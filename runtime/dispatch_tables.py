@@ -6,6 +6,7 @@ A folder of accepted kernels may hold tables of its own; the package's is asked 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import lzma
 import re
@@ -178,22 +179,12 @@ def find(
         None where no table has that program with elements as wide.
     """
     places = dict.fromkeys((folder, PACKAGED))
-    of_card = [table for place in places if (table := read(place, gpu))]
-    others = [(place, name) for place in places for name in fitted(place) if name != gpu]
-    for table in of_card:
-        if model := _model(table, kernel, program, dtype, table.sms):
-            return model
-    for place, name in others if sms else ():
-        table = read(place, name)
-        if table and (model := _model(table, kernel, program, dtype, sms)):
-            return model
-    return None
-
-
-def _model(table: Table, kernel: str, program: str, dtype: str, sms: int) -> Model | None:
-    entry = table.kernels.get(kernel)
-    if entry and (entry.program, entry.element_bytes) == (program, width(dtype)):
-        return entry.model(sms)
+    own = (read(place, gpu) for place in places)
+    others = (read(place, name) for place in places for name in fitted(place) if name != gpu)
+    for table in itertools.chain(own, others if sms else ()):
+        entry = table.kernels.get(kernel) if table else None
+        if table and entry and (entry.program, entry.element_bytes) == (program, width(dtype)):
+            return entry.model(table.sms if table.gpu == gpu else sms)
     return None
 
 

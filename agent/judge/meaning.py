@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 import secrets
@@ -26,7 +27,7 @@ from coda_agent.agent.judge.disturbance import disturbed
 from coda_agent.agent.judge.places import place_cases
 from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
-from coda_agent.agent.judge.runners import interpreted, one_thread
+from coda_agent.agent.judge.runners import one_thread, replayed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.judge.ties import differing, tie_draws
 from coda_agent.primitives.graph import Graph, Node, Shape
@@ -118,14 +119,27 @@ def meaning_fault(
         results = replayed(spec, program, inputs)
         if fault := _tie_fault(spec, program, binding, seed, inputs, truth, results):
             return fault
-    for case in place_cases(spec, program, binding):
-        inputs = draw_doubles(spec, binding, case.sizes, seed)
+    cases = place_cases(spec, program, binding)
+    for sizes, moved in itertools.groupby(cases, key=lambda case: case.sizes):
+        inputs = draw_doubles(spec, binding, sizes, seed)
         truth = run_reference(spec, inputs, binding=binding, exact=True)
-        results = replayed(spec, case.program, inputs)
-        about = case.program, binding, seed, case.label
-        if fault := _case_fault(spec, *about, inputs, truth, results):
-            return fault
+        for case in moved:
+            results = replayed(spec, case.program, inputs)
+            about = case.program, binding, seed, case.label
+            if fault := _case_fault(spec, *about, inputs, truth, results):
+                return fault
     return None
+
+
+def _apart(
+    spec: Spec, truth: Outputs, results: Outputs
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """List the outputs that differ, with their values and the exact ones, as a store saturates."""
+    for o, expected in truth.items():
+        top = _top(spec, o)
+        out, expected = (x.clamp(-top, top) for x in (results[o], expected))
+        if _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
+            yield o, out, expected
 
 
 def _tie_fault(
@@ -133,11 +147,7 @@ def _tie_fault(
     inputs: Inputs, truth: Outputs, results: Outputs,
 ) -> Finding | None:  # fmt: skip
     """Find the first output that falls to the other side of a jump."""
-    for o, expected in truth.items():
-        top = _top(spec, o)
-        out, expected = (x.clamp(-top, top) for x in (results[o], expected))
-        if not _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
-            continue
+    for o, out, expected in _apart(spec, truth, results):
         wrong = differing(spec, program, binding, inputs, o, out, expected)
         if bool(wrong.any()):
             index = [int(i) for i in wrong.nonzero()[0]]
@@ -163,12 +173,8 @@ def _case_fault(
     inputs: Inputs, truth: Outputs, results: Outputs,
 ) -> Finding | None:  # fmt: skip
     """Find the first output that is not the reference's on one input set."""
-    for o, expected in truth.items():
-        top = _top(spec, o)
-        out, expected = (x.clamp(-top, top) for x in (results[o], expected))
-        if not _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
-            continue
-        constants, rounded = _of_rounding(spec, program, inputs, o, out, top)
+    for o, out, expected in _apart(spec, truth, results):
+        constants, rounded = _of_rounding(spec, program, inputs, o, out)
         known = _RELATIVE * expected.abs() + _LEAST
         known = known + constants + rounded.minimum(_HALF * expected.abs())
         for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
@@ -316,13 +322,6 @@ def _changes(spec: Spec, x: str, types: Mapping[str, str]) -> Iterator[tuple[str
         yield "of every magnitude", log_uniform
 
 
-def replayed(spec: Spec, program: Program, inputs: Inputs) -> Outputs:
-    """The program's outputs in float64."""
-    import torch
-
-    return interpreted(spec, program, inputs, dtypes={}, compute=torch.float64)
-
-
 def _top(spec: Spec, o: str) -> float:
     """The largest number of an output's type where its store saturates, else infinity."""
     import torch
@@ -361,12 +360,13 @@ def _noise(
 
 
 def _of_rounding(
-    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor, top: float
+    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What float32's rounding of the program's constants comes to in output `o`, which saturates at
-    `top`, and what float64's rounding of its operations does."""
+    """What float32's rounding of the program's constants comes to in output `o`, and what float64's
+    rounding of its operations does."""
     import torch
 
+    top = _top(spec, o)
     constants, operations = torch.zeros_like(out), torch.zeros_like(out)
     for i, node in enumerate(program.graph.nodes):
         if node.op in ("acc", "operand"):

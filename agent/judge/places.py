@@ -129,7 +129,8 @@ def _long_shapes(spec: Spec, program: Program, numbers: list[int]) -> Iterator[C
     for dim, other in ((m, n), (n, m)):
         if spec.dims[dim].only is not None:
             continue
-        few = min(s[other] for s in spec.check_shapes if s[other] > 1)
+        several = (s[other] for s in spec.check_shapes if s[other] > 1)
+        few = min(several, default=base[other])
         reach = max([s[dim] for s in spec.bench_shapes] + [c + _STEP for c in numbers])
         size = _up(min(reach, _ELEMENTS // few), spec.dims[dim].multiple_of)
         yield Case(f"{dim} = {size}", {**base, dim: size, other: few}, program)

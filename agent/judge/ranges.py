@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.replaying import expression
-from coda_agent.agent.judge.runners import interpreted
+from coda_agent.agent.judge.runners import replayed
 from coda_agent.primitives.program import Program
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def range_fault(
     """
     from coda_agent.specs import run_reference
 
-    values = _float32_outputs(spec, program, inputs)
+    narrow = functools.partial(hold, least=_FLOAT32[0], most=_FLOAT32[1])
+    values = {o: narrow(value) for o, value in replayed(spec, program, inputs, narrow).items()}
     suspects = {
         o: _near(results[o], due, _RIGHT) & ~_near(values[o], due, _WRONG)
         for o, due in truth.items()
@@ -118,17 +119,6 @@ def _scales(spec: Spec, x: str) -> bool:
     return tensor.draw.kind != "integers" and tensor.domain in (None, (0.0, math.inf))
 
 
-def _float32_outputs(
-    spec: Spec, program: Program, inputs: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    import torch
-
-    touch = functools.partial(hold, least=_FLOAT32[0], most=_FLOAT32[1])
-    options: dict[str, Any] = {"dtypes": {}, "compute": torch.float64, "touch": touch}
-    outputs = interpreted(spec, program, dict(inputs), **options)
-    return {o: touch(value) for o, value in outputs.items()}
-
-
 def _near(value: torch.Tensor, due: torch.Tensor, share: float) -> torch.Tensor:
     return due.isfinite() & (due != 0) & ((value - due).abs() <= share * due.abs())
 
@@ -143,8 +133,7 @@ def _culprit(spec: Spec, program: Program, inputs: Mapping[str, Any]) -> str:
         seen.append((value, hold(value, *_FLOAT32)))
         return seen[-1][1]
 
-    options: dict[str, Any] = {"dtypes": {}, "compute": torch.float64, "touch": touch}
-    interpreted(spec, program, dict(inputs), **options)
+    replayed(spec, program, inputs, touch)
     nodes = [i for i, n in enumerate(program.graph.nodes) if n.args]
     # The accumulator comes first.
     for i, (value, held) in zip(nodes, seen[1:], strict=False):

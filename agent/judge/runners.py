@@ -91,6 +91,15 @@ def interpreted(
     return interpret(program, a, b, {**inputs, **held(spec, program, inputs)}, **options)
 
 
+def replayed(
+    spec: Spec, program: Program, inputs: Inputs, touch: Callable[[Any], Any] = lambda value: value
+) -> dict[str, torch.Tensor]:
+    """Return a program's outputs in float64; `touch` as of `primitives.interpret.interpret`."""
+    import torch
+
+    return interpreted(spec, program, inputs, dtypes={}, compute=torch.float64, touch=touch)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Torch works in one thread: for small tensors more wait for one another, and where other

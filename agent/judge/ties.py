@@ -89,6 +89,5 @@ def _short(value: float) -> bool:
 def _values(graph: Graph) -> set[float]:
     """List halves around 0, around the ends of 8 bits, and around the constants of a graph."""
     centres = {0.0, 127.0, -128.0} | {n.value for n in graph.nodes if n.op == "const"}
-    near = (i / 2 for i in range(-9, 10))
-    steps = [*near]
-    return {c + s for c in centres | {-c for c in centres} if abs(c) < 2**15 for s in steps}
+    both = {sign * c for c in centres for sign in (1, -1) if abs(c) < 2**15}
+    return {c + i / 2 for c in both for i in range(-9, 10)}

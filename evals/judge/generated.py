@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from coda_agent.agent.authors.composer import Composer
-from coda_agent.agent.judge.meaning import replayed
+from coda_agent.agent.judge.runners import replayed
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.scores import Judge, Score, recorded
 from coda_agent.evals.workers import leave_with_parent

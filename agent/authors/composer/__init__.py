@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from coda_agent.agent.authors import Author, Kind, Options, Writer
 from coda_agent.agent.judge import Observer
-from coda_agent.agent.judge.meaning import replayed
+from coda_agent.agent.judge.runners import replayed
 from coda_agent.agent.judge.structures import base_shape
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives import Program
