@@ -253,7 +253,9 @@ def serve(handler: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], 
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    threading.Thread(target=_end_with_parent, args=(jobs,), daemon=True).start()
+    # A descriptor of its own: on a loaded machine the thread polls for the first time after a job
+    # raised and `jobs` was closed.
+    threading.Thread(target=_end_with_parent, args=(os.dup(jobs),), daemon=True).start()
 
     def send(record: dict[str, Any]) -> None:
         data = json.dumps(record).encode() + b"\n"
