@@ -26,8 +26,7 @@ step is forward, backward and a fused AdamW of Llama-3.2-1B, 8 sequences of 4096
 GPU; on two GPUs FSDP2 shards it, and time is the host's. `compile` is a transformers model under
 torch.compile, whose attention gets a mask; `compile, mask folded` has causal attention instead."""
 _FUSE = """Functions of one to three products with the widths of real models, forward, 4096 rows.
-Ours is `fuse(function)`, which is torch.compile itself where gradients are asked for;
-`evals/functions.py` says what they compute."""
+Ours is `fuse(function)`; `evals/functions.py` says what they compute."""
 _GRADIENTS = """Each accepted kernel of 16-bit operands at 4096³, forward and backward together,
 with gradients of every tensor but tables and indices. Beside it runs the reference of its spec."""
 _HOST = """What a call of an accepted kernel costs the host, in microseconds until it returns, at

@@ -10,9 +10,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from coda_agent.fuse.fused import fuse, mm
+from coda_agent.fuse.fused import explain, fuse, mm
 
-__all__ = ["fuse", "mm"]
+__all__ = ["explain", "fuse", "mm"]
 __signature__ = inspect.signature(fuse)
 
 

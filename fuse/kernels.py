@@ -1,98 +1,70 @@
 """A region's program as a kernel: with the tiles of the accepted one that computes the same, or by
 the prior.
-
-The program was checked against its graph in float64 when it was composed. On a GPU the kernel's
-results are compared with PyTorch's at the first call, before they are used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from coda_agent.agent.authors.composer.join import Composition
-from coda_agent.agent.authors.composer.ports import Port
-from coda_agent.fuse.regions import Region
+from coda_agent.fuse.regions import Cut, Region, cut
 from coda_agent.primitives.errors import MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.reductions import Reduction
-from coda_agent.primitives.resources import ColIndex, RowGather
-from coda_agent.runtime.function import Chooser, ProgramFunction
-from coda_agent.runtime.kernel import load_kernel, prior_chooser
+from coda_agent.primitives.resources import RowGather
+from coda_agent.runtime.program_operator import program_text
 from coda_agent.specs import Spec, load_spec
 
 if TYPE_CHECKING:
     from coda_agent.agent.workspace import Kernel as Entry
 
-PACKED: dict[tuple[int, ...], tuple[list[weakref.ref[torch.Tensor]], list[int], Any]] = {}
-"""What was packed, as long as all its parts live: by the port and the parts, since layers of one
-code have one plan. Emptied, it is packed again."""
 
-
-class RegionKernel:
-    """What runs a region: a function of its inputs, in order, that gives its outputs.
+@dataclass(frozen=True)
+class Kernel:
+    """What runs a region.
 
     Attributes:
-        region: It.
-        accepted: The name of the accepted kernel that computes the same; or "".
+        text: It, as the operator `coda_agent::kernel` takes it.
         like: The name of the accepted kernel whose tiles it has; or "".
+        accepted: Whether that computes the same.
     """
 
-    def __init__(self, region: Region) -> None:
-        composition = region.composition
-        self.region, program = region, composition.program
-        self._places = {node: i for i, node in enumerate(region.inputs)}
-        entry, exact = twin(composition)
-        self.like = entry.name if entry else ""
-        self.accepted = self.like if exact else ""
-        choose, refused = prior_chooser(program), frozenset[str]()
-        if entry:
-            known = load_kernel(entry.folder)
-            choose, refused = known.choose, known.refused
-        self._function = ProgramFunction(
-            program,
-            stored_types(composition),
-            _cached(choose),
-            (_name(composition.a.dtype),),
-            refused,
-            tuple(x for x, kind in program.operands.items() if kind is ColIndex),
-        )
+    text: str
+    like: str
+    accepted: bool
 
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        composition = self.region.composition
-        given = {x: self._entered(port, tensors) for x, port in composition.operands.items()}
-        a, b = self._entered(composition.a, tensors), self._entered(composition.b, tensors)
-        results = self._function(a, b, given)
-        return [
-            port.restored(results[port.name]).to(port.dtype)
-            for port in composition.outputs.values()
-        ]
 
-    def _entered(self, port: Port, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = [tensors[self._places[node]] for node in port.nodes]
-        if not port.packed:
-            x = port.canonical(*parts)
-            return x if x.ndim else x.float()
-        if any(t.is_inference() for t in parts):  # whose writes are not counted
-            return port.canonical(*parts)
-        key = id(port), *map(id, parts)
-        versions = [x for t in parts for x in (t._version, t.data_ptr())]
-        if known := PACKED.get(key):
-            refs, of, packed = known
-            if of == versions and all(r() is t for r, t in zip(refs, parts, strict=True)):
-                return packed
-        packed = port.canonical(*parts)
-        gone = lambda _: PACKED.pop(key, None)
-        PACKED[key] = [weakref.ref(t, gone) for t in parts], versions, packed
-        return packed
+def chosen(graph: fx.Graph) -> tuple[Cut, dict[Region, Kernel]]:
+    """Cut a graph into regions, and choose the kernel of each."""
+    known, kernels = cut(graph), dict[Region, Kernel]()
+    for region in [*known.regions]:
+        try:
+            kernels[region] = kernel_of(region.local)
+        except ProgramError as error:
+            known.leave(region, error.message)
+    return known, kernels
+
+
+def kernel_of(composition: Composition) -> Kernel:
+    """Choose the kernel of a composition.
+
+    Raises:
+        ProgramError: it does not store a type that the graph has.
+    """
+    entry, same = twin(composition)
+    stored, dtype = stored_types(composition), _name(composition.a.dtype)
+    like = str(entry.folder) if entry else ""
+    text = program_text(composition.program, stored, dtype, like)
+    return Kernel(text, entry.name if entry else "", same)
 
 
 def stored_types(composition: Composition) -> dict[str, str | None]:
@@ -114,10 +86,6 @@ def stored_types(composition: Composition) -> dict[str, str | None]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _cached(choose: Callable[..., Any]) -> Chooser:
-    return lru_cache(maxsize=256)(choose)
 
 
 def twin(composition: Composition) -> tuple[Entry | None, bool]:

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from coda_agent.agent.authors.composer.capture import decompositions
 from coda_agent.agent.authors.composer.retrace import APART, share
-from coda_agent.fuse.rules import carry, gather_first
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs.recording import alone
 
@@ -42,14 +41,6 @@ def recorded(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> f
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
-
-
-def apply_rules(module: fx.GraphModule) -> list[str]:
-    """Apply the rules to a recorded graph; a line for each place where one changed it."""
-    notes = [f"a row's factor is carried past {x}" for x in carry(module.graph)]
-    notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(module.graph)]
-    module.recompile()
-    return notes
 
 
 def _write_nothing(node: fx.Node) -> None:

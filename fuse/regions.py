@@ -3,12 +3,16 @@
 A region grows from a product, or from all products of one A, along what is computed with it. The
 composer is asked for its program; where it refuses, the node that it names is left out with what
 needs it, and it is asked again.
+
+A graph of both passes has each node tagged with its pass, and a region lies within one. What the
+backward pass needs of a forward region is computed there again from the fewest bytes stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -16,17 +20,23 @@ from torch import fx
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
+from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.agent.authors.composer.subgraph import compose_graph
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Element types that kernels multiply."""
+TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "stack_trace", "nn_module_stack")
+"""What passes after this one read of a node; new nodes have it of those that they stand for."""
 VIEWS = (
     aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default,
     aten._unsafe_view.default, aten.unsqueeze.default, aten.detach.default,
 )  # fmt: skip
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_SHAPES = (*VIEWS, aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
+_SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+_BY_COUNT = (aten.mean.dim, aten.mean.default, aten.var.correction, aten.var_mean.correction)
 _NODES, _ATTEMPTS = 96, 24
 """Nodes of a region at most, and how often the composer is asked for one."""
 _ALONE = "nothing follows it that a kernel could take along"
@@ -42,11 +52,20 @@ class Region:
 
     Attributes:
         nodes: Of the graph.
-        composition: Its program, with ports at nodes of the graph.
+        part: They as a graph by itself.
+        local: The kernel's program, with ports at nodes of `part`.
+        originals: The graph's nodes that those of `part` are.
     """
 
     nodes: frozenset[fx.Node]
-    composition: Composition
+    part: fx.Graph
+    local: Composition
+    originals: Mapping[fx.Node, fx.Node]
+
+    @cached_property
+    def composition(self) -> Composition:
+        """The program, with ports at nodes of the graph."""
+        return renamed(self.local, self.originals)
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -75,6 +94,11 @@ class Cut:
     regions: list[Region] = field(default_factory=list)
     why: dict[fx.Node, str] = field(default_factory=dict)
 
+    def leave(self, region: Region, reason: str) -> None:
+        """Leave a region's products to PyTorch."""
+        self.regions.remove(region)
+        self.why.update({node: reason for node in region.nodes if node.target in PRODUCTS})
+
 
 def cut(graph: fx.Graph) -> Cut:
     """Cut a functional ATen graph, each node of which has `meta["val"]`, into regions."""
@@ -86,7 +110,11 @@ def cut(graph: fx.Graph) -> Cut:
             result.why[first] = reason
             continue
         a = _operands(first)[0]
-        same = [node for node in left if _operands(node)[0] is a and not _unfit(node)]
+        same = [
+            node
+            for node in left
+            if _operands(node)[0] is a and not _unfit(node) and alike(node, first)
+        ]
         for products in ([first, *same], [first]) if same else ([first],):
             region = _region(result, products)
             if isinstance(region, Region) and not _fits(result, region):
@@ -108,6 +136,12 @@ def _fits(known: Cut, region: Region) -> bool:
         return bool([*order(Cut(known.graph, [*known.regions, region]))])
     except Circle:
         return False
+
+
+def alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes belong to the same pass."""
+    tag = "partitioner_tag"
+    return (one.meta.get(tag) == "is_backward") == (other.meta.get(tag) == "is_backward")
 
 
 def _operands(product: fx.Node) -> list[fx.Node]:
@@ -132,19 +166,69 @@ def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
         nodes = _grown(known, products, without)
         if not nodes.issuperset(products):
             return "needs another product of its own A"
-        graph, originals = extracted(known, nodes)
-        try:
-            composition = compose_graph(graph)
-        except Refusal as refusal:
-            node = originals.get(refusal.node) if refusal.node else None
+        stored = _stored(known.graph, nodes)
+        part, originals = extracted(known, nodes, stored)
+        local = composed(part)
+        if isinstance(local, Refusal):
+            node = originals.get(local.node) if local.node else None
             if node is None or node not in nodes or node in products or node in without:
-                return refusal.message
+                return local.message
             without.add(node)
             continue
-        if len(nodes) == len(products) or _is_bare(composition):
+        if len(nodes) == len(products) or _is_bare(local):
             return _ALONE
-        return Region(frozenset(nodes), renamed(composition, originals))
+        compute_again(known.graph, nodes, stored)
+        return Region(frozenset(nodes), part, local, originals)
     return "needs too much to be left out"
+
+
+def composed(part: fx.Graph) -> Composition | Refusal:
+    """Compose a graph, or take what was composed of one alike: layers of a model are."""
+    nodes, text = [*part.nodes], described(part)
+    if text not in _COMPOSED:
+        try:
+            _COMPOSED[text] = nodes, compose_graph(part)
+        except Refusal as refusal:
+            _COMPOSED[text] = nodes, refusal
+    known, result = _COMPOSED[text]
+    names = dict(zip(known, nodes, strict=True))
+    if isinstance(result, Composition):
+        return renamed(result, names)
+    node = None if result.node is None else names.get(result.node)
+    return Refusal(result.message, result.hint, node, result.output)
+
+
+_COMPOSED: dict[str, tuple[list[fx.Node], Composition | Refusal]] = {}
+
+
+def described(graph: fx.Graph) -> str:
+    """Write down a graph by what its calls are, whatever their names."""
+    places: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    for node in graph.nodes:
+        places[node] = f"%{len(places)}"
+        args = torch.fx.map_arg((node.args, node.kwargs), lambda x: _Place(places[x]))
+        value = node.meta.get(SYMBOLIC, node.meta.get("val"))
+        shape = str(value)
+        if isinstance(value, torch.Tensor):
+            shape = f"{[*value.shape]} {[*value.stride()]} {value.dtype} {value.device.type}"
+        target = "" if node.op == "placeholder" else node.target
+        lines.append(f"{node.op} {target} {args} {shape}")
+    return "\n".join(lines)
+
+
+class _Place(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a node's values, and not its shape alone, go by a size that is a symbol."""
+    if node.target in _BY_COUNT:
+        meta = node.all_input_nodes[0].meta
+        return any(not isinstance(x, int) for x in meta.get(SYMBOLIC, meta["val"]).shape[:-1])
+    sizes = [x for x in node.all_input_nodes if not isinstance(x.meta.get("val"), torch.Tensor)]
+    return bool(sizes) and node.target not in _SIZED
 
 
 def _is_bare(composition: Composition) -> bool:
@@ -155,7 +239,7 @@ def _is_bare(composition: Composition) -> bool:
 def _grown(known: Cut, products: Sequence[fx.Node], without: set[fx.Node]) -> set[fx.Node]:
     """The products with all that is computed with them before another product is."""
     taken = {node: region for region in known.regions for node in region.nodes}
-    nodes, needing = set(products), set(products)
+    nodes, needing, first = set(products), set(products), products[0]
     for node in known.graph.nodes:
         if node in nodes or not needing.intersection(node.all_input_nodes):
             continue
@@ -163,16 +247,99 @@ def _grown(known: Cut, products: Sequence[fx.Node], without: set[fx.Node]) -> se
         outside = needing.difference(nodes)
         if (
             node.op == "call_function"
+            and alike(node, first)
             and node not in without
             and node not in taken
             and node.target not in PRODUCTS
             and isinstance(node.meta.get("val"), torch.Tensor)
+            and not _counts(node)
             and outside.isdisjoint({*node.all_input_nodes} - {node})
             and not _through(node, taken, needing)
             and len(nodes) < _NODES
         ):
             nodes.add(node)
     return nodes | _beside(known, nodes, {*taken, *needing, *without})
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a node's value is as soon computed again as loaded."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or node.target in CASTS or node.target in _SHAPES
+
+
+def _stored(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
+    """What a kernel of these nodes gives, in the fewest bytes: no views and wider types of what it
+    gives anyway; and what the other pass needs, or what that is cheaply computed from."""
+    region = [node for node in graph.nodes if node in nodes]
+    same = {n for n in region if n.all_input_nodes[0] in nodes and _is_same(n)}
+    stored = {_origin(n, same) for n in region if _outside(n, nodes, later=False)}
+    wanted = {_origin(n, same) for n in region if _outside(n, nodes, later=True)} - stored
+    roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
+    return stored | (roots if _bytes(roots) <= _bytes(wanted) else wanted)
+
+
+def _outside(node: fx.Node, nodes: set[fx.Node], *, later: bool) -> list[fx.Node]:
+    """Users of a node beyond some nodes, in the other pass or in its own."""
+    return [u for u in node.users if u not in nodes and alike(u, node) != later]
+
+
+def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> None:
+    """Let what follows a region compute from what is stored what is not, and what can be of it in
+    the other pass. Later passes compute once what they find twice."""
+    for later in (False, True):
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in [node for node in graph.nodes if node in nodes]:
+            users, others = _outside(node, nodes, later=later), stored - {node}
+            if users and (later or node not in stored) and _roots(node, nodes, others) <= others:
+                copy = _copied(graph, node, nodes - others, copies, users[0])
+                node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether a node has its input's values, in as many bytes at least."""
+    if node.target in CASTS:
+        return _bytes([node]) >= _bytes(node.all_input_nodes)
+    return node.target in VIEWS
+
+
+def _origin(node: fx.Node, same: set[fx.Node]) -> fx.Node:
+    """The first node with these values."""
+    return _origin(node.all_input_nodes[0], same) if node in same else node
+
+
+def _copied(
+    graph: fx.Graph,
+    node: fx.Node,
+    nodes: set[fx.Node],
+    copies: dict[fx.Node, fx.Node],
+    like: fx.Node,
+) -> fx.Node:
+    """A copy of a node, and of those of `nodes` that it is computed from, in the pass of `like`."""
+    if node not in nodes:
+        return node
+    if node not in copies:
+        inputs = {x: _copied(graph, x, nodes, copies, like) for x in node.all_input_nodes}
+        with graph.inserting_after(max([node, *inputs.values()])):
+            copies[node] = graph.node_copy(node, lambda x: inputs[x])
+        copies[node].meta = dict(node.meta)
+        tag = like.meta.get("partitioner_tag")
+        if tag is not None:
+            copies[node].meta["partitioner_tag"] = tag
+    return copies[node]
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    values = [node.meta["val"] for node in nodes]
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
+    """Nodes of a region, stored or to be stored, that one is cheaply computed from."""
+    if node not in nodes:
+        return set()
+    if node in stored or not is_cheap(node):
+        return {node}
+    return {root for x in node.all_input_nodes for root in _roots(x, nodes, stored)}
 
 
 def _beside(known: Cut, nodes: set[fx.Node], others: set[fx.Node]) -> set[fx.Node]:
@@ -188,7 +355,11 @@ def _beside(known: Cut, nodes: set[fx.Node], others: set[fx.Node]) -> set[fx.Nod
         found = set[fx.Node]()
         for node in reversed([*known.graph.nodes]):
             pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-            if node in nodes or node in dropped or not (pointwise or node.target in CASTS):
+            if (
+                node in nodes
+                or node in dropped
+                or not (pointwise or node.target in (*CASTS, *VIEWS))
+            ):
                 continue
             if is_whole(node) and node.users and nodes.union(found).issuperset(node.users):
                 found.add(node)
@@ -218,7 +389,9 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def extracted(known: Cut, nodes: set[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def extracted(
+    known: Cut, nodes: set[fx.Node], outputs: set[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Some nodes of a graph as one by itself, and what its nodes are in the whole."""
     graph, taken = known.graph, {node for region in known.regions for node in region.nodes}
     part, copies = fx.Graph(graph.owning_module), dict[fx.Node, fx.Node]()
@@ -230,8 +403,7 @@ def extracted(known: Cut, nodes: set[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, 
             copies[node].meta = dict(node.meta)
     for node in inside:
         copies[node] = part.node_copy(node, copies.__getitem__)
-    used = [node for node in inside if node in nodes and {*node.users} - nodes]
-    part.output([copies[node] for node in used])
+    part.output([copies[node] for node in inside if node in outputs])
     return part, {copy: node for node, copy in copies.items()}
 
 
@@ -246,8 +418,8 @@ def _views(nodes: set[fx.Node], taken: set[fx.Node]) -> set[fx.Node]:
     return views
 
 
-def renamed(composition: Composition, originals: dict[fx.Node, fx.Node]) -> Composition:
-    """A composition with ports at the original nodes."""
+def renamed(composition: Composition, originals: Mapping[fx.Node, fx.Node]) -> Composition:
+    """A composition with ports at other nodes."""
 
     def at(port: Port) -> Port:
         node = None if port.node is None else originals[port.node]

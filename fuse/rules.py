@@ -3,6 +3,8 @@
 - A row's factor moves past the product: (x · r · g) W = ((x · g) W) · r. So the norm between two
   products is a number a row: the first kernel stores x · g with the row's statistic, and the second
   one scales its rows.
+- The logarithm of a row's sum of exponentials, whose largest is taken off before, is one statistic,
+  which a kernel has as a whole. Where none takes it, it is spelled out again.
 - What is gathered of a difference to a number a row is gathered first: log-probabilities of some
   words need no logits.
 """
@@ -15,11 +17,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.fuse.regions import PRODUCTS
+from coda_agent.agent.authors.composer.retrace import share
+from coda_agent.fuse.regions import PRODUCTS, TAGS
 
 aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
+
+
+def prepare(graph: fx.Graph) -> list[str]:
+    """Apply the rules to a graph; a line for each place where one changed it."""
+    share(graph)
+    join_logsumexp(graph)
+    notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
+    return notes + [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -34,10 +45,11 @@ def carry(graph: fx.Graph) -> list[str]:
             with graph.inserting_before(product if first is None else first.next):
                 x = first or operands.setdefault(tuple(wide), _multiplied(graph, a, wide))
             with graph.inserting_before(product):
-                scaled = _call(graph, aten.mm.default, x, product.args[1])
+                scaled = _call(graph, aten.mm.default, x, product.args[1], like=product)
                 for factor in rows:
-                    scaled = _call(graph, aten.mul.Tensor, scaled, _shaped(graph, factor, a, 1))
-                scaled = _cast(graph, scaled, product.meta["val"].dtype)
+                    row = _shaped(graph, factor, a, 1)
+                    scaled = _call(graph, aten.mul.Tensor, scaled, row, like=product)
+                scaled = _cast(graph, scaled, product.meta["val"].dtype, product)
             product.replace_all_uses_with(scaled)
             moved.append(product.name)
     if moved:
@@ -70,8 +82,8 @@ def _multiplied(graph: fx.Graph, a: fx.Node, wide: list[fx.Node]) -> fx.Node:
     shaped = [_shaped(graph, x, a, extent) if x.meta["val"].ndim > 1 else x for x in wide]
     x = shaped[0]
     for factor in shaped[1:]:
-        x = _call(graph, aten.mul.Tensor, x, factor)
-    return _cast(graph, x, a.meta["val"].dtype)
+        x = _call(graph, aten.mul.Tensor, x, factor, like=a)
+    return _cast(graph, x, a.meta["val"].dtype, a)
 
 
 def _factors(node: fx.Node) -> Iterator[fx.Node]:
@@ -121,6 +133,52 @@ def _is_of_rows(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[-1] == 1
 
 
+def join_logsumexp(graph: fx.Graph) -> None:
+    """Let a logarithm of a sum of exponentials be one call, where its largest was taken off."""
+    for log in graph.find_nodes(op="call_function", target=aten.log.default):
+        total = _of(log.args[0], aten.sum.dim_IntList)
+        shifted = _of(None if total is None else _of(total.args[0], aten.exp.default), None)
+        difference = _of(None if shifted is None else shifted.args[0], aten.sub.Tensor)
+        largest = _of(None if difference is None else difference.args[1], aten.amax.default)
+        if total is None or difference is None or largest is None:
+            continue
+        x: Any = difference.args[0]
+        if largest.args[0] is not x or largest.args[1:] != total.args[1:] or len(total.args) < 3:
+            continue
+        users = [u for u in log.users if u.target is aten.sub.Tensor]
+        if any(u.args != (difference, log) for u in users) or len(users) < len(log.users):
+            continue
+        with graph.inserting_after(log):
+            joined = _call(graph, aten.logsumexp.default, x, *total.args[1:], like=log)
+        for user in users:
+            user.args = (x, joined)
+    graph.eliminate_dead_code()
+
+
+def spell_logsumexp(graph: fx.Graph) -> None:
+    """Spell out what `join_logsumexp` joined, for Inductor."""
+    for node in graph.find_nodes(op="call_function", target=aten.logsumexp.default):
+        x, *dims = node.args
+        with graph.inserting_before(node):
+            largest = _call(graph, aten.amax.default, x, *dims, like=node)
+            shifted = _call(graph, aten.sub.Tensor, x, largest, like=node)
+            exp = _call(graph, aten.exp.default, shifted, like=node)
+            total = _call(graph, aten.sum.dim_IntList, exp, *dims, like=node)
+            log = _call(graph, aten.log.default, total, like=node)
+            whole = _call(graph, aten.add.Tensor, log, largest, like=node)
+        for user in [*node.users]:
+            if user.target is aten.sub.Tensor and user.args == (x, node):
+                user.args = (shifted, log)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _of(node: Any, target: Any) -> fx.Node | None:
+    """A node, if it calls `target`; any target where that is None."""
+    return node if isinstance(node, fx.Node) and target in (None, node.target) else None
+
+
 def gather_first(graph: fx.Graph) -> list[str]:
     """Gather before a number a row is subtracted; names of what is gathered."""
     moved: list[str] = []
@@ -136,8 +194,8 @@ def gather_first(graph: fx.Graph) -> list[str]:
         if x.meta["val"].shape != source.meta["val"].shape:
             continue
         with graph.inserting_before(node):
-            first = _call(graph, aten.gather.default, x, dim, index)
-            result = _call(graph, aten.sub.Tensor, first, row)
+            first = _call(graph, aten.gather.default, x, dim, index, like=node)
+            result = _call(graph, aten.sub.Tensor, first, row, like=node)
         node.replace_all_uses_with(result)
         moved.append(node.name)
     if moved:
@@ -145,26 +203,24 @@ def gather_first(graph: fx.Graph) -> list[str]:
     return moved
 
 
-def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+    """Append a call in the pass of another node."""
     node = graph.call_function(target, args)
     values = torch.fx.map_arg(args, lambda x: x.meta["val"])
+    node.meta = {tag: like.meta[tag] for tag in TAGS if tag in like.meta}
     node.meta["val"] = target(*values)
     return node
 
 
-def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     if node.meta["val"].dtype == dtype:
         return node
-    return _call(graph, torch.ops.prims.convert_element_type.default, node, dtype)
+    return _call(graph, torch.ops.prims.convert_element_type.default, node, dtype, like=like)
 
 
 def _shaped(graph: fx.Graph, node: fx.Node, a: fx.Node, columns: int) -> fx.Node:
     """A factor as a matrix of the operand's rows."""
-    shape = [a.meta["val"].shape[0], columns]
-    if [*node.meta["val"].shape] == shape:
+    if [*node.meta["val"].shape] == [a.meta["val"].shape[0], columns]:
         return node
-    known = (u for u in node.users if u.target is aten.view.default and u.args[1] == shape)
-    if (view := next(known, None)) is not None:
-        return view
     with graph.inserting_after(node):
-        return _call(graph, aten.view.default, node, shape)
+        return _call(graph, aten.view.default, node, [-1, columns], like=node)

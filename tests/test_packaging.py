@@ -99,7 +99,7 @@ def test_a_type_checker_knows_what_is_installed(installed: Path, tmp_path: Path)
     assert [(line, severity) for line, severity, _ in found] == [
         (8, "information"), (10, "information"), (11, "error"), (12, "error"),
     ]  # fmt: skip
-    assert "*examples: Any" in found[0][2]
+    assert "**options: Any" in found[0][2]
     assert '"Tensor | tuple[Tensor, ...]"' in found[1][2]
 
 
@@ -114,7 +114,7 @@ def test_the_package_says_what_it_holds() -> None:
     rooms = ["fuse", "generated", "integrations", "layers", "primitives", "specs"]
     assert first.split() == [metadata.version("coda-agent"), "__version__", *rooms]
     assert second == "False"
-    assert "*examples: 'Any'" in rest[0] and any("A `Fused`. Its `why`" in x for x in rest)
+    assert "**options: 'Any'" in rest[0] and any('backend="coda"' in x for x in rest)
 
 
 def test_wheel_holds_every_module_of_the_rooms(wheel: set[str]) -> None:

@@ -117,7 +117,7 @@ def _planned(
     target: str, stage: str, shapes: list[str], html: Path | None, *, verbose: bool
 ) -> Reply:
     """The plan of a function or of a spec's reference, or one stage of each of its kernels."""
-    from coda_agent.fuse import show  # it imports what runs kernels
+    from coda_agent.fuse import show, worker  # they import what runs kernels
 
     if ":" in target:
         source = source_of(target)
@@ -127,7 +127,7 @@ def _planned(
         if spec is None:
             raise WorkspaceError(f"{target} has no spec, so it has no plan")
         source, examples = spec_examples(spec)
-    found = show.explained(source, examples)
+    found = worker.explained(source, examples)
     document = {"target": target, "stage": stage, **found.model_dump(mode="json")}
     if html:
         sections = [(head, columns(rows)) for head, rows in show.lines(found, verbose=True)]

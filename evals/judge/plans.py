@@ -7,16 +7,19 @@ A plan is right, or its function is left to PyTorch by name.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
-from coda_agent.agent.authors.composer.check import run_exactly
+from coda_agent.agent.authors.composer.check import call_exactly, run_exactly
+from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.evals.judge.generated import listed
-from coda_agent.fuse.plan import Plan, planned
 from coda_agent.fuse.record import recorded
-from coda_agent.fuse.regions import PRODUCTS, Region
+from coda_agent.fuse.regions import PRODUCTS, Cut, Region, cut, order
+from coda_agent.fuse.rules import prepare
 from coda_agent.primitives.interpret import interpret
 
 M, N = 6, 32
@@ -89,18 +92,18 @@ def tensors(seed: int) -> list[torch.Tensor]:
     return [*floats, torch.randint(0, N, (M,), generator=made)]
 
 
-def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
-    """Say what is wrong with a plan of a function, whose kernels are `Exact`; "" where nothing is.
+def fault(text: str, args: list[torch.Tensor], known: Cut) -> str:
+    """Say what is wrong with how a function is cut; "" where nothing is.
 
     Every number is a double on both sides.
     """
-    known = {node for region in plan.regions for node in region.nodes}
-    products = [n for n in plan.original.graph.nodes if n.target in PRODUCTS and n not in known]
-    if lost := [node for node in products if node.name not in plan.why]:
+    inside = {node for region in known.regions for node in region.nodes}
+    products = [n for n in known.graph.nodes if n.target in PRODUCTS and n not in inside]
+    if lost := [node for node in products if node not in known.why]:
         return f"{lost[0].name} is left to PyTorch without a reason"
     wide = [a.double() if a.is_floating_point() else a for a in args]
     expected = run_exactly(recorded(called(text), args), wide)
-    got = run_exactly(plan.module, wide)
+    got = run_cut(known, wide)
     if [x.shape for x in got] != [x.shape for x in expected]:
         return f"{len(got)} results for {len(expected)}, or of other shapes"
     largest = max(float(x.abs().nan_to_num(posinf=0.0).max()) for x in (*wide, *expected))
@@ -114,47 +117,64 @@ def fault(text: str, args: list[torch.Tensor], plan: Plan) -> str:
     return ""
 
 
-class Exact:
-    """A region's program, interpreted in float64."""
+def run_cut(known: Cut, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a graph by its regions' programs, in float64."""
+    steps, values = [*order(known)], dict[fx.Node, torch.Tensor]()
+    (end,) = (node for node in known.graph.nodes if node.op == "output")
+    places = [node for node in known.graph.nodes if node.op == "placeholder"]
+    values |= dict(zip(places, inputs, strict=True))
+    for step in steps:
+        if isinstance(step, Region):
+            values |= _interpreted(step.composition, values)
+        elif step.op == "call_function":
+            if step.target is torch.ops.aten.view.default:  # a kernel's strides may be no view's
+                step.target = torch.ops.aten.reshape.default
+            values[step] = call_exactly(step, values)
+    return [values[node] for node in end.args[0]]
 
-    def __init__(self, region: Region) -> None:
-        self.composition, self.inputs = region.composition, region.inputs
 
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        values = dict(zip(self.inputs, tensors, strict=True))
-        composition = self.composition
+def _interpreted(
+    composition: Composition, values: Mapping[fx.Node, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
+    def of(port: Port) -> torch.Tensor:
+        return port.canonical(*(values[node] for node in port.nodes))
 
-        def of(port: Port) -> torch.Tensor:
-            return port.canonical(*(values[node] for node in port.nodes))
-
-        program = composition.program
-        results = interpret(
-            program,
-            of(composition.a),
-            of(composition.b),
-            {name: of(port) for name, port in composition.operands.items()},
-            dtypes=dict.fromkeys(program.outputs, torch.float64),
-            compute=torch.float64,
-        )
-        return [port.restored(results[port.name]) for port in composition.outputs.values()]
+    program = composition.program
+    results = interpret(
+        program,
+        of(composition.a),
+        of(composition.b),
+        {name: of(port) for name, port in composition.operands.items()},
+        dtypes=dict.fromkeys(program.outputs, torch.float64),
+        compute=torch.float64,
+    )
+    outputs = composition.outputs.values()
+    return {node: port.restored(results[port.name]) for port in outputs for node in port.nodes}
 
 
 def tried(seed: int, number: int) -> dict[str, Any]:
-    """Plan the function of that number: "layer" is "right", "refused" where no part of it is a
+    """Cut the function of that number: "layer" is "right", "refused" where no part of it is a
     kernel, or "wrong"."""
     number += 10_000 * seed
     text, args = function(number), tensors(number)
-    plan = None
+    known = None
     try:
-        plan = planned(called(text), args, Exact)
-        said = fault(text, args, plan)
-    except Exception as error:  # a plan that raises is as bad as one that is wrong
+        known = cut_function(text, args)
+        said = fault(text, args, known)
+    except Exception as error:  # a cut that raises is as bad as one that is wrong
         said = f"{type(error).__name__}: {error}"
-    if said or not plan:
+    if said or not known:
         return {"layer": "wrong", "said": said, "number": number, "reference": text}
-    if not plan.kernels:
-        return {"layer": "refused", "said": next(iter(plan.why.values()))}
+    if not known.regions:
+        return {"layer": "refused", "said": next(iter(known.why.values()))}
     return {"layer": "right"}
+
+
+def cut_function(text: str, args: list[torch.Tensor]) -> Cut:
+    """Cut the function of a text into regions."""
+    graph = recorded(called(text), args).graph
+    prepare(graph)
+    return cut(graph)
 
 
 def called(text: str) -> Any:

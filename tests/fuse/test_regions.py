@@ -7,26 +7,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.evals.judge.plans import Exact, called, fault, function, planned, tensors, tried
+from coda_agent.evals.judge import plans
+from coda_agent.evals.judge.plans import cut_function, fault, function, tensors, tried
 from coda_agent.fuse.record import recorded
-from coda_agent.fuse.regions import Region, cut, order
-from tests.fuse.test_plan import FF, D, H, drawn
+from coda_agent.fuse.regions import Region, cut, described, order
+
+D, H, KV, FF = 192, 64, 96, 96  # a row of D is no group of columns in one tile
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_plan_is_right_or_its_function_is_left_by_name(seed: int) -> None:
+def test_a_cut_is_right_or_its_function_is_left_by_name(seed: int) -> None:
     cell = tried(1, seed)
     assert cell["layer"] == "right", cell
 
 
-def test_a_wrong_kernel_is_found() -> None:
+def test_a_wrong_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     text, args = function(3), tensors(3)
-    plan = planned(called(text), args, Exact)
-    assert plan.kernels and fault(text, args, plan) == ""
-    step: Any = plan.module.kernel_0
-    right = step.kernel
-    step.kernel = lambda *given: [-x for x in right(*given)]
-    assert "off by" in fault(text, args, plan) or "finite" in fault(text, args, plan)
+    known = cut_function(text, args)
+    assert known.regions and fault(text, args, known) == ""
+    right = plans._interpreted
+    monkeypatch.setattr(
+        plans, "_interpreted", lambda *given: {n: -x for n, x in right(*given).items()}
+    )
+    assert "off by" in fault(text, args, known) or "finite" in fault(text, args, known)
 
 
 def beside(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -50,7 +58,9 @@ def wider(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
         (wider, [(24, H), (H, H), (24, H), (24, H)], False),  # two matrices in the place of one
     ],
 )
-def test_what_is_made_of_one_tile_is_computed_in_the_kernel(function, shapes, inside) -> None:
+def test_what_is_made_of_one_tile_is_computed_in_the_kernel(
+    function: Any, shapes: list[tuple[int, int]], inside: bool
+) -> None:
     args = [drawn(*shape, seed=i) for i, shape in enumerate(shapes)]
     graph = recorded(function, args).graph
     region = cut(graph).regions[-1]
@@ -71,3 +81,26 @@ def test_steps_come_after_what_they_read() -> None:
         if isinstance(step, Region):
             outputs = {x for s in steps[:i] if isinstance(s, Region) for x in s.outputs}
             assert {*step.inputs} <= {*steps[:i]} | outputs
+
+
+def test_graphs_that_are_alike_are_composed_once() -> None:
+    def layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w).tanh(), v).tanh()
+
+    args = [drawn(24, H), drawn(H, H), drawn(H, H, seed=1)]
+    one, other = cut(recorded(layers, args).graph).regions
+    assert described(one.part) == described(other.part)
+    assert one.local.program is other.local.program
+    assert other.inputs != one.inputs and one.outputs[0] in other.inputs
+
+
+def test_a_value_is_not_stored_beside_its_views_and_wider_types() -> None:
+    def function(x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        h = r + F.linear(x, w)
+        return h.float().square().mean(-1), torch.cat([h.float(), h.view(24, D).float()]).cumsum(0)
+
+    known = cut(recorded(function, [drawn(24, H), drawn(D, H), drawn(24, D)]).graph)
+    (region,) = known.regions
+    kinds = [node.meta["val"].dtype for node in region.outputs]
+    assert sorted(map(str, kinds)) == ["torch.bfloat16", "torch.float32"]
+    assert {tuple(node.meta["val"].shape) for node in region.outputs} == {(24, D), (24,)}

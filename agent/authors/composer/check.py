@@ -60,22 +60,27 @@ def run_exactly(
     values: dict[Any, Any] = {}
     given = iter(inputs)
     for node in module.graph.nodes:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
         match node.op:
             case "placeholder":
                 values[node] = next(given)
             case "get_attr":
                 values[node] = getattr(module, node.target)
-            case "call_module":
-                values[node] = getattr(module, node.target)(*args, **kwargs)
             case "output":
-                return args[0]
+                results: Any = torch.fx.map_arg(node.args, values.__getitem__)
+                return results[0]
             case _:
-                values[node] = _called(narrow, node, args, kwargs)
+                values[node] = call_exactly(node, values, narrow)
     return None
 
 
-def _called(narrow: Callable[[torch.dtype], bool], node: fx.Node, args: Any, kwargs: Any) -> Any:
+def call_exactly(
+    node: fx.Node,
+    values: Mapping[fx.Node, Any],
+    narrow: Callable[[torch.dtype], bool] = lambda _: False,
+) -> Any:
+    """Call in float64 what a node calls, on `values` of others."""
+    found: Any = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = found
     target = cast("Callable[..., Any]", node.target)
     dtype = getattr(node.meta.get("val"), "dtype", None)
     if name_of(node) in _CASTS and dtype is not None and dtype.is_floating_point:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,33 @@ from coda_agent.primitives.tables import Table
 Step = tuple[Any, tuple[Any, ...]]
 """An operation of ATen that views a tensor, and its further arguments."""
 _RESHAPE, _PERMUTE = torch.ops.aten.reshape.default, torch.ops.aten.permute.default
+
+
+class Extent(int):
+    """A size that is a symbol of the graph, or a product of such: as a number it is their hint.
+
+    Attributes:
+        symbols: Their names, each as often as it is a factor; and numbers.
+    """
+
+    symbols: tuple[str, ...]
+
+    def __new__(cls, hint: int, symbols: tuple[str, ...]) -> Extent:
+        self = super().__new__(cls, hint)
+        self.symbols = tuple(sorted(symbols))
+        return self
+
+    def __mul__(self, other: int) -> Extent:
+        symbols = other.symbols if isinstance(other, Extent) else (str(other),) * (other != 1)
+        return Extent(int(self) * int(other), self.symbols + symbols)
+
+    __rmul__ = __mul__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Extent) and self.symbols == other.symbols
+
+    def __hash__(self) -> int:
+        return hash(self.symbols)
 
 
 @dataclass(frozen=True)
@@ -117,23 +144,30 @@ class Port:
         """Whether a kernel's tensor is a copy, because no view makes it of the graph's."""
         return bool(self.parts) or (len(self.steps) > 1 and self.name == "B")
 
-    def canonical(self, *tensors: Any) -> Any:
+    def canonical(self, *tensors: Any, sized: Sized = list) -> Any:
         """The kernel's tensor, of those of `nodes`."""
         given = iter(tensors)
         if self.parts:
-            pieces = [part.canonical(*(next(given) for _ in part.nodes)) for part in self.parts]
-            return applied(self.steps, torch.ops.aten.cat.default(pieces, self.dim))
-        return applied(self.steps, next(given))
+            pieces = [
+                part.canonical(*(next(given) for _ in part.nodes), sized=sized)
+                for part in self.parts
+            ]
+            return applied(self.steps, torch.ops.aten.cat.default(pieces, self.dim), sized)
+        return applied(self.steps, next(given), sized)
 
-    def restored(self, x: Any) -> Any:
+    def restored(self, x: Any, sized: Sized = list) -> Any:
         """The graph's tensor, of the kernel's."""
-        return applied(self.back, x)
+        return applied(self.back, x, sized)
 
 
-def applied(steps: Iterable[Step], x: Any) -> Any:
+Sized = Callable[[Sequence[int]], list[Any]]
+"""What a graph has for sizes, some of which may be an `Extent`."""
+
+
+def applied(steps: Iterable[Step], x: Any, sized: Sized = list) -> Any:
     """A tensor after some steps."""
     for view, arguments in steps:
-        x = view(x, *arguments)
+        x = view(x, *(sized(a) if isinstance(a, list) else a for a in arguments))
     return x
 
 

@@ -19,6 +19,7 @@ from coda_agent.agent.authors.composer.check import check_numbers
 from coda_agent.agent.authors.composer.merge import Merged, products
 from coda_agent.agent.authors.composer.order import Order
 from coda_agent.agent.authors.composer.ports import (
+    Extent,
     Port,
     Stand,
     Step,
@@ -34,7 +35,7 @@ from coda_agent.agent.authors.composer.problem import (
     Slot,
 )
 from coda_agent.agent.authors.composer.resize import Roles, resized, small_sizes
-from coda_agent.agent.authors.composer.retrace import Retraced
+from coda_agent.agent.authors.composer.retrace import SYMBOLIC, Retraced
 from coda_agent.agent.authors.composer.rewrite import rewrite
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.program import Program
@@ -232,12 +233,36 @@ class Reading:
         return Port(name, None, steps, back, dtype, parts, dim)
 
     def _call(self) -> dict[Axis, int]:
-        """The extents of the call."""
-        return {a: a.size for a in self._every()}
+        """The extents of the call; those that are symbols of the graph as such."""
+        sizes, symbols = {a: a.size for a in self._every()}, dict[Axis, Any]()
+        dims = [*self._sized()]
+        fixed = {a for size, dim in dims if isinstance(size, int) for a in dim}
+        for _ in range(len(dims)):  # a dim of several gives the last that no other gives
+            for size, dim in dims:
+                left = [a for a in dim if a not in fixed and a not in symbols]
+                if not isinstance(size, int) and len(left) == 1:
+                    others = [symbols.get(a, a.size) for a in dim if a is not left[0]]
+                    symbols[left[0]] = size // math.prod(others)
+        for size, dim in dims:
+            if not isinstance(size, int) and any(a not in fixed and a not in symbols for a in dim):
+                raise Refusal("has a dim whose parts are no sizes of the graph", "", self.product)
+        for axis in {*symbols}.difference(self.roles.rows):
+            if axis in (*self.roles.columns, *self.roles.inner):
+                raise Refusal("has a number of columns that changes", "", self.product)
+        return sizes | {a: Extent(a.size, (str(x),)) for a, x in symbols.items()}
+
+    def _sized(self) -> Iterator[tuple[Any, Dim]]:
+        """Sizes of the graph's dims, with their axes."""
+        for node in self.axes.dims:
+            user = self.traced.user(node)
+            meta = {} if user is None else user.meta
+            shape = getattr(meta.get(SYMBOLIC, meta.get("val")), "shape", ())
+            if len(shape) == len(self.axes.of(node)):
+                yield from zip(shape, self.axes.of(node), strict=True)
 
     def extents(self) -> dict[str, int]:
         """M, N and K of the call."""
-        return self.roles.extents(self._call())
+        return {name: int(size) for name, size in self.roles.extents(self._call()).items()}
 
     def _name(self, node: fx.Node) -> str:
         """A placeholder's name as an operand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from coda_agent.specs.recording import alone
 
 aten = torch.ops.aten
 ORIGIN = "origin"
+SYMBOLIC = "symbolic"
+"""Where a node has its value whose sizes are symbols, if `val` has numbers for them."""
 
 
 class Retraced:
@@ -167,13 +170,20 @@ def retraced(graph: fx.Graph) -> Retraced:
 
 
 def share(graph: fx.Graph) -> None:
-    """Compute once what is called twice."""
+    """Compute once what is called twice, and draws no random numbers."""
     known: dict[Any, fx.Node] = {}
     for node in [*graph.nodes]:
-        if node.op == "call_function":
-            first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
+        target: Any = node.target
+        if target is not operator.getitem:
+            if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+                continue
+            if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+                continue
+        kept = [node.meta.get(x) for x in ("recompute", "ac_graph_id")]
+        first = known.setdefault((target, repr([node.args, node.kwargs, kept])), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def plain(size: Any) -> Any:

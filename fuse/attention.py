@@ -1,0 +1,115 @@
+"""Attention's mask as PyTorch's kernels want it: causal by word, where the tensor says no more.
+
+transformers 5 makes a mask of (B, 1, S, S) under torch.compile (torch before 2.14) and repeats keys
+and values. With a mask no flash kernel runs: a training step of Llama-3.2-1B takes 338 ms on an
+H100 with it and 260 ms without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+_LARGEST = 1 << 28
+"""Elements of a mask at most that are looked at, one after the other in Python's time."""
+
+
+def fold_masks(graph: fx.Graph) -> list[str]:
+    """Give attention its mask by word in a graph of torch calls.
+
+    Args:
+        graph: As Dynamo records it, with `meta["example_value"]`; it changes.
+
+    Returns:
+        Names of the calls that are causal now, or whose mask hides nothing.
+    """
+    known: dict[fx.Node, str] = {}
+    folded: list[str] = []
+    for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        arguments = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False))
+        arguments |= node.kwargs
+        mask = arguments.get("attn_mask")
+        if len(node.args) > 4 or not isinstance(mask, fx.Node) or arguments.get("is_causal"):
+            continue
+        if mask not in known:
+            known[mask] = _meaning(mask)
+        if not known[mask] or not _fits(mask, arguments):
+            continue
+        arguments |= {"attn_mask": None, "is_causal": known[mask] == "causal"}
+        key, value = _unrepeated(arguments["key"]), _unrepeated(arguments["value"])
+        if key is not None and value is not None and not arguments.get("enable_gqa"):
+            arguments |= {"key": key, "value": value, "enable_gqa": True}
+        node.args, node.kwargs = (), arguments
+        folded.append(node.name)
+    if folded:
+        graph.eliminate_dead_code()
+    return folded
+
+
+def _fits(mask: fx.Node, arguments: dict[str, Any]) -> bool:
+    """Whether there are as many queries as keys as the mask has rows and columns."""
+    sizes = [arguments[x].meta["example_value"].shape[-2] for x in ("query", "key")]
+    return [*mask.meta["example_value"].shape[-2:]] == sizes
+
+
+def _meaning(mask: fx.Node) -> str:
+    """ "causal" or "all" of a mask that is made of no tensor's values and is that; else ""."""
+    needed, pending = set[fx.Node](), [mask]
+    while pending:
+        if (node := pending.pop()) not in needed:
+            if node.op not in ("call_function", "call_method"):
+                return ""
+            needed.add(node)
+            pending += node.all_input_nodes
+    value = mask.meta.get("example_value")
+    sizes = [x for n in needed for x in getattr(n.meta.get("example_value"), "shape", ())]
+    if not isinstance(value, torch.Tensor) or any(not isinstance(x, int) for x in sizes):
+        return ""
+    if value.ndim < 2 or value.numel() > _LARGEST:
+        return ""
+    values: dict[fx.Node, Any] = {}
+    with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+        for node in [node for node in mask.graph.nodes if node in needed]:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+            values[node] = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        found = values[mask]
+        if found.dtype is not torch.bool:
+            hidden = found <= torch.finfo(found.dtype).min / 2
+            if not ((found == 0) | hidden).all():
+                return ""
+            found = ~hidden
+        rows, columns = found.shape[-2:]
+        if found.all():
+            return "all"
+        causal = torch.ones(rows, columns, dtype=torch.bool, device=found.device).tril()
+        return "causal" if rows == columns and (found == causal).all() else ""
+
+
+def _unrepeated(x: Any) -> fx.Node | None:
+    """Keys or values (B, H, S, D) of (B, G H, S, D), which has each head G times in turn; None of
+    other tensors."""
+    expanded = _input(x, ("reshape",))
+    single = _input(expanded, ("expand",))
+    heads = None if single is None else single.all_input_nodes[0]
+    if heads is None or expanded is None or single is None:
+        return None
+    few, one, many, all_heads = (
+        [*n.meta["example_value"].shape] for n in (heads, single, expanded, x)
+    )
+    if len(few) != 4 or len(many) != 5 or one != [*few[:2], 1, *few[2:]]:
+        return None
+    if many != [*few[:2], many[2], *few[2:]] or all_heads != [few[0], few[1] * many[2], *few[2:]]:
+        return None
+    return heads
+
+
+def _input(node: Any, names: tuple[str, ...]) -> fx.Node | None:
+    if not isinstance(node, fx.Node) or node.op != "call_method" or node.target not in names:
+        return None
+    return node.all_input_nodes[0]

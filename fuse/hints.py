@@ -1,0 +1,49 @@
+"""Sizes that are symbols, by their hints: what is asked of a symbol becomes a guard."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from coda_agent.agent.authors.composer.retrace import SYMBOLIC, plain
+
+
+@contextlib.contextmanager
+def hinted(graph: fx.Graph) -> Iterator[None]:
+    """Let values of a graph have numbers for sizes; those with symbols stand under `SYMBOLIC`.
+
+    Nodes that are new afterwards have no values.
+    """
+    values = {node: node.meta.get("val") for node in graph.nodes}
+    if not any(map(_is_symbolic, values.values())):
+        yield
+        return
+    for node, value in values.items():
+        if _is_symbolic(value):
+            node.meta[SYMBOLIC] = value
+        if isinstance(value, torch.Tensor):
+            shape, strides = ([plain(x) for x in xs] for xs in (value.shape, value.stride()))
+            empty = torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+            node.meta["val"] = empty
+        elif value is not None:
+            node.meta["val"] = plain(value)
+    try:
+        yield
+    finally:
+        for node in graph.nodes:
+            if SYMBOLIC in node.meta:
+                node.meta["val"] = node.meta.pop(SYMBOLIC)
+            elif node in values:
+                node.meta["val"] = values[node]
+            else:
+                node.meta.pop("val", None)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(not isinstance(x, int) for x in (*value.shape, *value.stride()))
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)

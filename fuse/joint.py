@@ -1,0 +1,101 @@
+"""The pass that puts kernels into a graph of Inductor's: of one pass, or of both before they are
+parted."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from coda_agent.agent.authors.composer.retrace import share
+from coda_agent.fuse.choice import SOURCES, loss
+from coda_agent.fuse.hints import hinted
+from coda_agent.fuse.kernels import chosen
+from coda_agent.fuse.regions import PRODUCTS, Region, described
+from coda_agent.fuse.replace import replace_regions
+from coda_agent.fuse.rules import prepare, spell_logsumexp
+from coda_agent.fuse.show import Shown, shown
+from coda_agent.fuse.verify import fault
+from coda_agent.primitives.objects import fingerprint
+from coda_agent.runtime.function import supported
+
+SEEN: ContextVar[list[Shown] | None] = ContextVar("SEEN", default=None)
+"""Where graphs that are compiled are described, for who asks."""
+
+
+class Kernels(CustomGraphPass):
+    """Kernels in the place of regions of an ATen graph. Where something fails the graph stays.
+
+    Args:
+        first: Another pass, which runs before.
+    """
+
+    def __init__(self, first: Any = None) -> None:
+        self._first: Any = config.joint_custom_post_pass if first is None else first
+
+    def uuid(self) -> str | None:
+        """What a compiled graph in Inductor's caches depends on."""
+        parts = [fingerprint(*SOURCES), torch.__version__]
+        if self._first is not None:
+            if (own := self._first.uuid()) is None:
+                return None
+            parts.append(str(own))
+        if torch.cuda.is_available():
+            parts.append(torch.cuda.get_device_name())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._first is not None:
+            self._first(graph)
+        module: Any = graph.owning_module
+        before = fx.Graph(module)
+        before.output(before.graph_copy(graph, {}))
+        (end,) = (node for node in graph.nodes if node.op == "output")
+        (last,) = (node for node in before.nodes if node.op == "output")
+        last.meta, before._codegen = dict(end.meta), graph._codegen
+        try:
+            put_kernels(graph)
+        except Exception as error:  # whatever it is, the graph as it was is right
+            warnings.warn(f"coda-agent: a graph is left as it was: {error!r}", stacklevel=2)
+            module.graph = before
+
+
+def put_kernels(graph: fx.Graph) -> None:
+    """Put kernels into a functional ATen graph, where they are right and pay."""
+    products = [node for node in graph.nodes if node.target in PRODUCTS]
+    devices = {node.meta["val"].device for node in products}
+    if len(devices) != 1 or ((device := devices.pop()).type == "cuda" and not supported(device)):
+        return
+    with _disable_current_modes(), unset_fake_temporarily(), hinted(graph):
+        notes = prepare(graph)
+        known, kernels = chosen(graph)
+        for region in [*known.regions]:
+            if reason := _refused(region, kernels[region].text, device):
+                known.leave(region, reason)
+        if (seen := SEEN.get()) is not None:
+            seen.append(shown(known, kernels, notes))
+    replace_regions(known, {region: kernels[region].text for region in known.regions})
+    spell_logsumexp(graph)
+    share(graph)
+
+
+def _refused(region: Region, text: str, device: torch.device) -> str:
+    """Why a region is left to PyTorch; "" where it is not. Layers that are alike are tried once."""
+    key = described(region.part), text
+    if key not in _REFUSED:
+        reason = fault(region, text, device)
+        if not reason and device.type == "cuda":
+            reason = loss(region, text, device)
+        _REFUSED[key] = reason
+    return _REFUSED[key]
+
+
+_REFUSED: dict[tuple[str, str], str] = {}

@@ -1,0 +1,175 @@
+"""Calls of kernels in the place of a graph's regions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+
+from coda_agent.agent.authors.composer.ports import Extent
+from coda_agent.fuse.regions import TAGS, Cut, Region, order
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
+    """Let a graph call `coda_agent::kernel` for its regions.
+
+    Args:
+        known: The graph with its regions; it changes.
+        texts: The kernel of each region, as the operator takes it.
+    """
+    graph = known.graph
+    (end,) = (node for node in graph.nodes if node.op == "output")
+    strides = [_strides(x) for x in tree_leaves(end.args)]
+    results: dict[fx.Node, fx.Node] = {}
+    symbols = _Symbols(graph)
+    for step in [*order(known)]:
+        if isinstance(step, Region):
+            with graph.inserting_before(end):
+                results |= _call(graph, step, texts[step], results, symbols)
+        elif step.op not in ("placeholder", "output"):
+            end.prepend(step)
+    for region in known.regions:
+        for node in reversed([node for node in graph.nodes if node in region.nodes]):
+            graph.erase_node(node)
+    _evaluate(graph)
+    _restore(graph, end, strides)
+    _evaluate(graph)
+    graph.lint()
+
+
+class _Symbols:
+    """Sizes of a graph as its nodes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph, self.tracer = graph, GraphAppendingTracer(graph)
+        self._nodes: dict[str, fx.Node] = {}
+        self._dims: dict[str, tuple[fx.Node, int]] = {}
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt):
+                self._nodes.setdefault(str(value), node)
+            elif node.op == "placeholder" and isinstance(value, torch.Tensor):
+                for i, size in enumerate(value.shape):
+                    self._dims.setdefault(str(size), (node, i))
+
+    def __call__(self, sizes: Sequence[int]) -> list[Any]:
+        """Sizes as arguments of a view: the only one that is a symbol is what is left."""
+        if sum(isinstance(size, Extent) for size in sizes) == 1:
+            return [-1 if isinstance(size, Extent) else size for size in sizes]
+        return [
+            fx.Proxy(self._node(size), self.tracer) if isinstance(size, Extent) else size
+            for size in sizes
+        ]
+
+    def _node(self, size: Extent) -> Any:
+        nodes = [int(x) if x.isdigit() else self._symbol(x) for x in size.symbols]
+        result = nodes[0]
+        for factor in nodes[1:]:
+            result = self._graph.call_function(operator.mul, (result, factor))
+        return result
+
+    def _symbol(self, name: str) -> fx.Node:
+        if name not in self._nodes:
+            node, i = self._dims[name]
+            self._nodes[name] = self._graph.call_function(aten.sym_size.int, (node, i))
+        return self._nodes[name]
+
+
+def _call(
+    graph: fx.Graph,
+    region: Region,
+    text: str,
+    known: Mapping[fx.Node, fx.Node],
+    sized: _Symbols,
+) -> dict[fx.Node, fx.Node]:
+    """Append a call of a region's kernel, which takes `known` results of others; its own, by the
+    nodes that had their values and whose users they have now."""
+    composition = region.composition
+    before = {*graph.nodes}
+    ports = (composition.a, composition.b, *composition.operands.values())
+    given: list[Any] = []
+    packed = set[fx.Node]()
+    for port in ports:
+        start = {*graph.nodes}
+        proxies = (fx.Proxy(known.get(n, n), sized.tracer) for n in port.nodes)
+        x: Any = port.canonical(*proxies, sized=sized)
+        if port.node is not None and not port.node.meta["val"].ndim:
+            x = prims.convert_element_type.default(x, torch.float32)
+        given.append(x)
+        packed |= {n for n in graph.nodes if n not in start} if port.packed else set()
+    a, b, *operands = given
+    names = [*composition.program.outputs]
+    stored = torch.ops.coda_agent.kernel.default(a, b, operands, program=text)
+    results: dict[fx.Node, fx.Node] = {}
+    for port in composition.outputs.values():
+        x = port.restored(stored[names.index(port.name)], sized)
+        x = prims.convert_element_type.default(x, port.dtype)
+        assert port.node is not None
+        results[port.node] = x.node
+        port.node.replace_all_uses_with(x.node, delete_user_cb=lambda u: u not in region.nodes)
+    product = next(node for node in graph.nodes if node in region.nodes)
+    for node in graph.nodes:
+        if node not in before:
+            node.meta |= {tag: product.meta[tag] for tag in TAGS if tag in product.meta}
+            if node in packed and product.meta.get("partitioner_tag") == "is_forward":
+                # Or the copy of a weight is kept until the backward pass.
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                node.meta.setdefault("ac_graph_id", 0)
+    return results
+
+
+def _evaluate(graph: fx.Graph) -> None:
+    """Give new nodes their values, and those that follow them; strides may be others now."""
+    changed = set[fx.Node]()
+    values = (node.meta.get("val") for node in graph.nodes)
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if "val" in node.meta and changed.isdisjoint(node.all_input_nodes):
+            continue
+        if node.target is aten.view.default:  # strides of its input may be no view's
+            node.target = aten.reshape.default
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        with mode:
+            value = node.target(*args, **kwargs)
+        if not _alike(value, node.meta.get("val")):
+            changed.add(node)
+        node.meta["val"] = value
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and all(map(_alike, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return str(one.stride()) == str(other.stride())  # no guard on sizes that are symbols
+    return type(one) is type(other)
+
+
+def _strides(node: Any) -> tuple[Any, ...] | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.stride() if isinstance(value, torch.Tensor) else None
+
+
+def _restore(graph: fx.Graph, end: fx.Node, strides: Sequence[tuple[Any, ...] | None]) -> None:
+    """Give a graph's results the strides that they had."""
+    leaves, spec = tree_flatten(end.args)
+    for i, (x, wanted) in enumerate(zip(leaves, strides, strict=True)):
+        if wanted is None or str(_strides(x)) == str(wanted):
+            continue
+        value = x.meta["val"]
+        with graph.inserting_before(end):
+            empty = aten.new_empty_strided.default, (x, [*value.shape], [*wanted])
+            leaves[i] = graph.call_function(aten.copy.default, (graph.call_function(*empty), x))
+        for node in (leaves[i].args[0], leaves[i]):
+            node.meta = {tag: x.meta[tag] for tag in TAGS if tag in x.meta}
+    end.args = tree_unflatten(leaves, spec)

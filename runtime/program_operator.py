@@ -1,0 +1,88 @@
+"""Any program as a torch operator: `coda_agent::kernel`, which graphs of torch.compile hold.
+
+The call carries its program as text, so that a compiled graph that was cached, or exported, needs
+no other file of the process that made it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.primitives.program import Program
+from coda_agent.primitives.resources import ColIndex
+from coda_agent.runtime.function import ProgramFunction
+from coda_agent.runtime.kernel import load_kernel, prior_chooser
+from coda_agent.runtime.operators import operators
+
+if TYPE_CHECKING:
+    import torch
+
+
+def program_text(program: Program, stored: Mapping[str, str | None], dtype: str, like: str) -> str:
+    """Write down a kernel for `coda_agent::kernel`.
+
+    Args:
+        program: What it computes.
+        stored: The element type of each output; none of a reduction.
+        dtype: That of A and B.
+        like: The folder of the accepted kernel whose tiles it takes; "" for those that a model of
+            times chooses, as where there is no such folder any more.
+    """
+    known = {"program": program.to_dict(), "stored": dict(stored), "dtype": dtype, "like": like}
+    return json.dumps(known, separators=(",", ":"))
+
+
+@lru_cache(maxsize=1024)
+def function_of(text: str) -> ProgramFunction:
+    """Make what calls the kernel that a text writes down."""
+    known = json.loads(text)
+    program = Program.from_dict(known["program"])
+    choose, refused = prior_chooser(program), frozenset[str]()
+    if known["like"] and Path(known["like"], "kernel.py").is_file():
+        accepted = load_kernel(Path(known["like"]))
+        choose, refused = accepted.choose, accepted.refused
+    return ProgramFunction(
+        program,
+        known["stored"],
+        lru_cache(maxsize=256)(choose),
+        (known["dtype"],),
+        refused,
+        tuple(x for x, kind in program.operands.items() if kind is ColIndex),
+    )
+
+
+def _call(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> list[torch.Tensor]:
+    function = function_of(program)
+    results = function(a, b, dict(zip(function.program.operands, operands, strict=True)))
+    return [results[x] for x in function.program.outputs]
+
+
+def _fake(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> list[torch.Tensor]:
+    function = function_of(program)
+    results = function.fake(a, b, dict(zip(function.program.operands, operands, strict=True)))
+    return [results[x] for x in function.program.outputs]
+
+
+def _flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[0]
+
+
+@lru_cache(maxsize=1)
+def kernel_operator() -> Any:
+    """Register `coda_agent::kernel`, once; the operator."""
+    import torch
+    from torch.utils.flop_counter import register_flop_formula
+
+    library = operators()
+    schema = "kernel(Tensor a, Tensor b, Tensor[] operands, *, str program) -> Tensor[]"
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        library.impl("kernel", _call, key)
+    torch.library.register_fake("coda_agent::kernel", _fake, lib=library)
+    operator = torch.ops.coda_agent.kernel
+    register_flop_formula(operator)(_flops)  # of what an activation budget weighs
+    return operator

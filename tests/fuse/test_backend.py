@@ -1,0 +1,219 @@
+"""What torch.compile promises, by the backend `coda`: sizes that change, autocast, checkpoints,
+budgets, graph breaks, regions compiled apart, frozen parameters, caches, threads."""
+
+import copy
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from coda_agent.fuse import backend, fuse, joint
+from coda_agent.fuse.show import Shown
+from tests.fuse.test_joint import IDS, Model, as_near, graded, norms, run
+from tests.fuse.test_regions import FF, D, drawn
+
+
+@pytest.fixture(autouse=True)
+def seen() -> Iterator[list[Shown]]:
+    torch._dynamo.reset()
+    found = list[Shown]()
+    token = joint.SEEN.set(found)
+    with warnings.catch_warnings(action="ignore"):
+        yield found
+    joint.SEEN.reset(token)
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(0, 160, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def check(model: Model, call: Any, *args: Tensor, worse: float = 1.5) -> None:
+    """Loss and gradients of a call are as near to float64 as PyTorch's own."""
+    truth = graded(run, copy.deepcopy(model).double(), *args)
+    assert as_near(graded(call, model, *args), graded(run, model, *args), truth, worse)
+
+
+def counts(seen: list[Shown]) -> list[int]:
+    return [len(shown.kernels) for shown in seen]
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_sizes_that_change_have_one_set_of_kernels(dynamic: bool | None, seen: list[Shown]) -> None:
+    model = Model().bfloat16()
+    call = fuse(run, dynamic=dynamic)
+    for shape in ((2, 24), (3, 16), (5, 40), (4, 33), (7, 5)):
+        check(model, call, ids(*shape))
+    assert counts(seen) == ([16] if dynamic else [16, 16])
+
+
+def test_autocast(seen: list[Shown]) -> None:
+    model = Model()
+
+    def under(model: Model, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(ids)
+
+    truth = graded(run, copy.deepcopy(model).double(), IDS)
+    assert as_near(graded(fuse(under), model, IDS), graded(under, model, IDS), truth)
+    assert counts(seen) == [16]
+
+
+def kernels_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many kernels each compiled graph calls from now on."""
+    known, called = list[int](), backend._called
+
+    def noted(module: torch.fx.GraphModule, *args: Any, **named: Any) -> Any:
+        known.append(sum("coda_agent.kernel" in str(n.target) for n in module.graph.nodes))
+        return called(module, *args, **named)
+
+    monkeypatch.setattr(backend, "_called", noted)
+    return known
+
+
+def test_checkpointed_layers_run_their_kernels_again(
+    seen: list[Shown], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, known = Model().bfloat16(), kernels_of(monkeypatch)
+
+    def checkpointed(model: Model, ids: Tensor) -> Tensor:
+        return checkpoint(model, ids, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    check(model, fuse(checkpointed), IDS)
+    assert sum(counts(seen)) == 16 and known[1] > 7  # of the backward pass alone
+
+
+def test_a_budget_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._functorch.config as config
+
+    model, known = Model().bfloat16(), kernels_of(monkeypatch)
+    for budget in (1.0, 0.4):
+        torch._dynamo.reset()
+        with config.patch(activation_memory_budget=budget):
+            check(model, fuse(run), IDS)
+    assert known[0] == known[2] and known[1] < known[3]
+
+
+def saved(call: Any, model: Model) -> int:
+    """Bytes that a call keeps for the backward pass, beside parameters."""
+    kept = dict[int, int]()
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.numel() * x.element_size()
+        return x
+
+    call(model, IDS)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        call(model, IDS)
+    own = {p.data_ptr() for p in model.parameters()}
+    return sum(size for place, size in kept.items() if place not in own)
+
+
+def test_no_more_is_saved_than_under_torch_compile() -> None:
+    from torch._inductor.compile_fx import compile_fx
+
+    model = Model().bfloat16()
+    plain = torch.compile(
+        run, backend=lambda module, inputs: compile_fx(module, inputs, backend._called)
+    )
+    assert saved(fuse(run), model) <= saved(plain, model)
+
+
+def test_graph_breaks_and_layers_compiled_apart(seen: list[Shown]) -> None:
+    model = Model().bfloat16()
+    model.norm.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    check(model, fuse(run), IDS)
+    assert len(seen) > 1 and sum(counts(seen)) >= 14
+
+
+def test_modules_compiled_in_place(seen: list[Shown]) -> None:
+    model, x = nn.Sequential(Gated(), Gated()).bfloat16(), drawn(24, D)
+    loss = lambda model, x: model(x).double().square().sum()
+    truth = graded(loss, copy.deepcopy(model).double(), x.double())
+    own = graded(loss, model, x)
+    for layer in model:
+        layer.compile(backend="coda")
+    assert as_near(graded(loss, model, x), own, truth) and sum(counts(seen)) >= 5
+
+
+class Gated(nn.Module):
+    """A module that is a loss by itself, and its input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(D, FF), nn.Linear(D, FF), nn.Linear(FF, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_parameters_that_are_frozen(seen: list[Shown]) -> None:
+    model = Model().bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("down" in name or ".q" in name)
+    check(model, fuse(run), IDS)
+    assert sum(counts(seen)) >= 12
+
+
+def test_inference(seen: list[Shown]) -> None:
+    model = Model().bfloat16()
+    truth = copy.deepcopy(model).double()(IDS)
+    with torch.no_grad():
+        assert norms(fuse(run)(model, IDS), truth) <= 1.5 * norms(model(IDS), truth) + 1e-3
+    with torch.inference_mode():
+        assert norms(fuse(run)(model, IDS), truth) <= 1.5 * norms(model(IDS), truth) + 1e-3
+    assert min(counts(seen)) >= 8
+
+
+def test_compiled_autograd() -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = Model().bfloat16()
+    call = fuse(run)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        check(model, call, IDS)
+
+
+def test_a_pass_of_the_users_own_runs_before() -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Own(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            ran.append(len(graph.nodes))
+
+        def uuid(self) -> Any:
+            return "own"
+
+    ran = list[int]()
+    model = Model().bfloat16()
+    check(model, fuse(run, options={"joint_custom_post_pass": Own()}), IDS)
+    assert len(ran) == 1
+    assert joint.Kernels().uuid() != joint.Kernels(Own()).uuid()
+
+
+def test_threads_have_their_own_results() -> None:
+    models = [Model().bfloat16() for _ in range(3)]
+    for i, model in enumerate(models):
+        with torch.no_grad():
+            model.head.weight.mul_(i + 1)
+    wrong = list[int]()
+
+    def calls(i: int) -> None:
+        call = fuse(models[i])
+        with torch.no_grad():
+            for rows in (24, 9, 24):
+                off = abs(float(call(IDS[:, :rows])) - float(models[i](IDS[:, :rows])))
+                wrong.extend([i] * (off > 0.05))
+
+    threads = [threading.Thread(target=calls, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
