@@ -14,7 +14,7 @@ from coda_agent.agent.authors.composer.retrace import SYMBOLIC, plain
 
 @contextlib.contextmanager
 def hinted(graph: fx.Graph) -> Iterator[None]:
-    """Let values of a graph have numbers for sizes; those with symbols stand under `SYMBOLIC`.
+    """Let values of a graph have numbers for sizes; those with symbols are at `SYMBOLIC`.
 
     Nodes that are new afterwards have no values.
     """
@@ -23,8 +23,7 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
         yield
         return
     for node, value in values.items():
-        if _is_symbolic(value):
-            node.meta[SYMBOLIC] = value
+        node.meta[SYMBOLIC] = value
         if isinstance(value, torch.Tensor):
             shape, strides = ([plain(x) for x in xs] for xs in (value.shape, value.stride()))
             empty = torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
@@ -35,12 +34,10 @@ def hinted(graph: fx.Graph) -> Iterator[None]:
         yield
     finally:
         for node in graph.nodes:
-            if SYMBOLIC in node.meta:
-                node.meta["val"] = node.meta.pop(SYMBOLIC)
-            elif node in values:
-                node.meta["val"] = values[node]
-            else:
-                node.meta.pop("val", None)
+            value = node.meta.pop(SYMBOLIC, None)
+            node.meta.pop("val", None)
+            if value is not None:
+                node.meta["val"] = value
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -255,8 +255,7 @@ class Reading:
         """Sizes of the graph's dims, with their axes."""
         for node in self.axes.dims:
             user = self.traced.user(node)
-            meta = {} if user is None else user.meta
-            shape = getattr(meta.get(SYMBOLIC, meta.get("val")), "shape", ())
+            shape = getattr(None if user is None else user.meta.get(SYMBOLIC), "shape", ())
             if len(shape) == len(self.axes.of(node)):
                 yield from zip(shape, self.axes.of(node), strict=True)
 

@@ -22,7 +22,7 @@ from coda_agent.specs.recording import alone
 aten = torch.ops.aten
 ORIGIN = "origin"
 SYMBOLIC = "symbolic"
-"""Where a node has its value whose sizes are symbols, if `val` has numbers for them."""
+"""Where nodes of a graph some of whose sizes are symbols have their values; `val` has numbers."""
 
 
 class Retraced:
