@@ -12,6 +12,10 @@ from typing import Any
 from coda_agent.primitives.errors import CodaError
 
 PRICES = Path(__file__).with_name("prices.toml")
+UNPRICED = 5_000_000
+"""Tokens of a run whose model has no known price, where no other limit is given."""
+SHORTEST = 4000
+"""Tokens of an answer; a call that leaves room for fewer is not made."""
 _US_ONLY = 1.1
 """Factor on every price where inference is kept in the US."""
 
@@ -21,8 +25,9 @@ class Budget:
     """The limits of one run; each is checked before the call that could pass it."""
 
     usd: float = 5.0
-    steps: int = 60
-    tokens: int = 5_000_000
+    steps: int = 1000
+    tokens: int = 0
+    """Of all calls, cached or not. 0: as many as the dollars buy, or `UNPRICED` without a price."""
     minutes: float = 120.0
     gpu_minutes: float = 20.0
     failures: int = 12
@@ -104,6 +109,9 @@ class Prices:
                 found[above] = start, Price(*(usd / 1e6 for usd in per_million), above=above)
         if 0 not in found:
             hint = "give --price-in and --price-out, in USD per million tokens"
+            family = "-".join(model.split("-")[:2])
+            if new := next((r["model"] for r in self._rows if r["model"].startswith(family)), ""):
+                hint = f"use {new}, or {hint}"
             raise CodaError(f"the price of {model} is not known", hint=hint)
         return [found[above][1] for above in sorted(found, reverse=True)]
 
@@ -117,10 +125,13 @@ class Prices:
         entries = usage.get("iterations") or [usage]
         return factor * sum(self._entry(entry) for entry in entries)
 
-    def worst(self, context: int, output: int, model: str | None = None) -> float:
-        """The most a call can cost: nothing read from the cache, all of it written for an hour."""
+    def worst(self, context: int, output: int, model: str | None = None, cached: int = 0) -> float:
+        """The most a call can cost: what is not `cached` is written to the cache, for five minutes
+        where it follows what is cached, else for an hour."""
         price = self._tier(model or self.model, context)
-        return context * max(price.write_1h, price.input) + output * price.output
+        cached = min(cached, context)
+        fresh = (context - cached) * max(price.write_5m if cached else price.write_1h, price.input)
+        return fresh + cached * price.read + output * price.output
 
     def _tier(self, model: str, context: int) -> Price:
         return next(
@@ -152,5 +163,15 @@ def tokens(usage: Mapping[str, Any]) -> int:
 
 def context(usage: Mapping[str, Any]) -> int:
     """The tokens the next call will have to read: the last iteration's prompt and answer."""
+    return tokens(_last(usage))
+
+
+def cached(usage: Mapping[str, Any]) -> int:
+    """The tokens that the next call can read from the cache."""
+    keys = ("cache_read_input_tokens", "cache_creation_input_tokens")
+    return sum(_last(usage).get(key) or 0 for key in keys)
+
+
+def _last(usage: Mapping[str, Any]) -> Mapping[str, Any]:
     entries = [e for e in usage.get("iterations") or [] if e.get("type") != "compaction"]
-    return tokens(entries[-1] if entries else {**usage, "iterations": None})
+    return entries[-1] if entries else {**usage, "iterations": None}

@@ -173,6 +173,8 @@ class Requested(Event, frozen=True):
 
     type: Literal["request"] = "request"
     digest: str = ""
+    max_tokens: int = 0
+    """Of the answer, as far as the budget pays for it."""
     worst_usd: float | None
 
 

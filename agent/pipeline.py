@@ -24,7 +24,7 @@ from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer, Verdict
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.log import logged
-from coda_agent.agent.plain import plain
+from coda_agent.agent.plain import dollars, plain
 from coda_agent.agent.workbench import Proposal, Work, Workbench, open_bench
 from coda_agent.agent.workspace import Run, Workspace
 from coda_agent.primitives.errors import CodaError, WorkspaceError
@@ -44,7 +44,7 @@ class Outcome:
     `level` is the kernel's level afterwards. A refusal stores nothing, so it is None then, or
     revoked by verify. `before` is the level that verify found. `commit` is None where there was
     nothing to commit. `verdict` is None where the author ended before any, and `reason` says why it
-    ended. `remark` is what is unusual about where the commit went.
+    ended. `remark` is what is unusual about where the commit went, `cost` what a model took.
     """
 
     kernel: str
@@ -57,6 +57,7 @@ class Outcome:
     verdict: Verdict | None
     reason: str | None = None
     remark: str = ""
+    cost: str = ""
 
     def record(self) -> dict[str, Any]:
         """As plain JSON data."""
@@ -158,9 +159,11 @@ def outcome(bench: Workbench) -> Outcome:
     state, name = bench.state, bench.spec.name
     passed = state.over == "accepted"
     folder = bench.workspace.generated / name if passed and state.commits else None
+    cost = f"{state.steps} turns, {dollars(state.spent.usd)}" * bool(state.steps)
     return Outcome(
         name, passed, state.level, None, state.commit, folder, bench.run.folder, bench.verdict,
         None if passed else bench.reason, publish.remark(bench.workspace, state.commit),
+        cost,
     )  # fmt: skip
 
 

@@ -304,7 +304,10 @@ def _outcome(state: RunState, final: Attempt | None) -> tuple[Outcome, str]:
     verdict, reason = final and final.judgement, state.reason or ""
     if verdict and verdict.passed and verdict.level:
         return verdict.level, ""
-    if failure := state.failure:
+    failure = state.failure
+    if state.options is not None and not state.steps and not state.gave_up:
+        return "harness_fault", f"no call was answered: {failure.message if failure else reason}"
+    if failure:
         if state.writing and failure.error in ("ProgramError", "Refusal"):
             return "gave_up", failure.message
         theirs = state.writing or failure.error == "Stopped"

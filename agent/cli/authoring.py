@@ -95,7 +95,7 @@ def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     options = TypeAdapter(authors.Options).validate_python(first.options)
     budget = options.budget.changed(max_usd, limit or [])
     who = _made(str(first.author), replace(options, budget=budget), workspace)
-    with progress() as observer:
+    with progress(usd=first.spent.usd or 0.0) as observer:
         outcome = pipeline.resume(workspace, found, who, observer)
     return outcomes([outcome], single=True)
 

@@ -118,7 +118,8 @@ def sentence(outcome: "Outcome") -> str:
         gates = verdict.gates if verdict else []
         found = "; ".join(f"{g.name}: {g.findings[0].message}" for g in gates if g.findings)
         word = "revoked" if outcome.level == "revoked" else outcome.reason or "refused"
-        return f"{outcome.kernel}: {word}{': ' * bool(found)}{found} (run: {outcome.run})"
+        cost = f"; {outcome.cost}" * bool(outcome.cost)
+        return f"{outcome.kernel}: {word}{': ' * bool(found)}{found}{cost} (run: {outcome.run})"
     said = f"{outcome.kernel}: {outcome.level}"
     said += f" (was {before})" * (before not in (None, outcome.level) and bool(outcome.commit))
     if verdict and verdict.level != outcome.level:
@@ -129,6 +130,7 @@ def sentence(outcome: "Outcome") -> str:
         said += ", nothing is stale"
     elif outcome.folder or before:
         said += ", unchanged"
+    said += f"; {outcome.cost}" * bool(outcome.cost)
     return said if before else f"{said} ({outcome.folder or outcome.run})"
 
 
@@ -140,17 +142,55 @@ def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
     return Reply(records[0] if single else {"kernels": records}, text, code)
 
 
+class Standing:
+    """How far the run of a model has come, for the line that is shown while it works."""
+
+    def __init__(self, usd: float) -> None:
+        self.turns = self.attempts = 0
+        self.usd = usd
+        self.cap: float | None = None
+        self.best = "nothing yet"
+
+    def take(self, type: str, data: Mapping[str, Any]) -> None:
+        """Take the next event of the run."""
+        match type:
+            case "run.started" | "run.resumed" if data.get("options"):
+                self.cap = data["options"]["budget"]["usd"]
+            case "response" | "request.failed":
+                self.turns += type == "response"
+                self.usd += data.get("usd") or 0.0
+            case "judged":
+                from coda_agent.agent.judge.records import GATES
+
+                self.attempts = data["number"]
+                gates = data["judgement"]["gates"]
+                passed = [name for name, gate in gates.items() if gate.get("passed")]
+                self.best = max([self.best, *passed], key=("nothing yet", *GATES).index)
+            case _:
+                pass
+
+    def line(self, note: str) -> str:
+        """Say where it stands: turn, attempt, what is done now, dollars of the cap, the best."""
+        if self.cap is None:
+            return note
+        spent = f"${self.usd:.2f} of {self.cap:.2f}"
+        said = f"turn {self.turns + 1}", f"attempt {self.attempts}", note, spent
+        return " · ".join((*said, f"best: {self.best}"))
+
+
 @contextlib.contextmanager
-def progress(*, silent: bool = False) -> "Iterator[Observer]":
+def progress(*, silent: bool = False, usd: float = 0.0) -> "Iterator[Observer]":
     """An observer that shows the gates: a spinner on a terminal, plain lines elsewhere. The spinner
-    is gone before anything else is printed, and with the context."""
+    is gone before anything else is printed, and with the context. `usd` was spent before."""
     if silent or quiet():
         yield lambda *_: None
         return
     status: Status | None = None
+    standing = Standing(usd)
 
     def spin(note: str) -> None:
         nonlocal status
+        note = standing.line(note)
         if sys.stdout.isatty():
             from rich.console import Console
             from rich.text import Text
@@ -165,6 +205,7 @@ def progress(*, silent: bool = False) -> "Iterator[Observer]":
 
     def observe(type: str, data: Mapping[str, Any]) -> None:
         gate = str(data.get("gate", ""))
+        standing.take(type, data)
         match type:
             case "gate.started":
                 spin(gate)

@@ -534,3 +534,15 @@ def test_each_tool_says_what_it_takes(name: str) -> None:
     assert ("one returned dict" in said) == (name in ("write_candidate", "edit_candidate"))
     if name == "check":
         assert "static|compile|interpret|gpu" in said
+
+
+def test_the_line_while_a_model_works_says_how_far_it_is() -> None:
+    standing = report.Standing(0.25)
+    assert standing.line("numerics") == "numerics"  # no model's run
+    standing.take("run.started", {"options": {"budget": {"usd": 3.0}}})
+    for usd in (0.5, 0.125):
+        standing.take("response", {"usd": usd})
+    gates = {"static": {"passed": True}, "compile": {"passed": True}, "numerics": {"passed": False}}
+    standing.take("judged", {"number": 2, "judgement": {"gates": gates}})
+    expected = "turn 3 · attempt 2 · numerics 3/8 · $0.88 of 3.00 · best: compile"
+    assert standing.line("numerics 3/8") == expected

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from coda_agent.agent import authors, judge, log, pipeline, prompt, workspace
 from coda_agent.agent.cli import app
-from coda_agent.agent.events import Event, Judged, event_of
+from coda_agent.agent.events import Event, Judged, RunFailed, event_of
 from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
@@ -285,6 +285,16 @@ def test_how_a_trial_ends(
     assert record.outcome == outcome
     assert reason in record.reason
     assert record.counts is (outcome != "harness_fault")
+
+
+def test_a_model_that_was_never_asked_is_no_failure_of_it() -> None:
+    """Whether its first call could not be paid for or the server did not answer."""
+    poor = RunState(options={}, finished=True, reason="budget: $0.01; $0.00 spent")
+    stopped = RunFailed(error="Stopped", message="the model did not answer")
+    for state in (poor, RunState(options={}, failure=stopped)):
+        assert trials._outcome(state, None)[0] == "harness_fault"
+        state.steps = 1
+        assert trials._outcome(state, None)[0] in ("budget", "error")
 
 
 def test_a_fault_of_ours_is_tried_again(

@@ -7,10 +7,11 @@ end: what was sent once is a prefix of what is sent next, which is what the prom
 
 import hashlib
 import json
+from datetime import datetime
 from typing import Any
 
 from coda_agent.agent import events as e
-from coda_agent.agent.budget import context
+from coda_agent.agent.budget import cached, context
 
 CUT = (
     "not run: your turn was cut off ({why}), so this call may be incomplete. "
@@ -19,6 +20,9 @@ CUT = (
 INTERRUPTED = (
     "interrupted: this call did not finish. It may have had its effect; look before you repeat it."
 )
+SHORT_S, LONG_S = 240.0, 3300.0
+"""Seconds that the cache keeps the tail of a conversation, and its opening: five minutes and an
+hour, less some for the way."""
 
 
 class Conversation:
@@ -34,6 +38,7 @@ class Conversation:
         limit: The budget that was reached. `told` says whether the model knows; its next turn is
             then the last.
         ended: Whether that last turn was taken.
+        opening: The tokens of what every call starts with.
     """
 
     def __init__(self) -> None:
@@ -47,6 +52,8 @@ class Conversation:
         self.limit: str | None = None
         self.told = self.ended = False
         self.context = self.new_characters = 0
+        self._cached = self.opening = 0
+        self._answered = ""
         self.idle = self.failures = self.overflows = 0
         self._digest = hashlib.sha256()
 
@@ -81,6 +88,14 @@ class Conversation:
         """The calls without a result, in order."""
         return [call for id, call in self.calls.items() if id not in self.results]
 
+    def cached(self, now: datetime) -> int:
+        """The tokens of what is sent next that the cache still has."""
+        if not self._cached:
+            return 0
+        age_s = (now - datetime.fromisoformat(self._answered)).total_seconds()
+        opening = min(self.opening, self._cached)
+        return self._cached if age_s < SHORT_S else opening if age_s < LONG_S else 0
+
     @property
     def digest(self) -> str:
         """SHA-256 of the parameters and the messages so far: of what is sent next."""
@@ -101,6 +116,8 @@ class Conversation:
         self.idle = 0 if why == "tool_use" else self.idle + 1
         if content:
             self.context, self.new_characters = context(event.usage), 0
+            self._cached, self._answered = cached(event.usage), event.time
+            self.opening = self.opening or self.context - (event.usage.get("output_tokens") or 0)
             self._say("assistant", content)
         if why == "model_context_window_exceeded":
             self.overflows += 1

@@ -8,9 +8,12 @@ import os
 import re
 import subprocess
 import time
+import tomllib
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +24,8 @@ from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.authors import Options
 from coda_agent.agent.authors.claude.client import Stopped
 from coda_agent.agent.authors.claude.conversation import Conversation
-from coda_agent.agent.budget import Budget, Prices, tokens
-from coda_agent.agent.events import Requested, RunResumed
+from coda_agent.agent.budget import PRICES, Budget, Prices, tokens
+from coda_agent.agent.events import Requested, Responded, RunResumed
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import RunState
@@ -34,6 +37,10 @@ WRITE = Reply([call("write_candidate", {"text": RIGHT}, "w2")])
 CHECK_2 = Reply([call("check", {"level": "interpret"}, "c2")])
 SUBMIT = Reply([call("submit", {}, "s1")])
 WHOLE = [WRITE_WRONG, CHECK_1, WRITE, CHECK_2, SUBMIT]
+
+
+with PRICES.open("rb") as file:
+    MODELS = sorted({row["model"] for row in tomllib.load(file)["price"]})
 
 
 class Clock:
@@ -87,7 +94,11 @@ def test_a_run_from_spec_to_commit(where: workspace.Workspace, serve: Any) -> No
     assert len(sent) == len(WHOLE)
     first = sent[0]
     assert first["model"] == MODEL and first["stream"] is True
-    assert first["thinking"]["type"] == "adaptive" and first["output_config"] == {"effort": "high"}
+    assert first["thinking"]["type"] == "adaptive" and first["output_config"] == {
+        "effort": "high", "task_budget": {"type": "tokens", "total": 250_000}
+    }  # fmt: skip
+    assert "$5.00, at $20 for a million" in first["messages"][0]["content"][1]["text"]
+    assert sent[1]["messages"][-1]["content"][-1]["text"] == "[$0.00 of $5.00 spent]"
     assert [block["is_error"] for block in results(sent[2]) if "is_error" in block] == []
     assert "only imports and @epilogue functions may stand here" in results(sent[2])[0]["content"]
     assert "passed (proved)" in results(sent[4])[0]["content"]
@@ -341,35 +352,21 @@ def test_a_spend_limit_is_a_clean_stop_and_resumes(where: Any, serve: Any, clock
     accepted(where, resume(where, author()))
 
 
-def test_dollars_are_reserved_before_they_are_spent(where: Any, serve: Any) -> None:
-    """Whatever the model answers, what is billed stays within the budget."""
-    greedy = {"cache_creation_input_tokens": 12_000, "output_tokens": 20_000,
-              "cache_creation": {"ephemeral_1h_input_tokens": 12_000}}  # fmt: skip
-    replies = [Reply([call("list_demos", {}, f"d{i}")], usage=greedy) for i in range(50)]
-    server = serve(lambda body, number: replies[number])
-    outcome = generate(where, author(Options(budget=Budget(usd=3.0))))
-    assert not outcome.passed and str(outcome.reason).startswith("budget: $3.00")
-    assert 2.0 < spent_usd(where) <= 3.0
-    last = server.requests()[-1]["messages"][-1]["content"][-1]["text"]
-    assert "This is your last turn" in last
-    assert types(where, "limit") == ["limit"]
-
-
 def test_attempts_that_fail_are_paid_from_the_same_budget(
     where: Any, serve: Any, clock: Clock
 ) -> None:
     """Streams that break after a costly prompt: no attempt is made that might not be paid for."""
     usage = {
-        "cache_creation_input_tokens": 50_000,
-        "cache_creation": {"ephemeral_1h_input_tokens": 50_000},
+        "cache_creation_input_tokens": 14_000,
+        "cache_creation": {"ephemeral_1h_input_tokens": 14_000},
     }
     broken = Reply([text("x" * 3000)], usage=usage, cut=1500)
     server = serve(lambda body, number: broken)
-    who = author(Options(budget=Budget(usd=2.0)), clock=clock, sleep=clock.sleep)
+    who = author(Options(budget=Budget(usd=1.0)), clock=clock, sleep=clock.sleep)
     with pytest.raises(Stopped, match="no money for another attempt"):
         generate(where, who)
     assert 3 <= len(server.bodies) < 9
-    assert 1.0 < spent_usd(where) <= 2.0
+    assert 0.5 < spent_usd(where) <= 1.0
 
 
 def test_a_call_that_nobody_saw_answered_is_taken_to_have_cost_the_worst(
@@ -390,16 +387,73 @@ def test_a_call_that_nobody_saw_answered_is_taken_to_have_cost_the_worst(
 def test_the_worst_case_covers_a_fallback_and_a_summary(serve: Any) -> None:
     serve([])
     who = author(Options(fallback="claude-sonnet-5-5"))
-    talk = Conversation()
+    talk, bench = Conversation(), SimpleNamespace(state=RunState(time=datetime.now(UTC)))
     edit = {"trigger": {"type": "input_tokens", "value": 120_000}}
     talk.request = {"max_tokens": 20_000, "context_management": {"edits": [edit]}}
     talk.context = 50_000
     one = 50_000 * 8e-6 + 20_000 * 20e-6 + 50_000 * 4e-6 + 20_000 * 10e-6
-    usage, usd = who._worst(talk)
+    usage, usd = who._worst(bench, talk, 20_000)  # type: ignore[arg-type]
     assert tokens(usage) == 140_000 and usd == pytest.approx(one)
-    talk.context = 100_000
-    usage, usd = who._worst(talk)
-    assert tokens(usage) == 480_000 and usd == pytest.approx(2 * (one + 50_000 * 12e-6))
+    talk.context = 120_000
+    usage, usd = who._worst(bench, talk, 20_000)  # type: ignore[arg-type]
+    both = 120_000 * 12e-6 + 8_000 * 30e-6 + 8_000 * 12e-6 + 20_000 * 30e-6
+    assert tokens(usage) == 2 * (128_000 + 28_000) and usd == pytest.approx(both)
+
+
+def test_what_the_cache_has_is_priced_so_while_it_has_it() -> None:
+    talk = Conversation()
+    start = datetime(2026, 11, 1, tzinfo=UTC)
+    written = {"input_tokens": 2, "cache_creation_input_tokens": 9000, "output_tokens": 500}
+    more = {"input_tokens": 2, "cache_read_input_tokens": 9000, "output_tokens": 500,
+            "cache_creation_input_tokens": 600}  # fmt: skip
+    text = [{"type": "text", "text": "x"}]
+    for usage in (written, more):
+        talk.apply(Responded(time=start.isoformat(), content=text, usage=usage, usd=0.0))
+    now = [talk.cached(start + timedelta(seconds=s)) for s in (0, 239, 241, 3299, 3301)]
+    assert now == [9600, 9600, 9002, 9002, 0]
+    assert math.isclose(Prices("claude-opus-5-5").worst(10_000, 1000, cached=9600), 0.02392)
+
+
+class Thinker:
+    """A model that uses every answer's whole length, by a server with a cache and summaries."""
+
+    def __init__(self) -> None:
+        self.cached, self.prompt = 0, 7000
+
+    def __call__(self, body: dict[str, Any], number: int) -> Reply:
+        """The prompt is the one before, the answer to it and its results."""
+        results = json.dumps(body["messages"][-1]["content"], ensure_ascii=False)
+        most, prompt = body["max_tokens"], self.prompt + len(results) // 4
+        used = {"input_tokens": 0, "output_tokens": most, "cache_read_input_tokens": self.cached,
+                "cache_creation_input_tokens": prompt - self.cached}  # fmt: skip
+        content = [call("read_primitive", {"name": "exp"}, f"c{number}")]
+        (edit,) = body["context_management"]["edits"]
+        usage = {**used, "iterations": [{**used, "type": "message"}]}
+        if prompt > edit["trigger"]["value"]:
+            content = [{"type": "compaction", "content": "so far"}, *content]
+            first = {**used, "type": "compaction", "output_tokens": 2000}
+            prompt = 11_000
+            last = {**used, "type": "message", "cache_read_input_tokens": 9000,
+                    "cache_creation_input_tokens": 2000}  # fmt: skip
+            usage = {**last, "iterations": [first, last]}
+        self.cached, self.prompt = prompt, prompt + most
+        return Reply(content, usage=usage, model=body["model"])
+
+
+@pytest.mark.parametrize("cap", [1.0, 3.0])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_can_use_its_cap(where: Any, serve: Any, model: str, cap: float) -> None:
+    """Nine tenths at least and never more, up to a last turn that it is told of."""
+    server = serve(Thinker())
+    server.model = model
+    options = Options(model=model, budget=Budget(usd=cap, answer=64_000))
+    outcome = generate(where, author(options))
+    assert str(outcome.reason).startswith(f"budget: ${cap:.2f};")
+    assert 0.9 * cap <= spent_usd(where) <= cap
+    sent = server.requests()
+    assert min(body["max_tokens"] for body in sent) >= 4000
+    assert "This is your last turn" in sent[-1]["messages"][-1]["content"][-1]["text"]
+    assert types(where, "limit") == ["limit"]
 
 
 def test_a_budget_too_small_for_two_calls_spends_nothing(where: Any, serve: Any) -> None:
@@ -561,6 +615,8 @@ def test_an_unknown_model_needs_a_price() -> None:
 
     with pytest.raises(CodaError, match="--price-in and --price-out"):
         Prices("claude-next")
+    with pytest.raises(CodaError, match="use claude-sonnet-5-5, or give"):
+        Prices("claude-sonnet-4-5")
     assert math.isclose(Prices("claude-next", Price.of(1, 2)).worst(10**6, 10**6), 4.0)
     assert Prices("claude-opus-5-5-20261001").tiers("claude-opus-5-5")[0].output == 20e-6
 
@@ -610,10 +666,11 @@ def test_the_command_line_counts_generates_and_resumes(
     serve([WHOLE[0], error(401, "authentication_error", "bad key")])
     stopped = run("generate", "gemm_swiglu", "--device", "cpu", "--max-usd", "4")
     assert stopped.exit_code == 3 and "bad key" in stopped.stderr
-    assert f"{MODEL}: at most $4.00, 60 steps, 120 minutes" in stopped.stdout
+    assert f"{MODEL}: at most $4.00, 1000 steps, 120 minutes" in stopped.stdout
     serve(WHOLE[1:])
     done = run("resume", "last")
     assert done.exit_code == 0 and "gemm_swiglu: proved, commit" in done.stdout
+    assert "; 5 turns, $0.01 (" in done.stdout
     listed = run("runs").stdout
     assert ("claude" in listed and "accepted" in listed) or "proved" in listed
 

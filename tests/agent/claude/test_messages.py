@@ -13,7 +13,7 @@ from coda_agent.agent import authors, pipeline
 from coda_agent.agent.authors import Options
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.cli import app
-from coda_agent.agent.events import Prompted, ToolFinished
+from coda_agent.agent.events import Prompted, ToolFinished, Turned
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
@@ -56,8 +56,9 @@ def test_a_run_without_key_price_or_anything_the_server_did_not_offer(
     state = RunState.of(log_of(where))
     assert state.spent.usd is None and state.spent.tokens == 2 * (100 + 50)
     (prompt,) = [event for event in log_of(where) if isinstance(event, Prompted)]
-    told = [event for event in log_of(where) if isinstance(event, ToolFinished)]
-    assert state.spent.received == prompt.characters + sum(len(event.text) for event in told)
+    told = [event.text for event in log_of(where) if isinstance(event, ToolFinished)]
+    told += [event.note for event in log_of(where) if isinstance(event, Turned)]
+    assert state.spent.received == prompt.characters + sum(map(len, told))
 
 
 def test_a_price_of_ones_own_is_counted(where: Workspace, keyless: Any) -> None:
@@ -99,7 +100,7 @@ def test_what_the_command_line_says(
     assert "needs the model's price" in run(*author, *at, "--max-usd", "3", code=2)
     assert "no http://HOST" in run(*author, "--base-url", "http://me:secret@host", code=2)
     said = run(*author, *at)
-    assert f"{LOCAL}: at most 5000000 tokens (price unknown), 60 steps" in said
+    assert f"{LOCAL}: at most 5000000 tokens (price unknown), 1000 steps" in said
     assert "2 steps, unknown" in run("run", "show", "last")
     assert " unknown" in run("runs")
 
