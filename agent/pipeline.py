@@ -149,7 +149,7 @@ def accept(bench: Workbench, proposal: Proposal, verdict: Verdict) -> None:
         return
     sha = acceptance.accept(
         bench.workspace, bench.spec, proposal.text, verdict,
-        author=str(bench.state.author), run_id=bench.run.id,
+        author=bench.state.writer or str(bench.state.author), run_id=bench.run.id,
     )  # fmt: skip
     bench.log.append(e.Stored.of(sha, bench.workspace.kernel(bench.spec.name).level))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coda_agent.agent import tips as tips_module
+from coda_agent.agent.authors.composer import handed_over
 from coda_agent.agent.tips import Tip
 from coda_agent.agent.workbench import feedback, shown
 from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
@@ -25,6 +26,11 @@ DEMOS = 4
 CHARACTERS_PER_TOKEN = 3.0
 """For estimates only; code and mathematics take more tokens a character than prose."""
 
+_DRAFT = (
+    "A compiler went before you, which rewrites references by rules. It stopped at these lines. A "
+    "HOLE stands for what it has no rule for, over the values that it has; what the reference "
+    "does after that line is missing, too. Operands that only come after it are not declared yet."
+)
 _TASK = Path(__file__).with_name("task.md")
 
 
@@ -47,8 +53,10 @@ def instructions(withheld: Sequence[str] = ()) -> dict[str, str]:
 
 
 def opening(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> dict[str, str]:
-    """What is for one spec, by name: the spec, demonstrations, tips."""
+    """What is for one spec, by name: the spec, the composer's draft, demonstrations, tips."""
     parts = {"spec": f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"}
+    if draft := handed_over(spec):
+        parts["draft"] = f"# Where the composer stopped\n\n{_DRAFT}\n\n{draft}"
     for demo in demos_for(spec) if "demos" not in withheld else ():
         program = f"```python\n{demo.text.strip()}\n```"
         parts[f"demonstration {demo.name}"] = f"# Demonstration: {demo.name}\n\n{program}"

@@ -74,6 +74,7 @@ class RunState:
     """The fold.
 
     Attributes:
+        writer: Who writes for the author now; where it has no others, itself.
         options: The author's options, where its run can be resumed.
         replays: The run that this one repeats.
         commits: Whether what passes is committed.
@@ -97,6 +98,7 @@ class RunState:
     kind: str | None = None
     spec: str | None = None
     author: str | None = None
+    writer: str = ""
     replays: str | None = None
     device: Device = "auto"
     commits: bool = True
@@ -177,7 +179,9 @@ class RunState:
             case e.SpecAdmitted():
                 self.admitted = event.digest
             case e.AuthorStarted():
-                self.writing = True
+                self.writing, self.writer = True, event.author
+                if self.gave_up and event.author != self.author:  # another goes on
+                    self.over, self.gave_up = None, False
                 if not self.metered:
                     self.metered = True
                     self.spent = self.spent.model_copy(update={"usd": 0.0, "tokens": 0})

@@ -32,6 +32,10 @@ class Options:
 
     model: str = ""
     """The model that writes; the author's own default where it is empty."""
+    models: tuple[str, ...] = ()
+    """Those that a ladder climbs, in this order."""
+    samples: int = 1
+    """Conversations that a ladder has with each model."""
     effort: str = "high"
     fallback: str | None = None
     """The model that is asked where the first refuses."""

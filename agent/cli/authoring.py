@@ -33,6 +33,8 @@ Limits = Annotated[
     ),
 ]
 Model = Annotated[str | None, typer.Option(help="Claude's model; else CODA_AGENT_MODEL.")]
+Models = Annotated[str, typer.Option(help="Models that the ladder climbs, as MODEL,MODEL.")]
+Samples = Annotated[int, typer.Option(help="Conversations with each of them.", min=1)]
 Effort = Annotated[
     Literal["low", "medium", "high", "xhigh", "max"], typer.Option(help="How hard it thinks.")
 ]
@@ -51,6 +53,8 @@ def generate(
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
     device: DeviceOption = "auto",
     model: Model = None,
+    models: Models = "",
+    samples: Samples = 1,
     effort: Effort = "high",
     fallback_model: Fallback = None,
     max_usd: MaxUsd = None,
@@ -69,8 +73,9 @@ def generate(
     budget, price = Budget().changed(max_usd, limit or []), price_of(price_in, price_out)
     if not 0 <= tip_holdout <= 1:
         raise CodaError(f"--tip-holdout is {tip_holdout:g}, expected a share from 0 to 1")
+    climbed = tuple(filter(None, models.split(",")))
     options = authors.Options(
-        model or "", effort, fallback_model, price, budget, tip_holdout, base_url
+        model or "", climbed, samples, effort, fallback_model, price, budget, tip_holdout, base_url
     )
     who = _made(author or authors.default(), options, workspace)
     if max_usd is not None and not who.in_dollars:

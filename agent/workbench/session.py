@@ -116,9 +116,7 @@ class Workbench:
         """
         text = self.candidate()
         if attempt := self._same_failure(check):
-            path = self.log.folder / "artifacts" / f"verdict-{attempt.number}.json"
-            verdict = Verdict.model_validate_json(path.read_text("utf-8"))
-            result = self._ruling(verdict, attempt.check, attempt.number)
+            result = self.told(attempt)
             if "diagnosis" not in self.withheld:
                 result.text += (
                     f"\n    not run again: the candidate is that of attempt {attempt.number}"
@@ -127,6 +125,12 @@ class Workbench:
         if check in ("gpu", "benchmark"):
             self.need_gpu()
         return Proposal(text, check)
+
+    def told(self, attempt: Attempt) -> Result:
+        """Say again what was said of an attempt."""
+        path = self.log.folder / "artifacts" / f"verdict-{attempt.number}.json"
+        verdict = Verdict.model_validate_json(path.read_text("utf-8"))
+        return self._ruling(verdict, attempt.check, attempt.number)
 
     def need_gpu(self) -> None:
         """

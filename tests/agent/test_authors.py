@@ -78,7 +78,7 @@ def test_adding_an_author_is_one_file(where: workspace.Workspace, toy: None) -> 
     assert where.kernel("gemm_rope").evidence.author == "toy"
     (item,) = (i for i in doctor.diagnose(where.root)[0] if i.name == "a toy box")
     assert (item.value, item.enables, item.hint) == ("set", "the author `toy`", "any box will do")
-    assert authors.choices().startswith("composer or claude or toy; claude where a key is set")
+    assert authors.choices().startswith("composer or ladder or toy; ladder where a key is set")
     suite = where.root / "evals" / "suites" / "mine.toml"
     suite.parent.mkdir(parents=True)
     suite.write_text('title = "T"\nspecs = ["gemm_swiglu"]\ngoal = "proved"\ntrials = 2\n')
@@ -94,8 +94,8 @@ def test_the_first_choice_is_what_can_work_here(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     assert authors.default() == "composer"
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-canary")
-    assert authors.default() == "claude"
-    assert authors.choices() == "composer or claude; claude where a key is set."
+    assert authors.default() == "ladder"
+    assert authors.choices() == "composer or ladder; ladder where a key is set."
 
 
 def test_a_recorded_run_is_an_author_by_name() -> None:

@@ -1,6 +1,7 @@
 """The author Claude: a model of the Messages API at the workbench.
 
 - `loop`: the author, a step function over what its run's events say.
+- `ladder`: the composer, then several models, in one run.
 - `conversation`: what was said, a fold over these events.
 - `client`: one turn of the model over HTTP. `answer`: what a turn's stream amounts to.
 """
@@ -10,6 +11,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from coda_agent.agent.authors import Author, Kind, Need, Options
+from coda_agent.agent.authors.claude.ladder import Ladder
 from coda_agent.agent.authors.claude.loop import Claude
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.workspace import Workspace
@@ -36,16 +38,27 @@ def server_named(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-class _Claude(Kind):
-    name = "claude"
-    spelling = "claude or claude:MODEL"
-    meaning = "A model of Anthropic's at the tools, driven by this program."
+class _Ladder(Kind):
+    name = spelling = "ladder"
+    meaning = "The composer, then models of Anthropic's from cheap to strong."
     precedence = 2
     aided = True
 
     def need(self) -> Need:
         hint = "not needed by the composer"
         return Need("ANTHROPIC_API_KEY", KEYS.present(), hint, "where a key is set")
+
+    def make(self, which: str, options: Options, workspace: Workspace) -> Author:
+        if which:
+            raise CodaError(f"ladder:{which} is none", hint="--models MODEL,MODEL names its models")
+        return Ladder(replace(options, base_url=server_named(options.base_url)))
+
+
+class _Claude(Kind):
+    name = "claude"
+    spelling = "claude or claude:MODEL"
+    meaning = "A model of Anthropic's at the tools, driven by this program."
+    aided = True
 
     def full_name(self, which: str) -> str:
         return f"claude:{model_named(which)}"
@@ -76,4 +89,4 @@ class _Messages(Kind):
         return Claude(replace(options, model=model, base_url=server), name=self.name)
 
 
-AUTHOR = _Claude(), _Messages()
+AUTHOR = _Ladder(), _Claude(), _Messages()

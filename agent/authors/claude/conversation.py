@@ -29,6 +29,7 @@ class Conversation:
     """What was said, and what is still owed an answer; what was spent is in the run's state.
 
     Attributes:
+        begun: How many conversations the run has had; all else is of the last one.
         request: The parameters of every call but for `messages`; None before the first.
         messages: The history.
         calls: The tool calls of the last turn, by id, in order.
@@ -42,6 +43,10 @@ class Conversation:
     """
 
     def __init__(self) -> None:
+        self.begun = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self.request: dict[str, Any] | None = None
         self.messages: list[dict[str, Any]] = []
         self.calls: dict[str, dict[str, Any]] = {}
@@ -61,6 +66,8 @@ class Conversation:
         """Takes the next event."""
         match event:
             case e.Prompted():
+                self._begin()
+                self.begun += 1
                 self.request, self.new_characters = event.request, event.characters
                 self._digest.update(json.dumps(self.request).encode())
                 for message in event.messages:

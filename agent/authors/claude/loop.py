@@ -122,9 +122,18 @@ class Claude(Author):
         """
         talk = Conversation()
         bench.log.follow(talk)
+        if talk.request is None:
+            self.open(bench)
+        reason = yield from self.converse(bench, talk)
+        bench.finish(reason)
+
+    def converse(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
+        """Go on with a conversation until there is nothing more to do; the reason.
+
+        Raises:
+            Stopped: as `work`, once the run says so.
+        """
         try:
-            if talk.request is None:
-                self._open(bench)
             for call in [call for call in talk.owed if call["id"] in talk.started]:
                 bench.refuse(call["id"], call["name"], INTERRUPTED)
             while (reason := (yield from self._step(bench, talk))) is None:
@@ -132,7 +141,7 @@ class Claude(Author):
         except Stopped as stop:
             bench.finish(str(stop), final=False)
             raise
-        bench.finish(reason)
+        return reason
 
     def _step(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
         """The next thing to do; the reason where there is none."""
@@ -287,9 +296,18 @@ class Claude(Author):
             raise Stopped(f"the model refused: {said}")
         return None
 
-    def _open(self, bench: Workbench) -> None:
-        """Checks the model and fixes what every call will start with."""
-        options, info = self.options, self._model(bench)
+    def open(self, bench: Workbench, before: str = "") -> None:
+        """Check the model and fix what every call will start with; `before` was tried by others.
+
+        Raises:
+            Stopped: as `work`.
+        """
+        try:
+            info = self._model(bench)
+        except Stopped as stop:
+            bench.finish(str(stop), final=False)
+            raise
+        options = self.options
 
         def size(name: str, usual: int) -> int:
             told = info.get(name)
@@ -327,9 +345,10 @@ class Claude(Author):
         if can("context_management"):
             request |= {"context_management": {"edits": [edit]}, "betas": BETAS}
         if "output_config" in request and (total := self._task_budget()):
-            request["output_config"]["task_budget"] = total
+            request["output_config"] = {"effort": options.effort, "task_budget": total}
             request["betas"] = [*request.get("betas", ()), TASK_BUDGETS]
-        sent["messages"][0]["content"].append({"type": "text", "text": self._budget()})
+        more = "\n\n".join(part for part in (before, self._budget()) if part)
+        sent["messages"][0]["content"].append({"type": "text", "text": more})
         characters = len(json.dumps(sent, ensure_ascii=False))
         messages = sent["messages"]
         bench.log.append(e.Prompted(request=request, messages=messages, characters=characters))

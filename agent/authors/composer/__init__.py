@@ -5,6 +5,7 @@
 - `rewrite`: its canonical expressions (`across`, `layout`, `expression`, `canonical`).
 - `assemble`: the expressions as a program; `emit`: as source.
 - Then it checks itself: the program runs in float64 beside the reference or the graph (`check`).
+- `draft`: what it has of a reference that it refuses, for whoever goes on.
 """
 
 from __future__ import annotations
@@ -64,6 +65,25 @@ class _Composing(Kind):
 
 
 AUTHOR = _Composing()
+_handed: dict[str, str] = {}
+
+
+def handed_over(spec: Spec) -> str:
+    """Compose a spec, for another author: where it stops, and its draft; empty where it does not.
+
+    Raises:
+        SpecError: the reference block is broken.
+    """
+    if spec.digest not in _handed:
+        try:
+            Composer().write(spec, lambda *_: None)
+        except ProgramError as error:
+            from coda_agent.agent.authors.composer.draft import draft
+
+            _handed[spec.digest] = draft(spec, error.message)
+        else:
+            _handed[spec.digest] = ""
+    return _handed[spec.digest]
 
 
 def self_check(spec: Spec, program: Program, binding: Mapping[str, str]) -> None:

@@ -32,7 +32,8 @@ def emit(spec: Spec, programs: list[Rewritten]) -> str:
 def module_text(doc: str, gemm: tuple[str, ...], programs: list[Rewritten], more: str = "") -> str:
     """Write a module of programs, whose product is that of `gemm`; `more` goes on with its doc."""
     functions = [_Function(program, gemm) for program in programs]
-    names = sorted({"epilogue"}.union(*(f.imports for f in functions)))
+    used = {"epilogue"}.union(*(f.imports for f in functions))
+    names = sorted(used.intersection(primitives.__all__))  # a draft has holes among them
     operands = dict.fromkeys(name for program in programs for name in program.operands)
     for name in operands:
         if name in ("acc", *names):
@@ -185,6 +186,8 @@ class _Function:
                 self.imports.add(op)
                 given = ["acc", *(self._render(a)[0] for a in expr.args)]
                 return f"{op}({', '.join(given)})", _ATOM
+            case "hole":
+                return self._call(expr.name, expr.args), _ATOM
             case op if op.startswith("d_"):
                 self.imports |= {"derivative", op[2:]}
                 return f"derivative({op[2:]}, {self._render(expr.args[0])[0]})", _ATOM

@@ -47,7 +47,7 @@ class Outputs:
         for name in self.problem.outputs:
             value = returned.get(name) if isinstance(returned, dict) else None
             try:
-                values[name], outputs[name] = self._output(name, value)
+                values[name], outputs[name] = self.one(name, value)
             except ProgramError as error:
                 message = f"{source}output {name!r}{error.message}"
                 raise Refusal(message, error.hint, output=name) from None
@@ -98,7 +98,7 @@ class Outputs:
                 result = value if value == result else before_column(stop, value, result)
             outputs[name], values[name] = "Tile", result
 
-    def _output(self, name: str, value: Any) -> tuple[Expr, str]:
+    def one(self, name: str, value: Any) -> tuple[Expr, str]:
         """What an output holds, and its kind.
 
         Raises:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -51,10 +51,12 @@ def rewrite(problem: Problem) -> Rewritten:
     Raises:
         ProgramError: No epilogue program computes this; says which operation is the reason.
     """
-    return _Rewriter(problem).run()
+    return Rewriter(problem).run()
 
 
-class _Rewriter:
+class Rewriter:
+    """The rewriting of one graph."""
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         m, n, k = (problem.extents[d] for d in "MNK")
@@ -71,6 +73,17 @@ class _Rewriter:
         self.leaves: dict[str, Expr] = {}
 
     def run(self) -> Rewritten:
+        """Rewrite the graph."""
+        stored = Outputs(self.problem, self.layout, self.leaves)
+        values, outputs = stored.of(self.trace())
+        if not any(e == self.acc for e in walk(list(values.values()))):
+            message = f"no output needs the product of {' and '.join(self.problem.sides)}"
+            hint = "return what is computed with it"
+            raise ProgramError(f"{self.problem.source}{message}", hint=hint)
+        return self.rewritten(values, outputs, stored.parts)
+
+    def trace(self) -> Any:
+        """Rewrite each node; what the graph returns."""
         env: dict[fx.Node, Any] = {}
         inputs = iter(enumerate(self.problem.inputs, start=1))
         returned: Any = None
@@ -86,25 +99,34 @@ class _Rewriter:
                 case _:
                     try:
                         env[node] = self._node(node, args, dict(kwargs))
-                        if _in_place(node):
-                            env[node.args[0]] = env[node]
                     except ProgramError as error:
-                        raise Refusal(self._at(node) + error.message, error.hint, node) from None
+                        refusal = Refusal(self._at(node) + error.message, error.hint, node)
+                        env[node] = self.refused(refusal, (args, kwargs))
                     except (TypeError, KeyError):
                         message = self._at(node) + "takes an argument that no primitive has"
-                        raise Refusal(message, _SPELLED, node) from None
-        stored = Outputs(self.problem, self.layout, self.leaves)
-        values, outputs = stored.of(returned)
+                        refusal = Refusal(message, _SPELLED, node)
+                        env[node] = self.refused(refusal, (args, kwargs))
+                    if _in_place(node):
+                        env[node.args[0]] = env[node]
+        return returned
+
+    def refused(self, error: Refusal, args: Any) -> Any:
+        """Answer for a node that cannot be rewritten."""
+        raise error from None
+
+    def rewritten(
+        self,
+        values: Mapping[str, Expr],
+        outputs: Mapping[str, str],
+        parts: Mapping[str, tuple[str, int, int]],
+    ) -> Rewritten:
+        """Make the program of these values, with the operands that they use."""
         used: dict[str, set[float]] = {}
         for e in walk(list(values.values())):
             if e.op in ("operand", "index"):
                 used.setdefault(e.name, set()).add(e.value)
         operands = {x: self._kind(x, used[x]) for x in self.kinds if x in used}
-        if not any(e == self.acc for e in walk(list(values.values()))):
-            message = f"no output needs the product of {' and '.join(self.problem.sides)}"
-            hint = "return what is computed with it"
-            raise ProgramError(f"{self.problem.source}{message}", hint=hint)
-        return Rewritten(self.problem.name, operands, outputs, values, stored.parts)
+        return Rewritten(self.problem.name, operands, outputs, values, parts)
 
     def _kind(self, name: str, read: set[float]) -> str:
         """The annotation of an operand; of a table by the ways in which it is read."""
@@ -193,6 +215,9 @@ class _Rewriter:
         function = meaning(_LOGICAL.get(op, op) if _dtype(node) is torch.bool else op)
         if function is None:
             if op in ACROSS:
+                *_, width = args[0].codes.shape
+                if width < self.layout.extents["N"]:
+                    raise ProgramError(f"works across groups of {width} columns", hint=_SPELLED)
                 raise ProgramError(WHOLE_ROW, hint=ROW_STATISTICS)
             raise ProgramError("has no counterpart among the primitives", hint=_SPELLED)
         with self.elementwise.in_order(node):

@@ -124,7 +124,7 @@ class Server(ThreadingHTTPServer):
         self.script, self.bodies = script, list[bytes]()
         self.headers: list[dict[str, str]] = []
         self.number, self.keep = 0, True
-        self.model = MODEL
+        self.model: str | None = MODEL  # or every one
         self.infos: list[Any] = []
         self.models: Any = None
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.partition("?")[0].rpartition("/")[2]
         info = {
-            "type": "model", "id": self.server.model, "display_name": "M", "created_at": "2026-09-22T00:00:00Z",
+            "type": "model", "id": self.server.model or name, "display_name": "M", "created_at": "2026-09-22T00:00:00Z",
             "lifecycle": "active", "max_input_tokens": 200_000, "max_tokens": 64_000,
         }  # fmt: skip
         if name == "models":
@@ -161,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
             self._json(200, self.server.models or some)
         elif name == self.server.model and self.server.infos:
             self._json(*self.server.infos.pop(0))
-        elif name == self.server.model:
+        elif name == self.server.model or not self.server.model:
             self._json(200, info)
         else:
             self._json(

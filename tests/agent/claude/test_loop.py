@@ -650,7 +650,7 @@ def test_the_fold_is_the_state(where: Any, serve: Any) -> None:
 def test_the_command_line_counts_generates_and_resumes(
     where: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a key claude is the default; its model, limits and cost are said."""
+    """A model, its limits and its cost are said."""
     from typer.testing import CliRunner
 
     from coda_agent.agent.cli import app
@@ -664,7 +664,9 @@ def test_the_command_line_counts_generates_and_resumes(
     cost = run("prompt", "gemm_swiglu", "--cost").stdout
     assert cost.endswith("[tokens counted]\n") and re.search(r"^all  .* 12345$", cost, re.MULTILINE)
     serve([WHOLE[0], error(401, "authentication_error", "bad key")])
-    stopped = run("generate", "gemm_swiglu", "--device", "cpu", "--max-usd", "4")
+    stopped = run(
+        "generate", "gemm_swiglu", "--author", "claude", "--device", "cpu", "--max-usd", "4"
+    )
     assert stopped.exit_code == 3 and "bad key" in stopped.stderr
     assert f"{MODEL}: at most $4.00, 1000 steps, 120 minutes" in stopped.stdout
     serve(WHOLE[1:])
