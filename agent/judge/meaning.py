@@ -174,14 +174,13 @@ def _case_fault(
 ) -> Finding | None:  # fmt: skip
     """Find the first output that is not the reference's on one input set."""
     for o, out, expected in _apart(spec, truth, results):
-        constants, rounded = _of_rounding(spec, program, inputs, o, out)
         known = _RELATIVE * expected.abs() + _LEAST
-        known = known + constants + rounded.minimum(_HALF * expected.abs())
+        excuses = _Roundings(spec, program, inputs, o, out)
         for probes, around in ((_PROBES, _INPUT), (_CERTAIN, _AROUND)):
             noise = _noise(spec, inputs, binding, seed, o, expected, probes, around)
-            allowed = known + SAFETY * noise
             chaotic = noise > _CHAOTIC * expected.abs().maximum(out.abs())
-            wrong = _differs(out, expected, allowed.where(~chaotic, math.inf))
+            allowed = (known + SAFETY * noise).where(~chaotic, math.inf)
+            wrong = excuses.wrong(expected, allowed)
             if not wrong.any():
                 break
         if wrong.any():
@@ -359,27 +358,54 @@ def _noise(
     return largest_change(truth, runs)
 
 
-def _of_rounding(
-    spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What float32's rounding of the program's constants comes to in output `o`, and what float64's
-    rounding of its operations does."""
-    import torch
+class _Roundings:
+    """What float32's rounding of a program's constants comes to in output `o`, and what float64's
+    rounding of its operations does.
 
-    top = _top(spec, o)
-    constants, operations = torch.zeros_like(out), torch.zeros_like(out)
-    for i, node in enumerate(program.graph.nodes):
-        if node.op in ("acc", "operand"):
-            continue
-        if node.op == "const" and float(torch.tensor(node.value).bfloat16()) == node.value:
-            continue  # short numbers are meant exactly
-        moved, share = (constants, _CONSTANT) if node.op == "const" else (operations, _ROUNDING)
-        if node.op == "softplus":  # what its cut is off by may be most of a remainder
-            moved, share = constants, _CUT
+    One replay tells it of one node. They are asked one by one, those nearest to the output first,
+    and only while an element is wrong: all of 150 nodes took 45 s where two constants were enough.
+    """
+
+    def __init__(
+        self, spec: Spec, program: Program, inputs: Inputs, o: str, out: torch.Tensor
+    ) -> None:
+        import torch
+
+        self._about, self._out = (spec, program, inputs, o), out
+        self._constants, self._operations = torch.zeros_like(out), torch.zeros_like(out)
+        nodes = program.graph.nodes
+        needed = {program.graph.outputs[o]}
+        for i in reversed(range(len(nodes))):
+            needed |= set(nodes[i].args) if i in needed else set()
+        # Short numbers are meant exactly. What softplus' cut is off by may be most of a remainder.
+        exact = (
+            n.op in ("acc", "operand")
+            or (n.op == "const" and float(torch.tensor(n.value).bfloat16()) == n.value)
+            for n in nodes
+        )
+        asked = [i for i, short in enumerate(exact) if i in needed and not short]
+        self._left = sorted(asked, key=lambda i: (self._share(nodes[i]), i))
+
+    def wrong(self, expected: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        """Find the elements that are further from what is expected than all this allows."""
+        while True:
+            rounded = self._operations.minimum(_HALF * expected.abs())
+            wrong = _differs(self._out, expected, allowed + self._constants + rounded)
+            if not self._left or not wrong.any():
+                return wrong
+            self._ask(self._left.pop())
+
+    def _ask(self, i: int) -> None:
+        spec, program, inputs, o = self._about
+        top, share = _top(spec, o), self._share(program.graph.nodes[i])
+        moved = self._operations if share == _ROUNDING else self._constants
         graph = _scaled(program.graph, i, 1 + share)
         other = replayed(spec, dataclasses.replace(program, graph=graph), inputs)[o]
-        moved += (other.clamp(-top, top) - out).abs().nan_to_num(0.0, 0.0, 0.0)
-    return constants, operations
+        moved += (other.clamp(-top, top) - self._out).abs().nan_to_num(0.0, 0.0, 0.0)
+
+    @staticmethod
+    def _share(node: Node) -> float:
+        return {"const": _CONSTANT, "softplus": _CUT}.get(node.op, _ROUNDING)
 
 
 def _scaled(graph: Graph, i: int, factor: float) -> Graph:
