@@ -1,7 +1,8 @@
 """Tell a function that was approximated from one that is wrong.
 
-The difference of an approximation is small, has a value nearly everywhere, and moves little where
-the inputs do. That of a rounding jumps, and that of a mistake is large somewhere.
+The difference of an approximation is small, has a value nearly everywhere, or in one of several
+branches, and moves little where the inputs do. That of a rounding jumps, and that of a mistake is
+large somewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from coda_agent import primitives
 from coda_agent.agent.judge.records import Inputs
-from coda_agent.agent.judge.replaying import Mistake
+from coda_agent.agent.judge.replaying import COMPARISONS, Mistake, is_small
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import MEANINGS
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     from coda_agent.specs import Spec
 
-_SMALL = 2.0**-6  # of the element, or of the mean
 _EVERYWHERE = 0.5  # of the elements
+_FEW = 4  # elements in a branch
 # A step of the product, and the share of the difference that may go by it. 16-bit numbers are
 # nearer, so what was rounded to them is off by something else after it.
 _STEP, _SMOOTH = 2.0**-7, 0.4
@@ -39,13 +40,16 @@ def approximation(
     import torch
 
     difference = out - truth
-    off = difference[difference != 0]
-    if off.numel() < _EVERYWHERE * out.numel() or not is_small(difference, truth):
+    there = (difference != 0) & truth.isfinite()
+    off = difference[there]
+    branches = any(node.op in ("where", *COMPARISONS) for node in program.graph.nodes)
+    least = _FEW if branches else _EVERYWHERE * out.numel()
+    if off.numel() < least or not is_small(difference, truth):
         return None
     a, _ = spec.gemm
     near = {**inputs, a: inputs[a] * (1 + _STEP)}
     then = interpreted(spec, program, near, dtypes={}, compute=torch.float64)[o] - reference(near)
-    moved = (then - difference)[difference != 0].abs().median()
+    moved = (then - difference)[there].abs().median()
     if not bool(moved <= _SMOOTH * off.abs().median()):
         return None
     text = (
@@ -54,12 +58,6 @@ def approximation(
     use = ", ".join(_lacking(spec, program))
     text += f". The program lacks what the reference calls: {use}" if use else ""
     return Mistake("approximated", text)
-
-
-def is_small(difference: torch.Tensor, truth: torch.Tensor) -> bool:
-    """Whether a difference is small beside each element, or beside their mean."""
-    size = truth.abs()
-    return bool((difference.abs() <= _SMALL * (size + size.mean())).all())
 
 
 def _lacking(spec: Spec, program: Program) -> Iterator[str]:

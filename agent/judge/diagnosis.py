@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge import repairs
-from coda_agent.agent.judge.approximation import approximation, is_small
+from coda_agent.agent.judge.approximation import approximation
 from coda_agent.agent.judge.records import Inputs, JsonObject
-from coda_agent.agent.judge.replaying import Mistake, lost_digits
+from coda_agent.agent.judge.replaying import Mistake, is_small, lost_digits
 from coda_agent.primitives.errors import CodaError
 
 if TYPE_CHECKING:
@@ -460,7 +460,10 @@ class _WrongOutput:
             if shape in places:
                 found[x] = v if not shape else v[places[shape]]
         lists = {x: getattr(v, "flatten", lambda v=v: [v])() for x, v in found.items()}
-        numbers = {x: [float(y) for y in v] for x, v in lists.items() if 0 < len(v) <= _BESIDE}
+        numbers = {x: [float(y) for y in v] for x, v in lists.items() if len(v)}
+        for x in [x for x, v in numbers.items() if len(v) > _BESIDE]:  # a group's
+            most = sorted(numbers.pop(x), reverse=True)[:_BESIDE]
+            numbers[f"{x}, the largest of {n // width}"] = most
         return {x: v if len(v) > 1 else v[0] for x, v in numbers.items()}
 
     def _region(self, mask: torch.Tensor) -> str:

@@ -155,7 +155,8 @@ def _tie_fault(
             where = {"got": got, "expected": due, "index": index, "output": o, "seed": seed}
             message = (
                 f"{o} is another function where inputs are halves of whole numbers: it is {got:g} "
-                f"where {due:g} is due; a half is rounded, or a threshold met, otherwise"
+                f"where {due:g} is due; a half is rounded, a threshold met, or one of equal values "
+                "taken, otherwise"
             )
             return Finding(message=message, where={**where, "program": program.name})
     return None
@@ -200,7 +201,12 @@ def _case_fault(
                 for x, v in truth.items()
             }
             where |= {"outputs": same | {o: "wrong"}} if len(truth) > 1 else {}
-            return Finding(message=_said(o, label, seen), where=where)
+            message = _said(o, label, seen)
+            if label == f"{spec.gemm[0]} times 0" and seen.fault == "wrong_function":
+                message += ". All products are equal there: ties may be taken otherwise"
+            if seen.fault == "approximated":
+                message += f". To {_RELATIVE:g} of each element it has to be the function itself"
+            return Finding(message=message, where=where)
     return None
 
 

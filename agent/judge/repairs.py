@@ -97,9 +97,9 @@ def mistake(
         if some.runs > _MAX_RUNS:
             break
         try:
-            found = some.right(edit.changes(some.values)) and whole.right(
-                edit.changes(whole.values)
-            )
+            changes = edit.changes(some.values)
+            found = some.right(changes) and not (some.small and some.branched(changes))
+            found = found and whole.right(edit.changes(whole.values))
             if found and all(r.right(edit.changes(r.values)) for r in more):
                 return Mistake(edit.fault, edit.text)
             # The right program may overflow as well: it is named where nothing else is found.
@@ -142,6 +142,8 @@ def _edits(replay: Replay) -> Iterator[_Edit]:
     yield from _wrapped(graph, sites)
     yield from _inserted(graph, sites, operands, "missing_operand", "<>s")
     others = [i for i, n in enumerate(graph.nodes) if n.op not in ("operand", "const")]
+    if replay.small and any(n.op == "where" for n in graph.nodes):
+        others = []  # the value of the other branch is among them
     yield from _inserted(graph, sites, others, "missing_term", "+-·/<>s")
     yield from _replaced(graph, sites, others + operands)
     yield from _activations(graph, nodes)

@@ -42,6 +42,17 @@ class Mistake(NamedTuple):
     text: str
 
 
+def is_small(difference: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Whether a difference is small beside each element, or beside their mean."""
+    there = truth.isfinite()
+    difference, size = difference[there], truth[there].abs()
+    return bool((difference.abs() <= _SMALL * (size + size.mean())).all())
+
+
+COMPARISONS = frozenset(("equal", "greater", "greater_equal", "step"))
+_SMALL = 2.0**-6  # of the element, or of the mean
+
+
 class Replay:
     """A program on one set of inputs, of some rows, and the truth of one of its outputs."""
 
@@ -74,6 +85,8 @@ class Replay:
         self.values = _tensors(self.graph.replay(acc, lifted, self._applied))
         self.out = self.run({})
         self.difference = _apart(self.out, self.truth)
+        # Where two branches nearly agree, to take the other one mends a program, and says nothing.
+        self.small = is_small(self.out - self.truth, self.truth)
         self.wrong = self.difference > _EXACT * 10
         probed = self.wrong.flatten().nonzero().flatten()
         self._probed = probed[:: max(1, len(probed) // _PROBED)]
@@ -93,8 +106,17 @@ class Replay:
                 args = (changes.get((i, k), values[a]) for k, a in enumerate(n.args))
                 values[i] = self._applied(n.op, *args)
                 moved.add(i)
-        kind = changes.get(self.o)
+        kind, self.after = changes.get(self.o), values
         return self._stored(changes.get((-1, 0), values[self.root]), kind)
+
+    def branched(self, changes: Mapping[Any, Any]) -> bool:
+        """Whether the changes of the last run lead an element into another branch."""
+        both = zip(self.values, self.after, strict=True)
+        return any(
+            (i in changes and n.op == "where")
+            or (n.op in COMPARISONS and x is not y and bool((x != y).any()))
+            for i, (n, (x, y)) in enumerate(zip(self.graph.nodes, both, strict=True))
+        )
 
     def _applied(self, op: str, *args: Any) -> Any:
         """An operation's value; what overflows in float32 is no way to compute anything."""
