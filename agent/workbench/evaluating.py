@@ -122,7 +122,7 @@ def _failed(spec: Spec, binding: Mapping[str, str], finding: Finding) -> Mapping
 
 def table(
     spec: Spec, binding: Mapping[str, str], programs: Mapping[str, Program],
-    inputs: Mapping[str, Any], *, given: int = 0,
+    inputs: Mapping[str, Any], *, given: int = 0, element: str = "",
 ) -> str:  # fmt: skip
     """What programs give at some elements of each output, beside the truth, as text.
 
@@ -132,9 +132,11 @@ def table(
         programs: By what they are called in the table.
         inputs: In float64.
         given: How many columns of the first row to show; else the elements that differ most.
+        element: The element type of what is stored; the spec's first by default.
     """
+    chosen = dict.fromkeys(spec.types, element) if element else spec.default_types()
     truth = run_reference(spec, inputs, binding=binding, exact=True)
-    types = {o: getattr(torch, spec.dtype_of(o, spec.default_types())) for o in spec.outputs}
+    types = {o: getattr(torch, spec.dtype_of(o, chosen)) for o in spec.outputs}
     exact = {name: replayed(spec, p, {**inputs}) for name, p in programs.items()}
     single = {
         name: interpreted(

@@ -50,7 +50,9 @@ def evaluate(
     with one_thread():
         inputs = inputs_of(bench.spec, binding, values, finding)
         given = max((len(v) if isinstance(v, list) else 1 for v in values.values()), default=0)
-        return Result(text=table(bench.spec, binding, programs, inputs, given=given))
+        element = str(finding.where.get("dtype", "")) if finding else ""
+        text = table(bench.spec, binding, programs, inputs, given=given, element=element)
+        return Result(text=text)
 
 
 @tool()

@@ -12,8 +12,11 @@ import torch
 from coda_agent.agent import pipeline, workspace
 from coda_agent.agent.judge import Finding, GateResult, Verdict
 from coda_agent.agent.workbench import Workbench
+from coda_agent.agent.workbench.evaluating import inputs_of, table
 from coda_agent.agent.workbench.feedback import LIMIT, feedback, merged
 from coda_agent.agent.workbench.measures import PAGE
+from coda_agent.primitives.reader import read_programs
+from coda_agent.specs import load_spec
 from tests.agent.verdicts import call
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +131,12 @@ def test_a_failed_check_is_short_however_much_is_wrong() -> None:
     text = failed(many)
     assert len(text) <= LIMIT and "30 faults in 1200 findings" in text
     assert "rows   1: got 0.5, due 0.25" in text
+
+
+@pytest.mark.parametrize(("element", "stored"), [("", "0.333984"), ("float16", "0.333252")])
+def test_a_finding_is_shown_in_its_own_element_type(element: str, stored: str) -> None:
+    spec = load_spec(ROOT / "specs" / "gemm_swiglu.md")
+    inputs = inputs_of(spec, {}, {"acc": 1 / 3}, None)
+    programs = {"candidate": read_programs(HEAD + RIGHT)["gemm_swiglu"]}
+    text = table(spec, {}, programs, inputs, given=1, element=element)
+    assert f"candidate 0.333333 (stored {stored})" in text
