@@ -8,6 +8,7 @@ bytes, which is what a prompt cache is keyed by.
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from coda_agent.agent.workbench import feedback, shown
 from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
 from coda_agent.demos import Demo, demos
 from coda_agent.primitives import reader
+from coda_agent.primitives.catalogue import entries
+from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
 from coda_agent.specs import Spec
 
 DEMOS = 4
@@ -31,6 +34,17 @@ _DRAFT = (
     "HOLE stands for what it has no rule for, over the values that it has; what the reference "
     "does after that line is missing, too. Operands that only come after it are not declared yet."
 )
+_WRITTEN = {
+    r"median|kthvalue|sort|topk|max|min|clip|clamp|relu": "maximum minimum",
+    r"unflatten|unbind|stack|complex|stride|pool|conv|chunk|pairs": "pairs interleave",
+    r"bucketize|searchsorted|where|heaviside|sign|one_hot|mask": "where greater step",
+    r"softmax|logsumexp|logaddexp|entropy": "exp log maximum",
+    r"abs|norm|hypot|polar|complex": "absolute sqrt",
+    r"special|erfinv|gamma|bessel|i0|frexp|ldexp": "ptx log sqrt",
+    r"round|quant|float8|fp8": "round_even absolute",
+    r"mean|var|std|norm": "rsqrt",
+}
+"""By which primitives other words of PyTorch are written."""
 _TASK = Path(__file__).with_name("task.md")
 
 
@@ -66,20 +80,49 @@ def opening(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> di
 
 
 def demos_for(spec: Spec) -> list[Demo]:
-    """The demonstrations nearest to the words of the spec's name, summary and reference.
+    """The demonstrations that together show most of what a program of the spec may need.
 
-    A demonstration's score is the sum of its shared words, each weighted by how rare it is, over
-    the root of how many words it has: long ones share words by length alone."""
-    found = demos()
-    words = {demo.name: _words(demo.candidate) for demo in found}
-    wanted = _words(f"{' '.join(spec.name.split('_'))} {spec.summary} {spec.reference_source}")
+    That is what the composer's draft has, the kinds of operands and outputs, the primitives that
+    the reference names, and those by which its other words are written. Each choice is the one that
+    adds most; what is in many demonstrations counts a little, too.
+    """
+    shown = {demo.name: _primitives(demo.candidate) for demo in demos()}
+    often = Counter(name for names in shown.values() for name in names)
+    wanted = wanted_of(spec)
+    chosen = list[Demo]()
+    for _ in range(DEMOS):
+        known = {name for demo in chosen for name in shown[demo.name]}
 
-    def score(demo: Demo) -> float:
-        shared = wanted & words[demo.name]
-        rare = sum(1 / sum(word in other for other in words.values()) for word in shared)
-        return rare / len(words[demo.name]) ** 0.5
+        def adds(demo: Demo, known: set[str] = known) -> tuple[float, str]:
+            new = shown[demo.name] - known
+            worth = sum(1.0 if name in wanted else 0.01 * often[name] for name in new)
+            return -worth / len(demo.text) ** 0.5, demo.name
 
-    return sorted(sorted(found, key=lambda d: (-score(d), d.name))[:DEMOS], key=lambda d: d.name)
+        rest = [demo for demo in demos() if demo not in chosen]
+        chosen.append(min(rest, key=adds))
+    return sorted(chosen, key=lambda demo: demo.name)
+
+
+def wanted_of(spec: Spec) -> set[str]:
+    """The primitives that a program of a spec may need, as far as its words say."""
+    m, n, _ = spec.gemm_dims
+    kinds = {*OPERAND_KINDS.values(), *OUTPUT_KINDS.values()}
+    found = _primitives(handed_over(spec)) | _primitives(spec.reference_source)
+    for binding in spec.bindings():
+        for x in (*spec.inputs, *spec.outputs):
+            shape = tuple(map(str, spec.symbolic_shape(x, binding)))
+            side = OUTPUT_KINDS if x in spec.outputs else OPERAND_KINDS
+            found |= {k.__name__ for k in kinds if k.named(m, n) == shape and k.__name__ in side}
+    words = " ".join(re.findall(r"[a-z_0-9]+", spec.reference_source))
+    for said, names in _WRITTEN.items():
+        if re.search(said, words):
+            found |= set(names.split())
+    return found - ({"AddTile"} if spec.in_place is None else set())
+
+
+def _primitives(text: str) -> set[str]:
+    names = {entry.name for entry in entries()} - {"epilogue"}
+    return names.intersection(re.findall(r"[A-Za-z_]\w*", text))
 
 
 def request(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> dict[str, Any]:
@@ -122,7 +165,3 @@ def language() -> str:
     """The rules of a candidate's text."""
     # Its first line names the module's place.
     return inspect.cleandoc(reader.__doc__ or "").partition("\n\n")[2]
-
-
-def _words(text: str) -> set[str]:
-    return {word.lower() for word in re.findall(r"[A-Za-z_]\w+", text)}
