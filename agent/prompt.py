@@ -1,21 +1,19 @@
 """What an author is told, rendered from the code: the language, the vocabulary, the tools, and for
-one spec the demonstrations and tips that fit it.
+one spec the demonstrations that fit it.
 
-Nothing here depends on the time, the machine or chance: equal code and equal tips give equal
-bytes, which is what a prompt cache is keyed by.
+Nothing here depends on the time, the machine or chance: equal code gives equal bytes, which is what
+a prompt cache is keyed by.
 """
 
 import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coda_agent.agent import tips as tips_module
 from coda_agent.agent.authors.composer import handed_over
-from coda_agent.agent.tips import Tip
 from coda_agent.agent.workbench import feedback, shown
 from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
 from coda_agent.demos import Demo, demos
@@ -66,16 +64,14 @@ def instructions(withheld: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def opening(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> dict[str, str]:
-    """What is for one spec, by name: the spec, the composer's draft, demonstrations, tips."""
+def opening(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, str]:
+    """What is for one spec, by name: the spec, the composer's draft, demonstrations."""
     parts = {"spec": f"# The spec\n\n{spec.text.strip()}\n\n{programs_to_define(spec)}"}
     if draft := handed_over(spec):
         parts["draft"] = f"# Where the composer stopped\n\n{_DRAFT}\n\n{draft}"
     for demo in demos_for(spec) if "demos" not in withheld else ():
         program = f"```python\n{demo.text.strip()}\n```"
         parts[f"demonstration {demo.name}"] = f"# Demonstration: {demo.name}\n\n{program}"
-    if lines := [f"- {tip.line()}" for tip in tips]:
-        parts["tips"] = "# Tips from earlier runs\n\n" + "\n".join(lines)
     return parts
 
 
@@ -125,7 +121,7 @@ def _primitives(text: str) -> set[str]:
     return names.intersection(re.findall(r"[A-Za-z_]\w*", text))
 
 
-def request(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> dict[str, Any]:
+def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:
     """Tools, system text and first message of a conversation, with their cache breakpoints, and
     without what is `withheld`. The vocabulary is in the text, so `list_primitives` is not offered.
 
@@ -138,7 +134,7 @@ def request(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> di
         if tool.name != "list_primitives"
     ]
     tools[-1] |= hour
-    first = [{"type": "text", "text": joined(opening(spec, tips, withheld)), **hour}]
+    first = [{"type": "text", "text": joined(opening(spec, withheld)), **hour}]
     return {
         "tools": tools,
         "system": [{"type": "text", "text": joined(common(withheld)), **hour}],
@@ -149,11 +145,6 @@ def request(spec: Spec, tips: Iterable[Tip], withheld: Sequence[str] = ()) -> di
 def joined(parts: Mapping[str, str]) -> str:
     """Parts as one text."""
     return "\n\n".join(parts.values())
-
-
-def tips_for(spec: Spec, tips: tips_module.Tips) -> list[Tip]:
-    """The tips that match a spec."""
-    return tips.matching(tips_module.words_of(spec))
 
 
 def estimated_tokens(sent: object) -> int:

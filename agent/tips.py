@@ -4,7 +4,10 @@
   removal of a tip. Counts are a fold over it, so merging two histories is joining their lines.
 - A run may hold a tip back (`holdout`): then its outcome counts in the other arm, and the
   difference between the arms is what the tip is worth.
-- A tip that contains a solution is refused: it would measure copying.
+- A tip is kept under what went wrong: gate and fault of the attempt that failed, what its program
+  uses. It is shown when that goes wrong again.
+- A tip that contains a solution is refused: it would measure copying. So is one that reads like an
+  instruction to whoever is shown it.
 """
 
 import fcntl
@@ -12,20 +15,29 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError
-from coda_agent.specs import Spec
 
 MAX_CHARACTERS = 400
-SHOWN_PER_RUN = 12
+SHOWN = 3
+"""At one failure."""
+FOUND = 12
+"""By one search."""
+HOLDOUT = 0.2
+"""Share of the tips that a run is not shown, so that their worth is measured."""
 PRUNE_AFTER = 8
 """How many runs must have been shown a tip before it may be pruned for its worth."""
+_INSTRUCTION = (
+    r"(?i)\b(system|assistant|user)\s*:|\b(ignore|disregard|instructions?|prompt|budget|you must)\b"
+    r"|\b(submit|give_up|log_tip|search_tips|write_candidate|edit_candidate)\b"
+)
 _SHARED_TOKENS = 9
 """This many tokens in a row shared with a program are a copy; shorter runs occur in prose."""
 
@@ -40,7 +52,8 @@ class Arm:
 
 @dataclass
 class Tip:
-    """One tip; it applies where one of its tags does ("any" always does)."""
+    """One tip; its tags are the fault that it is about, by `fault_of`, and the primitives of the
+    program. Those that people wrote have words alone."""
 
     text: str
     tags: list[str]
@@ -67,7 +80,7 @@ class Tip:
 
     def line(self) -> str:
         """As an author reads it."""
-        return f"[{self.id}] ({', '.join(self.tags)}) {self.text} (seen: {self.evidence})"
+        return f"[{self.id}] {self.text} (seen: {self.evidence})"
 
     def p_value(self) -> float | None:
         """One-sided Fisher test that showing it helps; None where an arm is empty."""
@@ -117,11 +130,22 @@ class Tips:
                 raise CodaError(f"{self.path}:{number} is no record of a tip: {error}") from error
         return tips
 
-    def matching(self, words: Iterable[str]) -> list[Tip]:
-        """Tips with one of these tags, the most useful first."""
-        wanted = {word.lower() for word in words} | {"any"}
-        found = [t for t in self.all().values() if wanted & {tag.lower() for tag in t.tags}]
-        return sorted(found, key=lambda tip: (-tip.worth, tip.id))[:SHOWN_PER_RUN]
+    def on(self, fault: str, names: Set[str]) -> list[Tip]:
+        """The tips on a fault of a program that uses these primitives, the nearest first.
+
+        One that names no fault has to share two words with the program.
+        """
+        words = {name.lower() for name in names}
+
+        def shared(tip: Tip) -> int:
+            return len(words & {tag.lower() for tag in tip.tags})
+
+        def fits(tip: Tip) -> bool:
+            faults = [tag for tag in tip.tags if ": " in tag]
+            return fault in faults if faults else shared(tip) > 1
+
+        found = [tip for tip in self.all().values() if fits(tip)]
+        return sorted(found, key=lambda t: (fault not in t.tags, -shared(t), -t.worth, t.id))
 
     def search(self, query: str) -> list[Tip]:
         """Tips whose tags or text have a word of the query, those with most of them first."""
@@ -131,7 +155,7 @@ class Tips:
             return len(words & _words(f"{tip.text} {' '.join(tip.tags)}"))
 
         found = [tip for tip in self.all().values() if hits(tip)]
-        return sorted(found, key=lambda t: (-hits(t), -t.worth, t.id))[:SHOWN_PER_RUN]
+        return sorted(found, key=lambda t: (-hits(t), -t.worth, t.id))[:FOUND]
 
     def add(self, tip: Tip, programs: Iterable[str]) -> bool:
         """Keeps a tip; False where it was there already.
@@ -193,6 +217,9 @@ def scan(text: str, programs: Iterable[str]) -> None:
     if match := re.search(r"@epilogue|\bdef \w+\(|return \{|import |```|\n\s*\w+ = ", text):
         hint = "say what to look out for, in a sentence"
         raise CodaError(f"a tip holds no code, this one has {match[0].strip()!r}", hint=hint)
+    if match := re.search(_INSTRUCTION, text):
+        hint = "say what went wrong and why"
+        raise CodaError(f"a tip instructs nobody, this one has {match[0].strip()!r}", hint=hint)
     mine = _tokens(text)
     grams = {tuple(mine[i : i + _SHARED_TOKENS]) for i in range(len(mine) - _SHARED_TOKENS + 1)}
     for program in programs:
@@ -211,12 +238,16 @@ def _tokens(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def words_of(spec: Spec) -> set[str]:
-    """The words a tip's tags are matched with: a spec's name, level, and the vocabulary its
-    text names."""
-    names = {entry.name.lower() for entry in entries()}
-    said = {word.lower() for word in re.findall(r"[A-Za-z_]\w*", spec.text)}
-    return set(spec.name.split("_")) | {spec.level} | (names & said)
+def fault_of(gate: str, finding: Finding) -> str:
+    """What went wrong, as tips are kept under: the gate and the fault, or the kind of message."""
+    said = re.sub(r"`[^`]*`|'[^']*'|\"[^\"]*\"|[\d.]+", "", finding.message)
+    named = finding.where.get("fault") or " ".join(re.findall(r"[a-z]+", said.lower())[:8])
+    return f"{gate}: {named}"
+
+
+def names_in(text: str) -> set[str]:
+    """The primitives that a program's text names."""
+    return {entry.name for entry in entries()}.intersection(_tokens(text)) - {"epilogue"}
 
 
 def arms(tips: Iterable[Tip], run: str, holdout: float) -> dict[str, str]:

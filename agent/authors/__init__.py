@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.judge import Observer
+from coda_agent.agent.tips import HOLDOUT
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import Spec
@@ -41,8 +42,8 @@ class Options:
     """The model that is asked where the first refuses."""
     price: Price | None = None
     budget: Budget = field(default_factory=Budget)
-    holdout: float = 0.0
-    """Share of the matching tips that is held back."""
+    holdout: float = HOLDOUT
+    """Share of the tips that is held back."""
     base_url: str = ""
     """The server that has the model; Anthropic's, or the SDK's own setting, where it is empty."""
 

@@ -20,7 +20,7 @@ from coda_agent.agent.cli.targets import here
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Connection, serve
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.tips import Tips
+from coda_agent.agent.tips import HOLDOUT
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import load_spec
@@ -44,7 +44,7 @@ PriceOut = Annotated[float | None, typer.Option(help="USD per million tokens of 
 BaseUrl = Annotated[
     str, typer.Option(help="Server of the Messages API, for claude or messages:MODEL.")
 ]
-Holdout = Annotated[float, typer.Option(help="Share of matching tips to hold back (A/B).")]
+Holdout = Annotated[float, typer.Option(help="Share of the tips to hold back (A/B).")]
 
 
 @reported("contended", compiles=True)
@@ -62,7 +62,7 @@ def generate(
     price_in: PriceIn = None,
     price_out: PriceOut = None,
     base_url: BaseUrl = "",
-    tip_holdout: Holdout = 0.0,
+    tip_holdout: Holdout = HOLDOUT,
     no_commit: NoCommit = False,
 ) -> Reply:
     """Write a kernel for SPEC, judge it, commit it when it passes."""
@@ -115,10 +115,9 @@ def prompt(
     """Print exactly what claude would be sent first for SPEC, and its tokens."""
     workspace = here()
     loaded = load_spec(resolve_spec(spec, workspace))
-    tips = prompting.tips_for(loaded, Tips.of(workspace)) if workspace else []
-    sent = prompting.request(loaded, tips)
+    sent = prompting.request(loaded)
     schemas = json.dumps(sent["tools"], indent=1)
-    texts = {**prompting.common(), **prompting.opening(loaded, tips)}
+    texts = {**prompting.common(), **prompting.opening(loaded)}
     little = {"messages": [{"role": "user", "content": "x"}]}
     alone = [{"messages": [{"role": "user", "content": text}]} for text in texts.values()]
     asked = [sent, little, {**little, "tools": sent["tools"]}, *alone] if cost else [sent]

@@ -82,10 +82,7 @@ def typed(name: str, words: dict[str, str]) -> dict[str, Any]:
     fields = TOOLS[name].schema()["properties"] if name in TOOLS else {}
     values: dict[str, Any] = {}
     for key, value in words.items():
-        kind = fields.get(key, {}).get("type")
-        if kind == "array" and not value.startswith("["):
-            values[key] = [part.strip() for part in value.split(",")]
-        elif kind != "string" and value[:1] in ("[", "{"):
+        if fields.get(key, {}).get("type") != "string" and value[:1] in ("[", "{"):
             try:
                 values[key] = json.loads(value)
             except ValueError as error:

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from coda_agent.agent import events as e
-from coda_agent.agent.tips import Tip, Tips
+from coda_agent.agent.tips import Tip, Tips, names_in
 from coda_agent.agent.workbench.registry import Result, ToolError, told, tool
 from coda_agent.agent.workbench.session import Proposal, Workbench
 
@@ -12,11 +12,11 @@ from coda_agent.agent.workbench.session import Proposal, Workbench
 def log_tip(
     bench: Workbench,
     text: Annotated[str, told("One or two sentences: symptom, cause, what to do. No code.")],
-    tags: Annotated[list[str], told("Names of primitives or words of a spec where it applies.")],
     failing: Annotated[int, told("Number of an attempt that failed for lack of it.")],
     passing: Annotated[int, told("Number of the later attempt that passed with it.")],
 ) -> Result:
-    """Keeps what an attempt taught, for later runs. Names a failing and a passing attempt."""
+    """Keeps what an attempt taught, for later runs, which are shown it when the same goes wrong.
+    Names a failing and a passing attempt."""
     attempts = {attempt.number: attempt for attempt in bench.state.attempts}
     before, after = attempts.get(failing), attempts.get(passing)
     if not (before and not before.passed and after and after.passed and failing < passing):
@@ -25,7 +25,8 @@ def log_tip(
         raise ToolError(f"{message}; there are: {said or 'none'}")
     finding = " ".join(before.judgement.finding.split())[:160]
     tip = Tip(
-        text=text, tags=tags, author=str(bench.state.author), run=bench.run.id,
+        text=text, tags=[bench.fault(before), *sorted(names_in(before.text))],
+        author=str(bench.state.author), run=bench.run.id,
         failing=f"check {failing}, {before.check}: {finding}",
         passing=f"check {passing}, {after.check}",
     )  # fmt: skip

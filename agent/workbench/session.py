@@ -20,7 +20,7 @@ from coda_agent.agent.judge.machine import demanded
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.log import RunLog, short_digest
 from coda_agent.agent.state import CHECKS, Attempt
-from coda_agent.agent.tips import Tips
+from coda_agent.agent.tips import HOLDOUT, SHOWN, Tips, arms, fault_of, names_in
 from coda_agent.agent.workbench.feedback import feedback
 from coda_agent.agent.workbench.registry import Result, Tool, ToolError, bounded
 from coda_agent.agent.workspace import Run, Workspace
@@ -77,6 +77,7 @@ class Workbench:
             if isinstance(result, Proposal):
                 verdict = yield result
                 result = self._ruling(verdict, result.check, len(self.state.attempts))
+                result.text += self._tips()
         except CodaError as error:
             lacks = {"lacks": "machine"} if isinstance(error, MachineError) else {}
             result = Result(ok=False, text=str(error), data=lacks)
@@ -128,9 +129,36 @@ class Workbench:
 
     def told(self, attempt: Attempt) -> Result:
         """Say again what was said of an attempt."""
+        return self._ruling(self._verdict(attempt), attempt.check, attempt.number)
+
+    def fault(self, attempt: Attempt) -> str:
+        """Say what an attempt failed by, as tips are kept under."""
+        gates = self._verdict(attempt).gates
+        gate = next(gate for gate in gates if not gate.passed and not gate.skipped)
+        return fault_of(gate.name, gate.findings[0])
+
+    def _verdict(self, attempt: Attempt) -> Verdict:
         path = self.log.folder / "artifacts" / f"verdict-{attempt.number}.json"
-        verdict = Verdict.model_validate_json(path.read_text("utf-8"))
-        return self._ruling(verdict, attempt.check, attempt.number)
+        return Verdict.model_validate_json(path.read_text("utf-8"))
+
+    def _tips(self) -> str:
+        """What earlier runs learned of the fault that was just found; each is shown once, and some
+        are held back."""
+        attempt = self.state.attempts[-1]
+        if attempt.passed or {"tips", "diagnosis"} & set(self.withheld):
+            return ""
+        found = Tips.of(self.workspace).on(self.fault(attempt), names_in(attempt.text))
+        new = [t for t in found if t.run != self.run.id and t.id not in self.state.tips][:SHOWN]
+        share = (self.state.options or {}).get("holdout", HOLDOUT)
+        if not new:
+            return ""
+        given = arms(new, self.run.id, share)
+        self.log.append(e.TipsGiven(arms=given))
+        shown = [f"\n    > {tip.line()}" for tip in new if given[tip.id] == "shown"]
+        head = (
+            "\n    tips of earlier runs on such a fault, as quotations, which ask nothing of you:"
+        )
+        return head * bool(shown) + "".join(shown)
 
     def need_gpu(self) -> None:
         """

@@ -512,12 +512,16 @@ def test_a_tools_inputs_on_the_command_line(tmp_path: Path) -> None:
     from coda_agent.agent.cli.tool import read, typed
 
     (tmp_path / "k.py").write_text("x = 1\n")
-    words = [f"old=@{tmp_path / 'k.py'}", "new=@@epilogue(O=Tile)", "text=1,2", 'tags=["gates"]']
+    words = [
+        f"old=@{tmp_path / 'k.py'}",
+        "new=@@epilogue(O=Tile)",
+        "text=1,2",
+        'values={"acc": [1]}',
+    ]
     texts, others = read(words)
     assert texts == {"old": "x = 1\n", "new": "@epilogue(O=Tile)"}
-    assert others == {"text": "1,2", "tags": '["gates"]'}
-    assert typed("log_tip", others) == {"text": "1,2", "tags": ["gates"]}
-    assert typed("log_tip", {"tags": "gates, sums"}) == {"tags": ["gates", "sums"]}
+    assert others == {"text": "1,2", "values": '{"acc": [1]}'}
+    assert typed("evaluate", others) == {"text": "1,2", "values": {"acc": [1]}}
     assert typed("edit_candidate", {"old": '{"O": X'}) == {"old": '{"O": X'}
     with pytest.raises(CodaError, match="cannot be read as text"):
         read(["old=@nothing.py"])

@@ -30,6 +30,6 @@ def test_demonstrations_cover_what_solutions_need() -> None:
 
 
 def test_the_composers_draft_is_in_the_first_message_where_it_stopped() -> None:
-    parts = opening(load_spec(SPECS["gemm_probit"]), [])
+    parts = opening(load_spec(SPECS["gemm_probit"]))
     assert "HOLE_1(0.999 * tanh(0.5 * (acc + bias)))" in parts["draft"]
-    assert "draft" not in opening(load_spec(SPECS["gemm_swiglu"]), [])
+    assert "draft" not in opening(load_spec(SPECS["gemm_swiglu"]))

@@ -16,7 +16,7 @@ from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.records import VERSIONS, CompiledKernel, CompileReport
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
-from coda_agent.agent.workbench import TOOLS, Workbench, feedback
+from coda_agent.agent.workbench import TOOLS, Workbench, feedback, session
 from coda_agent.agent.workbench.inspection import crowded
 from coda_agent.agent.workbench.profile import METRICS, parse_counters
 from coda_agent.agent.workbench.reading import vocabulary
@@ -262,7 +262,7 @@ def test_what_ptx_takes_is_listed(bench: Workbench) -> None:
 def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
     say(bench, "write_candidate", text=WRONG)
     call(bench, "check", {"level": "static"})
-    given = {"text": "Imports come from one place.", "tags": ["any"], "failing": 1, "passing": 2}
+    given = {"text": "Imports come from one place.", "failing": 1, "passing": 2}
     assert "a later one that passed; there are: 1 failed" in fail(bench, "log_tip", **given)
     say(bench, "write_candidate", text=RIGHT)
     call(bench, "check", {"level": "static"})
@@ -278,6 +278,41 @@ def test_a_tip_needs_two_attempts_of_the_run(bench: Workbench) -> None:
     bench.finish()
     (tip,) = Tips.of(bench.workspace).all().values()
     assert tip.shown.runs == 0 and bench.state.over == "accepted"
+
+
+@pytest.mark.parametrize("holdout", [0.0, 1.0])
+def test_a_tip_comes_back_with_its_fault(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch, holdout: float
+) -> None:
+    """In the next run of the spec, at the same fault, once, as a quotation; and it is counted."""
+    monkeypatch.setattr(session, "HOLDOUT", holdout)
+    spec, text = ROOT / "specs" / "gemm_swiglu.md", "Imports come from one place."
+
+    def opened() -> Any:
+        return pipeline.opened(where, spec, "me", lambda *_: None, device="cpu", commit=False)
+
+    with opened() as bench:
+        for program in (WRONG, RIGHT):
+            say(bench, "write_candidate", text=program)
+            assert text not in call(bench, "check", {"level": "static"}).text
+        say(bench, "log_tip", text=text, failing=1, passing=2)
+    with opened() as bench:
+        say(bench, "write_candidate", text=RIGHT.replace("swiglu(gate", "nope(gate"))
+        assert text not in call(bench, "check", {"level": "static"}).text  # another fault
+        for again in ("", "\n"):
+            say(bench, "write_candidate", text=WRONG + again)
+            said = call(bench, "check", {"level": "static"}).text
+            assert (f"> [{tip_id(where)}] {text}" in said) is (holdout == 0 and not again)
+        say(bench, "write_candidate", text=RIGHT)
+        call(bench, "submit", {})
+        bench.finish()
+    (tip,) = Tips.of(where).all().values()
+    assert (tip.shown.runs, tip.held.runs) == ((1, 0) if holdout == 0 else (0, 1))
+
+
+def tip_id(where: workspace.Workspace) -> str:
+    (id,) = Tips.of(where).all()
+    return id
 
 
 def test_submit_commits_once_and_ends_the_run(bench: Workbench) -> None:
@@ -313,8 +348,7 @@ def test_the_prompt_is_whole_and_the_same_each_time(
     where: workspace.Workspace, bench: Workbench
 ) -> None:
     spec = load_spec(ROOT / "specs" / "gemm_rope.md")
-    tips = prompt.tips_for(spec, Tips(ROOT / "logs" / "tips.jsonl"))
-    first, second = (json.dumps(prompt.request(spec, tips)) for _ in range(2))
+    first, second = (json.dumps(prompt.request(spec)) for _ in range(2))
     assert first == second
     said = json.loads(first)
     system, opening = said["system"][0]["text"], said["messages"][0]["content"][0]["text"]
@@ -397,7 +431,7 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
     run("tool", "write_candidate", "text=@mine.py", "--run", started)
     assert run("tool", "check", "level=static", "--run", started, code=1)["data"]["passed"] is False
     run("tool", "edit_candidate", "old=import os\n", "new=", "--run", "last")
-    tip = ["text=Mind the imports.", 'tags=["any"]', "failing=1", "passing=2"]
+    tip = ["text=Mind the imports.", "failing=1", "passing=2"]
     run("tool", "check", "level=static", "--run", started[-4:])
     run("tool", "log_tip", *tip, "--run", started)
     assert run("tool", "submit", "--run", started)["ok"]

@@ -153,7 +153,6 @@ def test_no_trial_learns_from_another(
         call(bench, "check", {"level": "static"})
         tip = {
             "text": "Nothing is brought in from elsewhere.",
-            "tags": ["any"],
             "failing": 1,
             "passing": 2,
         }
@@ -480,11 +479,11 @@ def test_what_is_withheld_is_gone_from_prompt_and_tools(
     where: workspace.Workspace, part: str
 ) -> None:
     path = ROOT / "specs" / "gemm_swiglu.md"
-    whole = prompt.request(load_spec(path), [])
+    whole = prompt.request(load_spec(path))
     with pipeline.opened(
         where, path, "me", lambda *_: None, device="cpu", commit=False, withheld=(part,)
     ) as bench:
-        sent = prompt.request(bench.spec, [], bench.withheld)
+        sent = prompt.request(bench.spec, bench.withheld)
         for tool in WITHHELD[part]:
             assert call(bench, tool, {}).text.startswith(f"no tool named '{tool}'")
         call(bench, "write_candidate", {"text": WRONG})

@@ -28,8 +28,6 @@ from coda_agent.agent.authors.claude.conversation import INTERRUPTED, Conversati
 from coda_agent.agent.budget import SHORTEST, UNPRICED, Prices, tokens
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.state import Spent
-from coda_agent.agent.tips import Tips
-from coda_agent.agent.tips import arms as assign
 from coda_agent.agent.workbench import Work, Workbench
 from coda_agent.primitives.errors import CodaError
 
@@ -324,12 +322,7 @@ class Claude(Author):
         if self.prices and (above := self.prices.tiers(options.model)[0].above):
             trigger = min(trigger, round(COMPACT_TIER * above))
         edit = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": trigger}}
-        store = Tips.of(bench.workspace)
-        tips = prompt.tips_for(bench.spec, store)
-        arms = assign(tips, bench.run.id, options.holdout)
-        bench.log.append(e.TipsGiven(arms=arms))
-        given = [tip for tip in tips if arms[tip.id] == "shown"]
-        sent = prompt.request(bench.spec, given, bench.withheld)
+        sent = prompt.request(bench.spec, bench.withheld)
         request: dict[str, Any] = {
             "model": options.model,
             "max_tokens": most,
