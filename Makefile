@@ -1,4 +1,4 @@
-# make demo | test | lint | format | clean. Set-up happens by itself, once, in $(VENV).
+# make demo | test | test-all | lint | format | clean. Set-up happens by itself, once, in $(VENV).
 #
 #   PYTHON=python3.12                    another interpreter (3.11 or newer)
 #   VENV=path                            another environment, made if it is not there
@@ -16,7 +16,7 @@ BIN := $(abspath $(VENV))/bin
 # One stamp per device: a machine that gains a GPU installs what was missing.
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: demo test lint style types pytest format setup clean
+.PHONY: demo test test-all lint style types pytest format setup clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -35,7 +35,11 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# What is marked `slow` is left to `test-all`, which is for the night.
 pytest: $(STAMP)
+	$(BIN)/pytest -n $(JOBS) -m "not slow"
+
+test-all: style types
 	$(BIN)/pytest -n $(JOBS)
 
 format: $(STAMP)

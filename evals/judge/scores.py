@@ -7,8 +7,8 @@ interrupted goes on where it stopped, as long as commit and seed are the same.
 from __future__ import annotations
 
 import itertools
-import random
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,7 @@ def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[st
         return [f"{right.name}: {line}" for line in (*said, *([fault.message] if fault else []))]
 
     def spec(programs: list[Subject]) -> dict[str, Any]:
-        seeds = [random.SystemRandom().getrandbits(32) for _ in range(repeat)]
+        seeds = [secrets.randbits(32) for _ in range(repeat)]
         refused = [line for seed in seeds for right in programs for line in one(right, seed)]
         names = [right.name for right in programs]
         return {"programs": names, "trials": repeat * len(programs), "refused": refused}

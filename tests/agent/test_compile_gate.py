@@ -116,7 +116,7 @@ def test_a_type_without_a_known_instruction_needs_some_product() -> None:
         ("gemm_fp8_swiglu_quantised", "bfloat16"),
     ],
 )
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(2)
 def test_a_real_object_shows_its_own_type_and_no_other(kernel: str, lie: str) -> None:
     found = load_kernel(GENERATED / kernel)
     program = found.programs[found.spec.variant()]
@@ -145,7 +145,6 @@ def test_a_missing_instruction_refuses_the_default_tile_and_drops_another() -> N
     assert all(line.instructions and line.instructions["UTMALDG"] == 2 for line in reports)
 
 
-@pytest.mark.sampled(0.3)
 def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile() -> None:
     found = load_kernel(GENERATED / "gemm_rmsnorm")
     jobs = jobs_for(found.spec, dict(found.programs), ["bfloat16"], all_tiles=True, newer=False)
@@ -165,7 +164,6 @@ def test_transposed_operands_are_compiled_for_ahead_and_reported_with_their_tile
     assert [line.error for line in reports] == [None]
 
 
-@pytest.mark.sampled(0.3)
 def test_each_code_for_tables_is_compiled_ahead_and_its_tile_reported_once() -> None:
     """Checks have 16, 272, 336 and 512 columns, the benchmark 1152: whole subtiles, or not."""
     spec = load_spec(packaged_specs()["gemm_sample_gated_residual"])

@@ -61,7 +61,6 @@ def test_the_candidate_on_given_numbers(bench: Workbench) -> None:
     assert numbers(text[: text.index("\nO (")], "reference D") == acc
 
 
-@pytest.mark.sampled(0.3)
 def test_an_expression_and_an_earlier_attempt(bench: Workbench) -> None:
     text = say(bench, "evaluate", expression="g, u = pairs(acc)\ng + u", values={"acc": [1.5, 2]})
     assert numbers(text, "expression") == [3.5]

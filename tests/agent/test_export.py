@@ -72,7 +72,6 @@ def run(folder: Path, code: str) -> str:
     return done.stdout or done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.sampled(0.35, "an export")
 def test_the_layout_is_that_of_a_kernel_repository(repository: Path, variant: Path) -> None:
     names = {path.name for path in (repository / "build").iterdir()}
     assert {name.split("-cu")[1] for name in names} == {"128-x86_64-linux", "130-x86_64-linux"}
@@ -95,7 +94,6 @@ def test_the_layout_is_that_of_a_kernel_repository(repository: Path, variant: Pa
     assert "passed: static, compile, numerics, performance)" in page and "4096×4096×4096" in page
 
 
-@pytest.mark.sampled(0.35, "an export")
 def test_exporting_twice_gives_equal_bytes(repository: Path) -> None:
     def everything() -> dict[str, bytes]:
         files = (path for path in repository.rglob("*") if path.is_file())
@@ -107,7 +105,6 @@ def test_exporting_twice_gives_equal_bytes(repository: Path) -> None:
     assert [*repository.parent.iterdir()] == [repository]
 
 
-@pytest.mark.sampled(0.35, "an export")
 def test_doctor_says_what_was_exported_for_what_and_how_it_is_loaded(repository: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", "--exports", str(repository.parent)])
     assert done.exit_code == 0
@@ -178,7 +175,6 @@ def _another_id(path: Path) -> None:
         ("metadata.json", lambda path: path.write_text("[]"), "is not of a form that is known"),
     ],
 )  # fmt: skip
-@pytest.mark.sampled(0.35, "an export")
 def test_doctor_names_the_file_that_is_damaged(
     repository: Path, tmp_path: Path, name: str, damage: Any, said: str
 ) -> None:
@@ -210,7 +206,6 @@ def test_what_is_no_export_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "kept"
 
 
-@pytest.mark.sampled(0.35, "an export")
 def test_torch_and_tvm_ffi_alone_load_it_and_trace_it(variant: Path) -> None:
     said = run(
         variant,
@@ -235,7 +230,7 @@ print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" i
     ]
 
 
-@pytest.mark.sampled(0.35, "an export")
+@pytest.mark.slow
 def test_an_export_may_be_loaded_from_two_places(variant: Path, tmp_path: Path) -> None:
     shutil.copytree(variant, tmp_path / "again")
     said = run(
@@ -291,7 +286,7 @@ x = torch.zeros(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
 """
 
 
-@pytest.mark.sampled(0.35, "an export")
+@pytest.mark.slow
 def test_the_compiler_of_torch_takes_a_layer_whole_with_its_backward(variant: Path) -> None:
     said = run(
         variant,
@@ -316,7 +311,6 @@ print(layer.has_backward, layer.can_torch_compile, x.grad.shape, mlp.gate_up_pro
     ]
 
 
-@pytest.mark.sampled(0.35, "an export")
 def test_kernels_maps_layers_as_the_page_says(repository: Path, tmp_path: Path) -> None:
     pytest.importorskip("kernels", reason="Hugging Face kernels is not installed")
     page = (repository / "README.md").read_text()
@@ -341,7 +335,7 @@ except ValueError as error:
     assert done.stdout == said, done.stderr
 
 
-@pytest.mark.sampled(0.35, "an export")
+@pytest.mark.slow
 def test_the_recipe_for_servers_registers_an_operator(repository: Path, tmp_path: Path) -> None:
     pytest.importorskip("kernels", reason="Hugging Face kernels is not installed")
     page = (GENERATED.parent / "docs" / "doors.md").read_text()
@@ -375,7 +369,6 @@ print(torch.allclose(got.float(), torch.nn.functional.silu(gate) * up, rtol=2**-
     ], done.stderr
 
 
-@pytest.mark.sampled(0.35, "an export")
 def test_wrong_calls_other_machines_and_changed_files_are_one_line(
     variant: Path, tmp_path: Path
 ) -> None:
@@ -454,7 +447,6 @@ int cudaLaunchKernelExC(const Launch *launch, const void *kernel, void **given) 
 """
 
 
-@pytest.mark.sampled(0.35, "an export")
 def test_a_call_launches_an_object_and_a_fold_with_what_each_takes(
     variant: Path, tmp_path: Path
 ) -> None:

@@ -214,7 +214,6 @@ def run(
 
 
 @pytest.mark.usefixtures("measuring")
-@pytest.mark.sampled(0.3)
 def test_a_table_grows_kernel_by_kernel(tmp_path: Path) -> None:
     first = Executor(broken="gemm_rope")
     path, lines = run(tmp_path, [NAME, "gemm_rope"], first)
@@ -245,7 +244,7 @@ def test_a_table_grows_kernel_by_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("measuring")
-@pytest.mark.sampled(0.3)
+@pytest.mark.slow
 def test_what_was_measured_of_the_same_program_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,7 +250,6 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     made.close()
 
 
-@pytest.mark.sampled(0.3)
 def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     spec: Spec, scripted: Path
 ) -> None:
@@ -279,7 +278,7 @@ def test_on_a_gpu_a_tile_that_faults_is_not_tuned_and_the_rest_is_accepted(
     assert tune_candidate(only, RIGHT, executor()) == {"Fake GPU": best}
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.slow
 def test_on_a_gpu_a_fault_of_the_default_tile_refuses_the_candidate(
     spec: Spec, scripted: Path
 ) -> None:

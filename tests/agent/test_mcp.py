@@ -72,7 +72,6 @@ def ends(events: list[Event]) -> list[Any]:
     return [e.data.get("reason") for e in events if e.type in ("run.finished", "run.failed")]
 
 
-@pytest.mark.sampled(0.5)
 def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
     told: list[tuple[float, str | None]] = []
 

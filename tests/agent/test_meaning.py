@@ -112,7 +112,7 @@ def test_a_tail_that_saturates_passes_whatever_the_probes(seed: int) -> None:
 
 # Of these draws four disturbed angles were the same double again, and a right program was refused.
 @pytest.mark.parametrize("seed", [833495326, 2162016293])
-@pytest.mark.sampled(0.25)
+@pytest.mark.one_in(2)
 def test_a_sine_of_a_huge_angle_is_no_number_to_compare(seed: int) -> None:
     subjects, _ = corpus.demonstrations(demos())
     (rope,) = (subject for subject in subjects if subject.name == "demonstration rope")

@@ -117,7 +117,6 @@ def test_the_judge_knows_how_it_errs() -> None:
     assert disturbance.errors()["atan"] == "range"
 
 
-@pytest.mark.sampled(0.3)
 def test_it_is_lowered(program: Program) -> None:
     assert not Replay(program, 0).masked  # 0 past the last column
     types = {o: "float32" if o == "s" else "bfloat16" for o in ("O", "s", "C")}

@@ -109,7 +109,7 @@ raise SystemExit
 """
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.slow
 def test_a_call_after_warming_compiles_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,7 +202,6 @@ def test_gpu_seconds_have_an_end(bench: Workbench, monkeypatch: pytest.MonkeyPat
     say(bench, "submit")
 
 
-@pytest.mark.sampled(0.3)
 def test_inspecting(bench: Workbench) -> None:
     say(bench, "write_candidate", text=RIGHT)
     roofline = say(bench, "inspect", what="roofline")
@@ -222,7 +221,7 @@ def test_inspecting(bench: Workbench) -> None:
     assert "only imports and @epilogue" in fail(bench, "inspect", what="graph")
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 def test_tiles_are_compiled_on_request(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     from coda_agent.agent.judge import compile_gate
     from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig

@@ -22,7 +22,6 @@ def test_every_kernel_of_16_bits_is_there_in_each_form_that_overwrites_nothing()
 
 
 @pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
-@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_gradients_are_as_right_as_pytorchs(tmp_path: Path, case: Any) -> None:
     cells = {key[1]: cell for key, cell in measured(tmp_path, 32, case).items()}

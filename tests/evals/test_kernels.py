@@ -47,7 +47,7 @@ def test_products_have_the_shapes_of_their_models() -> None:
                 assert (sizes["M"], sizes["N"], sizes["K"]) == (32, *wanted)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", paper(ROOT).cases[::3], ids=lambda case: case.name)
 def test_a_kernel_of_the_paper_is_right(tmp_path: Path, case: Any) -> None:
     cells = measured(tmp_path, 16, case)
@@ -58,7 +58,7 @@ def test_a_kernel_of_the_paper_is_right(tmp_path: Path, case: Any) -> None:
     assert raw.absent == "has nothing for this kernel" or (raw.note or "").startswith("without ")
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case",
     [c for c in shapes(ROOT).cases if c.name.startswith("tinyllama") and c.name.endswith(" 128")],

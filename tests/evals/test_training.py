@@ -25,7 +25,7 @@ def cells(root: Path, name: str) -> dict[str, Any]:
     return {key[1]: cell for key, cell in measured(root, 64, CASES[name]).items()}
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["train-1b", "train-1b fp8"])
 def test_first_losses_are_the_models_own(tmp_path: Path, name: str) -> None:
     found = cells(tmp_path, name)
@@ -119,7 +119,7 @@ def test_the_kernels_of_attention_are_named() -> None:
     assert attention(lambda: q @ q.mT) == "attention: none of PyTorch's"
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", [name for name in CASES if name not in ("train-1b", "train-1b fp8")]
 )

@@ -445,7 +445,6 @@ def test_costs_by_hand(where: workspace.Workspace) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU these trials take minutes")
-@pytest.mark.sampled(0.3)
 def test_workers_do_their_trials_in_processes_of_their_own(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

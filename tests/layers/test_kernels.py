@@ -137,7 +137,7 @@ print("compiled")
 
 
 @pytest.mark.parametrize(("text", "interpret"), [(CHECK, "1"), (COMPILED, "0")])
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(2)
 def test_they_are_what_they_are_in_pytorch(text: str, interpret: str) -> None:
     checked(text, interpret)
 

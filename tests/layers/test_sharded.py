@@ -23,9 +23,19 @@ from tests.ranks import on_two_ranks
 CONFIG = KINDS["llama"]
 
 
-@pytest.mark.sampled(0.34, "two ranks")
-def test_fsdp_is_as_near_to_float64_as_pytorch() -> None:
-    on_two_ranks(_all)
+def test_models_on_two_ranks() -> None:
+    """All in one pair of processes, which take 5 s to begin."""
+    with tempfile.TemporaryDirectory() as folder:
+        on_two_ranks(_all, folder)
+
+
+def _all(mesh: Any, folder: str) -> None:
+    _refusals(mesh)
+    states(mesh, folder)
+    head(mesh)
+    near(mesh)  # it and what follows have other sizes of large weights
+    late(mesh)
+    in_fp8(mesh)
 
 
 def test_layers_share_a_table_of_rotations() -> None:
@@ -35,21 +45,6 @@ def test_layers_share_a_table_of_rotations() -> None:
     first = tables.find((cos, sin), 2, 3, 64)
     assert tables.find((cos, sin), 2, 3, 64) is first
     assert tables.find((cos, sin.clone()), 2, 3, 64) is not first
-
-
-@pytest.mark.sampled(0.34, "two ranks")
-def test_state_dicts_of_a_sharded_model() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        on_two_ranks(states, folder)
-
-
-@pytest.mark.sampled(0.34, "two ranks")
-def test_what_is_sharded_otherwise_is_refused() -> None:
-    on_two_ranks(_refusals)
-
-
-def test_the_head_s_weights_where_fsdp_gathers_them() -> None:
-    on_two_ranks(head)
 
 
 def sharded(model: Any, mesh: Any, *tail: Any, **options: Any) -> Any:
@@ -101,12 +96,6 @@ def hold(ours: Any, theirs: Any, truth: dict[str, Tensor], mesh: Any) -> None:
             torch.testing.assert_close(found[name].double(), exact.double(), rtol=2e-3, atol=0)
         else:
             within(found[name], others[name], exact, times=times)
-
-
-def _all(mesh: Any) -> None:
-    near(mesh)
-    late(mesh)
-    in_fp8(mesh)
 
 
 def near(mesh: Any) -> None:

@@ -231,7 +231,7 @@ def test_program_equals_autograd() -> None:
 
 
 @pytest.mark.parametrize("program", [gate_backward, many, relu_backward], ids=lambda p: p.name)
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("fresh_cache")
 def test_compiles_for_hopper(program: Program) -> None:
     found = built(program)

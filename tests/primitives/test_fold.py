@@ -50,7 +50,6 @@ print("all folded")
 """
 
 
-@pytest.mark.sampled(0.3)
 def test_folds_joined_are_those_alone() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True

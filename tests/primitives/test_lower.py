@@ -180,7 +180,7 @@ def demo_programs(name: str) -> tuple[Program, ...]:
 @pytest.mark.parametrize(
     "program", [gated, statistics, masked, rotated, transcendental], ids=lambda p: p.name
 )
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 def test_compiles_for_hopper(program: Program) -> None:
     found = built(program, "sm_90a")
     assert 0 < found["registers"] <= 255
@@ -192,7 +192,7 @@ def test_compiles_for_hopper(program: Program) -> None:
 
 
 @pytest.mark.parametrize(("program", "arch"), [(three, "sm_100a"), (gated, "sm_120a")])
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(2)
 def test_compiles_for_blackwell(program: Program, arch: str) -> None:
     found = built(program, arch)
     assert found["registers"] > 0
@@ -200,7 +200,6 @@ def test_compiles_for_blackwell(program: Program, arch: str) -> None:
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
 
-@pytest.mark.sampled(0.5)
 def test_a_second_compilation_is_the_same_object_with_its_record() -> None:
     first, second = built(gated, "sm_90a"), built(gated, "sm_90a")
     assert second == first
@@ -219,7 +218,6 @@ def test_renaming_reuses_the_compiled_object() -> None:
     assert built(renamed, "sm_90a")["object"] == built(gated, "sm_90a")["object"]
 
 
-@pytest.mark.sampled(0.5)
 def test_one_program_and_tile_for_two_architectures() -> None:
     tile = DEFAULT_CONFIGS["sm_120a"]
     first, second = built(gated, "sm_90a", tile), built(gated, "sm_120a", tile)
@@ -241,7 +239,7 @@ def test_an_impossible_tile_is_a_compile_error() -> None:
 
 
 @pytest.mark.parametrize("program", [widened, accumulating, tabled], ids=lambda p: p.name)
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     """With them: a Tile beside each, a 16-bit RowGather, a masked sum of a table's values."""
     found = built(program, "sm_90a")
@@ -249,7 +247,6 @@ def test_wide_added_and_tabled_compile_for_hopper(program: Program) -> None:
     assert (found["stack_bytes"], found["local_stores"]) == (0, 0)
 
 
-@pytest.mark.sampled(0.5)
 def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
     """quack's own choice leaves one, with which a kernel hangs."""
     large = TileConfig(256, 128, 2, 1)
@@ -258,7 +255,7 @@ def test_wide_tiles_leave_the_mainloop_two_stages_where_they_can() -> None:
         built(crowded, "sm_90a", large)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 def test_wide_tiles_of_208_columns_hardly_spill() -> None:
     """With an address register for each access there were 233 stores to local memory here."""
     found = built(gate_backward, "sm_90a", TileConfig(128, 208, 2, 1, True))
@@ -269,7 +266,7 @@ def test_wide_tiles_of_208_columns_hardly_spill() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 @pytest.mark.parametrize("program", [widened, accumulating], ids=lambda p: p.name)
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 def test_wide_added_and_tabled_compile_for_blackwell(program: Program, arch: str) -> None:
     assert built(program, arch)["mma_instructions"] > 0
 
@@ -303,7 +300,6 @@ def dry(program: Program, config: TileConfig, k: int) -> Any:
         return launch(Arguments(program, a, b, vectors, {"O": o}, config), run=False)
 
 
-@pytest.mark.sampled(0.5)
 def test_other_launch_forms_compile_to_other_kernels() -> None:
     forms = TRANSPOSED, TileConfig(128, 128, 2, 1, persistent=False)
     found = [built(scaled, "sm_90a", c) for c in forms]
@@ -311,7 +307,6 @@ def test_other_launch_forms_compile_to_other_kernels() -> None:
     assert all(f["mma_instructions"] > 0 and f["local_stores"] == 0 for f in found)
 
 
-@pytest.mark.sampled(0.5)
 def test_k_is_split_only_where_each_part_has_enough_of_it() -> None:
     import quack.cache
 
@@ -344,7 +339,6 @@ def test_a_form_that_cannot_carry_a_program_is_a_compile_error(
         built(program, "sm_90a", config)
 
 
-@pytest.mark.sampled(0.5)
 def test_two_full_width_outputs_on_pairs() -> None:
     assert built(three, "sm_90a")["stack_bytes"] == 0
 
@@ -354,7 +348,7 @@ def test_two_full_width_outputs_on_pairs() -> None:
     [*demo_programs("cross_entropy"), *demo_programs("column_statistics")],
     ids=lambda p: p.name,
 )
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 def test_gathers_and_column_reductions_compile_for_hopper(program: Program) -> None:
     found = built(program, "sm_90a")
     assert 0 < found["registers"] <= 255
@@ -387,7 +381,7 @@ def test_output_buffers_are_not_filled() -> None:
     ("arch", "stored", "store"),
     [("sm_90a", "bfloat16", "STG.E.U16"), ("sm_100a", "float32", "STG.E")],
 )
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(2)
 def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, store: str) -> None:
     @epilogue(t=RowGather)
     def program(acc, y: ColIndex):
@@ -397,7 +391,6 @@ def test_a_gather_stores_zero_where_no_column_is_named(arch: str, stored: str, s
     assert len(re.findall(rf"{re.escape(store)} desc\[\w+\]\[[^]]+\], RZ ;", text)) == 1
 
 
-@pytest.mark.sampled(0.5)
 def test_selecting_reducing_and_storing_pairs_at_once() -> None:
     @epilogue(D=Tile, E=Tile, t=RowGather, lse=RowLogSumExp, g=ColSum)
     def program(acc, y: ColIndex, r: ColVector):
@@ -701,7 +694,7 @@ def test_offered_tiles(program: Program, base: set[TileConfig], few: set[TileCon
 
 
 @pytest.mark.parametrize("program", [quantised, sums], ids=lambda p: p.name)
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(2)
 def test_k_in_parts_without_a_store_of_the_gemm(program: Program) -> None:
     """Nothing there is stored by the GEMM itself, which quack 0.6.5 asks for."""
     assert "D" not in kernel_names(program).values()

@@ -100,7 +100,7 @@ def test_halves_are_of_full_width_and_of_a_width_that_is_known() -> None:
         epilogue(O=HalfTile)(lambda acc: {"O": rotate_half(pairs(acc)[0], 16)})
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("fresh_cache")
 @pytest.mark.parametrize(
     ("program", "arch", "config"),
@@ -136,7 +136,7 @@ def normed_and_turned(acc, g: PositionTable, c: PositionTable, s: PositionTable)
     [(modulated, 1024, 0), (modulated, 1, 0), (normed_and_turned, 128, 140)],
     ids=lambda x: getattr(x, "name", x),
 )
-@pytest.mark.sampled(0.3)
+@pytest.mark.one_in(3)
 def test_what_tables_give_stays_in_registers(program: Program, columns: int, most: int) -> None:
     """They were 333 and 769 stores to local memory."""
     tables = {o: (4, columns) for o in program.operands}

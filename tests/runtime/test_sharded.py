@@ -24,7 +24,6 @@ from tests.ranks import on_two_ranks
 M, N, K = 16, 64, 32
 
 
-@pytest.mark.sampled(0.34, "two ranks")
 def test_dtensors() -> None:
     on_two_ranks(_dtensors)
 

@@ -257,6 +257,15 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
+OF_HEADS = {
+    "a layer norm of each head",
+    "a norm and a slope of each head",
+    "cosines of each pair",
+    "rotation of halves",
+}
+"""Whose columns are whole groups of heads: their meaning is judged at 17408 of them, for 20 s and more."""
+
+
 @pytest.fixture(scope="module", params=LAYOUTS)
 def composed(request: pytest.FixtureRequest) -> tuple[Spec, Program]:
     made = LAYOUTS[request.param]()
@@ -298,7 +307,6 @@ def namespace(made: Spec) -> Any:
     return space["reference"]
 
 
-@pytest.mark.sampled(0.3)
 def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Program]) -> None:
     made, program = composed
     admit(made)
@@ -317,7 +325,11 @@ def test_a_call_takes_and_gives_what_the_reference_does(composed: tuple[Spec, Pr
         assert (out.double() - due.double()).norm() <= allowed * due.double().norm()
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize(
+    "composed",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in OF_HEADS)) for x in LAYOUTS],
+    indirect=True,
+)
 def test_the_judge_agrees(composed: tuple[Spec, Program]) -> None:
     made, program = composed
     assert not check_meaning(made, {"probe": program}, seed=1)

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(made)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.slow
 def test_two_hundred_kills_end_in_the_same_commit(serve: Any, folder: Path) -> None:
     server = serve(script)
     server.keep = False

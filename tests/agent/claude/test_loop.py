@@ -573,7 +573,7 @@ def _without_digits(request: dict[str, Any]) -> str:
     return re.sub(r"\d+\.\d+ s|[0-9a-f]{12}", "", json.dumps(request))
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.slow
 def test_a_run_of_five_hundred_steps_is_quick_and_flat(where: Any, serve: Any) -> None:
     """Our overhead is below 50 ms of processor time a step, the server's share in this process
     included; memory grows by no more than the messages do."""

@@ -36,7 +36,6 @@ def test_each_set_is_of_different_wrong_programs(sets: dict[str, list[Mutant]]) 
     assert len({m.right.spec.name for m in sets["blind"]}) == 19
 
 
-@pytest.mark.sampled(0.3)
 def test_a_sample_of_them_is_refused(sets: dict[str, list[Mutant]]) -> None:
     judge = scores.Judge(ROOT, "cpu")
     sample = [*sets["found"][::9], *sets["blind"][::30]]

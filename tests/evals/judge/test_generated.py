@@ -72,7 +72,7 @@ def test_a_right_program_that_few_digits_are_left_of_is_not_refused(
     assert generated.judged(made, Judge(Path(), "cpu"), seed=number + 1) == {"layer": "right"}
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("seed", "number", "inputs", "lines", "results"),
     [

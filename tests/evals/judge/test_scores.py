@@ -18,7 +18,7 @@ SEED = 5
 JUDGE = scores.Judge(Path(), "cpu")
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 def test_a_stratified_sample_is_killed_and_mostly_diagnosed(
     kernels: list[Subject], demonstrated: dict[str, Subject]
 ) -> None:
