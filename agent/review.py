@@ -42,13 +42,13 @@ class Review:
         return [text for _, text in sorted(self.flags, key=lambda flag: flag[0])]
 
 
-def review(workspace: Workspace, kernels: Iterable[Kernel]) -> list[Review]:
+def review(workspace: Workspace | None, kernels: Iterable[Kernel]) -> list[Review]:
     """Review kernels; what needs a look most is on top, and damage raises nothing."""
     found = [Review(kernel, [*_flags(workspace, kernel)]) for kernel in kernels]
     return sorted(found, key=lambda r: (r.rank, r.kernel.name))
 
 
-def _flags(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[int, str]]:
+def _flags(workspace: Workspace | None, kernel: Kernel) -> Iterator[tuple[int, str]]:
     try:
         evidence = kernel.evidence
         spec = load_spec(kernel.spec)
@@ -73,7 +73,7 @@ def _flags(workspace: Workspace, kernel: Kernel) -> Iterator[tuple[int, str]]:
     for name, worst in evidence.worst.items():
         if worst.ratio >= TIGHT_RATIO:
             yield TIGHT, f"{name}: error is {worst.ratio:.2f} of its bound"
-    if other := workspace.differing_spec(kernel.name, spec.text):
+    if workspace and (other := workspace.differing_spec(kernel.name, spec.text)):
         yield STALE, f"its spec.md differs from {other}"
     if evidence.stale:
         yield STALE, f"stale: {', '.join(evidence.stale)}; coda-agent verify {kernel.name}"

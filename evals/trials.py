@@ -51,7 +51,7 @@ class Trial(Judged):
         attempts: How often a candidate was judged, up to the verdict that counts.
         roofline, of_gemm, over_compile: Geometric means over the timed cells: the roofline's time
             over ours, our speed over the bare product's, and over torch.compile's.
-        run: The run's name: `coda-agent run show RUN`.
+        run: The run's name: `coda-agent runs RUN`.
     """
 
     suite: str

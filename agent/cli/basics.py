@@ -21,7 +21,7 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.suggest import near_matches
 
 _EXAMPLE = """an example, in that folder:
-  coda-agent spec copy gemm_bias_act      # or: coda-agent spec new FILE.py:FUNCTION
+  coda-agent spec gemm_bias_act           # or: coda-agent spec FILE.py:FUNCTION
   coda-agent generate gemm_bias_act"""
 
 

@@ -10,7 +10,7 @@ from coda_agent.agent.cli.spec import check_free
 from coda_agent.agent.cli.targets import here
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, resolve_spec
-from coda_agent.primitives.errors import CodaError, ProgramError
+from coda_agent.primitives.errors import ProgramError
 from coda_agent.primitives.objects import write_whole
 from coda_agent.specs import load_spec
 
@@ -20,7 +20,6 @@ _Names = list[str] | None
 @reported(compiles=True)
 def derive(
     spec: Annotated[str, typer.Argument(help="A forward spec's path or name.")],
-    backward: Annotated[bool, typer.Option("--backward", help="What to derive.")] = False,
     into: Annotated[
         str, typer.Option(metavar="OUTPUT", help="The output that the next product multiplies.")
     ] = "",
@@ -48,8 +47,6 @@ def derive(
     from coda_agent.agent.derive.checking import check
     from coda_agent.agent.derive.kernel import Asked
 
-    if not backward:
-        raise CodaError("derive needs --backward, the one thing that it derives")
     found, workspace = load_spec(resolve_spec(spec, here())), find()
     references.admitted(found)
     asked = Asked(into, norm, tuple(kept or ()), tuple(without or ()))

@@ -50,12 +50,10 @@ def lazily(module: str, *functions: str) -> list[Lazy]:
     return [Lazy(module, function) for function in functions]
 
 
-def group(name: str, help: str, *commands: Any, no_args_is_help: bool = True) -> TyperGroup:
+def group(name: str, help: str, *commands: Any) -> TyperGroup:
     """A command of commands."""
-    return TyperGroup(
-        name=name, help=help, commands=commands, no_args_is_help=no_args_is_help,
-        rich_markup_mode=None,
-    )  # fmt: skip
+    about: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
+    return TyperGroup(name=name, help=help, commands=commands, **about)
 
 
 @cache

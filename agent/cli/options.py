@@ -9,7 +9,8 @@ from coda_agent.agent.device import Device
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where the numerics run.")]
 NoCommit = Annotated[bool, typer.Option("--no-commit", help="Judge, but store nothing.")]
 All = Annotated[bool, typer.Option("--all", help="Every kernel of the workspace.")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help='Name, part of one, folder or "last".')]
+RUN = 'Name, part of one, folder or "last".'
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN)]
 Kernels = Annotated[list[str] | None, typer.Argument(metavar="[KERNEL]...")]
 
 

@@ -9,12 +9,13 @@ import typer
 from coda_agent.agent import pages, pipeline
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
-from coda_agent.agent.cli.options import DeviceOption, RunName
+from coda_agent.agent.cli.options import RUN, DeviceOption, RunName
 from coda_agent.agent.cli.report import columns, progress, quiet, reported
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import REFUSED, Reply
 from coda_agent.agent.tips import Tips
-from coda_agent.agent.workspace import find
+from coda_agent.agent.workspace import Run, find
+from coda_agent.primitives.errors import CodaError
 
 
 @reported("contended", compiles=True)
@@ -39,9 +40,19 @@ def replay(
 
 
 @reported()
-def runs() -> Reply:
-    """List the runs: who, what, how it ended, what it cost."""
-    found = [(run, past.state(run)) for run in past.everything(find())]
+def runs(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help=f"{RUN} None lists all.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page of RUN, instead.")
+    ] = None,
+) -> Reply:
+    """List the runs, or show one: what was tried, what the judge said, what it cost."""
+    workspace = find()
+    if run:
+        return _one(past.find(workspace, run), html)
+    if html:
+        raise CodaError("--html shows one run", hint="such as coda-agent runs last --html FILE")
+    found = [(run, past.state(run)) for run in past.everything(workspace)]
     rows = [
         (r.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "",
          dollars(s.spent.usd))
@@ -50,15 +61,10 @@ def runs() -> Reply:
     return Reply([{"run": r.id, **s.record()} for r, s in found], columns(rows) or "no runs yet")
 
 
-@reported()
-def show(
-    run: RunName,
-    html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
-) -> Reply:
-    """What was tried in a run, what the judge said, what it cost."""
+def _one(found: Run, html: Path | None) -> Reply:
+    """What happened in a run; its events where one document is asked for."""
     from rich.console import Console
 
-    found = past.find(find(), run)
     if quiet():
         return Reply([event.line() for event in past.history(found.folder)[0]])
     if html:

@@ -1,4 +1,4 @@
-"""Commands that make and check specs."""
+"""The command that makes specs, and what others have of a spec."""
 
 import sys
 from collections.abc import Iterable
@@ -10,9 +10,8 @@ import typer
 from coda_agent import primitives
 from coda_agent.agent import references
 from coda_agent.agent.cli.report import reported
-from coda_agent.agent.cli.targets import here
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.workspace import find, packaged_specs, resolve_spec
+from coda_agent.agent.workspace import Workspace, find, packaged_specs
 from coda_agent.primitives.errors import CodaError, WorkspaceError
 from coda_agent.primitives.objects import text_of, write_whole
 from coda_agent.primitives.suggest import near_matches
@@ -35,23 +34,30 @@ Shapes = Annotated[
         " x= for a number.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")]
 
 
 @reported(compiles=True)
-def new(
-    function: Annotated[
-        str, typer.Argument(metavar="MODULE:FUNCTION|FILE.py:FUNCTION|-", help="- reads stdin.")
+def spec(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION|NAME",
+            help="MODULE:FUNCTION, FILE.py:FUNCTION or - for stdin; or the name of a shipped spec.",
+        ),
     ],
     shape: Shapes = None,
     name: Annotated[str | None, typer.Option(help="The spec's; else the function's.")] = None,
-    force: Force = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a spec that is there.")] = False,
 ) -> Reply:
-    """Draft a spec from a PyTorch function and an example of its shapes."""
+    """Draft a spec from a PyTorch function and its shapes, or copy a shipped one."""
     workspace = find()
-    source = source_of(function)
+    if source != "-" and ":" not in source:
+        if shape or name:
+            raise CodaError("--shape and --name are of a function", hint="FILE.py:FUNCTION is one")
+        return _copied(workspace, source, force=force)
+    function = source_of(source)
     # A program that a primitive is called like could not import it.
-    called = name or ("gemm_" * (source.name in primitives.__all__) + source.name)
+    called = name or ("gemm_" * (function.name in primitives.__all__) + function.name)
     if not called.isidentifier() or "__" in called:
         hint = "--name gives another"
         raise CodaError(f"{called!r} is no name of a spec: letters, digits and _", hint=hint)
@@ -59,32 +65,21 @@ def new(
         raise CodaError(f"{called!r} is a primitive's name", hint=f"such as --name gemm_{called}")
     path = workspace.specs / f"{called}.md"
     check_free(path, force=force)
-    text = references.drafted(source, examples_of(source, shape or []), called)
+    text = references.drafted(function, examples_of(function, shape or []), called)
     write_whole(path, text)
-    spec = load_spec(path)
-    return Reply(_about(spec), f"{path}: {_line(spec)}\nnext: coda-agent generate {called}")
+    drafted = load_spec(path)
+    return Reply(about(drafted), f"{path}: {line(drafted)}\nnext: coda-agent generate {called}")
 
 
-@reported(compiles=True)
-def check(spec: Annotated[str, typer.Argument(help="A spec's path or name.")]) -> Reply:
-    """Parse SPEC and admit it; no program is written or judged."""
-    found = load_spec(resolve_spec(spec, here()))
-    references.admitted(found)
-    return Reply(_about(found), f"{found.path}: {_line(found)}")
-
-
-@reported()
-def copy(
-    spec: Annotated[str, typer.Argument(help="A shipped spec's name.")], force: Force = False
-) -> Reply:
-    """Copy a shipped spec into the workspace, to change it there."""
+def _copied(workspace: Workspace, name: str, *, force: bool) -> Reply:
+    """A shipped spec in the workspace, to be changed there."""
     known = packaged_specs()
-    if spec not in known:
-        raise WorkspaceError(f"no shipped spec {spec!r}", hint=near_matches(spec, known))
-    path = find().specs / f"{spec}.md"
+    if name not in known:
+        raise WorkspaceError(f"no shipped spec {name!r}", hint=near_matches(name, known))
+    path = workspace.specs / f"{name}.md"
     check_free(path, force=force)
-    write_whole(path, known[spec].read_text("utf-8"))
-    return Reply({"spec": spec, "path": path}, f"{path}: copied; rename it if you change it")
+    write_whole(path, known[name].read_text("utf-8"))
+    return Reply(about(load_spec(path)), f"{path}: copied; rename it if you change it")
 
 
 def check_free(path: Path, text: str | None = None, *, force: bool) -> None:
@@ -154,7 +149,8 @@ def spec_examples(spec: Spec) -> tuple[Source, dict[str, Example]]:
     return extracted(spec.reference_source, str(spec.path), "reference"), examples
 
 
-def _about(spec: Spec) -> dict[str, object]:
+def about(spec: Spec) -> dict[str, object]:
+    """What a spec is, as a document."""
     return {
         "spec": spec.name, "path": spec.path, "summary": spec.summary, "digest": spec.digest,
         "inputs": {x: list(spec.symbolic_shape(x)) for x in spec.inputs},
@@ -162,7 +158,7 @@ def _about(spec: Spec) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _line(spec: Spec) -> str:
+def line(spec: Spec) -> str:
     """What a spec is, on one line."""
 
     def faces(names: Iterable[str]) -> str:

@@ -127,5 +127,5 @@ def named(
     """The kernels asked for; each is looked up before the first is judged."""
     workspace = find()
     if every == bool(kernels):
-        raise CodaError("name kernels, or give --all", hint="coda-agent list")
+        raise CodaError("name kernels, or give --all", hint="coda-agent show lists them")
     return [look(name) for name in kernels] if kernels else workspace.kernels()

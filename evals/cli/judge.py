@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -18,78 +18,90 @@ from coda_agent.evals.judge import plans as planning
 from coda_agent.evals.judge import report, scores, selection
 from coda_agent.evals.judge.by_hand import SETS
 from coda_agent.evals.judge.scores import Judge, Score, score_mutants
+from coda_agent.primitives.errors import CodaError
 
-Count = Annotated[int | None, typer.Option(min=1, help="So many mutants, every fault in turn.")]
-Some = Annotated[int | None, typer.Option(min=1, help="So many of them, evenly from the list.")]
-Repeat = Annotated[int, typer.Option(min=1, help="How often each is judged.")]
-Seed = Annotated[int, typer.Option(help="Chooses the mutants and what they are judged on.")]
 Found = dict[str, Score]
-
-
-@reported()
-def mutants(device: DeviceOption = "auto", count: Count = None, seed: Seed = 1) -> Reply:
-    """Judge programs and lowerings with one fault each; resumes."""
-    with _judge(device) as judge:
-        return _reply(judge, {"mutants": _mutants(judge, "mutants", count, seed)})
-
-
-@reported()
-def diagnosis(device: DeviceOption = "auto", count: Count = None, seed: Seed = 1) -> Reply:
-    """How often the fault that the judge names is the one that was made, in mistakes
-    that authors make, in the accepted kernels, and in the demonstrations, which it was not tuned
-    on; judges what is missing."""
-    with _judge(device) as judge:
-        wrong = selection.evenly(selection.authors(find()), count)
-        found = {"authors": score_mutants(judge, "authors", wrong, seed=seed)}
-        found |= {n: _mutants(judge, n, count, seed) for n in ("mutants", "held-out")}
-        named = [f"{n}: {report.diagnosis(found[n].values())[0]} named" for n in found]
-        return _reply(judge, found, *named, refuse=False)
-
-
-@reported()
-def by_hand(device: DeviceOption = "auto", seed: Seed = 1) -> Reply:
-    """Judge wrong programs that people wrote, in two sets; resumes."""
-    with _judge(device) as judge:
-        chosen = {f"by-hand-{name}": selection.by_hand(find(), name) for name in SETS}
-        found = {name: score_mutants(judge, name, x, seed=seed) for name, x in chosen.items()}
-        return _reply(judge, found)
-
-
-@reported()
-def corpus(device: DeviceOption = "auto", count: Some = None, repeat: Repeat = 5) -> Reply:
-    """Judge right programs, each several times with fresh seeds; resumes."""
-    with _judge(device) as judge:
-        right = selection.right(find(), count)
-        return _reply(judge, {"corpus": scores.score_corpus(judge, right, repeat=repeat)})
-
-
-@reported()
-def generated(
-    count: Annotated[int, typer.Option(min=1, help="So many functions.")] = 5000,
-    seed: Seed = 1,
-) -> Reply:  # fmt: skip
-    """Compose PyTorch functions written at random, and judge what comes of it, on all cores;
-    resumes."""
-    return _written(references.tried, "generated", count, seed)
-
-
-@reported()
-def plans(
-    count: Annotated[int, typer.Option(min=1, help="So many functions.")] = 2000,
-    seed: Seed = 1,
-) -> Reply:  # fmt: skip
-    """Plan functions of two and three products written at random, and compare the plans with the
-    functions in float64, on all cores; resumes."""
-    return _written(planning.tried, "plans", count, seed)
+Some = int | None
+_REPEATS = 5
+"""How often each program of the corpus is judged, with fresh seeds."""
 
 
 @reported("contended")
-def timing(
-    trials: Annotated[int, typer.Option(min=1, help="Comparisons of a contender.")] = 200,
+def score_judge(
+    score: Annotated[
+        Literal["mutants", "diagnosis", "by-hand", "corpus", "generated", "plans", "timing"],
+        typer.Argument(metavar="SCORE"),
+    ],
+    device: DeviceOption = "auto",
+    count: Annotated[
+        Some, typer.Option(min=1, help="So many; else all, or as many as are usual.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Chooses what is judged, and on which inputs.")] = 1,
 ) -> Reply:
-    """Compare a kernel with itself on this GPU: how often are the two called different?"""
-    with _judge("cuda") as judge:
-        return _reply(judge, {"timing": scores.score_timing(judge, trials)})
+    """Score the judge: what it kills, passes and says; resumes.
+
+    \b
+    mutants    programs and lowerings with one fault each: all must be refused
+    diagnosis  how often the fault that is named is the one that was made
+    by-hand    wrong programs that people wrote
+    corpus     right programs, each several times with fresh seeds
+    generated  functions written at random, as the composer writes them
+    plans      functions of two and three products, as they are planned
+    timing     a kernel against itself on this GPU
+    """
+    where = {"generated": "cpu", "plans": "cpu", "timing": "cuda"}.get(score, device)
+    if device not in ("auto", where):
+        raise CodaError(f"{score} is a score of --device {where}")
+    with _judge(where) as judge:
+        found = _SCORES[score](judge, count, seed)
+        named: list[str] = []
+        if score == "diagnosis":
+            named = [f"{n}: {report.diagnosis(x.values())[0]} named" for n, x in found.items()]
+        return _reply(judge, found, *named, refuse=score != "diagnosis")
+
+
+def _mutants(judge: Judge, count: Some, seed: int, name: str = "mutants") -> dict[str, Found]:
+    """Every fault in turn."""
+    chosen = selection.mutants(find(), name, count=count, seed=seed)
+    return {name: score_mutants(judge, name, chosen, seed=seed)}
+
+
+def _diagnosis(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
+    """Mistakes that authors make, the accepted kernels', and those of the demonstrations, which the
+    diagnosis was not tuned on."""
+    wrong = selection.evenly(selection.authors(find()), count)
+    found = {"authors": score_mutants(judge, "authors", wrong, seed=seed)}
+    return found | _mutants(judge, count, seed) | _mutants(judge, count, seed, "held-out")
+
+
+def _by_hand(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
+    sets = {f"by-hand-{n}": selection.evenly(selection.by_hand(find(), n), count) for n in SETS}
+    return {name: score_mutants(judge, name, x, seed=seed) for name, x in sets.items()}
+
+
+def _corpus(judge: Judge, count: Some, _: int) -> dict[str, Found]:
+    right = selection.right(find(), count)
+    return {"corpus": scores.score_corpus(judge, right, repeat=_REPEATS)}
+
+
+def _generated(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
+    tried = references.tried, count or 5000
+    return {"generated": references.score_batches(judge, "generated", *tried, seed=seed)}
+
+
+def _plans(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
+    tried = planning.tried, count or 2000
+    return {"plans": references.score_batches(judge, "plans", *tried, seed=seed)}
+
+
+def _timing(judge: Judge, count: Some, _: int) -> dict[str, Found]:
+    return {"timing": scores.score_timing(judge, count or 200)}
+
+
+_SCORES: dict[str, Callable[[Judge, Some, int], dict[str, Found]]] = {
+    "mutants": _mutants, "diagnosis": _diagnosis, "by-hand": _by_hand, "corpus": _corpus,
+    "generated": _generated, "plans": _plans, "timing": _timing,
+}  # fmt: skip
 
 
 @contextmanager
@@ -102,17 +114,6 @@ def _judge(device: str) -> Iterator[Judge]:
             bar.update(task, completed=done - 1, total=total, description=note)
 
         yield Judge(find().root, "cuda" if gpu else "cpu", say)
-
-
-def _written(one: Callable[[int, int], dict[str, Any]], name: str, count: int, seed: int) -> Reply:
-    """Score functions written at random."""
-    with _judge("cpu") as judge:
-        return _reply(judge, {name: references.score_batches(judge, name, one, count, seed=seed)})
-
-
-def _mutants(judge: Judge, name: str, count: int | None, seed: int) -> Found:
-    chosen = selection.mutants(find(), name, count=count, seed=seed)
-    return score_mutants(judge, name, chosen, seed=seed)
 
 
 def _reply(judge: Judge, found: Mapping[str, Found], *more: str, refuse: bool = True) -> Reply:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from coda_agent import generated
 from coda_agent.agent import authors, doctor, judge, pipeline, shapes, workspace
-from coda_agent.agent.cli import app, basics, kernels, report, targets
+from coda_agent.agent.cli import app, basics, report, show, targets
 from coda_agent.agent.configuration import configuration
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge import static  # noqa: F401  # before a fake replaces it
@@ -147,17 +147,25 @@ def test_a_list_of_commands_says_what_each_says_itself() -> None:
             yield from every(command) if hasattr(command, "commands") else (command,)
 
     found = list(every(typer.main.get_command(app)))
-    assert len(found) > 30
+    assert len(found) == 26
     for command in found:
         assert command.loaded.name == command.name
         said = command.loaded.get_short_help_str(200)
         assert said and (command.hidden or command.get_short_help_str(200) == said)
 
 
+def test_help_shows_every_command_once_in_its_group() -> None:
+    said = run("--help")
+    heads = re.findall(r"^(\S.*):$", said, re.MULTILINE)
+    assert heads == ["Options", "Write a kernel", "Look", "Measure and ship", "Agents"]
+    names = re.findall(r"^  ([a-z-]+)  ", said.partition("Write a kernel:")[2], re.MULTILINE)
+    assert sorted(names) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 def test_show_says_what_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = {True: TileConfig(128, 192), False: TileConfig(1, 256, fused=False)}
     monkeypatch.setattr(Kernel, "choose", lambda self, m, *_, **__: forms[m not in (2, 4, 8192)])
-    ((where, lines),) = kernels.dispatched(PACKAGED / "gemm_swiglu").items()
+    ((where, lines),) = show.dispatched(PACKAGED / "gemm_swiglu").items()
     assert where.startswith("bfloat16, N = 4096, K = 4096, NVIDIA ")
     assert lines == [
         "M = 1: 128x192 coop 1x1",
@@ -177,8 +185,8 @@ def test_generate_show_list_verify(where: workspace.Workspace) -> None:
     assert (state.outcome, state.author) == ("passed", "composer")
     assert (Path(again["run"]) / "kernel.py").read_text() == PROGRAM
 
-    assert "gemm_swiglu" in run("list")
-    listed = run("list", "--json")
+    assert "gemm_swiglu" in run("show")
+    listed = run("show", "--json")
     own = [(k["name"], k["level"]) for k in listed["kernels"] if not k["packaged"]]
     assert own == [("gemm_swiglu", "proved")]
     assert "gemm_swiglu" not in listed["specs"] and "gemm_geglu" in listed["specs"]
@@ -199,12 +207,12 @@ def test_a_reader_takes_the_packages_kernel_where_the_workspace_has_none(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packaged = workspace.packaged_kernels()
-    listed = run("list", "--json")
+    listed = run("show", "--json")
     assert {k["name"] for k in listed["kernels"]} == set(packaged) == set(dir(generated))
     assert all(k["packaged"] for k in listed["kernels"])
     assert not set(packaged) & set(listed["specs"]) and "gemm_geglu" in listed["specs"]
     assert "gemm_swiglu accepted of the package" in [
-        " ".join(x.split()) for x in run("list").splitlines()
+        " ".join(x.split()) for x in run("show").splitlines()
     ]
     text = packaged["gemm_swiglu"].program.read_text("utf-8")
     assert run("show", "gemm_swiglu", "--json")["program"] == text
@@ -220,7 +228,7 @@ def test_a_reader_takes_the_packages_kernel_where_the_workspace_has_none(
         packaged["gemm_swiglu"].spec.read_text() + "\nMine.\n"
     )
     assert targets.explainable("gemm_swiglu")[0] is None
-    assert f"differs from {where.specs / 'gemm_swiglu.md'}" in run("list")
+    assert f"differs from {where.specs / 'gemm_swiglu.md'}" in run("show")
     run("generate", "gemm_swiglu")
     assert run("show", "gemm_swiglu", "--json")["program"] == PROGRAM
     assert targets.explainable("gemm_swiglu")[0] == PROGRAM
@@ -280,6 +288,11 @@ def test_errors(where: workspace.Workspace, text: str, code: int, message: str) 
         (["explain", "nope", "--stage", "x"], 2, "'x' is not one of 'graph'"),
         (["verify"], 2, "name kernels, or give --all"),
         (["generate", "gemm_swiglu", "--device", "tpu"], 2, "tpu"),
+        (["check", "a.md", "--sanitize", "memcheck"], 2, "a.md is a spec; --spec and --sanitize"),
+        (["spec", "gemm_symlog", "--name", "mine"], 2, "--shape and --name are of a function"),
+        (["runs", "--html", "a.html"], 2, "--html shows one run"),
+        (["score-judge", "luck"], 2, "'luck' is not one of 'mutants'"),
+        (["score-judge", "plans", "--device", "cuda"], 2, "plans is a score of --device cpu"),
     ],
 )
 def test_bad_input(where: workspace.Workspace, args: list[str], code: int, message: str) -> None:
@@ -316,14 +329,14 @@ LONG = "x" * 10_000
 
 UNUSABLE = [
     (
-        ["run", "show", "last", "--html", "missing/x.html"],
+        ["runs", "last", "--html", "missing/x.html"],
         "missing/x.html",
         "No such",
     ),
-    (["run", "show", "last", "--html", "folder"], "folder", "Is a directory"),
-    (["run", "show", "last", "--html", "file/x.html"], "file/x.html", "Not a directory"),
-    (["run", "show", "last", "--html", LONG], "x", "File name too long"),
-    (["run", "show", LONG], "x", "File name too long"),
+    (["runs", "last", "--html", "folder"], "folder", "Is a directory"),
+    (["runs", "last", "--html", "file/x.html"], "file/x.html", "Not a directory"),
+    (["runs", "last", "--html", LONG], "x", "File name too long"),
+    (["runs", LONG], "x", "File name too long"),
     (["replay", f"/{LONG}"], "/x", "File name too long"),
     (["init", "/proc/x"], "/proc/x", "No such file or directory"),
     (["init", "file/x"], "file/x", "Not a directory"),
@@ -334,8 +347,8 @@ UNUSABLE = [
     (["explain", f"/{LONG}"], "/x", "File name too long"),
     (["tool", "read_spec", "--run", f"/{LONG}"], "/x", "File name too long"),
     (["prompt", f"/{LONG}"], "/x", "File name too long"),
-    (["review", "--html", "--out", "/proc/x"], "/proc/x", "No such file or directory"),
-    (["review", "--html", "--out", "file"], "file", "File exists"),
+    (["show", "--html", "/proc/x"], "/proc/x", "No such file or directory"),
+    (["show", "--html", "file"], "file", "File exists"),
 ]
 
 
@@ -361,7 +374,7 @@ def test_a_byte_order_mark_is_no_part_of_a_text(where: workspace.Workspace) -> N
     marked("specs/gemm_swiglu.md", spec)
     run("generate", "gemm_swiglu")
     assert where.kernel("gemm_swiglu").spec.read_text("utf-8") == spec
-    assert "differs" not in run("list")
+    assert "differs" not in run("show")
     run("check", str(marked("a.py", PROGRAM)), "--spec", "gemm_swiglu")
     assert shapes.in_file(marked("shapes.txt", "16,64,32\n")) == [(16, 64, 32)]
     suite = (suites.FOLDER / "smoke.toml").read_text("utf-8")
@@ -372,7 +385,7 @@ def test_a_byte_order_mark_is_no_part_of_a_text(where: workspace.Workspace) -> N
     text = "def f(x, w):\n    return (x @ w.T).relu()\n"
     given = ["--shape", "x=64,64", "--shape", "w=64,64"]
     for function in (f"{marked('f.py', text)}:f", "-"):
-        result = runner.invoke(app, ["spec", "new", function, *given, "--force"], "\ufeff" + text)
+        result = runner.invoke(app, ["spec", function, *given, "--force"], "\ufeff" + text)
         assert result.exit_code == 0, result.output
 
 
@@ -384,7 +397,7 @@ def test_a_cache_that_cannot_be_written_is_said_first(
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(home))
     cache = f"the cache {home}/.cache/coda-agent/quack cannot be written"
-    for command in ("generate gemm_swiglu", "spec check gemm_swiglu", "check nope.py", "verify a"):
+    for command in ("generate gemm_swiglu", "spec gemm_swiglu", "check nope.py", "verify a"):
         said = run(*command.split(), code=3)
         assert said.startswith(f"error: {cache}: Not a directory") and len(said.splitlines()) == 1
         assert "XDG_CACHE_HOME" in said and "QUACK_CACHE_DIR" in said
@@ -413,7 +426,7 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     gone.mkdir()
     os.chdir(gone)
     gone.rmdir()
-    assert "error: the current folder cannot be used" in run("list", code=2)
+    assert "error: the current folder cannot be used" in run("show", code=2)
 
 
 MEANINGLESS = [
@@ -475,7 +488,7 @@ def test_verify_prints_the_timings(
 
 def test_outside_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no git repository" in run("list", code=2)
+    assert "no git repository" in run("show", code=2)
     assert run("init", "w", "--json")["made"][0] == ".git"
     assert "(unchanged)" in run("init", "w")
     assert run("init", "my own").splitlines()[-1] == "next: cd 'my own'"

@@ -41,7 +41,7 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> workspace.Workspac
 
 
 def test_from_a_function_to_a_spec(where: workspace.Workspace) -> None:
-    done = runner.invoke(app, ["spec", "new", "my_model:ffn_gate", *SHAPES, "--json"])
+    done = runner.invoke(app, ["spec", "my_model:ffn_gate", *SHAPES, "--json"])
     assert done.exit_code == 0, done.output
     assert not Path("ran").exists()
     said = json.loads(done.stdout)
@@ -50,14 +50,14 @@ def test_from_a_function_to_a_spec(where: workspace.Workspace) -> None:
     assert said["digest"] == spec.digest and spec.bench_shapes == (
         {"M": 4096, "N": 14336, "K": 4096},
     )
-    again = runner.invoke(app, ["spec", "new", "my_model:ffn_gate", *SHAPES])
+    again = runner.invoke(app, ["spec", "my_model:ffn_gate", *SHAPES])
     assert again.exit_code == 2 and "is there already (--force overwrites it)" in again.output
-    checked = runner.invoke(app, ["spec", "check", "ffn_gate"])
+    checked = runner.invoke(app, ["check", "specs/ffn_gate.md"])
     assert checked.exit_code == 0, checked.output
     assert "ffn_gate.md: x [M, K], w [N, K], b [N] -> out [M, N]" in checked.output
     flat = spec.text.replace("* scale\n", "* 0\n")
     spec.path.write_text(flat)
-    refused = runner.invoke(app, ["spec", "check", "ffn_gate"])
+    refused = runner.invoke(app, ["check", "specs/ffn_gate.md"])
     assert refused.exit_code == 2 and "output 'out' is all zero" in refused.output
 
 
@@ -65,7 +65,7 @@ def test_a_function_that_is_called_like_a_primitive(where: workspace.Workspace) 
     text = "import torch\ndef swiglu(x, w):\n    a, b = (x @ w.T).chunk(2, -1)\n"
     text += "    return torch.nn.functional.silu(a) * b"
     given = ["--shape", "x=64,64", "--shape", "w=64,64"]
-    done = runner.invoke(app, ["spec", "new", "-", *given], input=text)
+    done = runner.invoke(app, ["spec", "-", *given], input=text)
     assert done.exit_code == 0, done.output
     assert [x.stem for x in where.specs.glob("*.md")] == ["gemm_swiglu"]
 
@@ -94,10 +94,15 @@ def test_a_function_that_is_called_like_a_primitive(where: workspace.Workspace) 
 def test_bad_input_is_one_line_and_writes_nothing(
     where: workspace.Workspace, args: list[str], stdin: str, message: str
 ) -> None:
-    done = runner.invoke(app, ["spec", "new", *args], input=stdin)
+    done = runner.invoke(app, ["spec", *args], input=stdin)
     assert done.exit_code == 2 and message in done.output
     assert done.output.count("\n") == 1 and done.output.startswith("error: ")
     assert not [*where.specs.glob("*.md")] and not Path("ran").exists()
+
+
+def limit_of(body: str) -> float:
+    """Seconds for a function: what never ends needs none, what ends may run on busy cores."""
+    return 1.0 if body.startswith("while True") else 20.0
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     [
         ("math.inf.__class__.__base__.__subclasses__()[0].x", "m.py:3: the function raises Attrib"),
         ("print(3)", "m.py:3: the function prints; a reference only computes"),
-        ("while True: pass", "m.py: the function did not end in 5 s (a reference only computes)"),
+        ("while True: pass", "m.py: the function did not end in 1 s (a reference only computes)"),
         ("x = x @ torch.ones(1 << 40)", "m.py:3: the function raises RuntimeError: "),
         ("torch._C._cuda_init", "m.py:3: the function raises AttributeError: "),
         ("torch.os.kill(torch.os.getppid(), 9)", "m.py:3: the function signals a process (a refer"),
@@ -119,7 +124,7 @@ def test_a_function_that_does_more_than_compute(tmp_path: Path, body: str, messa
     text = f"import math, torch\ndef f(x, w):\n    {body.format(path=path)}\n    return x @ w.T\n"
     examples = {"x": Example((64, 32)), "w": Example((48, 32))}
     with pytest.raises(SpecError) as caught:
-        references.drafted(extracted(text, "m.py"), examples, "f", limit_s=5.0)
+        references.drafted(extracted(text, "m.py"), examples, "f", limit_s=limit_of(body))
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
     assert not path.exists()
 
@@ -142,7 +147,7 @@ def test_what_is_written_past_python_is_stopped_by_bubblewrap(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("while True: pass", "toy.md: the function did not end in 5 s"),
+        ("while True: pass", "toy.md: the function did not end in 1 s"),
         ("import os; os._exit(3)", "toy.md: the function ended without a result: exit status 3"),
         ("import os; os.system('touch {path}')", "toy.md:62: the function starts a program (a"),
         ("import subprocess; subprocess.run(['ls'])", "toy.md:62: the function starts a program ("),
@@ -158,15 +163,15 @@ def test_no_spec_is_admitted_whose_reference_does_more_than_compute(
     head, found, rest = text.partition("):\n")
     spec = load_spec("toy.md", text=f"{head}{found}    {body.format(path=path)}\n{rest}")
     with pytest.raises(SpecError) as caught:
-        references.admitted(spec, limit_s=5.0)
+        references.admitted(spec, limit_s=limit_of(body))
     assert str(caught.value).startswith(message), str(caught.value)
     assert not path.exists()
 
 
 def test_a_shipped_spec_is_copied(where: workspace.Workspace) -> None:
-    assert runner.invoke(app, ["spec", "copy", "gemm_symlog"]).exit_code == 0
+    assert runner.invoke(app, ["spec", "gemm_symlog"]).exit_code == 0
     assert load_spec(where.specs / "gemm_symlog.md").name == "gemm_symlog"
-    again = runner.invoke(app, ["spec", "copy", "gemm_symlog"])
+    again = runner.invoke(app, ["spec", "gemm_symlog"])
     assert again.exit_code == 2 and "is there already" in again.output
-    unknown = runner.invoke(app, ["spec", "copy", "gemm_symlo"])
+    unknown = runner.invoke(app, ["spec", "gemm_symlo"])
     assert unknown.exit_code == 2 and "no shipped spec 'gemm_symlo' (did you mean" in unknown.output

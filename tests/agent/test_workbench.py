@@ -448,16 +448,16 @@ def test_the_command_line_works_at_the_same_bench(where: workspace.Workspace) ->
     assert "this run is over" in run("tool", "submit", "--run", started, code=2)["text"]
     assert run("tool", "check", "--run", "nope", code=2)["error"]["message"].startswith("no runs")
 
-    shown = runner.invoke(app, ["run", "show", "last"]).stdout
+    shown = runner.invoke(app, ["runs", "last"]).stdout
     assert "log_tip" in shown and "committed" in shown
-    runner.invoke(app, ["run", "show", "last", "--html", "page.html"])
+    runner.invoke(app, ["runs", "last", "--html", "page.html"])
     assert "write_candidate" in (where.root / "page.html").read_text()
     assert "Mind the imports." in runner.invoke(app, ["tips"]).stdout
 
     again = run("replay", started)
     assert again["differences"] == [] and again["commit"] is None and again["passed"]
     assert len(run("runs")) == 2 and len(Tips.of(where).all()) == 2
-    assert [e["type"] for e in run("run", "show", "last")].count("run.finished") == 1
+    assert [e["type"] for e in run("runs", "last")].count("run.finished") == 1
     assert runs.find(where, "last").id == started  # and no replay
     assert max(map(len, shown.splitlines())) <= 100
 
@@ -527,7 +527,7 @@ def test_a_submit_is_of_the_spec_that_specs_holds(where: workspace.Workspace) ->
     assert "accepted as proved" in run_tool("submit", "--run", "last")[1]
 
     def listed() -> str:
-        found = runner.invoke(app, ["list"]).stdout.splitlines()
+        found = runner.invoke(app, ["show"]).stdout.splitlines()
         return next(line for line in found if line.startswith("gemm_swiglu "))
 
     def verified() -> str:

@@ -1,4 +1,4 @@
-"""The road of `spec new`: functions as models have them, drafted into specs and composed."""
+"""The road of `coda-agent spec`: functions as models have them, drafted into specs and composed."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ REFUSED = {
 
 
 def example(text: str) -> tuple[str, Example]:
-    """An argument of `EXAMPLES`, as `coda-agent spec new --shape` takes it."""
+    """An argument of `EXAMPLES`, as `coda-agent spec --shape` takes it."""
     name, _, rest = text.partition("=")
     sizes, _, dtype = rest.partition(":")
     axes = axes_of(sizes) or ()

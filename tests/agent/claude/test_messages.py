@@ -101,7 +101,7 @@ def test_what_the_command_line_says(
     assert "no http://HOST" in run(*author, "--base-url", "http://me:secret@host", code=2)
     said = run(*author, *at)
     assert f"{LOCAL}: at most 5000000 tokens (price unknown), 1000 steps" in said
-    assert "2 steps, unknown" in run("run", "show", "last")
+    assert "2 steps, unknown" in run("runs", "last")
     assert " unknown" in run("runs")
 
 
