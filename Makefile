@@ -35,12 +35,13 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# What is marked `slow` is left to `test-all`, which is for the night.
+# What is marked `slow` is left to `test-all`, which is for the night. By files, since what the tests
+# of a module share is made once in each worker that has some of them.
 pytest: $(STAMP)
-	$(BIN)/pytest -n $(JOBS) -m "not slow"
+	$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow"
 
 test-all: style types
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix
