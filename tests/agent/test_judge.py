@@ -236,7 +236,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     smi.chmod(0o755)
     (tmp_path / "script.json").write_text("{}")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).with_name('execution')}")
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr(faulted_tiles, "cache_directory", lambda: tmp_path / "cache")
     monkeypatch.setattr(device, "LOCKS", tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coda_agent.agent.judge.ranges import hold
-from tests.agent.test_meaning import findings, spec_of
+from tests.agent.judge.test_meaning import findings, spec_of
 
 
 def test_values_are_held_to_a_range() -> None:

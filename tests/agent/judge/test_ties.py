@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.agent.test_meaning import findings, spec_of
+from tests.agent.judge.test_meaning import findings, spec_of
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def gpu(folder: Path) -> Iterator[Device]:
 
 @pytest.fixture(scope="module")
 def spec() -> Spec:
-    return load_spec(HERE.parents[1] / "specs" / "gemm_swiglu.md")
+    return load_spec(HERE.parents[2] / "specs" / "gemm_swiglu.md")
 
 
 def write(folder: Path, **script: Any) -> None:
@@ -280,7 +280,7 @@ sys.path.insert(0, {here!r})
 import test_device as t
 t.device.LOCKS = Path(sys.argv[1])
 gpu = t.Device(t.GPU, "scripted_device")
-spec = t.load_spec(t.HERE.parents[1] / "specs" / "gemm_swiglu.md")
+spec = t.load_spec(t.HERE.parents[2] / "specs" / "gemm_swiglu.md")
 t.grade(gpu, spec)
 """
 

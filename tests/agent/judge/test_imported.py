@@ -26,7 +26,7 @@ from coda_agent.primitives import (
 from coda_agent.runtime.kernel import Kernel
 from coda_agent.specs import Spec, load_spec
 
-SPECS = Path(__file__).parents[2] / "specs"
+SPECS = Path(__file__).parents[3] / "specs"
 TYPES = ["bfloat16", "float16"]
 
 

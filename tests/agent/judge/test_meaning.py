@@ -19,7 +19,7 @@ from coda_agent.runtime.kernel import load_kernel
 from coda_agent.specs import Spec, load_spec
 from tests.written import spec
 
-GENERATED = Path(__file__).parents[2] / "generated"
+GENERATED = Path(__file__).parents[3] / "generated"
 NAMES = sorted(path.parent.name for path in GENERATED.glob("*/kernel.py"))
 
 
@@ -172,7 +172,7 @@ def test_a_kernels_documentation_names_its_domains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [4, 5, 50, 55])
 def test_a_logarithm_of_a_sum_near_1_errs_as_the_sum_does(seed: int) -> None:
     """torch's own logsumexp has lost digits there that log1p keeps, and the program was refused."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     mixture = load_spec(root / "specs/catalogue/gemm_log_mixture.md")
     text = (root / "tests/agent/solutions/gemm_log_mixture.py").read_text("utf-8")
     programs = read_programs(text)

@@ -30,7 +30,7 @@ from coda_agent.runtime.launch import Arguments, launcher
 from coda_agent.specs import Spec, load_spec
 from tests import written
 
-GENERATED = Path(__file__).parents[2] / "generated"
+GENERATED = Path(__file__).parents[3] / "generated"
 NAMES = sorted(path.parent.name for path in GENERATED.glob("*/kernel.py"))
 CONFIG = TileConfig(128, 128, 2, 1, True)
 Results = dict[str, torch.Tensor]
@@ -328,7 +328,7 @@ def test_fp32_with_one_rounding_is_always_allowed_and_bf16_in_between_never(
 
 def test_an_element_near_0_among_large_ones_may_err_as_the_sum_does() -> None:
     """With one disturbed run it was refused: the sum's disturbance happened to be next to none."""
-    kernel = load_kernel(Path(__file__).parents[2] / "generated" / "gemm_symlog")
+    kernel = load_kernel(Path(__file__).parents[3] / "generated" / "gemm_symlog")
     tiles = {("gemm_symlog", "float16"): (CONFIG,)}
     report = check_numerics(
         kernel.spec, kernel.programs, tiles, device="cpu", progress=lambda *_: None,

@@ -21,7 +21,7 @@ from coda_agent.runtime.kernel import load_kernel
 from coda_agent.runtime.target import instructions
 from coda_agent.specs import load_spec
 
-GENERATED = Path(__file__).parents[2] / "generated"
+GENERATED = Path(__file__).parents[3] / "generated"
 HOPPER = DEFAULT_CONFIGS["sm_90a"]
 SASS = """
 \t.text.kernel_cutlass_kernel:

@@ -13,9 +13,9 @@ from coda_agent.agent.judge.replaying import expression
 from coda_agent.evals.judge import by_hand
 from coda_agent.primitives import Tile, epilogue, erf, exp, maximum, tanh
 from coda_agent.primitives.inspect import describe
-from tests.agent.test_meaning import findings, spec_of
+from tests.agent.judge.test_meaning import findings, spec_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # The reference, a wrong program, the fault's name, and what the sentence holds.
 MISTAKES = [

@@ -19,7 +19,7 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.specs import load_spec
 from tests.agent.verdicts import call
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEAD = "from coda_agent.primitives import HalfTile, Tile, epilogue, pairs, sigmoid, swiglu\n\n\n"
 RIGHT = (
     '@epilogue(D=Tile, O=HalfTile)\ndef gemm_swiglu(acc):\n    """O"""\n'

@@ -14,7 +14,7 @@ from coda_agent.primitives.ptx import MEANINGS
 from coda_agent.runtime.kernel import load_kernel
 from coda_agent.specs import load_spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def brought(meaning: str, code: str, *numbers: float) -> dict[str, Program]:

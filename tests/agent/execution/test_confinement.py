@@ -17,7 +17,7 @@ from coda_agent.agent.cli import app
 from coda_agent.agent.execution import confinement
 from coda_agent.agent.execution.child import Child, ChildError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = str(Path(__file__).parent)
 
 

@@ -34,7 +34,7 @@ from coda_agent.runtime.kernel import load_kernel
 from coda_agent.runtime.tuning import TunedShape
 from coda_agent.specs import Spec, draw_inputs
 
-GENERATED = Path(__file__).parents[2] / "generated"
+GENERATED = Path(__file__).parents[3] / "generated"
 FIRST, SECOND = DEFAULT_CONFIGS["sm_90a"], TileConfig(128, 192, 2, 1, True)
 SPLIT = TileConfig(128, 128, 1, 1, True, split_k=4)
 QUIET = {"other_processes": 0, "utilization.gpu": "0"}
