@@ -119,9 +119,13 @@ def test_the_kernels_of_attention_are_named() -> None:
     assert attention(lambda: q @ q.mT) == "attention: none of PyTorch's"
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in ("train-1b", "train-1b fp8")]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * ("2 GPUs" in name))
+        for name in CASES
+        if name not in ("train-1b", "train-1b fp8")
+    ],
 )
 def test_losses_and_two_processes_agree_with_one(tmp_path: Path, name: str) -> None:
     found = cells(tmp_path, name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coda_agent.agent.authors.composer import Composer
@@ -17,15 +17,8 @@ from coda_agent.evals.judge import generated
 from coda_agent.evals.judge.scores import Judge
 from tests.written import spec
 
-SETTINGS: dict[str, Any] = {
-    "derandomize": True,
-    "deadline": None,
-    "database": None,
-    "suppress_health_check": list(HealthCheck),
-}
 
-
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
     made = generated.reference(lambda options: data.draw(st.sampled_from(options)))
