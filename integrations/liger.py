@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from coda_agent.generated import gemm_partial_cross_entropy
+from coda_agent.layers.packing import on
+from coda_agent.layers.weight_gradient import sum_product
 
 OP, NAME = "fused_linear_cross_entropy", "nvidia-coda"
 # Behind Liger's own (10 and 50): it takes fewer options, so it is asked for by name.
 _RANK = 1000
+# Logits that the loss holds at a time: 1 GiB in 16 bits.
+_LOGITS = 1 << 29
 
 
 def register() -> None:
@@ -27,11 +35,6 @@ def register() -> None:
         Capability,
         register_impl,
     )
-
-    from coda_agent.agent.export.loader.layers import cross_entropy, reduced, refuse
-    from coda_agent.generated import gemm_partial_cross_entropy
-
-    run = cross_entropy(gemm_partial_cross_entropy, _logit_gradient)
 
     def fused_linear_cross_entropy(
         _input: Tensor,
@@ -65,8 +68,12 @@ def register() -> None:
             "return_predicted_tokens": return_predicted_tokens,
             "mode": None if mode == "default" else mode,
         }
-        refuse(f"{OP} by {NAME}", options)
-        return reduced(run, _input, weight, target, ignore_index, reduction), None, None, None
+        _refuse(options)
+        if not torch.is_grad_enabled():  # which a function of autograd is not told
+            _input, weight = _input.detach(), weight.detach()
+        rows = target != ignore_index
+        loss = _loss(_input, weight, target.where(rows, 0), rows)
+        return loss / rows.sum() if reduction == "mean" else loss, None, None, None
 
     hopper = Capability(min_cc=(9, 0), max_cc=(9, 0), modules=["quack"])
     entered = register_impl(
@@ -81,10 +88,62 @@ def register() -> None:
     entered(fused_linear_cross_entropy)
 
 
-def _logit_gradient(z: Tensor, _: Tensor, lse: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-    if z.is_cuda:
-        from coda_agent.layers import kernels as home
-    else:
-        from coda_agent.layers import passes as home
-    home.logit_gradient(z, lse, targets, rows.float())
-    return z
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Refuse options that the kernel has no form for.
+
+    Args:
+        options: Those that must be None, False, 0 or empty, and `reduction`.
+    """
+    for option, value in options.items():
+        if option == "reduction":
+            known, expected = value in ("mean", "sum"), "mean or sum"
+        else:
+            known, expected = isinstance(value, (int, float, tuple)) and not value, "none"
+        if not known and value is not None:
+            got = "of a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{OP} by {NAME} has {option} {got}, expected {expected}")
+
+
+class _Loss(torch.autograd.Function):
+    """Σ cross-entropy(x weightᵀ, targets) over rows, of x (M, K), weight (V, K), targets (M,) int64
+    and rows (M,) bool; float32.
+
+    Logits are held for some rows at a time, and gradients are taken while they are there. They are
+    those of the sum, so that float16 holds them: a mean's are scaled in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weight, targets, rows = inputs
+        needs = ctx.needs_input_grad[:2]
+        loss, dweight, dx = x.new_zeros((), dtype=torch.float32), None, []
+        step = max(128, _LOGITS // len(weight) // 128 * 128)  # whole tiles
+        for start in range(0, len(x), step):
+            some = slice(start, start + step)
+            z, target, lse = gemm_partial_cross_entropy(x[some], weight, targets[some])
+            loss = loss + (lse - target).where(rows[some], 0).sum()
+            if any(needs):
+                on(x).logit_gradient(z, lse, targets[some], rows[some].float())
+            if needs[0]:
+                dx.append(z @ weight)
+            if needs[1]:
+                dweight = sum_product(dweight, z.T, x[some], last=False)
+        ctx.save_for_backward(torch.cat(dx) if dx else None, dweight)
+        ctx.types = x.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
+        found = [None if t is None else (t * grads[0]).to(kind) for t, kind in pairs]
+        return (*found, None, None)
+
+
+def _loss(*inputs: Tensor) -> Tensor:
+    # torch.compile leaves it as it is: on an H200 with torch 2.11 it gave zeros (2026-11-23).
+    # `disable` imports torch._dynamo, which takes seconds: not before something is traced.
+    run: Any = _Loss.apply
+    if torch.compiler.is_compiling():
+        run = torch.compiler.disable(run)
+    return run(*inputs)

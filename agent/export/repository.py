@@ -25,19 +25,6 @@ NAME = "coda-agent-kernels"
 # One for each release of CUDA that torch may be built for; they hold the same bytes.
 _CUDA = "cu128", "cu130"
 _MARK = "metadata.json"
-_MAPPING = """A model takes these in place of its own layers of a name, with gradients; weights stay
-the model's. `help` of each says what it expects there, `can_torch_compile` what its name says.
-
-```python
-from kernels import CUDAProperties, Device, LocalLayerRepository
-
-hopper = Device("cuda", CUDAProperties(90, 90))
-names = [{layers}]
-mapping = {{x: {{hopper: LocalLayerRepository(Path("."), layer_name=x)}} for x in names}}
-```
-
-Call `kernelize(model, mode=Mode.TRAINING)` within `use_kernel_mapping(mapping)`. From the Hub,
-`LayerRepository` takes the place of `LocalLayerRepository`."""
 
 
 def write(
@@ -70,7 +57,7 @@ def write(
         {"gpu": wanted.gpu, "ran": [RUN], "folds": folded, "kernels": abouts}
     )
     files |= _loader()
-    files |= _modules([kernel.name for kernel in kernels])
+    files["__init__.py"] = _module([kernel.name for kernel in kernels])
     metadata = _metadata(files, wanted, [kernel.folder for kernel in kernels])
     files[_MARK] = _json(metadata)
     import tvm_ffi
@@ -109,16 +96,8 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
 
-def _layers(kernels: Sequence[str]) -> list[str]:
-    """The layers that run by these kernels."""
-    from coda_agent.agent.export.loader.layers import LAYERS
-
-    return [name for name, (kernel, _) in LAYERS.items() if kernel in kernels]
-
-
-def _modules(kernels: Sequence[str]) -> dict[str, bytes]:
-    """What is imported of the repository, and its layers where it has any."""
-    layers, public = _layers(kernels), [*kernels, "KernelError"]
+def _module(kernels: Sequence[str]) -> bytes:
+    """The file that is imported of the repository."""
     lines = [
         '"""Kernels that were compiled ahead: `help` of each says what it takes and computes."""',
         "",
@@ -129,24 +108,10 @@ def _modules(kernels: Sequence[str]) -> dict[str, bytes]:
         "",
         "_kernels = load(Path(__file__).parent)",
         *(f'{name} = _kernels["{name}"]' for name in kernels),
+        "",
+        f"__all__ = {sorted([*kernels, 'KernelError'])}",
     ]
-    files = {}
-    if layers:
-        lines += ["", "from . import layers"]
-        public.append("layers")
-        text = [
-            '"""Layers that run by these kernels, for a mapping of `kernels`."""',
-            "",
-            "from . import _kernels",
-            "from ._loader.layers import layer",
-            "",
-            *(f'{name} = layer("{name}", _kernels)' for name in layers),
-            "",
-            f"__all__ = {layers}",
-        ]
-        files["layers.py"] = ("\n".join(text) + "\n").encode()
-    lines += ["", f"__all__ = {sorted(public)}"]
-    return files | {"__init__.py": ("\n".join(lines) + "\n").encode()}
+    return ("\n".join(lines) + "\n").encode()
 
 
 def digest(data: bytes) -> str:
@@ -196,7 +161,7 @@ def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: st
         "```python\nfrom pathlib import Path\nfrom kernels import get_local_kernel\n",
         f'kernels = get_local_kernel(Path("."))\nhelp(kernels.{kernels[0].name})\n```\n',
         "- A is (…, M, K) and B (N, K), the `nn.Linear` layout. K is last in memory; other strides",
-        "  are copied. Kernels have no backward pass, layers have one.",
+        "  are copied. Kernels have no backward pass.",
         "- Final reductions are folded by one launch more; `block_size` gives the partials.",
         f"- Tiles are chosen by what was measured on {wanted.gpu}.",
         f"- Operators are `torch.ops.{id_}.<kernel>`.",
@@ -204,8 +169,6 @@ def page(kernels: Sequence[Kernel], docs: Sequence[str], wanted: Wanted, id_: st
     ]
     if never := [arch for arch in wanted.archs if arch != RUN]:
         lines.append(f"- Objects for {', '.join(never)} compile, and never ran.")
-    if layers := _layers([kernel.name for kernel in kernels]):
-        lines += ["", "## Layers", "", _MAPPING.format(layers=", ".join(map(repr, layers)))]
     for kernel, doc in zip(kernels, docs, strict=True):
         evidence = kernel.evidence
         lines += ["", f"## {kernel.name}", "", "```", doc, "```", ""]

@@ -224,7 +224,7 @@ print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" i
 """,
     )
     assert said.splitlines() == [
-        "['KernelError', 'gemm_residual_partial_rmsnorm', 'gemm_swiglu', 'layers'] ffi.Function",
+        "['KernelError', 'gemm_residual_partial_rmsnorm', 'gemm_swiglu'] ffi.Function",
         "[((4, 64, 256), 'torch.bfloat16'), ((4, 64, 128), 'torch.bfloat16')]",
         "[['gemm_swiglu', 'default']]",
     ]
@@ -268,71 +268,6 @@ with torch.no_grad():
 """,
     )
     assert said.splitlines() == ["Unsupported", "['gemm_swiglu']"]
-
-
-# A model whose gated MLP a layer of the export replaces.
-MODEL = """
-class MLP(torch.nn.Module):
-    interleaved = True
-    def __init__(self):
-        super().__init__()
-        self.gate_up_proj = torch.nn.Linear(128, 256, bias=False, dtype=torch.bfloat16)
-        self.down_proj = torch.nn.Linear(128, 64, dtype=torch.bfloat16)
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
-        return self.down_proj(torch.nn.functional.silu(gate) * up)
-mlp = MLP()
-x = torch.zeros(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-"""
-
-
-@pytest.mark.slow
-def test_the_compiler_of_torch_takes_a_layer_whole_with_its_backward(variant: Path) -> None:
-    said = run(
-        variant,
-        MODEL
-        + """
-from torch._dynamo.backends.common import aot_autograd
-def seen(graph, _):
-    print([str(n.target).split(".")[1] for n in graph.graph.nodes if "gemm" in str(n.target)])
-    results = [n is not None and n.meta["val"] for n in graph.graph.output_node().args[0]]
-    return lambda *_: tuple(torch.zeros(t.shape, dtype=t.dtype) if t is not False else None for t in results)
-layer = module.layers.SwiGLUMLP
-backend = aot_autograd(fw_compiler=seen, bw_compiler=seen)
-call = torch.compile(lambda x: layer.forward(mlp, x), fullgraph=True, backend=backend)
-call(x).sum().backward()
-print(layer.has_backward, layer.can_torch_compile, x.grad.shape, mlp.gate_up_proj.weight.grad.shape)
-""",
-    )
-    assert said.splitlines() == [
-        "['gemm_swiglu']",
-        "[]",
-        "True True torch.Size([2, 64, 128]) torch.Size([256, 128])",
-    ]
-
-
-def test_kernels_maps_layers_as_the_page_says(repository: Path, tmp_path: Path) -> None:
-    pytest.importorskip("kernels", reason="Hugging Face kernels is not installed")
-    page = (repository / "README.md").read_text()
-    (mapping,) = re.findall(r"```python\n(from kernels import CUDA.*?)```", page, re.DOTALL)
-    code = f"""
-from pathlib import Path
-import torch
-torch.version.cuda, torch.cuda.get_device_capability = "13.0", lambda *_, **__: (9, 0)
-from kernels import Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
-{MODEL}{mapping}
-replace_kernel_forward_from_hub(MLP, "SwiGLUMLP")
-with use_kernel_mapping(mapping):
-    kernelize(mlp, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cuda", use_fallback=False)
-try:
-    mlp(x)
-except ValueError as error:
-    print(names, mlp.forward.__func__.__module__.split(".")[-1], error)
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
-    said = "['SwiGLUMLP'] layers gemm_swiglu: tensors are on cpu, expected a GPU of sm_90a\n"
-    assert done.stdout == said, done.stderr
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from liger_kernel.backends.registry import (  # pyright: ignore[reportMissingImp
     get_registered,
 )
 
+from coda_agent.integrations import liger
 from coda_agent.integrations.liger import NAME, OP, register
 
 run = functional.fused_linear_cross_entropy
@@ -41,7 +42,10 @@ def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_it_computes_the_loss_and_its_gradients(reduction: str) -> None:
+def test_it_computes_the_loss_and_its_gradients(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liger, "_LOGITS", 80 * 128)  # in three parts, one of them ragged
     x, weight, targets = given()
     loss, *rest = run(x, weight, targets, reduction=reduction, impl=NAME)
     assert rest == [None] * 3 and loss.dtype == torch.float32
@@ -52,6 +56,38 @@ def test_it_computes_the_loss_and_its_gradients(reduction: str) -> None:
     for ours, truth in zip(got, torch.autograd.grad(2 * exact, wide), strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours - truth).norm() < 0.005 * truth.norm()
+
+
+def test_rows_that_do_not_count_may_have_any_logits() -> None:
+    x, weight, targets = (t.detach() for t in given())
+    x, weight = (t.half().requires_grad_() for t in (x, weight))
+    with torch.no_grad():
+        x[targets == -100] = 60000
+    assert not F.linear(x, weight).isfinite().all()
+    loss = run(x, weight, targets, impl=NAME)[0]
+    dx, dweight = torch.autograd.grad(loss, (x, weight))
+    counted = targets != -100
+    wide = [t.detach().double().requires_grad_() for t in (x[counted], weight)]
+    exact = F.cross_entropy(wide[0] @ wide[1].T, targets[counted])
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+    assert not dx[~counted].any()
+    for ours, truth in zip((dx[counted], dweight), torch.autograd.grad(exact, wide), strict=True):
+        assert (ours - truth).norm() < 0.005 * truth.norm()
+
+
+def test_without_gradients_none_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger, "on", lambda _: pytest.fail("a gradient was taken"))
+    with torch.no_grad():
+        assert run(*given(), impl=NAME)[0].isfinite()
+
+
+def test_torch_compile_leaves_the_loss_between_its_graphs() -> None:
+    x, weight, targets = given()
+    call = lambda: 2 * run(x, weight, targets, impl=NAME)[0]
+    eager = torch.autograd.grad(call(), (x, weight))
+    compiled = torch.compile(call, backend="aot_eager")
+    for a, b in zip(eager, torch.autograd.grad(compiled(), (x, weight)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_it_is_found_by_name_and_never_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
