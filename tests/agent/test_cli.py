@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -123,15 +124,21 @@ def run(*args: str, code: int = 0) -> Any:
     return json.loads(result.stdout) if "--json" in args else result.stdout + result.stderr
 
 
+def _processor_s() -> float:
+    """Of children that have ended: a busy machine takes longer, and no more of it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_is_fast() -> None:
     code = "from coda_agent.agent.cli import main; main()"
-    start = time.perf_counter()
+    start = _processor_s()
     for args in (["--help"], ["generate", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, check=True)
         assert b"Usage" in done.stdout
-    seconds = (time.perf_counter() - start) / 2
+    seconds = (_processor_s() - start) / 2
     print(f"--help: {seconds:.2f} s")
-    assert seconds < 1.5
+    assert seconds < 0.75
     heavy = "import sys; print({'torch','cutlass','quack','pydantic','git'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", f"import coda_agent.agent.cli; {heavy}"], capture_output=True
