@@ -2,8 +2,10 @@
 
 - Every tool may name a spec besides its own input; else it is about the spec of the call before.
   Each spec has one run, logged and judged like any other, under the author `mcp:<client>`, or the
-  name in CODA_AGENT_AUTHOR. A run that is over, or whose spec is another by now, is followed by a
-  new one at the next `read_spec`.
+  name in CODA_AGENT_AUTHOR. It belongs to workspace, spec and author: the next connection goes on
+  with it. A run that is over, or whose spec is another by now, is followed by a new one at the next
+  `read_spec`.
+- `list_specs` and `new_spec` are about no run.
 - This process is the warm one: it has torch and the compile workers ready before the first call.
   A thread does the calls, one after the other, while another answers the connection and tells
   progress.
@@ -11,14 +13,16 @@
 """
 
 import importlib
+import json
 import os
 import re
+import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent import execution, prompt
+from coda_agent.agent import execution, prompt, references
 from coda_agent.agent import runs as past
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
@@ -28,6 +32,9 @@ from coda_agent.agent.workbench import NEXT, TOOLS
 from coda_agent.agent.workbench.registry import Result
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import write_whole
+from coda_agent.specs import load_spec
+from coda_agent.specs.source import extracted
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
@@ -36,6 +43,33 @@ _SPEC = {
     "type": "string",
     "description": "Name of the spec this is about, or a path to one; else that of the last call.",
 }
+_DOORS: dict[str, dict[str, Any]] = {
+    "list_specs": {
+        "description": "The names of the specs that there are, and which have a kernel.",
+        "properties": {"word": {"type": "string", "description": "Part of a name."}},
+        "required": [],
+    },
+    "new_spec": {
+        "description": "Drafts a spec from a PyTorch function, which is run in a sandbox only.",
+        "properties": {
+            "function": {"type": "string", "description": "Its Python, with its imports."},
+            "shapes": {
+                "type": "array", "items": {"type": "string"},
+                "description": "An example for each argument: x=4096,4096 or t=4096:int64; x= is "
+                "a number.",
+            },
+            "name": {"type": "string", "description": "Of the spec; else the function's."},
+        },
+        "required": ["function", "shapes"],
+    },
+}  # fmt: skip
+"""Tools that are about no run."""
+_WRITE = (
+    "Write a kernel for the spec {spec} with coda-agent's tools: read_spec; compose, which may "
+    "write all of it or leave holes; write_candidate or edit_candidate; check at level interpret "
+    "until it passes; submit; then say what `use` says. Where it cannot be expressed, give_up with "
+    "the reason."
+)
 _EYES = ("gate.started", "gate.progress")
 """Events a client is told of while it waits."""
 
@@ -53,14 +87,21 @@ class Connection:
         self, name: str, given: dict[str, Any], client: str, observer: Observer
     ) -> tuple[Result, str]:
         """One tool call: its result, and the run it belongs to."""
+        if name in _DOORS:
+            door = {"list_specs": self.list_specs, "new_spec": self.new_spec}[name]
+            try:
+                return door(**{"word": "", **given} if name == "list_specs" else given), ""
+            except (CodaError, OSError, TypeError) as error:
+                return Result(ok=False, text=str(error)), ""
         try:
             path = self._spec(given.pop("spec", None))
         except (CodaError, OSError) as error:
             return Result(ok=False, text=str(error)), ""
-        call = Call(
-            name, given, self._runs.get(path), str(path),
-            os.environ.get("CODA_AGENT_AUTHOR") or f"mcp:{client}", self.device, self.commit,
-        )  # fmt: skip
+        author = os.environ.get("CODA_AGENT_AUTHOR") or f"mcp:{client}"
+        if path not in self._runs and (left := self._left(path, author)):
+            self._runs[path] = left
+        run = self._runs.get(path)
+        call = Call(name, given, run, str(path), author, self.device, self.commit)
         reply = answered(lambda: perform(self.workspace, call, observer))
         document: Any = reply.document
         if "error" in document:
@@ -75,6 +116,30 @@ class Connection:
         if opened:
             result.text += f"\n\nrun {run}"
         return result, run
+
+    def _left(self, path: Path, author: str) -> str | None:
+        """The run of a spec that an earlier connection left open."""
+        for run in past.open_ones(self.workspace):
+            state, text = past.state(run), run.folder / "spec.md"
+            mine = state.author == author and state.spec == path.stem
+            whole = mine and not state.failure and text.is_file()
+            if whole and text.read_text("utf-8") == load_spec(path).text:
+                return run.id
+        return None
+
+    def list_specs(self, word: str) -> Result:
+        """The names of specs that have a word, and which have a kernel."""
+        done = {kernel.name for kernel in self.workspace.kernels()}
+        names = sorted(self.workspace.spec_names())
+        found = [f"{x}{' (has a kernel)' * (x in done)}" for x in names if word.lower() in x]
+        return Result(text="\n".join(found) or f"no spec has {word!r} in its name")
+
+    def new_spec(self, function: str, shapes: list[str], name: str = "") -> Result:
+        """Draft a spec from the text of a PyTorch function."""
+        source = extracted(function, "function")
+        path = references.new_spec(self.workspace.specs, source, shapes, name or None)
+        said = f"{path.stem}: drafted, {path}\n\n{path.read_text('utf-8')}"
+        return Result(text=said, data={"spec": path.stem})
 
     def _spec(self, name: Any) -> Path:
         """The spec that is named, or that of the last call."""
@@ -103,7 +168,20 @@ def server(connection: Connection) -> "Server[Any]":
     turn = anyio.Lock()
 
     async def list_tools(context: Any, params: Any) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=[types.Tool(**described(name)) for name in TOOLS])
+        names = [*_DOORS, *TOOLS]
+        return types.ListToolsResult(tools=[types.Tool(**described(name)) for name in names])
+
+    async def list_prompts(context: Any, params: Any) -> types.ListPromptsResult:
+        spec = types.PromptArgument(name="spec", description="Its name.", required=True)
+        about = {"description": "Write a kernel for a spec.", "arguments": [spec]}
+        return types.ListPromptsResult(prompts=[types.Prompt(name="write_kernel", **about)])
+
+    async def get_prompt(
+        context: Any, params: types.GetPromptRequestParams
+    ) -> types.GetPromptResult:
+        text = _WRITE.format(spec=(params.arguments or {}).get("spec", ""))
+        said = types.TextContent(type="text", text=text)
+        return types.GetPromptResult(messages=[types.PromptMessage(role="user", content=said)])
 
     async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         about = context.session.client_params
@@ -128,21 +206,32 @@ def server(connection: Connection) -> "Server[Any]":
             is_error=result.failed,
         )
 
-    told = {**prompt.instructions(), "specs": f"# The specs\n\n{_specs(connection.workspace)}"}
     return Server(
         "coda-agent",
-        instructions=prompt.joined(told),
+        instructions=prompt.joined(prompt.instructions()),
         on_list_tools=list_tools,
         on_call_tool=call_tool,
+        on_list_prompts=list_prompts,
+        on_get_prompt=get_prompt,
     )
 
 
 def described(name: str) -> dict[str, Any]:
-    """A tool as MCP lists it: its schema with the spec as a further field."""
-    tool = TOOLS[name]
-    schema = tool.schema()
-    schema["properties"] = {"spec": _SPEC, **schema["properties"]}
-    return {"name": name, "description": tool.description, "input_schema": schema}
+    """A tool as MCP lists it: its schema with the spec as a further field, what it returns, and
+    whether it changes anything."""
+    reads, closing = name == "list_specs", name in ("submit", "give_up")
+    if door := _DOORS.get(name):
+        about = {"type": "object", "properties": door["properties"], "required": door["required"]}
+        found = {"description": door["description"], "input_schema": about}
+    else:
+        tool = TOOLS[name]
+        schema, reads = tool.schema(), tool.reads
+        schema["properties"] = {"spec": _SPEC, **schema["properties"]}
+        found = {"description": tool.description, "input_schema": schema}
+    output = Result.model_json_schema()
+    output["properties"]["run"] = {"type": "string"}
+    hints = {"read_only_hint": reads, "destructive_hint": closing, "open_world_hint": False}
+    return {"name": name, "annotations": hints, "output_schema": output, **found}
 
 
 def serve(connection: Connection) -> None:
@@ -163,7 +252,29 @@ def serve(connection: Connection) -> None:
         connection.close()
 
 
-def _specs(workspace: Workspace) -> str:
-    done = {kernel.name for kernel in workspace.kernels()}
-    names = sorted(workspace.spec_names())
-    return "\n".join(f"- {name}{' (has a kernel)' if name in done else ''}" for name in names)
+def install(client: str, workspace: Workspace) -> str:
+    """Write the server into the configuration of a client, beside what is there.
+
+    Raises:
+        CodaError: the configuration cannot be read.
+    """
+    command = {"command": sys.executable, "args": ["-m", "coda_agent.agent", "mcp"]}
+    if client == "codex":
+        path = Path.home() / ".codex" / "config.toml"
+        text = path.read_text("utf-8") if path.is_file() else ""
+        if "[mcp_servers.coda-agent]" not in text:
+            # A check compiles, and a submit compiles every tile.
+            own = {**command, "cwd": str(workspace.root), "tool_timeout_sec": 900}
+            lines = [f"{key} = {json.dumps(value)}" for key, value in own.items()]
+            entry = "\n".join(["[mcp_servers.coda-agent]", *lines])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"{text.rstrip()}\n\n{entry}\n".lstrip())
+        return f"{path}: coda-agent is a server; start codex in {workspace.root}"
+    path = workspace.root / ".mcp.json"
+    try:
+        known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        known.setdefault("mcpServers", {})["coda-agent"] = command
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CodaError(f"{path} is no configuration of servers: {error}") from error
+    write_whole(path, json.dumps(known, indent=2) + "\n")
+    return f"{path}: coda-agent is a server; start claude in {workspace.root}"

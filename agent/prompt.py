@@ -123,7 +123,8 @@ def _primitives(text: str) -> set[str]:
 
 def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:
     """Tools, system text and first message of a conversation, with their cache breakpoints, and
-    without what is `withheld`. The vocabulary is in the text, so `list_primitives` is not offered.
+    without what is `withheld`. The vocabulary and the composer's draft are in the text, so that
+    `list_primitives` and `compose` are not offered.
 
     An hour, not five minutes: a compilation, or a wait for a GPU, may outlast the shorter one.
     """
@@ -131,7 +132,7 @@ def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:
     tools: list[dict[str, Any]] = [
         {"name": tool.name, "description": tool.description, "input_schema": tool.schema()}
         for tool in shown(withheld).values()
-        if tool.name != "list_primitives"
+        if tool.name not in ("list_primitives", "compose", "use")
     ]
     tools[-1] |= hour
     first = [{"type": "text", "text": joined(opening(spec, withheld)), **hour}]

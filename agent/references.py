@@ -1,21 +1,96 @@
-"""A user's function as a spec, and admission of a spec: what runs, runs in a child."""
+"""A user's function as a spec, and admission of a spec: what runs of them, runs in a child."""
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+from coda_agent import primitives
 from coda_agent.agent.execution.answers import Ok, Refused, read_answer
 from coda_agent.agent.execution.child import START_TIMEOUT_S, Child, ChildError
-from coda_agent.primitives.errors import SpecError
+from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
+from coda_agent.primitives.objects import write_whole
+from coda_agent.primitives.suggest import near_matches
 from coda_agent.specs import Spec
-from coda_agent.specs.source import Example, Source
+from coda_agent.specs.format import DTYPES
+from coda_agent.specs.source import Example, Source, axes_of
 
 _Result = TypeVar("_Result")
+_CAST = {
+    "bool": "such as a mask of 0 and 1 of which the function asks `> 0`",
+    "int8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
+    "uint8": "such as float8_e4m3fn, or cast it to that of the other operand before the call",
+}
+"""Types that a user has and a kernel does not, and what to do."""
 LIMIT_S = 60.0
 """A function that was drafted took 5 s on two busy cores, with what its child imports first."""
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def new_spec(
+    folder: Path, source: Source, shapes: Sequence[str], name: str | None, *, force: bool = False
+) -> Path:
+    """Draft a spec of a function into a folder.
+
+    Raises:
+        CodaError: there is no example of an argument, or the name or the file cannot be used.
+        SpecError: there is none; says why.
+    """
+    # A program that a primitive is called like could not import it.
+    called = name or ("gemm_" * (source.name in primitives.__all__) + source.name)
+    if not called.isidentifier() or "__" in called:
+        hint = "--name gives another"
+        raise CodaError(f"{called!r} is no name of a spec: letters, digits and _", hint=hint)
+    if called in primitives.__all__:
+        raise CodaError(f"{called!r} is a primitive's name", hint=f"such as --name gemm_{called}")
+    path = folder / f"{called}.md"
+    check_free(path, force=force)
+    write_whole(path, drafted(source, examples_of(source, shapes), called))
+    return path
+
+
+def check_free(path: Path, text: str | None = None, *, force: bool) -> None:
+    """Raises WorkspaceError where a file is there that may not be overwritten: one that holds
+    anything but `text`, if that is known."""
+    same = text is not None and path.exists() and path.read_text("utf-8") == text
+    if path.exists() and not (force or same):
+        raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
+
+
+def examples_of(source: Source, given: Sequence[str]) -> dict[str, Example]:
+    """An example for each argument: of --shape, or of its annotation.
+
+    Raises:
+        CodaError: an option or an argument that there is no example of.
+    """
+    shapes: dict[str, Example] = {}
+    known = [argument.name for argument in source.arguments]
+    for option in given:
+        name, sign, rest = option.partition("=")
+        sizes, _, dtype = rest.partition(":")
+        axes = axes_of(sizes)
+        if not sign or (sizes.strip() and not axes) or dtype not in ("", *DTYPES):
+            types = ", ".join(DTYPES)
+            hint = f"expected NAME=SIZES, such as x=4096,4096 or t=4096:int64; types are {types}"
+            if dtype in _CAST:
+                hint = f"no kernel reads {dtype}: give {name} in another type, {_CAST[dtype]}"
+            raise CodaError(f"--shape {option!r} is no example", hint=hint)
+        if name not in known:
+            raise CodaError(
+                f"{source.name} has no argument {name!r}", hint=near_matches(name, known)
+            )
+        shapes[name] = Example(axes, dtype or ("T" if axes else "float32"))
+    for argument in source.arguments:
+        if argument.name in shapes or argument.default:
+            continue
+        if argument.axes is None:
+            hint = f"give --shape {argument.name}=SIZES, or a default"
+            message = f"{source.where}:{argument.line}: nothing says what {argument.name} is"
+            raise CodaError(message, hint=hint)
+        shapes[argument.name] = Example(argument.axes, argument.dtype or "T")
+    return {x: shapes[x] for x in known if x in shapes}
 
 
 def drafted(

@@ -19,6 +19,7 @@ from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, repo
 from coda_agent.agent.cli.targets import here
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Connection, serve
+from coda_agent.agent.mcp import install as installed
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tips import HOLDOUT
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
@@ -152,9 +153,18 @@ def _tokens(asked: Sequence[dict[str, Any]], model: str, server: str) -> tuple[l
 
 
 @reported(json_too=False, compiles=True)
-def mcp(device: DeviceOption = "auto", no_commit: NoCommit = False) -> Reply:
+def mcp(
+    device: DeviceOption = "auto",
+    no_commit: NoCommit = False,
+    install: Annotated[
+        Literal["claude", "codex"] | None,
+        typer.Option(help="Write the server into this client's configuration, instead."),
+    ] = None,
+) -> Reply:
     """Serve the tools to an agent over MCP, on stdin and stdout."""
     workspace = find()
+    if install:
+        return Reply(None, installed(install, workspace))
     serve(Connection(workspace, device, commit=not no_commit))
     return Reply(None)
 

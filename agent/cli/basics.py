@@ -10,10 +10,11 @@ import typer
 from coda_agent.agent import pages, workspace
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.report import columns, reported
-from coda_agent.agent.cli.spec import Shapes, examples_of, source_of, spec_examples
+from coda_agent.agent.cli.spec import Shapes, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
 from coda_agent.agent.explain import explain as explained
 from coda_agent.agent.explain import stage_of
+from coda_agent.agent.references import examples_of
 from coda_agent.agent.reply import Reply
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import MachineError, WorkspaceError

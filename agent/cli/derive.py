@@ -6,8 +6,8 @@ import typer
 
 from coda_agent.agent import references
 from coda_agent.agent.cli.report import reported
-from coda_agent.agent.cli.spec import check_free
 from coda_agent.agent.cli.targets import here
+from coda_agent.agent.references import check_free
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import find, resolve_spec
 from coda_agent.primitives.errors import ProgramError

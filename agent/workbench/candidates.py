@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
+from coda_agent.agent.authors.composer import Composer, handed_over
+from coda_agent.agent.judge import static
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.records import Finding
-from coda_agent.agent.judge.static import read_candidate
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.workbench.feedback import lines_of
 from coda_agent.agent.workbench.registry import Result, ToolError, bounded, told, tool
@@ -29,6 +30,24 @@ def write_candidate(
     return _saved(bench, text)
 
 
+@tool(reads=True)
+def read_candidate(bench: Workbench) -> Result:
+    """The candidate's whole text, and what became of it so far."""
+    tried = [attempt for attempt in bench.state.attempts if attempt.text == bench.state.candidate]
+    last = f"attempt {tried[-1].number}: " + ("failed", "passed")[tried[-1].passed] if tried else ""
+    return Result(text=f"{bench.candidate()}\n({last or 'not judged yet'})")
+
+
+@tool()
+def compose(bench: Workbench) -> Result:
+    """Has the composer write the program by its rules: the candidate, or a draft with holes where
+    it stopped, and why."""
+    if draft := handed_over(bench.spec):
+        return Result(text=draft, data={"composed": False})
+    result = _saved(bench, Composer().write(bench.spec, bench.log.observer))
+    return result.model_copy(update={"data": {**result.data, "composed": True}})
+
+
 @tool()
 def edit_candidate(
     bench: Workbench,
@@ -44,7 +63,7 @@ def edit_candidate(
     return _saved(bench, bench.state.candidate.replace(old, new))
 
 
-@tool()
+@tool(reads=True)
 def check(bench: Workbench, level: Level) -> Proposal | Result:
     """Judges the candidate up to a level, and says what is wrong, where, and what to try."""
     return bench.propose(level)
@@ -66,5 +85,5 @@ def _saved(bench: Workbench, text: str) -> Result:
 
 def first_findings(spec: Spec, text: str) -> list[Finding]:
     """Find what shows at once: findings of the static gate, else of the signature."""
-    programs, findings = read_candidate(spec, text)
+    programs, findings = static.read_candidate(spec, text)
     return findings or check_signature(spec, programs)

@@ -49,3 +49,22 @@ def give_up(
     """Ends the run without a kernel, and says what stands in the way."""
     bench.log.append(e.GaveUp(reason=reason))
     return Result(text="the run is over; the candidate is kept")
+
+
+@tool(reads=True)
+def use(bench: Workbench) -> Result:
+    """How the kernel that was accepted is imported, called, exported and given to others."""
+    name = bench.spec.name
+    if name not in {kernel.name for kernel in bench.workspace.kernels()}:
+        raise ToolError(f"{name} has no kernel yet", hint="submit a candidate first")
+    folder = bench.workspace.kernel(name).program.parent
+    called = ", ".join(bench.spec.declared.inputs)
+    outputs = ", ".join(bench.spec.declared.outputs)
+    lines = [
+        "from pathlib import Path",
+        "from coda_agent.runtime.kernel import load_kernel",
+        f"{name} = load_kernel(Path({str(folder)!r}))  # help({name}) says what it takes",
+        f"{outputs} = {name}({called})  # on a Hopper GPU one launch, elsewhere interpreted",
+        f"# without coda-agent: coda-agent export {name} --out DIR",
+    ]
+    return Result(text="\n".join(lines))

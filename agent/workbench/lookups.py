@@ -19,7 +19,7 @@ Name = Annotated[str, told("As the list spells it.")]
 Word = Annotated[str, told("Part of a name, of a kind or of what is said of it.")]
 
 
-@tool()
+@tool(reads=True)
 def read_spec(bench: Workbench) -> Result:
     """The spec: what to compute, with shapes, types, tolerance, target and the reference."""
     names = [bench.spec.variant(binding) for binding in bench.spec.bindings()]
@@ -27,21 +27,21 @@ def read_spec(bench: Workbench) -> Result:
     return Result(text=text, data={"programs": names})
 
 
-@tool()
+@tool(reads=True)
 def list_primitives(bench: Workbench, word: Word = "") -> Result:
     """Every name a program may use, by kind; or with a summary those that have a word in it."""
     found = vocabulary(word) if word else names_by_kind()
     return Result(text=found or f"no primitive has {word!r}; those there are:\n{names_by_kind()}")
 
 
-@tool()
+@tool(reads=True)
 def read_primitive(bench: Workbench, name: Name) -> Result:
     """One primitive: shapes, types, cost, when to use it, an example."""
     entry = pick({e.name: e for e in entries()}, name, "primitive")
     return Result(text=f"{entry.signature}  [{entry.kind}]\n\n{entry.doc}")
 
 
-@tool()
+@tool(reads=True)
 def list_demos(bench: Workbench, word: Word = "") -> Result:
     """The demonstrations: small programs that show one primitive or pattern each; or what those
     are of that have a word, such as a primitive's name, in them."""
@@ -50,13 +50,13 @@ def list_demos(bench: Workbench, word: Word = "") -> Result:
     return Result(text=found or f"no demonstration has {word!r}; there are {names}")
 
 
-@tool()
+@tool(reads=True)
 def read_demo(bench: Workbench, name: Name) -> Result:
     """One demonstration: problem, program, why it is written so, reference."""
     return Result(text=pick({d.name: d for d in demos()}, name, "demo").text)
 
 
-@tool()
+@tool(reads=True)
 def search_tips(
     bench: Workbench, query: Annotated[str, told("Words: primitives, symptoms, outputs.")]
 ) -> Result:

@@ -15,7 +15,7 @@ PAGE = 4000
 """Characters of a page of an artifact."""
 
 
-@tool()
+@tool(reads=True)
 def evaluate(
     bench: Workbench,
     expression: Annotated[
@@ -55,7 +55,7 @@ def evaluate(
         return Result(text=text)
 
 
-@tool()
+@tool(reads=True)
 def read_artifact(
     bench: Workbench,
     name: Annotated[str, told("As a result names it, such as artifacts/verdict-1.json.")],
@@ -72,13 +72,13 @@ def read_artifact(
     return Result(text=f"{name}, page {page} of {pages}\n{shown}", data={"pages": pages})
 
 
-@tool()
+@tool(reads=True)
 def benchmark(bench: Workbench) -> Proposal | Result:
     """Times the candidate on the GPU against a bare GEMM and torch.compile."""
     return bench.propose("benchmark")
 
 
-@tool()
+@tool(reads=True)
 def profile(bench: Workbench) -> Result:
     """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
     from coda_agent.agent.execution.device import exclusive
@@ -93,7 +93,7 @@ def profile(bench: Workbench) -> Result:
         return Result(text=profile(bench.spec, text, old), gpu=True)
 
 
-@tool()
+@tool(reads=True)
 def inspect(
     bench: Workbench,
     what: Annotated[

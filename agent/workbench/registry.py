@@ -45,7 +45,8 @@ class ToolError(CodaError):
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool; `last` ones may still be called in the turn after a budget's end."""
+    """One tool; `last` ones may still be called in the turn after a budget's end, and those that
+    only read change nothing but the run's log."""
 
     name: str
     description: str
@@ -53,6 +54,7 @@ class Tool:
     function: Callable[..., Any]
     """Of the workbench and the input; a `Result`, or a `Proposal` to the judge."""
     last: bool
+    reads: bool
 
     def parsed(self, given: object) -> dict[str, Any]:
         """Check an input; the arguments of the function.
@@ -78,11 +80,11 @@ class Tool:
         return schema
 
 
-def tool(*, last: bool = False) -> Callable[[Function], Function]:
+def tool(*, last: bool = False, reads: bool = False) -> Callable[[Function], Function]:
     """Mark a function as a tool; its parameters after the workbench are the tool's input."""
 
     def mark(function: Function) -> Function:
-        setattr(function, "_tool_last", last)  # noqa: B010  (no such attribute, to a type checker)
+        vars(function)["_tool"] = last, reads
         return function
 
     return mark
@@ -96,10 +98,10 @@ def told(description: str) -> Any:
 def registry(*modules: ModuleType) -> dict[str, Tool]:
     """Collect the tools of modules, in the order they are written."""
     return {
-        name: Tool(name, inspect.cleandoc(value.__doc__ or ""), _input(value), value, last)
+        name: Tool(name, inspect.cleandoc(value.__doc__ or ""), _input(value), value, *kind)
         for module in modules
         for name, value in vars(module).items()
-        if (last := getattr(value, "_tool_last", None)) is not None
+        if (kind := getattr(value, "_tool", None)) is not None
     }
 
 

@@ -30,6 +30,8 @@ from coda_agent.specs import Spec
 
 T = TypeVar("T")
 
+AFTER = "log_tip", "read_candidate", "use"
+"""What may follow the end of a run."""
 NEXT = "read_spec with the spec's name opens a new one"
 
 
@@ -71,7 +73,7 @@ class Workbench:
             tool = self.tools.get(name)
             if tool is None:
                 raise ToolError(f"no tool named {name!r}", hint=near_matches(name, self.tools))
-            if self.state.over and name != "log_tip":  # what a run taught may follow its end
+            if self.state.over and name not in AFTER:
                 raise ToolError(f"this run is over: {self.state.over}", hint=NEXT)
             result = tool.function(self, **tool.parsed(given))
             if isinstance(result, Proposal):

@@ -1,8 +1,10 @@
 """The MCP server as a client meets it, through the protocol's own client library: a real process with
 the real judge from a wrong candidate to the commit, and in this process the ends of runs."""
 
+import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,9 +20,10 @@ from coda_agent.agent.events import Event
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.log import read_events
-from coda_agent.agent.mcp import Connection, server
+from coda_agent.agent.mcp import Connection, install, server
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
+from coda_agent.primitives.errors import CodaError
 
 ROOT = Path(__file__).parents[2]
 SPEC = (ROOT / "specs" / "gemm_swiglu.md").read_text()
@@ -83,7 +86,7 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
     async def talk() -> None:
         async with client(where, stderr.open("w"), "--device", "cpu") as agent:
             listed = {tool.name: tool for tool in (await agent.list_tools()).tools}
-            assert list(listed) == list(TOOLS)
+            assert list(listed) == ["list_specs", "new_spec", *TOOLS]
             assert listed["check"].input_schema["required"] == ["level"]
 
             async def call(name: str, **given: Any) -> Any:
@@ -106,7 +109,7 @@ def test_an_agent_writes_a_kernel(where: workspace.Workspace) -> None:
             assert not (await call("edit_candidate", old="import os\n", new="")).is_error
             done = await call("submit")
             assert "accepted as proved" in said(done), said(done)
-            over = await call("log_tip", text="t", tags=[], failing=1, passing=1)
+            over = await call("log_tip", text="t", failing=1, passing=1)
             assert over.is_error and "a tip needs an attempt that failed" in said(over)
             await agent.call_tool("read_spec", {"spec": "gemm_rmsnorm"})
 
@@ -196,6 +199,116 @@ def test_a_fault_of_ours_ends_its_run_and_no_other(
     assert sorted(str(ends(log)) for log in logs(where).values()) == [
         "['the client left']", "['the client left']", "[None]"
     ]  # fmt: skip
+
+
+def test_the_next_connection_goes_on_with_the_run(where: workspace.Workspace, quick: None) -> None:
+    """Of the same client, spec and text; what another author has open is its own."""
+    text = RIGHT + "# mine\n"
+
+    async def first(call: Callable[..., Any]) -> None:
+        await call("write_candidate", "gemm_swiglu", text=text)
+
+    async def second(call: Callable[..., Any]) -> None:
+        early = await call("read_candidate", "gemm_rope")
+        assert early.is_error and "no candidate yet" in said(early)
+        found = await call("read_candidate", "gemm_swiglu")
+        assert said(found).startswith(text) and said(found).endswith("(not judged yet)")
+        assert "gemm_swiglu has no kernel yet" in said(await call("use", "gemm_swiglu"))
+        assert "accepted as proved" in said(await call("submit", "gemm_swiglu"))
+        how = said(await call("use", "gemm_swiglu"))
+        assert "load_kernel(Path(" in how and "D, O = gemm_swiglu(A, B)" in how
+
+    for body in (first, second):
+        talk_to(Connection(where, "cpu", commit=True), body)
+    by_spec = sorted((log[0].data["spec"], ends(log)) for log in logs(where).values())
+    assert by_spec == [
+        ("gemm_rope", ["the client left"]), ("gemm_swiglu", ["the client left", "accepted"])
+    ]  # fmt: skip
+
+
+FUNCTION = """
+import torch
+
+def squared_relu(x, w):
+    return torch.relu(x @ w.T) ** 2
+"""
+
+
+def test_from_a_function_to_a_kernel_without_a_shell(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "judge_candidate", proved)
+    received = 0
+
+    async def talk() -> None:
+        nonlocal received
+        async with Client(server(Connection(where, "cpu", commit=True))) as agent:
+
+            async def call(name: str, **given: Any) -> str:
+                nonlocal received
+                result = await agent.call_tool(name, given)
+                assert not result.is_error, said(result)
+                assert result.structured_content["text"] == said(result)
+                received += len(said(result))
+                return said(result)
+
+            assert "gemm_rope" in await call("list_specs", word="rope")
+            shapes = ["x=4096,4096", "w=4096,4096"]
+            wrong = await agent.call_tool("new_spec", {"function": FUNCTION, "shapes": ["x=2,2"]})
+            assert wrong.is_error and "nothing says what w is" in said(wrong)
+            assert "squared_relu: drafted" in await call(
+                "new_spec", function=FUNCTION, shapes=shapes
+            )
+            assert "reference" in await call("read_spec", spec="squared_relu")
+            assert "names and shapes fit the spec" in await call("compose")
+            assert "x = relu(acc)" in await call("read_candidate")
+            assert "accepted as proved" in await call("submit")
+            assert "squared_relu(x, w)" in await call("use")
+            tools: dict[str, Any] = {t.name: t for t in (await agent.list_tools()).tools}
+            reads = {x for x, tool in tools.items() if tool.annotations.read_only_hint}
+            assert {"list_specs", "read_spec", "check", "evaluate"} <= reads
+            assert not {"submit", "write_candidate", "new_spec", "compose"} & reads
+            assert tools["submit"].annotations.destructive_hint
+            (known,) = (await agent.list_prompts()).prompts
+            asked: Any = await agent.get_prompt(known.name, {"spec": "squared_relu"})
+            assert "the spec squared_relu" in asked.messages[0].content.text
+
+    anyio.run(talk)
+    assert where.kernel("squared_relu").evidence.level == "proved"
+    assert received < 15_000
+
+
+def test_the_composers_draft_is_a_tool(where: workspace.Workspace, quick: None) -> None:
+
+    async def body(call: Callable[..., Any]) -> None:
+        draft = await call("compose", "gemm_probit")
+        assert "HOLE_1(0.999 * tanh(0.5 * (acc + bias)))" in said(draft)
+        assert draft.structured_content["data"] == {"composed": False}
+
+    talk_to(Connection(where, "cpu", commit=True), body)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_client_is_configured_beside_what_it_has(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, twice: bool
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    toml, other = tmp_path / ".codex" / "config.toml", {"command": "other"}
+    toml.parent.mkdir()
+    toml.write_text('model = "m"\n')
+    (where.root / ".mcp.json").write_text(json.dumps({"mcpServers": {"other": other}}))
+    for _ in range(1 + twice):
+        for client_name in ("claude", "codex"):
+            install(client_name, where)
+    servers = json.loads((where.root / ".mcp.json").read_text())["mcpServers"]
+    entry = tomllib.loads(toml.read_text())
+    assert servers["other"] == other and entry["model"] == "m"
+    ours = entry["mcp_servers"]["coda-agent"]
+    assert servers["coda-agent"]["args"] == ours["args"] == ["-m", "coda_agent.agent", "mcp"]
+    assert ours["cwd"] == str(where.root)
+    (where.root / ".mcp.json").write_text("[")
+    with pytest.raises(CodaError, match="is no configuration"):
+        install("claude", where)
 
 
 def test_read_spec_of_a_spec_that_was_changed_opens_a_run_of_what_it_is_now(

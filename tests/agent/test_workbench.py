@@ -336,8 +336,8 @@ def test_long_results_are_cut_and_kept(bench: Workbench) -> None:
 def test_tools_are_described_for_others() -> None:
     assert list(TOOLS) == [
         "read_spec", "list_primitives", "read_primitive", "list_demos", "read_demo", "search_tips",
-        "write_candidate", "edit_candidate", "check", "evaluate", "read_artifact", "benchmark", "profile", "inspect", "log_tip",
-        "submit", "give_up",
+        "write_candidate", "read_candidate", "compose", "edit_candidate", "check", "evaluate", "read_artifact", "benchmark", "profile", "inspect", "log_tip",
+        "submit", "give_up", "use",
     ]  # fmt: skip
     for tool in TOOLS.values():
         assert tool.description.endswith(".") and tool.schema()["additionalProperties"] is False
@@ -363,7 +363,7 @@ def test_the_prompt_is_whole_and_the_same_each_time(
         bench, "read_primitive", name="swiglu"
     )
     offered = [tool["name"] for tool in said["tools"]]
-    assert [name for name in TOOLS if name not in offered] == ["list_primitives"]
+    assert [name for name in TOOLS if name not in offered] == ["list_primitives", "compose", "use"]
     assert vocabulary() in system
     assert (
         spec.text.strip() in opening and "# Demonstration: rot" in opening and "rotation" in opening
