@@ -12,6 +12,18 @@ Section = tuple[str, Rows | str]
 """A heading, and the table or the text below it."""
 
 
+class Fold(str):
+    """A heading whose body is shown when it is opened."""
+
+    folded = True
+
+
+class Diff(str):
+    """A text whose lines begin with +, - or a space."""
+
+    changes = True
+
+
 def write(path: Path, title: str, sections: Sequence[Section]) -> Path:
     """Write a page into a folder that is there."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -1,12 +1,11 @@
 """Commands on past runs, and on what they taught."""
 
-import io
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coda_agent.agent import pages, pipeline
+from coda_agent.agent import pages, pipeline, run_page
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.cli.options import RUN, DeviceOption, RunName
@@ -68,9 +67,7 @@ def _one(found: Run, html: Path | None) -> Reply:
     if quiet():
         return Reply([event.line() for event in past.history(found.folder)[0]])
     if html:
-        console = Console(record=True, file=io.StringIO(), width=140)
-        console.print(past.timeline(found))
-        pages.write(html, found.id, [("What happened", console.export_text())])
+        pages.write(html, found.id, [*run_page.sections(past.history(found.folder)[0])])
         return Reply(None, f"wrote {html}")
     Console().print(past.timeline(found))
     return Reply(None)

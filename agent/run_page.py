@@ -1,0 +1,105 @@
+"""A run as a page: what was sent, said, tried and found, in order, with what each turn cost."""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from coda_agent.agent import events as e
+from coda_agent.agent.budget import cached, tokens
+from coda_agent.agent.pages import Diff, Fold, Section
+from coda_agent.agent.plain import dollars
+from coda_agent.agent.state import RunState
+
+_JUDGED = "check", "benchmark", "submit"
+
+
+def sections(events: Iterable[e.Event]) -> Iterator[Section]:
+    """Lay out a run: the end first, then everything in order, details folded."""
+    events = [*events]
+    state = RunState.of(events)
+    yield "What came of it", [("", ""), *_end(state)]
+    candidate, turn, asked = "", 0, dict[str, Any]()
+    for event in events:
+        match event:
+            case e.Prompted():
+                yield Fold(f"Prompt, {event.characters} characters"), _texts(event)
+            case e.Responded():
+                turn += 1
+                yield _turn(turn, event), _blocks(event, "text")
+                yield Fold("Thought"), _blocks(event, "thinking")
+            case e.ToolStarted():
+                asked[event.id] = event.input
+            case e.CandidateSaved():
+                yield f"Candidate {event.digest}", _changed(candidate, event.text)
+                candidate = event.text
+            case e.ToolFinished():
+                yield from _call(event, asked.pop(event.id, None))
+            case _:
+                if said := _said(event):
+                    yield said
+
+
+def _changed(before: str, after: str) -> str:
+    if not before:
+        return after
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)
+    return Diff("\n".join([*lines][2:]) or "unchanged")
+
+
+def _end(state: RunState) -> Iterator[tuple[str, str]]:
+    spent = state.spent
+    known = {
+        "spec": state.spec, "author": state.author, "outcome": state.outcome,
+        "level": state.level, "why": state.reason or state.error, "commit": state.commit,
+        "turns": state.steps or None, "dollars": dollars(spent.usd) if state.steps else None,
+        "tokens": spent.tokens, "seconds": round(spent.wall_s), "attempts": len(state.attempts),
+    }  # fmt: skip
+    yield from ((name, str(value)) for name, value in known.items() if value is not None)
+
+
+def _texts(event: e.Prompted) -> str:
+    said = [*event.request.get("system", ())]
+    said += [block for message in event.messages for block in message["content"]]
+    return "\n\n".join(block["text"] for block in said if isinstance(block, dict))
+
+
+def _turn(number: int, event: e.Responded) -> str:
+    usage = event.usage
+    out = usage.get("output_tokens") or 0
+    read = tokens({**usage, "iterations": None}) - out
+    share = f", {cached(usage) / read:.0%} by the cache" if read else ""
+    said = f"Turn {number}: {event.model}, {read} tokens read{share}, {out} written"
+    return f"{said}, {event.seconds:.0f} s, {dollars(event.usd)}, {event.stop_reason}"
+
+
+def _blocks(event: e.Responded, kind: str) -> str:
+    return "\n\n".join(block.get(kind, "") for block in event.content if block["type"] == kind)
+
+
+def _call(event: e.ToolFinished, given: Any) -> Iterator[Section]:
+    head = f"{event.name}, {event.seconds:.1f} s" + ("" if event.ok else ", an error")
+    if event.name in _JUDGED:
+        yield head, event.text
+        return
+    inputs = {k: v for k, v in (given or {}).items() if k not in ("text", "old", "new")}
+    shown = f"{json.dumps(inputs, ensure_ascii=False)}\n\n" if inputs else ""
+    yield Fold(f"{head}: {(event.text.splitlines() or [''])[0][:100]}"), shown + event.text
+
+
+def _said(event: e.Event) -> Section | None:
+    match event:
+        case e.RequestFailed():
+            return "A call failed", event.error
+        case e.LimitReached(reason=reason) | e.GaveUp(reason=reason):
+            return {"limit": "A limit", "gave.up": "Given up"}[event.type], reason
+        case e.Judged() if event.check not in _JUDGED and event.judgement.finding:
+            return f"Verdict, {event.check}", event.judgement.finding
+        case e.AuthorStarted():
+            return f"{event.author} begins", " "
+        case e.RunFailed():
+            return "The run failed", f"{event.error}: {event.message}"
+        case e.RunFinished(reason=str(reason)):
+            return "The end", reason
+        case _:
+            return None

@@ -1,0 +1,65 @@
+"""A run as a page: each turn with its cost, candidates as diffs, findings, and the end."""
+
+from pathlib import Path
+from typing import Any
+
+from coda_agent.agent import events as e
+from coda_agent.agent import pages, run_page
+from coda_agent.agent.log import read_events
+from tests.agent.test_pages import Page
+
+ROOT = Path(__file__).parents[2]
+USAGE = {"input_tokens": 100, "cache_read_input_tokens": 900, "output_tokens": 50}
+
+
+def dated(events: list[Any]) -> list[e.Event]:
+    times = (f"2026-11-26T10:00:{second:02d}.000Z" for second in range(60))
+    return [event.model_copy(update={"time": time}) for event, time in zip(events, times)]  # noqa: B905
+
+
+def run_of_a_model() -> list[e.Event]:
+    prompted = {"system": [{"type": "text", "text": "The <rules>."}]}
+    first = [{"role": "user", "content": [{"type": "text", "text": "The spec."}]}]
+    said = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "I write."}]
+    about = {"model": "m-1", "usage": USAGE, "usd": 0.25, "seconds": 3.0, "stop_reason": "tool_use"}
+    return dated([
+        e.RunStarted(run="r", kind="generate", spec="s", author="claude"),
+        e.AuthorStarted(author="claude"),
+        e.Prompted(request=prompted, messages=first, characters=21),
+        e.Responded(content=said, **about),
+        e.ToolStarted(id="a", name="write_candidate", input={"text": "x = 1\ny = 2"}),
+        e.CandidateSaved(digest="d1", text="x = 1\ny = 2"),
+        e.ToolFinished(id="a", name="write_candidate", text="candidate d1"),
+        e.CandidateSaved(digest="d2", text="x = 1\ny = 3"),
+        e.ToolFinished(id="b", name="check", text="attempt 1, check static: FAILED", seconds=1.5),
+        e.LimitReached(reason="$1.00"),
+        e.RunFinished(reason="budget: $1.00"),
+    ])  # fmt: skip
+
+
+def test_a_run_of_a_model_is_told_in_order(tmp_path: Path) -> None:
+    sections = [(str(head), body) for head, body in run_page.sections(run_of_a_model())]
+    assert [head for head, _ in sections] == [
+        "What came of it", "claude begins", "Prompt, 21 characters",
+        "Turn 1: m-1, 1000 tokens read, 90% by the cache, 50 written, 3 s, $0.25, tool_use",
+        "Thought", "Candidate d1", "write_candidate, 0.0 s: candidate d1", "Candidate d2",
+        "check, 1.5 s", "A limit", "The end",
+    ]  # fmt: skip
+    found: dict[str, Any] = dict(sections)
+    assert dict(found["What came of it"])["dollars"] == "$0.25"
+    assert found["Prompt, 21 characters"] == "The <rules>.\n\nThe spec."
+    assert found["Candidate d2"].splitlines()[1:] == [" x = 1", "-y = 2", "+y = 3"]
+    assert found["Thought"] == "Hm." and found["The end"] == "budget: $1.00"
+    path = pages.write(tmp_path / "run.html", "r", [*run_page.sections(run_of_a_model())])
+    page = Page(path.read_text("utf-8"))
+    assert page.tags.count("details") == 3 and "+y = 3" in page.text
+    assert "The <rules>.\n\nThe spec." in page.text and not {"rules", "script"} & {*page.tags}
+
+
+def test_recorded_runs_are_pages(tmp_path: Path) -> None:
+    logs = sorted((ROOT / "logs" / "trajectories").glob("*/events.jsonl"))
+    assert len(logs) > 10
+    for log in logs[::4]:
+        path = pages.write(tmp_path / "run.html", "r", [*run_page.sections(read_events(log))])
+        text = "".join(Page(path.read_text("utf-8")).text)
+        assert "What came of it" in text and "submit, " in text and "The end" in text
