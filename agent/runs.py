@@ -38,10 +38,10 @@ def find(workspace: Workspace, name: str) -> Run:
 
 
 def open_ones(workspace: Workspace) -> Iterator[Run]:
-    """The runs of authors that are not over and that no model drives, the latest first."""
+    """The runs at the tools that are not over, the latest first."""
     for run in reversed(everything(workspace)):
         about = state(run)
-        if about.kind == "generate" and not (about.over or about.replays or about.options):
+        if about.kind == "generate" and not (about.over or about.metered):
             yield run
 
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coda_agent.agent import judge, pipeline, prompt, runs, workspace
+from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.records import VERSIONS, CompiledKernel, CompileReport
@@ -23,6 +24,7 @@ from coda_agent.agent.workbench.reading import vocabulary
 from coda_agent.agent.workbench.registry import LIMIT, bounded
 from coda_agent.primitives import ColVector, Tile, epilogue, erf, exp, tanh
 from coda_agent.primitives.catalogue import entries
+from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import load_spec
 from tests.agent.verdicts import call, quick_judge
 
@@ -586,3 +588,10 @@ def test_a_summary_names_each_kernel_once_and_one_that_spills_first() -> None:
     assert [line.split()[2] for line in lines[1:3]] == ["bfloat16", "float8_e4m3fn"]
     assert lines[1].endswith("1 registers, 8 spill stores to 32 bytes a thread")
     assert lines[3:] == ["what spills: inspect tiles"]
+
+
+def test_what_the_composer_refused_is_no_run_to_go_on_with(where: workspace.Workspace) -> None:
+    spec = ROOT / "specs" / "catalogue" / "gemm_probit.md"
+    with pytest.raises(ProgramError):
+        pipeline.generate(where, spec, Composer(), lambda *_: None, device="cpu", commit=False)
+    assert len(runs.everything(where)) == 1 and list(runs.open_ones(where)) == []

@@ -40,7 +40,10 @@ WHOLE = [WRITE_WRONG, CHECK_1, WRITE, CHECK_2, SUBMIT]
 
 
 with PRICES.open("rb") as file:
-    MODELS = sorted({row["model"] for row in tomllib.load(file)["price"]})
+    ROWS = tomllib.load(file)["price"]
+NAMES = sorted({row["model"] for row in ROWS})
+MODELS = sorted({str(Prices(name).tiers(name)): name for name in NAMES}.values())
+"""One of each price."""
 
 
 class Clock:
