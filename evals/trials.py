@@ -310,7 +310,7 @@ def _outcome(state: RunState, final: Attempt | None) -> tuple[Outcome, str]:
     if failure:
         if state.writing and failure.error in ("ProgramError", "Refusal"):
             return "gave_up", failure.message
-        theirs = state.writing or failure.error == "Stopped"
+        theirs = state.writing or failure.error in ("Stopped", "Declined")
         return ("error" if theirs else "harness_fault"), f"{failure.error}: {failure.message}"
     if state.gave_up:
         return "gave_up", reason

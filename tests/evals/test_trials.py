@@ -290,7 +290,9 @@ def test_a_model_that_was_never_asked_is_no_failure_of_it() -> None:
     """Whether its first call could not be paid for or the server did not answer."""
     poor = RunState(options={}, finished=True, reason="budget: $0.01; $0.00 spent")
     stopped = RunFailed(error="Stopped", message="the model did not answer")
-    for state in (poor, RunState(options={}, failure=stopped)):
+    declined = RunFailed(error="Declined", message="the model refused")
+    failed = (RunState(options={}, failure=failure) for failure in (stopped, declined))
+    for state in (poor, *failed):
         assert trials._outcome(state, None)[0] == "harness_fault"
         state.steps = 1
         assert trials._outcome(state, None)[0] in ("budget", "error")

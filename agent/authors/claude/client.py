@@ -42,6 +42,10 @@ class Stopped(CodaError):
     exit_code = 3
 
 
+class Declined(Stopped):
+    """The model refuses to answer; another may not."""
+
+
 class Client:
     """The Messages API.
 

@@ -3,8 +3,8 @@
 - The composer goes first and is free. What it refuses, and why, is in every model's first message.
 - A model begins a conversation of its own. Instead of what others said it is given the candidate
   that came furthest, and what the judge found wrong with it.
-- A model's share is what is left, divided by the conversations to come. Whoever gives up leaves the
-  run to the next; the last one's word stands.
+- A model's share is what is left, divided by the conversations to come. Whoever gives up, or
+  refuses to answer, leaves the run to the next; the last one's word stands.
 """
 
 from dataclasses import asdict, replace
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import events as e
 from coda_agent.agent.authors import Author, Options
+from coda_agent.agent.authors.claude.client import Declined
 from coda_agent.agent.authors.claude.conversation import Conversation
-from coda_agent.agent.authors.claude.loop import Claude
+from coda_agent.agent.authors.claude.loop import Claude, stops
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.primitives.errors import ProgramError
 
@@ -66,9 +67,15 @@ class Ladder(Author):
             share = self.options.budget.usd - left + left / (len(self.rungs) - number + 1)
             who = self._claude(self.rungs[number - 1], share)
             bench.log.append(e.AuthorStarted(author=f"claude:{who.options.model}"))
-            if number > talk.begun:
-                who.open(bench, furthest(bench))
-            reason = yield from who.converse(bench, talk)
+            with stops(bench):
+                try:
+                    if number > talk.begun:
+                        who.open(bench, furthest(bench))
+                    reason = yield from who.converse(bench, talk)
+                except Declined as declined:
+                    if number == len(self.rungs):
+                        raise
+                    reason = str(declined)
         bench.finish(reason)
 
     def _compose(self, bench: "Workbench") -> "Work[None]":

@@ -15,7 +15,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +23,7 @@ from coda_agent.agent import events as e
 from coda_agent.agent import prompt
 from coda_agent.agent.authors import Author, Options
 from coda_agent.agent.authors.claude.answer import Broken
-from coda_agent.agent.authors.claude.client import Client, Stopped
+from coda_agent.agent.authors.claude.client import Client, Declined, Stopped
 from coda_agent.agent.authors.claude.conversation import INTERRUPTED, Conversation
 from coda_agent.agent.budget import SHORTEST, UNPRICED, Prices, tokens
 from coda_agent.agent.keys import KEYS
@@ -68,6 +68,16 @@ NO_KEY = "the author claude needs ANTHROPIC_API_KEY, which is not set"
 NO_KEY_HINT = (
     "without one: --author composer, or let an agent you have write it over MCP (coda-agent mcp)"
 )
+
+
+@contextlib.contextmanager
+def stops(bench: Workbench) -> Iterator[None]:
+    """End the run where its author is stopped, so that it can be resumed."""
+    try:
+        yield
+    except Stopped as stop:
+        bench.finish(str(stop), final=False)
+        raise
 
 
 class Claude(Author):
@@ -120,25 +130,22 @@ class Claude(Author):
         """
         talk = Conversation()
         bench.log.follow(talk)
-        if talk.request is None:
-            self.open(bench)
-        reason = yield from self.converse(bench, talk)
+        with stops(bench):
+            if talk.request is None:
+                self.open(bench)
+            reason = yield from self.converse(bench, talk)
         bench.finish(reason)
 
     def converse(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
         """Go on with a conversation until there is nothing more to do; the reason.
 
         Raises:
-            Stopped: as `work`, once the run says so.
+            Stopped: as `work`.
         """
-        try:
-            for call in [call for call in talk.owed if call["id"] in talk.started]:
-                bench.refuse(call["id"], call["name"], INTERRUPTED)
-            while (reason := (yield from self._step(bench, talk))) is None:
-                pass
-        except Stopped as stop:
-            bench.finish(str(stop), final=False)
-            raise
+        for call in [call for call in talk.owed if call["id"] in talk.started]:
+            bench.refuse(call["id"], call["name"], INTERRUPTED)
+        while (reason := (yield from self._step(bench, talk))) is None:
+            pass
         return reason
 
     def _step(self, bench: Workbench, talk: Conversation) -> Work[str | None]:
@@ -291,7 +298,7 @@ class Claude(Author):
         bench.log.append(e.Responded(**about, seconds=round(time.monotonic() - start, 3)))
         if refused:
             said = details.get("explanation") or details.get("category") or "no reason given"
-            raise Stopped(f"the model refused: {said}")
+            raise Declined(f"the model refused: {said}")
         return None
 
     def open(self, bench: Workbench, before: str = "") -> None:
@@ -300,12 +307,7 @@ class Claude(Author):
         Raises:
             Stopped: as `work`.
         """
-        try:
-            info = self._model(bench)
-        except Stopped as stop:
-            bench.finish(str(stop), final=False)
-            raise
-        options = self.options
+        options, info = self.options, self._model(bench)
 
         def size(name: str, usual: int) -> int:
             told = info.get(name)

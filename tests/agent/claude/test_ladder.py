@@ -83,6 +83,17 @@ def test_the_last_one_to_give_up_ends_the_run(where: Workspace, served: Any) -> 
     assert (outcome.passed, outcome.reason) == (False, "gave up: no 1")
 
 
+def test_a_model_that_refuses_leaves_the_run_to_the_next(where: Workspace, served: Any) -> None:
+    refusal = Reply([], stop_reason="refusal", details={"type": "refusal", "category": "x"})
+    give_up = Reply([call("give_up", {"reason": "too hard"}, "a")])
+    server = served(lambda _, number: [refusal, give_up][number])
+    outcome = climb(where, made(where, models=(HAIKU, SONNET)))
+    assert outcome.reason == "gave up: too hard" and len(server.requests()) == 2
+    served(lambda _, number: refusal)
+    with pytest.raises(Stopped, match="the model refused: x"):
+        climb(where, made(where, models=(HAIKU,)), SPECS / "catalogue" / "gemm_probit.md")
+
+
 def test_an_interrupted_climb_goes_on_with_its_rung(where: Workspace, served: Any) -> None:
     solution = SOLUTION.read_text("utf-8")
     give_up = Reply([call("give_up", {"reason": "too hard"}, "a")])
