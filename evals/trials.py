@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coda_agent.agent import authors, pipeline
-from coda_agent.agent.events import Event
+from coda_agent.agent.events import Event, Requested
 from coda_agent.agent.judge.records import LEVELS, Level, rank
 from coda_agent.agent.judgement import Machine
 from coda_agent.agent.log import read_events
@@ -51,6 +51,7 @@ class Trial(Judged):
         attempts: How often a candidate was judged, up to the verdict that counts.
         roofline, of_gemm, over_compile: Geometric means over the timed cells: the roofline's time
             over ours, our speed over the bare product's, and over torch.compile's.
+        effort, prompt: Of a model; the prompt by the first digits of its SHA-256.
         run: The run's name: `coda-agent runs RUN`.
     """
 
@@ -72,6 +73,8 @@ class Trial(Judged):
     of_gemm: PositiveFloat | None = None
     over_compile: PositiveFloat | None = None
     run: str
+    effort: str = ""
+    prompt: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -292,7 +295,8 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
         goal="proved" if task.device == "cpu" else task.suite.goal,  # a CPU shows no more
         outcome=outcome, reason=" ".join(reason.split())[:400],
         program=final and final.text, attempts=final.number if final else len(state.attempts),
-        spent=state.spent, run=run,
+        spent=state.spent, run=run, effort=str((state.options or {}).get("effort", "")),
+        prompt=next((e.digest[:12] for e in events if isinstance(e, Requested)), ""),
         versions={name: gate.version for name, gate in gates.items() if gate.passed is not None},
         roofline=timed and timed.mean("roofline"), of_gemm=timed and timed.mean("of_gemm"),
         over_compile=timed and timed.mean("over_compile"),

@@ -541,6 +541,8 @@ def test_what_is_withheld_is_a_trial_of_its_own(
         ("gemm_swiglu", ("demos",)): "gave_up", ("gemm_rope", ("demos",)): "gave_up",
     }  # fmt: skip
     assert all((r.spent.usd or 0) > 0 and r.spent.tokens == 150 for r in records(where))
+    assert {r.effort for r in records(where)} == {"high"}
+    assert len({r.prompt for r in records(where)}) == 4
     for part, said in (
         ("tips", "has no tips to withhold"),
         ("profile", "no profile to withhold"),
