@@ -24,6 +24,7 @@ from coda_agent.fuse.replace import replace_regions
 from coda_agent.fuse.rules import prepare, spell_logsumexp
 from coda_agent.fuse.show import Shown, shown
 from coda_agent.fuse.verify import fault
+from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import fingerprint
 from coda_agent.runtime.function import supported
 
@@ -91,9 +92,12 @@ def _refused(region: Region, text: str, device: torch.device) -> str:
     """Why a region is left to PyTorch; "" where it is not. Layers that are alike are tried once."""
     key = described(region.part), text
     if key not in _REFUSED:
-        reason = fault(region, text, device)
-        if not reason and device.type == "cuda":
-            reason = loss(region, text, device)
+        try:
+            reason = fault(region, text, device)
+            if not reason and device.type == "cuda":
+                reason = loss(region, text, device)
+        except CodaError as error:  # sizes that no kernel takes
+            reason = error.message
         _REFUSED[key] = reason
     return _REFUSED[key]
 
