@@ -268,12 +268,11 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def _stored(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
-    """What a kernel of these nodes gives, in the fewest bytes: no views and wider types of what it
-    gives anyway; and what the other pass needs, or what that is cheaply computed from."""
+    """What a kernel of these nodes gives, in the fewest bytes: a value, or the narrower one that it
+    is made of alone; and what the other pass needs, or what that is cheaply computed from."""
     region = [node for node in graph.nodes if node in nodes]
-    same = {n for n in region if n.all_input_nodes[0] in nodes and _is_same(n)}
-    stored = {_origin(n, same) for n in region if _outside(n, nodes, later=False)}
-    wanted = {_origin(n, same) for n in region if _outside(n, nodes, later=True)} - stored
+    stored = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=False)}
+    wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
     roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
     return stored | (roots if _bytes(roots) <= _bytes(wanted) else wanted)
 
@@ -295,16 +294,24 @@ def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) ->
                 node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
 
 
-def _is_same(node: fx.Node) -> bool:
-    """Whether a node has its input's values, in as many bytes at least."""
-    if node.target in CASTS:
-        return _bytes([node]) >= _bytes(node.all_input_nodes)
-    return node.target in VIEWS
+def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
+    """The value of the fewest bytes that a node is computed from with no other of its extent: the
+    first of those that views make of each other, else the last."""
+    best, size = node, node.meta["val"].numel()
+    while node in nodes and is_cheap(node):
+        whole = [x for x in node.all_input_nodes if _numel(x) == size]
+        if len(whole) != 1 or nodes.intersection(node.all_input_nodes) != {*whole}:
+            break
+        source = whole[0]
+        if _bytes([source]) < _bytes([best]) or (best is node and node.target in VIEWS):
+            best = source
+        node = source
+    return best
 
 
-def _origin(node: fx.Node, same: set[fx.Node]) -> fx.Node:
-    """The first node with these values."""
-    return _origin(node.all_input_nodes[0], same) if node in same else node
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _copied(

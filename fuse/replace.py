@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_agent.agent.authors.composer.ports import Extent
 from coda_agent.fuse.regions import TAGS, Cut, Region, order
+from coda_agent.primitives.resources import Scalar
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -102,7 +103,7 @@ def _call(
         start = {*graph.nodes}
         proxies = (fx.Proxy(known.get(n, n), sized.tracer) for n in port.nodes)
         x: Any = port.canonical(*proxies, sized=sized)
-        if port.node is not None and not port.node.meta["val"].ndim:
+        if composition.program.operands.get(port.name) is Scalar:
             x = prims.convert_element_type.default(x, torch.float32)
         given.append(x)
         packed |= {n for n in graph.nodes if n not in start} if port.packed else set()
