@@ -25,8 +25,8 @@ query, key and value, in each call; `packed` has them as parameters. `gemm` are 
 step is forward, backward and a fused AdamW of Llama-3.2-1B, 8 sequences of 4096 tokens for each
 GPU; on two GPUs FSDP2 shards it, and time is the host's. `compile` is a transformers model under
 torch.compile, whose attention gets a mask; `compile, mask folded` has causal attention instead."""
-_FUSE = """Functions of one to three products with the widths of real models, forward, 4096 rows.
-Ours is `fuse(function)`; `evals/functions.py` says what they compute."""
+_FUSE = """Functions of one to three products with the widths of real models, at 4096 rows, forward
+and in both passes. Ours is `fuse(function)`; `evals/functions.py` says what they compute."""
 _GRADIENTS = """Each accepted kernel of 16-bit operands at 4096³, forward and backward together,
 with gradients of every tensor but tables and indices. Beside it runs the reference of its spec."""
 _HOST = """What a call of an accepted kernel costs the host, in microseconds until it returns, at
@@ -45,7 +45,7 @@ SUITES: Mapping[str, Callable[[Path], Suite]] = {
         [*layers.cases(), *fp8_layers.cases(), *training.cases()],
         group=_without_width,
     ),
-    "fuse": lambda _: Suite("fuse", _FUSE, functions.CASES),
+    "fuse": lambda _: Suite("fuse", _FUSE, functions.CASES, group=functions.passes),
     "gradients": lambda _: Suite("gradients", _GRADIENTS, gradients.cases()),
     "host": lambda root: Suite("host", _HOST, host.cases(root), ("host",), 40),
     "numerics": lambda _: Suite(

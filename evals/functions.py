@@ -1,6 +1,7 @@
 """The suite of `fuse`: functions of one to three products, as models have them in PyTorch.
 
-Each is timed forward at 4096 rows, with the widths of a real model, in bfloat16. Of its arguments
+Each is timed forward, and in both passes, at 4096 rows, with the widths of a real model, in
+bfloat16. Gradients are those of all its arguments but tables and indices. Of its arguments
 `x` is what the first product takes, w… are weights, (out, in), b… biases, and g… the factors of
 norms. `skip` is the residual stream.
 """
@@ -22,6 +23,7 @@ M, _BATCH, _HEAD, LIMIT = 4096, 4, 128, 0.1
 _LETTERS = {"M": (M,), "B": (_BATCH,), "S": (_BATCH, M // _BATCH), "H": (_HEAD,)}
 Shapes = Mapping[str, tuple[int, ...]]
 CASES: list[Case] = []
+PHASES = ("forward", "both")
 
 
 def timed(model: str, shapes: str) -> Callable[[Any], Any]:
@@ -30,8 +32,11 @@ def timed(model: str, shapes: str) -> Callable[[Any], Any]:
     def register(function: Any) -> Any:
         names = inspect.signature(function).parameters
         sizes = [_shape(text) for text in shapes.split()]
-        make = partial(_setup, function, model, dict(zip(names, sizes, strict=True)))
-        CASES.append(Case(function.__name__, ("ours", "eager", "compile"), make))
+        extents = dict(zip(names, sizes, strict=True))
+        for phase in PHASES:
+            make = partial(_setup, function, model, extents, phase)
+            name = function.__name__ + " both passes" * (phase == "both")
+            CASES.append(Case(name, ("ours", "eager", "compile"), make))
         return function
 
     return register
@@ -42,34 +47,43 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(x for d in text.split(",") for x in _LETTERS.get(d) or (int(d),))
 
 
-def _setup(function: Any, model: str, shapes: Shapes, device: str, shrink: int) -> Setup:
+def passes(case: str) -> str:
+    """The passes of a case, by which their means are taken together."""
+    return "both passes" if case.endswith(" both passes") else "forward"
+
+
+def _setup(
+    function: Any, model: str, shapes: Shapes, phase: str, device: str, shrink: int
+) -> Setup:
     from coda_agent.fuse import explain, fuse
 
     torch.manual_seed(0)
     small = {n: tuple(_shrunk(x, shrink) for x in shape) for n, shape in shapes.items()}
     values = {name: _drawn(name, shape, small, device) for name, shape in small.items()}
     wide = {n: x.float() if x.is_floating_point() else x for n, x in values.items()}
+    for name, x in (*values.items(), *wide.items()):
+        x.requires_grad_(phase == "both" and x.is_floating_point() and name not in ("cos", "sin"))
 
     def by(way: Callable[..., Any]) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
         def call(t: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
             found = way(*t.values())
             return found if isinstance(found, tuple) else (found,)
 
-        return torch.no_grad()(call)
+        return call if phase == "both" else torch.no_grad()(call)
 
     def ours() -> Contender:
         fused = fuse(function, dynamic=False)
-        with torch.no_grad():
+        with torch.set_grad_enabled(phase == "both"):
             (found,) = explain(function, *values.values())
         note = lambda: f"widths of {model}; {len(found.kernels)} kernels"
-        return Contender(differentiated(by(fused), values, "forward"), note=note)
+        return Contender(differentiated(by(fused), values, phase), note=note)
 
     def other(compiled: bool) -> Contender:
         way = torch.compile(function, dynamic=False) if compiled else function
-        return Contender(differentiated(by(way), values, "forward"))
+        return Contender(differentiated(by(way), values, phase))
 
     makers = {"ours": ours, "eager": partial(other, False), "compile": partial(other, True)}
-    return Setup(makers, differentiated(by(function), wide, "forward")(0), LIMIT)
+    return Setup(makers, differentiated(by(function), wide, phase)(0), LIMIT)
 
 
 def _shrunk(x: int, by: int) -> int:

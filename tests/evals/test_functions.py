@@ -14,7 +14,7 @@ from tests.evals.small import measured
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_function_takes_what_its_case_gives(case: Any) -> None:
-    function, _, shapes = case.make.args
+    function, _, shapes, _ = case.make.args
     with torch.device("meta"):  # at their own sizes
         function(*(torch.empty(shape, dtype=torch.int64 if x == "target" else torch.bfloat16)
                    for x, shape in shapes.items()))  # fmt: skip
