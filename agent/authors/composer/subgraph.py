@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from coda_agent.agent.authors.composer.assemble import assemble
 from coda_agent.agent.authors.composer.axes import Unread
 from coda_agent.agent.authors.composer.calls import shape_of
 from coda_agent.agent.authors.composer.join import Composition, joined
@@ -22,6 +23,7 @@ from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.reading import Reading, Reordered
 from coda_agent.agent.authors.composer.resize import Unfit
 from coda_agent.agent.authors.composer.retrace import Retraced, retraced
+from coda_agent.agent.authors.composer.rounding import of_stored
 
 # Values that may be computed before the kernel, one after the other, until it is refused.
 _OUTSIDE = 16
@@ -107,6 +109,9 @@ def _composed(traced: Retraced, name: str) -> Composition:
             ports = reading.ports()
             operands = {x: ports[x] for x in program.operands}
             outputs, extents = reading.outputs(), reading.extents()
+            types = {port.name: port.dtype for port in outputs.values()}
+            rewritten = of_stored(rewritten, types)
+            program = assemble(rewritten)
             a, b = ports["A"], ports["B"]
             return Composition(program, a, b, operands, outputs, extents, rewritten)
         except Reordered:
