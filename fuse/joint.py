@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -56,6 +57,7 @@ class Kernels(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self._first is not None:
             self._first(graph)
+        stable_topological_sort(graph)  # Inductor's passes leave it in another order
         module: Any = graph.owning_module
         before = fx.Graph(module)
         before.output(before.graph_copy(graph, {}))

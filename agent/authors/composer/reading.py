@@ -223,6 +223,16 @@ class Reading:
                 result[x] = replace(port, name=name, node=user, back=taken + port.back)
         return result
 
+    def reduced(self) -> dict[str, torch.dtype]:
+        """The element type of what each output is computed of, before it was widened, by name."""
+        types: dict[str, torch.dtype] = {}
+        for x, node in self.traced.results.items():
+            source = (node.all_input_nodes or [node])[0]
+            while source.op == "call_function" and name_of(source) in (*VIEWS, *CASTS):
+                source = source.all_input_nodes[0]
+            types[self.parts.get(x, (x,))[0]] = source.meta["val"].dtype
+        return types
+
     def _port(self, name: str, node: fx.Node, stand: Stand, sizes: Mapping[Axis, int]) -> Port:
         steps, back = tuple(stand.steps(sizes)), tuple(stand.back(sizes))
         dtype = node.meta["val"].dtype

@@ -26,7 +26,9 @@ def rounding(dtype: torch.dtype) -> str:
     return ROUNDINGS[name]
 
 
-def of_stored(rewritten: Rewritten, types: Mapping[str, torch.dtype]) -> Rewritten:
+def of_stored(
+    rewritten: Rewritten, types: Mapping[str, torch.dtype], reduced: Mapping[str, torch.dtype]
+) -> Rewritten:
     """Take exponentials of a row, and what is gathered of it, of values as they are stored.
 
     Probabilities that are computed from stored logits of 16 bits and an unrounded sum do not add up
@@ -35,6 +37,7 @@ def of_stored(rewritten: Rewritten, types: Mapping[str, torch.dtype]) -> Rewritt
     Args:
         rewritten: A program's expressions.
         types: The element type of each output.
+        reduced: That of what a reduction is of, by its output, before it was widened.
     """
     stored: dict[Expr, str] = {}
     for name, kind in rewritten.outputs.items():
@@ -47,7 +50,16 @@ def of_stored(rewritten: Rewritten, types: Mapping[str, torch.dtype]) -> Rewritt
         values[expr] = expr if args == expr.args else replace(expr, args=args)
         if expr in stored:
             values[expr] = Expr(stored[expr], (values[expr],), expr.dims, key=expr.key)
-    taken = {n: values[e] for n, e in rewritten.values.items() if rewritten.outputs[n] in _SUMS}
+    taken: dict[str, Expr] = {}
+    for name, expr in rewritten.values.items():
+        if rewritten.outputs[name] not in _SUMS or values[expr] == expr:
+            continue
+        element = str(reduced[name]).removeprefix("torch.")
+        taken[name] = values[expr]
+        of, *others = values[expr].args
+        if element in ROUNDINGS and expr.args[0] not in stored:
+            of = Expr(ROUNDINGS[element], (of,), of.dims, key=of.key)
+            taken[name] = replace(values[expr], args=(of, *others))
     return replace(rewritten, values={**rewritten.values, **taken})
 
 

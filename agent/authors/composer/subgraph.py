@@ -110,7 +110,7 @@ def _composed(traced: Retraced, name: str) -> Composition:
             operands = {x: ports[x] for x in program.operands}
             outputs, extents = reading.outputs(), reading.extents()
             types = {port.name: port.dtype for port in outputs.values()}
-            rewritten = of_stored(rewritten, types)
+            rewritten = of_stored(rewritten, types, reading.reduced())
             program = assemble(rewritten)
             a, b = ports["A"], ports["B"]
             return Composition(program, a, b, operands, outputs, extents, rewritten)
