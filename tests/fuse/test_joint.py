@@ -134,7 +134,8 @@ def test_a_loss_leaves_a_number_a_row() -> None:
 def test_the_gradient_of_a_loss_is_of_the_logits_that_are_stored(biased: bool) -> None:
     """At a logit of 20 an unrounded sum of exponentials is off by 6 % from that of rounded ones."""
 
-    def loss(x: Tensor, w: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    def loss(*args: Any) -> Tensor:
+        x, w, b, t = args
         return F.cross_entropy((F.linear(x, w) + b if biased else F.linear(x, w)).float(), t)
 
     x, w, b = drawn(24, H) * 8, drawn(160, H) * 40, drawn(160)
