@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,16 +14,14 @@ from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.program import Program
-from coda_agent.primitives.resources import HalfTile, steps
+from coda_agent.primitives.resources import HalfTile, Scalar, steps
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
-from coda_agent.runtime.launch import allocate, signature
+from coda_agent.runtime.call_cache import Calls
+from coda_agent.runtime.launch import allocate
 from coda_agent.runtime.plan import CallPlan, resolve
 
 if TYPE_CHECKING:
     import torch
-
-# Plans a function keeps, some kilobytes each; whoever meets more shapes starts again.
-_PLANS = 2048
 
 exact: ContextVar[bool] = ContextVar("exact", default=False)
 """Whether calls take float32 alone, and PyTorch interprets them: for proofs of formulas."""
@@ -43,6 +41,7 @@ class ProgramFunction:
         types: Names of the dtypes that A may have.
         refused: Labels of tiles that no block size may select.
         columns: Index operands that name a column in each row; of others one outside selects 0.
+        kept: Whether what an `AddTile` is added to must not change: it is copied.
     """
 
     program: Program
@@ -51,6 +50,7 @@ class ProgramFunction:
     types: tuple[str, ...] = ("bfloat16", "float16")
     refused: frozenset[str] = frozenset()
     columns: tuple[str, ...] = ()
+    kept: bool = False
 
     def __call__(
         self,
@@ -60,7 +60,6 @@ class ProgramFunction:
         *,
         block_size: int | None = None,
         config: TileConfig | None = None,
-        key: Hashable = None,
     ) -> dict[str, torch.Tensor]:
         """Compute the outputs of the program on a bᵀ.
 
@@ -71,21 +70,20 @@ class ProgramFunction:
             b: (N, K), the nn.Linear layout, same dtype.
             operands: By name: tiles (…, M, N) or (…, M, 2N), column vectors and indices (…, M), row
                 vectors (N,); scalars as numbers, or as float32 tensors of one element, which the
-                kernel reads. By its output's name what an `AddTile` is added to, in place.
+                kernel reads. By its output's name what an `AddTile` is added to.
             block_size: None returns final reductions. An integer pins the reduction block and
                 returns raw partials from one launch: (…, M, ⌈N / block_size⌉), or
                 (N, ⌈M / block_size⌉) over rows, column by column in memory.
             config: A tile configuration instead of the chosen one.
-            key: What stands for all other arguments, if the caller has made it.
 
         Raises:
             LaunchError: wrong shape, dtype or device, or a block size no configuration has.
         """
-        if key is None:
-            parts = signature((a, b, *operands.values()))
-            key = None if parts is None else (block_size, config, *operands, *parts)
-        plan = self.plans.get(key)
-        if plan is None:
+        values = (a, b, *map(operands.get, self.operands))
+        option, call = (block_size, config), None
+        if len(operands) == len(self.operands):
+            call = self.calls.find(values, option) or self.calls.recall(values, option)
+        if call is None:
             m, n, k, lead = self._check(a, b, operands)
             if m == 0 or a.is_meta:
                 return self.fake(a, b, operands, block_size=block_size)
@@ -96,13 +94,9 @@ class ProgramFunction:
             if not supported(a.device):
                 return self._interpret(a, b, operands, config, lead, raw=raw)
             dtypes = self._dtypes(a.dtype)
-            plan = resolve(self.program, a, b, operands, dtypes, config, raw=raw)
-            if len(self.plans) >= _PLANS:
-                self.plans.clear()
-            if key is not None:
-                self.plans[key] = plan
-        results = plan((a, b, *[operands[o] for o in self.operands]))
-        return dict(zip(self.program.outputs, results, strict=True))
+            call = resolve(self.program, a, b, operands, dtypes, config, raw=raw, kept=self.kept)
+            self.calls.keep(values, option, call)
+        return dict(zip(self.program.outputs, call(values), strict=True))
 
     def fake(
         self,
@@ -127,6 +121,8 @@ class ProgramFunction:
             elif kind.over_rows:
                 results[o] = results[o].mT
         held = {o: operands[o] for o in results if o == self.program.accumulated}
+        if self.kept:
+            held = {o: t.new_empty(t.shape) for o, t in held.items()}
         return self._batched(results | held, lead)
 
     def _interpret(
@@ -157,8 +153,10 @@ class ProgramFunction:
         # In memory as the kernel's own partials.
         results |= {o: results[o].mT.contiguous().mT for o in self._over_rows if raw}
         if o := self.program.accumulated:
-            operands[o].copy_(results[o].reshape(operands[o].shape))
-            results[o] = operands[o]
+            if self.kept:
+                results[o] = results[o].reshape(operands[o].shape)
+            else:
+                results[o] = operands[o].copy_(results[o].reshape(operands[o].shape))
         return self._batched(results, lead)
 
     def _batched(
@@ -171,9 +169,10 @@ class ProgramFunction:
         return {o: t if o in kept else t.reshape(*lead, *t.shape[1:]) for o, t in results.items()}
 
     @cached_property
-    def plans(self) -> dict[Any, CallPlan]:
-        """What was resolved so far, the last one last."""
-        return {}
+    def calls(self) -> Calls[CallPlan]:
+        """The calls resolved so far; their inputs are A, B and the operands."""
+        kinds = [*enumerate(self.operands.values(), 2)]
+        return Calls(0, 1, [i for i, kind in kinds if kind is Scalar], 2 + len(kinds))
 
     @cached_property
     def operands(self) -> dict[str, type[Resource]]:

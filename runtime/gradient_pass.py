@@ -33,7 +33,8 @@ from coda_agent.primitives.resources import (
     WideTile,
 )
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.launch import allocate, signature
+from coda_agent.runtime.call_cache import signature
+from coda_agent.runtime.launch import allocate
 from coda_agent.runtime.plan import Finish, tma_ready
 
 if TYPE_CHECKING:

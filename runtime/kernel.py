@@ -18,9 +18,9 @@ from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime import dispatch_tables as tables
 from coda_agent.runtime import sharded
+from coda_agent.runtime.call_cache import signature
 from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_block
-from coda_agent.runtime.launch import signature
 from coda_agent.runtime.operators import Variant, differentiated, register, scalars
 from coda_agent.runtime.outputs import check, placed
 from coda_agent.runtime.pruning import without
@@ -174,8 +174,10 @@ class Kernel:
                 self._check(values)
                 raise
         variant = None if self._traced() else self.variants[key]
-        if variant and (plan := variant.recent.find(values, block_size)):
-            results = variant.run(plan, values, None if self._declared else out)
+        ordered = variant.inputs(values) if variant else []
+        call = variant and variant.function.calls.find(ordered, (block_size, None))
+        if variant and call:
+            results = variant.run(call, ordered, values, None if self._declared else out)
         else:
             values = list(values)
             results = self._anew(variant, key, values, block_size)

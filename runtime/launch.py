@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import unfused
+from coda_agent.runtime.call_cache import signature
 
 if TYPE_CHECKING:
     import torch
@@ -33,36 +34,10 @@ if TYPE_CHECKING:
 # on SM90, sums promoted to registers, spills and is 3 to 20 times slower (measured on an H200).
 _FP8 = (("fp8_slow_accum", False),)
 
-# Launches by what they depend on, some kilobytes each; quack keeps plans of its own, a program.
+# Launches of the judge's children, which come without a resolved call, by what they depend on;
+# some kilobytes each. quack keeps plans of its own, a program.
 _BOUND: dict[Any, Bound] = {}
 _PLANS = 512
-
-
-@lru_cache(maxsize=1)
-def _plain() -> tuple[type, type]:
-    import torch
-
-    return torch.Tensor, torch.nn.Parameter
-
-
-def signature(values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """What a launch depends on: of a tensor its shape, strides, dtype, device and address mod 32,
-    of a number nothing. None where a value is neither, a subclass of a tensor, or a view that
-    negates."""
-    tensor, parameter = _plain()
-    parts: list[Any] = []
-    for value in values:
-        kind = type(value)
-        if kind is tensor or kind is parameter:
-            if value.is_neg():
-                return None
-            offset = value.data_ptr() & 31
-            parts += (value.shape, value.stride(), value.dtype, value.device, offset)
-        elif kind is float or kind is int:
-            parts.append(None)
-        else:
-            return None
-    return tuple(parts)
 
 
 def allocate(

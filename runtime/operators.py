@@ -15,14 +15,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.runtime.call_cache import Recent, differentiated
+from coda_agent.runtime.call_cache import differentiated
 from coda_agent.runtime.function import ProgramFunction
-from coda_agent.runtime.launch import signature
 from coda_agent.runtime.outputs import buffers
 from coda_agent.runtime.plan import CallPlan
 from coda_agent.specs import Spec
@@ -55,20 +54,16 @@ class Variant:
         function: Its program.
         operands: Names of the program's operands, in its order.
         places: Those of A, B and the operands among the inputs.
-        kept: Whether what the program adds to, its last operand, must not change: it is copied.
         updated: Places of outputs that overwrite an input, and that input's.
         returned: Places of the other outputs.
-        recent: Plans of earlier calls.
     """
 
     name: str
     function: ProgramFunction
     operands: tuple[str, ...]
     places: tuple[int, ...]
-    kept: bool
     updated: tuple[tuple[int, int], ...]
     returned: tuple[int, ...]
-    recent: Recent[CallPlan]
 
     @classmethod
     def of(cls, spec: Spec, binding: Mapping[str, str], function: ProgramFunction) -> Variant:
@@ -86,13 +81,11 @@ class Variant:
         a, b = (places[x] for x in spec.gemm)
         return cls(
             spec.name,
-            function,
+            replace(function, kept=adds and not updated),
             tuple(operands),
             (a, b, *operands.values()),
-            adds and not updated,
             tuple((outputs.index(o), places[x]) for o, x in updated.items()),
             tuple(outputs.index(o) for o in spec.outputs if o not in updated),
-            Recent(a, b, [places[x] for x in scalars(spec)], len(places)),
         )
 
     def __call__(self, values: Sequence[Any], block_size: int | None = None) -> Any:
@@ -105,22 +98,19 @@ class Variant:
         Raises:
             LaunchError: an input requires a gradient, or does not fit.
         """
-        plan = self.recent.find(values, block_size)
-        if plan is not None:
-            return self.run(plan, values)
-        parts = signature(values)
-        key = None if parts is None else (block_size, parts)
+        inputs = self.inputs(values)
+        if call := self.function.calls.find(inputs, (block_size, None)):
+            return self.run(call, inputs, values)
         a, b, operands = self._named(values)
-        results = self.function(a, b, operands, block_size=block_size, key=key)
-        if plan := self.function.plans.get(key):
-            self.recent.keep(values, block_size, plan)
+        results = self.function(a, b, operands, block_size=block_size)
         return self._returned(values, [results[o] for o in self.function.program.outputs])
 
-    def run(self, plan: CallPlan, values: Sequence[Any], out: Out | None = None) -> Any:
-        """The same, by the plan of a call with such inputs. It writes to what it can of `out`."""
-        inputs = self.inputs(values)
-        into = buffers(self.function.program, plan, inputs, out) if out else None
-        return self._returned(values, plan(inputs, into))
+    def run(
+        self, call: CallPlan, inputs: Sequence[Any], values: Sequence[Any], out: Out | None = None
+    ) -> Any:
+        """The same, by a resolved call with such `inputs`. It writes to what it can of `out`."""
+        into = buffers(self.function.program, call, inputs, out) if out else None
+        return self._returned(values, call(inputs, into))
 
     def fake(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """The same for tensors without data."""
@@ -129,13 +119,8 @@ class Variant:
         return self._returned(None, [results[o] for o in self.function.program.outputs])
 
     def inputs(self, values: Sequence[Any]) -> list[Any]:
-        """A, B and the operands, as a plan takes them."""
-        inputs = [values[i] for i in self.places]
-        if self.kept:
-            import torch
-
-            inputs[-1] = inputs[-1].clone(memory_format=torch.contiguous_format)
-        return inputs
+        """A, B and the operands, as a resolved call takes them."""
+        return [values[i] for i in self.places]
 
     def _named(self, values: Sequence[Any]) -> tuple[Any, Any, dict[str, Any]]:
         """A, B and the operands, of inputs that require no gradient."""

@@ -41,7 +41,8 @@ class CallPlan:
         elsewhere: Whether another one is current; None where there is only one.
         empty: Allocates on the current device.
         made: Shape, strides and dtype of each output.
-        added: Place of the output that is added to in place, if there is one.
+        added: Place of the output that is added to, if there is one.
+        kept: Whether that is a copy of the caller's tensor.
         ready: Places of inputs that are not passed as they are, and what makes them so.
         finish: What follows the launch, if anything.
     """
@@ -52,6 +53,7 @@ class CallPlan:
     empty: Callable[..., torch.Tensor]
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
     added: int | None
+    kept: bool
     ready: tuple[tuple[int, View], ...]
     finish: Finish | None
 
@@ -75,9 +77,13 @@ class CallPlan:
         if self.finish:
             self.finish(outputs)
         if self.added is not None:
-            if outputs[self.added].data_ptr() != given[-1].data_ptr():
-                given[-1].copy_(outputs[self.added].reshape(given[-1].shape))
-            outputs[self.added] = given[-1]
+            result, start = outputs[self.added], given[-1]
+            if self.kept:
+                outputs[self.added] = result.reshape(start.shape)
+            else:
+                if result.data_ptr() != start.data_ptr():
+                    start.copy_(result.reshape(start.shape))
+                outputs[self.added] = start
         return outputs
 
     def buffers(self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -101,6 +107,7 @@ def resolve(
     config: TileConfig,
     *,
     raw: bool,
+    kept: bool = False,
 ) -> CallPlan:
     """The plan of a call whose arguments were checked.
 
@@ -112,6 +119,7 @@ def resolve(
         dtypes: Of the outputs.
         config: The tile configuration.
         raw: Whether reductions stay partials.
+        kept: Whether what is added to is copied first.
 
     Raises:
         CompileError: as `launch`.
@@ -123,6 +131,7 @@ def resolve(
     kinds: dict[str, type[Resource]] = {**program.operands}
     if added := program.accumulated:
         kinds[added] = program.outputs[added]
+    kept = kept and added is not None
     # The tensor core reads FP8 operands along K only.
     either = a.element_size() > 1
     makes: list[View | None] = [
@@ -135,6 +144,8 @@ def resolve(
             for kind in kinds.values()
         ),
     ]
+    if kept:
+        makes[-1] = partial(_copied, m=m)
     given = [a, b, *(operands[o] for o in kinds)]
     flat = [make(x) if make else x for make, x in zip(makes, given, strict=True)]
     ready = [(i, make) for i, make in enumerate(makes) if make and flat[i] is not given[i]]
@@ -156,6 +167,7 @@ def resolve(
         allocator(a.device),
         tuple(made),
         made.index(None) if added else None,
+        kept,
         tuple(ready),
         finish if finish.steps else None,
     )
@@ -265,6 +277,11 @@ def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
 
 def _flat_and_ready(t: torch.Tensor, kind: type[Resource], m: int, flat: bool) -> torch.Tensor:
     return tma_ready(kind.flat(t, m) if flat else t)
+
+
+def _copied(t: torch.Tensor, m: int) -> torch.Tensor:
+    # Not by `contiguous()`: that keeps any stride of a dimension of extent 1.
+    return t.clone(memory_format=torch.contiguous_format).reshape(m, -1)
 
 
 def _rows_ready(a: torch.Tensor, either_major: bool) -> torch.Tensor:

@@ -270,7 +270,7 @@ def _variant(
     return {
         "key": key,
         "places": variant.places,
-        "kept": variant.kept,
+        "kept": variant.function.kept,
         "updated": variant.updated,
         "shown": [(shown.index([*program.outputs][o]), i) for o, i in variant.updated],
         "returned": variant.returned,

@@ -18,7 +18,7 @@ from coda_agent.agent.export.objects import RUN, Wanted, exported
 from coda_agent.agent.workspace import GitError, Kernel, run_git
 from coda_agent.primitives import memory
 from coda_agent.primitives.errors import CodaError, MachineError
-from coda_agent.runtime import call_cache as recent
+from coda_agent.runtime import call_cache
 from coda_agent.runtime.kernel import load_kernel
 
 NAME = "coda-agent-kernels"
@@ -84,7 +84,7 @@ def _loader() -> dict[str, bytes]:
     """Its modules by name: they import each other, and two of other rooms, as one package."""
     own = Path(__file__).with_name("loader").glob("*.py")
     found = {}
-    for path in (*own, Path(recent.__file__), Path(memory.__file__)):
+    for path in (*own, Path(call_cache.__file__), Path(memory.__file__)):
         text = re.sub(
             r"(?m)^from coda_agent\.[\w.]*\b(\w+) import", r"from .\1 import", path.read_text()
         )

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from coda_agent import generated
-from coda_agent.runtime import call_cache as kept_plans
+from coda_agent.runtime import call_cache
 from coda_agent.runtime import function as function_module
-from coda_agent.runtime import operators as ops
 from coda_agent.runtime import plan as plan_module
-from coda_agent.runtime.call_cache import Recent
-from coda_agent.runtime.launch import signature
+from coda_agent.runtime.call_cache import Calls, signature
 from coda_agent.specs import draw_inputs
 from tests.runtime.test_plan import Launches
 
@@ -69,47 +67,47 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("memory", [False, True], ids=["numbers", "memory"])
 @pytest.mark.parametrize("change", [*SAME, *OTHER])
 def test_a_plan_serves_calls_of_its_signature_alone(change: str, memory: bool) -> None:
-    recent, plan, values = Recent(0, 1, [2, 3], 5), object(), inputs()
+    calls, plan, values = Calls(0, 1, [2, 3], 5), object(), inputs()
     if memory:
         values[2:4] = torch.tensor(0.5), torch.tensor(2.0)
-    recent.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
+    calls.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
     given: Any = list((SAME | OTHER)[change](*inputs()))
     if memory and "scalar" not in change and change != "the other":
         given[2:4] = [torch.tensor(float(x)) if type(x) in (int, float) else x for x in given[2:4]]
     serves = change in SAME or (memory and change == "scalars in memory")
     if serves:
         assert signature(given) == signature(values)
-    assert (recent.find(given, None) is plan) == serves
-    assert recent.find(values, 128) is None and recent.find(values, None) is plan
+    assert (calls.find(given, None) is plan) == serves
+    assert calls.find(values, 128) is None and calls.find(values, None) is plan
 
 
 def test_what_is_not_kept_is_not_found() -> None:
-    recent, plan = Recent(0, 1, [2, 3], 5), object()
+    calls, plan = Calls(0, 1, [2, 3], 5), object()
     a, b, _, t, v = inputs()
     for values in ([a, offset(b), 0.5, t, v], [a, b, torch.tensor(0.5), t, v], [a, a, 0.5, t, v]):
-        recent.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
-        assert recent.find(values, None) is None
+        calls.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
+        assert calls.find(values, None) is None
 
 
 def test_a_plan_of_a_call_without_gradients_serves_no_call_with_them() -> None:
-    recent, plan, values = Recent(0, 1, [2, 3], 5), object(), inputs()
+    calls, plan, values = Calls(0, 1, [2, 3], 5), object(), inputs()
     values[1].requires_grad_()
     with torch.no_grad():
-        recent.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
-        assert recent.find(values, None) is plan
-    assert recent.find(values, None) is None
+        calls.keep(values, None, plan)  # pyright: ignore[reportArgumentType]
+        assert calls.find(values, None) is plan
+    assert calls.find(values, None) is None
 
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_plans, "_SHAPES", 3)
-    recent, b = Recent(0, 1, [], 2), torch.ones(16, 32)
+    monkeypatch.setattr(call_cache, "_SHAPES", 3)
+    calls, b = Calls(0, 1, [], 2), torch.ones(16, 32)
     layouts = [torch.ones(8, 32 + 8 * i)[:, :32] for i in range(6)]
     for i, a in enumerate(layouts):
-        recent.keep([a, b], None, i)  # pyright: ignore[reportArgumentType]
-    assert [recent.find([a, b], None) for a in layouts] == [None, None, 2, 3, 4, 5]
+        calls.keep([a, b], None, i)  # pyright: ignore[reportArgumentType]
+    assert [calls.find([a, b], None) for a in layouts] == [None, None, 2, 3, 4, 5]
     for m in range(1, 20):
-        recent.keep([torch.ones(m, 32), b], None, m)  # pyright: ignore[reportArgumentType]
-        assert recent.find([torch.ones(m, 32), b], None) == m and len(recent._kept) <= 3
+        calls.keep([torch.ones(m, 32), b], None, m)  # pyright: ignore[reportArgumentType]
+        assert calls.find([torch.ones(m, 32), b], None) == m and len(calls._checks) <= 3
 
 
 @pytest.mark.parametrize(
@@ -132,8 +130,7 @@ def test_a_second_call_asks_for_no_signature(
         static = dict(zip(spec.parameters, key, strict=True))
         run = kernel if through == "function" else op.default
         variant = kernel.variants[key]
-        monkeypatch.setattr(variant.recent, "_kept", {})
-        monkeypatch.setitem(vars(variant.function), "plans", {})
+        monkeypatch.delitem(vars(variant.function), "calls", raising=False)
         with monkeypatch.context() as patch:
             want = [run(*(values := given(seed, static)), **static) for seed in range(3)]
             after = [t for t in values if isinstance(t, torch.Tensor)]
@@ -142,7 +139,7 @@ def test_a_second_call_asks_for_no_signature(
             for seed in range(3):
                 got = run(*(values := given(seed, static)), **static)
                 torch.testing.assert_close(got, want[seed], rtol=2**-6, atol=1e-5)
-                patch.setattr(ops, "signature", None)
+                patch.setattr(call_cache, "signature", None)
             torch.testing.assert_close(values, [*_put(values, after)], rtol=2**-6, atol=1e-5)
 
 

@@ -52,8 +52,7 @@ class Stores(Launches):
 def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
     found = Stores()
     for variant in kernel.variants.values():
-        monkeypatch.setattr(variant.recent, "_kept", {})
-        monkeypatch.setitem(vars(variant.function), "plans", {})
+        monkeypatch.delitem(vars(variant.function), "calls", raising=False)
     monkeypatch.setattr(function_module, "supported", lambda _: True)
     monkeypatch.setattr(plan_module, "bind", found)
     yield found

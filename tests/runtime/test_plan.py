@@ -27,10 +27,12 @@ from coda_agent.primitives import (
 from coda_agent.primitives.errors import LaunchError
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime import call_cache
 from coda_agent.runtime import function as function_module
 from coda_agent.runtime import plan as plan_module
+from coda_agent.runtime.call_cache import signature
 from coda_agent.runtime.function import ProgramFunction, untuned
-from coda_agent.runtime.launch import Arguments, Bound, signature
+from coda_agent.runtime.launch import Arguments, Bound
 from coda_agent.runtime.plan import tma_ready
 
 M, N, K = 24, 272, 32
@@ -130,7 +132,7 @@ def test_a_second_call_is_a_lookup_with_other_numbers(launches: Launches) -> Non
         a, b, operands = given(seed)
         assert_right(run, a, b, {**operands, "beta": float(seed)})
     assert launches.bound == 1
-    (plan,) = run.plans.values()
+    (plan,) = run.calls._known.values()
     # On a GPU a torch.Size is refused.
     assert {type(x) for made in plan.made if made for x in made[:2]} == {tuple}
 
@@ -229,12 +231,12 @@ def test_what_is_added_to_in_place_is_the_callers(
 def test_plans_are_few_and_hold_no_tensor(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_module, "_PLANS", 4)
+    monkeypatch.setattr(call_cache, "_CALLS", 4)
     run, kept = made(), list[Any]()
     for m in range(1, 10):
         a, b, operands = given(m=m)
         kept += map(weakref.ref, (a, b, operands["C"], *run(a, b, operands).values()))
-        assert len(run.plans) <= 4
+        assert len(run.calls) <= 4
         del a, b, operands
     gc.collect()
     assert all(ref() is None for ref in kept)

@@ -68,7 +68,7 @@ class Kernel:
         key = tuple([self._chosen(p, inputs) for p in self._parameters]) if self._parameters else ()
         values = args if not inputs and len(args) == self._count else self._named(args, inputs)
         variant, traced = self.variants[key], _traced()
-        call = None if traced else variant.recent.find(values, block_size)
+        call = None if traced else variant.calls.find(values, block_size)
         results = call(values) if call else self._anew(key, values, block_size, traced)
         if not variant.updated:
             return results

@@ -11,10 +11,7 @@ import torch
 from coda_agent.agent.export.loader.call import Call, Chosen, buffer, extents, led, picked
 from coda_agent.agent.export.loader.fold import Fold, folding
 from coda_agent.agent.export.loader.store import KernelError, Store
-from coda_agent.runtime.call_cache import Recent
-
-_PLANS = 2048
-
+from coda_agent.runtime.call_cache import Calls
 
 _CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
 
@@ -46,28 +43,20 @@ class Variant:
         self.updated: list[tuple[int, int]] = about["updated"]
         self.shown: list[tuple[int, int]] = about["shown"]
         self.returned: list[int] = about["returned"]
-        self._calls: dict[Any, Call] = {}
         a, b, *_ = self._places
-        self.recent: Recent[Call] = Recent(a, b, kernel["scalars"], len(inputs))
+        self.calls: Calls[Call] = Calls(a, b, kernel["scalars"], len(inputs))
 
     def __call__(self, values: Sequence[Any], block_size: Optional[int] = None) -> Any:
-        if call := self.recent.find(values, block_size):
+        if call := self.calls.find(values, block_size):
             return call(values)
         self.refuse_gradients(values)
-        key: list[Any] = [block_size]
-        for x in values:
-            if isinstance(x, torch.Tensor):
-                key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 31)
-        call = self._calls.get(known := tuple(key))
+        call = self.calls.recall(values, block_size)
         if call is None:
             m, n, k, form = self._check(values)
             if m == 0:
                 return self.fake(values, block_size)
             call = self._resolved(values, (m, n, k), form, block_size)
-            if len(self._calls) >= _PLANS:
-                self._calls.clear()
-            self._calls[known] = call
-        self.recent.keep(values, block_size, call)
+            self.calls.keep(values, block_size, call)
         return call(values)
 
     def fake(self, values: Sequence[Any], block_size: Optional[int] = None) -> Any:
