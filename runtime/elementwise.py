@@ -1,5 +1,5 @@
-"""The elementwise kernel of an unfused call: a program's graph on a finished float32 product; only
-the lowering imports this.
+"""The elementwise kernel: a program's graph on a finished product, as of an unfused call, or on any
+tile in its place, as of gradients; only the lowering imports this.
 
 - A thread owns eight adjacent columns, which rows of every tensor hold in 16-byte units, and takes
   row after row of its CTA. So a sum over rows needs no other thread, and one over columns a warp's
@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import cutlass
-import torch
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 from quack.cute_dsl_utils import torch2cute_dtype_map
@@ -29,6 +28,7 @@ from coda_agent.primitives.groups import ROTATED, GroupTile, spans
 from coda_agent.primitives.lower import apply
 from coda_agent.primitives.placed_tiles import placed
 from coda_agent.primitives.program import Program
+from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import (
     ColIndex,
     ColVector,
@@ -36,6 +36,7 @@ from coda_agent.primitives.resources import (
     RowGather,
     RowVector,
     Scalar,
+    Tile,
 )
 from coda_agent.primitives.table_load import any_strides, element
 from coda_agent.primitives.tables import Table
@@ -45,6 +46,7 @@ _arch: Any = cute.arch
 _math: Any = cute.math
 
 COLUMNS = 8  # a thread; every row's length is a multiple
+_WIDTHS = {Shape.TILE: COLUMNS, Shape.WIDE: 2 * COLUMNS, Shape.HALF: COLUMNS // 2}
 _AT_ONCE = 4  # rows whose loads are in flight together
 
 
@@ -161,9 +163,8 @@ class Elementwise:
                 size, columns = (row.place.m, row.place.n), range(COLUMNS)
                 at = [row.place.start + j for j in columns]
                 values[o] = [element(kind, tensors[o], row.read, j, size) for j in at]
-            elif kind.varies in (Shape.TILE, Shape.WIDE):
-                width = COLUMNS * (2 if kind.varies is Shape.WIDE else 1)
-                values[o] = _loaded(tensors[o], row.read, column, width)
+            elif kind.varies in _WIDTHS:
+                values[o] = _loaded(tensors[o], row.read, column, _WIDTHS[kind.varies])
         held = {
             o: _loaded(stores[o], row.read, column, COLUMNS)
             for o, kind in self.program.outputs.items()
@@ -200,6 +201,10 @@ class Elementwise:
         for o, i in graph.outputs.items():
             for value in nodes[i]:
                 found[o] += [*value] if isinstance(value, tuple) else [value]
+            whole = len(found[o]) >= COLUMNS or graph.nodes[i].shape.half_width
+            if self.program.paired and not whole:
+                # A value that a row has in common is one for both columns of a pair.
+                found[o] = [x for x in found[o] for _ in "ab"]
         return found
 
     def _statistic(self, place: Any, node: int, values: list[Any]) -> list[Any]:
@@ -380,8 +385,8 @@ def _keep(planes, values, row, place):
 
 
 def compile_elementwise(program: Program, config: TileConfig, types: Sequence[Any]) -> Any:
-    """The kernel for tensors of these torch dtypes, "number" for a scalar that is one, in the order
-    of operands and outputs; sizes and strides are those of a call."""
+    """The kernel for tensors of these torch dtypes, "number" for a scalar that is one: of what
+    stands for the product, then of operands and outputs; sizes and strides are those of a call."""
 
     def fake(dtype: Any, rank: int, *, rows: bool) -> Any:
         """A tensor whose last stride is 1; with `rows`, addressed in units of 16 bytes."""
@@ -395,20 +400,18 @@ def compile_elementwise(program: Program, config: TileConfig, types: Sequence[An
             assumed_align=unit * element.width // 8,
         )
 
-    named = [*program.operands.items(), *program.outputs.items()]
-    tensors: list[Any] = [fake(torch.float32, 2, rows=True)]
-    for dtype, (o, kind) in zip(types, named, strict=True):
+    tensors: list[Any] = []
+    kinds = [Tile, *program.operands.values(), *program.outputs.values()]
+    for dtype, kind in zip(types, kinds, strict=True):
         if dtype == "number":
             tensors.append(Float32(0.0))
-        elif kind is Scalar:
-            tensors.append(fake(dtype, 1, rows=False))
         elif issubclass(kind, Table):
             tensors.append(any_strides(torch2cute_dtype_map[dtype]))
-        elif o in program.reductions:
-            tensors.append(fake(dtype, 2, rows=program.reductions[o].over_rows))
+        elif issubclass(kind, Reduction):
+            tensors.append(fake(dtype, 2, rows=kind.over_rows))
         else:
-            single = kind in (ColVector, ColIndex, RowGather) or issubclass(kind, GroupTile)
-            tensors.append(fake(dtype, len(kind.dims), rows=not single))
+            single = kind.dims in ((), ("M",)) or issubclass(kind, GroupTile)
+            tensors.append(fake(dtype, len(kind.dims) or 1, rows=not single))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel = Elementwise(program, config)
     return cute.compile(kernel, tuple(tensors), stream, options="--enable-tvm-ffi")

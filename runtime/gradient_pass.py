@@ -9,8 +9,8 @@ its own, which the elementwise kernel of unfused forms replays.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.gradient import PRODUCT, Gradient, gradient_of
@@ -18,7 +18,7 @@ from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.groups import GroupTile
 from coda_agent.primitives.kinds import HALVES, Operand, Resource
 from coda_agent.primitives.memory import allocator
-from coda_agent.primitives.objects import cached, fingerprint
+from coda_agent.primitives.objects import cached
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.resources import (
@@ -33,7 +33,8 @@ from coda_agent.primitives.resources import (
     WideTile,
 )
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.call_cache import signature
+from coda_agent.runtime import unfused
+from coda_agent.runtime.call_cache import Calls
 from coda_agent.runtime.launch import allocate
 from coda_agent.runtime.plan import Finish, tma_ready
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 # they are a sixteenth of a 16-bit tile.
 _ROWS, _SUMMED_ROWS = 8, 32
 _COLUMNS = 1024
-_PLANS = 512
 
 
 class HalfOperand(Operand):
@@ -72,7 +72,11 @@ class GradientPass:
     gradient: Gradient
     program: Program
     first: str
-    _plans: dict[Any, _Plan] = field(default_factory=dict)
+
+    @cached_property
+    def calls(self) -> Calls[_Plan]:
+        """The calls resolved so far; their inputs are `first` and the program's operands."""
+        return Calls(0, 0, (), 1 + len(self.program.operands))
 
     @classmethod
     def of(cls, gradient: Gradient) -> GradientPass | None:
@@ -110,14 +114,11 @@ class GradientPass:
         """
         named = tensors if product is None else {**tensors, PRODUCT: product}
         given = [named[o] for o in (self.first, *self.program.operands)]
-        parts = signature(given)
-        plan = self._plans.get(key := (size, *types, parts))
+        option = (size, *types)
+        plan = self.calls.find(given, option) or self.calls.recall(given, option)
         if plan is None:
             plan = self._resolved(size, given, types)
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            if parts is not None:
-                self._plans[key] = plan
+            self.calls.keep(given, option, plan)
         return plan(given)
 
     def _resolved(
@@ -164,9 +165,7 @@ class GradientPass:
     def _kernel(
         self, config: TileConfig, types: tuple[torch.dtype, ...]
     ) -> Callable[[tuple[torch.Tensor, ...]], None]:
-        made = cached(lambda: _compiled(self.program, config, types))
-        # Just compiled, the function is a wrapper that parses keywords; from the cache it is bare.
-        return getattr(made, "_tvm_ffi_function", None) or made
+        return cached(lambda: unfused.prepare(self.program, types, config))
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,19 +239,3 @@ def _configuration(program: Program, n: int) -> TileConfig:
     over_rows = any(kind.over_rows for kind in program.reductions.values())
     columns = min(_COLUMNS, -(-n // 256) * 256)
     return TileConfig(_SUMMED_ROWS if over_rows else _ROWS, columns, fused=False)
-
-
-def _compiled(program: Program, config: TileConfig, types: Sequence[torch.dtype]) -> Any:
-    from cutlass.cutlass_dsl import CuTeDSL
-    from quack.cache.jit import jit_cache
-
-    arch = str(CuTeDSL._get_dsl().envar.arch)
-    shown = ",".join(map(str, types))
-    digests = f"{program.digest} {fingerprint('primitives', 'runtime')}"
-
-    def gradient_pass(_: str) -> Any:
-        from coda_agent.runtime.gradient_kernel import compile_gradient
-
-        return compile_gradient(program, config, types)
-
-    return jit_cache(gradient_pass)(f"{digests} {config.label} {shown} {arch}")

@@ -9,7 +9,7 @@ workspace of 4·M·N bytes from torch's allocator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
@@ -68,12 +68,15 @@ def resolve(given: Arguments) -> Callable[..., None]:
     Raises:
         CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
     """
+    import torch
+
     program, a, _, operands, outputs, config = given
-    compiled = prepare(program, operands, outputs, config)
+    types = [getattr(operands[o], "dtype", "number") for o in program.operands]
+    call = prepare(
+        program, [torch.float32, *types, *(outputs[o].dtype for o in program.outputs)], config
+    )
     if a.element_size() == 1:
         _one(a.device)  # now, since a CUDA graph may capture the launches
-    # Just compiled, the function is a wrapper that parses keywords; from the cache it is bare.
-    call = getattr(compiled, "_tvm_ffi_function", None) or compiled
     # Scalars in memory are vectors there.
     makes = [
         (i, methodcaller("reshape", 1) if hasattr(operands[o], "data_ptr") else float)
@@ -91,14 +94,14 @@ def resolve(given: Arguments) -> Callable[..., None]:
     return enqueue
 
 
-def prepare(
-    program: Program,
-    operands: Mapping[str, Any],
-    outputs: Mapping[str, torch.Tensor],
-    config: TileConfig,
-) -> Callable[..., None]:
-    """The compiled kernel, for tensors of these types: a function of one tuple, the float32 product
-    (M, N), then operands and outputs in the program's order, scalars as numbers or (1,) tensors.
+def prepare(program: Program, types: Sequence[Any], config: TileConfig) -> Callable[..., None]:
+    """The compiled kernel of one tuple: a tile (M, N) for the product, operands and outputs.
+
+    Args:
+        program: The program.
+        types: Their torch dtypes in its order; "number" of a scalar that is one, where one in
+            memory is (1,).
+        config: The block.
 
     Raises:
         CompileError: the configuration is no block of the kernel, or the DSL refuses the program.
@@ -111,8 +114,6 @@ def prepare(
             f"{program.name} does not compile as {config.label}: a block has 1 to 32 rows and a "
             "multiple of 256 columns, up to 8192"
         )
-    types = [getattr(operands[o], "dtype", "number") for o in program.operands]
-    types += [outputs[o].dtype for o in program.outputs]
     arch = str(CuTeDSL._get_dsl().envar.arch)
     shown = ",".join(map(str, types))
     sources = fingerprint("primitives", "runtime")
@@ -125,5 +126,7 @@ def prepare(
 
             return compile_elementwise(program, config, types)
 
-        _COMPILED[key] = jit_cache(unfused)(key)
+        compiled = jit_cache(unfused)(key)
+        # Just compiled, the function is a wrapper that parses keywords; from the cache it is bare.
+        _COMPILED[key] = getattr(compiled, "_tvm_ffi_function", None) or compiled
     return _COMPILED[key]

@@ -15,6 +15,7 @@ from coda_agent.primitives.resources import ColVector, Scalar
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.gradient_pass import GradientPass
 from coda_agent.runtime.target import resources, sass, target
+from coda_agent.runtime.unfused import forget
 from tests.primitives.test_gradient import added, gate, head, wide
 
 BLOCK = TileConfig(8, 1024, fused=False)
@@ -25,6 +26,7 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     import quack.cache
 
     monkeypatch.setattr(quack.cache, "CACHE_DIR", str(tmp_path))
+    forget()
     yield
 
 
