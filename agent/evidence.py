@@ -8,8 +8,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
-
 from coda_agent.agent.judge.records import Level, Verdict, rank
 from coda_agent.agent.judgement import Gate, Judgement, Machine
 from coda_agent.agent.plain import plain, utc_now
@@ -44,19 +42,6 @@ class Evidence(Judgement):
         about |= {"machine": Machine.of(verdict.environment)}
         about |= {"gates": {g.name: Gate.of(g) for g in verdict.gates if not g.skipped}}
         return super().of(verdict, **about | more)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_schema_2(cls, data: Any) -> Any:
-        """Reads what gates without versions said, by which nothing stands."""
-        if not isinstance(data, Mapping) or data.get("schema_version") != 2:
-            return data
-        try:
-            *_, machine = data["machines"].values()
-            about = {"passed": data["level"] != "revoked", "machine": Machine.of(machine)}
-        except (LookupError, AttributeError) as error:
-            raise ValueError(f"it has no {error}") from error
-        return {**data, **about, "schema_version": 3}
 
     def of_program(self, now: Mapping[str, str]) -> bool:
         """Whether it is of the spec and candidate of these digests."""

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,8 @@ class Kernel:
         }
         self.ops = register(op_name, spec, self.variants)
         gradients.register(op_name, spec, self.variants)
-        kept = gradients.keeping(spec, self.variants, self._chooser)
+        choosing = partial(prior_chooser, refused=refused, spills=self.spills)
+        kept = gradients.keeping(spec, self.variants, choosing)
         self.kept = register(f"{op_name}_kept", spec, kept)
         gradients.register(f"{op_name}_kept", spec, kept)
         # Plain values, because torch.compile traces the call.
@@ -440,34 +441,14 @@ class Kernel:
                     return config
         return next(iter(self.ranked((m, n, k), dtype, gpu, block)), None)
 
-    def _chooser(self, program: Program) -> Chooser:
-        """What chooses tiles of a program that no table knows."""
-
-        def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
-            gpu = _gpu_name()
-            found = self.ranked((m, n, k), dtype, gpu, block, program) if gpu else ()
-            return next(iter(found), None)
-
-        return choose
-
     def ranked(
-        self,
-        shape: Shape,
-        dtype: str,
-        gpu: str,
-        block: int | None = None,
-        other: Program | None = None,
+        self, shape: Shape, dtype: str, gpu: str, block: int | None = None
     ) -> list[TileConfig]:
         """All right configurations with this reduction block, those predicted to be fastest at
-        (M, N, K) first. Those of another program than the kernel's are by the prior."""
-        program = other or next(iter(self.programs.values()))
-        usable = [
-            config
-            for config in offered(program, [shape])
-            if config.label not in self.refused
-            and (block is None or reduction_block(program, config) == block)
-        ]
-        model = None if other else self._likely_model(gpu, dtype)
+        (M, N, K) first."""
+        program = next(iter(self.programs.values()))
+        usable = _usable(program, shape, block, self.refused)
+        model = self._likely_model(gpu, dtype)
         if model is None or not any(config in model.costs for config in usable):
             width = tables.width(dtype)
             model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=self.spills)
@@ -493,22 +474,32 @@ class Kernel:
         return self.refused.isdisjoint((plain.label, config.label))
 
 
-def prior_chooser(program: Program) -> Chooser:
+def prior_chooser(
+    program: Program, refused: Collection[str] = (), spills: Mapping[str, int] | None = None
+) -> Chooser:
     """Make what chooses tiles of a program of which nothing was measured."""
 
     def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
         if not (gpu := _gpu_name()):
             return None
         shape, width = (m, n, k), tables.width(dtype)
-        usable = [
-            config
-            for config in offered(program, [shape])
-            if block is None or reduction_block(program, config) == block
-        ]
-        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills={})
-        return next((config for config, _ in model.ranked(shape, usable)), None)
+        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
+        ranked = model.ranked(shape, _usable(program, shape, block, refused))
+        return next((config for config, _ in ranked), None)
 
     return choose
+
+
+def _usable(
+    program: Program, shape: Shape, block: int | None, refused: Collection[str]
+) -> list[TileConfig]:
+    """The configurations on offer with this reduction block."""
+    return [
+        config
+        for config in offered(program, [shape])
+        if config.label not in refused
+        and (block is None or reduction_block(program, config) == block)
+    ]
 
 
 def _documentation(spec: Spec, columns: Collection[str]) -> str:

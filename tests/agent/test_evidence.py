@@ -150,18 +150,7 @@ def test_another_program_or_a_refusal_takes_the_place_of_all() -> None:
     assert refused.yields_to(made(judged(where=CPU)))
 
 
-def test_evidence_and_logs_of_before_gates_had_versions_are_read_as_stale() -> None:
-    old = json.loads(made(judged()).text()) | {"schema_version": 2}
-    rest = {"date": "2026-01-01T00:00:00.000Z", "machine": "H", "rules": {"static": "2"}}
-    old["gates"] = {name: {"passed": True, "seconds": 1.0, **rest} for name in GATES}
-    old["machines"] = {"H": {key: value for key, value in GPU.items() if key != "packages"}}
-    del old["machine"], old["passed"], old["finding"]
-    found = Evidence.model_validate(old)
-    assert found.level == "accepted" and found.stale == list(GATES) and found.due(NOW, gpu=False)
-    assert (found.machine.gpu, found.machine.driver) == ("H", "1")
-    assert found.cells == made(judged()).cells and found.yields_to(made(judged()))
-    with pytest.raises(ValueError, match="it has no 'machines'"):
-        Evidence.model_validate({key: x for key, x in old.items() if key != "machines"})
+def test_logs_of_before_gates_had_versions_are_read_as_stale() -> None:
     words = {"static": "passed", "compile": "failed", "numerics": "skipped"}
     log = Judgement.model_validate({
         "passed": False, "level": None, "gates": words, "rules": {"static": {"static": "2"}},
