@@ -1,4 +1,4 @@
-"""`coda-agent score-judge`: mutants, right programs, diagnoses and the clock's noise, kept."""
+"""`coda-agent score-judge`: mutants, right programs and diagnoses, kept."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ _REPEATS = 5
 @reported("contended")
 def score_judge(
     score: Annotated[
-        Literal["mutants", "diagnosis", "by-hand", "corpus", "generated", "plans", "timing"],
+        Literal["mutants", "diagnosis", "by-hand", "corpus", "generated", "plans"],
         typer.Argument(metavar="SCORE"),
     ],
     device: DeviceOption = "auto",
@@ -47,9 +47,8 @@ def score_judge(
     corpus     right programs, each several times with fresh seeds
     generated  functions written at random, as the composer writes them
     plans      functions of two and three products, as they are planned
-    timing     a kernel against itself on this GPU
     """
-    where = {"generated": "cpu", "plans": "cpu", "timing": "cuda"}.get(score, device)
+    where = {"generated": "cpu", "plans": "cpu"}.get(score, device)
     if device not in ("auto", where):
         raise CodaError(f"{score} is a score of --device {where}")
     with _judge(where) as judge:
@@ -94,13 +93,9 @@ def _plans(judge: Judge, count: Some, seed: int) -> dict[str, Found]:
     return {"plans": references.score_batches(judge, "plans", *tried, seed=seed)}
 
 
-def _timing(judge: Judge, count: Some, _: int) -> dict[str, Found]:
-    return {"timing": scores.score_timing(judge, count or 200)}
-
-
 _SCORES: dict[str, Callable[[Judge, Some, int], dict[str, Found]]] = {
     "mutants": _mutants, "diagnosis": _diagnosis, "by-hand": _by_hand, "corpus": _corpus,
-    "generated": _generated, "plans": _plans, "timing": _timing,
+    "generated": _generated, "plans": _plans,
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ Written by `coda-agent score-judge` from `evals/results/judge-*.jsonl`; do not e
 - *Named*: how often the fault that the judge names is the one that was made.
 - The *corpus* has right programs: accepted ones, rewrites, demonstrations, with fresh seeds.
 - *Generated* are PyTorch functions written at random, which the composer composes or refuses.
-  *Plans* are such functions of several products. *Timing* compares a kernel with itself.
+  *Plans* are such functions of several products.
 - *Stale* is what an earlier version of a gate decided."""
 _NAMED = ("mutants", "held-out", "authors")
 Scores = Iterable[Score]
@@ -118,13 +118,6 @@ def generated(scores: Scores) -> Summary:
     return Summary(text, faults, common)
 
 
-def timing(scores: Scores) -> Summary:
-    """Count how often a contender was called different from itself."""
-    cells = [score.cell for score in scores]
-    different, trials = (sum(cell[key] for cell in cells) for key in ("different", "trials"))
-    return Summary(f"called different in {different} of {trials} comparisons", [])
-
-
 def diagnosis(scores: Scores) -> tuple[str, Rows]:
     """Count how often the fault that was named is the one that was made, by fault.
 
@@ -179,6 +172,5 @@ SUMMARIES: Mapping[str, Callable[[Scores], Summary]] = {
     "corpus": corpus,
     "generated": generated,
     "plans": generated,
-    "timing": timing,
 }
 """What sums up a score, by its name."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.agent import execution
-from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.compile_gate import check_signature
 from coda_agent.agent.judge.job import CompileJob
 from coda_agent.agent.judge.meaning import meaning_fault
@@ -25,7 +24,6 @@ from coda_agent.agent.judge.runners import run_interpreter, run_kernel
 from coda_agent.evals.cells import FOLDER, About, Judged, append, read
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.mutants import Mutant, equivalent
-from coda_agent.evals.kernels import paper
 from coda_agent.primitives.objects import use_cache
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge.runners import Runner
 
 Say = Callable[[int, int, str], None]
-KERNEL = "gemm_residual_partial_rmsnorm 4096"
-"""A case of two launches, reading and writing tiles: more to vary than a bare product."""
 
 
 class Score(Judged):
@@ -143,33 +139,6 @@ def score_corpus(judge: Judge, corpus: list[Subject], *, repeat: int) -> dict[st
     for right in corpus:
         groups.setdefault(right.name.partition(":")[0], []).append(right)
     return recorded(judge, "corpus", {n: lambda x=x: spec(x) for n, x in groups.items()})
-
-
-def score_timing(judge: Judge, trials: int, clock: Any = timing) -> dict[str, Score]:
-    """Compare a kernel with itself, and cuBLAS's product with itself, where noise is large.
-
-    Args:
-        judge: On "cpu" calls are interpreted, for tests.
-        trials: Comparisons of each.
-        clock: `agent.judge.timing`, or what stands for it.
-
-    Raises:
-        MachineError: the GPU is in use, or its clocks disagree.
-    """
-    clock.require_idle()
-    case = next(case for case in paper(judge.root).cases if case.name == KERNEL)
-    setup = case.make(judge.device, 1 if judge.device == "cuda" else 32)
-
-    def compared(name: str) -> dict[str, Any]:
-        def tell(done: int, total: int, _: str) -> None:
-            judge.say(done + 1, total, f"{name} against itself")
-
-        call = setup.makers[name]().call
-        found = clock.a_a(call, trials=trials, rounds=50, progress=tell)
-        return {key: x for key, x in found.items() if key != "ratios"}
-
-    jobs = {f"{KERNEL}, {n}": lambda n=n: compared(n) for n in ("ours", "gemm")}
-    return recorded(judge, "timing", jobs, gates=("performance",))
 
 
 def recorded(

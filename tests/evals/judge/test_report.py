@@ -68,8 +68,6 @@ def test_other_scores_are_summed_up() -> None:
     result, faults, remarks = report.generated(scores(a=cell, b=cell))
     assert result == "of 200: 196 right, 2 wrong, 0 disputed, 2 refused, 0 not admitted"
     assert faults == ["7, wrong: O is off"] * 2 and remarks == ["refused 2 times: no"]
-    timing = report.timing(scores(ours={"trials": 100, "different": 1}))
-    assert timing.result == "called different in 1 of 100 comparisons"
 
 
 def test_the_page_has_a_row_a_score(tmp_path: Path) -> None:

@@ -74,30 +74,3 @@ def test_right_programs_have_a_cell_a_spec(tmp_path: Path, variants: list[Subjec
     assert score.cell == {
         "programs": [right[0].name, wrong.name], "trials": 6, "refused": [f"{wrong.name}: off"] * 3,
     }  # fmt: skip
-
-
-class Clock:
-    """Runs a contender once on either set of inputs, and says it was called different once."""
-
-    def __init__(self) -> None:
-        self.idle, self.outputs = 0, list[set[str]]()
-
-    def a_a(self, call: Any, *, trials: int, rounds: int, progress: Any) -> dict[str, Any]:
-        self.outputs += [{*call(i)} for i in (0, 1)]
-        progress(0, trials, "")
-        return {"trials": trials, "rounds": rounds, "different": 1, "ratios": [1.0] * trials}
-
-    def require_idle(self) -> None:
-        self.idle += 1
-
-
-@pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
-def test_a_kernel_and_a_product_are_compared_with_themselves(tmp_path: Path) -> None:
-    clock, said = Clock(), list[tuple[int, int, str]]()
-    judge = scores.Judge(tmp_path, "cpu", lambda *what: said.append(what))
-    found = scores.score_timing(judge, 13, clock)
-    assert [score.cell for score in found.values()] == [
-        {"trials": 13, "rounds": 50, "different": 1}
-    ] * 2
-    assert clock.outputs == [{"D", "O", "s"}] * 2 + [{"product"}] * 2 and clock.idle == 1
-    assert (1, 13, "gemm against itself") in said
