@@ -24,7 +24,6 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import unfused
-from coda_agent.runtime.call_cache import signature
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
 # on SM90, sums promoted to registers, spills and is 3 to 20 times slower (measured on an H200).
 _FP8 = (("fp8_slow_accum", False),)
 
-# Launches of the judge's children, which come without a resolved call, by what they depend on;
-# some kilobytes each. quack keeps plans of its own, a program.
-_BOUND: dict[Any, Bound] = {}
+# Plans that quack keeps of a program, some kilobytes each.
 _PLANS = 512
 
 
@@ -73,6 +70,7 @@ class Arguments(NamedTuple):
             float32 tensors. An index outside [0, N) selects 0.
         outputs: Raw buffers, as of `allocate`.
         config: The tile configuration.
+        bound: The launch, if it is resolved.
     """
 
     program: Program
@@ -81,6 +79,7 @@ class Arguments(NamedTuple):
     operands: Mapping[str, Any]
     outputs: Mapping[str, torch.Tensor]
     config: TileConfig
+    bound: Bound | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Bound:
             operands = dict(zip(self.program.operands, inputs[2:], strict=False))
             named = dict(zip(self.program.outputs, outputs, strict=True))
             a, b = inputs[:2]
-            instead(Arguments(self.program, a, b, operands, named, self.config))
+            instead(Arguments(self.program, a, b, operands, named, self.config, self))
 
 
 def bind(given: Arguments) -> Bound:
@@ -129,17 +128,10 @@ def launch(given: Arguments, *, run: bool = True) -> Bound:
 
 
 def _launch(given: Arguments, *, run: bool = True) -> Bound:
-    program, a, b, operands, outputs, config = given
-    parts = signature((a, b, *operands.values(), *outputs.values())) if run else None
-    key = None if parts is None else (program.digest, config, *operands, *outputs, *parts)
-    if (bound := _BOUND.get(key)) is None:
+    program, a, b, operands, outputs, config, bound = given
+    if bound is None:
         resolve = _fused if config.fused else unfused.resolve
-        enqueue = cached(partial(resolve, given))
-        bound = Bound(program, config, enqueue)
-        if len(_BOUND) >= _PLANS:
-            _BOUND.clear()
-        if key is not None:
-            _BOUND[key] = bound
+        bound = Bound(program, config, cached(partial(resolve, given)))
     if run:
         inputs = a, b, *(operands[o] for o in program.operands)
         bound.enqueue(inputs, [outputs[o] for o in program.outputs])
@@ -154,7 +146,7 @@ or lets some fail, sets one that calls the one before; `run=False` compiles ahea
 
 def _fused(given: Arguments) -> Callable[..., None]:
     """The launch of the kernel whose epilogue is the program."""
-    program, a, b, operands, _, config = given
+    program, a, b, operands, _, config, _ = given
     plan = _plan(given)
     swap, parts = config.swap_ab, plan.split_k > 1
     gemm, epilogue = (itemgetter(*places) for places in _ordered(given, plan))
@@ -205,7 +197,7 @@ def _ordered(given: Arguments, plan: Any) -> tuple[tuple[int, ...], tuple[int, .
 
 def _plan(given: Arguments) -> Any:
     """quack's launch plan, compiled or found."""
-    program, a, b, operands, outputs, config = given
+    program, a, b, operands, outputs, config, _ = given
     values = _by_kernel_name(program, operands, outputs)
     d, c = values.pop("D", None), values.pop("c", None)
     module = lower(program, config.tile_n)

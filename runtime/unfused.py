@@ -70,7 +70,7 @@ def resolve(given: Arguments) -> Callable[..., None]:
     """
     import torch
 
-    program, a, _, operands, outputs, config = given
+    program, a, _, operands, outputs, config, _ = given
     types = [getattr(operands[o], "dtype", "number") for o in program.operands]
     call = prepare(
         program, [torch.float32, *types, *(outputs[o].dtype for o in program.outputs)], config

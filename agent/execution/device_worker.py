@@ -59,7 +59,7 @@ class Watch:
         self._seen.clear()
 
     def __call__(self, given: Arguments, *, run: bool = True) -> Any:
-        program, a, b, *_, config = given
+        program, a, b, config = given.program, given.a, given.b, given.config
         key = (id(program), config, a.dtype, a.shape, b.shape)
         if key in self._seen and not self._every and run:
             return self._launch(given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +24,7 @@ from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime.function import reduction_block
-from coda_agent.runtime.launch import Arguments, allocate, launch
+from coda_agent.runtime.launch import Arguments, Bound, allocate, bind
 from coda_agent.runtime.plan import finalised
 from coda_agent.runtime.tuning import TunedShape
 
@@ -218,7 +218,15 @@ class Launched:
         """Runs the kernel, and leaves reductions as partials."""
         inputs = self._set(i)
         a, b = (inputs[g] for g in self.spec.gemm)
-        launch(Arguments(self.program, a, b, inputs, self.outputs, self.config))
+        operands = [inputs[o] for o in self.program.operands]
+        self._bound((a, b, *operands), [*self.outputs.values()])
+
+    @cached_property
+    def _bound(self) -> Bound:
+        """The launch, which inputs of every set suit."""
+        inputs = self._set(0)
+        a, b = (inputs[g] for g in self.spec.gemm)
+        return bind(Arguments(self.program, a, b, inputs, self.outputs, self.config))
 
     def folded(self) -> dict[str, torch.Tensor]:
         """The outputs of the last launch, their reductions final."""

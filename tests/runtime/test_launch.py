@@ -81,7 +81,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(memory, "_FLAGS", {})
-    monkeypatch.setattr(module, "_BOUND", {})
     with target("sm_90a"):
         forget()
         yield made

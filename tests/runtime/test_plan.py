@@ -64,7 +64,7 @@ class Launches:
         self.bound = 0
 
     def __call__(self, given: Arguments) -> Bound:
-        program, a, b, operands, outputs, config = given
+        program, a, b, operands, outputs, config, _ = given
         self.bound += 1
         expected = [facts(t) for t in (a, b, *(operands[o] for o in program.operands))]
         shapes = {o: (t.shape, t.dtype) for o, t in outputs.items()}
