@@ -4,6 +4,7 @@
   one optimizer, on the same random tokens; `packed`, whose parameters are others, trains a copy.
 - `compile` is the model as transformers has it: under torch.compile it hands attention a mask, so
   that no flash attention runs. `compile, mask folded` leaves the mask out: attention is causal.
+- `coda` is the model as transformers has it under torch.compile with the backend of that name.
 - What is checked is the first loss, against the model's own; each notes the attention that it ran.
 - In FP8 the products of layers are: ours forward, torch.compile's backward too. Heads stay in bf16.
 - On two GPUs FSDP2 shards layers, and what is left of the model; each trains weights of its own.
@@ -58,7 +59,7 @@ class Llama:
 def cases() -> list[Case]:
     """List a step of Llama-3.2-1B in bf16, in FP8 and on two GPUs, and losses of more steps."""
     compiled = "compile", "compile, mask folded"
-    whole = "ours", "packed", *compiled, "liger"
+    whole = "ours", "packed", "coda", *compiled, "liger"
     narrow = "ours", "packed", "bf16", *compiled
     alone = "ours", "eager", "ours, one GPU", "eager, one GPU"
     make, losses = partial(_step, Llama()), partial(_losses, Llama())
@@ -142,7 +143,10 @@ class _Model:
         vars(self.home).update(before)
         if self.ranks > 1 and "one GPU" not in name:
             self._shard(model)
-        called = torch.compile(model, dynamic=False) if name.startswith("compile") else model
+        called = model
+        if name == "coda" or name.startswith("compile"):
+            backend = "coda" if name == "coda" else "inductor"
+            called = torch.compile(model, dynamic=False, backend=backend)
 
         def loss(ids: torch.Tensor) -> Any:
             self.home.apply_rotary_pos_emb = rotation
@@ -242,7 +246,7 @@ def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
 
         return Contender(step, first, lambda: "; ".join(notes))
 
-    names = ("ours", "packed", "bf16", "compile", "compile, mask folded", "liger")
+    names = ("ours", "packed", "coda", "bf16", "compile", "compile, mask folded", "liger")
     return Setup({n: partial(made, n) for n in names}, {"loss": home.loss()}, LIMIT)
 
 

@@ -29,7 +29,7 @@ def cells(root: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["train-1b", "train-1b fp8"])
 def test_first_losses_are_the_models_own(tmp_path: Path, name: str) -> None:
     found = cells(tmp_path, name)
-    for contender in {"ours", "packed", "bf16"} & {*found}:
+    for contender in {"ours", "packed", "coda", "bf16"} & {*found}:
         assert found[contender].error < 2e-3, contender
         assert "attention: _scaled_dot_product_flash_attention" in found[contender].note
         assert "first loss " in found[contender].note
