@@ -10,6 +10,7 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.check import run_exactly
 from coda_agent.agent.authors.composer.retrace import plain
+from coda_agent.fuse.imports import import_quack
 from coda_agent.fuse.regions import Region
 
 _WORSE = 2.0
@@ -28,6 +29,8 @@ def fault(region: Region, text: str, device: torch.device) -> str:
         A sentence about the first result that is worse than PyTorch's by more than a rounding; ""
         where none is.
     """
+    if device.type == "cuda":
+        import_quack()
     module = fx.GraphModule({}, region.part)
     inputs = drawn(region, device)
     wide = [x.double() if _is_float(x) else x for x in inputs]
