@@ -83,7 +83,7 @@ def test_a_page_has_what_is_recorded(tmp_path: Path) -> None:
     append(tmp_path / FOLDER / "fuse.jsonl", timed("gelu", eager=1.5))
     text = tables.write(tmp_path).read_text()
     fuse = text.partition("## fuse\n")[2].partition("## gradients")[0]
-    assert "Measured 2026-11-25 on a GPU." in fuse and "| all | warm | 1 | 1.500 |" in fuse
+    assert "Measured 2026-11-25 on a GPU." in fuse and "| forward | warm | 1 | 1.500 |" in fuse
     assert text.count("Not measured yet.") == 6 and "## kernels" not in text
 
 

@@ -51,8 +51,9 @@ def of_stored(
         if expr in stored:
             values[expr] = Expr(stored[expr], (values[expr],), expr.dims, key=expr.key)
     taken: dict[str, Expr] = {}
+    summed = "RowLogSumExp" in rewritten.outputs.values()
     for name, expr in rewritten.values.items():
-        if rewritten.outputs[name] not in _SUMS or values[expr] == expr:
+        if not summed or rewritten.outputs[name] not in _SUMS or values[expr] == expr:
             continue
         element = str(reduced[name]).removeprefix("torch.")
         taken[name] = values[expr]
