@@ -315,7 +315,6 @@ def test_bad_input(where: workspace.Workspace, args: list[str], code: int, messa
         "tune gemm_swiglu --shape 128,128,128",
         "check a.py --spec gemm_swiglu --device cuda", "verify --all --device cuda",
         "generate gemm_swiglu --device cuda", "warm gemm_swiglu --shape 128,128,128",
-        "score-judge timing",
     ],
 )  # fmt: skip
 def test_one_sentence_where_a_gpu_is_needed(

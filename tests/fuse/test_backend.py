@@ -171,6 +171,7 @@ def test_inference(seen: list[Shown]) -> None:
     assert min(counts(seen)) >= 8
 
 
+@pytest.mark.slow
 def test_compiled_autograd() -> None:
     from torch._dynamo import compiled_autograd
 
@@ -197,6 +198,7 @@ def test_a_pass_of_the_users_own_runs_before() -> None:
     assert joint.Kernels().uuid() != joint.Kernels(Own()).uuid()
 
 
+@pytest.mark.slow
 def test_threads_have_their_own_results() -> None:
     models = [Model().bfloat16() for _ in range(3)]
     for i, model in enumerate(models):
