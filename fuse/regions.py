@@ -34,7 +34,7 @@ VIEWS = (
     aten._unsafe_view.default, aten.unsqueeze.default, aten.detach.default,
 )  # fmt: skip
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_SHAPES = (*VIEWS, aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
+_SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 _BY_COUNT = (aten.mean.dim, aten.mean.default, aten.var.correction, aten.var_mean.correction)
 _NODES, _ATTEMPTS = 96, 24
@@ -240,11 +240,11 @@ def _grown(known: Cut, products: Sequence[fx.Node], without: set[fx.Node]) -> se
     """The products with all that is computed with them before another product is."""
     taken = {node: region for region in known.regions for node in region.nodes}
     nodes, needing, first = set(products), set(products), products[0]
+    outside = set[fx.Node]()  # of those that need the products
     for node in known.graph.nodes:
-        if node in nodes or not needing.intersection(node.all_input_nodes):
+        if node in nodes or needing.isdisjoint(node.all_input_nodes):
             continue
         needing.add(node)
-        outside = needing.difference(nodes)
         if (
             node.op == "call_function"
             and alike(node, first)
@@ -253,18 +253,25 @@ def _grown(known: Cut, products: Sequence[fx.Node], without: set[fx.Node]) -> se
             and node.target not in PRODUCTS
             and isinstance(node.meta.get("val"), torch.Tensor)
             and not _counts(node)
-            and outside.isdisjoint({*node.all_input_nodes} - {node})
+            and outside.isdisjoint(node.all_input_nodes)
             and not _through(node, taken, needing)
             and len(nodes) < _NODES
         ):
             nodes.add(node)
+        else:
+            outside.add(node)
     return nodes | _beside(known, nodes, {*taken, *needing, *without})
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of a node's value is made of one of its inputs'."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or node.target in CASTS or node.target in VIEWS
 
 
 def is_cheap(node: fx.Node) -> bool:
     """Whether a node's value is as soon computed again as loaded."""
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or node.target in CASTS or node.target in _SHAPES
+    return _is_pointwise(node) or node.target in _SHAPES
 
 
 def _stored(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
@@ -274,7 +281,7 @@ def _stored(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
     stored = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=False)}
     wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
     roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
-    return stored | (roots if _bytes(roots) <= _bytes(wanted) else wanted)
+    return stored | (roots if bytes_of(roots) <= bytes_of(wanted) else wanted)
 
 
 def _outside(node: fx.Node, nodes: set[fx.Node], *, later: bool) -> list[fx.Node]:
@@ -303,7 +310,7 @@ def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
         if len(whole) != 1 or nodes.intersection(node.all_input_nodes) != {*whole}:
             break
         source = whole[0]
-        if _bytes([source]) < _bytes([best]) or (best is node and node.target in VIEWS):
+        if bytes_of([source]) < bytes_of([best]) or (best is node and node.target in VIEWS):
             best = source
         node = source
     return best
@@ -335,45 +342,46 @@ def _copied(
     return copies[node]
 
 
-def _bytes(nodes: Iterable[fx.Node]) -> int:
-    values = [node.meta["val"] for node in nodes]
+def bytes_of(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of nodes that are tensors, together."""
+    values = [node.meta.get("val") for node in nodes]
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
 def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
     """Nodes of a region, stored or to be stored, that one is cheaply computed from."""
-    if node not in nodes:
-        return set()
-    if node in stored or not is_cheap(node):
-        return {node}
-    return {root for x in node.all_input_nodes for root in _roots(x, nodes, stored)}
+    roots, seen, pending = set[fx.Node](), set[fx.Node](), [node]
+    while pending:
+        n = pending.pop()
+        if n in seen or n not in nodes:
+            continue
+        seen.add(n)
+        if n in stored or not is_cheap(n):
+            roots.add(n)
+        else:
+            pending += n.all_input_nodes
+    return roots
 
 
 def _beside(known: Cut, nodes: set[fx.Node], others: set[fx.Node]) -> set[fx.Node]:
     """What is made of one tile for a region alone, such as a function of a stored gate."""
-    whole = max(x.meta["val"].numel() for x in nodes)
-
-    def is_whole(node: fx.Node) -> bool:
-        value = node.meta.get("val")
-        return isinstance(value, torch.Tensor) and value.numel() == whole
-
-    dropped = set(others)
+    whole = max(map(_numel, nodes))
+    near, pending = set[fx.Node](), [x for node in nodes for x in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in near and node not in nodes and _is_pointwise(node) and _numel(node) == whole:
+            near.add(node)
+            pending += node.all_input_nodes
+    ordered, dropped = sorted(near), set(others)
     while True:
         found = set[fx.Node]()
-        for node in reversed([*known.graph.nodes]):
-            pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-            if (
-                node in nodes
-                or node in dropped
-                or not (pointwise or node.target in (*CASTS, *VIEWS))
-            ):
-                continue
-            if is_whole(node) and node.users and nodes.union(found).issuperset(node.users):
+        for node in reversed(ordered):
+            if node not in dropped and all(user in nodes or user in found for user in node.users):
                 found.add(node)
         tiles: dict[fx.Node, set[fx.Node]] = {}
-        for node in known.graph.nodes:
+        for node in ordered:
             if node in found:
-                read = [x for x in node.all_input_nodes if is_whole(x)]
+                read = [x for x in node.all_input_nodes if _numel(x) == whole]
                 tiles[node] = {tile for x in read for tile in tiles.get(x, {x})}
         several = {node for node, read in tiles.items() if len(read) != 1}
         if not several:
@@ -384,10 +392,11 @@ def _beside(known: Cut, nodes: set[fx.Node], others: set[fx.Node]) -> set[fx.Nod
 def _through(node: fx.Node, taken: Mapping[fx.Node, Region], needing: set[fx.Node]) -> bool:
     """Whether a node reads of a region that needs these products itself."""
     read = {taken[x] for x in node.all_input_nodes if x in taken}
-    return any(needing.intersection(_ancestors(region.inputs)) for region in read)
+    return any(needing.intersection(ancestors(region.inputs)) for region in read)
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes and all that they are computed from."""
     seen, pending = set[fx.Node](), [*nodes]
     while pending:
         if (node := pending.pop()) not in seen:

@@ -18,10 +18,9 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.retrace import share
-from coda_agent.fuse.regions import PRODUCTS, TAGS
+from coda_agent.fuse.regions import CASTS, PRODUCTS, TAGS, ancestors
 
 aten = torch.ops.aten
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
 
 
@@ -71,7 +70,7 @@ def _parts(a: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
     flat = all(x in whole or x.meta["val"].ndim == 1 for x in wide)
     # A factor that does not follow from the row itself is there before the row's own product.
     last = {product for x in whole for product in _last_products(x)}
-    if not flat or not last or any(last.isdisjoint(_ancestors(x)) for x in rows):
+    if not flat or not last or any(last.isdisjoint(ancestors([x])) for x in rows):
         return None
     return wide, rows
 
@@ -94,7 +93,7 @@ def _factors(node: fx.Node) -> Iterator[fx.Node]:
         if node.target in _VIEWS and node.meta["val"].shape[-1] == source.meta["val"].shape[-1]:
             yield from _factors(source)
             return
-        if node.target in _CASTS and source.meta["val"].is_floating_point():
+        if node.target in CASTS and source.meta["val"].is_floating_point():
             yield from _factors(source)
             return
         other = node.args[1] if node.target is aten.mul.Tensor else None
@@ -103,16 +102,6 @@ def _factors(node: fx.Node) -> Iterator[fx.Node]:
             yield from _factors(other)
             return
     yield node
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is computed from."""
-    seen, pending = set[fx.Node](), [node]
-    while pending:
-        if (n := pending.pop()) not in seen:
-            seen.add(n)
-            pending += n.all_input_nodes
-    return seen
 
 
 def _last_products(node: fx.Node) -> set[fx.Node]:

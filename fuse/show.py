@@ -10,7 +10,7 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.emit import module_text
 from coda_agent.fuse.kernels import Kernel
-from coda_agent.fuse.regions import PRODUCTS, Cut, Region, order
+from coda_agent.fuse.regions import PRODUCTS, Cut, Region, bytes_of, order
 from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -68,10 +68,11 @@ def shown(known: Cut, kernels: Mapping[Region, Kernel], notes: list[str]) -> Sho
     nodes = [n for n in known.graph.nodes if n.op == "call_function"]
     whole = [_call(n, "") for n in nodes if not _is_free(n)]
     why = {node.name: reason for node, reason in known.why.items()}
-    regions = [step for step in order(known) if isinstance(step, Region)]
+    every = [*order(known)]
+    regions = [step for step in every if isinstance(step, Region)]
     steps = [
         _kernel(step, kernels[step]) if isinstance(step, Region) else _call(step, why)
-        for step in order(known)
+        for step in every
         if isinstance(step, Region) or not _is_free(step)
     ]
     return Shown(
@@ -114,13 +115,8 @@ def _is_free(node: fx.Node) -> bool:
     return node.op != "call_function" or name in (*_VIEWS, "") or not _has_value(node)
 
 
-def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.element_size() if _has_value(node) else 0
-
-
 def _kernel(region: Region, kernel: Kernel) -> Cost:
-    moved = sum(map(_bytes, (*region.inputs, *region.outputs)))
+    moved = bytes_of((*region.inputs, *region.outputs))
     level = f"{kernel.like}, accepted" if kernel.accepted else "composed"
     level += f", with tiles of {kernel.like}" * bool(kernel.like and not kernel.accepted)
     calls = [n.name for n in region.nodes if not _is_free(n)]
@@ -134,7 +130,7 @@ def _kernel(region: Region, kernel: Kernel) -> Cost:
 
 
 def _call(node: fx.Node, why: Mapping[str, str] | str) -> Cost:
-    moved = _bytes(node) + sum(_bytes(x) for x in node.all_input_nodes if _has_value(x))
+    moved = bytes_of((node, *node.all_input_nodes))
     reason = why.get(node.name, "no part of a kernel") if isinstance(why, Mapping) else why
     floor = _floor([node], moved)
     step = str(node.format_node()).partition(" : ")[0].lstrip("%")

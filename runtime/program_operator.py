@@ -56,14 +56,15 @@ def function_of(text: str) -> ProgramFunction:
 
 
 def _call(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> list[torch.Tensor]:
-    function = function_of(program)
-    results = function(a, b, dict(zip(function.program.operands, operands, strict=True)))
-    return [results[x] for x in function.program.outputs]
+    return _results(function_of(program), ProgramFunction.__call__, a, b, operands)
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> list[torch.Tensor]:
-    function = function_of(program)
-    results = function.fake(a, b, dict(zip(function.program.operands, operands, strict=True)))
+    return _results(function_of(program), ProgramFunction.fake, a, b, operands)
+
+
+def _results(function: ProgramFunction, call: Any, a: Any, b: Any, operands: Any) -> list[Any]:
+    results = call(function, a, b, dict(zip(function.program.operands, operands, strict=True)))
     return [results[x] for x in function.program.outputs]
 
 
