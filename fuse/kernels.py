@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.join import Composition
+from coda_agent.agent.authors.composer.ports import Port, Sized
 from coda_agent.fuse.regions import Cut, Region, cut
 from coda_agent.primitives.errors import MachineError, ProgramError, WorkspaceError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.reductions import Reduction
-from coda_agent.primitives.resources import RowGather
+from coda_agent.primitives.resources import RowGather, Scalar
 from coda_agent.runtime.program_operator import program_text
 from coda_agent.specs import Spec, load_spec
 
@@ -65,6 +66,34 @@ def kernel_of(composition: Composition) -> Kernel:
     like = str(entry.folder) if entry else ""
     text = program_text(composition.program, stored, dtype, like)
     return Kernel(text, entry.name if entry else "", same)
+
+
+def called(
+    composition: Composition, text: str, entered: Callable[[Port], Any], sized: Sized = list
+) -> dict[fx.Node | None, Any]:
+    """Call a composition's kernel, on tensors or on proxies of a graph's nodes.
+
+    Args:
+        composition: It.
+        text: The kernel, as the operator takes it.
+        entered: From a port to the kernel's tensor.
+        sized: What stands for sizes.
+
+    Returns:
+        Its results, by the nodes whose values they are.
+    """
+    convert = torch.ops.prims.convert_element_type.default
+    a, b = entered(composition.a), entered(composition.b)
+    operands = [
+        convert(x, torch.float32) if composition.program.operands[name] is Scalar else x
+        for name, x in ((name, entered(port)) for name, port in composition.operands.items())
+    ]
+    stored = torch.ops.coda_agent.kernel.default(a, b, operands, program=text)
+    names = [*composition.program.outputs]
+    return {
+        port.node: convert(port.restored(stored[names.index(port.name)], sized), port.dtype)
+        for port in composition.outputs.values()
+    }
 
 
 def stored_types(composition: Composition) -> dict[str, str | None]:

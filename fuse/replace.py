@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from coda_agent.agent.authors.composer.ports import Extent
+from coda_agent.agent.authors.composer.ports import Extent, Port
+from coda_agent.fuse.kernels import called
 from coda_agent.fuse.regions import TAGS, Cut, Region, order
-from coda_agent.primitives.resources import Scalar
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
@@ -95,37 +95,35 @@ def _call(
     """Append a call of a region's kernel, which takes `known` results of others; its own, by the
     nodes that had their values and whose users they have now."""
     composition = region.composition
-    before = {*graph.nodes}
-    ports = (composition.a, composition.b, *composition.operands.values())
-    given: list[Any] = []
-    packed = set[fx.Node]()
-    for port in ports:
-        start = {*graph.nodes}
-        proxies = (fx.Proxy(known.get(n, n), sized.tracer) for n in port.nodes)
-        x: Any = port.canonical(*proxies, sized=sized)
-        if composition.program.operands.get(port.name) is Scalar:
-            x = prims.convert_element_type.default(x, torch.float32)
-        given.append(x)
-        packed |= {n for n in graph.nodes if n not in start} if port.packed else set()
-    a, b, *operands = given
-    names = [*composition.program.outputs]
-    stored = torch.ops.coda_agent.kernel.default(a, b, operands, program=text)
-    results: dict[fx.Node, fx.Node] = {}
-    for port in composition.outputs.values():
-        x = port.restored(stored[names.index(port.name)], sized)
-        x = prims.convert_element_type.default(x, port.dtype)
-        assert port.node is not None
-        results[port.node] = x.node
-        port.node.replace_all_uses_with(x.node, delete_user_cb=lambda u: u not in region.nodes)
-    product = next(node for node in graph.nodes if node in region.nodes)
-    for node in graph.nodes:
-        if node not in before:
-            node.meta |= {tag: product.meta[tag] for tag in TAGS if tag in product.meta}
-            if node in packed and product.meta.get("partitioner_tag") == "is_forward":
-                # Or the copy of a weight is kept until the backward pass.
-                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                node.meta.setdefault("ac_graph_id", 0)
+    (end,) = (node for node in reversed(graph.nodes) if node.op == "output")
+    last, packed = end.prev, set[fx.Node]()
+
+    def entered(port: Port) -> Any:
+        start = end.prev
+        x = port.canonical(
+            *(fx.Proxy(known.get(n, n), sized.tracer) for n in port.nodes), sized=sized
+        )
+        packed.update(_between(start, end) if port.packed else ())
+        return x
+
+    found = called(composition, text, entered, sized)
+    results = {node: x.node for node, x in found.items() if node is not None}
+    for node, result in results.items():
+        node.replace_all_uses_with(result, delete_user_cb=lambda u: u not in region.nodes)
+    product = min(region.nodes)
+    for node in _between(last, end):
+        node.meta |= {tag: product.meta[tag] for tag in TAGS if tag in product.meta}
+        if node in packed and product.meta.get("partitioner_tag") == "is_forward":
+            # Or the copy of a weight is kept until the backward pass.
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
     return results
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """Nodes after one and before another."""
+    while (first := first.next) is not last:
+        yield first
 
 
 def _evaluate(graph: fx.Graph) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 from coda_agent.agent.authors.composer.check import run_exactly
 from coda_agent.agent.authors.composer.retrace import plain
 from coda_agent.fuse.imports import import_quack
+from coda_agent.fuse.kernels import called
 from coda_agent.fuse.regions import Region
 
 _WORSE = 2.0
@@ -55,22 +56,14 @@ def _is_float(x: Any) -> bool:
 
 def with_kernel(region: Region, text: str) -> Callable[..., list[torch.Tensor]]:
     """Make the function that a region's part is, by its kernel."""
-    local, operator = region.local, torch.ops.coda_agent.kernel.default
-    ports = (local.a, local.b, *local.operands.values())
-    stored = [*local.program.outputs]
     (end,) = (node for node in region.part.nodes if node.op == "output")
 
     def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
         run = _Values(fx.GraphModule({}, region.part))
         run.run(*inputs)
-        given = (port.canonical(*map(run.values.__getitem__, port.nodes)) for port in ports)
-        a, b, *operands = given
-        results = operator(a, b, [x if x.ndim else x.float() for x in operands], program=text)
-        found = {
-            port.node: port.restored(results[stored.index(port.name)]).to(port.dtype)
-            for port in local.outputs.values()
-        }
-        return [found[node] for node in end.args[0]]
+        entered = lambda port: port.canonical(*map(run.values.__getitem__, port.nodes))
+        results = called(region.local, text, entered)
+        return [results[node] for node in end.args[0]]
 
     return call
 
