@@ -1,8 +1,8 @@
 """Attention's mask as PyTorch's kernels want it: causal by word, where the tensor says no more.
 
 transformers 5 makes a mask of (B, 1, S, S) under torch.compile (torch before 2.14) and repeats keys
-and values. With a mask no flash kernel runs: a training step of Llama-3.2-1B takes 338 ms on an
-H100 with it and 260 ms without.
+and values. With a mask no flash kernel runs: a training step of Llama-3.2-1B, 4 x 4096 tokens, took
+338 ms on an H100 with it and 260 ms without (torch 2.11, AdamW included).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
         texts: The kernel of each region, as the operator takes it.
     """
     graph = known.graph
-    (end,) = (node for node in graph.nodes if node.op == "output")
+    end = graph.output_node()
     strides = [_strides(x) for x in tree_leaves(end.args)]
     results: dict[fx.Node, fx.Node] = {}
     symbols = _Symbols(graph)
@@ -95,7 +95,7 @@ def _call(
     """Append a call of a region's kernel, which takes `known` results of others; its own, by the
     nodes that had their values and whose users they have now."""
     composition = region.composition
-    (end,) = (node for node in reversed(graph.nodes) if node.op == "output")
+    end = graph.output_node()
     last, packed = end.prev, set[fx.Node]()
 
     def entered(port: Port) -> Any:
