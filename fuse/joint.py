@@ -100,6 +100,8 @@ def _refused(region: Region, text: str, device: torch.device) -> str:
                 reason = loss(region, text, device)
         except CodaError as error:  # sizes that no kernel takes
             reason = error.message
+        except torch.OutOfMemoryError:
+            reason = "what it computes twice, to be compared, does not fit"
         _REFUSED[key] = reason
     return _REFUSED[key]
 

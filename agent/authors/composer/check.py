@@ -55,10 +55,13 @@ def run_exactly(
     module: fx.GraphModule,
     inputs: Iterable[torch.Tensor],
     narrow: Callable[[torch.dtype], bool] = lambda _: False,
+    dtype: torch.dtype = torch.float64,
 ) -> Any:
-    """Run a graph in float64; casts round only where that is meant, to a `narrow` type."""
+    """Run a graph in float64, or another type; casts round only where that is meant, to a `narrow`
+    type. A value is freed after its last use."""
     values: dict[Any, Any] = {}
     given = iter(inputs)
+    last = {x: node for node in module.graph.nodes for x in node.all_input_nodes}
     for node in module.graph.nodes:
         match node.op:
             case "placeholder":
@@ -69,7 +72,10 @@ def run_exactly(
                 results: Any = torch.fx.map_arg(node.args, values.__getitem__)
                 return results[0]
             case _:
-                values[node] = call_exactly(node, values, narrow)
+                values[node] = call_exactly(node, values, narrow, dtype)
+        for x in node.all_input_nodes:
+            if last[x] is node:
+                del values[x]
     return None
 
 
@@ -77,21 +83,22 @@ def call_exactly(
     node: fx.Node,
     values: Mapping[fx.Node, Any],
     narrow: Callable[[torch.dtype], bool] = lambda _: False,
+    dtype: torch.dtype = torch.float64,
 ) -> Any:
-    """Call in float64 what a node calls, on `values` of others."""
+    """Call in float64, or another type, what a node calls, on `values` of others."""
     found: Any = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
     args, kwargs = found
     target = cast("Callable[..., Any]", node.target)
-    dtype = getattr(node.meta.get("val"), "dtype", None)
-    if name_of(node) in _CASTS and dtype is not None and dtype.is_floating_point:
+    own = getattr(node.meta.get("val"), "dtype", None)
+    if name_of(node) in _CASTS and own is not None and own.is_floating_point:
         x = args[0]
-        return (x.to(dtype) if narrow(dtype) else x).double()
+        return (x.to(own) if narrow(own) else x).to(dtype)
     if name_of(node) == "philox":  # the operator is there to be recorded
         return philox(*args[1:])
-    wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+    wide = lambda x: dtype if isinstance(x, torch.dtype) and x.is_floating_point else x
     found = target(*tree_map(wide, args), **tree_map(wide, kwargs))
     if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
-        return found.double()  # a constant, or what whole numbers make
+        return found.to(dtype)  # a constant, or what whole numbers make
     return found
 
 
