@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from coda_agent.evals.cases import Absent, Case, Contender, Setup
+from coda_agent.fuse.backend import coda
 
 LIMIT, LOSSES, FAR = 0.01, 20, 0.5
 """How far a first loss may be from the model's own; the steps of a case of losses, and how far
@@ -145,7 +146,7 @@ class _Model:
             self._shard(model)
         called = model
         if name == "coda" or name.startswith("compile"):
-            backend = "coda" if name == "coda" else "inductor"
+            backend = coda if name == "coda" else "inductor"
             called = torch.compile(model, dynamic=False, backend=backend)
 
         def loss(ids: torch.Tensor) -> Any:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from coda_agent.agent.judge.samples import Samples
 
+_ALONE = {"joint_custom_post_pass": None, "triton.cudagraphs": False}
+"""What is compiled to be timed has no pass that asks for it, nor graphs of CUDA of its own."""
 _ROUNDS, _CALLS = 11, 4
 """How often ways to run a plan are timed beside each other in loops, and calls of a loop."""
 _GPU_ROUNDS = 29
@@ -37,13 +39,17 @@ class Inductor:
 
     def _for(self, tensors: Sequence[torch.Tensor]) -> Any:
         import torch
-        import torch._inductor
+        from torch._guards import tracing
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        with alone(), torch.no_grad():
+        # Nothing of a graph that is being compiled around this, nor the pass that asks for it.
+        apart = tracing(None), config.patch(_ALONE)
+        with alone(), torch.no_grad(), apart[0], apart[1]:
             given: list[Any] = [t.detach() for t in tensors]
             traced = make_fx(self._function, tracing_mode="fake")(*given)
-            return torch._inductor.compile(traced, given)
+            return compile_fx(traced, given)
 
 
 def fastest(runs: Mapping[str, Callable[[], Any]]) -> tuple[str, dict[str, float]]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor import compile_fx
 
 from coda_agent.agent.judge import timing
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.fuse import choice
+from coda_agent.fuse import backend, choice, joint
 from coda_agent.fuse import timing as ways
 from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
@@ -25,7 +25,7 @@ def test_whether_a_kernel_pays_is_timed_once_and_kept(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, tensors: graph)
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, tensors: graph)
     us, timed = {"torch.compile": 3.0, "the kernel": 2.0}, []
 
     def times(runs: Any) -> tuple[str, dict[str, float]]:
@@ -46,6 +46,48 @@ def test_whether_a_kernel_pays_is_timed_once_and_kept(
     us["torch.compile"] = 1.5
     assert lost(24) == "" and len(timed) == 1
     assert lost(40) == "gains nothing: in us torch.compile 1.5, the kernel 2.0"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_kernel_is_timed_inside_the_compilation_that_asks(
+    grad: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    whole = compile_fx.compile_fx  # without a C++ compiler
+
+    def given(
+        graph: Any, tensors: Any, inner_compile: Any = backend._called, *rest: Any, **by: Any
+    ):
+        return whole(graph, tensors, inner_compile, *rest, **by)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", given)
+    timed = []
+
+    def times(runs: Any) -> tuple[str, dict[str, float]]:
+        timed.append([run() for run in runs.values()])
+        return "the kernel", dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr(choice, "fastest", times)
+    monkeypatch.setattr(joint, "_REFUSED", {})
+    fault = joint.fault
+    both = lambda *of: fault(*of) or choice.loss(*of)
+    monkeypatch.setattr(joint, "fault", both)
+
+    def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up)), down) + x
+
+    args = [drawn(24, H), drawn(2 * H, H), drawn(H, 2 * H)]
+    found = [[x.clone().requires_grad_(grad) for x in args] for _ in range(2)]
+    own, got = mlp(*found[0]), torch.compile(mlp, backend=backend.coda)(*found[1])
+    assert torch.allclose(got, own, atol=3e-2, rtol=2e-2)
+    assert len(timed) >= 2 and all(len(one) == len(other) for one, other in timed)
+    if grad:
+        own.sum().backward()
+        got.sum().backward()
+        for x, y in zip(*found, strict=True):
+            assert x.grad is not None and y.grad is not None
+            assert float((y.grad - x.grad).norm() / x.grad.norm()) < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -100,11 +142,9 @@ def rotated(x: Tensor, w: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_inductor_is_given_one_graph_of_atens_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor
-
     graphs: list[torch.fx.GraphModule] = []
     given = lambda graph, tensors: graphs.append(graph) or graph
-    monkeypatch.setattr(torch._inductor, "compile", given)
+    monkeypatch.setattr(compile_fx, "compile_fx", given)
     args = [drawn(24, H), drawn(D, H), drawn(24, 16)]
     run = ways.Inductor(rotated)
     for _ in range(2):
