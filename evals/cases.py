@@ -116,6 +116,15 @@ class Suite:
     group: Callable[[str], str] = lambda case: "all"
 
 
+def operators_of(call: Callable[[], Any]) -> dict[str, int]:
+    """Count the operators that a call runs, by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call()
+    return {str(event.key): event.count for event in seen.key_averages()}
+
+
 def differentiated(
     way: Callable[[Mapping[str, Tensor]], Sequence[Tensor]],
     values: Mapping[str, Tensor],

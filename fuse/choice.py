@@ -4,48 +4,72 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from coda_agent.fuse.build import tiles_of
+from coda_agent.fuse.imports import import_quack
+from coda_agent.fuse.kernels import Kernel, arguments
 from coda_agent.fuse.regions import Region, described
 from coda_agent.fuse.timing import Inductor, fastest
-from coda_agent.fuse.verify import drawn, with_kernel
+from coda_agent.fuse.verify import distance, drawn, entering, with_kernel
+from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.program_operator import function_of, with_tiles
 
 SOURCES = "fuse", "agent/authors", "primitives", "runtime", "generated"
 """The folders that compose and run a kernel, by which a verdict holds."""
+_ROUNDS = 9
+"""How often each of a kernel's tiles is timed."""
+_SAME = 1e-2
+"""How far tiles' results may be from each other; some compile, and compute something else."""
 
 
-def loss(region: Region, text: str, device: torch.device) -> str:
+def timed(region: Region, kernel: Kernel, device: torch.device) -> Kernel | str:
     """Time a kernel, with the packing that it needs, on numbers drawn at random.
 
     Args:
         region: What it computes.
-        text: The kernel, as the operator takes it.
+        kernel: It. Where nothing was measured of its tiles, a few likely ones are tried.
         device: The GPU.
 
     Returns:
-        A sentence with both times where the kernel is not faster by its whole interval; "" where it
-        is. It is kept in the user's cache by the region, the kernel, the card and the versions.
+        The kernel with its tiles and times; where it is not faster by its whole interval, a
+        sentence with both times. It is kept in the user's cache by the region, the kernel, the card
+        and the versions.
     """
-    where = torch.cuda.get_device_name(device), torch.__version__
-    parts = described(region.part), text, where, fingerprint(*SOURCES)
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    path = user_cache() / "regions" / f"{digest}.json"
-    known = remembered(path)
-    if "loss" not in known:
-        known = {"loss": _timed(region, text, device)}
+    path = _path(region, kernel, device)
+    if not (known := remembered(path)):
+        known = _timed(region, kernel, device)
         remember(path, known)
-    return known["loss"]
+    return known["loss"] or replace(kernel, text=known["text"], times=known["times"])
 
 
-def _timed(region: Region, text: str, device: torch.device) -> str:
+def untimed(region: Region, kernel: Kernel, device: torch.device) -> bool:
+    """Whether a kernel is still to be timed."""
+    return not remembered(_path(region, kernel, device))
+
+
+def _path(region: Region, kernel: Kernel, device: torch.device) -> Path:
+    where = torch.cuda.get_device_name(device), torch.__version__
+    parts = described(region.part), kernel.text, where, fingerprint(*SOURCES)
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return user_cache() / "regions" / f"{digest}.json"
+
+
+def _timed(region: Region, kernel: Kernel, device: torch.device) -> dict[str, str]:
+    import_quack()
     given = drawn(region, device)
     inputs = [x for x in given if isinstance(x, torch.Tensor)]
+    text = kernel.text if kernel.like else _tiled(region, kernel, given)
 
     def compiled(call: Callable[..., Any]) -> Inductor:
         def function(*tensors: torch.Tensor) -> Any:
@@ -59,19 +83,46 @@ def _timed(region: Region, text: str, device: torch.device) -> str:
         for call in (own, ours):  # it is compiled at its first call
             call(*inputs)
         ways = {"torch.compile": lambda: own(*inputs), "the kernel": lambda: ours(*inputs)}
-        best, times = fastest(ways)
-    if best == "the kernel":
-        return ""
-    us = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
-    return f"gains nothing: in us {us}"
+        best, found = fastest(ways)
+    times = "in us " + ", ".join(f"{name} {time:.1f}" for name, time in found.items())
+    loss = "" if best == "the kernel" else f"gains nothing: {times}"
+    return {"text": text, "loss": loss, "times": times}
+
+
+def _tiled(region: Region, kernel: Kernel, given: Sequence[Any]) -> str:
+    """Write down a kernel with the fastest of its likely tiles."""
+    from coda_agent.agent.judge.timing import interleave
+    from coda_agent.agent.judge.tuner import ranked
+
+    text, function = kernel.text, function_of(kernel.text)
+    a, b, operands = arguments(region.local, entering(region, given))
+    shape = a.shape[0], b.shape[0], a.shape[1]
+    named = dict(zip(function.program.operands, operands, strict=True))
+    runs: dict[TileConfig, Callable[[int], Any]] = {}
+    expected: list[torch.Tensor] = []
+    for config in tiles_of(kernel, shape):
+        try:
+            results = [*function(a, b, named, config=config).values()]
+        except CodaError:  # it does not compile
+            continue
+        expected = expected or results
+        if all(distance(x, y) < _SAME for x, y in zip(results, expected, strict=True)):
+            runs[config] = lambda _, config=config: function(a, b, named, config=config)
+    if len(runs) < 2:
+        return text
+    clock = partial(interleave, warmup=1)
+    with suppress(MachineError):  # the clocks disagree
+        return with_tiles(text, shape, ranked(runs, _ROUNDS, clock)[0][0])
+    return text
 
 
 def remembered(path: Path) -> dict[str, str]:
     """What was kept in a file; nothing where there is none that can be read."""
     try:
-        return json.loads(path.read_bytes())
+        known = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
+    return known if isinstance(known, dict) and {"text", "loss", "times"} <= known.keys() else {}
 
 
 def remember(path: Path, known: Mapping[str, str]) -> None:

@@ -17,10 +17,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from coda_agent.agent.authors.composer.retrace import share
-from coda_agent.fuse.choice import SOURCES, loss
+from coda_agent.fuse.build import build
+from coda_agent.fuse.choice import SOURCES, timed, untimed
 from coda_agent.fuse.hints import hinted
-from coda_agent.fuse.kernels import chosen
-from coda_agent.fuse.regions import PRODUCTS, Region, described
+from coda_agent.fuse.kernels import Kernel, chosen
+from coda_agent.fuse.nodes import PRODUCTS
+from coda_agent.fuse.regions import Region, described
 from coda_agent.fuse.replace import replace_regions
 from coda_agent.fuse.rules import prepare, spell_logsumexp
 from coda_agent.fuse.show import Shown, shown
@@ -80,9 +82,16 @@ def put_kernels(graph: fx.Graph) -> None:
     with _disable_current_modes(), unset_fake_temporarily(), hinted(graph):
         notes = prepare(graph)
         known, kernels = chosen(graph)
+        if device.type == "cuda":
+            new = {_key(r, kernels[r]): r for r in known.regions}
+            left = [r for key, r in new.items() if key not in _JUDGED]
+            build([(r, kernels[r]) for r in left if untimed(r, kernels[r], device)], device)
         for region in [*known.regions]:
-            if reason := _refused(region, kernels[region].text, device):
-                known.leave(region, reason)
+            found = _judged(region, kernels[region], device)
+            if isinstance(found, str):
+                known.leave(region, found)
+            else:
+                kernels[region] = found
         if (seen := SEEN.get()) is not None:
             seen.append(shown(known, kernels, notes))
     replace_regions(known, {region: kernels[region].text for region in known.regions})
@@ -90,20 +99,23 @@ def put_kernels(graph: fx.Graph) -> None:
     share(graph)
 
 
-def _refused(region: Region, text: str, device: torch.device) -> str:
-    """Why a region is left to PyTorch; "" where it is not. Layers that are alike are tried once."""
-    key = described(region.part), text
-    if key not in _REFUSED:
+def _judged(region: Region, kernel: Kernel, device: torch.device) -> Kernel | str:
+    """A region's kernel as it runs, or why it is left to PyTorch. Layers that are alike are tried
+    once."""
+    if (key := _key(region, kernel)) not in _JUDGED:
         try:
-            reason = fault(region, text, device)
-            if not reason and device.type == "cuda":
-                reason = loss(region, text, device)
+            found = timed(region, kernel, device) if device.type == "cuda" else kernel
+            reason = found if isinstance(found, str) else fault(region, found.text, device)
+            _JUDGED[key] = reason or found
         except CodaError as error:  # sizes that no kernel takes
-            reason = error.message
+            _JUDGED[key] = error.message
         except torch.OutOfMemoryError:
-            reason = "what it computes twice, to be compared, does not fit"
-        _REFUSED[key] = reason
-    return _REFUSED[key]
+            _JUDGED[key] = "what it computes twice, to be compared, does not fit"
+    return _JUDGED[key]
 
 
-_REFUSED: dict[tuple[str, str], str] = {}
+def _key(region: Region, kernel: Kernel) -> tuple[str, str]:
+    return described(region.part), kernel.text
+
+
+_JUDGED: dict[tuple[str, str], Kernel | str] = {}

@@ -37,11 +37,13 @@ class Kernel:
         text: It, as the operator `coda_agent::kernel` takes it.
         like: The name of the accepted kernel whose tiles it has; or "".
         accepted: Whether that computes the same.
+        times: How long it takes, and Inductor's code, where they were timed.
     """
 
     text: str
     like: str
     accepted: bool
+    times: str = ""
 
 
 def chosen(graph: fx.Graph) -> tuple[Cut, dict[Region, Kernel]]:
@@ -82,18 +84,24 @@ def called(
     Returns:
         Its results, by the nodes whose values they are.
     """
-    convert = torch.ops.prims.convert_element_type.default
-    a, b = entered(composition.a), entered(composition.b)
-    operands = [
-        convert(x, torch.float32) if composition.program.operands[name] is Scalar else x
-        for name, x in ((name, entered(port)) for name, port in composition.operands.items())
-    ]
+    a, b, operands = arguments(composition, entered)
     stored = torch.ops.coda_agent.kernel.default(a, b, operands, program=text)
     names = [*composition.program.outputs]
     return {
-        port.node: convert(port.restored(stored[names.index(port.name)], sized), port.dtype)
+        port.node: _convert(port.restored(stored[names.index(port.name)], sized), port.dtype)
         for port in composition.outputs.values()
     }
+
+
+def arguments(composition: Composition, entered: Callable[[Port], Any]) -> tuple[Any, Any, list]:
+    """Make A, B and the operands of a composition's kernel from what enters by its ports."""
+    a, b = entered(composition.a), entered(composition.b)
+    kinds = composition.program.operands
+    operands = [(kinds[x], entered(port)) for x, port in composition.operands.items()]
+    return a, b, [_convert(x, torch.float32) if kind is Scalar else x for kind, x in operands]
+
+
+_convert = torch.ops.prims.convert_element_type.default
 
 
 def stored_types(composition: Composition) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ backward pass needs of a forward region is computed there again from the fewest 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,19 +22,19 @@ from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.problem import Refusal
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
 from coda_agent.agent.authors.composer.subgraph import compose_graph
+from coda_agent.fuse.nodes import (
+    PRODUCTS,
+    SHORT,
+    VIEWS,
+    alike,
+    ancestors,
+    bytes_of,
+    is_cheap,
+    numel,
+)
+from coda_agent.fuse.reads import read_along
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)
-SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-"""Element types that kernels multiply."""
-TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "stack_trace", "nn_module_stack")
-"""What passes after this one read of a node; new nodes have it of those that they stand for."""
-VIEWS = (
-    aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default,
-    aten._unsafe_view.default, aten.unsqueeze.default, aten.detach.default,
-)  # fmt: skip
-CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 _BY_COUNT = (aten.mean.dim, aten.mean.default, aten.var.correction, aten.var_mean.correction)
 _NODES, _ATTEMPTS = 96, 24
@@ -138,12 +138,6 @@ def _fits(known: Cut, region: Region) -> bool:
         return False
 
 
-def alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes belong to the same pass."""
-    tag = "partitioner_tag"
-    return (one.meta.get(tag) == "is_backward") == (other.meta.get(tag) == "is_backward")
-
-
 def _operands(product: fx.Node) -> list[fx.Node]:
     """A and B of a product."""
     return [x for x in product.args if isinstance(x, fx.Node)][-2:]
@@ -161,9 +155,9 @@ def _unfit(product: fx.Node) -> str:
 
 def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
     """The region that grows from these products, or why there is none."""
-    without = set[fx.Node]()
+    without, along = set[fx.Node](), True
     for _ in range(_ATTEMPTS):
-        nodes = _grown(known, products, without)
+        nodes = _grown(known, products, without, stored=along)
         if not nodes.issuperset(products):
             return "needs another product of its own A"
         stored = _stored(known.graph, nodes)
@@ -172,7 +166,10 @@ def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
         if isinstance(local, Refusal):
             node = originals.get(local.node) if local.node else None
             if node is None or node not in nodes or node in products or node in without:
-                return local.message
+                if not along:
+                    return local.message
+                along = False
+                continue
             without.add(node)
             continue
         if len(nodes) == len(products) or _is_bare(local):
@@ -236,7 +233,9 @@ def _is_bare(composition: Composition) -> bool:
     return all(expr.op == "acc" for expr in composition.rewritten.values.values())
 
 
-def _grown(known: Cut, products: Sequence[fx.Node], without: set[fx.Node]) -> set[fx.Node]:
+def _grown(
+    known: Cut, products: Sequence[fx.Node], without: set[fx.Node], *, stored: bool
+) -> set[fx.Node]:
     """The products with all that is computed with them before another product is."""
     taken = {node: region for region in known.regions for node in region.nodes}
     nodes, needing, first = set(products), set(products), products[0]
@@ -260,18 +259,8 @@ def _grown(known: Cut, products: Sequence[fx.Node], without: set[fx.Node]) -> se
             nodes.add(node)
         else:
             outside.add(node)
-    return nodes | _beside(known, nodes, {*taken, *needing, *without})
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of a node's value is made of one of its inputs'."""
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or node.target in CASTS or node.target in VIEWS
-
-
-def is_cheap(node: fx.Node) -> bool:
-    """Whether a node's value is as soon computed again as loaded."""
-    return _is_pointwise(node) or node.target in _SHAPES
+    others = {*taken, *needing, *without}
+    return nodes | read_along(known.graph, nodes, others, stored=stored)
 
 
 def _stored(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
@@ -306,7 +295,7 @@ def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
     first of those that views make of each other, else the last."""
     best, size = node, node.meta["val"].numel()
     while node in nodes and is_cheap(node):
-        whole = [x for x in node.all_input_nodes if _numel(x) == size]
+        whole = [x for x in node.all_input_nodes if numel(x) == size]
         if len(whole) != 1 or nodes.intersection(node.all_input_nodes) != {*whole}:
             break
         source = whole[0]
@@ -314,11 +303,6 @@ def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
             best = source
         node = source
     return best
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _copied(
@@ -342,12 +326,6 @@ def _copied(
     return copies[node]
 
 
-def bytes_of(nodes: Iterable[fx.Node]) -> int:
-    """Bytes of nodes that are tensors, together."""
-    values = [node.meta.get("val") for node in nodes]
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-
-
 def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
     """Nodes of a region, stored or to be stored, that one is cheaply computed from."""
     roots, seen, pending = set[fx.Node](), set[fx.Node](), [node]
@@ -363,46 +341,10 @@ def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.N
     return roots
 
 
-def _beside(known: Cut, nodes: set[fx.Node], others: set[fx.Node]) -> set[fx.Node]:
-    """What is made of one tile for a region alone, such as a function of a stored gate."""
-    whole = max(map(_numel, nodes))
-    near, pending = set[fx.Node](), [x for node in nodes for x in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node not in near and node not in nodes and _is_pointwise(node) and _numel(node) == whole:
-            near.add(node)
-            pending += node.all_input_nodes
-    ordered, dropped = sorted(near), set(others)
-    while True:
-        found = set[fx.Node]()
-        for node in reversed(ordered):
-            if node not in dropped and all(user in nodes or user in found for user in node.users):
-                found.add(node)
-        tiles: dict[fx.Node, set[fx.Node]] = {}
-        for node in ordered:
-            if node in found:
-                read = [x for x in node.all_input_nodes if _numel(x) == whole]
-                tiles[node] = {tile for x in read for tile in tiles.get(x, {x})}
-        several = {node for node, read in tiles.items() if len(read) != 1}
-        if not several:
-            return found
-        dropped |= several
-
-
 def _through(node: fx.Node, taken: Mapping[fx.Node, Region], needing: set[fx.Node]) -> bool:
     """Whether a node reads of a region that needs these products itself."""
     read = {taken[x] for x in node.all_input_nodes if x in taken}
     return any(needing.intersection(ancestors(region.inputs)) for region in read)
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes and all that they are computed from."""
-    seen, pending = set[fx.Node](), [*nodes]
-    while pending:
-        if (node := pending.pop()) not in seen:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return seen
 
 
 def extracted(

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from coda_agent.agent.authors.composer.ports import Extent, Port
 from coda_agent.fuse.kernels import called
-from coda_agent.fuse.regions import TAGS, Cut, Region, order
+from coda_agent.fuse.nodes import TAGS
+from coda_agent.fuse.regions import Cut, Region, order
 
 aten = torch.ops.aten
 

@@ -7,6 +7,8 @@
   which a kernel has as a whole. Where none takes it, it is spelled out again.
 - What is gathered of a difference to a number a row is gathered first: log-probabilities of some
   words need no logits.
+- A row that is 0 but at one place sums to what is there: the gradient of a loss is then made in one
+  pass over the logits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.retrace import share
-from coda_agent.fuse.regions import CASTS, PRODUCTS, TAGS, ancestors
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, TAGS, ancestors
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
@@ -29,7 +31,8 @@ def prepare(graph: fx.Graph) -> list[str]:
     share(graph)
     join_logsumexp(graph)
     notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
-    return notes + [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
+    notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
+    return notes + [f"{x} sums rows of one number" for x in sum_of_one(graph)]
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -190,6 +193,70 @@ def gather_first(graph: fx.Graph) -> list[str]:
     if moved:
         graph.eliminate_dead_code()
     return moved
+
+
+def sum_of_one(graph: fx.Graph) -> list[str]:
+    """Sum rows that are 0 but at one place without them; names of the sums."""
+    moved: list[str] = []
+    for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        x, dims = node.args[:2]
+        if not isinstance(x, fx.Node) or x.target is not aten.mul.Tensor or node.kwargs:
+            continue
+        ndim, keeps = x.meta["val"].ndim, node.args[2:] == (True,)
+        pairs = [x.args, x.args[::-1]] if [d % ndim for d in dims] == [ndim - 1] and keeps else []
+        for hot, row in pairs:
+            if isinstance(row, fx.Node) and _width(row) == 1 and (found := _one_hot(hot)):
+                index, value, columns = found
+                with graph.inserting_before(node):
+                    above = _call(graph, aten.ge.Scalar, index, 0, like=node)
+                    below = _call(graph, aten.lt.Scalar, index, columns, like=node)
+                    hit = _call(graph, aten.logical_and.default, above, below, like=node)
+                    whole = _call(graph, aten.mul.Tensor, row, value, like=node)
+                    result = _call(graph, aten.mul.Tensor, whole, hit, like=node)
+                node.replace_all_uses_with(result)
+                moved.append(node.name)
+                break
+    if moved:
+        graph.eliminate_dead_code()
+    return moved
+
+
+def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:
+    """The index, the number and the columns of rows that are 0 but at an index."""
+    if (node := _of(node, aten.where.self)) is None:
+        return None
+    at, value, zero = _of(node.args[0], aten.eq.Tensor), *map(_number, node.args[1:])
+    if at is None or value is None or zero != 0:
+        return None
+    index: Any
+    places: Any
+    for index, places in (at.args, at.args[::-1]):
+        while isinstance(places, fx.Node) and places.target in _VIEWS:
+            places = places.args[0]
+        if isinstance(index, fx.Node) and index.target is aten.expand.default:
+            index = index.args[0]
+        is_row = isinstance(index, fx.Node) and _width(index) == 1
+        if is_row and (places := _of(places, torch.ops.prims.iota.default)) is not None:
+            start, step = places.kwargs.get("start"), places.kwargs.get("step")
+            if (start, step, places.args[0]) == (0, 1, _width(at)):
+                return index, value, _width(at)
+    return None
+
+
+def _number(node: Any) -> float | None:
+    """The value of a constant of no dims."""
+    if isinstance(node, fx.Node) and node.meta["val"].ndim == 0:
+        if node.target is aten.scalar_tensor.default:
+            return node.args[0]  # pyright: ignore[reportReturnType]
+        if node.target is aten.full.default:
+            return node.args[1]  # pyright: ignore[reportReturnType]
+    return None
+
+
+def _width(node: fx.Node) -> Any:
+    """Columns of a node's value; 0 where it has none."""
+    shape = node.meta["val"].shape
+    return shape[-1] if shape else 0
 
 
 def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:

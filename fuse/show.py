@@ -10,7 +10,8 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.emit import module_text
 from coda_agent.fuse.kernels import Kernel
-from coda_agent.fuse.regions import PRODUCTS, Cut, Region, bytes_of, order
+from coda_agent.fuse.nodes import PRODUCTS, bytes_of
+from coda_agent.fuse.regions import Cut, Region, order
 from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
@@ -119,6 +120,7 @@ def _kernel(region: Region, kernel: Kernel) -> Cost:
     moved = bytes_of((*region.inputs, *region.outputs))
     level = f"{kernel.like}, accepted" if kernel.accepted else "composed"
     level += f", with tiles of {kernel.like}" * bool(kernel.like and not kernel.accepted)
+    level += f" ({kernel.times})" * bool(kernel.times)
     calls = [n.name for n in region.nodes if not _is_free(n)]
     return Cost(
         step=" + ".join(n.name for n in region.outputs),

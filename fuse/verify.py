@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.check import run_exactly
+from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.retrace import plain
 from coda_agent.fuse.imports import import_quack
 from coda_agent.fuse.kernels import called
+from coda_agent.fuse.nodes import ancestors
 from coda_agent.fuse.regions import Region
 
 _WORSE = 2.0
@@ -47,13 +49,13 @@ def fault(region: Region, text: str, device: torch.device) -> str:
     for node, x, y, z in zip(end.args[0], exact, own, got, strict=True):
         if not x.is_floating_point():
             continue
-        errors = _distance(y, x), _distance(z, x)
+        errors = distance(y, x), distance(z, x)
         if not errors[1] <= _WORSE * errors[0] + torch.finfo(y.dtype).eps:
             return f"{node.name} is off by {errors[1]:.1e}, and PyTorch's by {errors[0]:.1e}"
     return ""
 
 
-def _distance(x: torch.Tensor, truth: torch.Tensor) -> float:
+def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
     """The norm of a difference over that of the truth, where this is finite; by parts, since some
     results take gigabytes."""
     found = torch.zeros(2, dtype=torch.float64, device=x.device)
@@ -85,13 +87,25 @@ def with_kernel(region: Region, text: str) -> Callable[..., list[torch.Tensor]]:
     (end,) = (node for node in region.part.nodes if node.op == "output")
 
     def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        run = _Values(fx.GraphModule({}, region.part))
-        run.run(*inputs)
-        entered = lambda port: port.canonical(*map(run.values.__getitem__, port.nodes))
-        results = called(region.local, text, entered)
+        results = called(region.local, text, entering(region, inputs))
         return [results[node] for node in end.args[0]]
 
     return call
+
+
+def entering(region: Region, inputs: Sequence[Any]) -> Callable[[Port], Any]:
+    """Make what gives a kernel's tensors, by its ports, from what a region's part takes."""
+    known = region.local
+    ports = known.a, known.b, *known.operands.values()
+    wanted = ancestors(node for port in ports for node in port.nodes)
+    values, given = dict[fx.Node, Any](), iter(inputs)
+    for node in region.part.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node in wanted:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    return lambda port: port.canonical(*map(values.__getitem__, port.nodes))
 
 
 def drawn(region: Region, device: torch.device) -> list[Any]:
@@ -116,15 +130,3 @@ def drawn(region: Region, device: torch.device) -> list[Any]:
         strides = [plain(x) for x in value.stride()]
         given.append(torch.empty_strided(shape, strides, dtype=x.dtype, device=device).copy_(x))
     return given
-
-
-class _Values(fx.Interpreter):
-    """A run that keeps the value of each node."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.values: dict[fx.Node, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.values[n] = result = super().run_node(n)
-        return result

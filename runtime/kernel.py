@@ -480,14 +480,26 @@ def prior_chooser(
     """Make what chooses tiles of a program of which nothing was measured."""
 
     def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
-        if not (gpu := _gpu_name()):
-            return None
-        shape, width = (m, n, k), tables.width(dtype)
-        model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
-        ranked = model.ranked(shape, _usable(program, shape, block, refused))
-        return next((config for config, _ in ranked), None)
+        likely = likely_tiles(program, (m, n, k), dtype, block, refused, spills)
+        return next(iter(likely), None)
 
     return choose
+
+
+def likely_tiles(
+    program: Program,
+    shape: Shape,
+    dtype: str,
+    block: int | None = None,
+    refused: Collection[str] = (),
+    spills: Mapping[str, int] | None = None,
+) -> list[TileConfig]:
+    """Rank the tiles of a program of which nothing was measured; none without a GPU."""
+    if not (gpu := _gpu_name()):
+        return []
+    width = tables.width(dtype)
+    model = prior(program, shape, _gpu(gpu), element_bytes=width, spills=spills or {})
+    return [config for config, _ in model.ranked(shape, _usable(program, shape, block, refused))]
 
 
 def _usable(

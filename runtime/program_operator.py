@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import ColIndex
-from coda_agent.runtime.function import ProgramFunction
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime.function import Chooser, ProgramFunction
 from coda_agent.runtime.kernel import load_kernel, prior_chooser
 from coda_agent.runtime.operators import operators
 
@@ -36,6 +37,12 @@ def program_text(program: Program, stored: Mapping[str, str | None], dtype: str,
     return json.dumps(known, separators=(",", ":"))
 
 
+def with_tiles(text: str, shape: tuple[int, int, int], config: TileConfig) -> str:
+    """Write down a kernel with the tiles that it takes at one shape (M, N, K)."""
+    known = json.loads(text) | {"tiles": [shape, config.to_dict()]}
+    return json.dumps(known, separators=(",", ":"))
+
+
 @lru_cache(maxsize=1024)
 def function_of(text: str) -> ProgramFunction:
     """Make what calls the kernel that a text writes down."""
@@ -45,6 +52,9 @@ def function_of(text: str) -> ProgramFunction:
     if known["like"] and Path(known["like"], "kernel.py").is_file():
         accepted = load_kernel(Path(known["like"]))
         choose, refused = accepted.choose, accepted.refused
+    if "tiles" in known:
+        shape, config = known["tiles"]
+        choose = _chosen_at(shape, config, choose)
     return ProgramFunction(
         program,
         known["stored"],
@@ -53,6 +63,16 @@ def function_of(text: str) -> ProgramFunction:
         refused,
         tuple(x for x, kind in program.operands.items() if kind is ColIndex),
     )
+
+
+def _chosen_at(shape: list[int], config: dict[str, Any], elsewhere: Chooser) -> Chooser:
+    tiles = TileConfig(**config)
+
+    def choose(m: int, n: int, k: int, dtype: str, block: int | None) -> TileConfig | None:
+        measured = block is None and [m, n, k] == shape
+        return tiles if measured else elsewhere(m, n, k, dtype, block)
+
+    return choose
 
 
 def _call(a: torch.Tensor, b: torch.Tensor, operands: Any, *, program: str) -> list[torch.Tensor]:

@@ -17,8 +17,9 @@ from coda_agent.agent.authors.composer.check import call_exactly, run_exactly
 from coda_agent.agent.authors.composer.join import Composition
 from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.evals.judge.generated import listed
+from coda_agent.fuse.nodes import PRODUCTS
 from coda_agent.fuse.record import recorded
-from coda_agent.fuse.regions import PRODUCTS, Cut, Region, cut, order
+from coda_agent.fuse.regions import Cut, Region, cut, order
 from coda_agent.fuse.rules import prepare
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.rounding import ROUNDINGS

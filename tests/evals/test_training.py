@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from coda_agent.evals.cases import Absent
-from coda_agent.evals.training import Llama, _Model, attention, cases, fold_mask
+from coda_agent.evals.training import Llama, _Model, cases, fold_mask, parts
 from tests.evals.small import measured
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -114,9 +114,9 @@ def test_a_folded_mask_is_causal_attention(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_kernels_of_attention_are_named() -> None:
     q = torch.randn(1, 2, 16, 16)
-    ran = attention(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
+    ran = parts(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
     assert ran == "attention: _scaled_dot_product_flash_attention_for_cpu"
-    assert attention(lambda: q @ q.mT) == "attention: none of PyTorch's"
+    assert parts(lambda: q @ q.mT) == "attention: none of PyTorch's"
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import compile_fx
 
-from coda_agent.agent.judge import timing
+from coda_agent.agent.judge import timing, tuner
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.fuse import backend, choice, joint
+from coda_agent.fuse import backend, build, choice, joint
 from coda_agent.fuse import timing as ways
 from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.runtime import program_operator
 from tests.fuse.test_regions import D, H, drawn
 
 
@@ -39,13 +41,48 @@ def test_whether_a_kernel_pays_is_timed_once_and_kept(
         graph = recorded(lambda x, w: F.silu(F.linear(x, w)), args).graph
         known, kernels = chosen(graph)
         (region,) = known.regions
-        return choice.loss(region, kernels[region].text, torch.device("cpu"))
+        found = choice.timed(region, kernels[region], torch.device("cpu"))
+        assert isinstance(found, str) or found.times == "in us torch.compile 3.0, the kernel 2.0"
+        return found if isinstance(found, str) else ""
 
     monkeypatch.setattr(choice, "fastest", times)
     assert lost(24) == lost(24) == "" and len(timed) == 1
     us["torch.compile"] = 1.5
     assert lost(24) == "" and len(timed) == 1
     assert lost(40) == "gains nothing: in us torch.compile 1.5, the kernel 2.0"
+
+
+def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, tensors: graph)
+    args = [drawn(24, H), drawn(D, H)]
+    known, kernels = chosen(recorded(lambda x, w: torch.tanh(F.linear(x, w)), args).graph)
+    (region,) = known.regions
+    tiles = [TileConfig(128, 128), TileConfig(128, 192), TileConfig(64, 256)]
+    asked = []
+
+    def likely(_: Any, shape: Any, dtype: str) -> list[TileConfig]:
+        asked.append((shape, dtype))
+        return tiles
+
+    def ranked(runs: Any, rounds: int, clock: Any) -> list[tuple[TileConfig, float]]:
+        assert [*runs] == tiles
+        assert all(run(0)[region.local.outputs[x].name].shape == (24, D) for run in runs.values()
+                   for x in region.local.outputs)  # fmt: skip
+        return [(tiles[1], 1.0), (tiles[0], 2.0), (tiles[2], 3.0)]
+
+    monkeypatch.setattr(build, "likely_tiles", likely)
+    monkeypatch.setattr(tuner, "ranked", ranked)
+    monkeypatch.setattr(choice, "fastest", lambda runs: ("the kernel", dict.fromkeys(runs, 1.0)))
+    found = choice.timed(region, kernels[region], torch.device("cpu"))
+    assert not isinstance(found, str) and asked == [((24, D, H), "bfloat16")]
+    function = program_operator.function_of(found.text)
+    assert function.choose(24, D, H, "bfloat16", None) == tiles[1]
+    assert function.choose(48, D, H, "bfloat16", None) is None  # no GPU, no prior
+    assert torch.ops.coda_agent.kernel(*args, [], program=found.text)[0].shape == (24, D)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -69,10 +106,10 @@ def test_a_kernel_is_timed_inside_the_compilation_that_asks(
         return "the kernel", dict.fromkeys(runs, 1.0)
 
     monkeypatch.setattr(choice, "fastest", times)
-    monkeypatch.setattr(joint, "_REFUSED", {})
-    fault = joint.fault
-    both = lambda *of: fault(*of) or choice.loss(*of)
-    monkeypatch.setattr(joint, "fault", both)
+    monkeypatch.setattr(joint, "_JUDGED", {})
+    judged = joint._judged
+    both = lambda *of: choice.timed(*of) and judged(*of)
+    monkeypatch.setattr(joint, "_judged", both)
 
     def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(x, up)), down) + x

@@ -290,7 +290,7 @@ def test_a_kernel_whose_numbers_are_wrong_is_left_to_pytorch(
 
     right = kernels.kernel_of
     monkeypatch.setattr(kernels, "kernel_of", wrong)
-    monkeypatch.setattr(joint, "_REFUSED", {})
+    monkeypatch.setattr(joint, "_JUDGED", {})
     shown = compared(lambda x, w: torch.tanh(8 * F.linear(x, w)), [drawn(24, H), drawn(D, H)])
     assert shown.kernels == []
     assert any(re.search(r"is off by \S+, and PyTorch's by", c.what) for c in shown.steps)

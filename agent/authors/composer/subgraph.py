@@ -34,7 +34,7 @@ def compose_graph(graph: fx.Graph, *, name: str = "kernel") -> Composition:
 
     Args:
         graph: Calls of ATen, each with `meta["val"]`; its placeholders are tensors, its output is
-            a list of nodes that need a product.
+            a list of nodes of which some need a product.
         name: Of the program.
 
     Raises:
@@ -77,7 +77,7 @@ def _pieces(traced: Retraced) -> list[list[str]]:
         return [[*traced.results]]
     pieces: list[tuple[set[fx.Node], list[str]]] = []
     for name, node in traced.results.items():
-        needs, names = _products_of(node, every), [name]
+        needs, names = _products_of(node, every) or {every[0]}, [name]
         apart = []
         for others, known in pieces:
             if needs & others:

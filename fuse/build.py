@@ -1,0 +1,73 @@
+"""Kernels of a graph's regions compiled side by side, before they are tried one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import torch
+
+from coda_agent.agent.judge.job import CompileJob
+from coda_agent.fuse.kernels import Kernel, arguments
+from coda_agent.fuse.regions import Region
+from coda_agent.fuse.verify import drawn, entering
+from coda_agent.primitives.tables import Table
+from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
+from coda_agent.runtime.kernel import likely_tiles
+from coda_agent.runtime.program_operator import function_of
+
+TILES = 4
+"""Likely tiles that are tried where nothing was measured of a kernel."""
+_LEAST = 8
+"""Kernels that are worth the start of workers: 10 s, and 3 s a kernel."""
+
+
+def build(kernels: Iterable[tuple[Region, Kernel]], device: torch.device) -> None:
+    """Compile the kernels of regions, with their tiles, into the cache of objects."""
+    from coda_agent.agent.execution.pool import CompilePool
+
+    jobs: list[CompileJob] = []
+    for region, kernel in kernels:
+        with suppress(torch.OutOfMemoryError):  # as where it is tried
+            jobs += _jobs(region, kernel, device)
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if len(jobs) < _LEAST or cores < 2:
+        return
+    with CompilePool(min(cores, len(jobs), 14)) as pool:
+        pool.map(jobs, lambda *_: None)  # what fails to compile fails again where it is tried
+
+
+def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[CompileJob]:
+    function = function_of(kernel.text)
+    a, b, operands = arguments(region.local, entering(region, drawn(region, device)))
+    kinds = function.program.operands
+    named = dict(zip(kinds, operands, strict=True))
+    element, outputs = function.types[0], function.program.outputs
+    common = CompileJob(
+        program=function.program, arch="sm_90a", config=DEFAULT_CONFIGS["sm_90a"],
+        element=element, dtype=element,
+        operand_dtypes={x: _name(t) for x, t in named.items()},
+        output_dtypes={x: function.dtypes.get(x) or "float32" for x in outputs},
+        read_scalars=True, turned="A" * _is_turned(a) + "B" * _is_turned(b),
+        tables={x: tuple(t.shape) for x, t in named.items() if issubclass(kinds[x], Table)},
+    )  # fmt: skip
+    for config in tiles_of(kernel, (a.shape[0], b.shape[0], a.shape[1])):
+        yield common.model_copy(update={"config": config})
+
+
+def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
+    """Tiles that are worth trying: the one that was measured to be the fastest, or likely ones."""
+    function = function_of(kernel.text)
+    if kernel.like:
+        found = function.choose(*shape, function.types[0], None)
+        return [found] if found else []
+    return likely_tiles(function.program, shape, function.types[0])[:TILES]
+
+
+def _is_turned(x: torch.Tensor) -> bool:
+    return x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+def _name(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,60 @@
+"""Nodes of ATen graphs: what they call, and what their values take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Element types that kernels multiply."""
+TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "stack_trace", "nn_module_stack")
+"""What passes after this one read of a node; new nodes have it of those that they stand for."""
+VIEWS = (
+    aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default,
+    aten._unsafe_view.default, aten.unsqueeze.default, aten.detach.default,
+)  # fmt: skip
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
+
+
+def alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes belong to the same pass."""
+    tag = "partitioner_tag"
+    return (one.meta.get(tag) == "is_backward") == (other.meta.get(tag) == "is_backward")
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of a node's value is made of one of its inputs'."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or node.target in CASTS or node.target in VIEWS
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a node's value is as soon computed again as loaded."""
+    return is_pointwise(node) or node.target in SHAPES
+
+
+def numel(node: fx.Node) -> int:
+    """The elements of a node's value; 0 where it is no tensor."""
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def bytes_of(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of nodes that are tensors, together."""
+    values = [node.meta.get("val") for node in nodes]
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes and all that they are computed from."""
+    seen, pending = set[fx.Node](), [*nodes]
+    while pending:
+        if (node := pending.pop()) not in seen:
+            seen.add(node)
+            pending += node.all_input_nodes
+    return seen

@@ -1,0 +1,123 @@
+"""What a region computes again of what it reads, so that its kernel reads fewer bytes.
+
+- A tile that is made pointwise of others is made in the kernel, where those are fewer bytes, or are
+  read already: a gradient reads the stored gate, not its float32 sigmoid.
+- What is made of a region's tiles alone, and a product reads, is stored along: those tiles are read
+  once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from coda_agent.fuse.nodes import PRODUCTS, VIEWS, alike, ancestors, bytes_of, is_pointwise, numel
+
+Tiles = Mapping[fx.Node, frozenset[fx.Node]]
+
+
+def read_along(
+    graph: fx.Graph, nodes: set[fx.Node], others: set[fx.Node], *, stored: bool
+) -> set[fx.Node]:
+    """Choose what a region makes of the tiles that it reads. What others need too is copied.
+
+    Args:
+        graph: It.
+        nodes: Those that need the region's products.
+        others: Nodes that it may not have.
+        stored: Whether it stores along what other products read.
+
+    Returns:
+        Nodes to be added to it.
+    """
+    whole = max(map(numel, nodes))
+    tiles = _tiles(graph, others | nodes, whole)
+    read = {x for n in nodes for x in n.all_input_nodes if x not in nodes and numel(x) == whole}
+    reads, made = {_root(x) for x in read}, set[fx.Node]()
+    for group in dict.fromkeys(tiles[x] for x in sorted(reads) if x in tiles):
+        within = {x for x in reads if x in tiles and tiles[x] <= group}
+        changed = (reads - within) | group
+        alone = len(group) == 1 and _is_private(_closure(within, tiles), nodes | made)
+        if bytes_of(changed) < bytes_of(reads) or alone:
+            made |= _closure((x for x in read if _root(x) in within), tiles)
+            reads = changed
+    kept = set[fx.Node]()
+    if stored:
+        first = min(nodes)
+        needed = ancestors(x for node in nodes for x in node.all_input_nodes)
+        kept = {x for x in tiles if tiles[x] <= reads and alike(x, first) and _is_operand(x)}
+        kept -= needed
+    return _taken(graph, _closure(made | kept, tiles), kept, nodes)
+
+
+def _tiles(graph: fx.Graph, others: set[fx.Node], whole: int) -> Tiles:
+    """The tiles that each node of a region's extent is made of, where it is made pointwise."""
+    tiles: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        if node not in others and numel(node) == whole and is_pointwise(node):
+            read = [_root(x) for x in node.all_input_nodes if numel(x) == whole]
+            if read:
+                tiles[node] = frozenset().union(*(tiles.get(x, {x}) for x in read))
+    return tiles
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _closure(made: Iterable[fx.Node], tiles: Tiles) -> set[fx.Node]:
+    """Nodes with all that they are made of, but tiles."""
+    found, pending = set[fx.Node](), [*made]
+    while pending:
+        if (node := pending.pop()) in tiles and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _is_private(made: set[fx.Node], nodes: set[fx.Node]) -> bool:
+    """Whether a region alone needs some nodes, through views or not."""
+    pending = [user for node in made for user in node.users]
+    while pending:
+        user = pending.pop()
+        if user.target in VIEWS and user not in nodes:
+            pending += user.users
+        elif user not in nodes and user not in made:
+            return False
+    return True
+
+
+def _is_operand(node: fx.Node) -> bool:
+    """Whether a product of its pass reads a node that is no view, or a view of it."""
+    pending = [node] if node.target not in VIEWS else []
+    while pending:
+        for user in pending.pop().users:
+            if user.target in PRODUCTS and alike(user, node):
+                return True
+            pending += [user] if user.target in VIEWS else []
+    return False
+
+
+def _taken(
+    graph: fx.Graph, made: set[fx.Node], kept: set[fx.Node], nodes: set[fx.Node]
+) -> set[fx.Node]:
+    """Nodes that a region alone needs, or stores; copies of those that others need too."""
+    like, inside, copies = min(nodes), {*nodes, *made}, dict[fx.Node, fx.Node]()
+    ordered = [node for node in graph.nodes if node in made]
+    for node in reversed(ordered):
+        if node not in kept and not inside.issuperset(node.users):
+            inside.discard(node)
+    for node in ordered:
+        if node in inside:
+            continue
+        with graph.inserting_after(node):
+            copy = copies[node] = graph.node_copy(node, lambda x: copies.get(x, x))
+        copy.meta = dict(node.meta)
+        if "partitioner_tag" in like.meta:
+            copy.meta["partitioner_tag"] = like.meta["partitioner_tag"]
+        node.replace_all_uses_with(copy, delete_user_cb=inside.__contains__)
+    return {copies.get(node, node) for node in made}
