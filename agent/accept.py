@@ -55,7 +55,7 @@ def raise_or_revoke(
     level: Standing = (verdict.passed and verdict.level) or "revoked"
     new = Evidence.of(verdict, kernel=kernel, level=level, author=author, run=run_id)
     sources = {
-        "kernel.py": text if text is not None else stored.program.read_text("utf-8"),
+        "kernel.py": text if text is not None else stored.text,
         "spec.md": stored.spec.read_text("utf-8"),
     }
     if verdict.passed:
@@ -140,6 +140,6 @@ def _encode(tuned: Mapping[str, Any]) -> str:
 
 def _tuned(kernel: Kernel) -> dict[str, Any]:
     """A kernel's tuned.json; empty where it is missing or damaged."""
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(WorkspaceError):
         return dict(kernel.tuned)
     return {}

@@ -5,6 +5,7 @@ lines, and nothing reads them. What a gate does while it works is told to observ
 the verdict is one, `Judged`.
 """
 
+from datetime import datetime
 from functools import cache
 from typing import Any, Literal, Self, get_args
 
@@ -247,7 +248,9 @@ def event_of(line: dict[str, Any]) -> Event:
     Raises:
         ValueError: it is none, or lacks what its kind has.
     """
-    place = {"seq": int(line["seq"]), "time": str(line["time"]), "type": str(line["type"])}
+    place = {key: line[key] for key in ("seq", "time", "type")}
+    if datetime.fromisoformat(place["time"]).tzinfo is None:
+        raise ValueError(f"time {place['time']} has no zone")
     data: dict[str, Any] = line["data"]
     if kind := _classes().get(place["type"]):
         return kind.model_validate(data | place)

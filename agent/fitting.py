@@ -97,7 +97,7 @@ def fit_tables(
     table = read(folder, gpu.name)
     work: list[_Due] = []
     for kernel in kernels:
-        spec, text = load_spec(kernel.spec), kernel.program.read_text("utf-8")
+        spec, text = load_spec(kernel.spec), kernel.text
         digest = read_programs(text)[spec.variant(spec.bindings()[0])].digest
         wanted = list(dict.fromkeys((*spread, *(also(kernel.spec) if also else ()))))
         held: Mapping[Shape, Times] = {}

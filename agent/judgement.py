@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, model_validator
 
 from coda_agent.agent.judge.records import (
     VERSIONS,
@@ -129,7 +129,7 @@ class Compiled(Record):
 class Median(Record, from_attributes=True):
     """A contender's median time in microseconds, its 95 % interval, and the rounds that count."""
 
-    median_us: float
+    median_us: PositiveFloat
     interval_us: tuple[float, float] | None = None
     rounds: int | None = None
 
@@ -168,9 +168,8 @@ class Cell(Record, from_attributes=True, extra="ignore"):
     @property
     def roofline(self) -> float | None:
         """Share of the ceiling: floor over time. None where it was not timed."""
-        if self.floor_us is None or self.times is None:
-            return None
-        return self.floor_us / self.times["ours"].median_us
+        ours = (self.times or {}).get("ours")
+        return self.floor_us / ours.median_us if self.floor_us is not None and ours else None
 
 
 class Refused(Record):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, Self
 
-from pydantic import ValidationError
+from pydantic_core import from_json
 
 from coda_agent.agent import events as e
 from coda_agent.agent.events import CandidateSaved, Event, Judged, event_of
@@ -29,6 +29,7 @@ from coda_agent.agent.plain import plain, utc_now
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workspace import Run
 from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.objects import open_own, reason
 
 
 def _parse(path: Path) -> tuple[list[Event], int]:
@@ -38,10 +39,12 @@ def _parse(path: Path) -> tuple[list[Event], int]:
     events: list[Event] = []
     for number, line in enumerate(raw[:whole].splitlines(), start=1):
         try:
-            events.append(event_of(json.loads(line)))
+            events.append(event_of(dict(from_json(line, allow_inf_nan=False))))
         except (ValueError, TypeError, KeyError) as error:
-            said = error.errors()[0] if isinstance(error, ValidationError) else error
-            raise WorkspaceError(f"{path}:{number} is not an event: {said}") from error
+            hint = "take the line out, or the run's folder away"
+            raise WorkspaceError(
+                f"{path}:{number} is not an event: {reason(error)}", hint=hint
+            ) from error
     return events, whole
 
 
@@ -78,7 +81,7 @@ class RunLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.folder, self.observer = path, path.parent, observer
         with contextlib.ExitStack() as stack:
-            self._file = stack.enter_context(path.open("ab"))
+            self._file = stack.enter_context(open_own(path))
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

@@ -52,14 +52,15 @@ def _flags(workspace: Workspace | None, kernel: Kernel) -> Iterator[tuple[int, s
     try:
         evidence = kernel.evidence
         spec = load_spec(kernel.spec)
-        now = digests(spec, kernel.program.read_text("utf-8"))
-    except (CodaError, OSError, UnicodeDecodeError) as error:
+        now = digests(spec, kernel.text)
+        _ = kernel.tuned
+    except CodaError as error:
         yield DAMAGED, " ".join(str(error).split())
         return
     if evidence.level == "revoked":
         yield DAMAGED, f"revoked: failed {', '.join(evidence.failed)}"
     for key, name in {"candidate": "program", "spec": "frozen spec"}.items():
-        if evidence.digests[key] != now[key]:
+        if evidence.digests.get(key) != now[key]:
             yield EDITED, f"the {name} was edited after it was judged"
     if evidence.level in ("proved", "verified"):
         missing = "no GPU ran it" if evidence.level == "proved" else "it was never timed"
@@ -144,6 +145,12 @@ def speed(cells: Iterable[Cell]) -> Rows:
         found = getattr(held, name) if isinstance(held, Cell | Ratios) else None
         return ratio_text(found.ratio, found.low, found.high) if isinstance(found, Ratio) else "–"
 
+    def figure(value: float | None, places: int = 1) -> str:
+        return "–" if value is None else f"{value:.{places}f}"
+
+    def median(times: Mapping[str, Median], name: str) -> str:
+        return figure(times[name].median_us if name in times else None)
+
     names = {"of GEMM": "of_gemm", "over compile": "over_compile"}
     shown = {head: lambda item, name=name: ratio(item[0], name) for head, name in names.items()}
     if any(isinstance(cell.steady, Ratios) for cell, _ in timed):
@@ -153,11 +160,11 @@ def speed(cells: Iterable[Cell]) -> Rows:
     columns: dict[str, Callable[[tuple[Cell, Mapping[str, Median]]], object]] = {
         "dtype": lambda item: item[0].dtype,
         "shape": lambda item: shape_text(item[0].sizes),
-        **{f"{label}, µs": lambda item, name=name: f"{item[1][name].median_us:.1f}"
+        **{f"{label}, µs": lambda item, name=name: median(item[1], name)
            for label, name in baselines.items()},
         **shown,
-        "TFLOP/s": lambda item: f"{item[0].tflops:.0f}",
-        "floor, µs": lambda item: f"{item[0].floor_us:.1f}",
+        "TFLOP/s": lambda item: figure(item[0].tflops, 0),
+        "floor, µs": lambda item: figure(item[0].floor_us),
         "tile": lambda item: item[0].tile,
     }  # fmt: skip
     return tabulate(timed, columns)

@@ -18,12 +18,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic_core import from_json
 
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.workspace import Workspace
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import open_own, reason
 
 MAX_CHARACTERS = 400
 SHOWN = 3
@@ -38,6 +42,7 @@ _INSTRUCTION = (
     r"(?i)\b(system|assistant|user)\s*:|\b(ignore|disregard|instructions?|prompt|budget|you must)\b"
     r"|\b(submit|give_up|log_tip|search_tips|write_candidate|edit_candidate)\b"
 )
+_MEND = "take the line out, or restore the file by git"
 _SHARED_TOKENS = 9
 """This many tokens in a row shared with a program are a copy; shorter runs occur in prose."""
 
@@ -93,6 +98,16 @@ class Tip:
         return sum(math.comb(runs, i) * math.comb(held, good - i) for i in likely) / ways
 
 
+_TIP = TypeAdapter(Tip)
+
+
+class _Outcome(BaseModel):
+    tip: str
+    run: str
+    arm: Literal["shown", "held"]
+    success: bool
+
+
 class Tips:
     """The tips of a workspace."""
 
@@ -114,20 +129,16 @@ class Tips:
         seen: set[tuple[str, str]] = set()
         for number, record in self._records():
             try:
-                kind = record.pop("kind")
-                if kind == "tip":
-                    tips.setdefault(record.pop("id"), Tip(**record))
-                    continue
-                id = record["tip"]
-                if kind == "pruned":
-                    tips.pop(id, None)
-                elif (run := record["run"]) and id in tips and run != tips[id].run:
-                    arm: Arm = getattr(tips[id], record["arm"])
-                    if (id, run) not in seen:
-                        arm.runs, arm.successes = arm.runs + 1, arm.successes + record["success"]
-                    seen.add((id, run))
-            except (KeyError, TypeError, AttributeError) as error:
-                raise CodaError(f"{self.path}:{number} is no record of a tip: {error}") from error
+                match record.pop("kind"):
+                    case "tip":
+                        tips.setdefault(str(record.pop("id")), _TIP.validate_python(record))
+                    case "pruned":
+                        tips.pop(str(record["tip"]), None)
+                    case _:
+                        _count(tips, _Outcome.model_validate(record), seen)
+            except (KeyError, ValueError) as error:
+                message = f"{self.path}:{number} is no record of a tip: {reason(error)}"
+                raise CodaError(message, hint=_MEND) from error
         return tips
 
     def on(self, fault: str, names: Set[str]) -> list[Tip]:
@@ -192,18 +203,29 @@ class Tips:
         return gone
 
     def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        text = self.path.read_text("utf-8") if self.path.exists() else ""
+        text = self.path.read_bytes() if self.path.exists() else b""
         for number, line in enumerate(text.splitlines(), 1):
             try:
-                yield number, dict(json.loads(line))
+                yield number, dict(from_json(line))
             except (ValueError, TypeError) as error:
-                raise CodaError(f"{self.path}:{number} is not JSON: {error}") from error
+                message = f"{self.path}:{number} is not JSON: {reason(error)}"
+                raise CodaError(message, hint=_MEND) from error
 
     def _append(self, records: list[dict[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with open_own(self.path) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+            lines = (json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+            file.write("".join(lines).encode())
+
+
+def _count(tips: Mapping[str, Tip], outcome: _Outcome, seen: set[tuple[str, str]]) -> None:
+    """Count a run for its arm of a tip, once."""
+    id, run = outcome.tip, outcome.run
+    if run and id in tips and run != tips[id].run and (id, run) not in seen:
+        arm = tips[id].shown if outcome.arm == "shown" else tips[id].held
+        arm.runs, arm.successes = arm.runs + 1, arm.successes + outcome.success
+        seen.add((id, run))
 
 
 def scan(text: str, programs: Iterable[str]) -> None:

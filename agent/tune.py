@@ -83,7 +83,7 @@ def tune(
             sizes = dict(zip(spec.gemm_dims, shape, strict=True))
             measured = judge.tune_candidate(
                 spec.model_copy(update={"bench_shapes": (sizes,)}),
-                kernel.program.read_text("utf-8"),
+                kernel.text,
                 execution.executor(),
                 observer=log.observer,
                 tiles=_proposed(function, shape, dtypes[0], gpu.name),

@@ -36,7 +36,7 @@ def verify(
     """
     stored = resolve_kernel(kernel, workspace)
     commit = commit and workspace.owns(stored)
-    text = stored.program.read_text("utf-8")
+    text = stored.text
     if commit:
         publish.check_place(workspace, kernel, text)
     evidence = stored.evidence

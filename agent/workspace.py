@@ -8,7 +8,6 @@
 
 import contextlib
 import importlib.util
-import json
 import re
 import secrets
 import shlex
@@ -21,8 +20,9 @@ from typing import Any
 from coda_agent.agent.evidence import Evidence
 from coda_agent.agent.rooms import ROOMS, above
 from coda_agent.primitives.errors import MachineError, WorkspaceError
-from coda_agent.primitives.objects import text_of
+from coda_agent.primitives.objects import reason, text_of
 from coda_agent.primitives.suggest import near_matches
+from coda_agent.runtime.tuning import read_tuned
 
 INIT_HINT = "`coda-agent init` makes one"
 
@@ -136,6 +136,15 @@ class Kernel:
         return self.folder / "kernel.py"
 
     @property
+    def text(self) -> str:
+        """The program's text.
+
+        Raises:
+            WorkspaceError: the file is missing or is no text.
+        """
+        return text_of(self.program, kind=WorkspaceError)
+
+    @property
     def spec(self) -> Path:
         return self.folder / "spec.md"
 
@@ -150,16 +159,20 @@ class Kernel:
         try:
             return Evidence.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
-            what = str(error).splitlines()[0]
             hint = f"git checkout -- {path} restores what was accepted; what an earlier "
             hint += "coda-agent accepted, generate makes again"
-            raise WorkspaceError(f"{path} is not readable evidence: {what}", hint=hint) from error
+            raise WorkspaceError(
+                f"{path} is not readable evidence: {reason(error)}", hint=hint
+            ) from error
 
     @property
     def tuned(self) -> dict[str, Any]:
-        """GPU name to dtype to measured shapes; empty where there is none."""
-        path = self.folder / "tuned.json"
-        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        """GPU name to dtype to measured shapes; empty where there is none.
+
+        Raises:
+            WorkspaceError: the file is damaged.
+        """
+        return read_tuned(self.folder / "tuned.json")
 
     @property
     def stale(self) -> list[str]:

@@ -22,6 +22,7 @@ from coda_agent.agent.judge.records import VERSIONS
 from coda_agent.agent.judgement import Machine
 from coda_agent.agent.workspace import GitError, run_git
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.objects import open_own, reason
 
 FOLDER = Path("evals", "results")
 """Where records are, in a workspace."""
@@ -111,16 +112,14 @@ def read(path: Path, kind: type[RecordT]) -> dict[tuple[Any, ...], RecordT]:
     """
     if not path.is_file():
         return {}
-    text = path.read_text("utf-8")
+    text = path.read_bytes()
     found: dict[tuple[Any, ...], RecordT] = {}
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+    for number, line in enumerate(text[: text.rfind(b"\n") + 1].splitlines(), 1):
         try:
             record = kind.model_validate_json(line)
         except ValidationError as error:
-            fault = error.errors()[0]
-            where = ".".join(map(str, fault["loc"])) or "line"
             hint = "take the line out, or restore the file by git"
-            raise CodaError(f"{path}:{number}: {where}: {fault['msg']}", hint=hint) from None
+            raise CodaError(f"{path}:{number}: {reason(error)}", hint=hint) from None
         found[record.key] = record
     return found
 
@@ -128,7 +127,7 @@ def read(path: Path, kind: type[RecordT]) -> dict[tuple[Any, ...], RecordT]:
 def append(path: Path, records: Iterable[Record]) -> None:
     """Add a line for each record behind the last whole line of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with open_own(path) as file:
         file.seek(0)
         whole = file.read().rfind(b"\n") + 1
         file.truncate(whole)

@@ -12,6 +12,7 @@ from coda_agent.evals.cells import FOLDER, read
 from coda_agent.evals.metrics import COSTS, SCORES, by_spec
 from coda_agent.evals.trials import Trial
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import write_whole
 
 PAGE = Path("docs", "leaderboard.md")
 _HEAD = """# Leaderboard
@@ -113,8 +114,7 @@ def write(root: Path, found: Boards) -> Path:
     names = dict.fromkeys(a.partition(" without ")[0] for trials in found.values() for a in trials)
     about = "\n".join(f"- *{name}*: {authors.meaning(name)}" for name in names)
     path = root / PAGE
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join([_HEAD, markdown(table(found)), "", about]) + "\n", "utf-8")
+    write_whole(path, "\n".join([_HEAD, markdown(table(found)), "", about]) + "\n")
     return path
 
 

@@ -11,6 +11,7 @@ from coda_agent.evals.benchmarks import SUITES, load
 from coda_agent.evals.cases import BASE, OURS, Suite
 from coda_agent.evals.cells import FOLDER, Cell, card, read
 from coda_agent.primitives.errors import MachineError
+from coda_agent.primitives.objects import write_whole
 
 PAGE = Path("docs", "results.md")
 _BRIEF = ("independent", "shapes", "numerics")
@@ -55,8 +56,7 @@ def write(root: Path) -> Path:
         if cells or suite.name not in ("kernels", "independent"):
             parts += [f"## {suite.name}", *_section(suite, cells)]
     path = root / PAGE
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n", "utf-8")
+    write_whole(path, "\n\n".join(parts) + "\n")
     return path
 
 

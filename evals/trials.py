@@ -30,6 +30,7 @@ from coda_agent.agent.workspace import Workspace
 from coda_agent.evals.cells import FOLDER, Judged, append, machine, program_commit, read
 from coda_agent.evals.suites import Device, Suite
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import open_own
 from coda_agent.specs import Spec
 
 Outcome = Literal["proved", "verified", "accepted", "refused", "gave_up", "budget", "error",
@@ -226,7 +227,7 @@ def run(
 def _held(path: Path) -> Iterator[None]:
     """Hold a file of records for this process alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    with open_own(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -147,7 +147,7 @@ def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
     return {
         name: (
             kernel,
-            [*read_programs(kernel.program.read_text("utf-8")).values()],
+            [*read_programs(kernel.text).values()],
             load_spec(kernel.spec),
         )
         for name, kernel in known.items()

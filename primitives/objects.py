@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from coda_agent.primitives.errors import CodaError, MachineError
 
@@ -105,6 +105,26 @@ def text_of(path: Path, hint: str = "", kind: type[CodaError] = CodaError) -> st
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or error
         raise kind(f"{path} cannot be read as text: {said}", hint=hint) from error
+
+
+def reason(error: Exception) -> str:
+    """Say in one line why a file is not what it should hold: of a record, its first wrong field."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+    said = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return f"no {said}" if isinstance(error, KeyError) else said
+
+
+def open_own(path: Path) -> BinaryIO:
+    """Open a file to append to; not through a link, which may lead anywhere in a clone."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, "ab+", opener=opener)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

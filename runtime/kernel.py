@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, NonNegativeInt
+
 from coda_agent.primitives.errors import ArgumentError, LaunchError, TextError, WorkspaceError
+from coda_agent.primitives.objects import reason, text_of
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
@@ -24,7 +26,7 @@ from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_bloc
 from coda_agent.runtime.operators import Variant, differentiated, register, scalars
 from coda_agent.runtime.outputs import check, placed
 from coda_agent.runtime.pruning import without
-from coda_agent.runtime.tuning import UserTuning
+from coda_agent.runtime.tuning import UserTuning, read_tuned
 from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec, load_spec
 from coda_agent.specs.format import Draw, Output
@@ -572,7 +574,8 @@ def load_kernel(folder: Path) -> Kernel:
     contents may come under the same name, `coda_agent::<name>_<digest of the files>`.
 
     Raises:
-        WorkspaceError: the folder holds no kernel, or not the one its evidence was made for.
+        WorkspaceError: the folder holds no kernel, or not the one its evidence was made for, or a
+            file that cannot be read.
     """
     path = folder / "kernel.py"
     if not path.is_file():
@@ -581,19 +584,20 @@ def load_kernel(folder: Path) -> Kernel:
     texts = [p.read_bytes() if p.is_file() else b"{}" for p in paths]
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:12]
     name = (spec := load_spec(paths[1])).name
-    tuned, evidence = map(json.loads, texts[2:])
-    _check_digests(folder, evidence.get("digests", {}), texts[0], spec)
+    tuned, evidence = read_tuned(paths[2]), _read_evidence(paths[3], texts[3])
+    _check_digests(folder, evidence.digests, texts[0], spec)
     packaged = folder.parent == tables.PACKAGED and _LOADED.get(name, (digest,))[0] == digest
     if not packaged:
         name = f"{name}_{digest}"
     if name not in _LOADED:
         try:
-            programs = read_programs(texts[0].decode(), [*map(spec.variant, spec.bindings())])
+            programs = read_programs(
+                text_of(path, kind=WorkspaceError), [*map(spec.variant, spec.bindings())]
+            )
         except TextError as error:
             raise WorkspaceError(f"{path}: {error.message}", hint=error.hint) from None
-        refused = frozenset(tile["tile"] for tile in evidence.get("refused_tiles", ()))
-        spills = evidence.get("compiled", {}).get("spills", {})
-        known = user_tuning(folder), folder.parent, spills
+        refused = frozenset(found.tile for found in evidence.refused_tiles)
+        known = user_tuning(folder), folder.parent, evidence.compiled.spills
         kernel = Kernel(spec, programs, tuned, refused, name, *known)
         if packaged:  # a global, to pickle: an attribute of the package
             kernel.__module__, kernel.origin = "coda_agent.generated", name
@@ -607,6 +611,32 @@ def user_tuning(folder: Path) -> UserTuning:
     """What the user measured of the kernel in `folder`."""
     texts = [(folder / file).read_bytes() for file in ("kernel.py", "spec.md")]
     return UserTuning(folder.name, hashlib.sha256(b"\0".join(texts)).hexdigest())
+
+
+class _RefusedTile(BaseModel):
+    tile: str
+
+
+class _Compiled(BaseModel):
+    spills: dict[str, NonNegativeInt] = {}
+
+
+class _Evidence(BaseModel):
+    """What calls need of evidence.json, whose whole is the judge's."""
+
+    digests: dict[str, str] = {}
+    refused_tiles: tuple[_RefusedTile, ...] = ()
+    compiled: _Compiled = _Compiled()
+
+
+def _read_evidence(path: Path, text: bytes) -> _Evidence:
+    try:
+        return _Evidence.model_validate_json(text)
+    except ValueError as error:
+        raise WorkspaceError(
+            f"{path} is not readable evidence: {reason(error)}",
+            hint=f"git checkout -- {path} restores what was accepted",
+        ) from error
 
 
 def _check_digests(folder: Path, digests: Mapping[str, str], program: bytes, spec: Spec) -> None:

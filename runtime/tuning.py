@@ -19,9 +19,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, TypeAdapter
 
-from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
+from coda_agent.primitives.errors import WorkspaceError
+from coda_agent.primitives.objects import fingerprint, reason, user_cache, write_whole
 from coda_agent.primitives.tiles import TileConfig
 
 VARIABLE = "CODA_AGENT_TUNED"
@@ -36,12 +37,12 @@ class TunedShape(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    m: int
-    n: int
-    k: int
+    m: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
     config: TileConfig
     blocks: dict[str, TileConfig] = {}
-    median_us: float
+    median_us: PositiveFloat
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -51,6 +52,23 @@ class TunedShape(BaseModel):
 Lines = dict[str, dict[str, list[TunedShape]]]
 """GPU name to dtype of A to measured shapes."""
 _LINES = TypeAdapter(Lines)
+
+
+def read_tuned(path: Path) -> dict[str, Any]:
+    """Read what a kernel's tuned.json holds, as JSON; nothing where there is none.
+
+    Raises:
+        WorkspaceError: it holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return _LINES.dump_python(_LINES.validate_json(path.read_bytes()), mode="json")
+    except (OSError, ValueError) as error:
+        hint = f"git checkout -- {path} restores it; without it tiles are chosen by a model"
+        raise WorkspaceError(
+            f"{path} does not hold measured tiles: {reason(error)}", hint=hint
+        ) from error
 
 
 def folder() -> Path:
@@ -101,7 +119,7 @@ class UserTuning:
             return self.lines()
         except (OSError, ValueError) as error:
             warnings.warn(
-                f"coda-agent: {self.path} is no tuning cache and is not used: {_reason(error)}",
+                f"coda-agent: {self.path} is no tuning cache and is not used: {reason(error)}",
                 stacklevel=2,
             )
             return {}
@@ -145,14 +163,7 @@ class UserTuning:
             aside = self.path.with_suffix(".damaged")
             self.path.replace(aside)
             warnings.warn(
-                f"coda-agent: {self.path} was no tuning cache and is now {aside}: {_reason(error)}",
+                f"coda-agent: {self.path} was no tuning cache and is now {aside}: {reason(error)}",
                 stacklevel=3,
             )
             return {}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-    return getattr(error, "strerror", None) or str(error)

@@ -24,6 +24,7 @@ from coda_agent.agent.reply import Reply
 from coda_agent.agent.tips import HOLDOUT
 from coda_agent.agent.workspace import Workspace, find, resolve_spec
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.objects import reason
 from coda_agent.specs import load_spec
 
 MaxUsd = Annotated[float | None, typer.Option(help="Most to spend on the model; 5 by default.")]
@@ -98,7 +99,10 @@ def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     if not first.options:
         hint = "coda-agent tool works at any run; replay judges a recorded one again"
         raise CodaError(f"{found.id} is not a run of claude or messages", hint=hint)
-    options = TypeAdapter(authors.Options).validate_python(first.options)
+    try:
+        options = TypeAdapter(authors.Options).validate_python(first.options)
+    except ValueError as error:
+        raise CodaError(f"{found.folder} has no options of an author: {reason(error)}") from error
     budget = options.budget.changed(max_usd, limit or [])
     who = _made(str(first.author), replace(options, budget=budget), workspace)
     with progress(usd=first.spent.usd or 0.0) as observer:

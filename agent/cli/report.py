@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from coda_agent.agent.judge.records import Observer
     from coda_agent.agent.pipeline import Outcome
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _AS_JSON = ContextVar("_AS_JSON", default=False)
 
 
@@ -44,7 +46,9 @@ def reported(
         def run(*, as_json: bool = False, **given: Any) -> None:
             with _one_document() if as_json else contextlib.nullcontext():
                 reply = answered(lambda: command(**_own(shared, given, compiles)))
-            if said := json.dumps(plain(reply.document), indent=1) if as_json else reply.text:
+            # What a file holds must not steer a terminal.
+            text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", reply.text)
+            if said := json.dumps(plain(reply.document), indent=1) if as_json else text:
                 typer.echo(said, err=reply.err and not as_json)
             raise typer.Exit(reply.code)
 

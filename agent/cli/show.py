@@ -60,7 +60,7 @@ def _one(kernel: Kernel) -> Reply:
     evidence = None if kernel.level == "damaged" else kernel.evidence
     runs = dispatched(kernel.folder) if evidence else {}
     tables = reviews.tables(kernel)
-    program = kernel.program.read_text("utf-8") if kernel.program.is_file() else ""
+    program = kernel.program.read_text("utf-8", "replace") if kernel.program.is_file() else ""
     document = {
         "name": kernel.name, "folder": kernel.folder, "program": program, "level": kernel.level,
         "look": found.look, "tables": {title: by_head(rows) for title, rows in tables.items()},

@@ -30,7 +30,7 @@ def log_tip(
         failing=f"check {failing}, {before.check}: {finding}",
         passing=f"check {passing}, {after.check}",
     )  # fmt: skip
-    programs = [kernel.program.read_text("utf-8") for kernel in bench.workspace.kernels()]
+    programs = [kernel.text for kernel in bench.workspace.kernels()]
     programs += [bench.state.candidate, best.text if (best := bench.state.best) else ""]
     kept = Tips.of(bench.workspace).add(tip, programs)
     return Result(text=f"tip {tip.id} kept" if kept else f"tip {tip.id} was known already")

@@ -88,7 +88,7 @@ def profile(bench: Workbench) -> Result:
     text = bench.candidate()
     accepted = {kernel.name: kernel for kernel in bench.workspace.kernels()}
     incumbent = accepted.get(bench.spec.name)
-    old = incumbent.program.read_text("utf-8") if incumbent else None
+    old = incumbent.text if incumbent else None
     with exclusive([execution.hopper()]):
         return Result(text=profile(bench.spec, text, old), gpu=True)
 

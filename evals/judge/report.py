@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from coda_agent.agent.tables import Rows, escape, markdown
 from coda_agent.evals.cells import FOLDER, read
 from coda_agent.evals.judge.scores import Score
+from coda_agent.primitives.objects import write_whole
 
 PAGE = Path("docs", "judge.md")
 _EXPLAINED = Path(__file__).with_name("explained.toml")
@@ -69,8 +70,7 @@ def write_page(root: Path) -> Path:
     if catalogue.is_file():
         parts += [_exploits(tomllib.loads(catalogue.read_text("utf-8"))["row"])]
     path = root / PAGE
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n\n".join(part for part in parts if part) + "\n", "utf-8")
+    write_whole(path, "\n\n".join(part for part in parts if part) + "\n")
     return path
 
 

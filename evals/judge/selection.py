@@ -34,10 +34,7 @@ def authors(workspace: Workspace) -> list[Mutant]:
 def by_hand(workspace: Workspace, name: str) -> list[Mutant]:
     """The wrong programs of a set that people wrote."""
     first = {s.spec.name: s for s in accepted(workspace) if s.is_default}
-    texts = {
-        kernel.name: kernel.program.read_text("utf-8")
-        for kernel in kernel_names(workspace).values()
-    }
+    texts = {kernel.name: kernel.text for kernel in kernel_names(workspace).values()}
     return written(name, {kernel: (first[kernel], text) for kernel, text in texts.items()})
 
 

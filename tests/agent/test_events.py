@@ -50,6 +50,21 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path) -> None:
         RunLog(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 9999, "7", "[]", "9" * 5000, '"\\ud800"',
+        '{"seq": 0, "time": "never", "type": "x", "data": {}}',
+        '{"seq": 0, "time": "2026-11-22T00:00:00", "type": "x", "data": {}}',
+        '{"seq": 1e999, "time": "2026-11-22T00:00:00Z", "type": "x", "data": {}}',
+    ],
+)  # fmt: skip
+def test_a_line_of_a_stranger_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "events.jsonl").write_text(f"{line}\n")
+    with pytest.raises(WorkspaceError, match=r"events.jsonl:1 is not an event: .{3,90} \(take"):
+        read_events(tmp_path / "events.jsonl")
+
+
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with RunLog(path) as log:

@@ -126,6 +126,20 @@ def test_speeds_show_the_steady_regime_where_it_is_there() -> None:
     assert second["of GEMM, steady"] == "–"
 
 
+def test_what_a_file_holds_does_not_steer_a_terminal_or_end_the_command(where: Workspace) -> None:
+    change(where, "gemm_rope", lambda e: e["cells"][0]["times"].pop("gemm"))
+    change(where, "gemm_rope", lambda e: e.update(author="\x1b]0;mine\x07", digests={}))
+    program = where.generated / "gemm_swiglu" / "kernel.py"
+    program.write_bytes(b"\xff\x1b[2J")
+    (where.generated / "gemm_rmsnorm_swiglu" / "tuned.json").write_text("{")
+    (damaged, torn, rope), said = review("--json")["kernels"][:3], review("gemm_rope")
+    assert damaged["look"][0].startswith(f"{program.parent.parent}/gemm_rmsnorm_swiglu/tuned.json")
+    assert torn["look"][0].startswith(f"{program} cannot be read as text")
+    assert rope["look"][0] == "the program was edited after it was judged"
+    assert "\N{REPLACEMENT CHARACTER}]0;mine" in said
+    assert "\x1b" not in said + review("gemm_swiglu")
+
+
 class Page(HTMLParser):
     """The tags of a page, and its text."""
 

@@ -141,11 +141,24 @@ def test_a_solution_is_no_tip(tips: Tips, text: str, why: str) -> None:
     assert tips.all() == {}
 
 
-def test_what_is_no_record_is_an_error(tips: Tips) -> None:
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"kind": "outcome", "tip": 1}', "no record of a tip: tip: Input"),
+        (b'{"kind": "tip", "id": "a", "text": 1}', "no record of a tip: text: Input"),
+        (
+            b'{"kind": "outcome", "tip": "a", "run": "r", "arm": "text", "success": 1}',
+            "no record of a tip: arm: Input",
+        ),
+        (b"[" * 9999, "not JSON: recursion"),
+        (b"\xff", "not JSON: expected"),
+    ],
+)
+def test_what_is_no_record_is_an_error(tips: Tips, line: bytes, fault: str) -> None:
     tips.add(tip("One.", "any"), [])
-    with tips.path.open("a") as file:
-        file.write('{"kind": "outcome", "tip": 1}\n')
-    with pytest.raises(CodaError, match=r"tips.jsonl:2 is no record of a tip"):
+    with tips.path.open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(CodaError, match=rf"tips.jsonl:2 is {fault}"):
         tips.all()
 
 

@@ -47,7 +47,7 @@ def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "line: Invalid JSON"), ('{"suite": "tiny"}', "commit: Field required"),
+    [("{", "Invalid JSON"), ("\N{SNOWMAN}", "Invalid JSON"), ('{"suite": "tiny"}', "commit: Field required"),
      (cell("one").line().replace('"case"', '"cases"'), "case: Field required")],
 )  # fmt: skip
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -55,6 +55,15 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, message: s
     path.write_text(f"{cell('one').line()}\n{line}\n")
     with pytest.raises(CodaError, match=rf"tiny\.jsonl:2: {message}"):
         read(path, Cell)
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    outside, path = tmp_path / "outside", tmp_path / "tiny.jsonl"
+    outside.write_text("kept, without a last line")
+    path.symlink_to(outside)
+    with pytest.raises(OSError, match=r"tiny\.jsonl"):
+        append(path, [cell("one")])
+    assert outside.read_text() == "kept, without a last line"
 
 
 def test_machines_are_named() -> None:

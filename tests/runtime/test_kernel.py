@@ -119,9 +119,12 @@ def test_a_measured_shape_gives_the_tile_there_alone(
 ) -> None:
     small, large = TileConfig(128, 256, 2, 1), TileConfig(128, 192, 2, 1, True)
     entries = [
-        {"m": s, "n": s, "k": s, "config": c.to_dict(), "blocks": {str(c.tile_n): c.to_dict()}}
+        {
+            "m": s, "n": s, "k": s, "median_us": 1.0,
+            "config": c.to_dict(), "blocks": {str(c.tile_n): c.to_dict()},
+        }
         for s, c in ((4096, small), (8192, large))
-    ]
+    ]  # fmt: skip
     shapes = [(m, n, k) for m in (16, 4000, 16384) for n in (4096, 8192) for k in (2048, 8192)]
     chosen = []
     for tuned in ({}, {"some GPU": {"bfloat16": entries}}):
@@ -509,6 +512,32 @@ def test_what_the_judge_did_not_see_is_not_loaded(tmp_path: Path, file: str) -> 
         text.write("\n# one more line\n")
     with pytest.raises(WorkspaceError, match=rf"{file} is not what its evidence was made for"):
         load_kernel(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        ("evidence.json", "", "not readable evidence: Invalid JSON"),
+        ("evidence.json", "[" * 9999, "not readable evidence: Invalid JSON: recursion"),
+        ("evidence.json", "[]", "not readable evidence: Input should be an object"),
+        (
+            "evidence.json",
+            '{"refused_tiles": [{"tile": [1]}]}',
+            r"evidence: refused_tiles\.0\.tile",
+        ),
+        ("evidence.json", '{"compiled": {"spills": {"t": -1}}}', r"compiled\.spills\.t: Input"),
+        ("tuned.json", "9" * 5000, "not hold measured tiles: Invalid JSON: number out"),
+        ("tuned.json", '{"H": {"float16": [{}]}}', r"measured tiles: H\.float16\.0\.m: Field"),
+        ("tuned.json", '{"H": 1}', "measured tiles: H: Input should be an object"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, fault: str) -> None:
+    folder = tmp_path / "gemm_rope"
+    shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)
+    (folder / file).write_text(text)
+    with pytest.raises(WorkspaceError, match=rf"^\S*{file} .*{fault}") as caught:
+        load_kernel(folder)
+    assert "git checkout -- " in caught.value.hint and "\n" not in str(caught.value)
 
 
 def test_the_table_that_comes_with_the_package() -> None:
