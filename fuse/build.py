@@ -12,6 +12,7 @@ from coda_agent.agent.judge.job import CompileJob
 from coda_agent.fuse.kernels import Kernel, arguments
 from coda_agent.fuse.regions import Region
 from coda_agent.fuse.verify import drawn, entering
+from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
 from coda_agent.runtime.kernel import likely_tiles
@@ -21,6 +22,10 @@ TILES = 4
 """Likely tiles that are tried where nothing was measured of a kernel."""
 _LEAST = 8
 """Kernels that are worth the start of workers: 10 s, and 3 s a kernel."""
+_CRASHES = 192, 192
+"""nvidia-cutlass-dsl 4.8.1 aborts its process at this tile with five outputs ("wrong index for
+variant"), and is wrong at it for pairs."""
+_FAILED: set[tuple[str, TileConfig]] = set()
 
 
 def build(kernels: Iterable[tuple[Region, Kernel]], device: torch.device) -> None:
@@ -35,7 +40,9 @@ def build(kernels: Iterable[tuple[Region, Kernel]], device: torch.device) -> Non
     if len(jobs) < _LEAST or cores < 2:
         return
     with CompilePool(min(cores, len(jobs), 14)) as pool:
-        pool.map(jobs, lambda *_: None)  # what fails to compile fails again where it is tried
+        for job, built in zip(jobs, pool.map(jobs, lambda *_: None), strict=True):
+            if isinstance(built, CompileError):
+                _FAILED.add((job.program.digest, job.config))
 
 
 def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[CompileJob]:
@@ -62,7 +69,10 @@ def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
     if kernel.like:
         found = function.choose(*shape, function.types[0], None)
         return [found] if found else []
-    return likely_tiles(function.program, shape, function.types[0])[:TILES]
+    program = function.program
+    likely = likely_tiles(program, shape, function.types[0])
+    failed = {tile for digest, tile in _FAILED if digest == program.digest}
+    return [x for x in likely if x not in failed and (x.tile_m, x.tile_n) != _CRASHES][:TILES]
 
 
 def _is_turned(x: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,3 +59,12 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             seen.add(node)
             pending += node.all_input_nodes
     return seen
+
+
+def make(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+    """Append a call to a graph, in the pass of another node, with its value."""
+    node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda x: x.meta["val"])
+    node.meta = {tag: like.meta[tag] for tag in TAGS if tag in like.meta}
+    node.meta["val"] = target(*values)
+    return node

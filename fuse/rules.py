@@ -13,14 +13,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.retrace import share
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, TAGS, ancestors
+from coda_agent.fuse.merge import merge_gradients
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, ancestors, make
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
@@ -32,7 +33,8 @@ def prepare(graph: fx.Graph) -> list[str]:
     join_logsumexp(graph)
     notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
     notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
-    return notes + [f"{x} sums rows of one number" for x in sum_of_one(graph)]
+    notes += [f"{x} sums rows of one number" for x in sum_of_one(graph)]
+    return notes + [f"{x} has gradients of other weights" for x in merge_gradients(graph)]
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -47,10 +49,10 @@ def carry(graph: fx.Graph) -> list[str]:
             with graph.inserting_before(product if first is None else first.next):
                 x = first or operands.setdefault(tuple(wide), _multiplied(graph, a, wide))
             with graph.inserting_before(product):
-                scaled = _call(graph, aten.mm.default, x, product.args[1], like=product)
+                scaled = make(graph, aten.mm.default, x, product.args[1], like=product)
                 for factor in rows:
                     row = _shaped(graph, factor, a, 1)
-                    scaled = _call(graph, aten.mul.Tensor, scaled, row, like=product)
+                    scaled = make(graph, aten.mul.Tensor, scaled, row, like=product)
                 scaled = _cast(graph, scaled, product.meta["val"].dtype, product)
             product.replace_all_uses_with(scaled)
             moved.append(product.name)
@@ -84,7 +86,7 @@ def _multiplied(graph: fx.Graph, a: fx.Node, wide: list[fx.Node]) -> fx.Node:
     shaped = [_shaped(graph, x, a, extent) if x.meta["val"].ndim > 1 else x for x in wide]
     x = shaped[0]
     for factor in shaped[1:]:
-        x = _call(graph, aten.mul.Tensor, x, factor, like=a)
+        x = make(graph, aten.mul.Tensor, x, factor, like=a)
     return _cast(graph, x, a.meta["val"].dtype, a)
 
 
@@ -141,7 +143,7 @@ def join_logsumexp(graph: fx.Graph) -> None:
         if any(u.args != (difference, log) for u in users) or len(users) < len(log.users):
             continue
         with graph.inserting_after(log):
-            joined = _call(graph, aten.logsumexp.default, x, *total.args[1:], like=log)
+            joined = make(graph, aten.logsumexp.default, x, *total.args[1:], like=log)
         for user in users:
             user.args = (x, joined)
     graph.eliminate_dead_code()
@@ -152,12 +154,12 @@ def spell_logsumexp(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.logsumexp.default):
         x, *dims = node.args
         with graph.inserting_before(node):
-            largest = _call(graph, aten.amax.default, x, *dims, like=node)
-            shifted = _call(graph, aten.sub.Tensor, x, largest, like=node)
-            exp = _call(graph, aten.exp.default, shifted, like=node)
-            total = _call(graph, aten.sum.dim_IntList, exp, *dims, like=node)
-            log = _call(graph, aten.log.default, total, like=node)
-            whole = _call(graph, aten.add.Tensor, log, largest, like=node)
+            largest = make(graph, aten.amax.default, x, *dims, like=node)
+            shifted = make(graph, aten.sub.Tensor, x, largest, like=node)
+            exp = make(graph, aten.exp.default, shifted, like=node)
+            total = make(graph, aten.sum.dim_IntList, exp, *dims, like=node)
+            log = make(graph, aten.log.default, total, like=node)
+            whole = make(graph, aten.add.Tensor, log, largest, like=node)
         for user in [*node.users]:
             if user.target is aten.sub.Tensor and user.args == (x, node):
                 user.args = (shifted, log)
@@ -186,8 +188,8 @@ def gather_first(graph: fx.Graph) -> list[str]:
         if x.meta["val"].shape != source.meta["val"].shape:
             continue
         with graph.inserting_before(node):
-            first = _call(graph, aten.gather.default, x, dim, index, like=node)
-            result = _call(graph, aten.sub.Tensor, first, row, like=node)
+            first = make(graph, aten.gather.default, x, dim, index, like=node)
+            result = make(graph, aten.sub.Tensor, first, row, like=node)
         node.replace_all_uses_with(result)
         moved.append(node.name)
     if moved:
@@ -208,11 +210,11 @@ def sum_of_one(graph: fx.Graph) -> list[str]:
             if isinstance(row, fx.Node) and _width(row) == 1 and (found := _one_hot(hot)):
                 index, value, columns = found
                 with graph.inserting_before(node):
-                    above = _call(graph, aten.ge.Scalar, index, 0, like=node)
-                    below = _call(graph, aten.lt.Scalar, index, columns, like=node)
-                    hit = _call(graph, aten.logical_and.default, above, below, like=node)
-                    whole = _call(graph, aten.mul.Tensor, row, value, like=node)
-                    result = _call(graph, aten.mul.Tensor, whole, hit, like=node)
+                    above = make(graph, aten.ge.Scalar, index, 0, like=node)
+                    below = make(graph, aten.lt.Scalar, index, columns, like=node)
+                    hit = make(graph, aten.logical_and.default, above, below, like=node)
+                    whole = make(graph, aten.mul.Tensor, row, value, like=node)
+                    result = make(graph, aten.mul.Tensor, whole, hit, like=node)
                 node.replace_all_uses_with(result)
                 moved.append(node.name)
                 break
@@ -259,19 +261,10 @@ def _width(node: fx.Node) -> Any:
     return shape[-1] if shape else 0
 
 
-def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
-    """Append a call in the pass of another node."""
-    node = graph.call_function(target, args)
-    values = torch.fx.map_arg(args, lambda x: x.meta["val"])
-    node.meta = {tag: like.meta[tag] for tag in TAGS if tag in like.meta}
-    node.meta["val"] = target(*values)
-    return node
-
-
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     if node.meta["val"].dtype == dtype:
         return node
-    return _call(graph, torch.ops.prims.convert_element_type.default, node, dtype, like=like)
+    return make(graph, torch.ops.prims.convert_element_type.default, node, dtype, like=like)
 
 
 def _shaped(graph: fx.Graph, node: fx.Node, a: fx.Node, columns: int) -> fx.Node:
@@ -279,4 +272,4 @@ def _shaped(graph: fx.Graph, node: fx.Node, a: fx.Node, columns: int) -> fx.Node
     if [*node.meta["val"].shape] == [a.meta["val"].shape[0], columns]:
         return node
     with graph.inserting_after(node):
-        return _call(graph, aten.view.default, node, [-1, columns], like=node)
+        return make(graph, aten.view.default, node, [-1, columns], like=node)

@@ -1,0 +1,124 @@
+"""Products of gradients that become one: what several weights of one operand have in common.
+
+Where y₁ = x W₁ᵀ, y₂ = x W₂ᵀ, …, the gradient of x is one product, (dy₁ | dy₂ | …) (W₁; W₂; …), and
+those of the weights are the rows of (dy₁ | dy₂ | …)ᵀ x. To lay the dy side by side costs little
+where most of them are made pointwise: attention's gradients are rotated in any case. What a product
+gives stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from coda_agent.fuse.nodes import PRODUCTS, VIEWS, is_cheap, make, numel
+
+aten = torch.ops.aten
+_TURNED = aten.permute.default, aten.t.default, aten.transpose.int
+
+
+def merge_gradients(graph: fx.Graph) -> list[str]:
+    """Merge products of gradients of one operand; names of those that others became part of."""
+    groups: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+        turned, x = node.args
+        if isinstance(turned, fx.Node) and turned.target in _TURNED and isinstance(x, fx.Node):
+            (dy,) = turned.all_input_nodes
+            if node.meta.get("partitioner_tag") == "is_backward" and _is_made(dy):
+                groups.setdefault(x, []).append((node, dy))
+    merged: list[str] = []
+    for x, found in groups.items():
+        dys = [dy for _, dy in found]
+        shapes = {(dy.meta["val"].shape[0], dy.meta["val"].dtype) for dy in dys}
+        new = sum(numel(dy) for dy in dys if _root(dy).target not in (operator.getitem, *VIEWS))
+        if len({*dys}) == len(dys) > 1 and len(shapes) == 1 and 2 * new >= sum(map(numel, dys)):
+            merged.append(found[0][0].name)
+            _merge(graph, x, [weight for weight, _ in found], dys)
+    if merged:
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()
+    return merged
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Whether a value is computed, and neither is nor is made pointwise of what a product gives."""
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        n = pending.pop()
+        if n.target in PRODUCTS or (n.op != "call_function" and n is _root(node)):
+            return False
+        if n not in seen and (is_cheap(n) or n.target is aten.clone.default):
+            pending += n.all_input_nodes
+        seen.add(n)
+    return True
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _merge(graph: fx.Graph, x: fx.Node, weights: Sequence[fx.Node], dys: Sequence[fx.Node]) -> None:
+    """Merge the gradients of weights of one operand, and those of the operand where they are
+    summed."""
+    like = weights[0]
+    with graph.inserting_after(max([x, *dys])):
+        side = make(graph, aten.cat.default, [*dys], 1, like=like)
+    with graph.inserting_after(side):
+        turned = make(graph, aten.permute.default, side, [1, 0], like=like)
+    with graph.inserting_after(turned):
+        whole = make(graph, aten.mm.default, turned, x, like=like)
+    start = 0
+    for weight, dy in zip(weights, dys, strict=True):
+        end = start + dy.meta["val"].shape[1]
+        with graph.inserting_after(whole):
+            part = make(graph, aten.slice.Tensor, whole, 0, start, end, like=weight)
+        weight.replace_all_uses_with(part)
+        start = end
+    found = [pair for dy in dys if (pair := _summed(dy))]
+    if len(found) < len(dys) or len({root for _, root in found}) > 1:
+        return
+    first, *others = (product for product, _ in found)
+    matrices = [product.all_input_nodes[1] for product in (first, *others)]
+    with graph.inserting_after(max([side, *matrices])):
+        stacked = make(graph, aten.cat.default, matrices, 0, like=like)
+    with graph.inserting_after(stacked):
+        total = make(graph, aten.mm.default, side, stacked, like=like)
+    for product in others:
+        view, add = _added(product) or (product, product)
+        (other,) = (node for node in add.all_input_nodes if node is not view)
+        add.replace_all_uses_with(other)
+        graph.erase_node(add)
+    first.replace_all_uses_with(total)
+
+
+def _summed(dy: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The product of a gradient with its weight, and the end of the sum that it is added to."""
+    products = [u for u in dy.users if u.target is aten.mm.default and u.args[0] is dy]
+    if len(products) != 1 or _added(products[0]) is None:
+        return None
+    end = products[0]
+    while (step := _added(end)) is not None:
+        end = step[1]
+    return products[0], end
+
+
+def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The view of a node that is added to another of its shape, and the sum; nothing else reads
+    the node."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is aten.add.Tensor and not user.kwargs and len(user.all_input_nodes) == 2:
+            values = [x.meta["val"] for x in (user, *user.all_input_nodes)]
+            alike = len({(v.dtype, tuple(v.shape)) for v in values}) == 1
+            return (node, user) if alike else None
+        if user.target not in VIEWS:
+            return None
+        node = user
+    return None
