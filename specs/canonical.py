@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -417,7 +417,6 @@ class Product:
         units = {"": 1} | {x: dim.multiple_of for x, dim in header.dims.items()}
         for several in (factors(e) for e in self.inner if isinstance(e, str)):
             units["*".join(several)] = math.prod(units.get(x, 1) for x in several)
-        own = {**self.row_names, **self.column_names}
         shapes = header.check_shapes, header.bench_shapes
         checks, benches = ([self._all(sizes) for sizes in some] for some in shapes)
         layout = Layout(
@@ -426,7 +425,7 @@ class Product:
             self._renamed(self.lead, range(len(self.lead)), self.row_names),
             self._renamed(self.columns, range(len(self.columns)), self.column_names),
             tuple(self.inner),
-            {**units, **{new: units[old] for old, new in own.items()}},
+            {**units, **{new: units[old] for old, new in self._second_names()}},
             (*checks, *benches),
             tuple(places["inputs"]),
             tuple(places["outputs"]),
@@ -460,8 +459,12 @@ class Product:
         if sizes.keys() != declared.keys():
             got, known = ", ".join(sizes) or "none", ", ".join(declared)
             raise ValueError(f"sizes are given for {got}; expected {known}")
-        names = {**self.row_names, **self.column_names}
-        return {**sizes, **{new: sizes[old] for old, new in names.items()}}
+        return {**sizes, **{new: sizes[old] for old, new in self._second_names()}}
+
+    def _second_names(self) -> Iterator[tuple[str, str]]:
+        """List dims that have another name, with that; one of a square product has two more."""
+        yield from self.row_names.items()
+        yield from self.column_names.items()
 
 
 def _units(shapes: Iterable[Sequence[Entry]]) -> tuple[int, ...]:

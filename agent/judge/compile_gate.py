@@ -122,6 +122,7 @@ def check_signature(spec: Spec, programs: Mapping[str, Program]) -> list[Finding
         if program := programs.get(name := spec.variant(binding)):
             found += _signature_faults(spec, binding, program)
             found += _tensor_faults(spec, binding, program)
+            found += _group_faults(spec, program)
         else:
             found.append((f"program {name!r} is missing", ""))
     return [Finding(message=message, hint=hint) for message, hint in found]
@@ -172,6 +173,19 @@ def _tensor_faults(
         used = {spec.dtype_of(name, types) for types in spec.type_choices()}
         if known and (others := sorted(used.difference(known))):
             yield f"{said}, of {' or '.join(known)}; the spec declares {', '.join(others)}", ""
+
+
+def _group_faults(spec: Spec, program: Program) -> Iterator[tuple[str, str]]:
+    """A group that columns of a check shape do not fill, where torch would raise."""
+    _, n, _ = spec.gemm_dims
+    for sizes in spec.check_shapes:
+        if program.group and sizes[n] % program.group:
+            yield (
+                f"{program.name} has groups of {program.group} columns; the spec's {n}={sizes[n]} "
+                "is no multiple of that",
+                "groups are as wide as the reference's",
+            )
+            return
 
 
 def compile_all(

@@ -18,6 +18,7 @@ from coda_agent.primitives.operation import PLACED
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.ptx import operation
 from coda_agent.primitives.reductions import Reduction
+from coda_agent.primitives.resources import RowVector
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,10 @@ class Replay:
             wrong = _apart(out, truth) > _NEAR
             counts = wrong.reshape(len(acc), -1).sum(1).double()
             rows = counts.topk(_ROWS).indices.sort().values
-            acc, lifted = acc[rows], {x: _some(v, rows, len(acc)) for x, v in lifted.items()}
+            # A vector over columns is as long as there are rows where M is N.
+            over = (x for x, kind in program.operands.items() if not issubclass(kind, RowVector))
+            lifted |= {x: _some(lifted[x], rows, len(acc)) for x in over}
+            acc = acc[rows]
             self.truth = truth[rows]
             self.added = None if self.added is None else self.added[rows]
         self.acc, self.single, self.read = acc, single, Reading(program.graph)

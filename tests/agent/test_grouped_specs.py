@@ -136,6 +136,22 @@ def test_another_width_is_another_function() -> None:
     verdicts.refused(spec_of(*CASES[0][1:]), wider)
 
 
+def test_a_group_that_the_columns_do_not_fill_is_one_line() -> None:
+    made = spec(
+        "x = (A @ B.T).float().unflatten(1, (-1, 32))\n"
+        "return {'O': (x - x.amax(-1, keepdim=True)).flatten(1).to(A.dtype)}",
+        name="grouped",
+        header="dims: {M: {}, N: {multiple_of: 32}, K: {multiple_of: 8}}\n",
+    )
+
+    @epilogue(O=Tile)
+    def grouped(acc):
+        return {"O": acc - group_max(acc, 64)}
+
+    (finding,) = check_signature(made, {"grouped": grouped})
+    assert "has groups of 64 columns; the spec's N=32 is no multiple" in finding.message
+
+
 def test_tiles_and_architectures_that_carry_groups() -> None:
     assert {c.tile_n % 128 for c in offered(scaled)} == {0}
     assert {c.tile_n % 64 for c in offered(rms, [(16, 4096, 4096)])} == {0}

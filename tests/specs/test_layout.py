@@ -67,6 +67,11 @@ LAYOUTS: dict[str, Any] = {
         {"y": "[S, S]", "top": f"{{shape: [S], {FLOAT}}}"},
         gemm="[q, k]",
     ),
+    "M, N and K are one": lambda: product(
+        "return res + F.linear(x, w, b)",
+        {"x": "[S, S]", "w": "[S, S]", "res": "[S, S]", "b": "[S]"},
+        {"y": "[S, S]"},
+    ),
     "extents of 1": lambda: product(
         "h = (F.linear(x, w) * r + b) * s; return h.to(x.dtype), h.float().mean(-1, keepdim=True)",
         {

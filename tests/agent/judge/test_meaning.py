@@ -79,6 +79,17 @@ def test_what_differs_on_other_inputs_is_another_function(
         assert abs(got - expected) == pytest.approx(share * abs(expected), rel=1e-3)
 
 
+def test_a_vector_along_the_other_side_of_a_square_is_named() -> None:
+    """Where M is N, its extent does not tell what it is over."""
+    body = "return {'O': ((A @ B.T).float() * r[:, None] + c).to(A.dtype)}"
+    made = spec(body, {"B": "[M, K]", "r": "[M]", "c": "[M]"}, {"O": "[M, M]"}, name="k")
+    (finding,) = check_meaning(made, read_programs(
+        "from coda_agent.primitives import RowVector, Tile, epilogue\n@epilogue(O=Tile)\n"
+        "def k(acc, r: RowVector, c: RowVector):\n    return {'O': acc * r + c}\n"
+    ), seed=1)  # fmt: skip
+    assert finding.message.endswith("r is read along the columns")
+
+
 def test_a_quotient_that_overflows_is_another_function() -> None:
     made = spec_of("F.silu(z) * r")
     (finding,) = findings(made, "acc * (exp(acc) / (1.0 + exp(acc))) * r")
