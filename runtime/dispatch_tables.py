@@ -13,21 +13,34 @@ import re
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from coda_agent.primitives.objects import ROOT, write_whole
+from coda_agent.primitives.objects import ROOT, reason, write_whole
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.dispatch import Cost, Memory, Model, Regret, Shape
+from coda_agent.runtime.dispatch import Cost, Memory, Model, Regret
 
 PACKAGED = ROOT / "generated"
 _MISSES = 500
 """Parts of a logarithm that a miss is rounded to: 0.2 %, below what a measurement repeats to."""
 
+_LONGEST = 1e9  # of a table's times
+
+
+_Count = Annotated[int, Field(gt=0, lt=2**31)]
+_Miss = Annotated[int, Field(gt=-10 * _MISSES, lt=10 * _MISSES)]
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("cost", "memory", check_fields=False)
+    @classmethod
+    def _times(cls, times: Cost | Memory) -> Cost | Memory:
+        if not all(0 <= x < _LONGEST for x in times):
+            raise ValueError(f"expected microseconds from 0 to {_LONGEST:g}")
+        return times
 
 
 class Tile(_Part):
@@ -35,7 +48,7 @@ class Tile(_Part):
 
     config: TileConfig
     cost: Cost
-    misses: tuple[int | None, ...]
+    misses: tuple[_Miss | None, ...]
 
 
 class Entry(_Part):
@@ -51,13 +64,13 @@ class Entry(_Part):
 
     program: str
     dtype: str
-    element_bytes: int
+    element_bytes: Annotated[int, Field(ge=1, le=2)]
     date: str
     machine: dict[str, Any]
     version: int
     regret: Regret
     memory: Memory
-    shapes: tuple[Shape, ...]
+    shapes: tuple[tuple[_Count, _Count, _Count], ...]
     tiles: tuple[Tile, ...]
 
     @classmethod
@@ -96,7 +109,7 @@ class Table(_Part):
     """All that was measured on one kind of GPU: its name, its SMs, and an entry for each kernel."""
 
     gpu: str
-    sms: int
+    sms: _Count
     kernels: dict[str, Entry]
 
     def write(self, folder: Path) -> Path:
@@ -150,9 +163,8 @@ def read(folder: Path, gpu: str) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        fault = " ".join(str(error).split())[:200]
         warnings.warn(
-            f"coda-agent: {path} cannot be used, tiles are chosen without it: {fault}; "
+            f"coda-agent: {path} cannot be used, tiles are chosen without it: {reason(error)}; "
             "`coda-agent fit` writes it again",
             stacklevel=2,
         )

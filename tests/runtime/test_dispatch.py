@@ -221,6 +221,10 @@ def test_a_card_without_a_table_takes_anothers(table: Table, fitted: Model, tmp_
         "of another form",
         "misses short",
         "a number as text",
+        "a miss beyond range",
+        "no SMs",
+        "a size below 1",
+        "a time below 0",
         "no file at all",
     ],
 )
@@ -246,6 +250,17 @@ def test_a_table_that_cannot_be_used(table: Table, tmp_path: Path, fault: str) -
             pack(data)
         case "a number as text":
             entry["memory"][0] = "fast"
+            pack(data)
+        case "a miss beyond range":
+            entry["tiles"][0]["misses"][0] = 10**9
+            pack(data)
+        case "no SMs":
+            pack({**data, "sms": 0})
+        case "a size below 1":
+            entry["shapes"][0][0] = 0
+            pack(data)
+        case "a time below 0":
+            entry["tiles"][0]["cost"][0] = -1e300
             pack(data)
         case _:
             path.unlink()
