@@ -47,7 +47,7 @@ def build(kernels: Iterable[tuple[Region, Kernel]], device: torch.device) -> Non
 
 def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[CompileJob]:
     function = function_of(kernel.text)
-    a, b, operands = arguments(region.local, entering(region, drawn(region, device)))
+    a, b, operands = arguments(region.local, entering(region, drawn(region.part, region, device)))
     kinds = function.program.operands
     named = dict(zip(kinds, operands, strict=True))
     element, outputs = function.types[0], function.program.outputs

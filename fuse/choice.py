@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
 from coda_agent.fuse.imports import import_quack
 from coda_agent.fuse.kernels import Kernel, arguments
 from coda_agent.fuse.regions import Region, described
 from coda_agent.fuse.timing import Inductor, fastest
-from coda_agent.fuse.verify import distance, drawn, entering, with_kernel
+from coda_agent.fuse.verify import distance, drawn, entering
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 from coda_agent.primitives.tiles import TileConfig
@@ -33,11 +34,11 @@ _SAME = 1e-2
 """How far tiles' results may be from each other; some compile, and compute something else."""
 
 
-def timed(region: Region, kernel: Kernel, device: torch.device) -> Kernel | str:
+def timed(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str:
     """Time a kernel, with the packing that it needs, on numbers drawn at random.
 
     Args:
-        region: What it computes.
+        place: What it computes, and what reads it.
         kernel: It. Where nothing was measured of its tiles, a few likely ones are tried.
         device: The GPU.
 
@@ -46,30 +47,30 @@ def timed(region: Region, kernel: Kernel, device: torch.device) -> Kernel | str:
         sentence with both times. It is kept in the user's cache by the region, the kernel, the card
         and the versions.
     """
-    path = _path(region, kernel, device)
+    path = _path(place, kernel, device)
     if not (known := remembered(path)):
-        known = _timed(region, kernel, device)
+        known = _timed(place, kernel, device)
         remember(path, known)
     return known["loss"] or replace(kernel, text=known["text"], times=known["times"])
 
 
-def untimed(region: Region, kernel: Kernel, device: torch.device) -> bool:
+def untimed(place: Around, kernel: Kernel, device: torch.device) -> bool:
     """Whether a kernel is still to be timed."""
-    return not remembered(_path(region, kernel, device))
+    return not remembered(_path(place, kernel, device))
 
 
-def _path(region: Region, kernel: Kernel, device: torch.device) -> Path:
+def _path(place: Around, kernel: Kernel, device: torch.device) -> Path:
     where = torch.cuda.get_device_name(device), torch.__version__
-    parts = described(region.part), kernel.text, where, fingerprint(*SOURCES)
+    parts = described(place.part), kernel.text, where, fingerprint(*SOURCES)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     return user_cache() / "regions" / f"{digest}.json"
 
 
-def _timed(region: Region, kernel: Kernel, device: torch.device) -> dict[str, str]:
+def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str]:
     import_quack()
-    given = drawn(region, device)
+    text = kernel.text if kernel.like else _tiled(place.region, kernel, device)
+    given = drawn(place.part, place.region, device)
     inputs = [x for x in given if isinstance(x, torch.Tensor)]
-    text = kernel.text if kernel.like else _tiled(region, kernel, given)
 
     def compiled(call: Callable[..., Any]) -> Inductor:
         def function(*tensors: torch.Tensor) -> Any:
@@ -78,7 +79,7 @@ def _timed(region: Region, kernel: Kernel, device: torch.device) -> dict[str, st
 
         return Inductor(function)
 
-    own, ours = compiled(fx.GraphModule({}, region.part)), compiled(with_kernel(region, text))
+    own, ours = compiled(fx.GraphModule({}, place.part)), compiled(place.by_kernel(text))
     with torch.no_grad():
         for call in (own, ours):  # it is compiled at its first call
             call(*inputs)
@@ -89,13 +90,13 @@ def _timed(region: Region, kernel: Kernel, device: torch.device) -> dict[str, st
     return {"text": text, "loss": loss, "times": times}
 
 
-def _tiled(region: Region, kernel: Kernel, given: Sequence[Any]) -> str:
+def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
     """Write down a kernel with the fastest of its likely tiles."""
     from coda_agent.agent.judge.timing import interleave
     from coda_agent.agent.judge.tuner import ranked
 
     text, function = kernel.text, function_of(kernel.text)
-    a, b, operands = arguments(region.local, entering(region, given))
+    a, b, operands = arguments(region.local, entering(region, drawn(region.part, region, device)))
     shape = a.shape[0], b.shape[0], a.shape[1]
     named = dict(zip(function.program.operands, operands, strict=True))
     runs: dict[TileConfig, Callable[[int], Any]] = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from coda_agent.agent.authors.composer.retrace import share
+from coda_agent.fuse.around import Around, alone, around
 from coda_agent.fuse.build import build
 from coda_agent.fuse.choice import SOURCES, timed, untimed
 from coda_agent.fuse.hints import hinted
 from coda_agent.fuse.kernels import Kernel, chosen
 from coda_agent.fuse.nodes import PRODUCTS
-from coda_agent.fuse.regions import Region, described
+from coda_agent.fuse.regions import described
 from coda_agent.fuse.replace import replace_regions
 from coda_agent.fuse.rules import prepare, spell_logsumexp
 from coda_agent.fuse.show import Shown, shown
@@ -82,12 +84,15 @@ def put_kernels(graph: fx.Graph) -> None:
     with _disable_current_modes(), unset_fake_temporarily(), hinted(graph):
         notes = prepare(graph)
         known, kernels = chosen(graph)
-        if device.type == "cuda":
-            new = {_key(r, kernels[r]): r for r in known.regions}
-            left = [r for key, r in new.items() if key not in _JUDGED]
-            build([(r, kernels[r]) for r in left if untimed(r, kernels[r], device)], device)
-        for region in [*known.regions]:
-            found = _judged(region, kernels[region], device)
+        timing = device.type == "cuda"
+        placed = partial(around, known) if timing else alone
+        places = {region: placed(region) for region in known.regions}
+        if timing:
+            new = {_key(x, kernels[r]): (x, kernels[r]) for r, x in places.items()}
+            left = [pair for key, pair in new.items() if key not in _JUDGED]
+            build([(x.region, k) for x, k in left if untimed(x, k, device)], device)
+        for region, place in places.items():
+            found = _judged(place, kernels[region], device)
             if isinstance(found, str):
                 known.leave(region, found)
             else:
@@ -99,13 +104,13 @@ def put_kernels(graph: fx.Graph) -> None:
     share(graph)
 
 
-def _judged(region: Region, kernel: Kernel, device: torch.device) -> Kernel | str:
+def _judged(place: Around, kernel: Kernel, device: torch.device) -> Kernel | str:
     """A region's kernel as it runs, or why it is left to PyTorch. Layers that are alike are tried
     once."""
-    if (key := _key(region, kernel)) not in _JUDGED:
+    if (key := _key(place, kernel)) not in _JUDGED:
         try:
-            found = timed(region, kernel, device) if device.type == "cuda" else kernel
-            reason = found if isinstance(found, str) else fault(region, found.text, device)
+            found = timed(place, kernel, device) if device.type == "cuda" else kernel
+            reason = found if isinstance(found, str) else fault(place.region, found.text, device)
             _JUDGED[key] = reason or found
         except CodaError as error:  # sizes that no kernel takes
             _JUDGED[key] = error.message
@@ -114,8 +119,8 @@ def _judged(region: Region, kernel: Kernel, device: torch.device) -> Kernel | st
     return _JUDGED[key]
 
 
-def _key(region: Region, kernel: Kernel) -> tuple[str, str]:
-    return described(region.part), kernel.text
+def _key(place: Around, kernel: Kernel) -> tuple[str, str]:
+    return described(place.part), kernel.text
 
 
 _JUDGED: dict[tuple[str, str], Kernel | str] = {}

@@ -38,7 +38,7 @@ def fault(region: Region, text: str, device: torch.device) -> str:
     if device.type == "cuda":
         import_quack()
     module = fx.GraphModule({}, region.part)
-    inputs = drawn(region, device)
+    inputs = drawn(region.part, region, device)
     largest = max(node.meta["val"].numel() for node in region.nodes)
     wide = torch.float64 if largest < _LARGE else torch.float32
     own, got = module(*inputs), with_kernel(region, text)(*inputs)
@@ -108,12 +108,12 @@ def entering(region: Region, inputs: Sequence[Any]) -> Callable[[Port], Any]:
     return lambda port: port.canonical(*map(values.__getitem__, port.nodes))
 
 
-def drawn(region: Region, device: torch.device) -> list[Any]:
-    """Draw what a region's part takes: numbers about 1, and whole ones that name a column."""
+def drawn(part: fx.Graph, region: Region, device: torch.device) -> list[Any]:
+    """Draw what a graph around a region takes: numbers about 1; whole ones name a column."""
     generator = torch.Generator(device).manual_seed(0)
     extents, weights = region.local.extents, region.local.b.nodes
     given: list[Any] = []
-    for node in region.part.nodes:
+    for node in part.nodes:
         if node.op != "placeholder":
             continue
         value = node.meta["val"]

@@ -13,8 +13,9 @@ from torch._inductor import compile_fx
 
 from coda_agent.agent.judge import timing, tuner
 from coda_agent.agent.judge.samples import Samples
-from coda_agent.fuse import backend, build, choice, joint
+from coda_agent.fuse import backend, build, choice, joint, verify
 from coda_agent.fuse import timing as ways
+from coda_agent.fuse.around import around
 from coda_agent.fuse.kernels import chosen
 from coda_agent.fuse.record import recorded
 from coda_agent.primitives.tiles import TileConfig
@@ -41,7 +42,7 @@ def test_whether_a_kernel_pays_is_timed_once_and_kept(
         graph = recorded(lambda x, w: F.silu(F.linear(x, w)), args).graph
         known, kernels = chosen(graph)
         (region,) = known.regions
-        found = choice.timed(region, kernels[region], torch.device("cpu"))
+        found = choice.timed(around(known, region), kernels[region], torch.device("cpu"))
         assert isinstance(found, str) or found.times == "in us torch.compile 3.0, the kernel 2.0"
         return found if isinstance(found, str) else ""
 
@@ -50,6 +51,26 @@ def test_whether_a_kernel_pays_is_timed_once_and_kept(
     us["torch.compile"] = 1.5
     assert lost(24) == "" and len(timed) == 1
     assert lost(40) == "gains nothing: in us torch.compile 1.5, the kernel 2.0"
+
+
+def test_a_kernel_is_timed_with_what_reads_its_results() -> None:
+    def turned(x: Tensor, w: Tensor, s: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y = F.linear(x, w).tanh()
+        wide = y.float().flip(-1) + s
+        mean = y.float().mul(s).sum(-1, keepdim=True)
+        return torch.cat((wide, y.float()), -1), mean, F.linear(wide.bfloat16(), v)
+
+    args = [drawn(24, H), drawn(D, H), drawn(24, D), drawn(H, D)]
+    known, kernels = chosen(recorded(turned, args).graph)
+    region = known.regions[0]
+    place = around(known, region)
+    called = [getattr(n.target, "__name__", "") for n in place.part.nodes]
+    assert {"cat.default", "sum.dim_IntList", "tanh.default"} <= {*called}
+    assert called.count("mm.default") == 1 and "flip.default" not in called
+    given = verify.drawn(place.part, region, torch.device("cpu"))
+    results = torch.fx.GraphModule({}, place.part)(*given)
+    for got, own in zip(place.by_kernel(kernels[region].text)(*given), results, strict=True):
+        assert torch.allclose(got.float(), own.float(), atol=6e-2, rtol=2e-2)
 
 
 def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
@@ -77,7 +98,7 @@ def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
     monkeypatch.setattr(build, "likely_tiles", likely)
     monkeypatch.setattr(tuner, "ranked", ranked)
     monkeypatch.setattr(choice, "fastest", lambda runs: ("the kernel", dict.fromkeys(runs, 1.0)))
-    found = choice.timed(region, kernels[region], torch.device("cpu"))
+    found = choice.timed(around(known, region), kernels[region], torch.device("cpu"))
     assert not isinstance(found, str) and asked == [((24, D, H), "bfloat16")]
     function = program_operator.function_of(found.text)
     assert function.choose(24, D, H, "bfloat16", None) == tiles[1]

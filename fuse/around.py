@@ -1,0 +1,98 @@
+"""A region with what Inductor would compute in one kernel with its results.
+
+A kernel that stores what Inductor never would, so that others can read it, gains nothing: it is
+timed with those that read it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from coda_agent.fuse.kernels import called
+from coda_agent.fuse.nodes import alike, ancestors, is_cheap
+from coda_agent.fuse.regions import Cut, Region, extracted
+
+aten = torch.ops.aten
+_REDUCED = (
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default,
+    aten.amin.default, aten.var.correction, aten.var_mean.correction, operator.getitem,
+)  # fmt: skip
+_NODES = 96
+"""Nodes behind a region at most."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """A region in its surroundings.
+
+    Attributes:
+        part: Both as a graph by itself.
+        region: It.
+        places: Where the graph's nodes are in `part`.
+    """
+
+    part: fx.Graph
+    region: Region
+    places: dict[fx.Node, fx.Node]
+
+    def by_kernel(self, text: str) -> Callable[..., list[Any]]:
+        """Make the function that `part` is, with the region's values by its kernel."""
+        inside = {self.places[node] for node in self.region.nodes}
+        later = set(inside)  # what needs the kernel
+        for node in self.part.nodes:
+            if not later.isdisjoint(node.all_input_nodes):
+                later.add(node)
+        (end,) = (node for node in self.part.nodes if node.op == "output")
+
+        def call(*inputs: Any) -> list[Any]:
+            values, given = dict[fx.Node, Any](), iter(inputs)
+
+            def run(node: fx.Node) -> None:
+                if node.op == "placeholder":
+                    values[node] = next(given)
+                elif node.op == "call_function" and node not in values:
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    target: Any = node.target
+                    values[node] = target(*args, **kwargs)
+
+            for node in self.part.nodes:
+                if node not in later:
+                    run(node)
+            known = self.region.composition
+            entered = lambda port: port.canonical(*(values[self.places[n]] for n in port.nodes))
+            results = called(known, text, entered)
+            values.update((self.places[n], x) for n, x in results.items() if n is not None)
+            for node in self.part.nodes:
+                if node in later and node not in inside:
+                    run(node)
+            return [values[node] for node in end.args[0]]
+
+        return call
+
+
+def alone(region: Region) -> Around:
+    """Leave a region by itself."""
+    return Around(region.part, region, {node: copy for copy, node in region.originals.items()})
+
+
+def around(known: Cut, region: Region) -> Around:
+    """Find what reads a region's results pointwise, or sums them, and no product is."""
+    others = Cut(known.graph, [other for other in known.regions if other is not region])
+    taken = {node for other in others.regions for node in other.nodes}
+    needed, first = ancestors(region.inputs), min(region.nodes)
+    found, pending = set(region.nodes), [user for node in region.outputs for user in node.users]
+    while pending and len(found) < len(region.nodes) + _NODES:
+        node = pending.pop(0)
+        fused = is_cheap(node) or node.target in _REDUCED
+        if fused and node not in {*found, *taken, *needed} and alike(node, first):
+            found.add(node)
+            pending += node.users
+    outputs = {n for n in found if any(u not in found for u in n.users)}
+    part, originals = extracted(others, found, outputs)
+    return Around(part, region, {node: copy for copy, node in originals.items()})
