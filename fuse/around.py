@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from coda_agent.fuse.kernels import called
-from coda_agent.fuse.nodes import alike, ancestors, is_cheap
+from coda_agent.fuse.nodes import VIEWS, alike, ancestors, is_cheap
 from coda_agent.fuse.regions import Cut, Region, extracted
 
 aten = torch.ops.aten
@@ -23,8 +23,6 @@ _REDUCED = (
     aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default,
     aten.amin.default, aten.var.correction, aten.var_mean.correction, operator.getitem,
 )  # fmt: skip
-_NODES = 96
-"""Nodes behind a region at most."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,27 @@ def around(known: Cut, region: Region) -> Around:
     taken = {node for other in others.regions for node in other.nodes}
     needed, first = ancestors(region.inputs), min(region.nodes)
     found, pending = set(region.nodes), [user for node in region.outputs for user in node.users]
-    while pending and len(found) < len(region.nodes) + _NODES:
+    while pending:
         node = pending.pop(0)
-        fused = is_cheap(node) or node.target in _REDUCED
-        if fused and node not in {*found, *taken, *needed} and alike(node, first):
+        if _is_fused(node) and node not in {*found, *taken, *needed} and alike(node, first):
             found.add(node)
-            pending += node.users
+            if not _is_stored(node, taken):
+                pending += node.users
     outputs = {n for n in found if any(u not in found for u in n.users)}
     part, originals = extracted(others, found, outputs)
     return Around(part, region, {node: copy for copy, node in originals.items()})
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return is_cheap(node) or node.target in _REDUCED
+
+
+def _is_stored(node: fx.Node, taken: set[fx.Node]) -> bool:
+    """Whether a value is stored in any case: a product reads it, or a view of it, or a kernel."""
+    pending = [*node.users]
+    while pending:
+        user = pending.pop()
+        if user in taken or not _is_fused(user):
+            return True
+        pending += user.users if user.target in VIEWS else []
+    return False
