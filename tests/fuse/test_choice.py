@@ -56,7 +56,7 @@ def test_whether_a_kernel_pays_is_timed_once_and_kept(
 def test_a_kernel_is_timed_with_what_reads_its_results() -> None:
     def turned(x: Tensor, w: Tensor, s: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         y = F.linear(x, w).tanh()
-        wide = y.float().flip(-1) + s
+        wide = y.flip(-1).float() + s
         mean = y.float().mul(s).sum(-1, keepdim=True)
         return torch.cat((wide, y.float()), -1), mean, F.linear(wide.bfloat16(), v)
 
