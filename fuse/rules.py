@@ -9,10 +9,13 @@
   words need no logits.
 - A row that is 0 but at one place sums to what is there: the gradient of a loss is then made in one
   pass over the logits.
+- A part of a split tensor is a slice, a call of one result: so a region may have the halves that a
+  rotation exchanges.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,17 +27,38 @@ from coda_agent.fuse.merge import merge_gradients
 from coda_agent.fuse.nodes import CASTS, PRODUCTS, ancestors, make
 
 aten = torch.ops.aten
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
 
 
 def prepare(graph: fx.Graph) -> list[str]:
     """Apply the rules to a graph; a line for each place where one changed it."""
+    spell_parts(graph)
     share(graph)
     join_logsumexp(graph)
     notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
     notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
     notes += [f"{x} sums rows of one number" for x in sum_of_one(graph)]
     return notes + [f"{x} has gradients of other weights" for x in merge_gradients(graph)]
+
+
+def spell_parts(graph: fx.Graph) -> None:
+    """Spell parts of a tensor that is split by numbers as slices."""
+    for node in [n for n in graph.nodes if n.target in _SPLITS]:
+        x, sizes, dim = (*node.args, 0)[:3]
+        count = len(node.meta["val"])
+        sizes = [sizes] * count if isinstance(sizes, int) else sizes
+        if node.kwargs or not all(isinstance(size, int) for size in sizes):
+            continue
+        ends = [*itertools.accumulate(sizes, initial=0)]
+        for part in [*node.users]:
+            i = part.args[1] % count
+            with graph.inserting_before(part):
+                args = (x, dim, ends[i], ends[i + 1])
+                piece = graph.call_function(aten.slice.Tensor, args)
+            piece.meta = dict(part.meta)
+            part.replace_all_uses_with(piece)
+    graph.eliminate_dead_code()
 
 
 def carry(graph: fx.Graph) -> list[str]:

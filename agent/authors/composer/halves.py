@@ -21,7 +21,7 @@ def exchanged(x: Expr, width: int, alike: Callable[[Expr], bool]) -> Expr:
         return x.args[0]
     if _invariant(x, alike):
         return x
-    if x.args and any(_invariant(a, alike) or _exchanges(a) for a in x.args):
+    if x.op == "neg" or (x.args and any(_invariant(a, alike) or _exchanges(a) for a in x.args)):
         args = (exchanged(a, width, alike) for a in x.args)
         return make(x.op, *args, dims=x.dims, value=x.value)
     return make("exchanged", x, dims=x.dims, value=width)

@@ -209,7 +209,9 @@ def leaving(axes: Sequence[Dim], roles: Roles) -> Stand | None:
     ]  # fmt: skip
     if last.size == 2 and last.unit:
         known.append(([rows, outer], HalfTile))
-    known += [([rows, outer], kind) for kind in GROUP_TILES if kind.width == last.size]
+    for i in range(1, len(roles.columns)):  # a group's columns may be cut, as a head is in halves
+        width = math.prod(a.size for a in roles.columns[i:])
+        known += [([rows, roles.columns[:i]], kind) for kind in GROUP_TILES if kind.width == width]
     more = own.difference(rows, roles.columns)
     if len(more) == 1 and (pair := more.pop()).size == 2 and pair.unit:
         known.append(([rows, [*roles.columns, pair]], WideTile))

@@ -285,6 +285,8 @@ class Rewriter:
 
         if op == "copy":
             return Elements(codes(args[1]).expand(codes(args[0]).shape))
+        if op in ("view", "_unsafe_view"):  # the strides of codes are not the tensor's
+            target = torch.ops.aten.reshape.default
         kept = {k: v for k, v in kwargs.items() if k not in ("dtype", "layout", "pin_memory")}
         out = target(*tree_map(codes, args), **tree_map(codes, kept))
         return tree_map(lambda v: Elements(v) if isinstance(v, torch.Tensor) else v, out)

@@ -1,0 +1,155 @@
+"""Rotated queries and keys, as models spell them: the rotation is in the product's kernel, and what
+looks like one is right too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coda_agent.fuse.show import Shown
+from tests.fuse.test_joint import compared
+from tests.fuse.test_regions import D, drawn
+from tests.fuse.test_rules import both
+
+pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
+ROWS = 24
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+def by_chunks(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def by_slices(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def exchanged(x: Tensor) -> Tensor:
+    return torch.cat((*x.chunk(2, -1)[::-1],), -1)
+
+
+def other_sign(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((b, -a), -1)
+
+
+def in_order(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-a, b), -1)
+
+
+def unequal(x: Tensor) -> Tensor:
+    a, b = x.split([x.shape[-1] // 4, x.shape[-1] * 3 // 4], -1)
+    return torch.cat((-b, a), -1)
+
+
+def attention(turned: Callable[[Tensor], Tensor], width: int, permuted: bool) -> Callable[..., Any]:
+    """Projections of one x, with or without biases; queries and keys are rotated."""
+
+    def function(x: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        count = len(weights) // 3
+        y = [F.linear(x, *weights[i : i + count]) for i in range(0, len(weights), count)]
+        q, k, v = (t.view(*x.shape[:-1], -1, width) for t in y)
+        if permuted:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        cos, sin = (t.unsqueeze(1 if permuted else -2) for t in (cos, sin))
+        return *(t * cos + turned(t) * sin for t in (q, k)), v
+
+    return function
+
+
+def given(width: int, heads: int, kv: int, *, biased: bool, permuted: bool) -> list[Tensor]:
+    lead = (2, ROWS) if permuted else (2 * ROWS,)
+    angle = drawn(*lead, width).float() * 6
+    args = [drawn(*lead, D), angle.cos().bfloat16(), angle.sin().bfloat16()]
+    for i, n in enumerate((heads * width, kv * width, kv * width)):
+        args += [drawn(n, D, seed=i), *([drawn(n, seed=i)] if biased else [])]
+    return args
+
+
+def rotates(shown: Shown) -> bool:
+    """Whether the only kernel of a forward graph has all of it."""
+    outside = [c.step for c in shown.steps if c.what.startswith("PyTorch")]
+    return len(shown.kernels) == 1 and "rotate_half(" in shown.kernels[0][0] and not outside
+
+
+@pytest.mark.parametrize("turned", [by_chunks, by_slices])
+@pytest.mark.parametrize(
+    ("width", "heads", "kv", "biased", "permuted"),
+    [
+        (64, 4, 2, False, False),
+        (128, 2, 2, True, False),
+        (64, 4, 2, True, True),
+        (128, 4, 1, False, False),  # one head has no columns beside its own
+    ],
+)
+def test_rotated_queries_and_keys_and_values_are_one_kernel(
+    turned: Any, width: int, heads: int, kv: int, biased: bool, permuted: bool
+) -> None:
+    args = given(width, heads, kv, biased=biased, permuted=permuted)
+    shown = compared(attention(turned, width, permuted), args)
+    assert rotates(shown)
+    ((_, program),) = shown.kernels
+    assert len(program["outputs"]) == 1  # queries, keys and values are ranges of its columns
+    assert {*program["operands"].values()} <= {"PositionTable", "RowVector"}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_forward_pass_with_gradients_rotates_in_the_kernel(biased: bool) -> None:
+    x, cos, sin, *weights = given(64, 4, 2, biased=biased, permuted=True)
+    projected = attention(by_chunks, 64, permuted=True)
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        q, k, v = projected(x, cos.to(x.dtype), sin.to(x.dtype), *weights)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    shown = both(function, [x, *weights])
+    assert sum("rotate_half(" in text for text, _ in shown.kernels) == 1
+    (step,) = (c for c in shown.steps if "cat, cat_1" in c.what)
+    assert step.step.count(" + ") == 2  # neither queries nor keys are stored as they were before
+
+
+def test_a_norm_before_the_rotation_keeps_its_statistic_for_the_gradient() -> None:
+    x, cos, sin, w, *_ = given(64, 4, 2, biased=False, permuted=False)
+
+    def function(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        q = F.rms_norm(F.linear(x, w).unflatten(-1, (-1, 64)), (64,), g, 1e-6)
+        return q * cos.to(x.dtype)[:, None] + by_chunks(q) * sin.to(x.dtype)[:, None]
+
+    shown = both(function, [x, w, drawn(64).abs() + 0.5])
+    assert "rotate_half(" in shown.kernels[0][0]
+    assert "GroupTile64" in {kind for kind, _ in shown.kernels[0][1]["outputs"].values()}
+
+
+@pytest.mark.parametrize("turned", [exchanged, other_sign, in_order, unequal])
+def test_what_looks_like_a_rotation_is_right(turned: Any) -> None:
+    for permuted in (False, True):
+        args = given(64, 4, 2, biased=False, permuted=permuted)
+        compared(attention(turned, 64, permuted), args)
+
+
+@pytest.mark.parametrize("width", [8, 96, 256])
+def test_heads_of_a_width_that_no_kernel_rotates_are_right(width: int) -> None:
+    args = given(width, 4, 2, biased=False, permuted=True)
+    shown = compared(attention(by_chunks, width, permuted=True), args)
+    assert not any("rotate_half(" in text for text, _ in shown.kernels)
+
+
+def test_a_part_of_a_head_is_rotated_right() -> None:
+    def partly(x: Tensor) -> Tensor:
+        a, b = x[..., :32], x[..., 32:]
+        return torch.cat((by_slices(a), b), -1)
+
+    compared(attention(partly, 64, permuted=True), given(64, 4, 2, biased=False, permuted=True))
