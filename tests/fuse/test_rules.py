@@ -80,6 +80,15 @@ def test_gradients_of_weights_of_one_operand_are_one_product() -> None:
     assert calls(both(only, args[1:4]), "mm") == 3 + 1
 
 
+def test_gradients_that_a_bias_sums_stay_apart() -> None:
+    def biased(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, b: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w, b)[None, None] for w in (wq, wk, wv))
+        return F.scaled_dot_product_attention(q * cos, k * cos, v)[0, 0]
+
+    args = [drawn(24, H), *(drawn(D, H, seed=i) for i in range(3)), drawn(24, 1), drawn(D)]
+    assert not any("other weights" in note for note in both(biased, args, worse=1.3).notes)
+
+
 def test_what_products_give_is_not_laid_side_by_side() -> None:
     function = lambda x, g, u, d: F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)
     shown = both(function, [drawn(24, H), drawn(D, H), drawn(D, H, seed=1), drawn(H, D)])
