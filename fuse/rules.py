@@ -43,22 +43,29 @@ def prepare(graph: fx.Graph) -> list[str]:
 
 
 def spell_parts(graph: fx.Graph) -> None:
-    """Spell parts of a tensor that is split by numbers as slices."""
-    for node in [n for n in graph.nodes if n.target in _SPLITS]:
-        x, sizes, dim = (*node.args, 0)[:3]
-        count = len(node.meta["val"])
-        sizes = [sizes] * count if isinstance(sizes, int) else sizes
-        if node.kwargs or not all(isinstance(size, int) for size in sizes):
-            continue
-        ends = [*itertools.accumulate(sizes, initial=0)]
-        for part in [*node.users]:
-            i = part.args[1] % count
+    """Spell parts of a tensor that is split by numbers, or unbound, as calls of one result."""
+    for node in [n for n in graph.nodes if n.target in (*_SPLITS, aten.unbind.int)]:
+        parts = [] if node.kwargs else _spelled(node)
+        for part in [*node.users] if parts else []:
             with graph.inserting_before(part):
-                args = (x, dim, ends[i], ends[i + 1])
-                piece = graph.call_function(aten.slice.Tensor, args)
+                piece = graph.call_function(*parts[part.args[1]])
             piece.meta = dict(part.meta)
             part.replace_all_uses_with(piece)
     graph.eliminate_dead_code()
+
+
+def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
+    """A call for each part of a tensor; none where it is split by other than numbers."""
+    count = len(node.meta["val"])
+    if node.target is aten.unbind.int:
+        x, dim = (*node.args, 0)[:2]
+        return [(aten.select.int, (x, dim, i)) for i in range(count)]
+    x, sizes, dim = (*node.args, 0)[:3]
+    sizes = sizes if isinstance(sizes, list) else [sizes] * count
+    if not all(isinstance(size, int) for size in sizes):
+        return []
+    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [(aten.slice.Tensor, (x, dim, start, stop)) for start, stop in ends]
 
 
 def carry(graph: fx.Graph) -> list[str]:

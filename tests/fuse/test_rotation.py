@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coda_agent.fuse import fuse
 from coda_agent.fuse.show import Shown
 from tests.fuse.test_joint import compared
 from tests.fuse.test_regions import D, drawn
@@ -153,3 +154,33 @@ def test_a_part_of_a_head_is_rotated_right() -> None:
         return torch.cat((by_slices(a), b), -1)
 
     compared(attention(partly, 64, permuted=True), given(64, 4, 2, biased=False, permuted=True))
+
+
+@pytest.mark.parametrize("unbound", [False, True])
+def test_pairs_are_rotated_in_the_kernel(unbound: bool) -> None:
+    def function(x: Tensor, cos: Tensor, sin: Tensor, w: Tensor) -> Tensor:
+        q = F.linear(x, w).unflatten(-1, (-1, 32, 2))
+        a, b = q.unbind(-1) if unbound else (q[..., 0], q[..., 1])
+        c, s = cos[:, None, :32], sin[:, None, :32]
+        return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2)
+
+    shown = compared(function, given(64, 4, 2, biased=False, permuted=False)[:4])
+    assert len(shown.kernels) == 1 and "interleave(" in shown.kernels[0][0]
+
+
+def test_gate_and_up_of_one_weight_are_halves_of_its_product() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return F.silu(gate) * up
+
+    (kernel,) = compared(function, [drawn(ROWS, D), drawn(2 * D, D)]).kernels
+    assert {kind for kind, _ in kernel[1]["outputs"].values()} == {"HalfTile"}
+
+
+def test_what_is_split_by_a_size_that_changes_stays(recwarn: pytest.WarningsRecorder) -> None:
+    function = attention(by_chunks, 64, permuted=False)
+    args = given(64, 4, 2, biased=False, permuted=False)
+    with torch.no_grad():
+        for got, own in zip(fuse(function, dynamic=True)(*args), function(*args), strict=True):
+            assert torch.allclose(got, own, atol=1e-2, rtol=1e-2)
+    assert not any("left as it was" in str(warning.message) for warning in recwarn)
