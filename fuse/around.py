@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from coda_agent.fuse.kernels import called
-from coda_agent.fuse.nodes import VIEWS, alike, ancestors, is_cheap
+from coda_agent.fuse.nodes import VIEWS, alike, ancestors, entered, evaluate, is_cheap
 from coda_agent.fuse.regions import Cut, Region, extracted
 
 aten = torch.ops.aten
@@ -46,30 +46,19 @@ class Around:
         for node in self.part.nodes:
             if not later.isdisjoint(node.all_input_nodes):
                 later.add(node)
-        (end,) = (node for node in self.part.nodes if node.op == "output")
+        before = [node for node in self.part.nodes if node not in later]
+        behind = [node for node in self.part.nodes if node in later - inside]
+        results_of: Any = self.part.output_node().args[0]
+        known = self.region.composition
 
         def call(*inputs: Any) -> list[Any]:
-            values, given = dict[fx.Node, Any](), iter(inputs)
-
-            def run(node: fx.Node) -> None:
-                if node.op == "placeholder":
-                    values[node] = next(given)
-                elif node.op == "call_function" and node not in values:
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                    target: Any = node.target
-                    values[node] = target(*args, **kwargs)
-
-            for node in self.part.nodes:
-                if node not in later:
-                    run(node)
-            known = self.region.composition
-            entered = lambda port: port.canonical(*(values[self.places[n]] for n in port.nodes))
-            results = called(known, text, entered)
+            values = entered(self.part, inputs)
+            evaluate(before, values)
+            at = lambda port: port.canonical(*(values[self.places[n]] for n in port.nodes))
+            results = called(known, text, at)
             values.update((self.places[n], x) for n, x in results.items() if n is not None)
-            for node in self.part.nodes:
-                if node in later and node not in inside:
-                    run(node)
-            return [values[node] for node in end.args[0]]
+            evaluate(behind, values)
+            return [values[node] for node in results_of]
 
         return call
 

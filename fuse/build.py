@@ -9,9 +9,9 @@ from contextlib import suppress
 import torch
 
 from coda_agent.agent.judge.job import CompileJob
-from coda_agent.fuse.kernels import Kernel, arguments
+from coda_agent.fuse.kernels import Kernel, dtype_name
 from coda_agent.fuse.regions import Region
-from coda_agent.fuse.verify import drawn, entering
+from coda_agent.fuse.verify import operands_of
 from coda_agent.primitives.errors import CompileError
 from coda_agent.primitives.tables import Table
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig
@@ -47,14 +47,14 @@ def build(kernels: Iterable[tuple[Region, Kernel]], device: torch.device) -> Non
 
 def _jobs(region: Region, kernel: Kernel, device: torch.device) -> Iterator[CompileJob]:
     function = function_of(kernel.text)
-    a, b, operands = arguments(region.local, entering(region, drawn(region.part, region, device)))
+    a, b, operands = operands_of(region, device)
     kinds = function.program.operands
     named = dict(zip(kinds, operands, strict=True))
     element, outputs = function.types[0], function.program.outputs
     common = CompileJob(
         program=function.program, arch="sm_90a", config=DEFAULT_CONFIGS["sm_90a"],
         element=element, dtype=element,
-        operand_dtypes={x: _name(t) for x, t in named.items()},
+        operand_dtypes={x: dtype_name(t.dtype) for x, t in named.items()},
         output_dtypes={x: function.dtypes.get(x) or "float32" for x in outputs},
         read_scalars=True, turned="A" * _is_turned(a) + "B" * _is_turned(b),
         tables={x: tuple(t.shape) for x, t in named.items() if issubclass(kinds[x], Table)},
@@ -77,7 +77,3 @@ def tiles_of(kernel: Kernel, shape: tuple[int, int, int]) -> list[TileConfig]:
 
 def _is_turned(x: torch.Tensor) -> bool:
     return x.stride(-1) != 1 and x.stride(-2) == 1
-
-
-def _name(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

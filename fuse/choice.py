@@ -17,10 +17,10 @@ from torch import fx
 from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
 from coda_agent.fuse.imports import import_quack
-from coda_agent.fuse.kernels import Kernel, arguments
+from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.regions import Region, described
 from coda_agent.fuse.timing import Inductor, fastest
-from coda_agent.fuse.verify import distance, drawn, entering
+from coda_agent.fuse.verify import distance, drawn, operands_of
 from coda_agent.primitives.errors import CodaError, MachineError
 from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 from coda_agent.primitives.tiles import TileConfig
@@ -96,7 +96,7 @@ def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:
     from coda_agent.agent.judge.tuner import ranked
 
     text, function = kernel.text, function_of(kernel.text)
-    a, b, operands = arguments(region.local, entering(region, drawn(region.part, region, device)))
+    a, b, operands = operands_of(region, device)
     shape = a.shape[0], b.shape[0], a.shape[1]
     named = dict(zip(function.program.operands, operands, strict=True))
     runs: dict[TileConfig, Callable[[int], Any]] = {}

@@ -64,7 +64,7 @@ def kernel_of(composition: Composition) -> Kernel:
         ProgramError: it does not store a type that the graph has.
     """
     entry, same = twin(composition)
-    stored, dtype = stored_types(composition), _name(composition.a.dtype)
+    stored, dtype = stored_types(composition), dtype_name(composition.a.dtype)
     like = str(entry.folder) if entry else ""
     text = program_text(composition.program, stored, dtype, like)
     return Kernel(text, entry.name if entry else "", same)
@@ -115,13 +115,14 @@ def stored_types(composition: Composition) -> dict[str, str | None]:
         kind = composition.program.outputs[port.name]
         if issubclass(kind, Reduction | RowGather):
             continue
-        types[port.name] = _name(port.dtype)
+        types[port.name] = dtype_name(port.dtype)
         if types[port.name] not in kind.stored:
             raise ProgramError(f"stores {types[port.name]}, and a {kind.__name__} has no such")
     return types
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of an element type, as a program has it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -172,12 +173,12 @@ def _types_of(composition: Composition) -> list[str]:
     """The same of a composition: "T" is the type of A, where it has 16 bits."""
     program, outputs = composition.program, {p.name: p for p in composition.outputs.values()}
     ports = [composition.a, composition.b, *composition.operands.values()]
-    types = [_name(port.dtype) for port in ports]
+    types = [dtype_name(port.dtype) for port in ports]
     types += [
-        "float32" if issubclass(kind, Reduction | RowGather) else _name(outputs[x].dtype)
+        "float32" if issubclass(kind, Reduction | RowGather) else dtype_name(outputs[x].dtype)
         for x, kind in program.outputs.items()
     ]
-    element = _name(composition.a.dtype)
+    element = dtype_name(composition.a.dtype)
     short = composition.a.dtype.itemsize == 2
     return sorted("T" if short and x == element else x for x in types)
 

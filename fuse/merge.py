@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from coda_agent.fuse.nodes import PRODUCTS, VIEWS, is_cheap, make, numel
+from coda_agent.fuse.nodes import PRODUCTS, VIEWS, is_cheap, make, numel, root
 
 aten = torch.ops.aten
 _TURNED = aten.permute.default, aten.t.default, aten.transpose.int
@@ -35,7 +35,7 @@ def merge_gradients(graph: fx.Graph) -> list[str]:
     for x, found in groups.items():
         dys = [dy for _, dy in found]
         shapes = {(dy.meta["val"].shape[0], dy.meta["val"].dtype) for dy in dys}
-        new = sum(numel(dy) for dy in dys if _root(dy).target not in (operator.getitem, *VIEWS))
+        new = sum(numel(dy) for dy in dys if root(dy).target not in (operator.getitem, *VIEWS))
         if len({*dys}) == len(dys) > 1 and len(shapes) == 1 and 2 * new >= sum(map(numel, dys)):
             merged.append(found[0][0].name)
             _merge(graph, x, [weight for weight, _ in found], dys)
@@ -50,7 +50,7 @@ def _is_made(node: fx.Node) -> bool:
     seen, pending = set[fx.Node](), [node]
     while pending:
         n = pending.pop()
-        if n.target in PRODUCTS or (n.op != "call_function" and n is _root(node)):
+        if n.target in PRODUCTS or (n.op != "call_function" and n is root(node)):
             return False
         if n not in seen and (is_cheap(n) or n.target is aten.clone.default):
             pending += n.all_input_nodes
@@ -63,13 +63,6 @@ def _is_multiplied(node: fx.Node) -> bool:
     took 1 % more of both passes on an H100."""
     users = [u for user in node.users for u in (user.users if user.target in _TURNED else [user])]
     return all(user.target in PRODUCTS for user in users)
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _merge(graph: fx.Graph, x: fx.Node, weights: Sequence[fx.Node], dys: Sequence[fx.Node]) -> None:
@@ -90,7 +83,7 @@ def _merge(graph: fx.Graph, x: fx.Node, weights: Sequence[fx.Node], dys: Sequenc
         weight.replace_all_uses_with(part)
         start = end
     found = [pair for dy in dys if (pair := _summed(dy))]
-    if len(found) < len(dys) or len({root for _, root in found}) > 1:
+    if len(found) < len(dys) or len({end for _, end in found}) > 1:
         return
     first, *others = (product for product, _ in found)
     matrices = [product.all_input_nodes[1] for product in (first, *others)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,3 +68,35 @@ def make(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node)
     node.meta = {tag: like.meta[tag] for tag in TAGS if tag in like.meta}
     node.meta["val"] = target(*values)
     return node
+
+
+def copied(
+    graph: fx.Graph, node: fx.Node, inputs: Mapping[fx.Node, fx.Node], *, like: fx.Node
+) -> fx.Node:
+    """Append a node's copy to a graph, in the pass of another, on copies of its inputs."""
+    copy = graph.node_copy(node, lambda x: inputs.get(x, x))
+    copy.meta = dict(node.meta)
+    if (tag := like.meta.get("partitioner_tag")) is not None:
+        copy.meta["partitioner_tag"] = tag
+    return copy
+
+
+def root(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def entered(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """What a graph takes, by its nodes."""
+    return dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+
+
+def evaluate(nodes: Iterable[fx.Node], values: dict[fx.Node, Any]) -> None:
+    """Call what nodes call, in order, on the values of others; theirs are added to those."""
+    for node in nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            target: Any = node.target
+            values[node] = target(*args, **kwargs)

@@ -12,7 +12,17 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from coda_agent.fuse.nodes import PRODUCTS, VIEWS, alike, ancestors, bytes_of, is_pointwise, numel
+from coda_agent.fuse.nodes import (
+    PRODUCTS,
+    VIEWS,
+    alike,
+    ancestors,
+    bytes_of,
+    copied,
+    is_pointwise,
+    numel,
+    root,
+)  # fmt: skip
 
 Tiles = Mapping[fx.Node, frozenset[fx.Node]]
 
@@ -34,13 +44,13 @@ def read_along(
     whole = max(map(numel, nodes))
     tiles = _tiles(graph, others | nodes, whole)
     read = {x for n in nodes for x in n.all_input_nodes if x not in nodes and numel(x) == whole}
-    reads, made = {_root(x) for x in read}, set[fx.Node]()
+    reads, made = {root(x) for x in read}, set[fx.Node]()
     for group in dict.fromkeys(tiles[x] for x in sorted(reads) if x in tiles):
         within = {x for x in reads if x in tiles and tiles[x] <= group}
         changed = (reads - within) | group
         alone = len(group) == 1 and _is_private(_closure(within, tiles), nodes | made)
         if bytes_of(changed) < bytes_of(reads) or alone:
-            made |= _closure((x for x in read if _root(x) in within), tiles)
+            made |= _closure((x for x in read if root(x) in within), tiles)
             reads = changed
     kept = set[fx.Node]()
     if stored:
@@ -56,17 +66,10 @@ def _tiles(graph: fx.Graph, others: set[fx.Node], whole: int) -> Tiles:
     tiles: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         if node not in others and numel(node) == whole and is_pointwise(node):
-            read = [_root(x) for x in node.all_input_nodes if numel(x) == whole]
+            read = [root(x) for x in node.all_input_nodes if numel(x) == whole]
             if read:
                 tiles[node] = frozenset().union(*(tiles.get(x, {x}) for x in read))
     return tiles
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _closure(made: Iterable[fx.Node], tiles: Tiles) -> set[fx.Node]:
@@ -115,9 +118,6 @@ def _taken(
         if node in inside:
             continue
         with graph.inserting_after(node):
-            copy = copies[node] = graph.node_copy(node, lambda x: copies.get(x, x))
-        copy.meta = dict(node.meta)
-        if "partitioner_tag" in like.meta:
-            copy.meta["partitioner_tag"] = like.meta["partitioner_tag"]
+            copy = copies[node] = copied(graph, node, copies, like=like)
         node.replace_all_uses_with(copy, delete_user_cb=inside.__contains__)
     return {copies.get(node, node) for node in made}

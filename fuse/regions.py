@@ -28,11 +28,9 @@ from coda_agent.fuse.nodes import (
     VIEWS,
     alike,
     ancestors,
-    bytes_of,
-    is_cheap,
-    numel,
 )
 from coda_agent.fuse.reads import read_along
+from coda_agent.fuse.stores import compute_again, stored_of
 
 aten = torch.ops.aten
 _SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -160,7 +158,7 @@ def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:
         nodes = _grown(known, products, without, stored=along)
         if not nodes.issuperset(products):
             return "needs another product of its own A"
-        stored = _stored(known.graph, nodes)
+        stored = stored_of(known.graph, nodes)
         part, originals = extracted(known, nodes, stored)
         local = composed(part)
         if isinstance(local, Refusal):
@@ -261,84 +259,6 @@ def _grown(
             outside.add(node)
     others = {*taken, *needing, *without}
     return nodes | read_along(known.graph, nodes, others, stored=stored)
-
-
-def _stored(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
-    """What a kernel of these nodes gives, in the fewest bytes: a value, or the narrower one that it
-    is made of alone; and what the other pass needs, or what that is cheaply computed from."""
-    region = [node for node in graph.nodes if node in nodes]
-    stored = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=False)}
-    wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
-    roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
-    return stored | (roots if bytes_of(roots) <= bytes_of(wanted) else wanted)
-
-
-def _outside(node: fx.Node, nodes: set[fx.Node], *, later: bool) -> list[fx.Node]:
-    """Users of a node beyond some nodes, in the other pass or in its own."""
-    return [u for u in node.users if u not in nodes and alike(u, node) != later]
-
-
-def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> None:
-    """Let what follows a region compute from what is stored what is not, and what can be of it in
-    the other pass. Later passes compute once what they find twice."""
-    for later in (False, True):
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in [node for node in graph.nodes if node in nodes]:
-            users, others = _outside(node, nodes, later=later), stored - {node}
-            if users and (later or node not in stored) and _roots(node, nodes, others) <= others:
-                copy = _copied(graph, node, nodes - others, copies, users[0])
-                node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
-
-
-def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
-    """The value of the fewest bytes that a node is computed from with no other of its extent: the
-    first of those that views make of each other, else the last."""
-    best, size = node, node.meta["val"].numel()
-    while node in nodes and is_cheap(node):
-        whole = [x for x in node.all_input_nodes if numel(x) == size]
-        if len(whole) != 1 or nodes.intersection(node.all_input_nodes) != {*whole}:
-            break
-        source = whole[0]
-        if bytes_of([source]) < bytes_of([best]) or (best is node and node.target in VIEWS):
-            best = source
-        node = source
-    return best
-
-
-def _copied(
-    graph: fx.Graph,
-    node: fx.Node,
-    nodes: set[fx.Node],
-    copies: dict[fx.Node, fx.Node],
-    like: fx.Node,
-) -> fx.Node:
-    """A copy of a node, and of those of `nodes` that it is computed from, in the pass of `like`."""
-    if node not in nodes:
-        return node
-    if node not in copies:
-        inputs = {x: _copied(graph, x, nodes, copies, like) for x in node.all_input_nodes}
-        with graph.inserting_after(max([node, *inputs.values()])):
-            copies[node] = graph.node_copy(node, lambda x: inputs[x])
-        copies[node].meta = dict(node.meta)
-        tag = like.meta.get("partitioner_tag")
-        if tag is not None:
-            copies[node].meta["partitioner_tag"] = tag
-    return copies[node]
-
-
-def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
-    """Nodes of a region, stored or to be stored, that one is cheaply computed from."""
-    roots, seen, pending = set[fx.Node](), set[fx.Node](), [node]
-    while pending:
-        n = pending.pop()
-        if n in seen or n not in nodes:
-            continue
-        seen.add(n)
-        if n in stored or not is_cheap(n):
-            roots.add(n)
-        else:
-            pending += n.all_input_nodes
-    return roots
 
 
 def _through(node: fx.Node, taken: Mapping[fx.Node, Region], needing: set[fx.Node]) -> bool:

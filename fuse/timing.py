@@ -45,8 +45,7 @@ class Inductor:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         # Nothing of a graph that is being compiled around this, nor the pass that asks for it.
-        apart = tracing(None), config.patch(_ALONE)
-        with alone(), torch.no_grad(), apart[0], apart[1]:
+        with alone(), torch.no_grad(), tracing(None), config.patch(_ALONE):
             given: list[Any] = [t.detach() for t in tensors]
             traced = make_fx(self._function, tracing_mode="fake")(*given)
             return compile_fx(traced, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.check import run_exactly
-from coda_agent.agent.authors.composer.ports import Port
 from coda_agent.agent.authors.composer.retrace import plain
+from coda_agent.fuse.around import alone
 from coda_agent.fuse.imports import import_quack
-from coda_agent.fuse.kernels import called
-from coda_agent.fuse.nodes import ancestors
+from coda_agent.fuse.kernels import arguments
+from coda_agent.fuse.nodes import ancestors, entered, evaluate
 from coda_agent.fuse.regions import Region
 
 _WORSE = 2.0
@@ -41,7 +41,7 @@ def fault(region: Region, text: str, device: torch.device) -> str:
     inputs = drawn(region.part, region, device)
     largest = max(node.meta["val"].numel() for node in region.nodes)
     wide = torch.float64 if largest < _LARGE else torch.float32
-    own, got = module(*inputs), with_kernel(region, text)(*inputs)
+    own, got = module(*inputs), alone(region).by_kernel(text)(*inputs)
     inputs = [x.to(wide) if _is_float(x) else x for x in inputs]
     with _exact_products():
         exact = run_exactly(module, inputs, dtype=wide)
@@ -82,30 +82,14 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def with_kernel(region: Region, text: str) -> Callable[..., list[torch.Tensor]]:
-    """Make the function that a region's part is, by its kernel."""
-    (end,) = (node for node in region.part.nodes if node.op == "output")
-
-    def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        results = called(region.local, text, entering(region, inputs))
-        return [results[node] for node in end.args[0]]
-
-    return call
-
-
-def entering(region: Region, inputs: Sequence[Any]) -> Callable[[Port], Any]:
-    """Make what gives a kernel's tensors, by its ports, from what a region's part takes."""
+def operands_of(region: Region, device: torch.device) -> tuple[Any, Any, list[Any]]:
+    """Draw A, B and the operands of a region's kernel."""
     known = region.local
     ports = known.a, known.b, *known.operands.values()
     wanted = ancestors(node for port in ports for node in port.nodes)
-    values, given = dict[fx.Node, Any](), iter(inputs)
-    for node in region.part.nodes:
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node in wanted:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
-    return lambda port: port.canonical(*map(values.__getitem__, port.nodes))
+    values = entered(region.part, drawn(region.part, region, device))
+    evaluate([node for node in region.part.nodes if node in wanted], values)
+    return arguments(known, lambda port: port.canonical(*map(values.__getitem__, port.nodes)))
 
 
 def drawn(part: fx.Graph, region: Region, device: torch.device) -> list[Any]:

@@ -23,11 +23,16 @@ from coda_agent.runtime import program_operator
 from tests.fuse.test_regions import D, H, drawn
 
 
-def test_whether_a_kernel_pays_is_timed_once_and_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The name of a GPU, and an empty cache of verdicts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+
+
+def test_whether_a_kernel_pays_is_timed_once_and_kept(
+    monkeypatch: pytest.MonkeyPatch, a_gpu: None
+) -> None:
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, tensors: graph)
     us, timed = {"torch.compile": 3.0, "the kernel": 2.0}, []
 
@@ -74,10 +79,8 @@ def test_a_kernel_is_timed_with_what_reads_its_results() -> None:
 
 
 def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    monkeypatch: pytest.MonkeyPatch, a_gpu: None
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, tensors: graph)
     args = [drawn(24, H), drawn(D, H)]
     known, kernels = chosen(recorded(lambda x, w: torch.tanh(F.linear(x, w)), args).graph)
@@ -108,10 +111,8 @@ def test_a_kernel_takes_the_fastest_of_its_likely_tiles(
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_kernel_is_timed_inside_the_compilation_that_asks(
-    grad: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    grad: bool, monkeypatch: pytest.MonkeyPatch, a_gpu: None
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     whole = compile_fx.compile_fx  # without a C++ compiler
 
     def given(
