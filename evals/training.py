@@ -146,15 +146,18 @@ class _Model:
         vars(self.home).update(before)
         if self.ranks > 1 and "one GPU" not in name:
             self._shard(model)
-        called = model
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=ids, labels=ids).loss
+
         if name == "coda" or name.startswith("compile"):
             backend = coda if name == "coda" else "inductor"
-            called = torch.compile(model, dynamic=False, backend=backend)
+            forward = torch.compile(forward, dynamic=False, backend=backend)
 
         def loss(ids: torch.Tensor) -> Any:
             self.home.apply_rotary_pos_emb = rotation
             try:
-                found = called(input_ids=ids, labels=ids).loss
+                found = forward(ids)
                 found.backward()
             finally:
                 self.home.apply_rotary_pos_emb = self.rotation
