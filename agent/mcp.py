@@ -6,24 +6,23 @@
   with it. A run that is over, or whose spec is another by now, is followed by a new one at the next
   `read_spec`.
 - `list_specs` and `new_spec` are about no run.
-- This process is the warm one: it has torch and the compile workers ready before the first call.
-  A thread does the calls, one after the other, while another answers the connection and tells
-  progress.
+- Calls are done one after the other, by a warm process (`calls.py`): one that the client cancels is
+  killed with all that it started, and the next is answered meanwhile.
 - A fault of ours ends its run and leaves the others open.
 """
 
-import importlib
 import json
 import os
 import re
 import sys
-import threading
+import tomllib
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coda_agent.agent import execution, prompt, references
+from coda_agent.agent import prompt, references
 from coda_agent.agent import runs as past
+from coda_agent.agent.calls import Calls
 from coda_agent.agent.device import Device
 from coda_agent.agent.judge import Observer
 from coda_agent.agent.reply import BUG, answered
@@ -75,10 +74,18 @@ _EYES = ("gate.started", "gate.progress")
 
 
 class Connection:
-    """The runs of one connection, by spec."""
+    """The runs of one connection, by spec.
 
-    def __init__(self, workspace: Workspace, device: Device, *, commit: bool) -> None:
-        self.workspace, self.commit = workspace, commit
+    Args:
+        workspace: Where they are.
+        device, commit: Of runs that are opened.
+        calls: What does the calls; without one they are done here, and cannot be stopped.
+    """
+
+    def __init__(
+        self, workspace: Workspace, device: Device, *, commit: bool, calls: Calls | None = None
+    ) -> None:
+        self.workspace, self.commit, self.calls = workspace, commit, calls
         self.device: Device = device
         self._runs: dict[Path, str] = {}
         self._last: Path | None = None
@@ -102,7 +109,8 @@ class Connection:
             self._runs[path] = left
         run = self._runs.get(path)
         call = Call(name, given, run, str(path), author, self.device, self.commit)
-        reply = answered(lambda: perform(self.workspace, call, observer))
+        does = self.calls.perform if self.calls else perform
+        reply = answered(lambda: does(self.workspace, call, observer))
         document: Any = reply.document
         if "error" in document:
             text = reply.text.removeprefix("error: ")
@@ -151,6 +159,8 @@ class Connection:
 
     def close(self) -> None:
         """Ends the runs that are still open; each can be taken up again."""
+        if self.calls:
+            self.calls.close()
         while self._runs:
             _, run = self._runs.popitem()
             try:
@@ -196,10 +206,16 @@ def server(connection: Connection) -> "Server[Any]":
                 note = f"{data.get('gate')}{count} {data.get('note') or ''}".strip()
                 anyio.from_thread.run(context.session.report_progress, told, None, note)
 
+        given = params.name, dict(params.arguments or {}), client, observer
         async with turn:
-            result, run = await anyio.to_thread.run_sync(
-                connection.call, params.name, dict(params.arguments or {}), client, observer
-            )
+            try:
+                result, run = await anyio.to_thread.run_sync(
+                    connection.call, *given, abandon_on_cancel=connection.calls is not None
+                )
+            except anyio.get_cancelled_exc_class():
+                if connection.calls:
+                    connection.calls.stop()
+                raise
         return types.CallToolResult(
             content=[types.TextContent(type="text", text=result.text)],
             structured_content={"run": run, **result.model_dump(mode="json")},
@@ -244,8 +260,8 @@ def serve(connection: Connection) -> None:
         async with stdio_server() as (read, write):
             await made.run(read, write, made.create_initialization_options())
 
-    execution.executor().start(gpu=False)  # which compiles' workers import while an agent reads
-    threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
+    if connection.calls:
+        connection.calls.start()
     try:
         anyio.run(main)
     finally:
@@ -259,22 +275,35 @@ def install(client: str, workspace: Workspace) -> str:
         CodaError: the configuration cannot be read.
     """
     command = {"command": sys.executable, "args": ["-m", "coda_agent.agent", "mcp"]}
-    if client == "codex":
-        path = Path.home() / ".codex" / "config.toml"
-        text = path.read_text("utf-8") if path.is_file() else ""
-        if "[mcp_servers.coda-agent]" not in text:
-            # A check compiles, and a submit compiles every tile.
-            own = {**command, "cwd": str(workspace.root), "tool_timeout_sec": 900}
-            lines = [f"{key} = {json.dumps(value)}" for key, value in own.items()]
-            entry = "\n".join(["[mcp_servers.coda-agent]", *lines])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, f"{text.rstrip()}\n\n{entry}\n".lstrip())
-        return f"{path}: coda-agent is a server; start codex in {workspace.root}"
-    path = workspace.root / ".mcp.json"
+    codex = client == "codex"
+    path = Path.home() / ".codex" / "config.toml" if codex else workspace.root / ".mcp.json"
+    text = path.read_text("utf-8") if path.is_file() else ""
     try:
-        known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        known.setdefault("mcpServers", {})["coda-agent"] = command
+        if codex:
+            text += _table(command, tomllib.loads(text), workspace)
+        else:
+            known = json.loads(text or "{}")
+            known.setdefault("mcpServers", {})["coda-agent"] = command
+            text = json.dumps(known, indent=2) + "\n"
     except (ValueError, AttributeError, TypeError) as error:
         raise CodaError(f"{path} is no configuration of servers: {error}") from error
-    write_whole(path, json.dumps(known, indent=2) + "\n")
-    return f"{path}: coda-agent is a server; start claude in {workspace.root}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)
+    return f"{path}: coda-agent is a server; start {client} in {workspace.root}"
+
+
+def _table(command: dict[str, Any], known: dict[str, Any], workspace: Workspace) -> str:
+    """What a configuration of Codex lacks, which is that of a user and names one workspace.
+
+    Raises:
+        CodaError: it names another.
+    """
+    # A check compiles, and a submit compiles every tile.
+    own = {**command, "cwd": str(workspace.root), "tool_timeout_sec": 900}
+    if there := known.get("mcp_servers", {}).get("coda-agent"):
+        if (other := there.get("cwd")) != own["cwd"]:
+            said = f"in Codex's configuration coda-agent serves {other} already"
+            raise CodaError(said, hint="take that table out first")
+        return ""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in own.items()]
+    return "\n".join(["\n[mcp_servers.coda-agent]", *lines, ""])

@@ -14,6 +14,7 @@ from coda_agent.agent import runs as past
 from coda_agent.agent.authors.claude import model_named, server_named
 from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
+from coda_agent.agent.calls import Calls
 from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName
 from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
 from coda_agent.agent.cli.targets import here
@@ -169,7 +170,7 @@ def mcp(
     workspace = find()
     if install:
         return Reply(None, installed(install, workspace))
-    serve(Connection(workspace, device, commit=not no_commit))
+    serve(Connection(workspace, device, commit=not no_commit, calls=Calls()))
     return Reply(None)
 
 

@@ -84,6 +84,8 @@ class Child:
         prefix: What the command begins with, a tool that runs Python.
         confine: Whether it has no network, and may write its scratch folder, $TMPDIR, alone, where
             that can be had.
+        mute: Whether the end of what it writes to stderr is kept for the error message; else it
+            goes to this process's.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class Child:
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         confine: bool = False,
+        mute: bool = True,
     ) -> None:
         self._module, self._extra = module, dict(environment or {})
-        self._prefix, self._confine = prefix, confine
+        self._prefix, self._confine, self._mute = prefix, confine, mute
         self._using = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch = ""
@@ -121,9 +124,9 @@ class Child:
                 command = confined(command, self._scratch)
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=stdin, stdout=log, stderr=log, pass_fds=(out,), cwd="/",
+                    command, stdin=stdin, stdout=log, stderr=log if self._mute else None,
+                    pass_fds=(out,), cwd="/", start_new_session=True,
                     env=_scrubbed({"TMPDIR": self._scratch, **self._extra}),
-                    start_new_session=True,
                 )  # fmt: skip
             finally:
                 for fd in (stdin, out, log):
@@ -136,7 +139,7 @@ class Child:
         job: dict[str, Any],
         *,
         timeout_s: float,
-        progress: Callable[[dict[str, Any]], None] | None = None,
+        progress: Callable[[Any], None] | None = None,
     ) -> Any:
         """Send a job and wait for its answer; the child's imports are not time of the job.
 
@@ -242,11 +245,15 @@ def _scrubbed(extra: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1", **extra}
 
 
-def serve(handler: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], Any]) -> None:
+def serve(
+    handler: Callable[[dict[str, Any], Callable[[Any], None]], Any],
+    first: Callable[[], object] = lambda: None,
+) -> None:
     """Answer jobs until the parent is gone: the main loop of a child's module.
 
     `handler(job, tell)` returns the answer as JSON data; `tell` sends a record of progress. What
-    it raises ends the child, so a failure that is an answer is returned.
+    it raises ends the child, so a failure that is an answer is returned. `first` imports what takes
+    seconds, which ends with the parent, too.
     """
     jobs, results = os.dup(0), int(sys.argv[1])
     os.set_inheritable(results, False)
@@ -262,6 +269,7 @@ def serve(handler: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], 
         while data:
             data = data[os.write(results, data) :]
 
+    first()
     send({"answer": "ready"})
     with io.FileIO(jobs) as raw, io.BufferedReader(raw) as pipe:
         while head := pipe.read(_LENGTH.size):

@@ -18,5 +18,5 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     LIMITS.take()
-    importlib.import_module("coda_agent.primitives.stores")  # and so the compiler: it takes seconds
-    serve(lambda job, _: handle(job))
+    compiler = "coda_agent.primitives.stores"
+    serve(lambda job, _: handle(job), first=lambda: importlib.import_module(compiler))

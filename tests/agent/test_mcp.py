@@ -21,6 +21,7 @@ from coda_agent.agent.judge import GateResult, Verdict
 from coda_agent.agent.judge.provenance import digests
 from coda_agent.agent.log import read_events
 from coda_agent.agent.mcp import Connection, install, server
+from coda_agent.agent.session import INTERRUPTED
 from coda_agent.agent.state import RunState
 from coda_agent.agent.workbench import TOOLS
 from coda_agent.primitives.errors import CodaError
@@ -226,6 +227,34 @@ def test_the_next_connection_goes_on_with_the_run(where: workspace.Workspace, qu
     ]  # fmt: skip
 
 
+def test_a_call_that_is_cancelled_stops_and_the_next_is_answered(
+    where: workspace.Workspace,
+) -> None:
+    """With a gate at work; the candidate is there, and was not judged."""
+
+    async def talk() -> None:
+        async with client(where, sys.stderr, "--device", "cpu") as agent:
+            with anyio.CancelScope() as waiting:
+
+                async def told(progress: float, total: float | None, message: str | None) -> None:
+                    if "compile" in str(message):
+                        waiting.cancel()
+
+                given = {"spec": "gemm_rmsnorm_rope"}
+                await agent.call_tool("compose", given)
+                await agent.call_tool("check", {"level": "interpret"}, progress_callback=told)
+            assert waiting.cancelled_caught
+            found = await agent.call_tool("read_candidate", {})
+            assert said(found).endswith("(not judged yet)"), said(found)
+
+    anyio.run(talk)
+    ((_, log),) = logs(where).items()
+    assert ("tool.finished", "check", INTERRUPTED) in [
+        (e.type, e.data.get("name"), e.data.get("text")) for e in log
+    ]
+    assert "judged" not in [e.type for e in log] and ends(log) == ["the client left"]
+
+
 FUNCTION = """
 import torch
 
@@ -306,6 +335,12 @@ def test_a_client_is_configured_beside_what_it_has(
     ours = entry["mcp_servers"]["coda-agent"]
     assert servers["coda-agent"]["args"] == ours["args"] == ["-m", "coda_agent.agent", "mcp"]
     assert ours["cwd"] == str(where.root)
+    toml.write_text(toml.read_text().replace(str(where.root), "/elsewhere"))
+    with pytest.raises(CodaError, match="coda-agent serves /elsewhere already"):
+        install("codex", where)
+    toml.write_text("[")
+    with pytest.raises(CodaError, match="is no configuration"):
+        install("codex", where)
     (where.root / ".mcp.json").write_text("[")
     with pytest.raises(CodaError, match="is no configuration"):
         install("claude", where)
