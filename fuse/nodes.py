@@ -14,6 +14,8 @@ SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Element types that kernels multiply."""
 TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "stack_trace", "nn_module_stack")
 """What passes after this one read of a node; new nodes have it of those that they stand for."""
+SUM = "adds"
+"""Where the sum of a product's and others' is noted, of which it is the last: its kernel adds."""
 VIEWS = (
     aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default,
     aten._unsafe_view.default, aten.unsqueeze.default, aten.detach.default,
@@ -61,13 +63,35 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def make(graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+def make(
+    graph: fx.Graph, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any
+) -> fx.Node:
     """Append a call to a graph, in the pass of another node, with its value."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     values = fx.map_arg(args, lambda x: x.meta["val"])
     node.meta = {tag: like.meta[tag] for tag in TAGS if tag in like.meta}
-    node.meta["val"] = target(*values)
+    node.meta["val"] = target(*values, **kwargs)
     return node
+
+
+def constant(graph: fx.Graph, value: float, *, like: fx.Node) -> fx.Node:
+    """Append a number of no dims, in the type and on the device of a node's value."""
+    x = like.meta["val"]
+    node = graph.call_function(
+        aten.full.default, ([], value), {"dtype": x.dtype, "device": x.device}
+    )
+    node.meta["val"] = x.new_empty([])
+    return node
+
+
+def number(node: Any) -> float | None:
+    """The value of a constant of no dims."""
+    if isinstance(node, fx.Node) and node.meta["val"].ndim == 0:
+        if node.target is aten.scalar_tensor.default:
+            return node.args[0]  # pyright: ignore[reportReturnType]
+        if node.target is aten.full.default:
+            return node.args[1]  # pyright: ignore[reportReturnType]
+    return None
 
 
 def copied(

@@ -25,6 +25,7 @@ from coda_agent.agent.authors.composer.subgraph import compose_graph
 from coda_agent.fuse.nodes import (
     PRODUCTS,
     SHORT,
+    SUM,
     VIEWS,
     alike,
     ancestors,
@@ -73,6 +74,11 @@ class Region:
         return list(dict.fromkeys(node for port in ports for node in port.nodes))
 
     @property
+    def products(self) -> list[fx.Node]:
+        """Products among the nodes."""
+        return [node for node in self.nodes if node.target in PRODUCTS]
+
+    @property
     def outputs(self) -> list[fx.Node]:
         """Nodes whose values the kernel gives."""
         return [node for port in self.composition.outputs.values() for node in port.nodes]
@@ -95,7 +101,7 @@ class Cut:
     def leave(self, region: Region, reason: str) -> None:
         """Leave a region's products to PyTorch."""
         self.regions.remove(region)
-        self.why.update({node: reason for node in region.nodes if node.target in PRODUCTS})
+        self.why.update(dict.fromkeys(region.products, reason))
 
 
 def cut(graph: fx.Graph) -> Cut:
@@ -253,6 +259,7 @@ def _grown(
             and outside.isdisjoint(node.all_input_nodes)
             and not _through(node, taken, needing)
             and len(nodes) < _NODES
+            and node.meta.get(SUM, products[0]) in nodes
         ):
             nodes.add(node)
         else:
@@ -313,7 +320,7 @@ def renamed(composition: Composition, originals: Mapping[fx.Node, fx.Node]) -> C
 
 
 def order(known: Cut) -> Iterator[fx.Node | Region]:
-    """Nodes and regions, each after what it reads.
+    """Nodes and regions, each after what it reads, and no sooner than the graph has it.
 
     Raises:
         Circle: two regions need each other.
@@ -325,7 +332,10 @@ def order(known: Cut) -> Iterator[fx.Node | Region]:
     def step_of(node: fx.Node) -> fx.Node | Region:
         return taken.get(node, node)  # pyright: ignore[reportReturnType, reportArgumentType]
 
+    last_product = {region: max(region.products) for region in known.regions}
     for last in known.graph.nodes:
+        if last in taken and last is not last_product[taken[last]]:
+            continue
         stack: list[tuple[fx.Node | Region, bool]] = [(step_of(last), False)]
         while stack:
             step, ready = stack.pop()
@@ -339,4 +349,4 @@ def order(known: Cut) -> Iterator[fx.Node | Region]:
                 open_steps.add(step)
                 stack.append((step, True))
                 reads = inputs[step] if isinstance(step, Region) else step.all_input_nodes
-                stack += [(x, False) for x in map(step_of, reads) if x not in done]
+                stack += [(x, False) for x in map(step_of, reversed(reads)) if x not in done]

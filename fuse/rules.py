@@ -7,6 +7,9 @@
   which a kernel has as a whole. Where none takes it, it is spelled out again.
 - What is gathered of a difference to a number a row is gathered first: log-probabilities of some
   words need no logits.
+- A softmax of scaled numbers scales them first, as the model does. Inductor takes the largest off
+  before; the logarithm of the sum is no statistic of the scaled ones then.
+- What is scattered into zeros, one number a row, is a comparison with the column's number.
 - A row that is 0 but at one place sums to what is there: the gradient of a loss is then made in one
   pass over the logits.
 - A part of a split tensor is a slice, a call of one result: so a region may have the halves that a
@@ -23,8 +26,9 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.retrace import share
+from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, ancestors, make
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, ancestors, constant, make, number
 
 aten = torch.ops.aten
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
@@ -34,12 +38,15 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 def prepare(graph: fx.Graph) -> list[str]:
     """Apply the rules to a graph; a line for each place where one changed it."""
     spell_parts(graph)
+    scale_first(graph)
+    spell_scatter(graph)
     share(graph)
     join_logsumexp(graph)
     notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
     notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
     notes += [f"{x} sums rows of one number" for x in sum_of_one(graph)]
-    return notes + [f"{x} has gradients of other weights" for x in merge_gradients(graph)]
+    notes += [f"{x} has gradients of other weights" for x in merge_gradients(graph)]
+    return notes + hold_some_rows(graph)
 
 
 def spell_parts(graph: fx.Graph) -> None:
@@ -66,6 +73,52 @@ def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
         return []
     ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     return [(aten.slice.Tensor, (x, dim, start, stop)) for start, stop in ends]
+
+
+def scale_first(graph: fx.Graph) -> None:
+    """Scale numbers before the largest of each row is taken off."""
+    for node in [n for n in graph.nodes if n.target in (aten.mul.Tensor, aten.div.Tensor)]:
+        difference, factor = _of(node.args[0], aten.sub.Tensor), node.args[1]
+        largest = None if difference is None else _of(difference.args[1], aten.amax.default)
+        if difference is None or largest is None or largest.args[0] is not difference.args[0]:
+            continue
+        if not isinstance(factor, int | float) or factor <= 0:
+            continue
+        x: Any = difference.args[0]
+        while x.target is aten.mul.Tensor and x.args[1] == 1:  # the factor's sign
+            x = x.args[0]
+        with graph.inserting_before(node):
+            scaled = make(graph, node.target, x, factor, like=node)
+            peak = make(graph, aten.amax.default, scaled, *largest.args[1:], like=node)
+            result = make(graph, aten.sub.Tensor, scaled, peak, like=node)
+        for user in [u for u in node.users if u.target is aten.where.self and u.args[1] is node]:
+            user.replace_all_uses_with(user.args[2])  # pyright: ignore[reportArgumentType]
+        node.replace_all_uses_with(result)
+    graph.eliminate_dead_code()
+
+
+def spell_scatter(graph: fx.Graph) -> None:
+    """Spell what is scattered into rows of zeros, one number a row, as a choice by columns."""
+    for node in graph.find_nodes(op="call_function", target=aten.scatter_add.default):
+        zeros, dim, index, source = node.args[:4]
+        value = node.meta["val"]
+        last = isinstance(zeros, fx.Node) and dim % max(value.ndim, 1) == value.ndim - 1
+        if not last or zeros.target is not aten.full.default or zeros.args[1] != 0:
+            continue
+        if {tuple(x.meta["val"].shape) for x in (index, source)} != {(*value.shape[:-1], 1)}:
+            continue
+        with graph.inserting_before(node):
+            columns = graph.call_function(
+                torch.ops.prims.iota.default, (value.shape[-1],),
+                {"start": 0, "step": 1, "dtype": torch.int64, "device": value.device,
+                 "requires_grad": False},
+            )  # fmt: skip
+            columns.meta["val"] = index.meta["val"].new_empty(value.shape[-1:])
+            hit = make(graph, aten.eq.Tensor, index, columns, like=node)
+            none = constant(graph, 0.0, like=node)
+            result = make(graph, aten.where.self, hit, source, none, like=node)
+        node.replace_all_uses_with(result)
+    graph.eliminate_dead_code()
 
 
 def carry(graph: fx.Graph) -> list[str]:
@@ -258,7 +311,7 @@ def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:
     """The index, the number and the columns of rows that are 0 but at an index."""
     if (node := _of(node, aten.where.self)) is None:
         return None
-    at, value, zero = _of(node.args[0], aten.eq.Tensor), *map(_number, node.args[1:])
+    at, value, zero = _of(node.args[0], aten.eq.Tensor), *map(number, node.args[1:])
     if at is None or value is None or zero != 0:
         return None
     index: Any
@@ -273,16 +326,6 @@ def _one_hot(node: Any) -> tuple[fx.Node, float, int] | None:
             start, step = places.kwargs.get("start"), places.kwargs.get("step")
             if (start, step, places.args[0]) == (0, 1, _width(at)):
                 return index, value, _width(at)
-    return None
-
-
-def _number(node: Any) -> float | None:
-    """The value of a constant of no dims."""
-    if isinstance(node, fx.Node) and node.meta["val"].ndim == 0:
-        if node.target is aten.scalar_tensor.default:
-            return node.args[0]  # pyright: ignore[reportReturnType]
-        if node.target is aten.full.default:
-            return node.args[1]  # pyright: ignore[reportReturnType]
     return None
 
 

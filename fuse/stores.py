@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from coda_agent.fuse.nodes import VIEWS, alike, bytes_of, copied, is_cheap, numel
+from coda_agent.fuse.nodes import SUM, VIEWS, alike, bytes_of, copied, is_cheap, numel
 
 
 def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
@@ -74,7 +74,7 @@ def _roots(node: fx.Node, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.N
         if n in seen or n not in nodes:
             continue
         seen.add(n)
-        if n in stored or not is_cheap(n):
+        if n in stored or not is_cheap(n) or SUM in n.meta:
             roots.add(n)
         else:
             pending += n.all_input_nodes

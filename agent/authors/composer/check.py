@@ -129,6 +129,7 @@ def _straight(problem: Problem, name: str, value: torch.Tensor) -> torch.Tensor:
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, as a share of the largest expected number; infinite where the one is
     a number and the other is not."""
+    got, expected = (x.double() if x.dtype is torch.bool else x for x in (got, expected))
     finite = expected.isfinite()
     if not (finite | (got == expected) | (got.isnan() & expected.isnan())).all():
         return math.inf

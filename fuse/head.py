@@ -1,0 +1,197 @@
+"""A head and its loss, some rows at a time: logits are never whole.
+
+What both passes compute of a product row by row (a loss's statistics, and the gradients that
+products read) is computed for some rows after the others, in the forward pass. It does not know
+what the gradient of the loss will be; since all is proportional to that, it takes 1, and the
+backward pass multiplies the two results. Gradients of weights are summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from coda_agent.agent.authors.composer.retrace import SYMBOLIC
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, SUM, bytes_of, constant, copied, make
+from coda_agent.fuse.zone import REDUCED, SAME, Whole, Zone, padded
+
+aten = torch.ops.aten
+LOGITS = 1 << 30
+"""Bytes of logits that are held at a time. Each time the weight's gradient is read and written."""
+_TILE = 128
+_HEAD = 4
+"""Columns of a head at least, as a multiple of what it sums over."""
+
+
+def hold_some_rows(graph: fx.Graph) -> list[str]:
+    """Compute products that take much memory, and the loss behind them, some rows at a time.
+
+    Returns:
+        A line for each such product: what was done, or why it was not.
+    """
+    notes: list[str] = []
+    for product in [node for node in graph.nodes if node.target in PRODUCTS]:
+        if SYMBOLIC in product.meta or bytes_of([product]) <= LOGITS:
+            continue
+        zone = Zone(product, *product.meta["val"].shape)
+        try:
+            zone.find()
+        except Whole as why:
+            if zone.columns > _HEAD * product.args[-1].meta["val"].shape[0]:  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+                notes.append(f"{product.name} is computed whole: {why}")
+            continue
+        if zone.tangent is not None or zone.turned:
+            step = _Rows(zone).replace()
+            notes.append(f"{product.name} and its loss are computed {step} rows at a time")
+    return notes
+
+
+class _Rows:
+    """The calls of a zone for some rows after the others."""
+
+    def __init__(self, zone: Zone) -> None:
+        self.zone, self.graph = zone, zone.product.graph
+        self.make = partial(make, self.graph, like=zone.product)
+        self.ones: dict[fx.Node, fx.Node] = {}
+
+    def replace(self) -> int:
+        """Replace the zone; rows at a time."""
+        zone, graph = self.zone, self.graph
+        count = -(-bytes_of([zone.product]) // LOGITS)
+        step = -(-zone.rows // count // _TILE) * _TILE
+        leaving = [n for n in zone.nodes if zone.kind(n) == 1 and self._leaves(n)]
+        parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in (*leaving, *zone.ends)}
+        with graph.inserting_before(graph.output_node()):
+            self._make_ones()
+            for start in range(0, zone.rows, step):
+                some = _Some(self, start, min(start + step, zone.rows))
+                for node, found in parts.items():
+                    found.append(some.values[node])
+                    if self._is_total(node) and len(found) > 1:
+                        total = self.make(aten.add.Tensor, *found)
+                        total.meta[SUM] = found[1]
+                        found[:] = [total]
+            for node, found in parts.items():
+                new = self._joined(node, found)
+                node.replace_all_uses_with(new, delete_user_cb=lambda u: u not in zone.nodes)
+        stable_topological_sort(graph)
+        graph.eliminate_dead_code()
+        return step
+
+    def cast(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        """Append a cast, where there is something to cast."""
+        if node.meta["val"].dtype == dtype:
+            return node
+        return make(self.graph, CASTS[-1], node, dtype, like=like)
+
+    def _leaves(self, node: fx.Node) -> bool:
+        return any(u not in self.zone.nodes and u not in self.zone.ends for u in node.users)
+
+    def _is_total(self, node: fx.Node) -> bool:
+        """Whether a result is summed over the rows."""
+        zone = self.zone
+        return node in zone.ends and not (node.target in PRODUCTS and node.args[0] in zone.nodes)
+
+    def _make_ones(self) -> None:
+        """Make of 1 what is made of the tangent outside of the zone."""
+        zone = self.zone
+        if (tangent := zone.tangent) is None:
+            return
+        self.ones[tangent] = constant(self.graph, 1.0, like=tangent)
+        inside = {*zone.nodes, *zone.turned, *zone.ends, tangent}
+        needed = zone.needed & zone.scaled - inside
+        for node in [n for n in self.graph.nodes if n in needed]:
+            self.ones[node] = copied(self.graph, node, self.ones, like=zone.product)
+
+    def _joined(self, node: fx.Node, found: list[fx.Node]) -> fx.Node:
+        """Make a node's value of those of some rows, or of their sum."""
+        value, zone = node.meta["val"], self.zone
+        x = found[0] if len(found) == 1 else self.make(aten.cat.default, found)
+        if [*x.meta["val"].shape] != [*value.shape]:
+            x = self.make(aten.view.default, x, [*value.shape])
+        if node in zone.scaled and zone.tangent is not None:
+            x = self.cast(x, torch.float32, node)
+            x = make(self.graph, aten.mul.Tensor, x, zone.tangent, like=node)
+        return self.cast(x, value.dtype, node)
+
+
+class _Some:
+    """The calls of a zone for rows from one to before another.
+
+    Attributes:
+        values: What they give, by the zone's nodes.
+    """
+
+    def __init__(self, rows: _Rows, start: int, stop: int) -> None:
+        self._rows, self._zone, self._make = rows, rows.zone, rows.make
+        self._start, self._stop = start, stop
+        self.values: dict[fx.Node, fx.Node] = {}
+        nodes = {*self._zone.nodes, *self._zone.ends}
+        for node in [n for n in rows.graph.nodes if n in nodes]:
+            self.values[node] = self._ended(node) if node in self._zone.ends else self._called(node)
+
+    def _called(self, node: fx.Node) -> fx.Node:
+        """Call what a node calls, on some rows."""
+        give, make = partial(self._given, node=node), self._make
+        args: Any = node.args
+        kwargs: Any = node.kwargs
+        target: Any = node.target
+        if target in PRODUCTS:
+            *bias, a, b = args
+            return make(target, *map(give, bias), self._slice(a, 0), b, **kwargs)
+        x = args[0]
+        if target in SAME:
+            x, shape = give(x), [self._stop - self._start, self._zone.kind(node)]
+            return x if [*x.meta["val"].shape] == shape else make(aten.expand.default, x, shape)
+        if target is aten.gather.default:
+            return make(target, give(x), 1, give(args[2]))
+        if target in REDUCED:
+            dims = 1 if target is aten.argmax.default else [1]
+            return make(target, give(x), dims, True, **kwargs)
+        args, kwargs = fx.map_arg((args, kwargs), give)
+        return make(target, *args, **kwargs)
+
+    def _ended(self, node: fx.Node) -> fx.Node:
+        """Multiply or sum some rows: of a sum over rows a part, in float32."""
+        zone, values = self._zone, self.values
+        args: Any = node.args
+        target: Any = node.target
+        if target not in PRODUCTS:
+            wide = self._rows.cast(values[args[0]], torch.float32, zone.product)
+            return self._make(target, wide, *([[0]] if args[1:] else []))
+        one: Any = args[0]
+        other: Any = self._rows.ones.get(args[1], args[1])
+        if one in zone.nodes:
+            return self._make(target, values[one], other)
+        if one in zone.turned:
+            turned = self._make(aten.permute.default, values[args[0].args[0]], [1, 0])
+            part = self._make(target, turned, self._slice(other, 0))
+        else:
+            part = self._make(target, self._slice(one, 1), values[other])
+        return self._rows.cast(part, torch.float32, zone.product)
+
+    def _given(self, x: fx.Node, node: fx.Node) -> fx.Node:
+        """These rows of what a node reads, as a matrix; all of what it reads for each row."""
+        if x in self.values:
+            return self.values[x]
+        shape, value = node.meta["val"].shape, x.meta["val"]
+        x, own = self._rows.ones.get(x, x), padded(x, shape)
+        if math.prod(own) == 1:
+            return self._make(aten.view.default, x, [1]) if len(value.shape) > 2 else x
+        columns = own[-1] if self._zone.kind(node) > 1 else 1
+        if columns > 1 and math.prod(own[:-1]) == 1:
+            return self._make(aten.view.default, x, [1, columns])
+        whole = [*shape[:-1], columns] if self._zone.kind(node) > 1 else [*shape]
+        if [*value.shape] != whole:
+            x = self._make(aten.expand.default, x, whole)
+        if len(whole) != 2 or whole[1] != columns:
+            x = self._make(aten.reshape.default, x, [self._zone.rows, columns])
+        return self._slice(x, 0)
+
+    def _slice(self, x: Any, dim: int) -> fx.Node:
+        return self._make(aten.slice.Tensor, x, dim, self._start, self._stop)

@@ -1,0 +1,217 @@
+"""What is computed of a product row by row: a loss, and the gradients that products read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, VIEWS, ancestors, is_pointwise, number
+
+aten = torch.ops.aten
+SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
+         aten.squeeze.dims, aten.expand.default)  # fmt: skip
+REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
+            aten.logsumexp.default, aten.argmax.default)  # fmt: skip
+_TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
+_PROPORTIONAL = (
+    aten.neg.default,
+    aten.sum.dim_IntList,
+    aten.div.Scalar,
+    aten.mul.Scalar,
+    *SAME,
+    *CASTS,
+    *_TURNS,
+)
+
+
+class Whole(Exception):
+    """Why some rows are not enough."""
+
+
+@dataclass
+class Zone:
+    """What is computed of a product row by row.
+
+    Attributes:
+        product: It.
+        rows: Of it.
+        columns: Of it.
+        nodes: Whose values have such rows, of as many columns or of one.
+        ends: Products of these rows, and sums over them: gradients.
+        turned: Transposes that `ends` read.
+        needed: They, and what they are computed from.
+        tangent: The gradient of the loss, which all results of the backward pass are multiples of.
+        scaled: What depends on it, of the graph.
+    """
+
+    product: fx.Node
+    rows: int
+    columns: int
+    nodes: dict[fx.Node, None] = field(default_factory=dict)
+    ends: list[fx.Node] = field(default_factory=list)
+    turned: set[fx.Node] = field(default_factory=set)
+    needed: set[fx.Node] = field(default_factory=set)
+    tangent: fx.Node | None = None
+    scaled: set[fx.Node] = field(default_factory=set)
+
+    def find(self) -> None:
+        """Find what is computed of the product row by row.
+
+        Raises:
+            Whole: something needs all rows of it at once.
+        """
+        self.nodes[self.product] = None
+        for node in self.product.graph.nodes:
+            if node is not self.product and any(map(self.has, node.all_input_nodes)):
+                self._add(node)
+        self._add_as_wide()
+        wide = {node for node in self.nodes if self.is_wide(node)}
+        inside = [n for n in self.nodes if n in wide or not wide.isdisjoint(n.all_input_nodes)]
+        self.needed = ancestors([*self.ends, *inside])
+        self.nodes = {
+            n: None for n in self.product.graph.nodes if n in self.nodes and n in self.needed
+        }
+        read = [x for node in (*self.nodes, *self.ends) for x in node.all_input_nodes]
+        if not ancestors(x for x in read if not self.has(x)).isdisjoint(self.nodes):
+            raise Whole("a gradient needs a value of all rows")
+        self._find_tangent()
+
+    def _add(self, node: fx.Node) -> None:
+        """Add what reads a node of the zone, or leave it behind."""
+        if self._is_row_by_row(node):
+            self.nodes[node] = None
+        elif self._is_turn(node):
+            self.turned.add(node)
+        elif self._is_end(node):
+            self.ends.append(node)
+        elif any(x in self.turned or self.is_wide(x) for x in node.all_input_nodes if self.has(x)):
+            name = "it is a result" if node.op == "output" else f"{node.name} reads it whole"
+            raise Whole(name)
+
+    def _add_as_wide(self) -> None:
+        """Add what is as wide and not made of the product, such as rows of zeros and a one, or a
+        teacher's logits."""
+        wide = set[fx.Node]()
+        for node in self.product.graph.nodes:
+            if self.is_wide(node) or not wide.isdisjoint(node.all_input_nodes):
+                wide.add(node)
+        for node in reversed(self.product.graph.nodes):
+            read = node in wide and any(user in self.nodes for user in node.users)
+            if read and not self.has(node):
+                if self._is_row_by_row(node) or (node.target in PRODUCTS and self.is_wide(node)):
+                    self.nodes[node] = None
+
+    def _find_tangent(self) -> None:
+        """Find the gradient of the loss, and whether all is proportional to it."""
+        for node in self.product.graph.nodes:
+            if node.op == "placeholder" and "tangents" in node.name and node in self.needed:
+                if self.tangent is not None or node.meta["val"].ndim:
+                    raise Whole("its gradient is not of one loss")
+                self.tangent = node
+                self.scaled.add(node)
+            elif not self.scaled.isdisjoint(node.all_input_nodes):
+                if node in self.needed and not self._is_proportional(node):
+                    raise Whole(f"{node.name} is not proportional to the loss's gradient")
+                self.scaled.add(node)
+
+    def _is_proportional(self, node: fx.Node) -> bool:
+        """Whether a node's value is a multiple of the tangent, as those are that it reads."""
+        scaled = [x in self.scaled for x in node.args if isinstance(x, fx.Node)]
+        if node.target in _PROPORTIONAL:
+            return True
+        if node.target in (aten.mul.Tensor, aten.mm.default):
+            return sum(scaled) == 1
+        if node.target is aten.div.Tensor:
+            return node.args[0] in self.scaled and node.args[1] not in self.scaled
+        if node.target in (aten.add.Tensor, aten.sub.Tensor):
+            return scaled == [True, True]
+        if node.target is aten.where.self:
+            condition, *others = node.args
+            zero = all(x in self.scaled or number(x) == 0 for x in others)
+            return condition not in self.scaled and zero
+        return False
+
+    def has(self, node: fx.Node) -> bool:
+        return node in self.nodes or node in self.turned
+
+    def kind(self, node: Any) -> int:
+        """Columns of the rows of a node's value; 0 where it has no such rows."""
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return 0
+        if value.shape[-1] == self.columns and value.numel() == self.rows * self.columns:
+            return self.columns
+        return int(value.numel() == self.rows)
+
+    def is_wide(self, node: Any) -> bool:
+        return self.kind(node) > 1
+
+    def _is_row_by_row(self, node: fx.Node) -> bool:
+        """Whether each row of a node's value is made of the same row of what it reads."""
+        kind, turned = self.kind(node), not self.turned.isdisjoint(node.all_input_nodes)
+        if node.op != "call_function" or not kind or turned:
+            return False
+        if node.target in SAME:
+            (x,) = node.all_input_nodes[:1]
+            wider = node.target is aten.expand.default and self._aligns(x, node.meta["val"].shape)
+            return wider or (kind == self.kind(x) and node.target not in _TURNS)
+        if node.target in (*REDUCED, aten.gather.default):
+            return self._is_along_row(node)
+        shape = node.meta["val"].shape
+        return is_pointwise(node) and all(self._aligns(x, shape) for x in node.all_input_nodes)
+
+    def _is_along_row(self, node: fx.Node) -> bool:
+        """Whether a reduction takes the columns of each row, or a gathering picks among them."""
+        x: Any
+        dims: Any
+        x, dims, index = (*node.args, None, None)[:3]
+        if not self.is_wide(x) or dims is None:
+            return False
+        ndim = x.meta["val"].ndim
+        if [d % ndim for d in (dims if isinstance(dims, list) else [dims])] != [ndim - 1]:
+            return False
+        return node.target is not aten.gather.default or self.kind(index) == 1
+
+    def _aligns(self, node: fx.Node, shape: Sequence[int]) -> bool:
+        """Whether a node's value is broadcast to a shape by whole rows or whole columns."""
+        own = padded(node, shape)
+        if own[:-1] == (*shape[:-1],) and own[-1] in (1, shape[-1]):
+            return True
+        return not self.has(node) and (own[-1] == 1 or math.prod(own[:-1]) == 1)
+
+    def _is_turn(self, node: fx.Node) -> bool:
+        """Whether a node is a matrix of these rows, transposed."""
+        x: Any = node.args[0] if node.args else None
+        return (
+            node.target in _TURNS
+            and x in self.nodes
+            and self.is_wide(x)
+            and padded(x, ()) == (self.rows, self.columns)
+        )
+
+    def _is_end(self, node: fx.Node) -> bool:
+        """Whether a node multiplies these rows with others, or sums them."""
+        if node.target is aten.sum.default:
+            return self.is_wide(node.args[0])
+        if node.target is aten.sum.dim_IntList:
+            x: Any
+            dims: Any
+            x, dims = node.args[:2]
+            return self.is_wide(x) and [*dims] == [*range(x.meta["val"].ndim - 1)]
+        if node.target is not aten.mm.default:
+            return False
+        one, other = node.args
+        if one in self.turned or self.is_wide(one):
+            return not self.has(other)  # pyright: ignore[reportArgumentType]
+        return self.is_wide(other) and not self.has(one)  # pyright: ignore[reportArgumentType]
+
+
+def padded(node: fx.Node, shape: Sequence[int]) -> tuple[int, ...]:
+    """A value's shape with as many dims as another's."""
+    own = node.meta["val"].shape
+    return (*[1] * (len(shape) - len(own)), *own)

@@ -1,0 +1,161 @@
+"""A head and its loss some rows at a time: what is taken, what is left whole, and the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coda_agent.fuse import explain, fuse, head
+from tests.fuse.test_joint import norms
+from tests.fuse.test_regions import drawn
+
+pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
+ROWS, WORDS, WIDTH = 512, 160, 32
+TARGETS = torch.arange(ROWS) * 7 % WORDS
+
+
+@pytest.fixture(autouse=True)
+def a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a quarter of the logits be held."""
+    monkeypatch.setattr(head, "LOGITS", WORDS * 2 * ROWS // 4)
+    torch.compiler.reset()
+
+
+def gradients(
+    loss: Callable[..., Tensor], args: list[Tensor], upstream: float = 1.0, *, wide: bool = False
+) -> list[Tensor]:
+    given = [(a.double() if wide else a.clone()).requires_grad_() for a in args]
+    value = loss(*given)
+    (value * upstream).sum().backward()
+    return [value.detach(), *(a.grad for a in given if a.grad is not None)]
+
+
+def notes(loss: Callable[..., Tensor], args: list[Tensor]) -> str:
+    (shown,) = explain(loss, *(a.clone().requires_grad_() for a in args))
+    return "\n".join(shown.notes)
+
+
+def logits(h: Tensor, w: Tensor) -> Tensor:
+    return F.linear(h, w).float()
+
+
+def rows_left_out(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(logits(h, w), TARGETS.where(TARGETS > 40, -100))
+
+
+def of_sequences(h: Tensor, w: Tensor) -> Tensor:
+    z = logits(h.view(4, -1, WIDTH), w)
+    return F.cross_entropy(z.view(-1, WORDS), TARGETS)
+
+
+def capped(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(torch.tanh(logits(h, w) / 5) * 5, TARGETS, label_smoothing=0.1)
+
+
+def with_z_loss(h: Tensor, w: Tensor) -> Tensor:
+    z = logits(h, w)
+    return F.cross_entropy(z, TARGETS, reduction="sum") / 7 + z.logsumexp(-1).square().mean()
+
+
+def biased(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, w, b).float(), TARGETS)
+
+
+def log_probability(h: Tensor, w: Tensor) -> Tensor:
+    return -torch.log_softmax(logits(h, w), -1).gather(-1, TARGETS[:, None]).mean()
+
+
+def other_way_round(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy((h @ w.view(WIDTH, WORDS)).float(), TARGETS)
+
+
+def distilled(h: Tensor, w: Tensor) -> Tensor:
+    teacher = torch.softmax(logits(h.detach(), w.detach()) * 0.5, -1)
+    return F.kl_div(F.log_softmax(logits(h, w), -1), teacher, reduction="batchmean")
+
+
+LOSSES = [rows_left_out, of_sequences, capped, with_z_loss, biased, log_probability,
+          other_way_round, distilled]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda x: x.__name__)
+def test_gradients_of_some_rows_at_a_time_are_as_near_as_pytorchs(loss: Any) -> None:
+    args = [drawn(ROWS, WIDTH) * 4, drawn(WORDS, WIDTH, seed=1) * 2, drawn(WORDS, seed=2)]
+    args = args[: loss.__code__.co_argcount]
+    got, own, truth = (
+        gradients(fuse(loss), args, 0.5),
+        gradients(loss, args, 0.5),
+        gradients(loss, args, 0.5, wide=True),
+    )
+    for mine, pytorch, true in zip(got, own, truth, strict=True):
+        assert norms(mine, true) <= 1.25 * norms(pytorch, true) + 1e-3
+    assert "computed 128 rows at a time" in notes(loss, args)
+
+
+def test_no_value_of_all_rows_is_as_wide_as_logits() -> None:
+    args = [drawn(ROWS, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()]
+    (shown,) = explain(rows_left_out, *args)
+    assert not any(f"[{ROWS}, {WORDS}]" in line for line in shown.graph)
+    assert any(f"[{ROWS // 4}, {WORDS}]" in line for line in shown.graph)
+
+
+def test_each_sum_of_gradients_is_in_the_kernel_of_its_last_product() -> None:
+    args = [drawn(ROWS, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()]
+    (shown,) = explain(rows_left_out, *args)
+    sums = [x.step for x in shown.steps if x.step.startswith("add_tensor")]
+    assert len(sums) == 3 and all(
+        x.what.startswith("composed") for x in shown.steps if x.step in sums
+    )
+    # One after the other: logits, what they give to the input, what to the weight.
+    kinds = ["logsumexp" in x.step for x in shown.steps if x.step in sums or "logsumexp" in x.step]
+    assert kinds == [True, True, False, True, False, True, False]
+
+
+def test_a_frozen_head_gives_gradients_of_its_input_alone() -> None:
+    w = drawn(WORDS, WIDTH, seed=1)
+    loss = lambda h: F.cross_entropy(logits(h, w.to(h.dtype)), TARGETS)
+    h = drawn(ROWS, WIDTH) * 4
+    got, own, truth = (
+        gradients(fuse(loss), [h])[1],
+        gradients(loss, [h])[1],
+        gradients(loss, [h], wide=True)[1],
+    )
+    assert norms(got, truth) <= 1.25 * norms(own, truth) + 1e-3
+    assert "computed 128 rows at a time" in notes(loss, [h])
+
+
+WHOLE = {
+    "is not of one loss": lambda h, w: F.cross_entropy(logits(h, w), TARGETS, reduction="none"),
+    "it is a result": lambda h, w: (F.cross_entropy(z := logits(h, w), TARGETS), z),
+    "a gradient needs a value of all rows": lambda h, w: F.cross_entropy(
+        logits(h, w), TARGETS
+    ).exp(),
+    "reads it whole": lambda h, w: F.cross_entropy(
+        logits(h, w).view(2, -1, WORDS).transpose(1, 2), TARGETS.view(2, -1)
+    ),
+}
+
+
+@pytest.mark.parametrize("why", WHOLE)
+def test_what_needs_all_rows_has_them(why: str) -> None:
+    args = [drawn(ROWS, WIDTH), drawn(WORDS, WIDTH, seed=1)]
+    only = lambda f: lambda *x: y[0] if isinstance(y := f(*x), tuple) else y
+    loss = WHOLE[why]
+    got, own, truth = (
+        gradients(only(fuse(loss)), args),
+        gradients(only(loss), args),
+        gradients(only(loss), args, wide=True),
+    )
+    for mine, pytorch, true in zip(got, own, truth, strict=True):
+        assert norms(mine, true) <= 1.25 * norms(pytorch, true) + 1e-3
+    assert why in notes(loss, args)
+
+
+def test_logits_that_fit_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS", WORDS * 2 * ROWS)
+    assert notes(rows_left_out, [drawn(ROWS, WIDTH), drawn(WORDS, WIDTH, seed=1)]).count("row") == 2
