@@ -31,7 +31,7 @@ def sections(events: Iterable[e.Event]) -> Iterator[Section]:
             case e.ToolStarted():
                 asked[event.id] = event.input
             case e.CandidateSaved():
-                yield f"Candidate {event.digest}", _changed(candidate, event.text)
+                yield f"Candidate {event.digest}", changed(candidate, event.text)
                 candidate = event.text
             case e.ToolFinished():
                 yield from _call(event, asked.pop(event.id, None))
@@ -40,7 +40,8 @@ def sections(events: Iterable[e.Event]) -> Iterator[Section]:
                     yield said
 
 
-def _changed(before: str, after: str) -> str:
+def changed(before: str, after: str) -> str:
+    """Show a candidate as the lines that differ from the last one."""
     if not before:
         return after
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2)

@@ -1,11 +1,11 @@
 """Commands on past runs, and on what they taught."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from coda_agent.agent import pages, pipeline, run_page
+from coda_agent.agent import inspect_log, pages, pipeline, run_page
 from coda_agent.agent import runs as past
 from coda_agent.agent.authors.replay import Replay
 from coda_agent.agent.cli.options import RUN, DeviceOption, RunName
@@ -44,13 +44,17 @@ def runs(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page of RUN, instead.")
     ] = None,
+    format: Annotated[
+        Literal["inspect"] | None, typer.Option(help="Write RUN as a log of inspect_ai, instead.")
+    ] = None,
 ) -> Reply:
     """List the runs, or show one: what was tried, what the judge said, what it cost."""
     workspace = find()
     if run:
-        return _one(past.find(workspace, run), html)
-    if html:
-        raise CodaError("--html shows one run", hint="such as coda-agent runs last --html FILE")
+        return _one(past.find(workspace, run), html, format)
+    if html or format:
+        hint = "such as coda-agent runs last --html FILE"
+        raise CodaError("--html and --format are of one run", hint=hint)
     found = [(run, past.state(run)) for run in past.everything(workspace)]
     rows = [
         (r.id, s.author or "-", s.outcome, s.level or s.reason or s.error or "",
@@ -60,12 +64,15 @@ def runs(
     return Reply([{"run": r.id, **s.record()} for r, s in found], columns(rows) or "no runs yet")
 
 
-def _one(found: Run, html: Path | None) -> Reply:
+def _one(found: Run, html: Path | None, format: str | None) -> Reply:
     """What happened in a run; its events where one document is asked for."""
     from rich.console import Console
 
     if quiet():
         return Reply([event.line() for event in past.history(found.folder)[0]])
+    if format:
+        path = inspect_log.write(found, past.history(found.folder)[0])
+        return Reply(None, f"wrote {path}; inspect view --log-dir {path.parent} opens it")
     if html:
         pages.write(html, found.id, [*run_page.sections(past.history(found.folder)[0])])
         return Reply(None, f"wrote {html}")

@@ -297,7 +297,7 @@ def test_errors(where: workspace.Workspace, text: str, code: int, message: str) 
         (["generate", "gemm_swiglu", "--device", "tpu"], 2, "tpu"),
         (["check", "a.md", "--sanitize", "memcheck"], 2, "a.md is a spec; --spec and --sanitize"),
         (["spec", "gemm_symlog", "--name", "mine"], 2, "--shape and --name are of a function"),
-        (["runs", "--html", "a.html"], 2, "--html shows one run"),
+        (["runs", "--html", "a.html"], 2, "--html and --format are of one run"),
         (["score-judge", "luck"], 2, "'luck' is not one of 'mutants'"),
         (["score-judge", "plans", "--device", "cuda"], 2, "plans is a score of --device cpu"),
     ],

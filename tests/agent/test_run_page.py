@@ -1,11 +1,17 @@
-"""A run as a page: each turn with its cost, candidates as diffs, findings, and the end."""
+"""A run as a page: each turn with its cost, candidates as diffs, findings, and the end. And as a log of
+inspect_ai, whose reader and viewer (0.3.285) took what is asserted here."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coda_agent.agent import events as e
-from coda_agent.agent import pages, run_page
+from coda_agent.agent import inspect_log, pages, run_page
 from coda_agent.agent.log import read_events
+from coda_agent.agent.workspace import Run
+from coda_agent.primitives.errors import WorkspaceError
 from tests.agent.test_pages import Page
 
 ROOT = Path(__file__).parents[2]
@@ -63,3 +69,49 @@ def test_recorded_runs_are_pages(tmp_path: Path) -> None:
         path = pages.write(tmp_path / "run.html", "r", [*run_page.sections(read_events(log))])
         text = "".join(Page(path.read_text("utf-8")).text)
         assert "What came of it" in text and "submit, " in text and "The end" in text
+
+
+def test_a_run_of_a_model_is_a_log_of_inspect() -> None:
+    calls = [{"type": "tool_use", "id": "b", "name": "check", "input": {"level": "static"}}]
+    results = e.ToolFinished(id="b", name="check", text="FAILED", ok=False)
+    first, *events = run_of_a_model()
+    asked = e.Responded(model="m-1", content=calls, usage=USAGE, usd=0.5, stop_reason="tool_use")
+    turn = [asked, e.ToolStarted(id="b", name="check"), results, e.Turned(note="$1 is left")]
+    log = inspect_log.document("r", dated([first, *events[:3], *turn, *events[-2:]]))
+    (sample,) = log["samples"]
+    assert (log["status"], log["eval"]["model"], log["eval"]["task"]) == ("success", "m-1", "s")
+    assert [(m["role"], m["content"]) for m in sample["messages"]] == [
+        ("system", "The <rules>."), ("user", "The spec."),
+        ("assistant", [{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "I write."}]),
+        ("assistant", []), ("tool", "FAILED"), ("user", "$1 is left"),
+    ]  # fmt: skip
+    assert sample["messages"][3]["tool_calls"] == [
+        {"id": "b", "function": "check", "arguments": {"level": "static"}}
+    ]
+    assert sample["messages"][4]["function"] == "check" and "error" in sample["messages"][4]
+    assert [x["event"] for x in sample["events"]] == ["model", "model", "tool", "info", "info"]
+    assert log["stats"]["model_usage"]["m-1"] == {
+        "input_tokens": 200, "output_tokens": 100, "total_tokens": 2100, "total_cost": 0.75,
+        "input_tokens_cache_read": 1800, "input_tokens_cache_write": 0,
+    }  # fmt: skip
+    assert sample["scores"]["judge"]["value"] == "I"
+    failed = e.RunFailed(error="KeyboardInterrupt", message="interrupted")
+    assert inspect_log.document("r", dated([first, failed]))["status"] == "cancelled"
+    failed = e.RunFailed(error="E", message="oops")
+    assert inspect_log.document("r", dated([first, failed]))["error"]["message"] == "oops"
+
+
+def test_recorded_runs_are_logs_of_inspect(tmp_path: Path) -> None:
+    folder = ROOT / "logs" / "trajectories" / "gemm_haar-3597"
+    events = read_events(folder / "events.jsonl")
+    path = inspect_log.write(Run(folder.name, tmp_path / folder.name), events)
+    with pytest.raises(WorkspaceError, match="gemm_haar-3597 has no events"):
+        inspect_log.write(Run(folder.name, tmp_path), [])
+    assert path == tmp_path / "2026-11-23T00-15-11_gemm-haar_gemm-haar-3597.json"
+    (sample,) = json.loads(path.read_text("utf-8"))["samples"]
+    said = [x["function"] for x in sample["events"] if x["event"] == "tool"]
+    assert said == [m["function"] for m in sample["messages"] if m["role"] == "tool"]
+    assert said[0] == "read_spec" and said[-1] == "submit"
+    judged = [x["score"]["value"] for x in sample["events"] if x["event"] == "score"]
+    assert judged[-1] == "C" == sample["scores"]["judge"]["value"]
+    assert sample["scores"]["judge"]["answer"].startswith('"""')
