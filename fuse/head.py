@@ -17,7 +17,7 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, SUM, bytes_of, constant, copied, make
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, SUM, bytes_of, constant, copied, make, numel
 from coda_agent.fuse.zone import REDUCED, SAME, Whole, Zone, padded
 
 aten = torch.ops.aten
@@ -112,6 +112,8 @@ class _Rows:
         """Make a node's value of those of some rows, or of their sum."""
         value, zone = node.meta["val"], self.zone
         x = found[0] if len(found) == 1 else self.make(aten.cat.default, found)
+        if node.target is aten.mean.default:
+            x = self.make(aten.div.Tensor, x, numel(node.all_input_nodes[0]))
         if [*x.meta["val"].shape] != [*value.shape]:
             x = self.make(aten.view.default, x, [*value.shape])
         if node in zone.scaled and zone.tangent is not None:
@@ -163,7 +165,8 @@ class _Some:
         target: Any = node.target
         if target not in PRODUCTS:
             wide = self._rows.cast(values[args[0]], torch.float32, zone.product)
-            return self._make(target, wide, *([[0]] if args[1:] else []))
+            columns = target is aten.sum.dim_IntList
+            return self._make(target if columns else aten.sum.default, wide, *([[0]] * columns))
         one: Any = args[0]
         other: Any = self._rows.ones.get(args[1], args[1])
         if one in zone.nodes:

@@ -196,8 +196,8 @@ class Zone:
 
     def _is_end(self, node: fx.Node) -> bool:
         """Whether a node multiplies these rows with others, or sums them."""
-        if node.target is aten.sum.default:
-            return self.is_wide(node.args[0])
+        if node.target in (aten.sum.default, aten.mean.default):
+            return self.kind(node.args[0]) > 0
         if node.target is aten.sum.dim_IntList:
             x: Any
             dims: Any
