@@ -144,6 +144,15 @@ class Port:
         """Whether a kernel's tensor is a copy, because no view makes it of the graph's."""
         return bool(self.parts) or (len(self.steps) > 1 and self.name == "B")
 
+    @property
+    def _alternates(self) -> bool:
+        """Whether rows of parts that are alike stand in turn."""
+        turn = tuple(view for view, _ in self.steps[:2]) == (_RESHAPE, _PERMUTE)
+        if self.dim or not turn:
+            return False
+        (extents,), (order,) = (arguments for _, arguments in self.steps[:2])
+        return order == [1, 0, 2] and extents[0] == len(self.parts)
+
     def canonical(self, *tensors: Any, sized: Sized = list) -> Any:
         """The kernel's tensor, of those of `nodes`."""
         given = iter(tensors)
@@ -152,6 +161,9 @@ class Port:
                 part.canonical(*(next(given) for _ in part.nodes), sized=sized)
                 for part in self.parts
             ]
+            if self._alternates:  # one copy, not two
+                pieces = [torch.ops.aten.unsqueeze.default(piece, 1) for piece in pieces]
+                return applied(self.steps[2:], torch.ops.aten.cat.default(pieces, 1), sized)
             return applied(self.steps, torch.ops.aten.cat.default(pieces, self.dim), sized)
         return applied(self.steps, next(given), sized)
 
