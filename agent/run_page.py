@@ -18,7 +18,7 @@ def sections(events: Iterable[e.Event]) -> Iterator[Section]:
     """Lay out a run: the end first, then everything in order, details folded."""
     events = [*events]
     state = RunState.of(events)
-    yield "What came of it", [("", ""), *_end(state)]
+    yield "What came of it", [*_end(state)]
     candidate, turn, asked = "", 0, dict[str, Any]()
     for event in events:
         match event:
@@ -97,7 +97,7 @@ def _said(event: e.Event) -> Section | None:
         case e.Judged() if event.check not in _JUDGED and event.judgement.finding:
             return f"Verdict, {event.check}", event.judgement.finding
         case e.AuthorStarted():
-            return f"{event.author} begins", " "
+            return "The author", event.author
         case e.RunFailed():
             return "The run failed", f"{event.error}: {event.message}"
         case e.RunFinished(reason=str(reason)):

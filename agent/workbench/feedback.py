@@ -25,10 +25,10 @@ from typing import Any
 
 from coda_agent.agent.judge import Finding, Verdict
 from coda_agent.agent.judge.records import (
-    CompiledKernel,
     CompileReport,
     NumericsReport,
     PerformanceReport,
+    Resources,
 )
 
 LIMIT = 1200
@@ -57,6 +57,7 @@ def feedback(verdict: Verdict, check: str, number: int) -> str:
     if not failed:
         return "\n".join([*lines, *(f"  not shown: {sentence}" for sentence in verdict.not_shown)])
     rest = f"    more: read_artifact artifacts/verdict-{number}.json"
+    rest += "; what its time is made of: profile" * (failed == "performance")
     for i, (what, *more) in enumerate(faults, 1):
         block = [f"    {i}. {what}", *(f"     {line}" for line in more)]
         if len("\n".join([*lines, *block, rest])) > LIMIT:
@@ -75,7 +76,7 @@ def merged(findings: Iterable[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def resources(kernel: CompiledKernel) -> str:
+def resources(kernel: Resources) -> str:
     """A kernel's registers, and how much of what did not fit into them is spilled."""
     said = f"{kernel.registers} registers, {kernel.local_stores} spill stores"
     return f"{said} to {kernel.stack_bytes} bytes a thread" if kernel.local_stores else said

@@ -6,8 +6,10 @@ import textwrap
 from coda_agent.agent import execution
 from coda_agent.agent.explain import program_of
 from coda_agent.agent.judge import compile_gate
+from coda_agent.agent.judge.performance import inspected
 from coda_agent.agent.judge.replaying import expression
 from coda_agent.agent.workbench.feedback import resources
+from coda_agent.primitives import inspect
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 from coda_agent.specs import Spec
@@ -79,3 +81,24 @@ def crowded(graph: Graph) -> str:
         f"As written, most values are alive once `{expression(graph, at)}` is computed: {values}. "
         "What is used up soon after it is computed spills less."
     )
+
+
+def roofline(spec: Spec, text: str, name: str | None = None) -> str:
+    """Flops, least bytes and the floor in microseconds at each bench shape, on an H200, in the
+    spec's first element type."""
+    program, element = program_of(spec, text, name), spec.elements[0]
+    lines: list[str] = []
+    for sizes in spec.bench_shapes:
+        m, n, k = (sizes[dim] for dim in spec.gemm_dims)
+        facts = inspected(spec, program, sizes, element)
+        least = inspect.roofline(facts, inspect.datasheet(facts.gemm_bytes))
+        lines.append(
+            f"{m}x{n}x{k}: GEMM {facts.gemm_flops / 1e9:.1f} GFLOP, epilogue "
+            f"{facts.epilogue_flops / 1e9:.3f} GFLOP, {facts.bytes_moved / 1e6:.1f} MB at least; "
+            f"floor {least.floor_us:.1f} us "
+            f"({'compute' if least.compute_us > least.memory_us else 'memory'} bound)"
+        )
+        if len(lines) == 1:
+            about = f"launches {facts.launches}, tile-local {facts.tile_local}"
+            lines.insert(0, f"{program.name}: {about}, split-K-safe {facts.split_k_safe}")
+    return "\n".join(lines)

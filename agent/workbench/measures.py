@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coda_agent.agent import execution
-from coda_agent.agent.judge import Finding, Verdict
+from coda_agent.agent.judge import Finding
+from coda_agent.agent.judge.records import PerformanceReport, Timed
 from coda_agent.agent.judge.runners import one_thread
 from coda_agent.agent.log import short_digest
 from coda_agent.agent.workbench.registry import Result, ToolError, pick, told, tool
@@ -80,17 +80,16 @@ def benchmark(bench: Workbench) -> Proposal | Result:
 
 @tool(reads=True)
 def profile(bench: Workbench) -> Result:
-    """Nsight Compute on the candidate's kernel, as its difference from the accepted one."""
-    from coda_agent.agent.execution.device import exclusive
-    from coda_agent.agent.workbench.profile import profile
+    """What the candidate's time is made of, in the tile and at the shape where benchmark found it
+    slowest: the kernel beside itself without each output, operand and statistic of groups."""
+    from coda_agent.agent.explain import program_of
+    from coda_agent.agent.workbench.attribution import attributed
 
     bench.need_gpu()
-    text = bench.candidate()
-    accepted = {kernel.name: kernel for kernel in bench.workspace.kernels()}
-    incumbent = accepted.get(bench.spec.name)
-    old = incumbent.text if incumbent else None
-    with exclusive([execution.hopper()]):
-        return Result(text=profile(bench.spec, text, old), gpu=True)
+    program, cell = program_of(bench.spec, bench.candidate()), _slowest(bench)
+    said = attributed(bench.spec, program, cell)
+    sizes = "x".join(map(str, cell.sizes.values()))
+    return Result(text=f"{program.name}, {cell.dtype} {sizes} at {cell.tile}\n{said}", gpu=True)
 
 
 @tool(reads=True)
@@ -108,8 +107,7 @@ def inspect(
 ) -> Result:
     """What a program became: its graph, its roofline, its tiles or its code."""
     from coda_agent.agent.explain import explain
-    from coda_agent.agent.workbench.inspection import epilogue, tiles
-    from coda_agent.agent.workbench.profile import roofline
+    from coda_agent.agent.workbench.inspection import epilogue, roofline, tiles
 
     text = bench.candidate()
     match what:
@@ -124,11 +122,21 @@ def inspect(
     return Result(text=f"{epilogue(what, whole)}\n(the whole kernel: {path})", artifacts=[path])
 
 
+def _slowest(bench: Workbench) -> Timed:
+    """Where the candidate's last benchmark found it slowest beside the bare product."""
+    for attempt in reversed(bench.state.attempts):
+        if attempt.text != bench.state.candidate:
+            continue
+        report = bench.verdict_of(attempt).report(PerformanceReport)
+        if report and report.timed:
+            return min(report.timed, key=lambda cell: cell.of_gemm.ratio)
+    raise ToolError("this candidate was not timed yet", hint="benchmark picks tile and shape")
+
+
 def _last_finding(bench: Workbench) -> Finding:
     """The first finding of the last attempt."""
-    number = len(bench.state.attempts)
-    path = bench.log.folder / "artifacts" / f"verdict-{number}.json"
-    gates = Verdict.model_validate_json(path.read_text("utf-8")).gates if number else []
+    attempts = bench.state.attempts
+    gates = bench.verdict_of(attempts[-1]).gates if attempts else []
     found = next((f for gate in gates for f in gate.findings), None)
     if found is None:
         raise ToolError("the last check did not fail", hint="leave `failing` out")

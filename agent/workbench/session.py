@@ -131,15 +131,16 @@ class Workbench:
 
     def told(self, attempt: Attempt) -> Result:
         """Say again what was said of an attempt."""
-        return self._ruling(self._verdict(attempt), attempt.check, attempt.number)
+        return self._ruling(self.verdict_of(attempt), attempt.check, attempt.number)
 
     def fault(self, attempt: Attempt) -> str:
         """Say what an attempt failed by, as tips are kept under."""
-        gates = self._verdict(attempt).gates
+        gates = self.verdict_of(attempt).gates
         gate = next(gate for gate in gates if not gate.passed and not gate.skipped)
         return fault_of(gate.name, gate.findings[0])
 
-    def _verdict(self, attempt: Attempt) -> Verdict:
+    def verdict_of(self, attempt: Attempt) -> Verdict:
+        """Read the whole verdict of an attempt."""
         path = self.log.folder / "artifacts" / f"verdict-{attempt.number}.json"
         return Verdict.model_validate_json(path.read_text("utf-8"))
 

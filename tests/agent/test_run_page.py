@@ -46,7 +46,7 @@ def run_of_a_model() -> list[e.Event]:
 def test_a_run_of_a_model_is_told_in_order(tmp_path: Path) -> None:
     sections = [(str(head), body) for head, body in run_page.sections(run_of_a_model())]
     assert [head for head, _ in sections] == [
-        "What came of it", "claude begins", "Prompt, 21 characters",
+        "What came of it", "The author", "Prompt, 21 characters",
         "Turn 1: m-1, 1000 tokens read, 90% by the cache, 50 written, 3 s, $0.25, tool_use",
         "Thought", "Candidate d1", "write_candidate, 0.0 s: candidate d1", "Candidate d2",
         "check, 1.5 s", "A limit", "The end",

@@ -10,22 +10,29 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coda_agent.agent import judge, pipeline, prompt, runs, workspace
+from coda_agent.agent import execution, judge, pipeline, prompt, runs, workspace
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.cli import app
 from coda_agent.agent.judge import GateResult, Verdict
-from coda_agent.agent.judge.records import VERSIONS, CompiledKernel, CompileReport
+from coda_agent.agent.judge.machine import Gpu
+from coda_agent.agent.judge.records import (
+    VERSIONS,
+    CompiledKernel,
+    CompileReport,
+    PerformanceReport,
+    Ratio,
+)
 from coda_agent.agent.log import read_events
 from coda_agent.agent.tips import Tips
-from coda_agent.agent.workbench import TOOLS, Workbench, feedback, session
+from coda_agent.agent.workbench import TOOLS, Result, Workbench, attribution, feedback, session
 from coda_agent.agent.workbench.inspection import crowded
-from coda_agent.agent.workbench.profile import METRICS, parse_counters
 from coda_agent.agent.workbench.reading import vocabulary
 from coda_agent.agent.workbench.registry import LIMIT, bounded
 from coda_agent.primitives import ColVector, Tile, epilogue, erf, exp, tanh
 from coda_agent.primitives.catalogue import entries
 from coda_agent.primitives.errors import ProgramError
 from coda_agent.specs import load_spec
+from tests.agent.test_evidence import timed
 from tests.agent.verdicts import call, quick_judge
 
 ROOT = Path(__file__).parents[2]
@@ -188,10 +195,6 @@ def test_a_gpu_is_needed_where_it_is(bench: Workbench) -> None:
 
 
 def test_gpu_seconds_have_an_end(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coda_agent.agent import execution
-    from coda_agent.agent.judge.machine import Gpu
-    from coda_agent.agent.workbench import Result
-
     monkeypatch.setattr(execution, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
     bench.state.device, bench.gpu_limit_s = "auto", 100.0
     say(bench, "write_candidate", text=RIGHT)
@@ -202,6 +205,34 @@ def test_gpu_seconds_have_an_end(bench: Workbench, monkeypatch: pytest.MonkeyPat
     bench.answer("", "profile", Result(text="", gpu=True), 2.0)
     assert "the GPU budget of 100 s is used up" in fail(bench, "check", level="gpu")
     say(bench, "submit")
+
+
+def test_a_profile_is_of_the_tile_and_the_shape_that_were_timed(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the slowest beside the bare product, in the candidate's last benchmark."""
+    fast = timed(90.0)
+    slow = fast.model_copy(update={
+        "of_gemm": Ratio(ratio=0.8, low=0.7, high=0.9), "sizes": {"M": 16, "N": 32},
+    })  # fmt: skip
+    report = PerformanceReport(program="gemm_swiglu", cells=(fast, slow))
+    gate = GateResult(name="performance", passed=False, data=report)
+    gate.findings = [judge.Finding(message="0.8 of the bare product's speed, target 0.95")]
+
+    def slowly(spec: Any, text: str, executor: Any, **options: Any) -> Verdict:
+        found = quick_judge(spec, text, executor, **options)
+        return found.model_copy(update={"gates": [*found.gates, gate], "passed": False})
+
+    monkeypatch.setattr(judge, "judge_candidate", slowly)
+    monkeypatch.setattr(execution, "usable_gpu", lambda _: Gpu("GPU-1", "H200", "9.0"))
+    monkeypatch.setattr(attribution, "attributed", lambda *given: f"{given[2].of_gemm.ratio} said")
+    bench.state.device = "auto"
+    say(bench, "write_candidate", text=RIGHT)
+    assert "was not timed yet (benchmark picks tile and shape)" in fail(bench, "profile")
+    assert "; what its time is made of: profile" in call(bench, "benchmark", {}).text
+    assert say(bench, "profile") == f"gemm_swiglu, bfloat16 16x32 at {slow.tile}\n0.8 said"
+    say(bench, "write_candidate", text=RIGHT + "\n")
+    assert "was not timed yet" in fail(bench, "profile")
 
 
 def test_inspecting(bench: Workbench) -> None:
@@ -558,15 +589,6 @@ def test_a_replay_says_what_differs(
     monkeypatch.setattr(judge, "judge_candidate", strict)
     replayed = runner.invoke(app, ["replay", log.name])
     assert replayed.exit_code == 1 and "submit: was a pass, is a refusal" in replayed.stdout
-
-
-def test_counters_are_read_from_ncu() -> None:
-    rows = ['"ID","Kernel Name","gpu__time_duration.sum","dram__bytes_read.sum","x"',
-            '"","","ns","Mbyte","%"', '"0","kernel_cutlass","198,016","67.3","n/a"']  # fmt: skip
-    found = parse_counters(rows)
-    assert found["gpu__time_duration.sum"] == pytest.approx(198.016)
-    assert found["dram__bytes_read.sum"] == pytest.approx(67.3e6) and "x" not in found
-    assert len(set(METRICS.values())) == len(METRICS)
 
 
 def test_a_summary_names_each_kernel_once_and_one_that_spills_first() -> None:
