@@ -23,7 +23,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 def test_the_packaged_suites_name_specs_that_exist(where: workspace.Workspace) -> None:
     found = {p.stem: suites.load(p.stem) for p in suites.FOLDER.glob("*.toml")}
-    assert set(found) == {"smoke", "paper", "catalogue", "blocks"}
+    assert set(found) == {"smoke", "paper", "catalogue", "blocks", "extend", "held_out"}
     for suite in found.values():
         names = suite.spec_names(where)
         assert [suite.spec(where, name).name for name in names] == names
@@ -99,7 +99,7 @@ def test_a_bad_file_is_refused_with_its_name_and_fault(
 
 def test_what_does_not_exist_is_refused(where: workspace.Workspace, tmp_path: Path) -> None:
     with pytest.raises(
-        CodaError, match="no suite 'smok', expected one of blocks, catalogue, paper, smoke"
+        CodaError, match="no suite 'smok', expected one of blocks, catalogue, extend, held_out"
     ):
         suites.load("smok")
     with pytest.raises(CodaError, match=r"nowhere\.toml cannot be read.*No such file"):
