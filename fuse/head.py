@@ -76,8 +76,10 @@ class _Rows:
                         total = self.make(aten.add.Tensor, *found)
                         total.meta[SUM] = found[1]
                         found[:] = [total]
-            for node, found in parts.items():
-                new = self._joined(node, found)
+            wholes = {node: self._whole(node, found) for node, found in parts.items()}
+            self._tie(wholes)
+            for node, x in wholes.items():
+                new = self._scaled(node, x)
                 node.replace_all_uses_with(new, delete_user_cb=lambda u: u not in zone.nodes)
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
@@ -108,18 +110,38 @@ class _Rows:
         for node in [n for n in self.graph.nodes if n in needed]:
             self.ones[node] = copied(self.graph, node, self.ones, like=zone.product)
 
-    def _joined(self, node: fx.Node, found: list[fx.Node]) -> fx.Node:
+    def _whole(self, node: fx.Node, found: list[fx.Node]) -> fx.Node:
         """Make a node's value of those of some rows, or of their sum."""
-        value, zone = node.meta["val"], self.zone
+        shape = [*node.meta["val"].shape]
         x = found[0] if len(found) == 1 else self.make(aten.cat.default, found)
         if node.target is aten.mean.default:
             x = self.make(aten.div.Tensor, x, numel(node.all_input_nodes[0]))
-        if [*x.meta["val"].shape] != [*value.shape]:
-            x = self.make(aten.view.default, x, [*value.shape])
+        return x if [*x.meta["val"].shape] == shape else self.make(aten.view.default, x, shape)
+
+    def _tie(self, wholes: dict[fx.Node, fx.Node]) -> None:
+        """Let the loss need the gradients: the partitioner would have the last rows', which nothing
+        of the forward pass needs, in the backward pass, and keep all that those are made of."""
+        zone = self.zone
+        losses = [node for node in wholes if node not in zone.scaled]
+        ready: Any = None
+        for node in zone.scaled.intersection(wholes) if losses else ():
+            x = wholes[node]
+            while x.meta["val"].ndim:
+                x = self.make(aten.select.int, x, 0, 0)
+                x.meta[SUM] = x  # of no kernel
+            known = self.make(aten.eq.Tensor, x, x)
+            ready = self.make(aten.logical_or.default, ready, known) if ready else known
+        if ready:
+            loss = wholes[losses[0]]
+            wholes[losses[0]] = self.make(aten.where.self, ready, loss, loss)
+
+    def _scaled(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        """Multiply what is proportional to the tangent by it, in the node's type."""
+        zone = self.zone
         if node in zone.scaled and zone.tangent is not None:
             x = self.cast(x, torch.float32, node)
             x = make(self.graph, aten.mul.Tensor, x, zone.tangent, like=node)
-        return self.cast(x, value.dtype, node)
+        return self.cast(x, node.meta["val"].dtype, node)
 
 
 class _Some:

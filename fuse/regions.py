@@ -320,33 +320,28 @@ def renamed(composition: Composition, originals: Mapping[fx.Node, fx.Node]) -> C
 
 
 def order(known: Cut) -> Iterator[fx.Node | Region]:
-    """Nodes and regions, each after what it reads, and no sooner than the graph has it.
+    """Nodes and regions in the graph's order, a region where its last product is; what needs more
+    follows that at once.
 
     Raises:
         Circle: two regions need each other.
     """
     taken = {node: region for region in known.regions for node in region.nodes}
     inputs = {region: region.inputs for region in known.regions}
-    done, open_steps = set[fx.Node | Region](), set[fx.Node | Region]()
-
-    def step_of(node: fx.Node) -> fx.Node | Region:
-        return taken.get(node, node)  # pyright: ignore[reportReturnType, reportArgumentType]
-
-    last_product = {region: max(region.products) for region in known.regions}
-    for last in known.graph.nodes:
-        if last in taken and last is not last_product[taken[last]]:
+    last = {max(region.products): region for region in known.regions}
+    nodes = [x for x in reversed(known.graph.nodes) if x in last or x not in taken]
+    pending: list[fx.Node | Region] = [last[x] if x in last else x for x in nodes]
+    waiting: dict[fx.Node | Region, list[fx.Node | Region]] = {}
+    done = set[fx.Node | Region]()
+    while pending:
+        step = pending.pop()
+        reads = inputs[step] if isinstance(step, Region) else step.all_input_nodes
+        missing = [x for x in reads if taken.get(x, x) not in done]
+        if missing:
+            waiting.setdefault(taken.get(missing[-1], missing[-1]), []).append(step)
             continue
-        stack: list[tuple[fx.Node | Region, bool]] = [(step_of(last), False)]
-        while stack:
-            step, ready = stack.pop()
-            if ready:
-                done.add(step)
-                open_steps.discard(step)
-                yield step
-            elif step in open_steps:
-                raise Circle
-            elif step not in done:
-                open_steps.add(step)
-                stack.append((step, True))
-                reads = inputs[step] if isinstance(step, Region) else step.all_input_nodes
-                stack += [(x, False) for x in map(step_of, reversed(reads)) if x not in done]
+        done.add(step)
+        yield step
+        pending += reversed(waiting.pop(step, ()))
+    if waiting:
+        raise Circle

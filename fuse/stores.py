@@ -26,12 +26,22 @@ def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) ->
     """Let what follows a region compute from what is stored what is not, and what can be of it in
     the other pass. Later passes compute once what they find twice."""
     for later in (False, True):
-        copies: dict[fx.Node, fx.Node] = {}
+        kept, copies = _read_later(graph, nodes, stored) if later else stored, {}
         for node in [node for node in graph.nodes if node in nodes]:
-            users, others = _outside(node, nodes, later=later), stored - {node}
+            users, others = _outside(node, nodes, later=later), kept - {node}
             if users and (later or node not in stored) and _roots(node, nodes, others) <= others:
                 copy = _again(graph, node, nodes - others, copies, users[0])
                 node.replace_all_uses_with(copy, delete_user_cb=users.__contains__)
+
+
+def _read_later(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
+    """What the other pass reads of what is stored: not what is there for this pass, and made of the
+    rest."""
+    wanted = [n for n in graph.nodes if n in nodes and _outside(n, nodes, later=True)]
+    near = {n: _roots(n, nodes, stored - {n}) for n in wanted}
+    far = {n: roots if (roots := _roots(n, nodes, set())) <= stored else near[n] for n in wanted}
+    few, most = (set[fx.Node]().union(*x.values()) for x in (far, near))
+    return few if bytes_of(few) < bytes_of(most) else stored
 
 
 def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
