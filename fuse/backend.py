@@ -15,6 +15,7 @@ from torch import fx
 
 from coda_agent.fuse.attention import fold_masks
 from coda_agent.fuse.joint import Kernels
+from coda_agent.fuse.losses import spell_by_rows
 from coda_agent.runtime.program_operator import kernel_operator
 
 kernel_operator()  # a graph out of a cache calls it, and no pass of ours runs before
@@ -38,7 +39,7 @@ def coda(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    if fold_masks(module.graph):
+    if [*fold_masks(module.graph), *spell_by_rows(module.graph)]:
         module.recompile()
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     patches = {name.replace("-", "_"): value for name, value in patches.items()}

@@ -90,8 +90,9 @@ class Zone:
         elif self._is_end(node):
             self.ends.append(node)
         elif any(x in self.turned or self.is_wide(x) for x in node.all_input_nodes if self.has(x)):
-            name = "it is a result" if node.op == "output" else f"{node.name} reads it whole"
-            raise Whole(name)
+            is_result = node.op == "output"
+            why = "it is a result (of a graph break?)" if is_result else f"{node.name} reads it whole"
+            raise Whole(why)
 
     def _add_as_wide(self) -> None:
         """Add what is as wide and not made of the product, such as rows of zeros and a one, or a
@@ -115,6 +116,8 @@ class Zone:
                 self.tangent = node
                 self.scaled.add(node)
             elif not self.scaled.isdisjoint(node.all_input_nodes):
+                if node in self.needed and node.meta["val"].dtype is torch.float16:
+                    raise Whole("float16 holds the gradients of a scaled loss alone")
                 if node in self.needed and not self._is_proportional(node):
                     raise Whole(f"{node.name} is not proportional to the loss's gradient")
                 self.scaled.add(node)
@@ -126,6 +129,8 @@ class Zone:
             return True
         if node.target in (aten.mul.Tensor, aten.mm.default):
             return sum(scaled) == 1
+        if node.target is torch.ops.prims.fma.default:
+            return sum(scaled[:2]) == 1 and scaled[2]
         if node.target is aten.div.Tensor:
             return node.args[0] in self.scaled and node.args[1] not in self.scaled
         if node.target in (aten.add.Tensor, aten.sub.Tensor):

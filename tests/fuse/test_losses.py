@@ -1,0 +1,121 @@
+"""Losses that shift, scale or turn logits: of which rows the product is, and the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coda_agent.fuse import explain, fuse, head
+from tests.fuse.test_head import TARGETS, WIDTH, WORDS, gradients
+from tests.fuse.test_joint import norms
+from tests.fuse.test_regions import drawn
+
+pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
+IDS = TARGETS.view(4, -1)
+KEPT = IDS % 3 > 0
+NEXT = IDS[:, 1:].reshape(-1)
+
+
+@pytest.fixture(autouse=True)
+def a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a quarter of the logits be held."""
+    monkeypatch.setattr(head, "LOGITS", WORDS * 2 * TARGETS.numel() // 4)
+    torch.compiler.reset()
+
+
+def wider(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def logits(h: Tensor, w: Tensor) -> Tensor:
+    return wider(F.linear(h, w))
+
+
+def shifted(h: Tensor, w: Tensor) -> Tensor:
+    z = logits(h, w)[..., :-1, :].contiguous()
+    return F.cross_entropy(z.view(-1, WORDS), NEXT, label_smoothing=0.1)
+
+
+def capped(h: Tensor, w: Tensor) -> Tensor:
+    z = wider(torch.tanh(F.linear(h, w) / 3) * 3)[:, :-1]
+    return F.cross_entropy(z.flatten(0, 1), NEXT) + 0.01 * z.logsumexp(-1).square().mean()
+
+
+def cooled(h: Tensor, w: Tensor) -> Tensor:
+    z = h @ w.T
+    z /= 0.7
+    return F.cross_entropy(wider(z[1:, ::2]).flatten(0, 1), IDS[1:, 1::2].reshape(-1))
+
+
+def proximal(h: Tensor, w: Tensor) -> Tensor:
+    z = logits(h, w)[:, :-1]
+    p = z.log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
+    kept, gain = KEPT[:, 1:], IDS[:, 1:] / WORDS - 0.4
+    ratio = (p + 5).exp()
+    return (torch.max(-gain * ratio, -gain * ratio.clamp(0.8, 1.2)) * kept).sum() / kept.sum()
+
+
+def turned(h: Tensor, w: Tensor) -> Tensor:
+    return F.cross_entropy(logits(h, w).permute(0, 2, 1), IDS, ignore_index=3)
+
+
+def turned_and_shifted(h: Tensor, w: Tensor) -> Tensor:
+    z = logits(h, w)[:, :-1].transpose(-1, 1)
+    x = F.cross_entropy(z, IDS[:, 1:], reduction="none")
+    return (x * KEPT[:, 1:]).sum() / KEPT.sum()
+
+
+def unlikely(h: Tensor, w: Tensor) -> Tensor:
+    return -torch.log1p(-logits(h, w).softmax(-1).gather(2, IDS[..., None])).mean()
+
+
+def check(loss: Any, got: Any, dtype: torch.dtype = torch.bfloat16, upstream: float = 0.5) -> str:
+    """Check a loss and its gradients, and say what became of its logits."""
+    h, w = ((4 * drawn(*x, WIDTH)).to(dtype) for x in (IDS.shape, (WORDS,)))
+    ours, own, truth = (
+        gradients(got, [h, w], upstream),
+        gradients(loss, [h, w], upstream),
+        gradients(loss, [h, w], upstream, wide=True),
+    )
+    for mine, pytorch, true in zip(ours, own, truth, strict=True):
+        assert mine.dtype == pytorch.dtype
+        assert norms(mine, true) <= 1.3 * norms(pytorch, true) + 1e-4
+    (shown,) = explain(loss, h.clone().requires_grad_(), w.clone().requires_grad_())
+    return "\n".join(shown.notes)
+
+
+LOSSES = [shifted, capped, cooled, proximal, turned, turned_and_shifted, unlikely]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda x: x.__name__)
+def test_a_loss_that_shifts_or_turns_logits_has_them_some_rows_at_a_time(loss: Any) -> None:
+    assert "its loss are computed 128 rows at a time" in check(loss, fuse(loss))
+
+
+def test_sizes_that_change_are_shifted_too() -> None:
+    def loss(h: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(logits(h, w)[:, :-1].flatten(0, 1), NEXT[: h.shape[0] * 127])
+
+    check(loss, fuse(loss, dynamic=True))
+
+
+WHOLE = {
+    "other rows are read": lambda z: z[:, :-1].logsumexp(-1).mean() + z[:, -1].square().mean(),
+    "columns are taken": lambda z: z[:, :-1, 1:].logsumexp(-1).mean(),
+    "rows of a mask": lambda z: z[torch.arange(3)].logsumexp(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_what_is_read_otherwise_is_taken_behind_the_product(what: str) -> None:
+    loss = lambda h, w: WHOLE[what](logits(h, w))
+    assert "is computed whole" in check(loss, fuse(loss))
+
+
+def test_gradients_of_float16_keep_the_scale_of_their_loss() -> None:
+    loss = lambda h, w: shifted(h, w) * 1e-5  # as of 100 times as many rows
+    assert "float16 holds" in check(loss, fuse(loss), torch.float16, 65536.0)
