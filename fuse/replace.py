@@ -30,7 +30,9 @@ def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
     """
     graph = known.graph
     end = graph.output_node()
-    strides = [_strides(x) for x in tree_leaves(end.args)]
+    taken = {node for region in known.regions for node in region.nodes}
+    readers = [n for n in graph.nodes if n is end or (n not in taken and _reads_strides(n))]
+    strides = {n: [_strides(x) for x in tree_leaves((n.args, n.kwargs))] for n in readers}
     results: dict[fx.Node, fx.Node] = {}
     symbols = _Symbols(graph)
     for step in [*order(known)]:
@@ -43,7 +45,8 @@ def replace_regions(known: Cut, texts: Mapping[Region, str]) -> None:
         for node in reversed([node for node in graph.nodes if node in region.nodes]):
             graph.erase_node(node)
     _evaluate(graph)
-    _restore(graph, end, strides)
+    for node in readers:
+        _restore(graph, node, strides[node])
     _evaluate(graph)
     graph.lint()
 
@@ -137,7 +140,10 @@ def _evaluate(graph: fx.Graph) -> None:
             continue
         if "val" in node.meta and changed.isdisjoint(node.all_input_nodes):
             continue
-        if node.target is aten.view.default:  # strides of its input may be no view's
+        if node.target in (
+            aten.view.default,
+            aten._unsafe_view.default,
+        ):  # strides of its input may be no view's
             node.target = aten.reshape.default
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         with mode:
@@ -160,16 +166,31 @@ def _strides(node: Any) -> tuple[Any, ...] | None:
     return value.stride() if isinstance(value, torch.Tensor) else None
 
 
-def _restore(graph: fx.Graph, end: fx.Node, strides: Sequence[tuple[Any, ...] | None]) -> None:
-    """Give a graph's results the strides that they had."""
-    leaves, spec = tree_flatten(end.args)
+def _reads_strides(node: fx.Node) -> bool:
+    """Whether a call may read memory by strides that it does not ask for: attention's kernels want
+    a last one of 1, and what is not ATen's may want anything. ATen's core operators take all."""
+    tags = getattr(node.target, "tags", ())
+    plain = torch.Tag.core in tags or torch.Tag.pointwise in tags or _is_of(node, "prims", "prims")
+    return node.target is aten.as_strided.default or (node.op == "call_function" and not plain)
+
+
+def _is_of(node: fx.Node, namespace: str, default: str = "") -> bool:
+    return getattr(node.target, "namespace", default) == namespace
+
+
+def _restore(graph: fx.Graph, node: fx.Node, strides: Sequence[tuple[Any, ...] | None]) -> None:
+    """Give what a call reads the strides that it had: a graph's results all of them, what ATen's
+    kernels read the last one."""
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    last = _is_of(node, "aten") and node.target is not aten.as_strided.default
     for i, (x, wanted) in enumerate(zip(leaves, strides, strict=True)):
-        if wanted is None or str(_strides(x)) == str(wanted):
+        places = slice(-1 if last else None, None)
+        if wanted is None or str((_strides(x) or ())[places]) == str(wanted[places]):
             continue
         value = x.meta["val"]
-        with graph.inserting_before(end):
+        with graph.inserting_before(node):
             empty = aten.new_empty_strided.default, (x, [*value.shape], [*wanted])
             leaves[i] = graph.call_function(aten.copy.default, (graph.call_function(*empty), x))
-        for node in (leaves[i].args[0], leaves[i]):
-            node.meta = {tag: x.meta[tag] for tag in TAGS if tag in x.meta}
-    end.args = tree_unflatten(leaves, spec)
+        for new in (leaves[i].args[0], leaves[i]):
+            new.meta = {tag: x.meta[tag] for tag in TAGS if tag in x.meta}
+    node.args, node.kwargs = tree_unflatten(leaves, spec)

@@ -90,9 +90,9 @@ class Zone:
         elif self._is_end(node):
             self.ends.append(node)
         elif any(x in self.turned or self.is_wide(x) for x in node.all_input_nodes if self.has(x)):
-            is_result = node.op == "output"
-            why = "it is a result (of a graph break?)" if is_result else f"{node.name} reads it whole"
-            raise Whole(why)
+            if node.op == "output":
+                raise Whole("it is a result (of a graph break?)")
+            raise Whole(f"{node.name} reads it whole")
 
     def _add_as_wide(self) -> None:
         """Add what is as wide and not made of the product, such as rows of zeros and a one, or a

@@ -199,6 +199,22 @@ def test_a_pass_of_the_users_own_runs_before() -> None:
 
 
 @pytest.mark.slow
+def test_attention_has_the_strides_that_its_kernel_reads(seen: list[Shown]) -> None:
+    """A kernel gives repeated heads as its innermost dim; attention's kernel read them as rows."""
+
+    def attend(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (
+            (F.linear(x, w[i]) * 1.5).unflatten(-1, (2, 8)).transpose(1, 2) for i in range(3)
+        )
+        one = torch.chunk(v, 2, dim=1)[0].repeat(1, 2, 1, 1)
+        return F.scaled_dot_product_attention(q, k, one, is_causal=True)
+
+    x, w = 4 * drawn(2, 24, 32), 2 * drawn(3, 16, 32, seed=1)
+    truth, own = attend(x.double(), w.double()), attend(x, w)
+    assert norms(fuse(attend)(x, w), truth) <= 1.3 * norms(own, truth)
+    assert sum(counts(seen)) > 0
+
+
 def test_threads_have_their_own_results() -> None:
     models = [Model().bfloat16() for _ in range(3)]
     for i, model in enumerate(models):
