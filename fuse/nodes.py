@@ -112,6 +112,11 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
+def are_products(users: Iterable[fx.Node]) -> bool:
+    """Whether users of a value are products, or views that products alone read."""
+    return all(u.target in PRODUCTS or (u.target in VIEWS and are_products(u.users)) for u in users)
+
+
 def entered(graph: fx.Graph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
     """What a graph takes, by its nodes."""
     return dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))

@@ -329,8 +329,9 @@ def order(known: Cut) -> Iterator[fx.Node | Region]:
     taken = {node: region for region in known.regions for node in region.nodes}
     inputs = {region: region.inputs for region in known.regions}
     last = {max(region.products): region for region in known.regions}
-    nodes = [x for x in reversed(known.graph.nodes) if x in last or x not in taken]
-    pending: list[fx.Node | Region] = [last[x] if x in last else x for x in nodes]
+    pending: list[fx.Node | Region] = []
+    for node in reversed(known.graph.nodes):
+        pending += [last[node]] if node in last else [] if node in taken else [node]
     waiting: dict[fx.Node | Region, list[fx.Node | Region]] = {}
     done = set[fx.Node | Region]()
     while pending:

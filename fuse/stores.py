@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from coda_agent.fuse.nodes import SUM, VIEWS, alike, bytes_of, copied, is_cheap, numel
+from coda_agent.fuse.nodes import SUM, VIEWS, alike, are_products, bytes_of, copied, is_cheap, numel
 
 
 def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
@@ -35,13 +35,15 @@ def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) ->
 
 
 def _read_later(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> set[fx.Node]:
-    """What the other pass reads of what is stored: not what is there for this pass, and made of the
-    rest."""
-    wanted = [n for n in graph.nodes if n in nodes and _outside(n, nodes, later=True)]
-    near = {n: _roots(n, nodes, stored - {n}) for n in wanted}
-    far = {n: roots if (roots := _roots(n, nodes, set())) <= stored else near[n] for n in wanted}
-    few, most = (set[fx.Node]().union(*x.values()) for x in (far, near))
-    return few if bytes_of(few) < bytes_of(most) else stored
+    """What the other pass reads of what is stored. What products alone read there is made of the
+    rest, rounded otherwise; what is compared may not be: the largest of a row is one of its
+    elements."""
+    read = set[fx.Node]()
+    for node in [n for n in graph.nodes if n in nodes]:
+        if users := _outside(node, nodes, later=True):
+            far = _roots(node, nodes, set()) if are_products(users) else {node}
+            read |= far if far <= stored else _roots(node, nodes, stored - {node})
+    return read if bytes_of(read) < bytes_of(stored) else stored
 
 
 def _narrowest(node: fx.Node, nodes: set[fx.Node]) -> fx.Node:
