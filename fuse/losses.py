@@ -30,10 +30,7 @@ def spell_by_rows(graph: fx.Graph) -> list[str]:
     Returns:
         Names of the calls that rows were taken by, and of the losses that have rows now.
     """
-    changed = [n.name for n in [*graph.nodes] if _take_before(n) or _flatten(n)]
-    if changed:
-        graph.eliminate_dead_code()
-    return changed
+    return [n.name for n in [*graph.nodes] if _take_before(n) or _flatten(n)]
 
 
 def _take_before(node: fx.Node) -> bool:
@@ -58,6 +55,7 @@ def _take_before(node: fx.Node) -> bool:
             x.meta["example_value"] = _value(x)[index]
     product.args = (some, *product.args[1:])
     node.replace_all_uses_with(chain[0])
+    node.graph.erase_node(node)
     return True
 
 

@@ -215,6 +215,19 @@ def test_attention_has_the_strides_that_its_kernel_reads(seen: list[Shown]) -> N
     assert sum(counts(seen)) > 0
 
 
+def test_writes_in_place_stay_where_a_mask_is_folded(seen: list[Shown]) -> None:
+    def attend(x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[-2])
+        key = torch.empty_like(x)
+        key[..., :8] = x[..., 8:]
+        key[..., 8:] = x[..., :8]
+        mask = (places[:, None] >= places).expand(len(x), 1, -1, -1)
+        return F.scaled_dot_product_attention(x, key, x, attn_mask=mask).mul_(2)
+
+    x = drawn(2, 2, 12, 16).float()
+    torch.testing.assert_close(fuse(attend)(x), attend(x))
+
+
 def test_threads_have_their_own_results() -> None:
     models = [Model().bfloat16() for _ in range(3)]
     for i, model in enumerate(models):
