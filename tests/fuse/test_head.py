@@ -156,3 +156,14 @@ def test_what_needs_all_rows_has_them(why: str) -> None:
 def test_logits_that_fit_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LOGITS", WORDS * 2 * ROWS)
     assert notes(rows_left_out, [drawn(ROWS, WIDTH), drawn(WORDS, WIDTH, seed=1)]).count("row") == 2
+
+
+def test_the_backward_pass_keeps_sums_and_no_logits() -> None:
+    args = [drawn(ROWS, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()]
+    kept: list[tuple[list[int], torch.dtype]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(([*x.shape], x.dtype)) or x, lambda x: x
+    ):
+        fuse(rows_left_out)(*args)
+    assert ([WORDS, WIDTH], torch.float32) in kept
+    assert not any(shape[-1] == WORDS or ROWS // 4 in shape for shape, _ in kept)

@@ -312,3 +312,15 @@ def test_composing_leaves_the_process_as_it_was() -> None:
     before = torch.get_rng_state()
     assert explain(lambda x, w: torch.sin(F.linear(x, w)), drawn(24, H), drawn(D, H))[0].kernels
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_backward_pass_keeps_gate_and_up_and_not_their_product() -> None:
+    args = [drawn(24, H), drawn(160, H), drawn(160, H, seed=1), drawn(D, 160, seed=2)]
+    args = [a.requires_grad_() for a in args]
+    mlp = lambda x, g, u, d: F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)
+    kept: list[list[int]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append([*x.shape]) or x, lambda x: x
+    ):
+        fuse(mlp)(*args)
+    assert kept.count([24, 160]) == 2
