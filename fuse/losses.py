@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-_LINEAR = (torch._C._nn.linear, torch.matmul, torch.mm, operator.matmul, "matmul", "mm")
+_LINEAR = (F.linear, torch.matmul, torch.mm, operator.matmul, "matmul", "mm")
 _POINTWISE = (operator.mul, operator.truediv, operator.imul, operator.itruediv, torch.mul,
               torch.div, torch.tanh, "mul", "div", "tanh", "float", "to", "type", "bfloat16",
               "contiguous")  # fmt: skip
