@@ -139,7 +139,7 @@ def survey_candidate(
     return walk.surveyed
 
 
-_Early = tuple[list[Finding], Outcome[NumericsReport] | None]
+_Early = tuple[list[Finding], Outcome[NumericsReport] | None, float]
 
 
 @dataclass
@@ -214,7 +214,7 @@ class _Walk:
         result = GateResult(name=name, passed=True, version=VERSIONS.get(name, 0))
         yield result
         result.passed = not result.findings
-        result.seconds = round(time.monotonic() - start, 3)
+        result.seconds = round(result.seconds + time.monotonic() - start, 3)
         self.results.append(result)
         self.observer(
             "gate.finished", {**result.model_dump(exclude={"data", "name"}), "gate": name}
@@ -274,22 +274,32 @@ class _Walk:
                 self.admitted[key] = (*self.admitted.get(key, ()), job.config)
 
     def _without_kernels(self) -> _Early:
-        """What of the numerics gate needs nothing compiled: meaning, and all of it without a GPU.
+        """What of the numerics gate needs nothing compiled, and its seconds: meaning, and all of it
+        without a GPU.
 
         Meaning comes first: it says more of a wrong program than what it rounds to.
         """
         from coda_agent.agent.judge.meaning import check_meaning
 
+        start, outcome = time.monotonic(), None
         findings = check_meaning(self.spec, self.programs)
-        if findings or self.gpu is not None:
-            return findings, None
+        if not findings and self.gpu is None:
+            outcome = self._interpreted()
+        return findings, outcome, time.monotonic() - start
+
+    def _interpreted(self) -> Outcome[NumericsReport]:
         keys = [(name, element) for name in self._variants() for element in self.types]
         tiles = dict.fromkeys(keys, _INTERPRETED)
         job = NumericsJob(spec=self.spec, programs=self.programs, tiles=tiles, device="cpu")
-        return [], self.executor.grade(job, lambda *_: None)
+        return self.executor.grade(job, lambda *_: None)
 
     def _numerics(self, result: GateResult) -> None:
-        result.findings, outcome = self.begun.result() if self.begun else self._without_kernels()
+        start = time.monotonic()
+        early = self.begun.result() if self.begun else self._without_kernels()
+        result.findings, outcome, took = early
+        if self.gpu is None:  # where there is one, these are its seconds
+            # What ran beside compiling is this gate's time all the same.
+            result.seconds = took - (time.monotonic() - start)
         if result.findings:
             return
         if outcome is None:

@@ -14,6 +14,7 @@ import pytest
 from coda_agent.agent.authors.composer import Composer
 from coda_agent.agent.execution import device, executor, faulted_tiles, local
 from coda_agent.agent.judge import (
+    Finding,
     GateResult,
     Verdict,
     _Walk,
@@ -129,6 +130,24 @@ def test_nothing_computes_on_where_a_gate_cannot_end(
     with pytest.raises(MachineError):
         judge(spec, RIGHT, gates=("static", "compile", "numerics"))
     assert done == ["meaning"]
+
+
+def test_numerics_has_the_time_that_it_took_beside_compiling(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: Any) -> list[Finding]:
+        time.sleep(0.2)
+        return [Finding(message="another function")]
+
+    def slower(*_: Any) -> tuple[list[Finding], list[Any]]:
+        time.sleep(0.4)
+        return [], []
+
+    monkeypatch.setattr(meaning, "check_meaning", refusing)
+    monkeypatch.setattr(compile_gate, "compile_all", slower)
+    monkeypatch.setattr(compile_gate, "jobs_for", lambda *_, **__: [])
+    seconds = judge(spec, RIGHT, gates=("static", "compile", "numerics")).gates[-1].seconds
+    assert 0.2 <= seconds < 0.4
 
 
 # References that differentiate, where approximations cancel in the slope: 1 - tanh².

@@ -356,3 +356,19 @@ def test_a_reformulated_program_passes() -> None:
         spec_of(RESIDUAL), programs, tiles, device="cpu", progress=lambda *_: None
     )
     assert not report.findings
+
+
+def test_zeros_are_no_former_result_where_zeros_were_due() -> None:
+    made = written.spec(
+        "z = (A @ B.T).float(); return {'O': (z > 1000).to(A.dtype)}",
+        name="k",
+        header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n",
+    )
+    programs = read_programs(
+        "from coda_agent.primitives import Tile, epilogue, step\n"
+        "@epilogue(O=Tile)\ndef k(acc):\n    return {'O': step(-acc * acc)}\n"
+    )
+    tiles = {("k", "bfloat16"): (CONFIG,)}
+    outcome = check_numerics(made, programs, tiles, device="cpu", progress=lambda *_: None, seed=4)
+    assert "huge value" in outcome.findings[0].message
+    assert "former contents" not in outcome.findings[0].message
