@@ -42,7 +42,7 @@ def hold_some_rows(graph: fx.Graph) -> list[str]:
         try:
             zone.find()
         except Whole as why:
-            if zone.columns > _HEAD * product.args[-1].meta["val"].shape[0]:  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            if zone.columns > _HEAD * product.all_input_nodes[-1].meta["val"].shape[0]:
                 notes.append(f"{product.name} is computed whole: {why}")
             continue
         if zone.tangent is not None or zone.turned:

@@ -20,6 +20,7 @@ VIEWS = (
     aten.t.default, aten.permute.default, aten.transpose.int, aten.view.default,
     aten._unsafe_view.default, aten.unsqueeze.default, aten.detach.default,
 )  # fmt: skip
+TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
 

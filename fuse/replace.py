@@ -140,10 +140,8 @@ def _evaluate(graph: fx.Graph) -> None:
             continue
         if "val" in node.meta and changed.isdisjoint(node.all_input_nodes):
             continue
-        if node.target in (
-            aten.view.default,
-            aten._unsafe_view.default,
-        ):  # strides of its input may be no view's
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            # Strides of its input may be no view's.
             node.target = aten.reshape.default
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         with mode:

@@ -40,6 +40,7 @@ def prepare(graph: fx.Graph) -> list[str]:
     spell_parts(graph)
     scale_first(graph)
     spell_scatter(graph)
+    graph.eliminate_dead_code()
     share(graph)
     join_logsumexp(graph)
     notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
@@ -58,7 +59,6 @@ def spell_parts(graph: fx.Graph) -> None:
                 piece = graph.call_function(*parts[part.args[1]])
             piece.meta = dict(part.meta)
             part.replace_all_uses_with(piece)
-    graph.eliminate_dead_code()
 
 
 def _spelled(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -94,7 +94,6 @@ def scale_first(graph: fx.Graph) -> None:
         for user in [u for u in node.users if u.target is aten.where.self and u.args[1] is node]:
             user.replace_all_uses_with(user.args[2])  # pyright: ignore[reportArgumentType]
         node.replace_all_uses_with(result)
-    graph.eliminate_dead_code()
 
 
 def spell_scatter(graph: fx.Graph) -> None:
@@ -118,7 +117,6 @@ def spell_scatter(graph: fx.Graph) -> None:
             none = constant(graph, 0.0, like=node)
             result = make(graph, aten.where.self, hit, source, none, like=node)
         node.replace_all_uses_with(result)
-    graph.eliminate_dead_code()
 
 
 def carry(graph: fx.Graph) -> list[str]:

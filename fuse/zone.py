@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, VIEWS, ancestors, is_pointwise, number
+from coda_agent.fuse.nodes import CASTS, PRODUCTS, TURNS, VIEWS, ancestors, is_pointwise, number
 
 aten = torch.ops.aten
 SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.expand.default)  # fmt: skip
 REDUCED = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default,
             aten.logsumexp.default, aten.argmax.default)  # fmt: skip
-_TURNS = (aten.permute.default, aten.t.default, aten.transpose.int)
 _PROPORTIONAL = (
     aten.neg.default,
     aten.sum.dim_IntList,
@@ -25,7 +24,7 @@ _PROPORTIONAL = (
     aten.mul.Scalar,
     *SAME,
     *CASTS,
-    *_TURNS,
+    *TURNS,
 )
 
 
@@ -142,6 +141,7 @@ class Zone:
         return False
 
     def has(self, node: fx.Node) -> bool:
+        """Whether a node is computed some rows at a time."""
         return node in self.nodes or node in self.turned
 
     def kind(self, node: Any) -> int:
@@ -154,6 +154,7 @@ class Zone:
         return int(value.numel() == self.rows)
 
     def is_wide(self, node: Any) -> bool:
+        """Whether a node's value has as many rows and columns as the product."""
         return self.kind(node) > 1
 
     def _is_row_by_row(self, node: fx.Node) -> bool:
@@ -164,7 +165,7 @@ class Zone:
         if node.target in SAME:
             (x,) = node.all_input_nodes[:1]
             wider = node.target is aten.expand.default and self._aligns(x, node.meta["val"].shape)
-            return wider or (kind == self.kind(x) and node.target not in _TURNS)
+            return wider or (kind == self.kind(x) and node.target not in TURNS)
         if node.target in (*REDUCED, aten.gather.default):
             return self._is_along_row(node)
         shape = node.meta["val"].shape
@@ -193,7 +194,7 @@ class Zone:
         """Whether a node is a matrix of these rows, transposed."""
         x: Any = node.args[0] if node.args else None
         return (
-            node.target in _TURNS
+            node.target in TURNS
             and x in self.nodes
             and self.is_wide(x)
             and padded(x, ()) == (self.rows, self.columns)
