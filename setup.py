@@ -9,7 +9,6 @@ ROOMS = (
     "specs",
     "runtime",
     "generated",
-    "layers",
     "fuse",
     "integrations",
     "evals",

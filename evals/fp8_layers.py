@@ -16,18 +16,15 @@ from coda_agent.evals.cases import Case, Contender, Setup, differentiated
 from coda_agent.evals.float8 import E4M3_MAX, e4m3, quantised, scaled_product
 from coda_agent.evals.layers import (
     BLOCKS,
-    EPS,
     TOKENS,
     Ops,
-    Ours,
     Values,
-    Way,
     Widths,
     compiled,
-    turned,
     values,
     wide,
 )
+from coda_agent.fuse.backend import coda
 
 LIMIT = 0.1
 
@@ -93,27 +90,10 @@ def _block(widths: Widths, device: str, shrink: int) -> Setup:
         )
 
     makers = {
-        "ours": lambda: turned(w, _ours(w, t, cos, sin, inner), t, "forward"),
+        "ours": lambda: compiled(scaled.block, t, "forward", coda),
         "gemm": bare,
         "eager": lambda: Contender(differentiated(scaled.block, t, "forward")),
         "compile": lambda: compiled(scaled.block, t, "forward"),
         "compile, scales behind": lambda: compiled(behind.block, t, "forward"),
     }
     return Setup(makers, truth, LIMIT)
-
-
-def _ours(w: Widths, t: Values, cos: Tensor, sin: Tensor, inner: float) -> Way:
-    """Make the block by `coda_agent.layers.fp8`, its weights quantised and packed in front."""
-    from coda_agent.layers import fp8
-
-    ours = Ours(w, cos, sin)
-    packed = ours.packed(t)
-    o, gate_up, down = (fp8.quantised(packed[n]) for n in ("wo", "gate_up", "down"))
-    qkv = fp8.quantised_whole(packed["qkv"])
-
-    def block(t: Values) -> tuple[Tensor, ...]:
-        x, given = fp8.linear_residual_norm(t["a"], o, t["x"], t["gamma"], EPS)
-        x, given, _ = fp8.mlp(x, given, gate_up, down, inner, t["gamma2"], EPS)
-        return *fp8.norm_linear(given, qkv, w.sizes, ours.table), x
-
-    return block

@@ -3,8 +3,7 @@
 - A block is a decoder layer without attention: from the output projection to the next layer's
   query, key and value with their rotation. A head is the final norm, the product with the
   vocabulary, and the loss.
-- All contenders take the same weights, as a model has them. What ours packs, it packs in each call;
-  `packed` has it as parameters.
+- All contenders take the same weights, as a model has them; ours is the backend `coda`.
 - `fp8_layers.py` has the same in FP8.
 """
 
@@ -13,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from coda_agent.evals.cases import Case, Contender, Setup, differentiated
+from coda_agent.fuse.backend import coda
 
 TOKENS, HEAD_DIM, EPS, LIMIT = 16384, 128, 1e-5, 0.05
 PHASES = ("forward", "backward", "both")
@@ -79,7 +80,7 @@ def cases() -> list[Case]:
     """List the blocks and heads, a case a phase."""
     others = "gemm", "eager", "compile", "liger", "liger, compiled"
     blocks = [
-        Case(f"block {name} {phase}", ("ours", "packed", *others), partial(_block, widths, phase))
+        Case(f"block {name} {phase}", ("ours", *others), partial(_block, widths, phase))
         for name, widths in BLOCKS.items()
         for phase in PHASES
     ]
@@ -192,12 +193,13 @@ def wide(t: Values) -> Values:
     return {n: v.detach().float().requires_grad_(v.requires_grad) for n, v in t.items()}
 
 
-def compiled(way: Way, t: Values, phase: str) -> Contender:
+def compiled(way: Way, t: Values, phase: str, backend: Any = "inductor") -> Contender:
+    """Make a contender by torch.compile."""
     import torch._functorch.config as functorch
 
     # A backward pass that is taken again has to leave what it reads; else that memory is reused.
     with functorch.patch(donated_buffer=phase != "backward"):
-        call = differentiated(torch.compile(way, dynamic=False), t, phase)
+        call = differentiated(torch.compile(way, dynamic=False, backend=backend), t, phase)
         call(0)
     return Contender(call)
 
@@ -222,11 +224,7 @@ def _block(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
     w = widths.shrunk(shrink)
     t, cos, sin = values(w, TOKENS // shrink, device)
     t = {name: value.requires_grad_() for name, value in t.items()}
-    ops, liger, ours = Ops(cos, sin), LigerOps(cos, sin), Ours(w, cos, sin)
-
-    def packed() -> Contender:
-        own = {n: x.detach().clone().requires_grad_() for n, x in ours.packed(t).items()}
-        return turned(w, ours.block, own, phase)
+    ops, liger = Ops(cos, sin), LigerOps(cos, sin)
 
     def bare() -> Contender:
         act = torch.randn(len(t["x"]), w.ffn, device=device).bfloat16()
@@ -236,8 +234,7 @@ def _block(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
         return _multiplied([(a.detach(), b.detach()) for a, b in zip(rows, weights)], phase)  # noqa: B905
 
     makers = {
-        "ours": lambda: turned(w, lambda t: ours.block(ours.packed(t)), t, phase),
-        "packed": packed,
+        "ours": lambda: compiled(ops.block, t, phase, coda),
         "gemm": bare,
         "eager": lambda: Contender(differentiated(ops.block, t, phase)),
         "compile": lambda: compiled(ops.block, t, phase),
@@ -245,45 +242,6 @@ def _block(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
         "liger, compiled": lambda: compiled(liger.block, t, phase),
     }
     return Setup(makers, differentiated(ops.block, wide(t), phase)(0), LIMIT)
-
-
-class Ours:
-    """A block by `coda_agent.layers`, as patched models run it."""
-
-    def __init__(self, w: Widths, cos: Tensor, sin: Tensor) -> None:
-        from coda_agent.layers.packing import rotary_table
-
-        self.w, self.table = w, rotary_table(cos, sin, sum(w.heads), sum(w.sizes))
-
-    def packed(self, t: Values) -> Values:
-        from coda_agent.layers.packing import interleave, pack_qkv
-
-        found = {n: t[n] for n in ("a", "x", "wo", "gamma", "down", "gamma2")}
-        found["gate_up"] = interleave(t["gate"], t["up"])
-        found["qkv"] = pack_qkv(t["q"], t["k"], t["v"], self.w.heads)
-        if self.w.bias:
-            found["bias"] = pack_qkv(t["q_bias"], t["k_bias"], t["v_bias"], self.w.heads)
-        return found
-
-    def block(self, t: Values) -> tuple[Tensor, ...]:
-        from coda_agent.layers import linear_residual_norm, mlp, norm_linear
-
-        x, given = linear_residual_norm(t["a"], t["wo"], t["x"], t["gamma"], EPS)
-        x, given = mlp(x, given, t["gamma"], t["gate_up"], t["down"], t["gamma2"], EPS)
-        rotated = sum(self.w.heads), self.w.head_dim
-        qkv = t["qkv"], self.w.sizes, self.table, t.get("bias"), rotated
-        return norm_linear(x, given, t["gamma2"], *qkv)
-
-
-def turned(w: Widths, way: Way, t: Values, phase: str) -> Contender:
-    """Make a contender whose query and key have pairs in turn where the others have halves."""
-
-    def halves(t: Values) -> tuple[Tensor, ...]:
-        q, k, *rest = way(t)
-        turned = (y.unflatten(-1, (-1, w.head_dim // 2, 2)).mT.flatten(1) for y in (q, k))
-        return *turned, *rest
-
-    return Contender(differentiated(way, t, phase), lambda: differentiated(halves, t, phase)(0))
 
 
 def _head(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
@@ -304,15 +262,9 @@ def _head(widths: Widths, phase: str, device: str, shrink: int) -> Setup:
         n = LigerOps(t["gamma"], t["gamma"]).norm(t["x"], t["gamma"])
         return (LigerFusedLinearCrossEntropyFunction.apply(n, t["weight"], targets)[0],)
 
-    def ours(t: Values) -> tuple[Tensor, ...]:
-        from coda_agent.layers import head_loss, normed
-
-        x, gamma = t["x"], t["gamma"]
-        return (head_loss(x, normed(x, gamma, EPS), gamma, t["weight"], targets),)
-
     pairs = [(t["x"].detach(), t["weight"].detach())]
     makers: Mapping[str, Callable[[], Contender]] = {
-        "ours": lambda: Contender(differentiated(ours, t, phase)),
+        "ours": lambda: compiled(plain, t, phase, coda),
         "gemm": lambda: _multiplied(pairs, phase),
         "eager": lambda: Contender(differentiated(plain, t, phase)),
         "compile": lambda: compiled(plain, t, phase),

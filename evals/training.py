@@ -1,10 +1,10 @@
-"""Training steps of a Llama of transformers', by coda_agent.layers, torch.compile and Liger.
+"""Training steps of a Llama of transformers', by the backend `coda`, torch.compile and Liger.
 
 - A step is forward, backward and a fused AdamW. All contenders train the same weights in turn, by
-  one optimizer, on the same random tokens; `packed`, whose parameters are others, trains a copy.
+  one optimizer, on the same random tokens.
 - `compile` is the model as transformers has it: under torch.compile it hands attention a mask, so
   that no flash attention runs. `compile, mask folded` leaves the mask out: attention is causal.
-- `coda` is the model as transformers has it under torch.compile with the backend of that name.
+- Ours is the model as transformers has it, under torch.compile with the backend `coda`.
 - What is checked is the first loss, against the model's own; each notes the attention that it ran.
 - In FP8 the products of layers are: ours forward, torch.compile's backward too. Heads stay in bf16.
 - On two GPUs FSDP2 shards layers, and what is left of the model; each trains weights of its own.
@@ -27,7 +27,6 @@ from coda_agent.fuse.backend import coda
 LIMIT, LOSSES, FAR = 0.01, 20, 0.5
 """How far a first loss may be from the model's own; the steps of a case of losses, and how far
 these may be from PyTorch's."""
-_PATCHED = ("ours", "packed", "bf16", "ours, one GPU")
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ def cases() -> list[Case]:
     """List a step of Llama-3.2-1B in bf16, of half the tokens (80 GB hold all contenders of it), in
     FP8 and on two GPUs, and losses of more steps."""
     compiled = "compile", "compile, mask folded"
-    whole = "ours", "packed", "coda", *compiled, "liger"
-    narrow = "ours", "packed", "bf16", *compiled
+    whole, narrow = ("ours", *compiled, "liger"), ("ours", "bf16", *compiled)
     alone = "ours", "eager", "ours, one GPU", "eager, one GPU"
     make, losses = partial(_step, Llama()), partial(_losses, Llama())
     return [
@@ -142,7 +140,7 @@ class _Model:
         shared = {} if own else {id(p): p for p in self.model.parameters()}
         model = copy.deepcopy(self.model, shared)
         notes = self._change(model, name)
-        rotation = self.home.apply_rotary_pos_emb  # ours and Liger replace the module's
+        rotation = self.home.apply_rotary_pos_emb  # Liger replaces the module's
         vars(self.home).update(before)
         if self.ranks > 1 and "one GPU" not in name:
             self._shard(model)
@@ -150,9 +148,11 @@ class _Model:
         def forward(ids: torch.Tensor) -> torch.Tensor:
             return model(input_ids=ids, labels=ids).loss
 
-        if name == "coda" or name.startswith("compile"):
-            backend = coda if name == "coda" else "inductor"
-            forward = torch.compile(forward, dynamic=False, backend=backend)
+        if name.startswith("compile"):
+            forward = torch.compile(forward, dynamic=False)
+        elif name.startswith(("ours", "bf16")):
+            options: dict[str, Any] = {"fp8": "forward"} if self.fp8 and name != "bf16" else {}
+            forward = torch.compile(forward, dynamic=False, backend=coda, options=options)
 
         def loss(ids: torch.Tensor) -> Any:
             self.home.apply_rotary_pos_emb = rotation
@@ -166,14 +166,7 @@ class _Model:
         return model, loss, notes
 
     def _change(self, model: Any, name: str) -> list[str]:
-        if name in _PATCHED:
-            from coda_agent.layers import apply_coda_kernels
-
-            fp8 = self.fp8 and name != "bf16"
-            report = apply_coda_kernels(model, pack=name == "packed", fp8=fp8)
-            if report.left:
-                raise Absent(f"ours leaves parts as they are: {report.left}")
-        elif name == "liger":
+        if name == "liger":
             from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
                 apply_liger_kernel_to_llama,
             )
@@ -233,7 +226,7 @@ def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
 
     def made(name: str) -> Contender:
         home.restore()  # the contender before this one has stepped
-        own = home.ranks > 1 or name == "packed"
+        own = home.ranks > 1
         model, loss, notes = home.contender(name, own)
         optimizer = adamw(model) if own else home.optimizer
 
@@ -251,7 +244,7 @@ def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
 
         return Contender(step, first, lambda: "; ".join(notes))
 
-    names = ("ours", "packed", "coda", "bf16", "compile", "compile, mask folded", "liger")
+    names = ("ours", "bf16", "compile", "compile, mask folded", "liger")
     return Setup({n: partial(made, n) for n in names}, {"loss": home.loss()}, LIMIT)
 
 

@@ -8,12 +8,24 @@ from __future__ import annotations
 import inspect
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coda_agent.fuse.fused import explain, fuse, mm
 
-__all__ = ["explain", "fuse", "mm"]
+__all__ = ["apply_coda_kernels", "explain", "fuse", "mm"]
 __signature__ = inspect.signature(fuse)
+
+
+if TYPE_CHECKING:
+    from coda_agent.fuse.model import apply_coda_kernels
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("apply_coda_kernels"):  # it imports torch
+        from coda_agent.fuse import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Callable(ModuleType):

@@ -16,6 +16,7 @@ from torch import fx
 from coda_agent.fuse.attention import fold_masks
 from coda_agent.fuse.joint import Kernels
 from coda_agent.fuse.losses import spell_by_rows
+from coda_agent.primitives.errors import CodaError
 from coda_agent.runtime.program_operator import kernel_operator
 
 kernel_operator()  # a graph out of a cache calls it, and no pass of ours runs before
@@ -34,7 +35,11 @@ def coda(
         module: The graph.
         inputs: Fake tensors of its arguments.
         mode: As torch.compile's, such as "reduce-overhead".
-        options: Inductor's.
+        options: Inductor's. `{"fp8": "forward"}` is ours: products of weights in FP8, in the
+            forward pass of a graph with gradients.
+
+    Raises:
+        CodaError: `fp8` is something else.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -43,7 +48,10 @@ def coda(
         module.recompile()
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     patches = {name.replace("-", "_"): value for name, value in patches.items()}
-    patches["joint_custom_post_pass"] = Kernels(patches.get("joint_custom_post_pass"))
+    if (fp8 := patches.pop("fp8", None)) not in (None, "forward"):
+        raise CodaError(f"the option fp8 is {fp8!r}, expected 'forward' or none")
+    first = patches.get("joint_custom_post_pass")
+    patches["joint_custom_post_pass"] = Kernels(first, fp8=fp8 is not None)
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
     return compile_fx(module, inputs, compile_fx_inner if on_gpu else _called, patches)
 

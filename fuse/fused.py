@@ -39,7 +39,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Sho
     """Call a function or a module compiled anew; say how each of its graphs was cut.
 
     Args:
-        function: It, compiled or not.
+        function: It, compiled or not; options are those that it is compiled with.
         args: What it is called with; where gradients are recorded, graphs are of both passes.
         kwargs: The same by name.
     """
@@ -51,11 +51,14 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Sho
     plain = getattr(function, "_torchdynamo_orig_callable", None)
     plain = plain or getattr(function, "_orig_mod", function)
     seen: list[Shown] = []
+    ways = [fuse(plain)] if plain is function else [function, fuse(plain)]
     token = SEEN.set(seen)
     try:
         torch._dynamo.reset()
         with config.patch(force_disable_caches=True):  # or the passes do not run
-            fuse(plain)(*args, **kwargs)
+            for call in ways:  # what is compiled by another backend shows nothing
+                if not seen:
+                    call(*args, **kwargs)
     finally:
         SEEN.reset(token)
     return seen

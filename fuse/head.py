@@ -17,7 +17,7 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from coda_agent.agent.authors.composer.retrace import SYMBOLIC
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, SUM, bytes_of, constant, copied, make, numel
+from coda_agent.fuse.nodes import CASTS, PLAIN, SUM, bytes_of, constant, copied, make, numel
 from coda_agent.fuse.zone import REDUCED, SAME, Whole, Zone, padded
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def hold_some_rows(graph: fx.Graph) -> list[str]:
         A line for each such product: what was done, or why it was not.
     """
     notes: list[str] = []
-    for product in [node for node in graph.nodes if node.target in PRODUCTS]:
+    for product in [node for node in graph.nodes if node.target in PLAIN]:
         if SYMBOLIC in product.meta or bytes_of([product]) <= LOGITS:
             continue
         zone = Zone(product, *product.meta["val"].shape)
@@ -97,7 +97,7 @@ class _Rows:
     def _is_total(self, node: fx.Node) -> bool:
         """Whether a result is summed over the rows."""
         zone = self.zone
-        return node in zone.ends and not (node.target in PRODUCTS and node.args[0] in zone.nodes)
+        return node in zone.ends and not (node.target in PLAIN and node.args[0] in zone.nodes)
 
     def _make_ones(self) -> None:
         """Make of 1 what is made of the tangent outside of the zone."""
@@ -165,7 +165,7 @@ class _Some:
         args: Any = node.args
         kwargs: Any = node.kwargs
         target: Any = node.target
-        if target in PRODUCTS:
+        if target in PLAIN:
             *bias, a, b = args
             return make(target, *map(give, bias), self._slice(a, 0), b, **kwargs)
         x = args[0]
@@ -185,7 +185,7 @@ class _Some:
         zone, values = self._zone, self.values
         args: Any = node.args
         target: Any = node.target
-        if target not in PRODUCTS:
+        if target not in PLAIN:
             wide = self._rows.cast(values[args[0]], torch.float32, zone.product)
             columns = target is aten.sum.dim_IntList
             return self._make(target if columns else aten.sum.default, wide, *([[0]] * columns))

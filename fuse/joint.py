@@ -42,14 +42,16 @@ class Kernels(CustomGraphPass):
 
     Args:
         first: Another pass, which runs before.
+        fp8: Whether products of a training graph's forward pass are in FP8.
     """
 
-    def __init__(self, first: Any = None) -> None:
+    def __init__(self, first: Any = None, *, fp8: bool = False) -> None:
+        self._fp8 = fp8
         self._first: Any = config.joint_custom_post_pass if first is None else first
 
     def uuid(self) -> str | None:
         """What a compiled graph in Inductor's caches depends on."""
-        parts = [fingerprint(*SOURCES), torch.__version__]
+        parts = [fingerprint(*SOURCES), torch.__version__, str(self._fp8)]
         if self._first is not None:
             if (own := self._first.uuid()) is None:
                 return None
@@ -69,20 +71,25 @@ class Kernels(CustomGraphPass):
         (last,) = (node for node in before.nodes if node.op == "output")
         last.meta, before._codegen = dict(end.meta), graph._codegen
         try:
-            put_kernels(graph)
+            put_kernels(graph, fp8=self._fp8)
         except Exception as error:  # whatever it is, the graph as it was is right
             warnings.warn(f"coda-agent: a graph is left as it was: {error!r}", stacklevel=2)
             module.graph = before
 
 
-def put_kernels(graph: fx.Graph) -> None:
-    """Put kernels into a functional ATen graph, where they are right and pay."""
+def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
+    """Put kernels into a functional ATen graph, where they are right and pay.
+
+    Args:
+        graph: It.
+        fp8: As that of `Kernels`.
+    """
     products = [node for node in graph.nodes if node.target in PRODUCTS]
     devices = {node.meta["val"].device for node in products}
     if len(devices) != 1 or ((device := devices.pop()).type == "cuda" and not supported(device)):
         return
     with _disable_current_modes(), unset_fake_temporarily(), hinted(graph):
-        notes = prepare(graph)
+        notes = prepare(graph, fp8=fp8)
         known, kernels = chosen(graph)
         timing = device.type == "cuda"
         placed = partial(around, known) if timing else alone

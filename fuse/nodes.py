@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)
+PLAIN = (aten.mm.default, aten.addmm.default)
+PRODUCTS = (*PLAIN, aten._scaled_mm.default)
 SHORT = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Element types that kernels multiply."""
 TAGS = ("partitioner_tag", "recompute", "ac_graph_id", "stack_trace", "nn_module_stack")
@@ -111,6 +112,13 @@ def root(node: fx.Node) -> fx.Node:
     while node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node
+
+
+def operands(product: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """A and B of a product."""
+    first = 1 if product.target is aten.addmm.default else 0
+    a, b = product.args[first : first + 2]
+    return a, b  # pyright: ignore[reportReturnType]
 
 
 def are_products(users: Iterable[fx.Node]) -> bool:

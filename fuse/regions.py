@@ -29,6 +29,7 @@ from coda_agent.fuse.nodes import (
     VIEWS,
     alike,
     ancestors,
+    operands,
 )
 from coda_agent.fuse.reads import read_along
 from coda_agent.fuse.stores import compute_again, stored_of
@@ -113,11 +114,11 @@ def cut(graph: fx.Graph) -> Cut:
         if reason := _unfit(first):
             result.why[first] = reason
             continue
-        a = _operands(first)[0]
+        a = operands(first)[0]
         same = [
             node
             for node in left
-            if _operands(node)[0] is a and not _unfit(node) and alike(node, first)
+            if operands(node)[0] is a and not _unfit(node) and alike(node, first)
         ]
         for products in ([first, *same], [first]) if same else ([first],):
             region = _region(result, products)
@@ -142,18 +143,15 @@ def _fits(known: Cut, region: Region) -> bool:
         return False
 
 
-def _operands(product: fx.Node) -> list[fx.Node]:
-    """A and B of a product."""
-    return [x for x in product.args if isinstance(x, fx.Node)][-2:]
-
-
 def _unfit(product: fx.Node) -> str:
     """Why no kernel multiplies this; "" where one may."""
-    a, b = (node.meta["val"] for node in _operands(product))
+    a, b = (node.meta["val"] for node in operands(product))
     if a.dtype != b.dtype or a.dtype not in SHORT:
         return f"multiplies {a.dtype} with {b.dtype}".replace("torch.", "")
     if min(*a.shape, *b.shape) < 2:
         return "multiplies with a vector"
+    if product.target is aten._scaled_mm.default and (len(product.args) < 8 or not product.args[7]):
+        return "asks for an exact sum in FP8"
     return ""
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from coda_agent.agent.authors.composer.retrace import share
+from coda_agent.fuse.fp8 import quantise_products
 from coda_agent.fuse.head import hold_some_rows
 from coda_agent.fuse.merge import merge_gradients
 from coda_agent.fuse.nodes import CASTS, PRODUCTS, ancestors, constant, make, number
@@ -35,8 +36,8 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
 
 
-def prepare(graph: fx.Graph) -> list[str]:
-    """Apply the rules to a graph; a line for each place where one changed it."""
+def prepare(graph: fx.Graph, *, fp8: bool = False) -> list[str]:
+    """Apply the rules to a graph, and the option `fp8`; a line for each place that changed."""
     spell_parts(graph)
     scale_first(graph)
     spell_scatter(graph)
@@ -44,6 +45,7 @@ def prepare(graph: fx.Graph) -> list[str]:
     share(graph)
     join_logsumexp(graph)
     notes = [f"a row's factor is carried past {x}" for x in carry(graph)]
+    notes += [f"{x} is in FP8" for x in (quantise_products(graph) if fp8 else [])]
     notes += [f"{x} gathers before a number a row is taken off" for x in gather_first(graph)]
     notes += [f"{x} sums rows of one number" for x in sum_of_one(graph)]
     notes += [f"{x} has gradients of other weights" for x in merge_gradients(graph)]

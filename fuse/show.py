@@ -10,12 +10,14 @@ from torch import fx
 
 from coda_agent.agent.authors.composer.emit import module_text
 from coda_agent.fuse.kernels import Kernel
-from coda_agent.fuse.nodes import PRODUCTS, bytes_of
+from coda_agent.fuse.nodes import PRODUCTS, bytes_of, operands
 from coda_agent.fuse.regions import Cut, Region, order
 from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 _VIEWS = ("view", "permute", "t", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze")
+
+_NO_PART = "no part of a kernel"
 
 
 class Cost(BaseModel):
@@ -106,6 +108,14 @@ def lines(found: Shown, *, verbose: bool) -> Iterator[tuple[str, Sequence[tuple[
     yield "plan, with bytes, launches and an H200's roofline", rows
 
 
+def products(found: Shown) -> Iterator[tuple[str, str]]:
+    """List products that are PyTorch's, each with the reason."""
+    for cost in found.steps:
+        whose, _, reason = cost.what.partition(": ")
+        if whose == "PyTorch" and reason != _NO_PART:
+            yield cost.step, reason
+
+
 def _has_value(node: fx.Node) -> bool:
     return hasattr(node.meta.get("val"), "shape")
 
@@ -133,7 +143,7 @@ def _kernel(region: Region, kernel: Kernel) -> Cost:
 
 def _call(node: fx.Node, why: Mapping[str, str] | str) -> Cost:
     moved = bytes_of((node, *node.all_input_nodes))
-    reason = why.get(node.name, "no part of a kernel") if isinstance(why, Mapping) else why
+    reason = why.get(node.name, _NO_PART) if isinstance(why, Mapping) else why
     floor = _floor([node], moved)
     step = str(node.format_node()).partition(" : ")[0].lstrip("%")
     return Cost(step=step, bytes=moved, launches=1, floor_us=floor, what=f"PyTorch: {reason}")
@@ -144,6 +154,6 @@ def _floor(calls: list[fx.Node], moved: int) -> float:
     ceiling, flops = datasheet(2), 0
     for node in calls:
         if node.target in PRODUCTS:
-            a = [x for x in node.args if isinstance(x, fx.Node)][-2]
+            a, _ = operands(node)
             flops += 2 * node.meta["val"].numel() * a.meta["val"].shape[-1]
     return 1e6 * max(flops / ceiling.flops_s, moved / ceiling.bytes_s)

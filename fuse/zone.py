@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coda_agent.fuse.nodes import CASTS, PRODUCTS, TURNS, VIEWS, ancestors, is_pointwise, number
+from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, ancestors, is_pointwise, number
 
 aten = torch.ops.aten
 SAME = (*VIEWS, aten.reshape.default, aten.clone.default, aten.squeeze.dim,
@@ -103,7 +103,7 @@ class Zone:
         for node in reversed(self.product.graph.nodes):
             read = node in wide and any(user in self.nodes for user in node.users)
             if read and not self.has(node):
-                if self._is_row_by_row(node) or (node.target in PRODUCTS and self.is_wide(node)):
+                if self._is_row_by_row(node) or (node.target in PLAIN and self.is_wide(node)):
                     self.nodes[node] = None
 
     def _find_tangent(self) -> None:

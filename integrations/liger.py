@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coda_agent.generated import gemm_partial_cross_entropy
-from coda_agent.layers.packing import on
-from coda_agent.layers.weight_gradient import sum_product
 
 OP, NAME = "fused_linear_cross_entropy", "nvidia-coda"
 # Behind Liger's own (10 and 50): it takes fewer options, so it is asked for by name.
@@ -123,11 +122,11 @@ class _Loss(torch.autograd.Function):
             z, target, lse = gemm_partial_cross_entropy(x[some], weight, targets[some])
             loss = loss + (lse - target).where(rows[some], 0).sum()
             if any(needs):
-                on(x).logit_gradient(z, lse, targets[some], rows[some].float())
+                z = _gradient(x.is_cuda)(z, lse, targets[some], rows[some])
             if needs[0]:
                 dx.append(z @ weight)
             if needs[1]:
-                dweight = sum_product(dweight, z.T, x[some], last=False)
+                dweight = _sum_product(dweight, z.T, x[some])
         ctx.save_for_backward(torch.cat(dx) if dx else None, dweight)
         ctx.types = x.dtype, weight.dtype
         return loss
@@ -138,6 +137,32 @@ class _Loss(torch.autograd.Function):
         pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
         found = [None if t is None else (t * grads[0]).to(kind) for t, kind in pairs]
         return (*found, None, None)
+
+
+@lru_cache(maxsize=2)
+def _gradient(on_gpu: bool) -> Any:
+    return torch.compile(_logit_gradient, dynamic=True) if on_gpu else _logit_gradient
+
+
+def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
+    """The gradient of the sum of rows' losses for logits (M, V) that are rounded.
+
+    The softmax is that of the rounded ones: with the log-sum-exp of those before rounding alone, a
+    row that is nearly sure would have a gradient of rounding errors.
+    """
+    hit = torch.arange(z.shape[1], device=z.device) == targets[:, None]
+    powers = torch.exp(z.float() - lse[:, None])
+    grad = powers / powers.sum(-1, keepdim=True) - hit.float()
+    return grad.where(rows[:, None], 0).to(z.dtype)
+
+
+def _sum_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b of 16-bit factors, in float32 and in the memory of total."""
+    if not a.is_cuda:
+        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def _loss(*inputs: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Fused GEMM-epilogue kernels for Hopper GPUs, and what writes and judges them.
 
-- `fuse` runs a function of tensors by kernels where they are faster.
-- `generated` has the accepted kernels, `layers` modules and models that run by them.
+- `fuse` runs functions of tensors and models by kernels where they are faster.
+- `generated` has the accepted kernels.
 - `primitives` is the language that kernels are written in.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coda_agent.fuse import fuse as fuse  # the module, which can be called, as no type says
 
 __version__: str
-_ROOMS = ("fuse", "generated", "integrations", "layers", "primitives", "specs")
+_ROOMS = ("fuse", "generated", "integrations", "primitives", "specs")
 
 
 def __getattr__(name: str) -> Any:

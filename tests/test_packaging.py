@@ -23,7 +23,6 @@ ROOMS = (
     "fuse",
     "generated",
     "integrations",
-    "layers",
     "primitives",
     "runtime",
     "specs",
@@ -111,7 +110,7 @@ def test_the_package_says_what_it_holds() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     first, second, *rest = done.stdout.splitlines()
-    rooms = ["fuse", "generated", "integrations", "layers", "primitives", "specs"]
+    rooms = ["fuse", "generated", "integrations", "primitives", "specs"]
     assert first.split() == [metadata.version("coda-agent"), "__version__", *rooms]
     assert second == "False"
     assert "**options: 'Any'" in rest[0] and any('backend="coda"' in x for x in rest)

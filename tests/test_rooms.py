@@ -16,7 +16,6 @@ ROOMS = (
     "demos",
     "runtime",
     "generated",
-    "layers",
     "agent",
     "fuse",
     "integrations",

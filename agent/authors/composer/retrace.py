@@ -236,7 +236,17 @@ def _extreme(name: str) -> Callable[..., Any]:
     return call
 
 
-# Calls of several results, in terms of such as have one.
+def _scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    y = torch.mm(a.to(scale_a.dtype), b.to(scale_a.dtype)) * scale_a * scale_b
+    y = y if bias is None else y + bias
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+# Calls of several results in terms of such as have one, and of scaled products by what they mean.
 APART: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
@@ -245,4 +255,5 @@ APART: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.max.dim: _extreme("max"),
     aten.min.dim: _extreme("min"),
+    aten._scaled_mm.default: _scaled_mm,
 }

@@ -1,0 +1,111 @@
+"""`apply_coda_kernels`: a model in people's training, compiled by the backend `coda` in place."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from coda_agent.fuse.backend import coda
+from coda_agent.fuse.joint import SEEN
+from coda_agent.fuse.show import Shown, products
+
+
+class Report:
+    """What became of a model.
+
+    Attributes:
+        model: It.
+        graphs: Those that were compiled, as they were cut; a model is compiled when it is first
+            called with gradients.
+    """
+
+    def __init__(self, model: nn.Module, compiled: type[nn.Module]) -> None:
+        self.model, self.graphs = model, list[Shown]()
+        self._own, self._compiled = type(model), compiled
+
+    def revert(self) -> None:
+        """Give the model its own forward back.
+
+        Raises:
+            ValueError: it was wrapped since, as FSDP2 does.
+        """
+        if type(self.model) is not self._compiled:
+            raise ValueError(f"the model is {type(self.model).__name__} now, revert before that")
+        self.model.__class__ = self._own
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return f"{self._own.__name__} is compiled when it is first called with gradients"
+        text = list[str]()
+        for graph in self.graphs:
+            reasons: dict[str, list[str]] = {}
+            for name, reason in products(graph):
+                reasons.setdefault(reason, []).append(name)
+            left = sum(map(len, reasons.values()))
+            text.append(f"{len(graph.kernels)} kernels; left to PyTorch: {left} products")
+            text += [f"  {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        return "\n".join(text)
+
+
+def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -> Report:
+    """Compile a model's training with kernels where they pay, in place.
+
+    A call with gradients is `torch.compile`'s, by the backend `coda`; any other call is the
+    model's own. Of what transformers' models return with a loss, such a call leaves `logits` out:
+    they would be whole. A copy of the model, and what is pickled, is the model as it was.
+
+    Args:
+        model: It, before it is wrapped for several GPUs.
+        fp8: Whether the forward pass multiplies in FP8 (the backend's option).
+        options: Those of torch.compile, such as `dynamic`.
+
+    Returns:
+        A report, which can be printed and reverts it.
+
+    Raises:
+        ValueError: the model is compiled so already.
+    """
+    own: Any = type(model)
+    if hasattr(own, "_coda_compiled"):
+        raise ValueError(f"{own.__name__} is compiled already, call its report's revert() first")
+
+    def without_logits(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = own.forward(self, *args, **kwargs)
+        if getattr(found, "loss", None) is not None and getattr(found, "logits", None) is not None:
+            found.logits = None
+        return found
+
+    options["options"] = {**options.get("options", {}), **({"fp8": "forward"} if fp8 else {})}
+    compiled: Any = torch.compile(without_logits, backend=coda, **options)
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own.forward(self, *args, **kwargs)
+        token = SEEN.set(report.graphs)
+        try:
+            return compiled(self, *args, **kwargs)
+        finally:
+            SEEN.reset(token)
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        _, _, *state = super(kind, self).__reduce_ex__(protocol)
+        return _new, (own,), *state
+
+    named = {"forward": forward, "__reduce_ex__": reduced, "_coda_compiled": True}
+    kind: Any = type(own.__name__, (own,), {**named, "__module__": own.__module__})
+    report = Report(model, kind)
+    model.__class__ = kind
+    return report
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+apply_coda_kernels_to_llama = apply_coda_kernels_to_mistral = apply_coda_kernels
+apply_coda_kernels_to_qwen2 = apply_coda_kernels_to_qwen3 = apply_coda_kernels
+apply_coda_kernels_to_gemma3 = apply_coda_kernels

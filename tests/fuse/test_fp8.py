@@ -1,0 +1,106 @@
+"""Products in FP8: the option of the backend, and `_scaled_mm` as a graph has it."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from coda_agent.fuse import explain, fuse
+from tests.fuse.test_joint import IDS, Model, graded, norms, run
+from tests.fuse.test_regions import FF, D, drawn
+
+FP8: dict[str, Any] = {"fp8": "forward"}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+def held(x: Tensor) -> Tensor:
+    """What e4m3 holds of rows, each scaled by its own maximum."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return (x / scale).float().to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+class Product(torch.autograd.Function):
+    """The product of what e4m3 holds; gradients are of the whole values."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        x, w = inputs
+        return held(x) @ held(w).mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w, grads[0].flatten(0, -2).mT @ x.flatten(0, -2)
+
+
+def gated(linear: Any, x: Tensor, wg: Tensor, wu: Tensor, wd: Tensor, b: Tensor) -> Tensor:
+    return 0.001 * x + linear(F.silu(linear(x, wg) + b) * linear(x, wu), wd)
+
+
+def test_products_of_weights_are_of_what_e4m3_holds() -> None:
+    args = [drawn(2, 24, D), drawn(FF, D), drawn(FF, D, seed=2), drawn(D, FF), drawn(FF)]
+    args = [x.requires_grad_() for x in args]
+    wide = [x.detach().double().requires_grad_() for x in args]
+    call = lambda *xs: gated(F.linear, *xs)
+    (shown,) = explain(torch.compile(call, options=FP8, backend="coda"), *args)
+    assert sum("in FP8" in note for note in shown.notes) == 3 and len(shown.kernels) >= 2
+    y, truth = fuse(call, options=FP8)(*args), gated(Product.apply, *wide)
+    assert norms(y, truth) < 0.012 < norms(y, call(*wide))
+    dy = drawn(2, 24, D, seed=5)
+    y.backward(dy)
+    truth.backward(dy.double())
+    for own, true in zip(args, wide, strict=True):
+        assert norms(own.grad, true.grad) < 0.012
+
+
+def test_a_model_trains_in_fp8_but_for_its_head() -> None:
+    model = Model().bfloat16()
+    wide = graded(run, copy.deepcopy(model).double(), IDS)
+    got = graded(fuse(run, options=FP8), model, IDS)
+    plain = graded(run, model, IDS)
+    for x, y, true in zip(got, plain, wide, strict=True):
+        assert norms(y, true) < norms(x, true) < 0.1
+    (shown,) = explain(torch.compile(run, options=FP8, backend="coda"), model, IDS)
+    assert len([note for note in shown.notes if "in FP8" in note]) == 7 * 2
+
+
+def test_without_gradients_products_stay() -> None:
+    linear = nn.Linear(D, FF).bfloat16()
+    call = lambda x: F.gelu(linear(x))
+    with torch.no_grad():
+        x = drawn(24, D)
+        assert norms(fuse(call, options=FP8)(x), call(x).double()) < 1e-2
+
+
+def test_a_scaled_product_of_the_user_is_a_kernel() -> None:
+    a, b = (drawn(*shape).to(torch.float8_e4m3fn) for shape in ((48, D), (FF, D)))
+    scales = torch.rand(48, 1) + 0.5, torch.rand(1, FF) + 0.5
+
+    def call(a: Tensor, b: Tensor, one: Tensor, other: Tensor, fast: bool) -> Tensor:
+        multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+        y = multiply(a, b.T, one, other, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return F.silu(y)
+
+    truth = F.silu(a.double() @ b.double().T * scales[0] * scales[1])
+    (shown,) = explain(call, a, b, *scales, True)
+    assert len(shown.kernels) == 1
+    assert norms(fuse(call)(a, b, *scales, True), truth) < 0.01
+    (shown,) = explain(call, a, b, *scales, False)
+    assert "exact sum" in shown.steps[0].what
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(Exception, match="fp8 is 'both', expected 'forward'"):
+        fuse(lambda x: x + 1, options={"fp8": "both"})(drawn(4, 4))
