@@ -66,7 +66,7 @@ def cases() -> list[Case]:
     return [
         Case("train-1b", whole, partial(make, False)),
         Case("train-1b of 4 sequences", whole, partial(_step, Llama(batch=4), False)),
-        Case("train-1b fp8", narrow, partial(make, True)),
+        Case("train-1b fp8", narrow, partial(_step, Llama(batch=4), True)),
         Case("train-1b on 2 GPUs", whole, partial(make, False), ("ranks",), ranks=2),
         Case("train-1b fp8, 20 steps", ("ours", "bf16", "eager"), partial(losses, True), ()),
         Case("train-1b on 2 GPUs, 20 steps", alone, partial(losses, False), (), ranks=2),
