@@ -98,7 +98,7 @@ def adjoints(
                     f"{name} has no derivative"
                     if rule is None
                     else f"{name} is a rounding, whose derivative is 0 wherever it has one",
-                    hint="derive the spec without it",
+                    hint="keep it out of what needs a gradient",
                 )
             given = [values[a] for a in args]
             if node.op in _EXTREMA and args[0] != args[1] and wanted.issuperset(args):
@@ -128,7 +128,7 @@ def _of_group(name: str, op: str, gradient: Operand) -> Operand:
     if name not in ("group_sum", ROTATED):
         raise ProgramError(
             f"{name} has no derivative here: its gradient goes to the one place that has it",
-            hint="derive the spec without it",
+            hint="keep it out of what needs a gradient",
         )
     if not isinstance(gradient, Value) or gradient.shape not in (Shape.TILE, Shape.HALF):
         return times(gradient, float(width)) if name == "group_sum" else 0.0

@@ -22,7 +22,6 @@ GROUPS = {
     "Write a kernel": [
         *lazily("basics", "init"),
         *lazily("spec", "spec"),
-        *lazily("derive", "derive"),
         *lazily("authoring", "generate"),
         *lazily("kernels", "check", "verify"),
     ],

@@ -154,7 +154,7 @@ def test_a_list_of_commands_says_what_each_says_itself() -> None:
             yield from every(command) if hasattr(command, "commands") else (command,)
 
     found = list(every(typer.main.get_command(app)))
-    assert len(found) == 26
+    assert len(found) == 25
     for command in found:
         assert command.loaded.name == command.name
         said = command.loaded.get_short_help_str(200)
