@@ -20,11 +20,11 @@ from coda_agent.primitives.errors import CodaError
 
 _LAYERS = """Blocks, heads and training steps, at 16,384 tokens. A block is a decoder layer without
 attention: from the output projection to the next layer's query, key and value with their rotation.
-A head is the final norm, the product with the vocabulary, and the loss. Ours is the backend
-`coda`. `gemm` are the bare products. A step is forward, backward and a fused AdamW of Llama-3.2-1B,
-8 sequences of 4096 tokens for each GPU, 4 in FP8; on two GPUs FSDP2 shards it, and time is the
-host's. `compile` is a transformers model under torch.compile, whose attention gets a mask; `compile, mask
-folded` has causal attention instead."""
+A head is the final norm, the product with the vocabulary, and the loss. Ours is the backend `coda`.
+`gemm` are the bare products. A step is forward, backward and a fused AdamW of Llama-3.2-1B, 8
+sequences of 4096 tokens for each GPU, 4 in FP8; on two GPUs FSDP2 shards it, and time is the
+host's. `compile` is a transformers model under torch.compile, whose attention gets a mask;
+`compile, mask folded` has causal attention instead."""
 _FUSE = """Functions of one to three products with the widths of real models, at 4096 rows, forward
 and in both passes. Ours is `fuse(function)`; `evals/functions.py` says what they compute."""
 _GRADIENTS = """Each accepted kernel of 16-bit operands at 4096³, forward and backward together,
