@@ -2,7 +2,7 @@
 
     python examples/train_model.py --steps 20
 
-On a Hopper GPU it is a model of 180 million parameters; elsewhere a tiny one, whose kernels are
+On a Hopper GPU it is a model of 170 million parameters; elsewhere a tiny one, whose kernels are
 interpreted. It needs transformers.
 """
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from coda_agent.fuse.fused import explain, fuse, mm
 
-__all__ = ["apply_coda_kernels", "explain", "fuse", "mm"]
-__signature__ = inspect.signature(fuse)
-
-
 if TYPE_CHECKING:
     from coda_agent.fuse.model import apply_coda_kernels
+
+__all__ = ["apply_coda_kernels", "explain", "fuse", "mm"]
+__signature__ = inspect.signature(fuse)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._inductor.pattern_matcher import stable_topological_sort
 
-from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_cheap, make, operands
+from coda_agent.fuse.nodes import CASTS, PLAIN, TURNS, VIEWS, is_backward, is_cheap, make, operands
 
 aten = torch.ops.aten
 E4M3 = torch.float8_e4m3fn
@@ -27,9 +26,9 @@ _SOFTMAX = (
 
 def quantise_products(graph: fx.Graph) -> list[str]:
     """Multiply in FP8 in a training graph's forward pass, where B is a weight; the products."""
-    if all(node.meta.get("partitioner_tag") != "is_backward" for node in graph.nodes):
+    if not any(map(is_backward, graph.nodes)):
         return []
-    found = [node for node in graph.nodes if node.target in PLAIN and _is_forward(node)]
+    found = [node for node in graph.nodes if node.target in PLAIN and not is_backward(node)]
     found = [node for node in found if _fits(node) and not _has_softmax(node)]
     rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in found:
@@ -48,7 +47,6 @@ def quantise_products(graph: fx.Graph) -> list[str]:
             if node.target is aten.addmm.default:
                 product = make(graph, aten.add.Tensor, product, node.args[0], like=node)
         node.replace_all_uses_with(product)
-    stable_topological_sort(graph)
     graph.eliminate_dead_code()
     return [node.name for node in found]
 
@@ -66,10 +64,6 @@ def _quantised(graph: fx.Graph, x: fx.Node, like: fx.Node) -> tuple[fx.Node, fx.
     scale = make(graph, aten.div.Tensor, largest, _LARGEST, like=like)
     scaled = make(graph, aten.div.Tensor, wide, scale, like=like)
     return make(graph, CASTS[1], scaled, E4M3, like=like), scale
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") != "is_backward"
 
 
 def _fits(node: fx.Node) -> bool:
@@ -91,7 +85,7 @@ def _has_softmax(node: fx.Node) -> bool:
         for user in pending.pop().users:
             if user.target in _SOFTMAX:
                 return True
-            if user not in seen and _is_forward(user) and is_cheap(user):
+            if user not in seen and not is_backward(user) and is_cheap(user):
                 seen.add(user)
                 pending.append(user)
     return False

@@ -78,7 +78,8 @@ def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -
             found.logits = None
         return found
 
-    options["options"] = {**options.get("options", {}), **({"fp8": "forward"} if fp8 else {})}
+    if fp8:
+        options["options"] = {**options.get("options", {}), "fp8": "forward"}
     compiled: Any = torch.compile(without_logits, backend=coda, **options)
 
     @functools.wraps(own.forward)

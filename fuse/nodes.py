@@ -26,10 +26,14 @@ CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SHAPES = (aten.slice.Tensor, aten.expand.default, aten.squeeze.dim, aten.cat.default)
 
 
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node belongs to the backward pass of a graph of both."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
 def alike(one: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes belong to the same pass."""
-    tag = "partitioner_tag"
-    return (one.meta.get(tag) == "is_backward") == (other.meta.get(tag) == "is_backward")
+    return is_backward(one) == is_backward(other)
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -150,9 +151,18 @@ def _unfit(product: fx.Node) -> str:
         return f"multiplies {a.dtype} with {b.dtype}".replace("torch.", "")
     if min(*a.shape, *b.shape) < 2:
         return "multiplies with a vector"
-    if product.target is aten._scaled_mm.default and (len(product.args) < 8 or not product.args[7]):
-        return "asks for an exact sum in FP8"
-    return ""
+    return _other_scaling(product) if product.target is aten._scaled_mm.default else ""
+
+
+def _other_scaling(product: fx.Node) -> str:
+    """Why no kernel computes this product of FP8; "" where one may."""
+    args: Any = (*product.args, *(None,) * 8)
+    _, _, *scales, _, result, _, fast = args[:8]
+    if result is not None:
+        return "scales its result"
+    if any(x.meta["val"].dtype != torch.float32 for x in scales):
+        return "has scales of blocks"
+    return "" if fast else "asks for an exact sum in FP8"
 
 
 def _region(known: Cut, products: Sequence[fx.Node]) -> Region | str:

@@ -16,7 +16,6 @@ from coda_agent.primitives.inspect import datasheet, launches
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS
 
 _VIEWS = ("view", "permute", "t", "transpose", "slice", "select", "expand", "unsqueeze", "squeeze")
-
 _NO_PART = "no part of a kernel"
 
 

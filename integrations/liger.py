@@ -122,7 +122,7 @@ class _Loss(torch.autograd.Function):
             z, target, lse = gemm_partial_cross_entropy(x[some], weight, targets[some])
             loss = loss + (lse - target).where(rows[some], 0).sum()
             if any(needs):
-                z = _gradient(x.is_cuda)(z, lse, targets[some], rows[some])
+                _gradient(x.is_cuda)(z, lse, targets[some], rows[some])
             if needs[0]:
                 dx.append(z @ weight)
             if needs[1]:
@@ -144,8 +144,8 @@ def _gradient(on_gpu: bool) -> Any:
     return torch.compile(_logit_gradient, dynamic=True) if on_gpu else _logit_gradient
 
 
-def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of the sum of rows' losses for logits (M, V) that are rounded.
+def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, rows: Tensor) -> None:
+    """Put the gradient of the sum of rows' losses in the place of logits (M, V), which are rounded.
 
     The softmax is that of the rounded ones: with the log-sum-exp of those before rounding alone, a
     row that is nearly sure would have a gradient of rounding errors.
@@ -153,7 +153,7 @@ def _logit_gradient(z: Tensor, lse: Tensor, targets: Tensor, rows: Tensor) -> Te
     hit = torch.arange(z.shape[1], device=z.device) == targets[:, None]
     powers = torch.exp(z.float() - lse[:, None])
     grad = powers / powers.sum(-1, keepdim=True) - hit.float()
-    return grad.where(rows[:, None], 0).to(z.dtype)
+    z.copy_(grad.where(rows[:, None], 0))
 
 
 def _sum_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

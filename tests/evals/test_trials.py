@@ -446,7 +446,6 @@ def test_costs_by_hand(where: workspace.Workspace) -> None:
     assert slow.outcome == "harness_fault" and slow.over_compile is None
 
 
-@pytest.mark.slow  # two imports of all that judges, as in test_cluster.py
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU these trials take minutes")
 def test_workers_do_their_trials_in_processes_of_their_own(
     where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch

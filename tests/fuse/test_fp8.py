@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coda_agent.fuse import explain, fuse
+from coda_agent.fuse.record import recorded
+from coda_agent.fuse.show import products
 from tests.fuse.test_joint import IDS, Model, graded, norms, run
 from tests.fuse.test_regions import FF, D, drawn
 
@@ -99,6 +101,21 @@ def test_a_scaled_product_of_the_user_is_a_kernel() -> None:
     assert norms(fuse(call)(a, b, *scales, True), truth) < 0.01
     (shown,) = explain(call, a, b, *scales, False)
     assert "exact sum" in shown.steps[0].what
+    fast = lambda a, b, one, other: call(a, b, one, other, True)
+    recorded_calls = [node.target for node in recorded(fast, [a, b, *scales]).graph.nodes]
+    assert torch.ops.aten._scaled_mm.default in recorded_calls
+
+
+def test_a_product_that_is_scaled_otherwise_is_pytorchs() -> None:
+    a, b = (drawn(*shape).to(torch.float8_e4m3fn) for shape in ((48, D), (FF, D)))
+    one, other, whole = torch.ones(48, 1), torch.ones(1, FF), torch.tensor(0.5)
+
+    def call(a: Tensor, b: Tensor) -> Tensor:
+        multiply: Any = torch.ops.aten._scaled_mm.default
+        return F.silu(multiply(a, b.T, one, other, None, whole, torch.bfloat16, True))
+
+    (shown,) = explain(call, a, b)
+    assert not shown.kernels and "scales its result" in next(products(shown))[1]
 
 
 def test_another_word_is_refused() -> None:

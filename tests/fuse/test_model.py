@@ -86,6 +86,12 @@ def test_a_call_without_gradients_is_the_models_own() -> None:
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
 
 
+def test_a_mode_is_torch_compiles() -> None:
+    model, plain = llama(), llama()
+    apply_coda_kernels(model, mode="reduce-overhead")
+    assert abs(gradients(model)[0].loss - gradients(plain)[0].loss) < 1e-3
+
+
 def test_fp8_is_another_result_and_the_head_stays() -> None:
     model, plain = llama(), llama()
     report = apply_coda_kernels_to_llama(model, fp8=True)

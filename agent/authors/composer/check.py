@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from coda_agent.agent.authors.composer.calls import name_of
 from coda_agent.agent.authors.composer.problem import Problem, Refusal
-from coda_agent.agent.authors.composer.retrace import APART
+from coda_agent.agent.authors.composer.retrace import MEANINGS
 from coda_agent.primitives.interpret import interpret
 from coda_agent.primitives.placed import philox
 from coda_agent.primitives.program import Program
@@ -89,8 +89,8 @@ def call_exactly(
     """Call in float64, or another type, what a node calls, on `values` of others."""
     found: Any = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
     args, kwargs = found
-    own_target = cast("Callable[..., Any]", node.target)
-    target = APART.get(own_target, own_target)
+    target = cast("Callable[..., Any]", node.target)
+    target = MEANINGS.get(target, target)
     own = getattr(node.meta.get("val"), "dtype", None)
     if name_of(node) in _CASTS and own is not None and own.is_floating_point:
         x = args[0]

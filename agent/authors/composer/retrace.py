@@ -155,7 +155,7 @@ def retraced(graph: fx.Graph) -> Retraced:
             for val in [node.meta["val"]]
         ]
         with notes.preserve_node_meta():
-            table = {**decompositions(), **APART}
+            table = {**decompositions(), **APART, **MEANINGS}
             try:
                 module = make_fx(run, table, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:  # any operator of any library may be in a graph
@@ -246,7 +246,7 @@ def _scaled_mm(
     return y if out_dtype is None else y.to(out_dtype)
 
 
-# Calls of several results in terms of such as have one, and of scaled products by what they mean.
+# Calls of several results, in terms of such as have one.
 APART: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
@@ -255,5 +255,6 @@ APART: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.max.dim: _extreme("max"),
     aten.min.dim: _extreme("min"),
-    aten._scaled_mm.default: _scaled_mm,
 }
+# Calls that multiply other than their operands, by what they mean in any type.
+MEANINGS: dict[Any, Callable[..., Any]] = {aten._scaled_mm.default: _scaled_mm}
