@@ -18,7 +18,7 @@ from coda_agent.agent.workbench import feedback, shown
 from coda_agent.agent.workbench.reading import programs_to_define, vocabulary
 from coda_agent.demos import Demo, demos
 from coda_agent.primitives import reader
-from coda_agent.primitives.catalogue import entries
+from coda_agent.primitives.catalogue import vocabulary_names
 from coda_agent.primitives.resources import OPERAND_KINDS, OUTPUT_KINDS
 from coda_agent.specs import Spec
 
@@ -117,8 +117,7 @@ def wanted_of(spec: Spec) -> set[str]:
 
 
 def _primitives(text: str) -> set[str]:
-    names = {entry.name for entry in entries()} - {"epilogue"}
-    return names.intersection(re.findall(r"[A-Za-z_]\w*", text))
+    return {*vocabulary_names()}.intersection(re.findall(r"[A-Za-z_]\w*", text)) - {"epilogue"}
 
 
 def request(spec: Spec, withheld: Sequence[str] = ()) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pydantic_core import from_json
 
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.workspace import Workspace
-from coda_agent.primitives.catalogue import entries
+from coda_agent.primitives.catalogue import vocabulary_names
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import open_own, reason
 
@@ -269,7 +269,7 @@ def fault_of(gate: str, finding: Finding) -> str:
 
 def names_in(text: str) -> set[str]:
     """The primitives that a program's text names."""
-    return {entry.name for entry in entries()}.intersection(_tokens(text)) - {"epilogue"}
+    return {*vocabulary_names()}.intersection(_tokens(text)) - {"epilogue"}
 
 
 def arms(tips: Iterable[Tip], run: str, holdout: float) -> dict[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ def demos() -> list[Demo]:
     return [_load(file) for file in files if not file.stem.startswith("_")]
 
 
+@cache
 def _load(file: Path) -> Demo:
     module = importlib.import_module(f"{__name__}.{file.stem}")
     problem, text = (module.__doc__ or "").strip(), file.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import coda_agent.primitives as vocabulary
@@ -54,10 +55,14 @@ class Entry:
     doc: str
 
 
+def vocabulary_names() -> list[str]:
+    """What a program can be written with."""
+    return [name for name in vocabulary.__all__ if name != "Program"]
+
+
 def entries() -> list[Entry]:
     """Every name of the vocabulary, loads and stores first."""
-    names = [name for name in vocabulary.__all__ if name != "Program"]
-    found = [_entry(name, getattr(vocabulary, name)) for name in names]
+    found = [_entry(name, getattr(vocabulary, name)) for name in vocabulary_names()]
     return sorted(found, key=lambda e: (KINDS.index(e.kind), e.name))
 
 
@@ -68,6 +73,7 @@ def _entry(name: str, item: Any) -> Entry:
     return Entry(name, _kind(name, item), signature, doc.split("\n")[0], doc)
 
 
+@cache
 def _instructions() -> str:
     """What `ptx` takes."""
     meanings = (f"{m}({', '.join('xy'[:count])})" for m, count in MEANINGS.items())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -20,6 +21,10 @@ from coda_agent.agent.execution.pool import SIDE_BY_SIDE
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # They share the cores with their compile workers too, each of which imports for 5 s.
 os.environ.setdefault(SIDE_BY_SIDE, os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# Without bytecode each of the processes that tests start compiles the package again, and pytest all
+# of the tests: 10 s at the start of a worker.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What whoever runs the tests has tuned for himself is not to be dispatched in them.
 os.environ["CODA_AGENT_TUNED"] = os.path.join(tempfile.gettempdir(), "coda-agent-nothing-tuned")
 
