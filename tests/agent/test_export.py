@@ -206,7 +206,7 @@ def test_what_is_no_export_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "kept"
 
 
-def test_torch_and_tvm_ffi_alone_load_it_and_trace_it(variant: Path) -> None:
+def test_torch_and_tvm_ffi_alone_load_it_trace_it_and_compile_it(variant: Path) -> None:
     said = run(
         variant,
         """
@@ -221,12 +221,26 @@ with FakeTensorMode():
     print([(tuple(t.shape), str(t.dtype)) for t in call(a, b)])
     graph = torch.fx.experimental.proxy_tensor.make_fx(call)(a, b)
 print([str(node.target).split(".")[1:] for node in graph.graph.nodes if "gemm" in str(node.target)])
+a = torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True)
+b = torch.zeros(256, 128, dtype=torch.bfloat16)
+def seen(graph, _):
+    print([str(n.target).split(".")[1] for n in graph.graph.nodes if "gemm" in str(n.target)])
+    return lambda *_: tuple(torch.zeros(1) for _ in graph.graph.output_node().args[0])
+compiled = torch.compile(call, fullgraph=True, backend=seen, dynamic=True)
+try:
+    compiled(a, b)
+except Exception as error:
+    print(type(error).__name__)
+with torch.no_grad():
+    compiled(a, b)
 """,
     )
     assert said.splitlines() == [
         "['KernelError', 'gemm_residual_partial_rmsnorm', 'gemm_swiglu'] ffi.Function",
         "[((4, 64, 256), 'torch.bfloat16'), ((4, 64, 128), 'torch.bfloat16')]",
         "[['gemm_swiglu', 'default']]",
+        "Unsupported",  # no gradient is left out
+        "['gemm_swiglu']",
     ]
 
 
@@ -247,27 +261,6 @@ with FakeTensorMode():
 """,
     )
     assert said == "True torch.Size([64, 32])\n"
-
-
-def test_the_compiler_of_torch_takes_it_whole_and_leaves_no_gradient_out(variant: Path) -> None:
-    said = run(
-        variant,
-        """
-a = torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True)
-b = torch.zeros(256, 128, dtype=torch.bfloat16)
-def seen(graph, _):
-    print([str(n.target).split(".")[1] for n in graph.graph.nodes if "gemm" in str(n.target)])
-    return lambda *_: tuple(torch.zeros(1) for _ in graph.graph.output_node().args[0])
-call = torch.compile(lambda a, b: module.gemm_swiglu(a, b), fullgraph=True, backend=seen, dynamic=True)
-try:
-    call(a, b)
-except Exception as error:
-    print(type(error).__name__)
-with torch.no_grad():
-    call(a, b)
-""",
-    )
-    assert said.splitlines() == ["Unsupported", "['gemm_swiglu']"]
 
 
 @pytest.mark.slow

@@ -112,7 +112,6 @@ def limit_of(body: str) -> float:
         ("print(3)", "m.py:3: the function prints; a reference only computes"),
         ("while True: pass", "m.py: the function did not end in 1 s (a reference only computes)"),
         ("x = x @ torch.ones(1 << 40)", "m.py:3: the function raises RuntimeError: "),
-        ("torch._C._cuda_init", "m.py:3: the function raises AttributeError: "),
         ("torch.os.kill(torch.os.getppid(), 9)", "m.py:3: the function signals a process (a refer"),
         ("torch.os._exit(3)", "m.py: the function ended without a result: exit status 3"),
         ("torch.os.system('touch {path}')", "m.py:3: the function starts a program (a reference"),
@@ -148,10 +147,7 @@ def test_what_is_written_past_python_is_stopped_by_bubblewrap(tmp_path: Path) ->
     ("body", "message"),
     [
         ("while True: pass", "toy.md: the function did not end in 1 s"),
-        ("import os; os._exit(3)", "toy.md: the function ended without a result: exit status 3"),
-        ("import os; os.system('touch {path}')", "toy.md:62: the function starts a program (a"),
         ("import subprocess; subprocess.run(['ls'])", "toy.md:62: the function starts a program ("),
-        ("torch.os.open('{path}', 65)", "toy.md:62: the function opens a file for writing (a ref"),
         ("torch.os.remove('{path}')", "toy.md:62: the function removes a file (a reference only"),
     ],
 )

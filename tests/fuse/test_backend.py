@@ -43,17 +43,16 @@ def counts(seen: list[Shown]) -> list[int]:
     return [len(shown.kernels) for shown in seen]
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
-def test_sizes_that_change_have_one_set_of_kernels(dynamic: bool | None, seen: list[Shown]) -> None:
-    model = Model().bfloat16()
-    call = fuse(run, dynamic=dynamic)
+def test_sizes_that_change_have_one_set_of_kernels(seen: list[Shown]) -> None:
+    model = Model(layers=1).bfloat16()
+    call = fuse(run)
     for shape in ((2, 24), (3, 16), (5, 40), (4, 33), (7, 5)):
         check(model, call, ids(*shape))
-    assert counts(seen) == ([16] if dynamic else [16, 16])
+    assert counts(seen) == [9, 9]
 
 
 def test_autocast(seen: list[Shown]) -> None:
-    model = Model()
+    model = Model(layers=1)
 
     def under(model: Model, ids: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -61,7 +60,7 @@ def test_autocast(seen: list[Shown]) -> None:
 
     truth = graded(run, copy.deepcopy(model).double(), IDS)
     assert as_near(graded(fuse(under), model, IDS), graded(under, model, IDS), truth)
-    assert counts(seen)[0] >= 14
+    assert counts(seen)[0] >= 7
 
 
 def kernels_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -79,19 +78,19 @@ def kernels_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_checkpointed_layers_run_their_kernels_again(
     seen: list[Shown], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, known = Model().bfloat16(), kernels_of(monkeypatch)
+    model, known = Model(layers=1).bfloat16(), kernels_of(monkeypatch)
 
     def checkpointed(model: Model, ids: Tensor) -> Tensor:
         return checkpoint(model, ids, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
     check(model, fuse(checkpointed), IDS)
-    assert sum(counts(seen)) == 16 and known[1] > 7  # of the backward pass alone
+    assert sum(counts(seen)) == 9 and known[1] > 4  # of the backward pass alone
 
 
 def test_a_budget_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._functorch.config as config
 
-    model, known = Model().bfloat16(), kernels_of(monkeypatch)
+    model, known = Model(layers=1).bfloat16(), kernels_of(monkeypatch)
     for budget in (1.0, 0.4):
         torch._dynamo.reset()
         with config.patch(activation_memory_budget=budget):
@@ -117,7 +116,7 @@ def saved(call: Any, model: Model) -> int:
 def test_no_more_is_saved_than_under_torch_compile() -> None:
     from torch._inductor.compile_fx import compile_fx
 
-    model = Model().bfloat16()
+    model = Model(layers=1).bfloat16()
     plain = torch.compile(
         run, backend=lambda module, inputs: compile_fx(module, inputs, backend._called)
     )
@@ -125,10 +124,10 @@ def test_no_more_is_saved_than_under_torch_compile() -> None:
 
 
 def test_graph_breaks_and_layers_compiled_apart(seen: list[Shown]) -> None:
-    model = Model().bfloat16()
+    model = Model(layers=1).bfloat16()
     model.norm.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     check(model, fuse(run), IDS)
-    assert len(seen) > 1 and sum(counts(seen)) >= 14
+    assert len(seen) > 1 and sum(counts(seen)) >= 7
 
 
 def test_modules_compiled_in_place(seen: list[Shown]) -> None:
@@ -154,28 +153,28 @@ class Gated(nn.Module):
 
 
 def test_parameters_that_are_frozen(seen: list[Shown]) -> None:
-    model = Model().bfloat16()
+    model = Model(layers=1).bfloat16()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("down" in name or ".q" in name)
     check(model, fuse(run), IDS)
-    assert sum(counts(seen)) >= 12
+    assert sum(counts(seen)) >= 6
 
 
 def test_inference(seen: list[Shown]) -> None:
-    model = Model().bfloat16()
+    model = Model(layers=1).bfloat16()
     truth = copy.deepcopy(model).double()(IDS)
     with torch.no_grad():
         assert norms(fuse(run)(model, IDS), truth) <= 1.5 * norms(model(IDS), truth) + 1e-3
     with torch.inference_mode():
         assert norms(fuse(run)(model, IDS), truth) <= 1.5 * norms(model(IDS), truth) + 1e-3
-    assert min(counts(seen)) >= 8
+    assert min(counts(seen)) >= 4
 
 
 @pytest.mark.slow
 def test_compiled_autograd() -> None:
     from torch._dynamo import compiled_autograd
 
-    model = Model().bfloat16()
+    model = Model(layers=1).bfloat16()
     call = fuse(run)
     with compiled_autograd._enable(torch.compile(backend="eager")):
         check(model, call, IDS)
@@ -192,7 +191,7 @@ def test_a_pass_of_the_users_own_runs_before() -> None:
             return "own"
 
     ran = list[int]()
-    model = Model().bfloat16()
+    model = Model(layers=1).bfloat16()
     check(model, fuse(run, options={"joint_custom_post_pass": Own()}), IDS)
     assert len(ran) == 1
     assert joint.Kernels().uuid() != joint.Kernels(Own()).uuid()
@@ -229,18 +228,18 @@ def test_writes_in_place_stay_where_a_mask_is_folded(seen: list[Shown]) -> None:
 
 
 def test_threads_have_their_own_results() -> None:
-    models = [Model().bfloat16() for _ in range(3)]
+    models, x = [Gated().bfloat16() for _ in range(3)], drawn(24, D)
     for i, model in enumerate(models):
         with torch.no_grad():
-            model.head.weight.mul_(i + 1)
+            model.down.weight.mul_(4 * i + 4)
     wrong = list[int]()
 
     def calls(i: int) -> None:
         call = fuse(models[i])
         with torch.no_grad():
             for rows in (24, 9, 24):
-                off = abs(float(call(IDS[:, :rows])) - float(models[i](IDS[:, :rows])))
-                wrong.extend([i] * (off > 0.05))
+                got, own = call(x[:rows]), models[i](x[:rows])
+                wrong.extend([i] * (norms(got, own.double()) > 0.01))
 
     threads = [threading.Thread(target=calls, args=(i,)) for i in range(3)]
     for thread in threads:

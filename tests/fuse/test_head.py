@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.fuse import explain, fuse, head
-from tests.fuse.test_joint import norms
+from coda_agent.fuse import fuse, head
+from tests.fuse.test_joint import leaves, norms, watched
 from tests.fuse.test_regions import drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
@@ -23,20 +23,25 @@ TARGETS = torch.arange(ROWS) * 7 % WORDS
 def a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a quarter of the logits be held."""
     monkeypatch.setattr(head, "LOGITS", WORDS * 2 * ROWS // 4)
-    torch.compiler.reset()
 
 
 def gradients(
     loss: Callable[..., Tensor], args: list[Tensor], upstream: float = 1.0, *, wide: bool = False
 ) -> list[Tensor]:
     given = [(a.double() if wide else a.clone()).requires_grad_() for a in args]
-    value = loss(*given)
+    value, *_ = leaves(loss(*given))
     (value * upstream).sum().backward()
     return [value.detach(), *(a.grad for a in given if a.grad is not None)]
 
 
-def notes(loss: Callable[..., Tensor], args: list[Tensor]) -> str:
-    (shown,) = explain(loss, *(a.clone().requires_grad_() for a in args))
+def compared(loss: Callable[..., Tensor], args: list[Tensor], upstream: float = 1.0) -> str:
+    """What is noted of a loss, which with its gradients is as near to float64 as PyTorch's."""
+    with watched() as seen:
+        got = gradients(fuse(loss), args, upstream)
+    own, truth = gradients(loss, args, upstream), gradients(loss, args, upstream, wide=True)
+    for mine, pytorch, true in zip(got, own, truth, strict=True):
+        assert norms(mine, true) <= 1.25 * norms(pytorch, true) + 1e-3
+    (shown,) = seen
     return "\n".join(shown.notes)
 
 
@@ -87,26 +92,24 @@ LOSSES = [rows_left_out, of_sequences, capped, with_z_loss, biased, log_probabil
 def test_gradients_of_some_rows_at_a_time_are_as_near_as_pytorchs(loss: Any) -> None:
     args = [drawn(ROWS, WIDTH) * 4, drawn(WORDS, WIDTH, seed=1) * 2, drawn(WORDS, seed=2)]
     args = args[: loss.__code__.co_argcount]
-    got, own, truth = (
-        gradients(fuse(loss), args, 0.5),
-        gradients(loss, args, 0.5),
-        gradients(loss, args, 0.5, wide=True),
-    )
-    for mine, pytorch, true in zip(got, own, truth, strict=True):
-        assert norms(mine, true) <= 1.25 * norms(pytorch, true) + 1e-3
-    assert "computed 128 rows at a time" in notes(loss, args)
+    assert "computed 128 rows at a time" in compared(loss, args, 0.5)
 
 
-def test_no_value_of_all_rows_is_as_wide_as_logits() -> None:
+def test_no_logits_are_whole_or_kept_and_sums_of_gradients_are_in_kernels() -> None:
     args = [drawn(ROWS, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()]
-    (shown,) = explain(rows_left_out, *args)
+    kept: list[tuple[list[int], torch.dtype]] = []
+    with (
+        watched() as seen,
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(([*x.shape], x.dtype)) or x, lambda x: x
+        ),
+    ):
+        fuse(rows_left_out)(*args)
+    assert ([WORDS, WIDTH], torch.float32) in kept
+    assert not any(shape[-1] == WORDS or ROWS // 4 in shape for shape, _ in kept)
+    (shown,) = seen
     assert not any(f"[{ROWS}, {WORDS}]" in line for line in shown.graph)
     assert any(f"[{ROWS // 4}, {WORDS}]" in line for line in shown.graph)
-
-
-def test_each_sum_of_gradients_is_in_the_kernel_of_its_last_product() -> None:
-    args = [drawn(ROWS, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()]
-    (shown,) = explain(rows_left_out, *args)
     ours = [x for x in shown.steps if x.what.startswith("composed")]
     # One after the other: logits, and what they add to the weight's gradient.
     kinds = ["add" if x.step.startswith("add") else x.step.split(" + ")[1][:9] for x in ours]
@@ -116,14 +119,7 @@ def test_each_sum_of_gradients_is_in_the_kernel_of_its_last_product() -> None:
 def test_a_frozen_head_gives_gradients_of_its_input_alone() -> None:
     w = drawn(WORDS, WIDTH, seed=1)
     loss = lambda h: F.cross_entropy(logits(h, w.to(h.dtype)), TARGETS)
-    h = drawn(ROWS, WIDTH) * 4
-    got, own, truth = (
-        gradients(fuse(loss), [h])[1],
-        gradients(loss, [h])[1],
-        gradients(loss, [h], wide=True)[1],
-    )
-    assert norms(got, truth) <= 1.25 * norms(own, truth) + 1e-3
-    assert "computed 128 rows at a time" in notes(loss, [h])
+    assert "computed 128 rows at a time" in compared(loss, [drawn(ROWS, WIDTH) * 4])
 
 
 WHOLE = {
@@ -141,29 +137,10 @@ WHOLE = {
 @pytest.mark.parametrize("why", WHOLE)
 def test_what_needs_all_rows_has_them(why: str) -> None:
     args = [drawn(ROWS, WIDTH), drawn(WORDS, WIDTH, seed=1)]
-    only = lambda f: lambda *x: y[0] if isinstance(y := f(*x), tuple) else y
-    loss = WHOLE[why]
-    got, own, truth = (
-        gradients(only(fuse(loss)), args),
-        gradients(only(loss), args),
-        gradients(only(loss), args, wide=True),
-    )
-    for mine, pytorch, true in zip(got, own, truth, strict=True):
-        assert norms(mine, true) <= 1.25 * norms(pytorch, true) + 1e-3
-    assert why in notes(loss, args)
+    assert why in compared(WHOLE[why], args)
 
 
 def test_logits_that_fit_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LOGITS", WORDS * 2 * ROWS)
-    assert notes(rows_left_out, [drawn(ROWS, WIDTH), drawn(WORDS, WIDTH, seed=1)]).count("row") == 2
-
-
-def test_the_backward_pass_keeps_sums_and_no_logits() -> None:
-    args = [drawn(ROWS, WIDTH).requires_grad_(), drawn(WORDS, WIDTH, seed=1).requires_grad_()]
-    kept: list[tuple[list[int], torch.dtype]] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: kept.append(([*x.shape], x.dtype)) or x, lambda x: x
-    ):
-        fuse(rows_left_out)(*args)
-    assert ([WORDS, WIDTH], torch.float32) in kept
-    assert not any(shape[-1] == WORDS or ROWS // 4 in shape for shape, _ in kept)
+    args = [drawn(ROWS, WIDTH), drawn(WORDS, WIDTH, seed=1)]
+    assert compared(rows_left_out, args).count("row") == 2

@@ -19,7 +19,7 @@ from coda_agent.fuse.model import apply_coda_kernels_to_llama
 from tests.fuse.test_joint import norms
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 96, "use_cache": False,
 }  # fmt: skip
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -122,7 +122,7 @@ def test_fp8_is_another_result_and_the_head_stays() -> None:
     (out, got), (own, before) = gradients(model), gradients(plain)
     assert 0 < abs(float(out.loss - own.loss)) < 0.01
     assert all(0 < norms(x, y.double()) < 0.15 for x, y in zip(got, before, strict=True))
-    assert sum("FP8" in note for graph in report.graphs for note in graph.notes) == 14
+    assert sum("FP8" in note for graph in report.graphs for note in graph.notes) == 7
 
 
 def test_revert_copies_and_pickles_are_the_model_as_it_was() -> None:
@@ -151,7 +151,7 @@ def test_a_change_after_the_first_call_is_followed() -> None:
     for each in (model, plain):
         with torch.no_grad():
             each.model.layers[0].mlp.up_proj.weight.mul_(-2)
-        each.model.layers[1].mlp.register_forward_hook(lambda module, given, out: out * 0.5)
+        each.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 0.5)
         each.model.layers[0].self_attn.q_proj = nn.Sequential(
             each.model.layers[0].self_attn.q_proj, nn.Hardtanh()
         )

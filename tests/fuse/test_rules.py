@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coda_agent.fuse import explain, fuse
+from coda_agent.fuse import fuse
 from coda_agent.fuse.show import Shown
-from tests.fuse.test_joint import norms
+from tests.fuse.test_joint import norms, watched
 from tests.fuse.test_regions import D, H, drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:coda-agent. no Hopper GPU")
@@ -30,14 +30,12 @@ def both(function: Callable[..., Tensor], args: list[Tensor], worse: float = 1.1
         (y * weight).sum().backward()
         return [y.detach(), *(a.grad for a in given if a.grad is not None)]
 
-    got, own, truth = (
-        results(fuse(function), False),
-        results(function, False),
-        results(function, True),
-    )
+    with watched() as seen:
+        got = results(fuse(function), False)
+    own, truth = results(function, False), results(function, True)
     for mine, pytorch, true in zip(got, own, truth, strict=True):
         assert norms(mine, true) <= worse * norms(pytorch, true) + 1e-3
-    (shown,) = explain(function, *(a.clone().requires_grad_(a.is_floating_point()) for a in args))
+    (shown,) = seen
     return shown
 
 
@@ -114,8 +112,8 @@ def test_what_is_read_wide_elsewhere_is_made_again_in_the_kernel() -> None:
         return (F.linear(x, w) * wide).bfloat16(), wide.cumsum(0)
 
     args = [drawn(24, H), drawn(D, H), drawn(24, D)]
-    with torch.no_grad():
-        (shown,) = explain(function, *args)
+    with torch.no_grad(), watched() as seen:
         for got, own in zip(fuse(function)(*args), function(*args), strict=True):
             assert torch.allclose(got, own, atol=1e-2, rtol=1e-2)
+    (shown,) = seen
     assert len(shown.kernels) == 1 and "exp(" in shown.kernels[0][0]
