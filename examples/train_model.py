@@ -28,7 +28,7 @@ def main() -> None:
     given = options.parse_args()
     on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     warnings.filterwarnings("ignore", message="coda-agent: no Hopper")
-    width, layers, rows, length = (2048, 4, 8, 1024) if on_gpu else (64, 2, 2, 64)
+    width, layers, rows, length = (2048, 4, 8, 1024) if on_gpu else (64, 1, 2, 64)
     config = LlamaConfig(
         vocab_size=256, hidden_size=width, intermediate_size=width * 11 // 4 // 16 * 16,
         num_hidden_layers=layers, num_attention_heads=width // 32, num_key_value_heads=2,

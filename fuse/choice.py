@@ -16,12 +16,12 @@ from torch import fx
 
 from coda_agent.fuse.around import Around
 from coda_agent.fuse.build import tiles_of
-from coda_agent.fuse.imports import import_quack
 from coda_agent.fuse.kernels import Kernel
 from coda_agent.fuse.regions import Region, described
 from coda_agent.fuse.timing import Inductor, fastest
 from coda_agent.fuse.verify import distance, drawn, operands_of
 from coda_agent.primitives.errors import CodaError, MachineError
+from coda_agent.primitives.imports import import_quack
 from coda_agent.primitives.objects import fingerprint, user_cache, write_whole
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime.program_operator import function_of, with_tiles

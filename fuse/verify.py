@@ -12,10 +12,10 @@ from torch import fx
 from coda_agent.agent.authors.composer.check import run_exactly
 from coda_agent.agent.authors.composer.retrace import plain
 from coda_agent.fuse.around import alone
-from coda_agent.fuse.imports import import_quack
 from coda_agent.fuse.kernels import arguments
 from coda_agent.fuse.nodes import ancestors, entered, evaluate
 from coda_agent.fuse.regions import Region
+from coda_agent.primitives.imports import import_quack
 
 _WORSE = 2.0
 """How many times PyTorch's own error a kernel's result may have, beside a rounding."""

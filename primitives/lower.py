@@ -20,6 +20,7 @@ from typing import Any
 
 from coda_agent.primitives.graph import Graph, Shape
 from coda_agent.primitives.groups import spans
+from coda_agent.primitives.imports import import_quack
 from coda_agent.primitives.kinds import Operand
 from coda_agent.primitives.objects import fingerprint
 from coda_agent.primitives.operation import MOVES, Edge
@@ -31,6 +32,7 @@ from coda_agent.primitives.resources import RowGather, Tile, WideTile
 
 def _bind(program: Program, block: int) -> Any:
     """quack's module for `program`."""
+    import_quack()
     from coda_agent.primitives.stores import Mod
 
     replay = Replay(program, block)

@@ -18,6 +18,7 @@ from coda_agent.agent.execution.answers import Answer, Bug, Fault, Ok, Refused
 from coda_agent.agent.execution.child import Limits, serve
 from coda_agent.agent.judge.job import read_job
 from coda_agent.primitives.errors import CodaError
+from coda_agent.primitives.imports import import_quack
 from coda_agent.primitives.objects import use_cache
 from coda_agent.runtime.launch import Arguments, launcher
 
@@ -84,6 +85,7 @@ def main() -> None:
     use_cache()
     watch = Watch(launcher.get(), torch.cuda.synchronize)
     launcher.set(watch)
+    import_quack()
     for name in ("coda_agent.primitives.stores", "coda_agent.agent.judge.performance"):
         importlib.import_module(name)
     serve(lambda job, tell: handle(job, tell, watch))

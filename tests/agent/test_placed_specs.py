@@ -12,8 +12,7 @@ from tests.written import spec
 BODIES = {
     "dropout": "return {'O': (C + d * (u >= 0.1) / 0.9).to(A.dtype)}",
     "noise": "return {'O': (C + d + u.float()).to(A.dtype)}",
-    "lower": "return {'O': (C + u + d.tril(2)).to(A.dtype)}",
-    "upper": "return {'O': (C + u + d.triu(-1)).to(A.dtype)}",
+    "triangles": "return {'O': (C + u + d.tril(2) + C.triu(-1)).to(A.dtype)}",
 }
 
 

@@ -13,8 +13,8 @@ from coda_agent.evals import cluster, suites, trials
 from coda_agent.evals.cluster import Cluster
 from coda_agent.primitives.errors import CodaError, MachineError
 
-SUITE = 'title = "T"\nspecs = ["gemm_median", "gemm_haar"]\ngoal = "proved"\ntrials = 1\n'
-"""Specs that the composer refuses, which takes no judge."""
+SUITE = 'title = "T"\nspecs = ["gemm_haar"]\ngoal = "proved"\ntrials = 1\n'
+"""A spec that the composer refuses, which takes no judge."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,7 @@ def test_trials_go_to_two_workers(address: str, where: workspace.Workspace) -> N
         records = trials.run(plan, pool, width=2)
         both = [pool.submit(os.getpid) for _ in range(8)]
         assert os.getpid() not in {future.result() for future in both}
-    assert sorted((r.spec, r.outcome) for r in records) == [
-        ("gemm_haar", "gave_up"), ("gemm_median", "gave_up")
-    ]  # fmt: skip
+    assert [(r.spec, r.outcome) for r in records] == [("gemm_haar", "gave_up")]
     for record in records:
         log = read_events(where.root / "logs" / "runs" / record.run / "events.jsonl")
         assert (log[0].data["spec"], log[-1].type) == (record.spec, "run.failed")

@@ -1,8 +1,6 @@
 """Which way runs a graph: timed on a GPU, and kept."""
 
 import operator
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -169,29 +167,6 @@ def test_the_fastest_is_that_of_the_gpu_and_else_of_a_loop(
     monkeypatch.setattr(ways, "times_of", lambda calls: [Samples((us,) * 11) for us in loop])
     kept = gpu if gpu[0] else loop
     assert ways.fastest(runs) == (best, dict(zip(runs, kept, strict=True)))
-
-
-QUACK = """
-import sys, torch
-from coda_agent.fuse.imports import import_quack
-asked = []
-torch.compile = lambda function, *, recompile_limit=8, **options: asked.append(function) or function
-given = torch.compile
-import_quack()
-assert asked == [] and torch.compile is given
-assert "torch._inductor.compile_fx" not in sys.modules
-from quack.blockscaled import quantize
-x = torch.randn(4, 64).bfloat16()
-for one, other in zip(quantize.to_mx_compiled(x), quantize.to_mx(x), strict=True):
-    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-quantize.to_mx_compiled(x)
-assert asked == [quantize.to_mx_compiled.__wrapped__]
-"""
-
-
-def test_quack_asks_torch_compile_for_its_quantisers_when_they_are_called() -> None:
-    done = subprocess.run([sys.executable, "-c", QUACK], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def rotated(x: Tensor, w: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:

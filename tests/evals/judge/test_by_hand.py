@@ -38,7 +38,7 @@ def test_each_set_is_of_different_wrong_programs(sets: dict[str, list[Mutant]]) 
 
 def test_a_sample_of_them_is_refused(sets: dict[str, list[Mutant]]) -> None:
     judge = scores.Judge(ROOT, "cpu")
-    sample = [*sets["found"][::9], *sets["blind"][::30]]
+    sample = [*sets["found"][::15], *sets["blind"][::50]]
     layers = {m.name: scores.trial(judge, m, seed=5)["layer"] for m in sample}
     assert {n: x for n, x in layers.items() if x not in ("signature", "numerics")} == {}
 

@@ -18,7 +18,7 @@ from coda_agent.evals.judge.scores import Judge
 from tests.written import spec
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_no_function_is_composed_wrongly(data: st.DataObject) -> None:
     made = generated.reference(lambda options: data.draw(st.sampled_from(options)))
