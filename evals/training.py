@@ -4,8 +4,7 @@
   one optimizer, on the same random tokens.
 - `compile` is the model as transformers has it: under torch.compile it hands attention a mask, so
   that no flash attention runs. `compile, mask folded` leaves the mask out: attention is causal.
-- Ours is the model as transformers has it, under torch.compile with the backend `coda`; by layer it
-  is compiled in place, layers alike once.
+- Ours is the model as transformers has it, under torch.compile with the backend `coda`.
 - What is checked is the first loss, against the model's own; each notes the attention that it ran.
 - In FP8 the products of layers are: ours forward, torch.compile's backward too. Heads stay in bf16.
 - On two GPUs FSDP2 shards layers, and what is left of the model; each trains weights of its own.
@@ -25,7 +24,6 @@ import torch.distributed as dist
 
 from coda_agent.evals.cases import Absent, Case, Contender, Setup, operators_of
 from coda_agent.fuse.backend import coda
-from coda_agent.fuse.model import apply_coda_kernels
 
 LIMIT, LOSSES, FAR = 0.01, 20, 0.5
 """How far a first loss may be from the model's own; the steps of a case of losses, and how far
@@ -64,12 +62,11 @@ def cases() -> list[Case]:
     FP8 and on two GPUs, and losses of more steps."""
     compiled = "compile", "compile, mask folded"
     whole, narrow = ("ours", *compiled, "liger"), ("ours", "bf16", *compiled)
-    by_layer = *whole, "ours, by layer"
     alone = "ours", "eager", "ours, one GPU", "eager, one GPU"
     make, losses = partial(_step, Llama()), partial(_losses, Llama())
     return [
         Case("train-1b", whole, partial(make, False)),
-        Case("train-1b of 4 sequences", by_layer, partial(_step, Llama(batch=4), False)),
+        Case("train-1b of 4 sequences", whole, partial(_step, Llama(batch=4), False)),
         Case("train-1b fp8", narrow, partial(_step, Llama(batch=4), True)),
         Case("train-1b on 2 GPUs", whole, partial(make, False), ("ranks",), ranks=2),
         Case("train-1b fp8, 20 steps", ("ours", "bf16", "eager"), partial(losses, True), ()),
@@ -154,8 +151,6 @@ class _Model:
 
         if name.startswith("compile"):
             forward = torch.compile(forward, dynamic=False)
-        elif name == "ours, by layer":
-            apply_coda_kernels(model, by_layer=True, dynamic=False)
         elif name.startswith(("ours", "bf16")):
             options: dict[str, Any] = {"fp8": "forward"} if self.fp8 and name != "bf16" else {}
             forward = torch.compile(forward, dynamic=False, backend=coda, options=options)
@@ -253,7 +248,7 @@ def _step(llama: Llama, fp8: bool, device: str, shrink: int) -> Setup:
 
         return Contender(step, first, lambda: "; ".join(notes))
 
-    names = ("ours", "ours, by layer", "bf16", "compile", "compile, mask folded", "liger")
+    names = ("ours", "bf16", "compile", "compile, mask folded", "liger")
     return Setup({n: partial(made, n) for n in names}, {"loss": home.loss()}, LIMIT)
 
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from coda_agent.agent.workspace import Kernel as Entry
 
 
+_Less = tuple[tuple[str, ...], list[str], Program]
+"""Outputs that are left out of a program, the types of the rest, and the program without them."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What runs a region.
@@ -130,38 +134,36 @@ def twin(composition: Composition) -> tuple[Entry | None, bool]:
     """The accepted kernel that computes the same; else one that computes the same and more."""
     program, types = composition.program, _types_of(composition)
     for more in (False, True):
-        for entry, programs, spec in _accepted().values():
-            for left_out, other in (x for p in programs for x in (_less(p) if more else [((), p)])):
-                if _types(spec, left_out) == types and _same(program, other):
+        for entry, programs in _accepted():
+            for left_out, others, other in programs:
+                if bool(left_out) is more and others == types and _same(program, other):
                     return entry, not more
     return None, False
 
 
 @lru_cache(maxsize=1)
-def _accepted() -> dict[str, tuple[Entry, list[Program], Spec]]:
-    """The accepted kernels of the package and of the workspace around the current folder."""
+def _accepted() -> list[tuple[Entry, list[_Less]]]:
+    """The accepted kernels of the package and of the workspace around the current folder, each with
+    its programs, whole and with fewer outputs."""
     from coda_agent.agent.workspace import find, packaged_kernels
 
     known = packaged_kernels()
     with contextlib.suppress(WorkspaceError, MachineError):  # there may be no workspace, nor git
         known |= {kernel.name: kernel for kernel in find().kernels()}
-    return {
-        name: (
-            kernel,
-            [*read_programs(kernel.text).values()],
-            load_spec(kernel.spec),
-        )
-        for name, kernel in known.items()
-        if kernel.level == "accepted"
-    }
+    accepted = [kernel for kernel in known.values() if kernel.level == "accepted"]
+    return [
+        (x, [less for p in read_programs(x.text).values() for less in _less(p, load_spec(x.spec))])
+        for x in accepted
+    ]
 
 
-def _less(program: Program) -> Iterator[tuple[tuple[str, ...], Program]]:
+def _less(program: Program, spec: Spec) -> Iterator[_Less]:
     """A program without each choice of its outputs that leaves one which reads as much."""
-    for count in range(1, len(program.outputs)):
+    for count in range(len(program.outputs)):
         for left_out in itertools.combinations(program.outputs, count):
             with contextlib.suppress(ProgramError):
-                yield left_out, program.without(left_out)
+                fewer = program.without(left_out) if left_out else program
+                yield left_out, _types(spec, left_out), fewer
 
 
 def _types(spec: Spec, left_out: Sequence[str] = ()) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,15 +22,9 @@ class Report:
             called with gradients.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compiled: type[nn.Module]) -> None:
         self.model, self.graphs = model, list[Shown]()
-        self._name, self._parts = type(model).__name__, list[tuple[nn.Module, Any, Any]]()
-
-    def exchange(self, kind: Any, modules: Iterable[nn.Module]) -> None:
-        """Give modules a class, until `revert`."""
-        for module in modules:
-            self._parts.append((module, type(module), kind))
-            module.__class__ = kind
+        self._own, self._compiled = type(model), compiled
 
     def revert(self) -> None:
         """Give the model its own forward back.
@@ -39,15 +32,13 @@ class Report:
         Raises:
             ValueError: it was wrapped since, as FSDP2 does.
         """
-        for module, _, kind in self._parts:
-            if type(module) is not kind:
-                raise ValueError(f"the model is {type(module).__name__} now, revert before that")
-        for module, own, _ in self._parts:
-            module.__class__ = own
+        if type(self.model) is not self._compiled:
+            raise ValueError(f"the model is {type(self.model).__name__} now, revert before that")
+        self.model.__class__ = self._own
 
     def __str__(self) -> str:
         if not self.graphs:
-            return f"{self._name} is compiled when it is first called with gradients"
+            return f"{self._own.__name__} is compiled when it is first called with gradients"
         text = list[str]()
         for graph in self.graphs:
             reasons: dict[str, list[str]] = {}
@@ -59,9 +50,7 @@ class Report:
         return "\n".join(text)
 
 
-def apply_coda_kernels(
-    model: nn.Module, *, fp8: bool = False, by_layer: bool = False, **options: Any
-) -> Report:
+def apply_coda_kernels(model: nn.Module, *, fp8: bool = False, **options: Any) -> Report:
     """Compile a model's training with kernels where they pay, in place.
 
     A call with gradients is `torch.compile`'s, by the backend `coda`; any other call is the
@@ -71,31 +60,17 @@ def apply_coda_kernels(
     Args:
         model: It, before it is wrapped for several GPUs.
         fp8: Whether the forward pass multiplies in FP8 (the backend's option).
-        by_layer: Whether layers are compiled one by one: those that are alike once.
         options: Those of torch.compile, such as `dynamic`.
 
     Returns:
         A report, which can be printed and reverts it.
 
     Raises:
-        ValueError: the model is compiled so already, or has no layers that are alike.
+        ValueError: the model is compiled so already.
     """
-    own = type(model)
+    own: Any = type(model)
     if hasattr(own, "_coda_compiled"):
         raise ValueError(f"{own.__name__} is compiled already, call its report's revert() first")
-    layers: dict[type, list[nn.Module]] = {}
-    for layer in _layers(model) if by_layer else ():
-        layers.setdefault(type(layer), []).append(layer)
-    if by_layer and not layers:
-        raise ValueError(f"{own.__name__} has no list of layers that are alike, leave by_layer out")
-    if fp8:
-        options["options"] = {**options.get("options", {}), "fp8": "forward"}
-    report = Report(model)
-    for kind, alike in layers.items():
-        run = torch.compile(kind.forward, backend=coda, **options)
-        report.exchange(_compiled(kind, run, report.graphs, apart=True), alike)
-    if by_layer:
-        options.pop("fullgraph", None)
 
     def without_logits(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = own.forward(self, *args, **kwargs)
@@ -103,39 +78,17 @@ def apply_coda_kernels(
             found.logits = None
         return found
 
-    run = torch.compile(without_logits, backend=coda, **options)
-    report.exchange(_compiled(own, run, report.graphs), [model])
-    return report
+    if fp8:
+        options["options"] = {**options.get("options", {}), "fp8": "forward"}
+    compiled: Any = torch.compile(without_logits, backend=coda, **options)
 
-
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the outermost lists whose members are alike."""
-    for child in module.children():
-        parts = [*child.children()]
-        alike = len(parts) > 1 and len({*map(type, parts)}) == 1 and any(parts[0].children())
-        yield from parts if alike and isinstance(child, _LISTS) else _layers(child)
-
-
-_LISTS = nn.ModuleList, nn.Sequential
-
-
-def _compiled(own: Any, run: Any, graphs: list[Shown], *, apart: bool = False) -> Any:
-    """A module's class whose calls with gradients are `run`'s.
-
-    Args:
-        own: The class.
-        run: Its forward, compiled.
-        graphs: Where it describes them.
-        apart: Whether it is no part of the graph of what calls it.
-    """
-
+    @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint that is reentrant runs its layers without gradients first.
-        if not (torch.is_grad_enabled() or (apart and SEEN.get() is graphs)):
+        if not torch.is_grad_enabled():
             return own.forward(self, *args, **kwargs)
-        token = SEEN.set(graphs)
+        token = SEEN.set(report.graphs)
         try:
-            return run(self, *args, **kwargs)
+            return compiled(self, *args, **kwargs)
         finally:
             SEEN.reset(token)
 
@@ -143,12 +96,11 @@ def _compiled(own: Any, run: Any, graphs: list[Shown], *, apart: bool = False) -
         _, _, *state = super(kind, self).__reduce_ex__(protocol)
         return _new, (own,), *state
 
-    shown: Any = functools.wraps(own.forward)(forward)
-    if apart:
-        shown = torch.compiler.disable(shown, recursive=False)
-    named = {"forward": shown, "__reduce_ex__": reduced, "_coda_compiled": True}
+    named = {"forward": forward, "__reduce_ex__": reduced, "_coda_compiled": True}
     kind: Any = type(own.__name__, (own,), {**named, "__module__": own.__module__})
-    return kind
+    report = Report(model, kind)
+    model.__class__ = kind
+    return report
 
 
 def _new(kind: Any) -> Any:

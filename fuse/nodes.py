@@ -59,11 +59,12 @@ def bytes_of(nodes: Iterable[fx.Node]) -> int:
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes and all that they are computed from."""
+def ancestors(nodes: Iterable[fx.Node], since: fx.Node | None = None) -> set[fx.Node]:
+    """Nodes and all that they are computed from; of these, those from one on in the graph."""
     seen, pending = set[fx.Node](), [*nodes]
     while pending:
-        if (node := pending.pop()) not in seen:
+        node = pending.pop()
+        if node not in seen and not (since and node < since):
             seen.add(node)
             pending += node.all_input_nodes
     return seen

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import fx
 
@@ -24,7 +26,7 @@ from coda_agent.fuse.nodes import (
     root,
 )  # fmt: skip
 
-Tiles = Mapping[fx.Node, frozenset[fx.Node]]
+Tiles = dict[fx.Node, frozenset[fx.Node]]
 
 
 def read_along(
@@ -42,9 +44,10 @@ def read_along(
         Nodes to be added to it.
     """
     whole = max(map(numel, nodes))
-    tiles = _tiles(graph, others | nodes, whole)
+    others = others | nodes
     read = {x for n in nodes for x in n.all_input_nodes if x not in nodes and numel(x) == whole}
     reads, made = {root(x) for x in read}, set[fx.Node]()
+    tiles = _tiles(read | reads, others, whole)
     for group in dict.fromkeys(tiles[x] for x in sorted(reads) if x in tiles):
         within = {x for x in reads if x in tiles and tiles[x] <= group}
         changed = (reads - within) | group
@@ -55,24 +58,51 @@ def read_along(
     kept = set[fx.Node]()
     if stored:
         first = min(nodes)
-        needed = ancestors(x for node in nodes for x in node.all_input_nodes)
-        kept = {x for x in tiles if tiles[x] <= reads and alike(x, first) and _is_operand(x)}
-        kept -= needed
+        along = _made_of(reads, others, whole)
+        if kept := {x for x in along if alike(x, first) and _is_operand(x)}:
+            kept -= ancestors((x for node in nodes for x in node.all_input_nodes), min(kept))
+        tiles |= dict.fromkeys(along, frozenset())
     return _taken(graph, _closure(made | kept, tiles), kept, nodes)
 
 
-def _tiles(graph: fx.Graph, others: set[fx.Node], whole: int) -> Tiles:
-    """The tiles that each node of a region's extent is made of, where it is made pointwise."""
+def _tiles(nodes: Iterable[fx.Node], others: set[fx.Node], whole: int) -> Tiles:
+    """The tiles that nodes of a region's extent, and what they are made of, are made of, where it
+    is made pointwise."""
+    found, pending = dict[fx.Node, list[fx.Node]](), [*nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found and (read := _whole(node, others, whole)):
+            found[node] = [root(x) for x in read]
+            pending += *read, *found[node]
     tiles: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        if node not in others and numel(node) == whole and is_pointwise(node):
-            read = [root(x) for x in node.all_input_nodes if numel(x) == whole]
-            if read:
-                tiles[node] = frozenset().union(*(tiles.get(x, {x}) for x in read))
+    for node in sorted(found):
+        tiles[node] = frozenset().union(*(tiles.get(x, {x}) for x in found[node]))
     return tiles
 
 
-def _closure(made: Iterable[fx.Node], tiles: Tiles) -> set[fx.Node]:
+def _whole(node: fx.Node, others: set[fx.Node], whole: int) -> list[fx.Node]:
+    """What a node of a region's extent reads of that extent, where it is made pointwise."""
+    if node in others or numel(node) != whole or not is_pointwise(node):
+        return []
+    return [x for x in node.all_input_nodes if numel(x) == whole]
+
+
+def _made_of(reads: set[fx.Node], others: set[fx.Node], whole: int) -> set[fx.Node]:
+    """Nodes of a region's extent that are made pointwise of some tiles alone."""
+    made, known = set[fx.Node](), set(reads)
+    pending = sorted({user for node in reads for user in node.users})
+    while pending:
+        node = heapq.heappop(pending)
+        read = [] if node in made else _whole(node, others, whole)
+        if read and known.issuperset(map(root, read)):
+            made.add(node)
+            known.add(node)
+            for user in node.users:
+                heapq.heappush(pending, user)
+    return made
+
+
+def _closure(made: Iterable[fx.Node], tiles: Mapping[fx.Node, Any]) -> set[fx.Node]:
     """Nodes with all that they are made of, but tiles."""
     found, pending = set[fx.Node](), [*made]
     while pending:
@@ -110,7 +140,7 @@ def _taken(
 ) -> set[fx.Node]:
     """Nodes that a region alone needs, or stores; copies of those that others need too."""
     like, inside, copies = min(nodes), {*nodes, *made}, dict[fx.Node, fx.Node]()
-    ordered = [node for node in graph.nodes if node in made]
+    ordered = sorted(made)
     for node in reversed(ordered):
         if node not in kept and not inside.issuperset(node.users):
             inside.discard(node)

@@ -10,6 +10,7 @@ backward pass needs of a forward region is computed there again from the fewest 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -138,10 +139,17 @@ def cut(graph: fx.Graph) -> Cut:
 
 def _fits(known: Cut, region: Region) -> bool:
     """Whether a region and those before it do not need each other."""
-    try:
-        return bool([*order(Cut(known.graph, [*known.regions, region]))])
-    except Circle:
-        return False
+    taken = {node: other for other in (*known.regions, region) for node in other.nodes}
+    seen, pending = set[fx.Node | Region](), [*region.inputs]
+    while pending:
+        node = pending.pop()
+        step = taken.get(node, node)
+        if step is region:
+            return False
+        if step not in seen:
+            seen.add(step)
+            pending += step.inputs if isinstance(step, Region) else step.all_input_nodes
+    return True
 
 
 def _unfit(product: fx.Node) -> str:
@@ -250,11 +258,13 @@ def _grown(
 ) -> set[fx.Node]:
     """The products with all that is computed with them before another product is."""
     taken = {node: region for region in known.regions for node in region.nodes}
-    nodes, needing, first = set(products), set(products), products[0]
+    nodes, needing, first = set(products), set(products), min(products)
     outside = set[fx.Node]()  # of those that need the products
-    for node in known.graph.nodes:
-        if node in nodes or needing.isdisjoint(node.all_input_nodes):
-            continue
+    pending = sorted({user for node in products for user in node.users} - nodes)
+    near = {node for node in pending if alike(node, first)}  # they read what the region has
+    while near:
+        node = heapq.heappop(pending)
+        near.discard(node)
         needing.add(node)
         if (
             node.op == "call_function"
@@ -265,31 +275,36 @@ def _grown(
             and isinstance(node.meta.get("val"), torch.Tensor)
             and not _counts(node)
             and outside.isdisjoint(node.all_input_nodes)
-            and not _through(node, taken, needing)
+            and not _through(node, taken, needing, first)
             and len(nodes) < _NODES
             and node.meta.get(SUM, products[0]) in nodes
         ):
             nodes.add(node)
+            near.update(user for user in node.users if alike(user, first))
         else:
             outside.add(node)
+        for user in {*node.users} - needing - {*pending}:
+            heapq.heappush(pending, user)
     others = {*taken, *needing, *without}
     return nodes | read_along(known.graph, nodes, others, stored=stored)
 
 
-def _through(node: fx.Node, taken: Mapping[fx.Node, Region], needing: set[fx.Node]) -> bool:
-    """Whether a node reads of a region that needs these products itself."""
+def _through(
+    node: fx.Node, taken: Mapping[fx.Node, Region], needing: set[fx.Node], first: fx.Node
+) -> bool:
+    """Whether a node reads of a region that needs these products itself, of which one is first."""
     read = {taken[x] for x in node.all_input_nodes if x in taken}
-    return any(needing.intersection(ancestors(region.inputs)) for region in read)
+    return any(needing.intersection(ancestors(region.inputs, first)) for region in read)
 
 
 def extracted(
     known: Cut, nodes: set[fx.Node], outputs: set[fx.Node]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Some nodes of a graph as one by itself, and what its nodes are in the whole."""
-    graph, taken = known.graph, {node for region in known.regions for node in region.nodes}
-    part, copies = fx.Graph(graph.owning_module), dict[fx.Node, fx.Node]()
+    taken = {node for region in known.regions for node in region.nodes}
+    part, copies = fx.Graph(known.graph.owning_module), dict[fx.Node, fx.Node]()
     views = _views(nodes, taken)
-    inside = [node for node in graph.nodes if node in nodes or node in views]
+    inside = sorted({*nodes, *views})
     for node in dict.fromkeys(x for user in inside for x in user.all_input_nodes):
         if node not in nodes and node not in views:
             copies[node] = part.placeholder(node.name)

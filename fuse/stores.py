@@ -10,7 +10,7 @@ from coda_agent.fuse.nodes import SUM, VIEWS, alike, are_products, bytes_of, cop
 def stored_of(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
     """What a kernel of these nodes gives, in the fewest bytes: a value, or the narrower one that it
     is made of alone; and what the other pass needs, or what that is cheaply computed from."""
-    region = [node for node in graph.nodes if node in nodes]
+    region = sorted(nodes)
     stored = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=False)}
     wanted = {_narrowest(n, nodes) for n in region if _outside(n, nodes, later=True)} - stored
     roots = {root for n in wanted for root in _roots(n, nodes, stored)} - stored
@@ -27,7 +27,7 @@ def compute_again(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) ->
     the other pass. Later passes compute once what they find twice."""
     for later in (False, True):
         kept, copies = _read_later(graph, nodes, stored) if later else stored, {}
-        for node in [node for node in graph.nodes if node in nodes]:
+        for node in sorted(nodes):
             users, others = _outside(node, nodes, later=later), kept - {node}
             if users and (later or node not in stored) and _roots(node, nodes, others) <= others:
                 copy = _again(graph, node, nodes - others, copies, users[0])
@@ -39,7 +39,7 @@ def _read_later(graph: fx.Graph, nodes: set[fx.Node], stored: set[fx.Node]) -> s
     rest, rounded otherwise; what is compared may not be: the largest of a row is one of its
     elements."""
     read = set[fx.Node]()
-    for node in [n for n in graph.nodes if n in nodes]:
+    for node in sorted(nodes):
         if users := _outside(node, nodes, later=True):
             far = _roots(node, nodes, set()) if are_products(users) else {node}
             read |= far if far <= stored else _roots(node, nodes, stored - {node})

@@ -60,7 +60,8 @@ def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
     results take gigabytes."""
     found = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part, exact in zip(*(v.flatten().split(_PART) for v in (x, truth)), strict=True):
-        finite, exact = exact.isfinite(), exact.double()
+        exact = exact.double()  # FP8 has no isfinite on a GPU
+        finite = exact.isfinite()
         pair = (part.double() - exact).where(finite, 0), exact.where(finite, 0)
         found += torch.stack([v.square().sum() for v in pair])
     off, whole = found.sqrt().tolist()

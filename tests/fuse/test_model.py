@@ -75,30 +75,6 @@ def test_it_trains_as_near_to_float64_as_pytorch(make: Any) -> None:
     assert "kernels; left to PyTorch: " in str(report)
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_layers_that_are_alike_are_compiled_once(reentrant: bool | None) -> None:
-    """One by one they give what the whole model gives, under both kinds of checkpoints, too."""
-    models = llama(), llama()
-    for each in models:
-        if reentrant is not None:
-            each.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            each.enable_input_require_grads()
-    model, plain = models
-    report = apply_coda_kernels(model, by_layer=True, fullgraph=True)
-    (out, got), (own, before) = gradients(model), gradients(plain)
-    assert out.logits is None and abs(out.loss - own.loss) < 1e-3
-    assert all(norms(x, y.double()) < 0.03 for x, y in zip(got, before, strict=True))
-    with torch.no_grad():
-        assert torch.equal(model(IDS).logits, plain(IDS).logits)
-    graphs = [len(graph.kernels) for graph in report.graphs if graph.kernels]
-    # Layers and the head; what is reentrant runs layers without gradients first.
-    assert len(graphs) == (3 if reentrant else 2) and graphs[0] >= 4
-    report.revert()
-    assert {type(x) for x in model.modules()} == {type(x) for x in plain.modules()}
-    with pytest.raises(ValueError, match="no list of layers"):
-        apply_coda_kernels(nn.Linear(16, 16), by_layer=True)
-
-
 def test_a_call_without_gradients_is_the_models_own() -> None:
     model, plain = llama(), llama()
     apply_coda_kernels(model)
