@@ -3,24 +3,51 @@
 import re
 import runpy
 import sys
+import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_a_model_trains_alike_by_kernels_and_by_pytorch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = str(ROOT / "examples" / "train_model.py")
-    monkeypatch.setattr(sys, "argv", [script, "--steps", "2"])
-    with warnings.catch_warnings():
-        runpy.run_path(script, run_name="__main__")
-    printed = capsys.readouterr().out
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., str]:
+    """Run a script, with scratch folders of the test's own; what it prints."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def ran(name: str, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        with warnings.catch_warnings():
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    return ran
+
+
+def test_a_model_trains_alike_by_kernels_and_by_pytorch(run: Callable[..., str]) -> None:
+    printed = run("train_model.py", "--steps", "2")
     losses = re.findall(r"(\w+): loss ([\d.]+) to ([\d.]+)", printed)
     (one, *own), (other, *ours) = losses
     assert (one, other) == ("PyTorch", "kernels")
     assert all(abs(float(x) - float(y)) < 0.01 for x, y in zip(own, ours, strict=True))
     assert float(own[1]) < float(own[0]) and "kernels; left to PyTorch" in printed
+
+
+def test_an_agent_mends_a_candidate_and_submits_it(run: Callable[..., str], tmp_path: Path) -> None:
+    wrong, _, mended = run("agent_at_the_bench.py").partition("> edit_candidate")
+    assert "FAILED at numerics" in wrong and "`maximum(acc, 0) · acc` is due" in wrong
+    assert "check submit: passed" in mended and "accepted as " in mended
+    assert len([*tmp_path.glob("*/generated/squared_relu/evidence.json")]) == 1
+
+
+@pytest.mark.slow  # `make demo` takes the same way through the commands
+def test_a_function_becomes_a_kernel(run: Callable[..., str]) -> None:
+    printed = run("function_to_kernel.py")
+    assert "x = tanh(acc + b)" in printed
+    differences = re.findall(r"^(?:largest|of).*: ([\d.]+)$", printed, re.M)
+    assert len(differences) == 2 and all(float(x) < 0.03 for x in differences)

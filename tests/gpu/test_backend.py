@@ -21,8 +21,10 @@ def test_a_product_in_fp8_whose_result_is_fp8_is_timed_and_right() -> None:
         gate, up = y.chunk(2, dim=1)
         return e4m3(torch.nn.functional.silu(gate) * up)
 
+    gate, up = (a.double() * rows[:, None] @ (b.double() * columns[:, None]).T).chunk(2, dim=1)
+    exact = torch.nn.functional.silu(gate) * up
+    own = (function(a, rows).double() - exact).norm()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="coda-agent")
-        found = fuse(function, dynamic=False)(a, rows).float()
-    exact = function(a, rows).float()
-    assert (found - exact).norm() < 0.01 * exact.norm()
+        found = fuse(function, dynamic=False)(a, rows).double()
+    assert (found - exact).norm() < 1.05 * own
