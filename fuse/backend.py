@@ -61,7 +61,8 @@ def _called(module: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:
     from torch._inductor.output_code import OutputCode
 
     class Calls(OutputCode):
-        _boxed_call = True
+        def __init__(self) -> None:
+            self._boxed_call = True  # of the instance: wrappers take its dict along
 
         def __call__(self, *inputs: Any) -> Any:
             if len(inputs) != 1 or not isinstance(inputs[0], list):

@@ -25,6 +25,9 @@ def seen() -> Iterator[list[Shown]]:
     found = list[Shown]()
     token = joint.SEEN.set(found)
     with warnings.catch_warnings(action="ignore"):
+        warnings.filterwarnings(
+            "error", message=".*boxed arguments"
+        )  # what is needed no more stays
         yield found
     joint.SEEN.reset(token)
 
