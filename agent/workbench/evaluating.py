@@ -16,7 +16,7 @@ import torch
 from coda_agent import primitives
 from coda_agent.agent.judge import Finding
 from coda_agent.agent.judge.diagnosis import read_at
-from coda_agent.agent.judge.meaning import draws
+from coda_agent.agent.judge.draws import draws
 from coda_agent.agent.judge.oracle import make_cases
 from coda_agent.agent.judge.runners import interpreted, replayed
 from coda_agent.agent.judge.structures import base_shape

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coda_agent.agent.judge.compare import unit_of
-from coda_agent.agent.judge.meaning import draws
+from coda_agent.agent.judge.draws import draws
 from coda_agent.agent.judge.runners import replayed
 from coda_agent.evals.judge.corpus import Subject
 from coda_agent.evals.judge.edits import faulty

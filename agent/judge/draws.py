@@ -1,0 +1,135 @@
+"""Inputs in float64 for what a program means: the spec's own draw, and what leaves it.
+
+Inputs leave the draw each by itself and together, within the domains that the spec declares.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from coda_agent.agent.judge.structures import base_shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from coda_agent.specs import Spec
+
+    Inputs = dict[str, Any]
+
+# Binary exponents of the numbers of a type.
+_EXPONENTS = {"float16": (-24, 15), "float8_e4m3fn": (-9, 8)}
+_WIDEST = (-126, 127)
+_SMALL = 2.0**-40
+_LADDER = 10, 16, 24, 32, 48, 64, 96, 112
+# Draws in which each input has a scale of its own. They show faults that need one large and another
+# small.
+_MIXES = 8
+
+
+def draw_doubles(
+    spec: Spec, binding: Mapping[str, str], sizes: Mapping[str, int], seed: int
+) -> Inputs:
+    """Draw the spec's own inputs at a shape, in float64."""
+    from coda_agent.specs import draw_inputs
+
+    inputs = draw_inputs(spec, sizes, spec.default_types(), seed=seed, binding=binding)
+    return given(_widened(spec, inputs))
+
+
+def given(inputs: Inputs) -> Inputs:
+    """Turn tensors without dims into numbers."""
+    return {x: v if getattr(v, "ndim", 0) else float(v) for x, v in inputs.items()}
+
+
+def _widened(spec: Spec, inputs: Inputs) -> Inputs:
+    import torch
+
+    floating = (x for x in inputs if spec.inputs[x].draw.kind != "integers")
+    return inputs | {x: torch.as_tensor(inputs[x]).double() for x in floating}
+
+
+def draws(spec: Spec, binding: Mapping[str, str], seed: int) -> Iterator[tuple[str, Inputs]]:
+    """Sets of inputs in float64, each with words for what is particular about it. The spec's own
+    draw comes first."""
+    import torch
+
+    from coda_agent.specs import draw_inputs
+
+    sizes, types = base_shape(spec), spec.default_types()
+    rng = random.Random(f"{seed} {spec.variant(binding)}")
+    generator = torch.Generator().manual_seed(rng.getrandbits(62))
+
+    def drawn() -> Inputs:
+        inputs = draw_inputs(spec, sizes, types, seed=rng.getrandbits(62), binding=binding)
+        return _widened(spec, inputs)
+
+    yield "", given(drawn())
+    a, b = spec.gemm
+    free = [x for x, tensor in spec.inputs.items() if tensor.draw.kind != "integers"]
+    for x in free:
+        for label, change in _changes(spec, x, types):
+            inputs = drawn()
+            yield f"{x} {label}", given({**inputs, x: change(inputs[x], generator)})
+    unbounded = [x for x in free if spec.inputs[x].domain is None]
+    if {a, b} <= set(unbounded):
+        inputs = drawn()
+        negative = {a: 64.0 * inputs[a].abs(), b: -inputs[b].abs()}
+        yield "every product negative", given(inputs | negative)
+    scalable = [x for x in free if _scalable(spec, x)]
+    inputs = drawn()
+    yield "all inputs small together", given(inputs | {x: _SMALL * inputs[x] for x in scalable})
+    for _ in range(_MIXES):
+        inputs, factors = drawn(), {}
+        for x in scalable:
+            sign = rng.choice((-1.0, 1.0)) if spec.inputs[x].domain is None else 1.0
+            factors[x] = sign * rng.choice((1 / 64, 1.0, 64.0))
+        label = "inputs at scales of their own: " + ", ".join(
+            f"{x} {f:g}" for x, f in factors.items()
+        )
+        yield label, given(inputs | {x: f * inputs[x] for x, f in factors.items()})
+
+
+def _scalable(spec: Spec, x: str) -> bool:
+    domain = spec.inputs[x].domain
+    return domain is None or domain == (0.0, math.inf)
+
+
+def _changes(spec: Spec, x: str, types: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """What an input may be beside its draw: (in words, function of its draw and a generator)."""
+    import torch
+
+    domain = spec.inputs[x].domain
+    low, high = _EXPONENTS.get(spec.dtype_of(x, types), _WIDEST)
+
+    def log_uniform(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        exponents = torch.empty_like(v).uniform_(low, high, generator=generator)
+        signs = torch.ones_like(v)
+        if domain is None:
+            signs -= 2.0 * torch.empty_like(v).bernoulli_(0.5, generator=generator)
+        return signs * exponents.exp2()
+
+    if not _scalable(spec, x):
+        assert domain is not None
+        lo, hi = domain
+
+        def anywhere(v: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return lo + (hi - lo) * torch.rand(v.shape, generator=generator, dtype=v.dtype)
+
+        yield "anywhere in its domain", anywhere
+        yield f"{lo:g}", lambda v, _: torch.full_like(v, lo)
+        yield f"{hi:g}", lambda v, _: torch.full_like(v, hi)
+        return
+    factors = [64.0, 1 / 64]
+    factors += [-1.0, -64.0, 0.0] if domain is None else []
+    # An epsilon or a floor shows where a value is about as small.
+    factors += [2.0**-k for k in _LADDER] if x == spec.gemm[0] else []
+    # A single number has no spread of exponents, so these stand for it.
+    scalar = not spec.inputs[x].shape.cases.get("", (1,))
+    factors += [2.0**20, 2.0**-20] if scalar else []
+    for factor in factors:
+        yield f"times {factor:g}", lambda v, _, factor=factor: factor * v
+    if not scalar:
+        yield "of every magnitude", log_uniform
