@@ -56,6 +56,9 @@ def main() -> None:
     """Work in a scratch workspace, which is left to look at."""
     command = str(Path(sys.executable).with_name("coda-agent"))
     workspace = Path(tempfile.mkdtemp(prefix="coda-agent-"))
+    subprocess.run(["git", "init", "-q"], cwd=workspace, check=True)
+    for name in ("user.name", "user.email"):  # git may have none, and this is a scratch repository
+        subprocess.run(["git", "config", name, "example"], cwd=workspace, check=True)
     subprocess.run([command, "init", "."], cwd=workspace, check=True)
     anyio.run(work, command, workspace)
 

@@ -28,6 +28,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="coda-agent-"))
     source = f"from __future__ import annotations\n\nimport torch\n\n\n{inspect.getsource(gated)}"
     (folder / "gated.py").write_text(source)
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    for name in ("user.name", "user.email"):  # git may have none, and this is a scratch repository
+        subprocess.run(["git", "config", name, "example"], cwd=folder, check=True)
     coda_agent(folder, "init", ".")
     shapes = [f"--shape={x}" for x in ("x=4096,4096", "w=4096,4096", "b=4096")]
     coda_agent(folder, "spec", "gated.py:gated", *shapes)
