@@ -150,10 +150,10 @@ def _accepted() -> list[tuple[Entry, list[_Less]]]:
     known = packaged_kernels()
     with contextlib.suppress(WorkspaceError, MachineError):  # there may be no workspace, nor git
         known |= {kernel.name: kernel for kernel in find().kernels()}
-    accepted = [kernel for kernel in known.values() if kernel.level == "accepted"]
+    accepted = [(x, load_spec(x.spec)) for x in known.values() if x.level == "accepted"]
     return [
-        (x, [less for p in read_programs(x.text).values() for less in _less(p, load_spec(x.spec))])
-        for x in accepted
+        (x, [less for program in read_programs(x.text).values() for less in _less(program, spec)])
+        for x, spec in accepted
     ]
 
 

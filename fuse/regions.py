@@ -44,10 +44,6 @@ _NODES, _ATTEMPTS = 96, 24
 _ALONE = "nothing follows it that a kernel could take along"
 
 
-class Circle(Exception):
-    """Regions that need each other."""
-
-
 @dataclass(frozen=True, eq=False)
 class Region:
     """What one kernel computes.
@@ -260,11 +256,13 @@ def _grown(
     taken = {node: region for region in known.regions for node in region.nodes}
     nodes, needing, first = set(products), set(products), min(products)
     outside = set[fx.Node]()  # of those that need the products
-    pending = sorted({user for node in products for user in node.users} - nodes)
+    pending = sorted({user for node in products for user in node.users})
     near = {node for node in pending if alike(node, first)}  # they read what the region has
     while near:
         node = heapq.heappop(pending)
         near.discard(node)
+        if node in needing:  # it is a product, or was met before
+            continue
         needing.add(node)
         if (
             node.op == "call_function"
@@ -283,7 +281,7 @@ def _grown(
             near.update(user for user in node.users if alike(user, first))
         else:
             outside.add(node)
-        for user in {*node.users} - needing - {*pending}:
+        for user in node.users:
             heapq.heappush(pending, user)
     others = {*taken, *needing, *without}
     return nodes | read_along(known.graph, nodes, others, stored=stored)
@@ -347,7 +345,7 @@ def order(known: Cut) -> Iterator[fx.Node | Region]:
     follows that at once.
 
     Raises:
-        Circle: two regions need each other.
+        RuntimeError: two regions need each other.
     """
     taken = {node: region for region in known.regions for node in region.nodes}
     inputs = {region: region.inputs for region in known.regions}
@@ -368,4 +366,4 @@ def order(known: Cut) -> Iterator[fx.Node | Region]:
         yield step
         pending += reversed(waiting.pop(step, ()))
     if waiting:
-        raise Circle
+        raise RuntimeError("two regions need each other")

@@ -83,6 +83,17 @@ def test_steps_come_after_what_they_read() -> None:
             assert {*step.inputs} <= {*steps[:i]} | outputs
 
 
+def test_products_of_one_operand_of_which_one_needs_another() -> None:
+    def chained(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return F.relu(a @ F.relu(a @ b)), torch.tanh(a @ c)
+
+    args = [drawn(H, H), drawn(H, H, seed=1), drawn(H, H, seed=2)]
+    known = cut(recorded(chained, args).graph)
+    assert not known.why and sorted(len(r.products) for r in known.regions) == [1, 2]
+    (first,) = (r for r in known.regions if len(r.products) == 1)
+    assert [*order(known)].index(first) < max(map([*order(known)].index, known.regions))
+
+
 def test_graphs_that_are_alike_are_composed_once() -> None:
     def layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return F.linear(F.linear(x, w).tanh(), v).tanh()
