@@ -24,7 +24,7 @@ from coda_agent.primitives.suggest import did_you_mean
 from coda_agent.primitives.syntax import parse
 
 _MAX_NODES = 1000  # a program; the largest known one has 110
-_MAX_NUMBER = 3.4028234e38  # the largest float32
+_MAX_NUMBER = 3.4028234663852886e38  # the largest float32
 _MAX_FAULTS = 20
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,

@@ -155,7 +155,7 @@ def disturbed(
         if grid is None:
             return moved
         kept = moved.detach()
-        bits = kept.where(kept.abs() >= _FLUSHED, 0.0).float().view(torch.int32)
+        bits = kept.where(~(kept.abs() < _FLUSHED), 0.0).float().view(torch.int32)
         step = 1 << grid
         near = ((bits + step // 2) & -step).view(torch.float32).to(moved.dtype)
         # Bits have no derivative, which some references ask for.
@@ -164,7 +164,7 @@ def disturbed(
     product = _PRODUCT if a.element_size() > 1 else _PRODUCT_8
     wide = a.double()
     root = product * math.sqrt(a.shape[1])
-    noisy = wide + wide * (finer * root * noise(wide))
+    noisy = wide + (wide * (finer * root * noise(wide))).where(wide.isfinite(), 0.0)
     return run_reference(
         spec, {**inputs, spec.gemm[0]: noisy}, binding=binding, exact=True, touch=touch
     )

@@ -5,8 +5,8 @@
   to the same number, and what the program's own operations round away, up to half of the digits.
 - Inputs leave the spec's draw (`draws.py`): what a program does beyond the usual values is part of
   what it means.
-- Nothing leaves float32's range where the reference does not (`ranges.py`), and what asks for its
-  place is evaluated far out, too (`places.py`).
+- Nothing leaves float32's range where the reference does not (`ranges.py`), or takes another side
+  of its jumps (`ties.py`, `jumps.py`). What asks for its place is evaluated far out (`places.py`).
 - Nothing is compiled and no element type enters. Rounding, places in memory and what a kernel does
   with them are judged by the cases of `oracle.py`.
 """
@@ -24,11 +24,12 @@ from coda_agent.agent.judge.compare import SAFETY, largest_change
 from coda_agent.agent.judge.diagnosis import Diagnosis, diagnosed
 from coda_agent.agent.judge.disturbance import disturbed
 from coda_agent.agent.judge.draws import draw_doubles, draws
+from coda_agent.agent.judge.jumps import jump_fault
 from coda_agent.agent.judge.places import place_cases
 from coda_agent.agent.judge.ranges import range_fault
 from coda_agent.agent.judge.records import Finding
 from coda_agent.agent.judge.runners import one_thread, replayed
-from coda_agent.agent.judge.ties import differing, tie_draws
+from coda_agent.agent.judge.ties import Draw, differing, tie_draws
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.program import Program
 
@@ -105,11 +106,14 @@ def meaning_fault(
             return fault
         if fault := range_fault(spec, program, binding, inputs, truth, results):
             return _labelled(fault, label, seed)
-    for inputs in tie_draws(spec, program, binding, seed):
-        truth = run_reference(spec, inputs, binding=binding, exact=True)
-        results = replayed(spec, program, inputs)
-        if fault := _tie_fault(spec, program, binding, seed, inputs, truth, results):
-            return fault
+    for draw in tie_draws(spec, program, binding, seed):
+        if not draw.alone:
+            truth = run_reference(spec, draw.inputs, binding=binding, exact=True)
+            results = replayed(spec, program, draw.inputs)
+            if fault := _tie_fault(spec, program, binding, seed, draw, truth, results):
+                return fault
+        if fault := jump_fault(spec, program, binding, draw.inputs, draw.alone):
+            return _labelled(fault, draw.label, seed)
     cases = place_cases(spec, program, binding)
     for sizes, moved in itertools.groupby(cases, key=lambda case: case.sizes):
         inputs = draw_doubles(spec, binding, sizes, seed)
@@ -125,27 +129,29 @@ def meaning_fault(
 def _apart(
     spec: Spec, truth: Outputs, results: Outputs
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """List the outputs that differ, with their values and the exact ones, as a store saturates."""
+    """List the outputs that differ, with their values and the exact ones, as a store saturates.
+    What is beyond an output's type, the reference cannot hold either: it counts as infinite."""
     for o, expected in truth.items():
-        top = _top(spec, o)
+        top, most = _tops(spec, o)
         out, expected = (x.clamp(-top, top) for x in (results[o], expected))
+        expected = expected.where(~(expected.abs() > most), math.inf)
         if _differs(out, expected, _RELATIVE * expected.abs() + _LEAST).any():
             yield o, out, expected
 
 
 def _tie_fault(
     spec: Spec, program: Program, binding: Mapping[str, str], seed: int,
-    inputs: Inputs, truth: Outputs, results: Outputs,
+    draw: Draw, truth: Outputs, results: Outputs,
 ) -> Finding | None:  # fmt: skip
     """Find the first output that falls to the other side of a jump."""
     for o, out, expected in _apart(spec, truth, results):
-        wrong = differing(spec, program, binding, inputs, o, out, expected)
+        wrong = differing(spec, program, binding, draw.inputs, o, out, expected)
         if bool(wrong.any()):
             index = [int(i) for i in wrong.nonzero()[0]]
             got, due = (float(x[tuple(index)]) for x in (out, expected))
             where = {"got": got, "expected": due, "index": index, "output": o, "seed": seed}
             message = (
-                f"{o} is another function where inputs are halves of whole numbers: it is {got:g} "
+                f"{o} is another function where inputs are {draw.label}: it is {got:g} "
                 f"where {due:g} is due; a half is rounded, a threshold met, or one of equal values "
                 "taken, otherwise"
             )
@@ -212,12 +218,13 @@ def _said(o: str, label: str, seen: Diagnosis) -> str:
     )
 
 
-def _top(spec: Spec, o: str) -> float:
-    """The largest number of an output's type where its store saturates, else infinity."""
+def _tops(spec: Spec, o: str) -> tuple[float, float]:
+    """Where an output's store saturates, else infinity; and the largest number of its type."""
     import torch
 
     dtype = getattr(torch, spec.dtype_of(o, spec.default_types()))
-    return torch.finfo(dtype).max if dtype.itemsize == 1 else math.inf
+    most = torch.finfo(dtype).max
+    return most if dtype.itemsize == 1 else math.inf, most
 
 
 def _differs(out: torch.Tensor, truth: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -288,7 +295,7 @@ class _Roundings:
 
     def _ask(self, i: int) -> None:
         spec, program, inputs, o = self._about
-        top, share = _top(spec, o), self._share(program.graph.nodes[i])
+        (top, _), share = _tops(spec, o), self._share(program.graph.nodes[i])
         moved = self._operations if share == _ROUNDING else self._constants
         graph = _scaled(program.graph, i, 1 + share)
         other = replayed(spec, dataclasses.replace(program, graph=graph), inputs)[o]

@@ -257,14 +257,16 @@ class TileCheck:
 
     def _judged(self, case: Case, o: str, out: torch.Tensor) -> torch.Tensor:
         """An output as it is compared. Where the truth is NaN or infinite, either will do. So will
-        what the vocabulary documents: a maximum or a minimum passes NaN over."""
+        anything where the reference itself makes NaN of an infinity, and what the vocabulary
+        documents: a maximum or a minimum passes NaN over."""
         import torch
 
         if case.structure is None or not case.structure.planted:
             return out
         truth, kind = case.truth[o], self.program.outputs[o]
         known = ~out.double().isfinite() & ~truth.isfinite()
-        if issubclass(kind, Reduction) and kind.combine in ("max", "min"):
+        passed_over = issubclass(kind, Reduction) and kind.combine in ("max", "min")
+        if passed_over or case.structure.infinite:
             known |= truth.isnan()
         return torch.where(known, truth, out.double())
 

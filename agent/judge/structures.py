@@ -35,7 +35,7 @@ class Structure:
         factors: Magnitudes to try in this order, until all outputs are in the range of their type.
         everywhere: Whether every tile is checked, or the default one alone.
         exact: Whether outputs without rounding must match: tiles bit for bit, vectors to 2⁻²⁰.
-        planted: Whether results are NaN or infinite somewhere.
+        planted: Whether results are NaN or infinite somewhere, or the inputs.
         layout: "" is contiguous. "padded" has a stride and an offset. "transposed" is padded too,
             and B has N as its unit stride, or K where the spec's own has N.
         alias: Two inputs that are one tensor.
@@ -50,6 +50,11 @@ class Structure:
     planted: bool = False
     layout: str = ""
     alias: tuple[str, str] | None = None
+
+    @property
+    def infinite(self) -> bool:
+        """Whether inputs are infinite, and none NaN."""
+        return self.planted and math.isinf(self.factors[0])
 
 
 def _volume(sizes: Mapping[str, int]) -> int:
@@ -104,7 +109,9 @@ def structures(spec: Spec, binding: Mapping[str, str], element: str) -> list[Str
         Structure("rows of zeros", _zero_rows, base),
     ]
     if any(_plain(spec, name) for name in spec.inputs if name not in spec.gemm):
-        found.append(Structure("NaN in the operands", _plant_operands, base, planted=True))
+        for what in (math.nan, math.inf):
+            label = f"{'Inf' if math.isinf(what) else 'NaN'} in the operands"
+            found.append(Structure(label, _plant_operands, base, (what,), planted=True))
     # A transposed operand is compiled for on a GPU, so only once.
     layout = "transposed" if wide and binding == spec.bindings()[0] else "padded"
     found.append(Structure(f"{layout} operands", _as_drawn, base, layout=layout))
@@ -188,13 +195,18 @@ def _plant(inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float
 def _plant_operands(
     inputs: Inputs, spec: Spec, generator: torch.Generator, factor: float
 ) -> Inputs:
-    """A NaN in every floating tensor beside A and B."""
+    """A NaN in every floating tensor beside A and B; or infinities of both signs, where the spec
+    takes any number."""
     changed: Inputs = {}
     for name, value in inputs.items():
-        if name not in spec.gemm and _plain(spec, name):
+        if name in spec.gemm or not _plain(spec, name):
+            continue
+        if math.isnan(factor) or (spec.inputs[name].domain is None and value.element_size() > 1):
             flat = value.reshape(1, -1)
-            at = _pick(flat.shape[1], generator)
-            changed[name] = _with(flat, at * 0, at, math.nan).reshape(value.shape)
+            for sign in (1.0, -1.0):
+                at = _pick(flat.shape[1], generator)
+                flat = _with(flat, at * 0, at, sign * factor)
+            changed[name] = flat.reshape(value.shape)
     return changed
 
 

@@ -2,15 +2,16 @@
 
 Elsewhere a difference at a jump is excused, since errors of arithmetic decide to which side a value
 falls. Here there are none: rows of A pick single elements of B, and these, like all other inputs,
-are halves of whole numbers. Elements count where float32 and float64 give the same number, for the
-reference as for the program. So a difference is one of the functions themselves.
+are halves of whole numbers, thresholds, or the float32 numbers beside them. Elements count where
+float32 and float64 give the same number, for the reference as for the program. So a difference is
+one of the functions themselves.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.agent.judge.runners import interpreted
 from coda_agent.agent.judge.structures import base_shape
@@ -24,44 +25,108 @@ if TYPE_CHECKING:
 
 _DRAWS = 3
 _NEAR = 1e-9
+# What thresholds may be beside a program's constants: 0, 1, and what is nearly infinite. What is
+# less is none, but an epsilon: beside it a difference may be one of digits.
+_USUAL = 0.0, 1.0, 2.0**128 - 2.0**104
+_LEAST = 2.0**-20
+_EXPONENTS = 8, 120, 120  # of two, in either sign
+_BLOCK = 16  # columns, the fewest that a group has
+
+
+class Draw(NamedTuple):
+    """Inputs on jumps, and words for them; whether float32 `alone` tells sides there."""
+
+    label: str
+    inputs: dict[str, Any]
+    alone: bool = False
 
 
 def tie_draws(
     spec: Spec, program: Program, binding: Mapping[str, str], seed: int
-) -> Iterator[dict[str, Any]]:
-    """Draw inputs of halves; none for a program with constants that float32 rounds."""
+) -> Iterator[Draw]:
+    """Draw halves, thresholds with the numbers on both sides, and powers of two with theirs."""
+    import torch
+
+    numbers = constants(program.graph)
+    halves, factors = _values(numbers), (0.5, 1.0, 2.0)
+    for i in range(_DRAWS if all(map(is_short, _computed_with(program.graph))) else 0):
+        yield Draw("halves of whole numbers", _drawn(spec, binding, halves, factors, seed, i))
+    centres = torch.tensor([*_USUAL, *(c for c in numbers if c >= _LEAST)], dtype=torch.float64)
+    thresholds = _sides(centres.outer(torch.tensor([-1.0, 0.5, 1.0, 2.0]).double()).flatten())
+    for i in range(_DRAWS):
+        inputs = _drawn(spec, binding, thresholds, (0.0, 1.0), seed, i)
+        yield Draw("thresholds and the numbers beside them", inputs)
+    a, b = spec.gemm
+    for i, most in enumerate(_EXPONENTS if spec.inputs[b].domain is None else ()):
+        inputs = _drawn(spec, binding, thresholds, (1.0,), seed, i)
+        inputs[a], inputs[b] = _powers(inputs[a], inputs[b], most, seed + i)
+        label = f"powers of two from 2^-{most} to 2^{most} and the numbers beside them"
+        yield Draw(label, inputs, alone=True)
+
+
+def _drawn(
+    spec: Spec, binding: Mapping[str, str], pool: torch.Tensor, factors: tuple[float, ...],
+    seed: int, i: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Draw matrices from a pool and vectors from factors; rows of A pick single elements of B."""
     import torch
 
     from coda_agent.specs import draw_inputs
 
-    constants = [n.value for n in program.graph.nodes if n.op == "const"]
-    if not all(map(_short, constants)):
-        return
-    generator = torch.Generator().manual_seed(seed)
-    pool = torch.tensor(sorted(_values(program.graph)), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed + i)
     a, b = spec.gemm
-    for i in range(_DRAWS):
-        inputs = draw_inputs(
-            spec, base_shape(spec), spec.default_types(), seed=seed + i, binding=binding
-        )
-        for x, value in inputs.items():
-            tensor, value = spec.inputs[x], torch.as_tensor(value).double()
-            if tensor.draw.kind == "integers":
-                continue
-            if x == a:
-                index = torch.randint(value.shape[1], (len(value), 1), generator=generator)
-                inputs[x] = torch.zeros_like(value).scatter_(1, index, 1.0)
-                continue
-            if tensor.domain is None and (x == b or value.ndim == 2):
-                place = torch.randint(len(pool), value.shape, generator=generator)
-                drawn = pool[place]
-            else:
-                low, high = tensor.domain or (0.0, math.inf)
-                powers = [p for p in (0.5, 1.0, 2.0) if low <= p <= high] or [low]
-                place = torch.randint(len(powers), value.shape, generator=generator)
-                drawn = torch.tensor(powers, dtype=torch.float64)[place]
-            inputs[x] = drawn if drawn.ndim else float(drawn)
-        yield inputs
+    inputs = draw_inputs(
+        spec, base_shape(spec), spec.default_types(), seed=seed + i, binding=binding
+    )
+    for x, value in inputs.items():
+        tensor, value = spec.inputs[x], torch.as_tensor(value).double()
+        if tensor.draw.kind == "integers":
+            continue
+        if x == a:
+            index = torch.randint(value.shape[1], (len(value), 1), generator=generator)
+            inputs[x] = torch.zeros_like(value).scatter_(1, index, 1.0)
+            continue
+        low, high = tensor.domain or (-math.inf, math.inf)
+        least = 0.0 if tensor.domain is None else low
+        choices = pool[(pool >= low) & (pool <= high)]
+        if (x != b and value.ndim < 2) or not len(choices):
+            some = [f for f in factors if least <= f <= high] or [low]
+            choices = torch.tensor(some, dtype=torch.float64)
+        drawn = choices[torch.randint(len(choices), value.shape, generator=generator)]
+        inputs[x] = drawn if drawn.ndim else float(drawn)
+    return inputs
+
+
+def _powers(
+    picks: torch.Tensor, like: torch.Tensor, most: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw rows of A that are powers of two times one-hot, and B such that the largest of a group
+    of columns is that power, or a number beside it."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randperm(2 * most + 1, generator=generator).double() - most
+    exponents = exponents.repeat(-(-len(picks) // len(exponents)))[: len(picks)]
+
+    def some(numbers: list[float], *shape: int) -> torch.Tensor:
+        pool = torch.tensor(numbers, dtype=torch.float64)
+        return pool[torch.randint(len(pool), shape, generator=generator)]
+
+    tops = some([1.0, 1.0, 1 + 2.0**-23, 1 - 2.0**-24], -(-len(like) // _BLOCK), like.shape[1])
+    shares = some([1.0, -1.0, 0.5, -0.5, 0.25, 0.0], *like.shape)
+    powers = tops.repeat_interleave(_BLOCK, 0)[: len(like)] * shares
+    return picks * exponents[:, None].exp2(), powers
+
+
+def _sides(values: torch.Tensor) -> torch.Tensor:
+    """List numbers as float32 holds them, and the ones on either side."""
+    import torch
+
+    held = values.float()
+    up, down = (held.nextafter(torch.tensor(way)) for way in (math.inf, -math.inf))
+    near = torch.cat([held, up, down]).unique()
+    near = near.where(near.abs() >= 2.0**-126, 0.0)  # a GPU flushes what is less
+    return near[near.isfinite()].double()
 
 
 def differing(
@@ -80,14 +145,36 @@ def differing(
     return exact & ~((out - truth).abs() <= _NEAR * truth.abs())
 
 
-def _short(value: float) -> bool:
+def is_short(value: float) -> bool:
     """Whether a number has at most eight bits, as a person means it exactly."""
     mantissa, _ = math.frexp(value)
     return math.isfinite(value) and mantissa * 256 == round(mantissa * 256)
 
 
-def _values(graph: Graph) -> set[float]:
-    """List halves around 0, around the ends of 8 bits, and around the constants of a graph."""
-    centres = {0.0, 127.0, -128.0} | {n.value for n in graph.nodes if n.op == "const"}
-    both = {sign * c for c in centres for sign in (1, -1) if abs(c) < 2**15}
-    return {c + i / 2 for c in both for i in range(-9, 10)}
+def _computed_with(graph: Graph) -> list[float]:
+    """List the constants of a graph that are more than a bound: what is multiplied by one that
+    float32 rounds may miss a half."""
+    nodes = graph.nodes
+    used = {a for n in nodes if n.op not in ("maximum", "minimum") for a in n.args}
+    return [n.value for i, n in enumerate(nodes) if n.op == "const" and i in used]
+
+
+def constants(graph: Graph) -> set[float]:
+    """List the sizes of a graph's constants."""
+    return {abs(n.value) for n in graph.nodes if n.op == "const" and math.isfinite(n.value)}
+
+
+def rounded_number(value: float) -> float:
+    """Round a number to float32."""
+    import torch
+
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _values(numbers: set[float]) -> torch.Tensor:
+    """List halves around 0, around the ends of 8 bits, and around numbers."""
+    import torch
+
+    centres = {0.0, 127.0, 128.0} | {c for c in numbers if c < 2**15}
+    halves = {sign * c + i / 2 for c in centres for sign in (1, -1) for i in range(-9, 10)}
+    return torch.tensor(sorted(halves), dtype=torch.float64)

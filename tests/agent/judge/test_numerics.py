@@ -1,0 +1,70 @@
+"""Tests of agent/judge/numerics.py: infinities that are planted, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from coda_agent.agent.judge.numerics import check_numerics
+from coda_agent.primitives import __all__ as vocabulary
+from coda_agent.primitives.reader import read_programs
+from coda_agent.primitives.tiles import TileConfig
+from coda_agent.specs import Spec
+from tests.written import spec
+
+_HEADER = "types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 48, K: 16}]\n"
+
+
+def said(made: Spec, heading: str, *lines: str) -> str:
+    """What the gate says of a program; empty where it admits it."""
+    text = (
+        f"from coda_agent.primitives import {', '.join({*vocabulary} - {'Program'})}\n"
+        f"@epilogue({heading}\n" + "".join(f"    {line}\n" for line in lines)
+    )
+    tiles = {("k", "bfloat16"): (TileConfig(128, 128),)}
+    found = check_numerics(
+        made, read_programs(text), tiles, device="cpu", progress=lambda *_: None, seed=1
+    )
+    return found.findings[0].message if found.findings else ""
+
+
+@pytest.mark.parametrize(
+    ("count", "refused"),
+    [
+        ("1.0 - equal(acc, acc)", "Inf in A"),
+        ("where(greater(absolute(acc), 3.4028234663852886e38), 1.0, 0.0)", "NaN in A"),
+        ("1.0 - equal(acc - acc, 0.0)", ""),
+        ("1.0 - greater_equal(3.4028234663852886e38, absolute(acc))", ""),
+    ],
+)
+def test_a_count_of_what_is_not_finite_has_both(count: str, refused: str) -> None:
+    """In few rows: disturbed runs made NaN of infinity, and 0 of NaN, which excused any count."""
+    made = spec(
+        "z = (A @ B.T).float(); return {'n': (~torch.isfinite(z)).float().sum(dim=-1)}",
+        {}, {"n": "{shape: [M], dtype: float32}"}, name="k", header=_HEADER,
+    )  # fmt: skip
+    found = said(made, "n=RowSum)\ndef k(acc):", f"return {{'n': {count}}}")
+    assert (f"n is wrong ({refused})" in found) if refused else not found
+
+
+@pytest.mark.parametrize(
+    ("finite", "refused"), [("equal(Z, Z)", True), ("equal(Z - Z, 0.0)", False)]
+)
+def test_infinities_in_operands(finite: str, refused: bool) -> None:
+    made = spec(
+        "return {'O': torch.where(torch.isfinite(Z.float()), (A @ B.T).float(), 0.0).to(A.dtype)}",
+        {"Z": "[M, N]"}, name="k", header=_HEADER,
+    )  # fmt: skip
+    line = f"return {{'O': where({finite}, acc, 0.0)}}"
+    found = said(made, "O=Tile)\ndef k(acc, Z: Tile):", line)
+    assert ("O is wrong (Inf in the operands)" in found) == refused == bool(found)
+
+
+def test_nan_that_the_reference_makes_of_infinities_is_no_value() -> None:
+    """PyTorch's softmax of inf and -inf is NaN; a sigmoid of their difference is 1."""
+    made = spec(
+        "z = (A @ B.T).float().unflatten(1, (-1, 2))\n"
+        "return {'O': z.softmax(dim=-1).flatten(1).to(A.dtype)}",
+        name="k", header=_HEADER,
+    )  # fmt: skip
+    body = "x, y = pairs(acc)", "return {'O': interleave(sigmoid(x - y), sigmoid(y - x))}"
+    assert not said(made, "O=Tile)\ndef k(acc):", *body)
