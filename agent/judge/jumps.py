@@ -219,8 +219,12 @@ def _name(function: Any) -> str:
 
 
 def _jumps(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call is a jump, and makes a tensor of its own; a rounding to decimals multiplies
-    by a power of ten inside."""
+    """Whether a call is a jump of real numbers, and makes a tensor of its own; a rounding to
+    decimals multiplies by a power of ten inside."""
+    import torch
+
+    if any(isinstance(x, torch.Tensor) and x.is_complex() for x in args):
+        return False
     name = _name(function)
     return name in _COMPARISONS or (name in _STEPS and len(args) == 1)
 

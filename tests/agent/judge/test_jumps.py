@@ -92,6 +92,16 @@ def test_the_exponent_of_a_block_is_met_at_powers_of_two() -> None:
     assert judged(block_scaled(_EXPONENT), "-floor(8.0 - floor(log2(a)))") == []
 
 
+def test_the_direction_of_a_complex_number_is_no_jump() -> None:
+    made = spec(
+        "z = torch.view_as_complex((A @ B.T).float().unflatten(1, (-1, 2)))\n"
+        "return {'O': torch.view_as_real(torch.sgn(z)).flatten(1).to(A.dtype)}",
+        name="k", header="types: {T: [bfloat16]}\ncheck_shapes: [{M: 33, N: 96, K: 16}]\n",
+    )  # fmt: skip
+    inputs = {"A": torch.eye(16, dtype=torch.float64), "B": torch.eye(96, 16, dtype=torch.float64)}
+    assert sides(made, {}, inputs, set()) == []
+
+
 def test_pytorch_is_sure_where_nothing_was_rounded() -> None:
     """Of z >= 0.1 where z is any float32, and the program has the 0.1; of z / 3 >= 0.1 nowhere."""
     z = torch.tensor([[0.1, 0.2], [0.3, 0.7]]).double()
