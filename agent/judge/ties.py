@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _DRAWS = 3
 _NEAR = 1e-9
-# What thresholds may be beside a program's constants: 0, 1, and what is nearly infinite. What is
-# less is none, but an epsilon: beside it a difference may be one of digits.
-_USUAL = 0.0, 1.0, 2.0**128 - 2.0**104
+# What thresholds may be beside a program's constants. A smaller constant is none, but an epsilon:
+# beside it a difference may be one of digits. So it would be beside the largest float32.
+_USUAL = 0.0, 1.0
 _LEAST = 2.0**-20
 _EXPONENTS = 8, 120, 120  # of two, in either sign
 _BLOCK = 16  # columns, the fewest that a group has
