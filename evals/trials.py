@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +22,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coda_agent.agent import authors, pipeline
 from coda_agent.agent.events import Event, Requested
-from coda_agent.agent.judge.records import LEVELS, Level, rank
-from coda_agent.agent.judgement import Machine
+from coda_agent.agent.judge.records import LEVELS, VERSIONS, Level, rank
+from coda_agent.agent.judgement import Gate, Machine
 from coda_agent.agent.log import read_events
 from coda_agent.agent.state import Attempt, RunState, Spent
 from coda_agent.agent.workspace import Workspace
@@ -91,6 +91,11 @@ class Trial(Judged):
     def solved(self) -> bool:
         """Whether the judge showed at least what the suite asks for."""
         return self.outcome in LEVELS and rank(self.outcome) >= rank(self.goal)
+
+    @property
+    def stale(self) -> list[str]:
+        """The gates that decide by another version now; all where it names none."""
+        return super().stale if self.versions else [*VERSIONS]
 
 
 @dataclass(frozen=True)
@@ -298,10 +303,16 @@ def record_of(events: Sequence[Event], task: Task, spec: Spec, run: str) -> Tria
         program=final and final.text, attempts=final.number if final else len(state.attempts),
         spent=state.spent, run=run, effort=str((state.options or {}).get("effort", "")),
         prompt=next((e.digest[:12] for e in events if isinstance(e, Requested)), ""),
-        versions={name: gate.version for name, gate in gates.items() if gate.passed is not None},
+        versions=_versions(gates),
         roofline=timed and timed.mean("roofline"), of_gemm=timed and timed.mean("of_gemm"),
         over_compile=timed and timed.mean("over_compile"),
     )  # fmt: skip
+
+
+def _versions(gates: Mapping[str, Gate]) -> dict[str, int]:
+    """Take the versions of the gates that decided; where none did, a trial ages with them all."""
+    ran = {name: gate.version for name, gate in gates.items() if gate.passed is not None}
+    return ran or dict(VERSIONS)
 
 
 def _outcome(state: RunState, final: Attempt | None) -> tuple[Outcome, str]:

@@ -74,6 +74,7 @@ def test_a_trial_of_another_suite_spec_or_gate_does_not_count(where: Workspace) 
         trial(where, spec, "a", suite_digest="sha256:0"),
         trial(where, spec, "b", spec_digest="sha256:0"),
         trial(where, spec, "c", versions={"numerics": 1}),
+        trial(where, spec, "e", outcome="gave_up", versions={}),
     ]
     assert [row["author"] for row in rows(where, *others, trial(where, spec, "d"))] == ["d"]
 

@@ -282,6 +282,7 @@ def test_how_a_trial_ends(
     assert record.outcome == outcome
     assert reason in record.reason
     assert record.counts is (outcome != "harness_fault")
+    assert (record.versions == VERSIONS) is (outcome not in ("proved", "refused"))
 
 
 def test_a_model_that_was_never_asked_is_no_failure_of_it() -> None:
