@@ -222,9 +222,10 @@ def described(graph: fx.Graph) -> str:
         places[node] = f"%{len(places)}"
         args = torch.fx.map_arg((node.args, node.kwargs), lambda x: _Place(places[x]))
         value = node.meta.get(SYMBOLIC, node.meta.get("val"))
-        shape = str(value)
         if isinstance(value, torch.Tensor):
             shape = f"{[*value.shape]} {[*value.stride()]} {value.dtype} {value.device.type}"
+        else:
+            shape = str(value)
         target = "" if node.op == "placeholder" else node.target
         lines.append(f"{node.op} {target} {args} {shape}")
     return "\n".join(lines)
