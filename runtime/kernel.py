@@ -19,12 +19,10 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime import dispatch_tables as tables
-from coda_agent.runtime import sharded
 from coda_agent.runtime.call_cache import signature
 from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_block
 from coda_agent.runtime.operators import Variant, differentiated, register, scalars
-from coda_agent.runtime.outputs import check, placed
 from coda_agent.runtime.pruning import without
 from coda_agent.runtime.tuning import UserTuning, read_tuned
 from coda_agent.runtime.user_layout import Declared
@@ -119,10 +117,6 @@ class Kernel:
             for x in spec.bindings()
         }
         outputs = tuple(spec.declared.outputs)
-        self._results = {
-            tuple(x.values()): [o for o in outputs if o not in spec.updated(x)]
-            for x in spec.bindings()
-        }
         self._updated = {
             tuple(x.values()): (outputs.index(o), self._inputs.index(i))
             for x in spec.bindings()
@@ -133,7 +127,6 @@ class Kernel:
         self,
         *args: Any,
         block_size: int | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
         **inputs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the kernel.
@@ -148,9 +141,6 @@ class Kernel:
                 partials of blocks of that many columns (or rows, where rows are reduced
                 over), from one launch. Inputs whose strides or address TMA cannot load are copied
                 first.
-            out: Tensors that outputs are written to, by their names: no launch and no memory more,
-                where a tile's is contiguous and begins at 32 bytes; else copied there. A tile may
-                be an input of the same extents, such as dZ over Z.
             inputs: Inputs by name, and the spec's static parameters.
 
         Returns:
@@ -160,12 +150,10 @@ class Kernel:
         Raises:
             ArgumentError: an input is missing, or there is no such input; a TypeError, too.
             LaunchError: wrong shapes, dtypes or layouts; the message names the tensor. Or an input
-                requires a gradient, and there is none: of FP8 numbers, of a variant
-                that overwrites an input, and of a result in `out`.
+                requires a gradient, and there is none: of FP8 numbers, and of a
+                variant that overwrites an input.
         """
         key = self._choice(inputs) if self._parameters else ()
-        if out is not None:
-            check(self.__name__, self._results[key], out)
         values: Sequence[Any] = args
         if inputs or len(args) != len(self._inputs):
             values = (*args, *self._named(args, inputs))
@@ -180,15 +168,13 @@ class Kernel:
         ordered = variant.inputs(values) if variant else []
         call = variant and variant.function.calls.find(ordered, (block_size, None))
         if variant and call:
-            results = variant.run(call, ordered, values, None if self._declared else out)
+            results = variant.run(call, ordered, values)
         else:
             values = list(values)
             results = self._anew(variant, key, values, block_size)
         if self._declared:
             names, element = self._returned[key], values[self._a].dtype
             results = self._declared.left(names, results, element, raw=block_size is not None)
-        if out:
-            results = placed(self.__name__, self._results[key], results, out)
         if key not in self._updated:
             return results
         o, i = self._updated[key]
@@ -276,9 +262,6 @@ class Kernel:
         """The results where no plan of such a call is known; by the operator where calls are
         traced, without `variant`, or differentiated."""
         self._check(values)
-        if sharded.distributed(values):
-            names, local = self._inputs, lambda x: self._anew(variant, key, x, block_size)
-            return sharded.on_shards(self.variants[key], names, values, local)
         if variant is None:
             self._check_transforms()
         if (device := self._autocast(values)) is not None:
@@ -393,6 +376,12 @@ class Kernel:
         import torch
 
         for i, value in enumerate(values):
+            if hasattr(value, "placements"):
+                raise LaunchError(
+                    f"{self.__name__}: input {self._inputs[i]!r} is a DTensor, expected a rank's "
+                    "tensor",
+                    hint="call it on .to_local() of all, as docs/several-gpus.md has it",
+                )
             if isinstance(value, torch.Tensor):
                 if value.layout is torch.strided and not value.is_nested:
                     continue

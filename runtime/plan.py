@@ -57,22 +57,19 @@ class CallPlan:
     ready: tuple[tuple[int, View], ...]
     finish: Finish | None
 
-    def __call__(
-        self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """The outputs; what is added to in place is the caller's tensor, and so is what `out` has
-        by its place, of the shape, strides and dtype of `made`."""
+    def __call__(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The outputs; what is added to in place is the caller's tensor."""
         if self.elsewhere is not None and self.elsewhere():
             import torch
 
             with torch.cuda.device(self.device):
-                return self(inputs, out)
+                return self(inputs)
         given = inputs
         if self.ready:
             inputs = list(given)
             for i, make in self.ready:
                 inputs[i] = make(inputs[i])
-        outputs = self.buffers(inputs, out or {})
+        outputs = [inputs[-1] if made is None else self.empty(*made) for made in self.made]
         self.bound(inputs, outputs)
         if self.finish:
             self.finish(outputs)
@@ -85,17 +82,6 @@ class CallPlan:
                     start.copy_(result.reshape(start.shape))
                 outputs[self.added] = start
         return outputs
-
-    def buffers(self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What the kernel writes to: those of `out`, the input that is added to, new ones."""
-        empty = self.empty
-        if out:
-            places = enumerate(self.made)
-            return [
-                out[i] if i in out else inputs[-1] if made is None else empty(*made)
-                for i, made in places
-            ]
-        return [inputs[-1] if made is None else empty(*made) for made in self.made]
 
 
 def resolve(
