@@ -16,7 +16,7 @@ from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.calls import Calls
 from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName
-from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
+from coda_agent.agent.cli.report import columns, judged, progress, quiet, reported
 from coda_agent.agent.cli.targets import here
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Connection, serve
@@ -88,7 +88,7 @@ def generate(
         outcome = pipeline.generate(
             workspace, path, who, observer, device=device, commit=not no_commit
         )
-    return outcomes([outcome], single=True)
+    return judged(outcome)
 
 
 @reported("contended", compiles=True)
@@ -108,7 +108,7 @@ def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     who = _made(str(first.author), replace(options, budget=budget), workspace)
     with progress(usd=first.spent.usd or 0.0) as observer:
         outcome = pipeline.resume(workspace, found, who, observer)
-    return outcomes([outcome], single=True)
+    return judged(outcome)
 
 
 @reported()

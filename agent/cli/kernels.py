@@ -9,7 +9,7 @@ from coda_agent.agent import execution
 from coda_agent.agent import verify as verification
 from coda_agent.agent.cli import report, targets
 from coda_agent.agent.cli.options import All, DeviceOption, Kernels, NoCommit
-from coda_agent.agent.cli.report import outcomes, progress, quiet, reported
+from coda_agent.agent.cli.report import judged, progress, quiet, reported
 from coda_agent.agent.cli.spec import about, line
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.reply import Reply
@@ -42,7 +42,7 @@ def check(
     execution.usable_gpu(device)
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
     outcome = targets.judged("check", target, spec, device=device, gates=gates)
-    return outcomes([outcome], single=True)
+    return judged(outcome)
 
 
 def _admitted(path: str) -> Reply:

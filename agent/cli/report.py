@@ -138,12 +138,9 @@ def sentence(outcome: "Outcome") -> str:
     return said if before else f"{said} ({outcome.folder or outcome.run})"
 
 
-def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
-    """What became of candidates; exit code 0 where all passed."""
-    records = [outcome.record() for outcome in found]
-    code = 0 if all(outcome.passed for outcome in found) else REFUSED
-    text = "\n".join(map(told, found))
-    return Reply(records[0] if single else {"kernels": records}, text, code)
+def judged(outcome: "Outcome") -> Reply:
+    """What became of a candidate; exit code 0 where it passed."""
+    return Reply(outcome.record(), told(outcome), 0 if outcome.passed else REFUSED)
 
 
 class Standing:
