@@ -55,12 +55,18 @@ def doctor(
         raise WorkspaceError(f"{folders[0]} is looked at with --exports")
     items, level = diagnose(Path.cwd())
     rows = [
-        (item.name, item.value or "missing", item.enables + (f" ({item.hint})" * (not item.value)))
+        (
+            item.name,
+            f"{item.value or 'missing'}{' (broken)' * item.broken}",
+            item.enables + f" ({item.hint})" * (item.broken or not item.value),
+        )
         for item in items
     ]
     end = f"kernels can reach `{level}` here" if level else "nothing can be shown here"
+    broken = [item.name for item in items if item.broken]
+    end += f"; broken: {', '.join(broken)}" * bool(broken)
     document = {"items": [vars(item) for item in items], "level": level}
-    code = 0 if level else MachineError.exit_code
+    code = MachineError.exit_code if broken or not level else 0
     return Reply(document, f"{columns(rows)}\n\n{end}", code)
 
 

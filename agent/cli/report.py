@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from coda_agent.agent import tables
 from coda_agent.agent.cli.options import SHARED
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
-from coda_agent.agent.tables import columns
 from coda_agent.primitives.objects import writable_cache
 
 if TYPE_CHECKING:
@@ -76,6 +77,12 @@ def _own(shared: Sequence[str], given: dict[str, Any], compiles: bool) -> dict[s
         if value := given.pop(name):
             os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
     return given
+
+
+def columns(rows: tables.Rows) -> str:
+    """Align rows; on a terminal they fit it."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return tables.columns(rows, width)
 
 
 def quiet() -> bool:

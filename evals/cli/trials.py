@@ -8,11 +8,11 @@ import typer
 from coda_agent.agent import authors
 from coda_agent.agent.cli.authoring import BaseUrl, Effort, PriceIn, PriceOut, price_of
 from coda_agent.agent.cli.options import DeviceOption
-from coda_agent.agent.cli.report import quiet, reported
+from coda_agent.agent.cli.report import columns, quiet, reported
 from coda_agent.agent.device import Device
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.tables import by_head, columns
+from coda_agent.agent.tables import by_head
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import WITHHELD
 from coda_agent.agent.workspace import Workspace, find
