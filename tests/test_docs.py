@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from coda_agent.agent.cli.examples import EXAMPLES
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "agent" / "skill.md"]
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```\s*$", re.DOTALL | re.MULTILINE)
@@ -81,6 +83,8 @@ def matches(shown: str, said: str) -> bool:
 
 RUNNABLE = [block for block in blocks("python") if "run" not in re.split(r"\W", block.info)]
 COMMANDS = [(block, words) for block in blocks("console") for words in commands(block)]
+HELP = Block(ROOT / "agent" / "cli" / "examples.py", 0, "", "")
+COMMANDS += [(HELP, shlex.split(example)) for example in EXAMPLES.values()]
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.id) for block in RUNNABLE])

@@ -9,6 +9,7 @@ import typer
 
 from coda_agent.agent import pages, workspace
 from coda_agent.agent.cli import targets
+from coda_agent.agent.cli.options import completed, known_kernels, known_specs
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.cli.spec import Shapes, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
@@ -16,7 +17,7 @@ from coda_agent.agent.explain import explain as explained
 from coda_agent.agent.explain import stage_of
 from coda_agent.agent.references import examples_of
 from coda_agent.agent.reply import Reply
-from coda_agent.primitives.catalogue import entries
+from coda_agent.primitives.catalogue import entries, vocabulary_names
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.suggest import near_matches
@@ -93,7 +94,11 @@ def _exports(folders: list[Path]) -> Reply:
 @reported(compiles=True)
 def explain(
     target: Annotated[
-        str, typer.Argument(metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION")
+        str,
+        typer.Argument(
+            metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION",
+            autocompletion=completed(known_kernels, known_specs, files=True),
+        ),
     ],
     stage: Annotated[
         Literal["graph", "plan", "program", "cute", "ptx", "sass"] | None,
@@ -154,7 +159,9 @@ def _planned(
 
 
 @reported()
-def primitives(name: Annotated[str | None, typer.Argument()] = None) -> Reply:
+def primitives(
+    name: Annotated[str | None, typer.Argument(autocompletion=completed(vocabulary_names))] = None,
+) -> Reply:
     """List what programs are written from, or describe one."""
     known = {entry.name: entry for entry in entries()}
     if name is None:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from coda_agent import generated
 from coda_agent.agent import authors, doctor, judge, pipeline, shapes, workspace
 from coda_agent.agent.cli import app, basics, report, show, targets
+from coda_agent.agent.cli.examples import EXAMPLES
 from coda_agent.agent.configuration import configuration
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge import static  # noqa: F401  # before a fake replaces it
@@ -609,6 +610,37 @@ def test_a_tools_inputs_on_the_command_line(tmp_path: Path) -> None:
         read(["old=@nothing.py"])
     with pytest.raises(CodaError, match="is not KEY=VALUE"):
         read(["old"])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_ends_with_an_example(name: str) -> None:
+    said = CliRunner().invoke(app, [*name.split(), "--help"], terminal_width=80).stdout
+    assert said.rstrip().endswith(f"Example: coda-agent {EXAMPLES[name]}")
+    assert EXAMPLES[name].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("show gemm_sw", ["gemm_swiglu"]),
+        ("generate mi", ["mine", "mine.py"]),
+        ("generate gemm_dropout", ["gemm_dropout_residual"]),
+        ("tune gemm_sy", ["gemm_symlog"]),
+        ("export gemm_symlog gemm_ro", ["gemm_rope"]),
+        ("bench --suite pa", ["paper"]),
+        ("eval run --suite smo", ["smoke"]),
+        ("primitives RowS", ["RowSum"]),
+    ],
+)
+def test_a_shell_completes_names(where: workspace.Workspace, words: str, found: list[str]) -> None:
+    (where.specs / "mine.md").touch()
+    (where.root / "mine.py").touch()
+    asked = {
+        "_CODA_AGENT_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"coda-agent {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    assert runner.invoke(app, [], env=asked, prog_name="coda-agent").stdout.split() == found
 
 
 @pytest.mark.parametrize("name", TOOLS)
