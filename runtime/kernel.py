@@ -19,7 +19,7 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime import dispatch_tables as tables
-from coda_agent.runtime.call_cache import signature
+from coda_agent.runtime.call_cache import filled, signature, traced
 from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
 from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_block
 from coda_agent.runtime.operators import Variant, differentiated, register, scalars
@@ -164,7 +164,7 @@ class Kernel:
             except RuntimeError:  # no views are taken of what is not dense
                 self._check(values)
                 raise
-        variant = None if self._traced() else self.variants[key]
+        variant = None if traced() else self.variants[key]
         ordered = variant.inputs(values) if variant else []
         call = variant and variant.function.calls.find(ordered, (block_size, None))
         if variant and call:
@@ -270,11 +270,11 @@ class Kernel:
             # The interpreter's own product would be cast too.
             with torch.autocast(device, enabled=False):
                 return self._anew(variant, key, values, block_size)
-        filled = self._scalars and self._filled(values)
+        in_memory = self._scalars and filled(values, self._scalars, values[self._a].device)
         if variant is None or signature(values) is None or differentiated(values):
             kept = self.kept.get(key) if differentiated(values) else None
             packet = kept or self.ops[key]
-            op = packet.Tensor if filled else packet.default
+            op = packet.Tensor if in_memory else packet.default
             static: dict[str, Any] = dict(zip(self._parameters, key, strict=True))
             if block_size is not None:
                 static["block_size"] = block_size
@@ -312,30 +312,6 @@ class Kernel:
                 )
         missing = next(x for x in rest if x not in inputs)
         raise ArgumentError(f"{name}: input {missing!r} is missing")
-
-    def _filled(self, values: list[Any]) -> bool:
-        """Whether scalars are in memory; then the others among `values` are brought there too."""
-        import torch
-
-        numbers = [i for i in self._scalars if not isinstance(values[i], torch.Tensor)]
-        if len(numbers) == len(self._scalars):
-            return False
-        for i in numbers:
-            device = values[self._a].device
-            values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
-        return True
-
-    def _traced(self) -> bool:
-        """Whether calls are traced or transformed here, so that they must be the operator's."""
-        import torch
-
-        known = torch._C
-        return (
-            torch.compiler.is_compiling()
-            or known._len_torch_dispatch_stack() > 0
-            or known._are_functorch_transforms_active()
-            or torch.autograd.forward_ad._current_level >= 0
-        )
 
     def _check_transforms(self) -> None:
         """Refuse what would differentiate a call by other ways than `backward` and `grad`."""

@@ -20,9 +20,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.runtime.call_cache import differentiated
+from coda_agent.runtime.call_cache import CallPlan, differentiated, picked
 from coda_agent.runtime.function import ProgramFunction
-from coda_agent.runtime.plan import CallPlan
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
@@ -130,9 +129,7 @@ class Variant:
     def _returned(self, values: Sequence[Any] | None, results: Sequence[torch.Tensor]) -> Any:
         if values is not None and self.updated:
             self._update(values, results)
-        if len(self.returned) == 1:
-            return results[self.returned[0]]
-        return tuple([results[i] for i in self.returned]) or None
+        return picked(self.returned, results)
 
     def _update(self, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
         import torch
