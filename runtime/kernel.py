@@ -352,13 +352,13 @@ class Kernel:
         import torch
 
         for i, value in enumerate(values):
-            if hasattr(value, "placements"):
-                raise LaunchError(
-                    f"{self.__name__}: input {self._inputs[i]!r} is a DTensor, expected a rank's "
-                    "tensor",
-                    hint="call it on .to_local() of all, as docs/several-gpus.md has it",
-                )
             if isinstance(value, torch.Tensor):
+                if hasattr(value, "placements"):
+                    raise LaunchError(
+                        f"{self.__name__}: input {self._inputs[i]!r} is a DTensor, expected a "
+                        "rank's tensor",
+                        hint="call it on .to_local() of all, as docs/several-gpus.md has it",
+                    )
                 if value.layout is torch.strided and not value.is_nested:
                     continue
                 kind = "nested" if value.is_nested else value.layout
