@@ -338,11 +338,7 @@ LONG = "x" * 10_000
 
 
 UNUSABLE = [
-    (
-        ["runs", "last", "--html", "missing/x.html"],
-        "missing/x.html",
-        "No such",
-    ),
+    (["runs", "last", "--html", "missing/x.html"], "missing/x.html", "No such"),
     (["runs", "last", "--html", "folder"], "folder", "Is a directory"),
     (["runs", "last", "--html", "file/x.html"], "file/x.html", "Not a directory"),
     (["runs", "last", "--html", LONG], "x", "File name too long"),
@@ -359,7 +355,7 @@ UNUSABLE = [
     (["prompt", f"/{LONG}"], "/x", "File name too long"),
     (["show", "--html", "/proc/x"], "/proc/x", "No such file or directory"),
     (["show", "--html", "file"], "file", "File exists"),
-]
+]  # fmt: skip
 
 
 def test_a_path_that_cannot_be_used_is_one_line(where: workspace.Workspace) -> None:

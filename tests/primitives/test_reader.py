@@ -64,11 +64,7 @@ BODY = "    d = acc * r\n"
         ("r: ColVector)", "*r: ColVector)", "parameters are plain"),
         ("r: ColVector)", "r: ColVector) -> open('x')", "no type is returned"),
         ("r: ColVector)", "r: open('x'))", "declared by their kind"),
-        (
-            "r: ColVector)",
-            "r: HalfTile)",
-            "declared by their kind: `HalfTile` one of Tile, HeadTable",
-        ),
+        ("r: ColVector)", "r: HalfTile)", "declared by their kind: `HalfTile` one of Tile, HeadTable"),
         ("r: ColVector)", "pairs: ColVector)", "the name 'pairs' is not free"),
         ("@epilogue(D=Tile, O=HalfTile)", "", "decorated with @epilogue"),
         ("@epilogue(D=Tile", "@epilogue(D=open('x')", "declared by their kind"),
@@ -83,7 +79,7 @@ BODY = "    d = acc * r\n"
         ("    d = acc * r", "    d = acc *", "not Python"),
         ("def k", "async def k", "only imports and @epilogue"),
     ],
-)
+)  # fmt: skip
 def test_everything_else_is_refused(old: str, new: str, said: str) -> None:
     assert old in GOOD
     text = GOOD.replace(old, new, 1)
@@ -140,19 +136,13 @@ def test_names_of_programs_are_read_and_nothing_is_made_of_hostile_text() -> Non
     ("call", "said"),
     [
         ('ptx("asinh", "tanh.approx.f32 $0, $1;", acc)', None),
-        (
-            'ptx("asinh", acc, "tanh.approx.f32 $0, $1;")',
-            "ptx() takes two texts first, its meaning and its code",
-        ),
+        ('ptx("asinh", acc, "tanh.approx.f32 $0, $1;")', "ptx() takes two texts first, its meaning and its code"),
         ('ptx("asinh", "tanh.approx.f32 $0, $1;", acc, "x")', "constant is not a number"),
-        (
-            'ptx("asinh", code="tanh.approx.f32 $0, $1;")',
-            "ptx() takes two texts first, its meaning and its code",
-        ),
+        ('ptx("asinh", code="tanh.approx.f32 $0, $1;")', "ptx() takes two texts first, its meaning and its code"),
         ('ptx("asinh", f"{acc}", acc)', "ptx() takes two texts first, its meaning and its code"),
         ('exp("asinh", "tanh.approx.f32 $0, $1;", acc)', "constant is not a number"),
     ],
-)
+)  # fmt: skip
 def test_texts_stand_only_where_ptx_takes_them(call: str, said: str | None) -> None:
     text = f"""from coda_agent.primitives import Tile, epilogue, exp, ptx
 

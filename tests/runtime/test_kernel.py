@@ -520,17 +520,13 @@ def test_what_the_judge_did_not_see_is_not_loaded(tmp_path: Path, file: str) -> 
         ("evidence.json", "", "not readable evidence: Invalid JSON"),
         ("evidence.json", "[" * 9999, "not readable evidence: Invalid JSON: recursion"),
         ("evidence.json", "[]", "not readable evidence: Input should be an object"),
-        (
-            "evidence.json",
-            '{"refused_tiles": [{"tile": [1]}]}',
-            r"evidence: refused_tiles\.0\.tile",
-        ),
+        ("evidence.json", '{"refused_tiles": [{"tile": [1]}]}', r"evidence: refused_tiles\.0\.tile"),
         ("evidence.json", '{"compiled": {"spills": {"t": -1}}}', r"compiled\.spills\.t: Input"),
         ("tuned.json", "9" * 5000, "not hold measured tiles: Invalid JSON: number out"),
         ("tuned.json", '{"H": {"float16": [{}]}}', r"measured tiles: H\.float16\.0\.m: Field"),
         ("tuned.json", '{"H": 1}', "measured tiles: H: Input should be an object"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, fault: str) -> None:
     folder = tmp_path / "gemm_rope"
     shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)

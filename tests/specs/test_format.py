@@ -162,36 +162,16 @@ def test_digest_ignores_line_ends_only() -> None:
             "B: {shape: [N, K], dtype: int32",
             "gemm: A is bfloat16 and B int32; expected one type for both, of bfloat16, float16, float8",
         ),
-        (
-            "B: {shape: [N, K], dtype: T",
-            "B: {shape: [N, K], dtype: bfloat16",
-            "A is float16 and B bf",
-        ),
-        (
-            "[bfloat16, float16]",
-            "[bfloat16, float32]",
-            "gemm: A is float32 and B float32; expected one",
-        ),
+        ("B: {shape: [N, K], dtype: T", "B: {shape: [N, K], dtype: bfloat16", "A is float16 and B bf"),
+        ("[bfloat16, float16]", "[bfloat16, float32]", "gemm: A is float32 and B float32; expected one"),
         (
             "types: {T: [bfloat16, float16]}",
             "types: {T: [bfloat16, float16], S: [float32]}",
             "types: S is not the type of A, by which a kernel chooses all others; expected a concrete",
         ),
-        (
-            "[M, N/2], dtype: T",
-            "[M, N/2], dtype: int64",
-            "D: outputs are floating-point, not int64; exp",
-        ),
-        (
-            "[M, N/2], dtype: T",
-            "[M], dtype: float8_e4m3fn",
-            "D: reductions are stored in float32, not float8_e4m3fn",
-        ),
-        (
-            "[M, N/2], dtype: T",
-            "[N], dtype: float8_e4m3fn",
-            "D: reductions are stored in float32, not float8_e4m3fn",
-        ),
+        ("[M, N/2], dtype: T", "[M, N/2], dtype: int64", "D: outputs are floating-point, not int64; exp"),
+        ("[M, N/2], dtype: T", "[M], dtype: float8_e4m3fn", "D: reductions are stored in float32, not float8_e4m3fn"),
+        ("[M, N/2], dtype: T", "[N], dtype: float8_e4m3fn", "D: reductions are stored in float32, not float8_e4m3fn"),
         ("---\nname", "name", "no front matter; expected YAML between two `---` lines"),
         ("gemm: [A, B]", "gemm: [A, B", "line 1"),
         ("gemm: [A, B]", "gemm: [A, B]\ngemm: [B, A]", "line 2: front matter is not YAML: key"),
@@ -214,15 +194,8 @@ def test_digest_ignores_line_ends_only() -> None:
         ("[M, K], dtype: T", "[M, K], dtype: S", "A: unknown dtype 'S'; expected one of T, bfloat"),
         ("[M, 3]", "[M, Q]", "y: dim 'Q' is not declared; expected one of M, N, K"),
         ("[M, N/2]", "[M, Z/2]", "D: dim 'Z' is not declared"),
-        (
-            *IN_PLACE,
-            "in_place: D and y are not an output and an input of one shape and dtype; expected",
-        ),
-        (
-            "gemm: [A, B]\n",
-            "gemm: [A, B]\nin_place: {output: D}\n",
-            "missing key 'in_place.input'",
-        ),
+        (*IN_PLACE, "in_place: D and y are not an output and an input of one shape and dtype; expected"),
+        ("gemm: [A, B]\n", "gemm: [A, B]\nin_place: {output: D}\n", "missing key 'in_place.input'"),
         ("[M, N/2]", "[M, N*2]", "outputs.D.shape: expected a list of dims, DIM/INT, INT*DIM"),
         ("[M, N/2]", "[M, N/3]", "D: N/3 needs dim N to be declared multiple_of: 3"),
         ("[M, 3]", "[M, 0]", "inputs.y.shape: expected a list of dims"),
@@ -244,16 +217,12 @@ def test_digest_ignores_line_ends_only() -> None:
         ("```python reference", "```python", "one closed ```python reference block, found 0"),
         ("A last", "```python reference\n```\nA last", "reference block, found 2"),
         ("def reference(A", "def reference((A", "line {line}: reference has a syntax error"),
-        (
-            "def reference",
-            "def other",
-            "defines reference 0 times; expected `def reference(A,",
-        ),
+        ("def reference", "def other", "defines reference 0 times; expected `def reference(A,"),
         ("reference(A, B", "reference(B, A", "takes (B, A, v, x, y, per, act); expected (A, B, v"),
         ("per, act):", "per):", "reference takes (A, B, v, x, y, per); expected (A, B, v, x, y"),
         ("per, act):", "per, /, act):", "reference takes (A, B, v, x, y, per, /, act)"),
     ],
-)
+)  # fmt: skip
 def test_bad_specs(old: str, new: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse((old, new))
