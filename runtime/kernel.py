@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -21,13 +20,14 @@ from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime import dispatch_tables as tables
 from coda_agent.runtime.call_cache import filled, signature, traced
 from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
+from coda_agent.runtime.documentation import documentation
 from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_block
 from coda_agent.runtime.operators import Variant, differentiated, register, scalars
 from coda_agent.runtime.pruning import without
 from coda_agent.runtime.tuning import UserTuning, read_tuned
 from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec, load_spec
-from coda_agent.specs.format import Draw, Output
+from coda_agent.specs.format import Draw
 from coda_agent.specs.layout import Place
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Kernel:
         self.__name__ = spec.name  # what help() and torch.compile print
         column = Draw("integers", (0, spec.gemm_dims[1]))
         columns = tuple(x for x, t in spec.inputs.items() if t.draw == column)
-        self.__doc__ = _documentation(spec, columns)
+        self.__doc__ = documentation(spec, columns)
         element = spec.inputs[spec.gemm[0]].dtype
         types = spec.types.get(element, (element,))
         dtypes = {
@@ -479,33 +479,6 @@ def _usable(
         if config.label not in refused
         and (block is None or reduction_block(program, config) == block)
     ]
-
-
-def _documentation(spec: Spec, columns: Collection[str]) -> str:
-    """The function's docstring: what it computes, its inputs with their domains, its outputs."""
-
-    def line(name: str, tensor: Output) -> str:
-        shapes = tensor.shape.cases.values()
-        shown = " or ".join(f"({', '.join(map(str, s))}{',' * (len(s) == 1)})" for s in shapes)
-        words = [shown, "or".join(f" {x} " for x in spec.types.get(tensor.dtype, (tensor.dtype,)))]
-        match getattr(tensor, "domain", None):
-            case (0.0, math.inf):
-                words[-1] += ", positive"
-            case (low, high):
-                words[-1] += f", from {low:g} to {high:g}"
-        if name in columns:
-            words[-1] += f", from 0 to {spec.gemm_dims[1]} - 1: a CPU refuses another, and a GPU "
-            words[-1] += "takes 0 for its element"
-        return f"    {name}: {' '.join(' '.join(words).split()).replace(' ,', ',')}"
-
-    declared = spec.declared
-    inputs, outputs = (
-        [line(*item) for item in tensors.items()] for tensors in (declared.inputs, declared.outputs)
-    )
-    said = [spec.summary, "", "Args:", *inputs, "", "Returns:", *outputs]
-    if spec.layout and (packed := Declared(spec.name, spec.layout, ()).hint):
-        said += ["", "Packed:", *(f"    {line}" for line in packed.split("; "))]
-    return "\n".join(said)
 
 
 @lru_cache(maxsize=1)
