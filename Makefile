@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | format | clean. Set-up happens by itself, once, in $(VENV).
+# make demo | test | test-all | docs | lint | format | clean. Set-up happens by itself, once, in $(VENV).
 #
 #   PYTHON=python3.12                    another interpreter (3.11 or newer)
 #   VENV=path                            another environment, made if it is not there
@@ -16,7 +16,7 @@ BIN := $(abspath $(VENV))/bin
 # One stamp per device: a machine that gains a GPU installs what was missing.
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: demo test test-all lint style types pytest format setup clean
+.PHONY: demo test test-all docs lint style types pytest format setup clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -43,6 +43,14 @@ pytest: $(STAMP)
 test-all: style types
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
+# The site, in site/. Its tools are installed the first time, since nothing else needs them.
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # not --quiet, by which warnings do not count
+
+$(STAMP)-docs: $(STAMP)
+	$(BIN)/pip install -qq --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -55,5 +63,5 @@ $(STAMP): pyproject.toml setup.py scripts/setup.sh
 
 # Only the default environment: one that was named by VENV=... is yours.
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

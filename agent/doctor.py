@@ -1,8 +1,10 @@
 """What this machine has, and what each thing it has makes possible."""
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import platform
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +18,33 @@ from coda_agent.runtime.target import find_tool
 
 _PACKAGES = (
     ("torch", "torch", "the reference and the interpreter: `proved`"),
-    ("nvidia-cutlass-dsl", "cutlass", "compiling: `proved`"),
     ("quack-kernels", "quack", "the GEMM mainloop: `proved`"),
     ("triton", "triton", "torch.compile as a baseline on a GPU"),
 )
 _NEEDED = ("torch", "nvidia-cutlass-dsl", "quack-kernels", "cache")
 """Without these no kernel can be shown to be anything."""
+_COMPILER = "nvidia-cutlass-dsl"
+_DRIVER = 580
+"""The oldest driver that runs what is built for CUDA 13."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing looked for; `value` is None where it is missing, `enables` what it is good for."""
+    """One thing looked for.
+
+    Attributes:
+        name: Of it.
+        value: What was found; None where it is missing.
+        enables: What it is good for.
+        hint: What to do where it is missing or broken.
+        broken: Whether it is here and cannot do that, by which `doctor` fails.
+    """
 
     name: str
     value: str | None
     enables: str
     hint: str = ""
+    broken: bool = False
 
 
 def gpus() -> list[Gpu]:
@@ -55,14 +68,16 @@ def diagnose(start: Path) -> tuple[list[Item], str | None]:
         The findings, and the highest level a kernel can reach here (None: not even `proved`).
     """
     items = [*_python(), *_gpu(), *_tools(), *_git(start)]
-    found = {item.name: item.value for item in items}
-    if not all(found[name] for name in _NEEDED):
+    found = {item.name: item.value for item in items if not item.broken}
+    if not all(found.get(name) for name in _NEEDED):
         return items, None
-    return items, "accepted" if found["gpu"] and found["torch with CUDA"] else "proved"
+    runs = all(map(found.get, ("gpu", "driver", "torch with CUDA")))
+    return items, "accepted" if runs else "proved"
 
 
 def _python() -> Iterator[Item]:
     yield Item("python", platform.python_version(), "everything")
+    yield _compiler()
     for distribution, module, enables in _PACKAGES:
         version = package_version(distribution, module)
         yield Item(distribution, version, enables, f"pip install {distribution}")
@@ -71,21 +86,73 @@ def _python() -> Iterator[Item]:
         cache = str(writable_cache())
     except MachineError as error:
         why = str(error)
-    yield Item("cache", cache, "keeping compiled kernels: `proved`", why)
+    yield Item("cache", cache, "keeping compiled kernels: `proved`", why, broken=cache is None)
+
+
+def _compiler() -> Item:
+    """The wheels of the compiler: there, of one version, and with the files that they brought.
+
+    Wheels of releases before 4.8 have files of one name with other contents: the one for CUDA 13
+    over the base, or the reverse, is a compiler that fails in the middle of a kernel.
+    """
+    enables, version = "compiling: `proved`", package_version(_COMPILER, "cutlass")
+    if version in (None, "unknown"):
+        return Item(_COMPILER, version, enables, f"pip install {_COMPILER}")
+    wheels = {x.name: x for x in distributions() if x.name.startswith(_COMPILER)}
+    off = [name for name, x in wheels.items() if x.version != version or not _whole(x)]
+    if not off:
+        return Item(_COMPILER, version, enables)
+    found = ", ".join(f"{name} {wheels[name].version}" for name in off)
+    names = " ".join(f"{name}=={version}" for name in wheels if name != _COMPILER)
+    hint = f"{found}: not the files of {version}; pip install --force-reinstall --no-deps {names}"
+    return Item(_COMPILER, version, enables, hint, broken=True)
+
+
+def distributions() -> Iterator[importlib.metadata.Distribution]:
+    """The packages that are installed here."""
+    yield from importlib.metadata.distributions()
+
+
+def _whole(wheel: importlib.metadata.Distribution) -> bool:
+    """Whether a wheel's files are those that it brought: by digest, of libraries by size."""
+    for file in wheel.files or ():
+        if file.size is None or file.hash is None or file.parts[0] == "..":
+            continue  # made here: RECORD itself, and scripts
+        path = Path(str(file.locate()))
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+        if path.suffix == ".py":
+            digest = hashlib.new(file.hash.mode, path.read_bytes()).digest()
+            if urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+                return False
+    return True
 
 
 def _gpu() -> Iterator[Item]:
     found = gpus()
-    value = "; ".join(f"{gpu.name} ({gpu.arch}, driver {gpu.driver})" for gpu in found)
+    hopper = [gpu for gpu in found if gpu.capability == "9.0"]
+    value = "; ".join(f"{gpu.name} ({gpu.arch}, driver {gpu.driver})" for gpu in hopper)
     hint = "nvidia-smi names none; kernels stay `proved` here"
+    if found and not hopper:
+        hint = f"{found[0].name} is no Hopper GPU; kernels stay `proved` here"
     yield Item("gpu", value or None, "`verified` and `accepted`", hint)
     cuda: str | None = None
-    if found and package_version("torch", "torch"):
+    built = package_version("torch", "torch") if hopper else None
+    if built:
         import torch  # only here: it takes seconds, and without a GPU the answer is known
 
-        cuda = str(torch.version.cuda) if torch.cuda.is_available() else None
+        built = torch.version.cuda
+        cuda = str(built) if torch.cuda.is_available() else None
+    if hopper:
+        old = int(hopper[0].driver.partition(".")[0] or 0) < _DRIVER
+        wheels = {wheel.name for wheel in distributions()}
+        new = str(built).startswith("13.") or f"{_COMPILER}-libs-cu13" in wheels
+        hint = f"CUDA 13 needs {_DRIVER} or newer: update the driver"
+        broken = old and new
+        yield Item("driver", hopper[0].driver, "running what is built for CUDA", hint, broken)
     hint = "needs a GPU and a torch built for it"
-    yield Item("torch with CUDA", cuda, "running kernels", hint)
+    broken = bool(hopper) and cuda is None
+    yield Item("torch with CUDA", cuda, "running kernels", hint, broken)
     names = list(dict.fromkeys(gpu.name for gpu in found))
     for name in names:
         yield _dispatch(name)

@@ -51,11 +51,9 @@ def new_spec(
     return path
 
 
-def check_free(path: Path, text: str | None = None, *, force: bool) -> None:
-    """Raises WorkspaceError where a file is there that may not be overwritten: one that holds
-    anything but `text`, if that is known."""
-    same = text is not None and path.exists() and path.read_text("utf-8") == text
-    if path.exists() and not (force or same):
+def check_free(path: Path, *, force: bool) -> None:
+    """Raises WorkspaceError where a file is there that may not be overwritten."""
+    if path.exists() and not force:
         raise WorkspaceError(f"{path} is there already", hint="--force overwrites it")
 
 

@@ -1,11 +1,16 @@
 """Tables: rows of cells, the first row the head, for a terminal, for Markdown and as JSON data."""
 
+import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 T = TypeVar("T")
 Rows = Sequence[Sequence[object]]
 
+_NARROW = 12
+"""No column is made narrower to fit a terminal."""
 _ESCAPES = str.maketrans({m: f"\\{m}" for m in "\\`*_[]|#"} | {"<": "&lt;", ">": "&gt;"})
 
 
@@ -14,13 +19,29 @@ def tabulate(items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -
     return [tuple(columns), *(tuple(show(item) for show in columns.values()) for item in items)]
 
 
-def columns(rows: Rows) -> str:
-    """Align rows to the left, two spaces apart; the last column is as wide as it likes."""
+def columns(rows: Rows, width: int | None = None) -> str:
+    """Align rows to the left, two spaces apart.
+
+    Args:
+        rows: Of cells.
+        width: What lines must fit, by wrapping cells of the widest columns but the first; without
+            it the last column is as wide as it likes.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    room = (width or math.inf) - 2 * (len(widths) - 1)
+    if sum(widths) > room:
+        while sum(widths) > room and max(widths[1:], default=0) > _NARROW:
+            widths[widths.index(max(widths[1:]), 1)] -= 1
+        cells = [[*line] for row in cells for line in _wrapped(row, widths)]
     widths[-1:] = [0]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, ...]]:
+    cells = (textwrap.wrap(cell, width or 1) for cell, width in zip(row, widths, strict=True))
+    return zip_longest(*(cell or [""] for cell in cells), fillvalue="")
 
 
 def markdown(rows: Rows) -> str:

@@ -319,6 +319,14 @@ def find(start: Path | None = None) -> Workspace:
     raise WorkspaceError(f"{top} is not a workspace: it has no {missing}", hint=INIT_HINT)
 
 
+def here() -> Workspace | None:
+    """The workspace around the current folder, for commands that can do without one."""
+    try:
+        return find()
+    except (WorkspaceError, MachineError):  # there may be no git either
+        return None
+
+
 def _top(folder: Path) -> Path:
     """The top of the working tree `folder` lies in."""
     try:

@@ -1,20 +1,11 @@
-"""The suites of cases that `bench` measures, by name."""
+"""The suites of cases that `bench` measures, by name. What they hold is imported when one is made:
+most of it imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from coda_agent.evals import (
-    fp8_layers,
-    functions,
-    gradients,
-    host,
-    kernels,
-    layers,
-    numerics,
-    training,
-)
 from coda_agent.evals.cases import Suite
 from coda_agent.primitives.errors import CodaError
 
@@ -35,22 +26,66 @@ _NUMERICS = """The error of GEMM – RMSNorm – GEMM on the layers of Llama-3 8
 float32 on the same bf16 values. `eager` is `mm`, `add`, `F.rms_norm`, `mm`. Values are drawn to
 resemble a trained model's (`evals/numerics.py`)."""
 
+
+def _kernels(root: Path) -> Suite:
+    from coda_agent.evals import kernels
+
+    return kernels.own(root)
+
+
+def _paper(root: Path) -> Suite:
+    from coda_agent.evals import kernels
+
+    return kernels.paper(root)
+
+
+def _shapes(root: Path) -> Suite:
+    from coda_agent.evals import kernels
+
+    return kernels.shapes(root)
+
+
+def _layers(_: Path) -> Suite:
+    from coda_agent.evals import fp8_layers, layers, training
+
+    cases = [*layers.cases(), *fp8_layers.cases(), *training.cases()]
+    return Suite("layers", _LAYERS, cases, group=_without_width)
+
+
+def _fuse(_: Path) -> Suite:
+    from coda_agent.evals import functions
+
+    return Suite("fuse", _FUSE, functions.CASES, group=functions.passes)
+
+
+def _gradients(_: Path) -> Suite:
+    from coda_agent.evals import gradients
+
+    return Suite("gradients", _GRADIENTS, gradients.cases())
+
+
+def _host(root: Path) -> Suite:
+    from coda_agent.evals import host
+
+    return Suite("host", _HOST, host.cases(root), ("host",), 40)
+
+
+def _numerics(_: Path) -> Suite:
+    from coda_agent.evals import numerics
+
+    cases = numerics.cases()
+    return Suite("numerics", _NUMERICS, cases, group=lambda case: case.rpartition(" ")[0])
+
+
 SUITES: Mapping[str, Callable[[Path], Suite]] = {
-    "kernels": kernels.own,
-    "paper": kernels.paper,
-    "shapes": kernels.shapes,
-    "layers": lambda _: Suite(
-        "layers",
-        _LAYERS,
-        [*layers.cases(), *fp8_layers.cases(), *training.cases()],
-        group=_without_width,
-    ),
-    "fuse": lambda _: Suite("fuse", _FUSE, functions.CASES, group=functions.passes),
-    "gradients": lambda _: Suite("gradients", _GRADIENTS, gradients.cases()),
-    "host": lambda root: Suite("host", _HOST, host.cases(root), ("host",), 40),
-    "numerics": lambda _: Suite(
-        "numerics", _NUMERICS, numerics.cases(), group=lambda case: case.rpartition(" ")[0]
-    ),
+    "kernels": _kernels,
+    "paper": _paper,
+    "shapes": _shapes,
+    "layers": _layers,
+    "fuse": _fuse,
+    "gradients": _gradients,
+    "host": _host,
+    "numerics": _numerics,
 }
 
 

@@ -17,6 +17,27 @@ from coda_agent.primitives.suggest import near_matches
 if TYPE_CHECKING:
     from coda_agent.runtime.kernel import Kernel
 
+    # A checker would take the folder of that name for a module.
+    gemm_bias_act: Kernel
+    gemm_fp8_residual_partial_rmsnorm: Kernel
+    gemm_fp8_rmsnorm: Kernel
+    gemm_fp8_rmsnorm_rope: Kernel
+    gemm_fp8_rmsnorm_swiglu: Kernel
+    gemm_fp8_rmsnorm_swiglu_quantised: Kernel
+    gemm_fp8_swiglu: Kernel
+    gemm_fp8_swiglu_quantised: Kernel
+    gemm_partial_cross_entropy: Kernel
+    gemm_partial_swiglu_bwd: Kernel
+    gemm_residual_partial_rmsnorm: Kernel
+    gemm_residual_partial_rmsnorm_bwd: Kernel
+    gemm_rmsnorm: Kernel
+    gemm_rmsnorm_partial_cross_entropy: Kernel
+    gemm_rmsnorm_rope: Kernel
+    gemm_rmsnorm_swiglu: Kernel
+    gemm_rope: Kernel
+    gemm_swiglu: Kernel
+    gemm_symlog: Kernel
+
 _ROOT = Path(__file__).parent
 
 

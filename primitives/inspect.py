@@ -125,7 +125,6 @@ def inspect_program(
     element_bytes: int = 2,
     gemm_bytes: int = 2,
     widths: Mapping[str, int] | None = None,
-    vector_bytes: int = 4,
     block: int = 128,
 ) -> Inspection:
     """Fold over the program's graph at size (M, N, K); `widths` are the bytes an element of outputs
@@ -143,7 +142,7 @@ def inspect_program(
     flops += sum(elements[nodes[roots[o]].shape] for o in program.reductions)
     moved = (m * k + n * k) * gemm_bytes
     for kind in program.operands.values():
-        width = vector_bytes if kind.vector else element_bytes
+        width = 4 if kind.vector else element_bytes
         width = width if kind.element_bytes is None else kind.element_bytes
         moved += math.prod(kind.extents(m, n)) * width
     written, tile = 0, TileConfig(block, block)

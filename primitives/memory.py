@@ -54,3 +54,25 @@ def parts_meet(
         flags.as_strided((down, across, 1), (across, 1, tiles)),
         sums.as_strided((area, down, across, 1), (1, across * area, area, tiles * area)),
     )
+
+
+def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
+    """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the
+    kernel's loads. quack holds vectors to four elements, which are 32 bytes of int64.
+
+    Args:
+        t: The tensor.
+        either_major: Whether the unit stride may be the first one (GEMM operands) or must be the
+            last (epilogue operands).
+    """
+    import torch
+
+    step = 16 // t.element_size()
+    strides = t.stride()
+    suits = strides[-1] == 1 and all(s % step == 0 and s > 0 for s in strides[:-1])
+    if either_major and not suits:
+        suits = strides[0] == 1 and strides[1] % step == 0 and strides[1] > 0
+    if suits and t.data_ptr() % max(16, 4 * t.element_size()) == 0:
+        return t
+    # Not `contiguous()`: that keeps any stride of a dimension of extent 1.
+    return t.clone(memory_format=torch.contiguous_format)

@@ -57,11 +57,11 @@ def writable_cache() -> Path:
         ) from None
 
 
-def use_cache(directory: Path | None = None) -> None:
-    """Point quack's object cache at `directory`, also in a process that already imported quack."""
+def use_cache() -> None:
+    """Point quack's object cache at ours, also in a process that already imported quack."""
     import quack.cache
 
-    quack.cache.CACHE_DIR = str(directory or cache_directory())
+    quack.cache.CACHE_DIR = str(cache_directory())
 
 
 def cached(build: Callable[[], T]) -> T:

@@ -11,6 +11,10 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coda_agent import generated as generated
+    from coda_agent import integrations as integrations
+    from coda_agent import primitives as primitives
+    from coda_agent import specs as specs
     from coda_agent.fuse import fuse as fuse  # the module, which can be called, as no type says
 
 __version__: str

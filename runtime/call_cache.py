@@ -1,4 +1,4 @@
-"""Calls resolved once, found again. Exports take this module as it is: it needs torch alone."""
+"""Calls resolved once, found again and run. Exports take this module: it needs torch alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from coda_agent.primitives.memory import allocator
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,135 @@ def differentiated(values: Sequence[Any]) -> bool:
     import torch
 
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values)
+
+
+def traced() -> bool:
+    """Whether calls are traced or transformed here, so that they must be an operator's."""
+    import torch
+
+    known = torch._C
+    return (
+        torch.compiler.is_compiling()
+        or known._len_torch_dispatch_stack() > 0
+        or known._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def filled(values: list[Any], scalars: Sequence[int], device: torch.device) -> bool:
+    """Whether scalars are in memory; then the others among `values` are brought there too."""
+    import torch
+
+    numbers = [i for i in scalars if not isinstance(values[i], torch.Tensor)]
+    if len(numbers) == len(scalars):
+        return False
+    for i in numbers:
+        values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
+    return True
+
+
+def picked(places: Sequence[int], results: Sequence[torch.Tensor]) -> Any:
+    """Of all outputs what a call returns: a tuple, a single one alone, or None."""
+    if len(places) == 1:
+        return results[places[0]]
+    return tuple([results[i] for i in places]) or None
+
+
+class CallPlan:
+    """How a kernel runs on tensors of one signature.
+
+    It holds no tensor. A call takes from torch's caching allocator its outputs, copies of what TMA
+    cannot load, and a workspace where parts of K meet.
+
+    Args:
+        bound: Launches on the current stream of `device`, from inputs and outputs.
+        device: That of all tensors.
+        made: Shape, strides and dtype of each output; None of one that is the last input, which is
+            added to in place.
+        ready: Places of inputs that are not passed as they are, and what makes them so.
+        finish: What follows the launch, in the list of outputs; if anything.
+        kept: Whether what is added to is a copy of the caller's tensor.
+    """
+
+    def __init__(
+        self,
+        bound: Callable[[Sequence[Any], list[torch.Tensor]], None],
+        device: torch.device,
+        made: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None],
+        ready: Sequence[tuple[int, Callable[[Any], Any]]],
+        finish: Callable[[list[torch.Tensor]], None] | None = None,
+        kept: bool = False,
+    ) -> None:
+        import torch
+
+        self.made, self._bound, self._device, self._kept = made, bound, device, kept
+        self._ready, self._finish, self._empty = ready, finish, allocator(device)
+        self._added = made.index(None) if None in made else None
+        several, index = torch.cuda.device_count() > 1, device.index
+        self._elsewhere = (lambda: torch.cuda.current_device() != index) if several else None
+
+    def __call__(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The outputs; what is added to in place is the caller's tensor."""
+        if self._elsewhere is not None and self._elsewhere():
+            import torch
+
+            with torch.cuda.device(self._device):
+                return self(inputs)
+        given = inputs
+        if self._ready:
+            inputs = list(given)
+            for i, make in self._ready:
+                inputs[i] = make(inputs[i])
+        outputs = [inputs[-1] if made is None else self._empty(*made) for made in self.made]
+        self._bound(inputs, outputs)
+        if self._finish:
+            self._finish(outputs)
+        if self._added is not None:
+            result, start = outputs[self._added], given[-1]
+            if self._kept:
+                outputs[self._added] = result.reshape(start.shape)
+            else:
+                if result.data_ptr() != start.data_ptr():
+                    start.copy_(result.reshape(start.shape))
+                outputs[self._added] = start
+        return outputs
+
+
+def launching(
+    call: Callable[..., Any],
+    order: Sequence[Sequence[int]],
+    makes: Sequence[tuple[int, Callable[[Any], Any]]],
+    scheduler: Any,
+    meet: Callable[[torch.device], tuple[Any, ...]] | None,
+) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], None]:
+    """Make what launches a fused kernel on inputs and outputs.
+
+    Args:
+        call: The compiled kernel.
+        order: Places of A, B, D and C, and of the epilogue's arguments, among None, the outputs,
+            the inputs, and at last where parts of K meet.
+        makes: Places among these that are not passed as they are, and what makes them so.
+        scheduler: As quack takes it.
+        meet: Makes where parts of K meet, if there are any.
+    """
+    gemm, epilogue = map(_getter, order)
+
+    def enqueue(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        values = [None, *outputs, *inputs]
+        for i, make in makes:
+            values[i] = make(values[i])
+        if meet:
+            values += meet(inputs[0].device)
+        call(*gemm(values), epilogue(values), scheduler, None, None, None)
+
+    return enqueue
+
+
+def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """As `itemgetter`, of one place and of none too."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple([values[i] for i in places])
 
 
 @lru_cache(maxsize=1)

@@ -16,9 +16,9 @@ from coda_agent.primitives.kinds import Resource
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile, Scalar, steps
 from coda_agent.primitives.tiles import DEFAULT_CONFIGS, TileConfig, offered
-from coda_agent.runtime.call_cache import Calls
+from coda_agent.runtime.call_cache import CallPlan, Calls
 from coda_agent.runtime.launch import allocate
-from coda_agent.runtime.plan import CallPlan, resolve
+from coda_agent.runtime.plan import resolve
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coda_agent.primitives.gradient import PRODUCT, Gradient, gradient_of
 from coda_agent.primitives.graph import Graph, Node, Shape
 from coda_agent.primitives.groups import GroupTile
 from coda_agent.primitives.kinds import HALVES, Operand, Resource
-from coda_agent.primitives.memory import allocator
+from coda_agent.primitives.memory import tma_ready
 from coda_agent.primitives.objects import cached
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
@@ -34,9 +34,9 @@ from coda_agent.primitives.resources import (
 )
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import unfused
-from coda_agent.runtime.call_cache import Calls
+from coda_agent.runtime.call_cache import CallPlan, Calls
 from coda_agent.runtime.launch import allocate
-from coda_agent.runtime.plan import Finish, tma_ready
+from coda_agent.runtime.plan import Finish
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class GradientPass:
     first: str
 
     @cached_property
-    def calls(self) -> Calls[_Plan]:
+    def calls(self) -> Calls[CallPlan]:
         """The calls resolved so far; their inputs are `first` and the program's operands."""
         return Calls(0, 0, (), 1 + len(self.program.operands))
 
@@ -123,7 +123,9 @@ class GradientPass:
 
     def _resolved(
         self, size: tuple[int, int], given: Sequence[torch.Tensor], types: Sequence[torch.dtype]
-    ) -> _Plan:
+    ) -> CallPlan:
+        import torch
+
         program, gradient = self.program, self.gradient
         kinds = [(self.first, Tile), *program.operands.items()]
         makes = [partial(self._read, o, kind, size) for o, kind in kinds]
@@ -134,19 +136,27 @@ class GradientPass:
         kernel = self._kernel(config, tuple([t.dtype for t in (*read, *buffers)]))
         places = {x: i for i, x in enumerate(program.outputs)}
         total = [gradient.program.operands.get(x) is Scalar for x in gradient.wanted]
-        return _Plan(
-            kernel,
-            allocator(given[0].device),
-            [
-                (i, make)
-                for i, (make, t, x) in enumerate(zip(makes, given, read, strict=True))
-                if (t.data_ptr(), t.shape, t.stride()) != (x.data_ptr(), x.shape, x.stride())
-            ],
-            [(tuple(t.shape), t.stride(), t.dtype) for t in buffers],
-            Finish(program, *size, config),
-            [*zip(map(places.get, gradient.wanted), total, types, strict=True)],
-            gradient.shapes(size, {}),
-        )
+        results = zip(map(places.get, gradient.wanted), total, types, strict=True)
+        due = [*zip(results, gradient.shapes(size, {}), strict=True)]
+        folds, device = Finish(program, *size, config), given[0].device
+
+        def finish(found: list[torch.Tensor]) -> None:
+            """Fold partials, and give each gradient: 0 where it has no place."""
+            folds(found)
+            found[:] = [
+                torch.zeros(shape, dtype=dtype, device=device)
+                if place is None
+                else (found[place].sum() if whole else found[place]).to(dtype)
+                for (place, whole, dtype), shape in due
+            ]
+
+        ready = [
+            (i, make)
+            for i, (make, t, x) in enumerate(zip(makes, given, read, strict=True))
+            if (t.data_ptr(), t.shape, t.stride()) != (x.data_ptr(), x.shape, x.stride())
+        ]
+        made = [(tuple(t.shape), t.stride(), t.dtype) for t in buffers]
+        return CallPlan(lambda x, y: kernel((*x, *y)), device, made, ready, finish)
 
     def _read(
         self, o: str, kind: type[Resource], size: tuple[int, int], value: torch.Tensor
@@ -166,44 +176,6 @@ class GradientPass:
         self, config: TileConfig, types: tuple[torch.dtype, ...]
     ) -> Callable[[tuple[torch.Tensor, ...]], None]:
         return cached(lambda: unfused.prepare(self.program, types, config))
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """A call with tensors of one signature.
-
-    Attributes:
-        kernel: What is launched.
-        empty: Allocates on the current device.
-        ready: Places of tensors that are not read as they are, and what makes them so.
-        made: Shapes, strides and dtypes of what the kernel writes.
-        finish: What follows the launch.
-        results: Of each gradient its place among these, whether it is their sum, and its dtype;
-            no place where it is 0.
-        shapes: Theirs.
-    """
-
-    kernel: Callable[[tuple[torch.Tensor, ...]], None]
-    empty: Callable[..., torch.Tensor]
-    ready: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
-    made: list[tuple[Any, ...]]
-    finish: Finish
-    results: list[tuple[int | None, bool, torch.dtype]]
-    shapes: list[tuple[int, ...]]
-
-    def __call__(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        for i, make in self.ready:
-            given[i] = make(given[i])
-        found = [self.empty(*x) for x in self.made]
-        self.kernel((*given, *found))
-        if self.finish.steps:
-            self.finish(found)
-        return [
-            given[0].new_zeros(shape, dtype=dtype)
-            if place is None
-            else (found[place].sum() if total else found[place]).to(dtype)
-            for (place, total, dtype), shape in zip(self.results, self.shapes, strict=True)
-        ]
 
 
 def _kind(program: Program, o: str) -> type[Operand] | None:

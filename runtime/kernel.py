@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -19,17 +18,16 @@ from coda_agent.primitives.reader import read_programs
 from coda_agent.primitives.tiles import SWIZZLES, TileConfig, offered
 from coda_agent.runtime import autograd as gradients
 from coda_agent.runtime import dispatch_tables as tables
-from coda_agent.runtime import sharded
-from coda_agent.runtime.call_cache import signature
+from coda_agent.runtime.call_cache import filled, signature, traced
 from coda_agent.runtime.dispatch import H200, Gpu, Model, Shape, prior
+from coda_agent.runtime.documentation import documentation
 from coda_agent.runtime.function import Chooser, ProgramFunction, reduction_block
 from coda_agent.runtime.operators import Variant, differentiated, register, scalars
-from coda_agent.runtime.outputs import check, placed
 from coda_agent.runtime.pruning import without
 from coda_agent.runtime.tuning import UserTuning, read_tuned
 from coda_agent.runtime.user_layout import Declared
 from coda_agent.specs import Spec, load_spec
-from coda_agent.specs.format import Draw, Output
+from coda_agent.specs.format import Draw
 from coda_agent.specs.layout import Place
 
 if TYPE_CHECKING:
@@ -82,7 +80,7 @@ class Kernel:
         self.__name__ = spec.name  # what help() and torch.compile print
         column = Draw("integers", (0, spec.gemm_dims[1]))
         columns = tuple(x for x, t in spec.inputs.items() if t.draw == column)
-        self.__doc__ = _documentation(spec, columns)
+        self.__doc__ = documentation(spec, columns)
         element = spec.inputs[spec.gemm[0]].dtype
         types = spec.types.get(element, (element,))
         dtypes = {
@@ -119,10 +117,6 @@ class Kernel:
             for x in spec.bindings()
         }
         outputs = tuple(spec.declared.outputs)
-        self._results = {
-            tuple(x.values()): [o for o in outputs if o not in spec.updated(x)]
-            for x in spec.bindings()
-        }
         self._updated = {
             tuple(x.values()): (outputs.index(o), self._inputs.index(i))
             for x in spec.bindings()
@@ -133,7 +127,6 @@ class Kernel:
         self,
         *args: Any,
         block_size: int | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
         **inputs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the kernel.
@@ -148,9 +141,6 @@ class Kernel:
                 partials of blocks of that many columns (or rows, where rows are reduced
                 over), from one launch. Inputs whose strides or address TMA cannot load are copied
                 first.
-            out: Tensors that outputs are written to, by their names: no launch and no memory more,
-                where a tile's is contiguous and begins at 32 bytes; else copied there. A tile may
-                be an input of the same extents, such as dZ over Z.
             inputs: Inputs by name, and the spec's static parameters.
 
         Returns:
@@ -160,12 +150,10 @@ class Kernel:
         Raises:
             ArgumentError: an input is missing, or there is no such input; a TypeError, too.
             LaunchError: wrong shapes, dtypes or layouts; the message names the tensor. Or an input
-                requires a gradient, and there is none: of FP8 numbers, of a variant
-                that overwrites an input, and of a result in `out`.
+                requires a gradient, and there is none: of FP8 numbers, and of a
+                variant that overwrites an input.
         """
         key = self._choice(inputs) if self._parameters else ()
-        if out is not None:
-            check(self.__name__, self._results[key], out)
         values: Sequence[Any] = args
         if inputs or len(args) != len(self._inputs):
             values = (*args, *self._named(args, inputs))
@@ -176,19 +164,17 @@ class Kernel:
             except RuntimeError:  # no views are taken of what is not dense
                 self._check(values)
                 raise
-        variant = None if self._traced() else self.variants[key]
+        variant = None if traced() else self.variants[key]
         ordered = variant.inputs(values) if variant else []
         call = variant and variant.function.calls.find(ordered, (block_size, None))
         if variant and call:
-            results = variant.run(call, ordered, values, None if self._declared else out)
+            results = variant.run(call, ordered, values)
         else:
             values = list(values)
             results = self._anew(variant, key, values, block_size)
         if self._declared:
             names, element = self._returned[key], values[self._a].dtype
             results = self._declared.left(names, results, element, raw=block_size is not None)
-        if out:
-            results = placed(self.__name__, self._results[key], results, out)
         if key not in self._updated:
             return results
         o, i = self._updated[key]
@@ -276,9 +262,6 @@ class Kernel:
         """The results where no plan of such a call is known; by the operator where calls are
         traced, without `variant`, or differentiated."""
         self._check(values)
-        if sharded.distributed(values):
-            names, local = self._inputs, lambda x: self._anew(variant, key, x, block_size)
-            return sharded.on_shards(self.variants[key], names, values, local)
         if variant is None:
             self._check_transforms()
         if (device := self._autocast(values)) is not None:
@@ -287,11 +270,11 @@ class Kernel:
             # The interpreter's own product would be cast too.
             with torch.autocast(device, enabled=False):
                 return self._anew(variant, key, values, block_size)
-        filled = self._scalars and self._filled(values)
+        in_memory = self._scalars and filled(values, self._scalars, values[self._a].device)
         if variant is None or signature(values) is None or differentiated(values):
             kept = self.kept.get(key) if differentiated(values) else None
             packet = kept or self.ops[key]
-            op = packet.Tensor if filled else packet.default
+            op = packet.Tensor if in_memory else packet.default
             static: dict[str, Any] = dict(zip(self._parameters, key, strict=True))
             if block_size is not None:
                 static["block_size"] = block_size
@@ -329,30 +312,6 @@ class Kernel:
                 )
         missing = next(x for x in rest if x not in inputs)
         raise ArgumentError(f"{name}: input {missing!r} is missing")
-
-    def _filled(self, values: list[Any]) -> bool:
-        """Whether scalars are in memory; then the others among `values` are brought there too."""
-        import torch
-
-        numbers = [i for i in self._scalars if not isinstance(values[i], torch.Tensor)]
-        if len(numbers) == len(self._scalars):
-            return False
-        for i in numbers:
-            device = values[self._a].device
-            values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
-        return True
-
-    def _traced(self) -> bool:
-        """Whether calls are traced or transformed here, so that they must be the operator's."""
-        import torch
-
-        known = torch._C
-        return (
-            torch.compiler.is_compiling()
-            or known._len_torch_dispatch_stack() > 0
-            or known._are_functorch_transforms_active()
-            or torch.autograd.forward_ad._current_level >= 0
-        )
 
     def _check_transforms(self) -> None:
         """Refuse what would differentiate a call by other ways than `backward` and `grad`."""
@@ -394,6 +353,12 @@ class Kernel:
 
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor):
+                if hasattr(value, "placements"):
+                    raise LaunchError(
+                        f"{self.__name__}: input {self._inputs[i]!r} is a DTensor, expected a "
+                        "rank's tensor",
+                        hint="call it on .to_local() of all, as docs/several-gpus.md has it",
+                    )
                 if value.layout is torch.strided and not value.is_nested:
                     continue
                 kind = "nested" if value.is_nested else value.layout
@@ -514,33 +479,6 @@ def _usable(
         if config.label not in refused
         and (block is None or reduction_block(program, config) == block)
     ]
-
-
-def _documentation(spec: Spec, columns: Collection[str]) -> str:
-    """The function's docstring: what it computes, its inputs with their domains, its outputs."""
-
-    def line(name: str, tensor: Output) -> str:
-        shapes = tensor.shape.cases.values()
-        shown = " or ".join(f"({', '.join(map(str, s))}{',' * (len(s) == 1)})" for s in shapes)
-        words = [shown, "or".join(f" {x} " for x in spec.types.get(tensor.dtype, (tensor.dtype,)))]
-        match getattr(tensor, "domain", None):
-            case (0.0, math.inf):
-                words[-1] += ", positive"
-            case (low, high):
-                words[-1] += f", from {low:g} to {high:g}"
-        if name in columns:
-            words[-1] += f", from 0 to {spec.gemm_dims[1]} - 1: a CPU refuses another, and a GPU "
-            words[-1] += "takes 0 for its element"
-        return f"    {name}: {' '.join(' '.join(words).split()).replace(' ,', ',')}"
-
-    declared = spec.declared
-    inputs, outputs = (
-        [line(*item) for item in tensors.items()] for tensors in (declared.inputs, declared.outputs)
-    )
-    said = [spec.summary, "", "Args:", *inputs, "", "Returns:", *outputs]
-    if spec.layout and (packed := Declared(spec.name, spec.layout, ()).hint):
-        said += ["", "Packed:", *(f"    {line}" for line in packed.split("; "))]
-    return "\n".join(said)
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coda_agent.primitives.errors import CompileError
@@ -24,6 +24,7 @@ from coda_agent.primitives.program import Program
 from coda_agent.primitives.resources import HalfTile
 from coda_agent.primitives.tiles import TileConfig
 from coda_agent.runtime import unfused
+from coda_agent.runtime.call_cache import launching
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +150,6 @@ def _fused(given: Arguments) -> Callable[..., None]:
     program, a, b, operands, _, config, _ = given
     plan = _plan(given)
     swap, parts = config.swap_ab, plan.split_k > 1
-    gemm, epilogue = (itemgetter(*places) for places in _ordered(given, plan))
     a_at = len(program.outputs) + 1
     makes: list[tuple[int, Callable[[Any], Any]]] = [(a_at + 1, attrgetter("mT"))] if swap else []
     for i, (o, kind) in enumerate(program.operands.items(), a_at + 2):
@@ -163,16 +163,8 @@ def _fused(given: Arguments) -> Callable[..., None]:
     scheduler = plan.scheduler_static._replace(max_active_clusters=plan.max_active_clusters)
     rows, columns = (b.shape[0], a.shape[0]) if swap else (a.shape[0], b.shape[0])
     tile, cluster = (config.tile_m, config.tile_n), (config.cluster_m, config.cluster_n)
-
-    def enqueue(inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        values = [None, *outputs, *inputs]
-        for i, make in makes:
-            values[i] = make(values[i])
-        if parts:
-            values += parts_meet(rows, columns, tile, cluster, inputs[0].device)
-        call(*gemm(values), epilogue(values), scheduler, None, None, None)
-
-    return enqueue
+    meet = partial(parts_meet, rows, columns, tile, cluster) if parts else None
+    return launching(call, _ordered(given, plan), makes, scheduler, meet)
 
 
 def order(given: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:

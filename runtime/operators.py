@@ -20,16 +20,12 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.errors import LaunchError
-from coda_agent.runtime.call_cache import differentiated
+from coda_agent.runtime.call_cache import CallPlan, differentiated, picked
 from coda_agent.runtime.function import ProgramFunction
-from coda_agent.runtime.outputs import buffers
-from coda_agent.runtime.plan import CallPlan
 from coda_agent.specs import Spec
 
 if TYPE_CHECKING:
     import torch
-
-    from coda_agent.runtime.outputs import Out
 
 
 @lru_cache(maxsize=1)
@@ -105,12 +101,9 @@ class Variant:
         results = self.function(a, b, operands, block_size=block_size)
         return self._returned(values, [results[o] for o in self.function.program.outputs])
 
-    def run(
-        self, call: CallPlan, inputs: Sequence[Any], values: Sequence[Any], out: Out | None = None
-    ) -> Any:
-        """The same, by a resolved call with such `inputs`. It writes to what it can of `out`."""
-        into = buffers(self.function.program, call, inputs, out) if out else None
-        return self._returned(values, call(inputs, into))
+    def run(self, call: CallPlan, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
+        """The same, by a resolved call with such `inputs`."""
+        return self._returned(values, call(inputs))
 
     def fake(self, values: Sequence[Any], block_size: int | None = None) -> Any:
         """The same for tensors without data."""
@@ -136,9 +129,7 @@ class Variant:
     def _returned(self, values: Sequence[Any] | None, results: Sequence[torch.Tensor]) -> Any:
         if values is not None and self.updated:
             self._update(values, results)
-        if len(self.returned) == 1:
-            return results[self.returned[0]]
-        return tuple([results[i] for i in self.returned]) or None
+        return picked(self.returned, results)
 
     def _update(self, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
         import torch

@@ -1,26 +1,24 @@
-"""Calls resolved once: what a call copies, allocates, launches and folds, found by one lookup.
+"""Calls of programs resolved once: what a call copies, allocates, launches and folds.
 
-- A plan depends on its `signature` alone: a call with another one is checked and resolved anew.
-- A plan holds no tensor. A call takes from torch's caching allocator its outputs, copies of what
-  TMA cannot load, and a workspace where parts of K meet.
+A plan depends on its `signature` alone: a call with another one is checked and resolved anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 from coda_agent.primitives.graph import Shape
 from coda_agent.primitives.kinds import Resource
-from coda_agent.primitives.memory import allocator
+from coda_agent.primitives.memory import tma_ready
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.reductions import Reduction
 from coda_agent.primitives.tiles import TileConfig
-from coda_agent.runtime.launch import Arguments, Bound, allocate, bind
+from coda_agent.runtime.call_cache import CallPlan
+from coda_agent.runtime.launch import Arguments, allocate, bind
 
 if TYPE_CHECKING:
     import torch
@@ -28,74 +26,6 @@ if TYPE_CHECKING:
     from coda_agent.primitives.fold import Folds
 
     View = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class CallPlan:
-    """How a program runs on tensors of one signature. Its inputs are A, B, the operands in the
-    program's order, and what is added to in place; outputs are in the program's order.
-
-    Attributes:
-        bound: The launch.
-        device: That of all tensors.
-        elsewhere: Whether another one is current; None where there is only one.
-        empty: Allocates on the current device.
-        made: Shape, strides and dtype of each output.
-        added: Place of the output that is added to, if there is one.
-        kept: Whether that is a copy of the caller's tensor.
-        ready: Places of inputs that are not passed as they are, and what makes them so.
-        finish: What follows the launch, if anything.
-    """
-
-    bound: Bound
-    device: torch.device
-    elsewhere: Callable[[], bool] | None
-    empty: Callable[..., torch.Tensor]
-    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
-    added: int | None
-    kept: bool
-    ready: tuple[tuple[int, View], ...]
-    finish: Finish | None
-
-    def __call__(
-        self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """The outputs; what is added to in place is the caller's tensor, and so is what `out` has
-        by its place, of the shape, strides and dtype of `made`."""
-        if self.elsewhere is not None and self.elsewhere():
-            import torch
-
-            with torch.cuda.device(self.device):
-                return self(inputs, out)
-        given = inputs
-        if self.ready:
-            inputs = list(given)
-            for i, make in self.ready:
-                inputs[i] = make(inputs[i])
-        outputs = self.buffers(inputs, out or {})
-        self.bound(inputs, outputs)
-        if self.finish:
-            self.finish(outputs)
-        if self.added is not None:
-            result, start = outputs[self.added], given[-1]
-            if self.kept:
-                outputs[self.added] = result.reshape(start.shape)
-            else:
-                if result.data_ptr() != start.data_ptr():
-                    start.copy_(result.reshape(start.shape))
-                outputs[self.added] = start
-        return outputs
-
-    def buffers(self, inputs: Sequence[Any], out: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What the kernel writes to: those of `out`, the input that is added to, new ones."""
-        empty = self.empty
-        if out:
-            places = enumerate(self.made)
-            return [
-                out[i] if i in out else inputs[-1] if made is None else empty(*made)
-                for i, made in places
-            ]
-        return [inputs[-1] if made is None else empty(*made) for made in self.made]
 
 
 def resolve(
@@ -155,22 +85,11 @@ def resolve(
     ]
     if added:
         outputs[added] = flat[-1]
-    several, index = torch.cuda.device_count() > 1, a.device.index
-    with torch.cuda.device(a.device) if several else nullcontext():
+    with torch.cuda.device(a.device) if torch.cuda.device_count() > 1 else nullcontext():
         named = dict(zip(kinds, flat[2:], strict=True))
         bound = bind(Arguments(program, flat[0], flat[1], named, outputs, config))
     finish = Finish(program, m, n, config, raw=raw, lead=lead)
-    return CallPlan(
-        bound,
-        a.device,
-        (lambda: torch.cuda.current_device() != index) if several else None,
-        allocator(a.device),
-        tuple(made),
-        made.index(None) if added else None,
-        kept,
-        tuple(ready),
-        finish if finish.steps else None,
-    )
+    return CallPlan(bound, a.device, made, ready, finish if finish.steps else None, kept)
 
 
 class Finish:
@@ -251,28 +170,6 @@ def finalised(
     results = [outputs[o] for o in program.outputs]
     Finish(program, m, n, config)(results)
     return dict(zip(program.outputs, results, strict=True))
-
-
-def tma_ready(t: torch.Tensor, *, either_major: bool = False) -> torch.Tensor:
-    """`t` (1-D or 2-D), or a contiguous copy where its strides or its address do not suit the
-    kernel's loads. quack holds vectors to four elements, which are 32 bytes of int64.
-
-    Args:
-        t: The tensor.
-        either_major: Whether the unit stride may be the first one (GEMM operands) or must be the
-            last (epilogue operands).
-    """
-    import torch
-
-    step = 16 // t.element_size()
-    strides = t.stride()
-    suits = strides[-1] == 1 and all(s % step == 0 and s > 0 for s in strides[:-1])
-    if either_major and not suits:
-        suits = strides[0] == 1 and strides[1] % step == 0 and strides[1] > 0
-    if suits and t.data_ptr() % max(16, 4 * t.element_size()) == 0:
-        return t
-    # Not `contiguous()`: that keeps any stride of a dimension of extent 1.
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _flat_and_ready(t: torch.Tensor, kind: type[Resource], m: int, flat: bool) -> torch.Tensor:

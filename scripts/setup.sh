@@ -45,4 +45,6 @@ else
     extras=dev
 fi
 "${pip[@]}" install -qq -e ".[$extras]"
+# Checkers of scripts elsewhere do not run the hook by which an editable install is imported.
+ln -sfn "$PWD/.typing/coda_agent" "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/coda_agent-stubs"
 say "ready: $venv/bin/coda-agent"

@@ -176,9 +176,7 @@ EXPECTED: dict[str, Callable[[dict[str, Any], dict[str, str]], dict[str, torch.T
     "gemm_fp8_rmsnorm": lambda v, _: {"O": _normed(v)},
     "gemm_fp8_rmsnorm_rope": lambda v, _: _rope(_normed(v), v["cs"]),
     "gemm_fp8_rmsnorm_swiglu": lambda v, _: _swiglu(_normed(v)),
-    "gemm_fp8_rmsnorm_swiglu_quantised": lambda v, _: _quantised(
-        _gated(_normed(v)), v["scale_o"].view(-1, 1)
-    ),
+    "gemm_fp8_rmsnorm_swiglu_quantised": lambda v, _: _quantised(_gated(_normed(v)), v["scale_o"].view(-1, 1)),
     "gemm_fp8_swiglu": lambda v, _: _swiglu(_row_wise(v)),
     "gemm_fp8_swiglu_quantised": lambda v, _: _quantised(_gated(_row_wise(v)), v["scale_o"]),
     "gemm_partial_cross_entropy": lambda v, _: _entropy(v["A"] @ v["B"].T, v["y"]),
@@ -186,12 +184,10 @@ EXPECTED: dict[str, Callable[[dict[str, Any], dict[str, str]], dict[str, torch.T
     "gemm_residual_partial_rmsnorm": lambda v, _: _with_statistic(v, v["A"] @ v["B"].T + v["C"]),
     "gemm_residual_partial_rmsnorm_bwd": _norm_backward,
     "gemm_rmsnorm": lambda v, _: {"O": v["r"].view(-1, 1) * (v["A"] @ v["B"].T)},
-    "gemm_rmsnorm_partial_cross_entropy": lambda v, _: _entropy(
-        v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["y"]
-    ),
+    "gemm_rmsnorm_partial_cross_entropy": lambda v, _: _entropy(v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["y"]),
     "gemm_rmsnorm_rope": lambda v, _: _rope(v["r"].view(-1, 1) * (v["A"] @ v["B"].T), v["cs"]),
     "gemm_rmsnorm_swiglu": lambda v, _: _swiglu(v["r"].view(-1, 1) * (v["A"] @ v["B"].T)),
     "gemm_rope": lambda v, _: _rope(v["A"] @ v["B"].T, v["cs"]),
     "gemm_swiglu": lambda v, _: _swiglu(v["A"] @ v["B"].T),
-}
+}  # fmt: skip
 """By spec: its outputs, of its inputs in float64 and the values of its parameters."""

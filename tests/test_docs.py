@@ -4,15 +4,22 @@
 - A block whose fence says `python no-run` is an excerpt and is left alone.
 - In a ```console block, each `coda-agent ...` line must name a command that exists, with options
   that it has; the command itself is not run.
+- Blocks whose fences say `run` are run by a shell, those of a page in order and in one folder. What
+  they show is compared, and `…` is anything. A file that `cat` shows first is written.
 """
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from coda_agent.agent.cli.examples import EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "agent" / "skill.md"]
@@ -51,8 +58,33 @@ def commands(block: Block) -> list[list[str]]:
     return [line[1:] for line in words]
 
 
-RUNNABLE = [block for block in blocks("python") if "no-run" not in block.info]
+def runs(page: Path) -> list[tuple[str, str]]:
+    """The commands that a page runs, each with what it shows; Python is a command, too."""
+    found: list[tuple[str, str]] = []
+    steps = [x for y in ("python", "console") for x in blocks(y) if "run" in x.info.split()]
+    for block in sorted(x for x in steps if x.page == page):
+        if block.info.startswith("python"):
+            script = f"step_{block.line}.py"
+            found += [
+                (f"cat {script}", block.text),
+                (f"{shlex.quote(sys.executable)} {script}", ""),
+            ]
+        else:
+            _, *parts = re.split(r"^\$ ", block.text, flags=re.M)
+            found += [(command, shown) for command, _, shown in (x.partition("\n") for x in parts)]
+    return found
+
+
+def matches(shown: str, said: str) -> bool:
+    """Whether a command said what a page shows: a line of `…` is any lines, another … no newline."""
+    lines = ["(?s:.*)" if x == "…" else re.escape(x).replace("…", ".*") for x in shown.splitlines()]
+    return re.fullmatch("\n".join(lines), said.rstrip("\n")) is not None
+
+
+RUNNABLE = [block for block in blocks("python") if "run" not in re.split(r"\W", block.info)]
 COMMANDS = [(block, words) for block in blocks("console") for words in commands(block)]
+HELP = Block(ROOT / "agent" / "cli" / "examples.py", 0, "", "")
+COMMANDS += [(HELP, shlex.split(example)) for example in EXAMPLES.values()]
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.id) for block in RUNNABLE])
@@ -84,7 +116,39 @@ def test_console_command_exists(block: Block, words: list[str]) -> None:
     assert used <= known, f"{block.id}: `{shlex.join(words)}` has no {sorted(used - known)}"
 
 
+@pytest.mark.slow  # compiles twice; `make demo` takes README's way
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.name)
+def test_commands_do_what_a_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    for who in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{who}_NAME", "Your Name")
+        monkeypatch.setenv(f"GIT_{who}_EMAIL", "you@example.com")
+    folder, written = tmp_path, set[str]()
+    for command, shown in runs(page):
+        verb, *words = shlex.split(command, comments=True)
+        if verb == "cat" and words[0] not in written:
+            written.add(words[0])
+            (folder / words[0]).write_text(shown)
+            continue
+        line = f"{{ {command}\n}} 2>&1; code=$?; pwd > {tmp_path}/.folder; exit $code"
+        done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True)
+        folder = Path((tmp_path / ".folder").read_text().strip())
+        assert done.returncode == ("FAILED" in shown), f"{command}\n{done.stdout}"
+        if shown.strip():
+            assert matches(shown, done.stdout), f"{command}\n{shown}\n--- said\n{done.stdout}"
+
+
 def test_the_readme_has_something_to_run() -> None:
     """Guards the extraction: a fence it no longer recognises would pass every test above."""
     pages = {block.page.name for block in RUNNABLE} & {block.page.name for block, _ in COMMANDS}
     assert "README.md" in pages
+
+
+def test_what_a_command_says_is_compared() -> None:
+    """Guards the comparison."""
+    assert matches("a … c\n…\nend", "a b c\n1\n2\nend\n")
+    assert not matches("a … c\nend", "a b\nc\nend") and not matches("a.c", "abc")
+    pages = {page.name: len(runs(page)) for page in PAGES if runs(page)}
+    assert pages["lesson.md"] > 15 and pages["README.md"] >= 5

@@ -70,10 +70,24 @@ def test_wheel_holds_one_package(wheel: set[str]) -> None:
     assert inside == {*ROOMS, "__init__.py", "py.typed"}
 
 
+@pytest.fixture
+def editable(tmp_path: Path) -> Path:
+    """An environment with the link that scripts/setup.sh puts beside an editable install."""
+    venv.create(tmp_path / "editable")
+    (packages,) = (tmp_path / "editable").glob("lib/python*/site-packages")
+    (packages / "coda_agent-stubs").symlink_to(ROOT / ".typing" / "coda_agent")
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    return packages
+
+
 TYPED = """
+import coda_agent
 import torch
 from coda_agent import fuse
+from coda_agent.fuse import apply_coda_kernels, explain
+from coda_agent.fuse.backend import coda
 from coda_agent.generated import gemm_swiglu
+from coda_agent.runtime.kernel import load_kernel
 
 def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.relu(x @ w.T)
@@ -83,23 +97,41 @@ fuse(f)(torch.ones(2, 2), torch.ones(2, 2))
 reveal_type(gemm_swiglu(torch.ones(2, 2), torch.ones(2, 2)))
 fuse(3)
 gemm_swiglu(block_size="x")
+reveal_type(apply_coda_kernels(torch.nn.Linear(2, 2)))
+reveal_type(explain(f))
+reveal_type(coda)
+reveal_type(load_kernel)
+reveal_type(coda_agent.generated.gemm_rope)
 """
 
 
-def test_a_type_checker_knows_what_is_installed(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["installed", "editable"])
+def test_a_type_checker_knows_what_is_installed(
+    how: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     (tmp_path / "typed.py").write_text(TYPED)
-    python = installed.parents[2] / "bin" / "python"
+    python = request.getfixturevalue(how).parents[2] / "bin" / "python"
     command = [sys.executable, "-m", "pyright", "--pythonpath", python, "--outputjson", "typed.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    found = [
-        (x["range"]["start"]["line"], x["severity"], x["message"].splitlines()[0])
-        for x in json.loads(done.stdout)["generalDiagnostics"]
-    ]
-    assert [(line, severity) for line, severity, _ in found] == [
-        (8, "information"), (10, "information"), (11, "error"), (12, "error"),
-    ]  # fmt: skip
-    assert "**options: Any" in found[0][2]
-    assert '"Tensor | tuple[Tensor, ...]"' in found[1][2]
+    said = json.loads(done.stdout)["generalDiagnostics"]
+    found = [x["message"].splitlines()[0] for x in said if x["severity"] == "information"]
+    types = [message.rpartition(" is ")[2].strip('"') for message in found]
+    assert "**options: Any" in types[0]
+    assert types[1] == "Tensor | tuple[Tensor, ...]"
+    assert types[2:4] == ["Report", "list[Shown]"]
+    assert types[4].startswith("(module: GraphModule, inputs: Sequence[Any], *, mode: str | None")
+    assert types[5:] == ["(folder: Path) -> Kernel", "Kernel"]
+    lines = TYPED.splitlines()
+    wrong = [lines[x["range"]["start"]["line"]] for x in said if x["severity"] == "error"]
+    assert wrong == ["fuse(3)", 'gemm_swiglu(block_size="x")']
+
+
+def test_checkers_are_told_of_each_kernel() -> None:
+    """Else mypy takes a kernel's folder for a module."""
+    from coda_agent import generated
+
+    names = re.findall(r"^    (\w+): Kernel$", Path(generated.__file__).read_text(), re.MULTILINE)
+    assert names == dir(generated)
 
 
 def test_the_package_says_what_it_holds() -> None:
@@ -144,8 +176,8 @@ def test_room_is_a_regular_package(room: str) -> None:
 
 
 def test_typing_links_are_the_rooms() -> None:
-    own, *links = sorted((ROOT / ".typing" / "coda_agent").iterdir())
-    assert own.resolve() == ROOT / "root" / "__init__.py"
+    own, stub, *links = sorted((ROOT / ".typing" / "coda_agent").iterdir())
+    assert own.resolve() == stub.resolve() == ROOT / "root" / "__init__.py"
     assert [link.name for link in links] == list(ROOMS)
     assert all(link.resolve() == ROOT / link.name for link in links)
 

@@ -15,15 +15,14 @@ from coda_agent.agent.authors.claude import model_named, server_named
 from coda_agent.agent.authors.claude.client import Client
 from coda_agent.agent.budget import Budget, Price
 from coda_agent.agent.calls import Calls
-from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName
-from coda_agent.agent.cli.report import columns, outcomes, progress, quiet, reported
-from coda_agent.agent.cli.targets import here
+from coda_agent.agent.cli.options import DeviceOption, NoCommit, RunName, SpecName
+from coda_agent.agent.cli.report import columns, judged, progress, quiet, reported
 from coda_agent.agent.keys import KEYS
 from coda_agent.agent.mcp import Connection, serve
 from coda_agent.agent.mcp import install as installed
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tips import HOLDOUT
-from coda_agent.agent.workspace import Workspace, find, resolve_spec
+from coda_agent.agent.workspace import Workspace, find, here, resolve_spec
 from coda_agent.primitives.errors import CodaError
 from coda_agent.primitives.objects import reason
 from coda_agent.specs import load_spec
@@ -52,7 +51,7 @@ Holdout = Annotated[float, typer.Option(help="Share of the tips to hold back (A/
 
 @reported("contended", compiles=True)
 def generate(
-    spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
+    spec: SpecName,
     author: Annotated[str | None, typer.Option(help=authors.choices())] = None,
     device: DeviceOption = "auto",
     model: Model = None,
@@ -88,7 +87,7 @@ def generate(
         outcome = pipeline.generate(
             workspace, path, who, observer, device=device, commit=not no_commit
         )
-    return outcomes([outcome], single=True)
+    return judged(outcome)
 
 
 @reported("contended", compiles=True)
@@ -108,12 +107,12 @@ def resume(run: RunName, max_usd: MaxUsd = None, limit: Limits = None) -> Reply:
     who = _made(str(first.author), replace(options, budget=budget), workspace)
     with progress(usd=first.spent.usd or 0.0) as observer:
         outcome = pipeline.resume(workspace, found, who, observer)
-    return outcomes([outcome], single=True)
+    return judged(outcome)
 
 
 @reported()
 def prompt(
-    spec: Annotated[str, typer.Argument(help="A spec's path or name.")],
+    spec: SpecName,
     cost: Annotated[bool, typer.Option("--cost", help="What each part costs, instead.")] = False,
     model: Model = None,
     base_url: BaseUrl = "",

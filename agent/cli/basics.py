@@ -9,6 +9,7 @@ import typer
 
 from coda_agent.agent import pages, workspace
 from coda_agent.agent.cli import targets
+from coda_agent.agent.cli.options import completed, known_kernels, known_specs
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.cli.spec import Shapes, source_of, spec_examples
 from coda_agent.agent.doctor import diagnose
@@ -16,7 +17,7 @@ from coda_agent.agent.explain import explain as explained
 from coda_agent.agent.explain import stage_of
 from coda_agent.agent.references import examples_of
 from coda_agent.agent.reply import Reply
-from coda_agent.primitives.catalogue import entries
+from coda_agent.primitives.catalogue import entries, vocabulary_names
 from coda_agent.primitives.errors import MachineError, WorkspaceError
 from coda_agent.primitives.program import Program
 from coda_agent.primitives.suggest import near_matches
@@ -55,12 +56,18 @@ def doctor(
         raise WorkspaceError(f"{folders[0]} is looked at with --exports")
     items, level = diagnose(Path.cwd())
     rows = [
-        (item.name, item.value or "missing", item.enables + (f" ({item.hint})" * (not item.value)))
+        (
+            item.name,
+            f"{item.value or 'missing'}{' (broken)' * item.broken}",
+            item.enables + f" ({item.hint})" * (item.broken or not item.value),
+        )
         for item in items
     ]
     end = f"kernels can reach `{level}` here" if level else "nothing can be shown here"
+    broken = [item.name for item in items if item.broken]
+    end += f"; broken: {', '.join(broken)}" * bool(broken)
     document = {"items": [vars(item) for item in items], "level": level}
-    code = 0 if level else MachineError.exit_code
+    code = MachineError.exit_code if broken or not level else 0
     return Reply(document, f"{columns(rows)}\n\n{end}", code)
 
 
@@ -87,7 +94,11 @@ def _exports(folders: list[Path]) -> Reply:
 @reported(compiles=True)
 def explain(
     target: Annotated[
-        str, typer.Argument(metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION")
+        str,
+        typer.Argument(
+            metavar="SPEC|KERNEL|FILE|MODULE:FUNCTION|FILE.py:FUNCTION",
+            autocompletion=completed(known_kernels, known_specs, files=True),
+        ),
     ],
     stage: Annotated[
         Literal["graph", "plan", "program", "cute", "ptx", "sass"] | None,
@@ -148,7 +159,9 @@ def _planned(
 
 
 @reported()
-def primitives(name: Annotated[str | None, typer.Argument()] = None) -> Reply:
+def primitives(
+    name: Annotated[str | None, typer.Argument(autocompletion=completed(vocabulary_names))] = None,
+) -> Reply:
     """List what programs are written from, or describe one."""
     known = {entry.name: entry for entry in entries()}
     if name is None:

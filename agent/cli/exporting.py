@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent.cli import targets
+from coda_agent.agent.cli.options import completed, known_kernels
 from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.export.objects import RUN, Wanted
 from coda_agent.agent.export.repository import write
@@ -17,7 +18,10 @@ from coda_agent.runtime.target import ARCHITECTURES
 
 @reported(compiles=True)
 def export(
-    kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...")],
+    kernels: Annotated[
+        list[str],
+        typer.Argument(metavar="KERNEL...", autocompletion=completed(known_kernels)),
+    ],
     out: Annotated[Path, typer.Option(help="The folder of the repository.")],
     gpu: Annotated[str, typer.Option(help="Whose measured times choose tiles.")] = H200.name,
     tiles: Annotated[int, typer.Option(min=1, help="Tiles of a kernel, at most.")] = 8,

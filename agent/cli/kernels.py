@@ -8,12 +8,20 @@ import typer
 from coda_agent.agent import execution
 from coda_agent.agent import verify as verification
 from coda_agent.agent.cli import report, targets
-from coda_agent.agent.cli.options import All, DeviceOption, Kernels, NoCommit
-from coda_agent.agent.cli.report import outcomes, progress, quiet, reported
+from coda_agent.agent.cli.options import (
+    All,
+    DeviceOption,
+    Kernels,
+    NoCommit,
+    completed,
+    known_kernels,
+    known_specs,
+)
+from coda_agent.agent.cli.report import judged, progress, quiet, reported
 from coda_agent.agent.cli.spec import about, line
 from coda_agent.agent.judge.records import GATES
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.workspace import Kernel, Workspace, find, resolve_kernel, resolve_spec
+from coda_agent.agent.workspace import Kernel, Workspace, find, here, resolve_kernel, resolve_spec
 from coda_agent.primitives.errors import CodaError
 from coda_agent.specs import load_spec
 
@@ -21,9 +29,20 @@ from coda_agent.specs import load_spec
 @reported(compiles=True)
 def check(
     target: Annotated[
-        str, typer.Argument(metavar="FILE|KERNEL", help="A .md file is a spec, to be admitted.")
+        str,
+        typer.Argument(
+            metavar="FILE|KERNEL",
+            help="A .md file is a spec, to be admitted.",
+            autocompletion=completed(known_kernels, files=True),
+        ),
     ],
-    spec: Annotated[str | None, typer.Option(help="The spec, where the file has none.")] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(
+            help="The spec, where the file has none.",
+            autocompletion=completed(known_specs, files=True),
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     sanitize: Annotated[
         str | None, typer.Option(help="Tools of compute-sanitizer: memcheck,racecheck,initcheck.")
@@ -42,14 +61,14 @@ def check(
     execution.usable_gpu(device)
     gates = (*(gate for gate in GATES if gate != "performance"), *tools)
     outcome = targets.judged("check", target, spec, device=device, gates=gates)
-    return outcomes([outcome], single=True)
+    return judged(outcome)
 
 
 def _admitted(path: str) -> Reply:
     """Parse a spec and admit it; no program is written or judged."""
     from coda_agent.agent import references
 
-    found = load_spec(resolve_spec(path, targets.here()))
+    found = load_spec(resolve_spec(path, here()))
     references.admitted(found)
     return Reply(about(found), f"{found.path}: {line(found)}")
 

@@ -14,6 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from coda_agent.agent.cli.examples import EXAMPLES
+
 
 class Lazy(TyperCommand):
     """The command that is a function of a module.
@@ -26,13 +28,15 @@ class Lazy(TyperCommand):
         super().__init__(function.strip("_").replace("_", "-"), rich_markup_mode=None)
         self.module = module if "." in module else f"{__package__}.{module}"
         self.function = function
+        self.path = ""
 
     @cached_property
     def loaded(self) -> Any:
         """The command itself."""
         found = getattr(import_module(self.module), self.function)
         around = typer.Typer(rich_markup_mode=None)
-        around.command(self.name)(found)
+        example = EXAMPLES[f"{self.path}{self.name}"]
+        around.command(self.name, epilog=f"Example: coda-agent {example}")(found)
         return typer.main.get_group(around).commands[str(self.name)]
 
     def make_context(
@@ -50,8 +54,10 @@ def lazily(module: str, *functions: str) -> list[Lazy]:
     return [Lazy(module, function) for function in functions]
 
 
-def group(name: str, help: str, *commands: Any) -> TyperGroup:
+def group(name: str, help: str, *commands: Lazy) -> TyperGroup:
     """A command of commands."""
+    for command in commands:
+        command.path = f"{name} "
     about: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
     return TyperGroup(name=name, help=help, commands=commands, **about)
 

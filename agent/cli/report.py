@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from coda_agent.agent import tables
 from coda_agent.agent.cli.options import SHARED
 from coda_agent.agent.plain import plain
 from coda_agent.agent.reply import REFUSED, Reply, answered
-from coda_agent.agent.tables import columns
 from coda_agent.primitives.objects import writable_cache
 
 if TYPE_CHECKING:
@@ -76,6 +77,12 @@ def _own(shared: Sequence[str], given: dict[str, Any], compiles: bool) -> dict[s
         if value := given.pop(name):
             os.environ[f"CODA_AGENT_{name.upper()}"] = str(1 if value is True else value)
     return given
+
+
+def columns(rows: tables.Rows) -> str:
+    """Align rows; on a terminal they fit it."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return tables.columns(rows, width)
 
 
 def quiet() -> bool:
@@ -138,12 +145,9 @@ def sentence(outcome: "Outcome") -> str:
     return said if before else f"{said} ({outcome.folder or outcome.run})"
 
 
-def outcomes(found: "Sequence[Outcome]", *, single: bool = False) -> Reply:
-    """What became of candidates; exit code 0 where all passed."""
-    records = [outcome.record() for outcome in found]
-    code = 0 if all(outcome.passed for outcome in found) else REFUSED
-    text = "\n".join(map(told, found))
-    return Reply(records[0] if single else {"kernels": records}, text, code)
+def judged(outcome: "Outcome") -> Reply:
+    """What became of a candidate; exit code 0 where it passed."""
+    return Reply(outcome.record(), told(outcome), 0 if outcome.passed else REFUSED)
 
 
 class Standing:

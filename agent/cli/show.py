@@ -9,17 +9,21 @@ import typer
 from coda_agent.agent import review as reviews
 from coda_agent.agent.cli import targets
 from coda_agent.agent.cli.kernels import differing
+from coda_agent.agent.cli.options import completed, known_kernels
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.tables import by_head
-from coda_agent.agent.workspace import Kernel, find, kernel_names
+from coda_agent.agent.workspace import Kernel, find, here, kernel_names
 from coda_agent.primitives.errors import CodaError, WorkspaceError
 
 
 @reported()
 def show(
     kernel: Annotated[
-        str | None, typer.Argument(metavar="KERNEL", help="One; none lists all.")
+        str | None,
+        typer.Argument(
+            metavar="KERNEL", help="One; none lists all.", autocompletion=completed(known_kernels)
+        ),
     ] = None,
     html: Annotated[
         Path | None,
@@ -56,7 +60,7 @@ def _all() -> Reply:
 
 def _one(kernel: Kernel) -> Reply:
     """A kernel: program, level, evidence, and what a call dispatches."""
-    (found,) = reviews.review(targets.here(), [kernel])
+    (found,) = reviews.review(here(), [kernel])
     evidence = None if kernel.level == "damaged" else kernel.evidence
     runs = dispatched(kernel.folder) if evidence else {}
     tables = reviews.tables(kernel)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent import references
+from coda_agent.agent.cli.options import completed
 from coda_agent.agent.cli.report import reported
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.workspace import Workspace, find, packaged_specs
@@ -34,6 +35,7 @@ def spec(
         typer.Argument(
             metavar="FUNCTION|NAME",
             help="MODULE:FUNCTION, FILE.py:FUNCTION or - for stdin; or the name of a shipped spec.",
+            autocompletion=completed(packaged_specs, files=True),
         ),
     ],
     shape: Shapes = None,

@@ -12,26 +12,18 @@ from coda_agent.agent.pipeline import Outcome
 from coda_agent.agent.workspace import (
     Kernel,
     Run,
-    Workspace,
     find,
+    here,
     kernel_names,
     packaged_specs,
     resolve_kernel,
     resolve_spec,
 )
-from coda_agent.primitives.errors import CodaError, MachineError, SpecError, WorkspaceError
+from coda_agent.primitives.errors import CodaError, SpecError, WorkspaceError
 from coda_agent.primitives.objects import text_of
 from coda_agent.primitives.suggest import near_matches
 from coda_agent.primitives.syntax import program_names
 from coda_agent.specs import Spec, load_spec
-
-
-def here() -> Workspace | None:
-    """The workspace around the current folder, for commands that can do without one."""
-    try:
-        return find()
-    except (WorkspaceError, MachineError):  # there may be no git either
-        return None
 
 
 def accepted(name: str) -> Kernel:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from coda_agent.agent import prompt
-from coda_agent.agent.cli.options import DeviceOption, NoCommit
+from coda_agent.agent.cli.options import DeviceOption, NoCommit, completed, known_specs
 from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.reply import Reply
 from coda_agent.agent.session import Call, perform
@@ -33,7 +33,10 @@ def tool(
     run: Annotated[
         str | None, typer.Option(help="The run to go on with; else the open one.")
     ] = None,
-    spec: Annotated[str | None, typer.Option(help="Start a run for this spec.")] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(help="Start a run for this spec.", autocompletion=completed(known_specs)),
+    ] = None,
     author: Annotated[
         str, typer.Option(envvar="CODA_AGENT_AUTHOR", help="Who a new run says wrote it.")
     ] = "cli",

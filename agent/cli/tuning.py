@@ -10,7 +10,7 @@ import typer
 from coda_agent.agent import fitting, shapes, warming
 from coda_agent.agent import tune as tuning
 from coda_agent.agent.cli import targets
-from coda_agent.agent.cli.options import All, Kernels
+from coda_agent.agent.cli.options import All, Kernels, completed, known_kernels
 from coda_agent.agent.cli.report import progress, reported
 from coda_agent.agent.execution import executor
 from coda_agent.agent.reply import REFUSED, Reply
@@ -42,7 +42,13 @@ ROWS = "1,16,64,128,512,2048,8192"
 
 @reported("contended", compiles=True)
 def tune(
-    kernel: Annotated[str, typer.Argument(help="A kernel of the workspace or of the package.")],
+    kernel: Annotated[
+        str,
+        typer.Argument(
+            help="A kernel of the workspace or of the package.",
+            autocompletion=completed(known_kernels),
+        ),
+    ],
     shape: ShapeOption = None,
     file: ShapesOption = None,
     from_model: ModelOption = None,
@@ -79,7 +85,12 @@ def tune(
 
 @reported()
 def warm(
-    kernels: Annotated[list[str], typer.Argument(metavar="KERNEL...", help="As for tune.")],
+    kernels: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KERNEL...", help="As for tune.", autocompletion=completed(known_kernels)
+        ),
+    ],
     shape: ShapeOption = None,
     file: ShapesOption = None,
     from_model: ModelOption = None,

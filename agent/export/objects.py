@@ -187,16 +187,8 @@ def _about(
 
 
 def _documentation(kernel: Kernel, types: Iterable[str]) -> str:
-    """The kernel's, with its static parameters and the types of A that are exported."""
-    spec, lines = kernel.spec, list[str]()
-    for name, values in spec.parameters.items():
-        lines.append(f"    {name}: {' or '.join(map(repr, values))}, by default the first")
-    if place := spec.in_place:
-        where = " and ".join(f"{name}={value!r}" for name, value in place.when.items())
-        said = f"    {place.output} overwrites {place.input}"
-        lines.append(f"{said} where {where}" if where else said)
-    parts = [kernel.__doc__ or "", "\n".join(["Parameters:", *lines]) if lines else ""]
-    return "\n\n".join(filter(None, [*parts, f"Exported types of A: {', '.join(types)}"]))
+    """The kernel's, with the types of A that are exported."""
+    return f"{kernel.__doc__}\n\nExported types of A: {', '.join(types)}"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ from coda_agent.agent.judge.records import (
     Tuned,
     Untimed,
 )
-from coda_agent.agent.judge.timing import Samples, interleave, speedup, steady
+from coda_agent.agent.judge.samples import Samples, speedup
+from coda_agent.agent.judge.timing import interleave, steady
 from coda_agent.agent.judge.tuner import LAST, Problem, searched
 from coda_agent.primitives.inspect import Ceiling, Inspection, inspect_program, launches, roofline
 from coda_agent.primitives.program import Program

@@ -27,14 +27,8 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from coda_agent.agent.judge.clocks import SPIN, DeviceClock, Span, busy_us
-from coda_agent.agent.judge.machine import gpu_state, require_idle
-from coda_agent.agent.judge.records import Clock, JsonObject, Progress, Ratio
-from coda_agent.agent.judge.samples import MISS, Samples, different, interval, speedup
-
-__all__ = [
-    "MISS", "PROTOCOL", "Samples", "a_a", "different", "gpu_state", "interleave", "interval",
-    "require_idle", "speedup", "steady",
-]  # fmt: skip
+from coda_agent.agent.judge.records import Clock
+from coda_agent.agent.judge.samples import Samples
 
 Call = Callable[[int], object]
 """A contender, called with the number of a round."""
@@ -43,8 +37,6 @@ Device = Any
 # One product takes 0.18 ms on an H200. After eight of them, ratios of kernels to cuBLAS were within
 # 0.02 of those in a stream of calls without a pause. After none they were up to 0.08 lower.
 _LEAST_PRODUCTS, _MOST_PRODUCTS = 8, 40
-PROTOCOL = 3
-"""Raised when figures taken before and after a change of how they are taken cannot be compared."""
 # The clocks may differ by so many microseconds, or by this share of the time. A wait for the device
 # ends a few microseconds sooner or later, and work hidden below this changes no verdict.
 TOLERANCE_US, TOLERANCE = 10.0, 0.05
@@ -404,32 +396,3 @@ def _compared(traced: Sequence[_Traced], clock: Clock) -> tuple[Clock, str]:
         said = f"kernels ran for {busy:.1f} us and {event:.1f} us passed between the events"
         return clock, f"the clocks disagree: {said}"
     return clock, ""
-
-
-def a_a(
-    call: Call,
-    *,
-    trials: int = 200,
-    rounds: int = 50,
-    gpu: Device = None,
-    progress: Progress = lambda *_: None,
-) -> JsonObject:
-    """Compare a contender with itself, and count how often it is called different.
-
-    Raises:
-        MachineError: the clocks disagree.
-    """
-    ratios: list[Ratio] = []
-    medians: list[float] = []
-    for done in range(trials):
-        progress(done, trials, "")
-        found = interleave({"a": call, "b": call}, rounds, warmup=1, trace=False, gpu=gpu)
-        ratios.append(speedup(found["a"], found["b"]))
-        medians.append(found["a"].median_us)
-    return {
-        "trials": trials, "rounds": rounds, "median_us": round(statistics.median(medians), 2),
-        "different": sum(map(different, ratios)),
-        "excludes_1": sum(r.low > 1 or r.high < 1 for r in ratios),
-        "ratios": [r.ratio for r in ratios],
-        "widest": round(max(r.high - r.low for r in ratios), 4),
-    }  # fmt: skip

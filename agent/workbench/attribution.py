@@ -180,7 +180,8 @@ def _times(work: dict[str, Any]) -> dict[str, Any]:
     """Body of the process on the GPU: the samples of each program, as data."""
     import torch
 
-    from coda_agent.agent.judge.timing import interleave, require_idle
+    from coda_agent.agent.judge.machine import require_idle
+    from coda_agent.agent.judge.timing import interleave
     from coda_agent.agent.judge.tuner import Launched
 
     use_cache()

@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 
 from coda_agent.agent import execution
-from coda_agent.agent.cli.report import reported
+from coda_agent.agent.cli.options import completed
+from coda_agent.agent.cli.report import columns, reported
 from coda_agent.agent.judge.machine import require_idle
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.tables import by_head, columns
+from coda_agent.agent.tables import by_head
 from coda_agent.agent.workspace import find
 from coda_agent.evals import tables
 from coda_agent.evals.benchmarks import SUITES, load
@@ -22,7 +23,9 @@ Some = list[str] | None
 
 @reported("contended")
 def bench(
-    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}.")] = "kernels",
+    suite: Annotated[
+        str, typer.Option(help=f"{', '.join(SUITES)}.", autocompletion=completed(lambda: SUITES))
+    ] = "kernels",
     case: Annotated[
         Some, typer.Option("--case", "--kernel", help="Words of a case's name; repeatable.")
     ] = None,

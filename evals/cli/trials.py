@@ -7,12 +7,12 @@ import typer
 
 from coda_agent.agent import authors
 from coda_agent.agent.cli.authoring import BaseUrl, Effort, PriceIn, PriceOut, price_of
-from coda_agent.agent.cli.options import DeviceOption
-from coda_agent.agent.cli.report import quiet, reported
+from coda_agent.agent.cli.options import DeviceOption, completed
+from coda_agent.agent.cli.report import columns, quiet, reported
 from coda_agent.agent.device import Device
 from coda_agent.agent.plain import dollars
 from coda_agent.agent.reply import Reply
-from coda_agent.agent.tables import by_head, columns
+from coda_agent.agent.tables import by_head
 from coda_agent.agent.tips import Tips
 from coda_agent.agent.workbench import WITHHELD
 from coda_agent.agent.workspace import Workspace, find
@@ -28,7 +28,13 @@ _SPELLINGS = ", ".join(kind.spelling for kind in _KINDS)
 
 @reported()
 def run(
-    suite: Annotated[str, typer.Option(help="smoke, paper, catalogue, blocks, a path.")],
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="smoke, paper, catalogue, blocks, a path.",
+            autocompletion=completed(suites.paths, files=True),
+        ),
+    ],
     author: Annotated[list[str], typer.Option(help=f"{_SPELLINGS}; repeatable.")],
     count: Annotated[
         int | None, typer.Option("--trials", min=1, help="A spec; the suite's number by default.")

@@ -1,5 +1,6 @@
 """The commands, with a judge and an author of our own; those have their own tests."""
 
+import hashlib
 import json
 import os
 import re
@@ -7,7 +8,9 @@ import resource
 import subprocess
 import sys
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +22,7 @@ from typer.testing import CliRunner
 from coda_agent import generated
 from coda_agent.agent import authors, doctor, judge, pipeline, shapes, workspace
 from coda_agent.agent.cli import app, basics, report, show, targets
+from coda_agent.agent.cli.examples import EXAMPLES
 from coda_agent.agent.configuration import configuration
 from coda_agent.agent.execution import local
 from coda_agent.agent.judge import static  # noqa: F401  # before a fake replaces it
@@ -334,11 +338,7 @@ LONG = "x" * 10_000
 
 
 UNUSABLE = [
-    (
-        ["runs", "last", "--html", "missing/x.html"],
-        "missing/x.html",
-        "No such",
-    ),
+    (["runs", "last", "--html", "missing/x.html"], "missing/x.html", "No such"),
     (["runs", "last", "--html", "folder"], "folder", "Is a directory"),
     (["runs", "last", "--html", "file/x.html"], "file/x.html", "Not a directory"),
     (["runs", "last", "--html", LONG], "x", "File name too long"),
@@ -355,7 +355,7 @@ UNUSABLE = [
     (["prompt", f"/{LONG}"], "/x", "File name too long"),
     (["show", "--html", "/proc/x"], "/proc/x", "No such file or directory"),
     (["show", "--html", "file"], "file", "File exists"),
-]
+]  # fmt: skip
 
 
 def test_a_path_that_cannot_be_used_is_one_line(where: workspace.Workspace) -> None:
@@ -408,7 +408,9 @@ def test_a_cache_that_cannot_be_written_is_said_first(
         assert said.startswith(f"error: {cache}: Not a directory") and len(said.splitlines()) == 1
         assert "XDG_CACHE_HOME" in said and "QUACK_CACHE_DIR" in said
     report = run("doctor", "--json", code=3)
-    assert any(x["name"] == "cache" and x["hint"].startswith(cache) for x in report["items"])
+    (found,) = (item for item in report["items"] if item["broken"])
+    assert found["name"] == "cache" and found["hint"].startswith(cache)
+    assert "XDG_CACHE_HOME" in found["hint"]
     script, venv = Path(__file__).parents[2] / "scripts" / "setup.sh", where.root / "venv"
     done = subprocess.run(["bash", script, sys.executable, venv, "cpu"], capture_output=True)
     assert done.returncode == 3 and done.stderr.startswith(f"setup: {cache}".encode())
@@ -519,12 +521,70 @@ def test_doctor(where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch) -> 
     found = {item["name"]: item["value"] for item in report["items"]}
     assert found["git identity"] == "U <u@example.com>" and found["gpu"] is None
     assert "NVIDIA H100 80GB HBM3" in found["dispatch"]
-    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu("GPU-1", "Unmeasured", "9.0", "1")])
-    said = next(x for x in run("doctor", "--json")["items"] if x["name"].startswith("dispatch"))
-    assert (said["name"], said["value"]) == ("dispatch on Unmeasured", None)
-    assert "coda-agent fit --all" in said["hint"] and "unmeasured.json.xz" in said["hint"]
+    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu("GPU-1", "Small", "8.9", "580.1")])
+    report = run("doctor", "--json")
+    (gpu,) = (item for item in report["items"] if item["name"] == "gpu")
+    assert report["level"] == "proved" and gpu["hint"].startswith("Small is no Hopper GPU")
     monkeypatch.setattr(doctor, "package_version", lambda distribution, module: None)
     assert "nothing can be shown" in run("doctor", code=3)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "usable", "broken"),
+    [
+        ("580.65.06", "13.0", True, []),
+        ("575.57.08", "13.0", False, ["driver", "torch with CUDA"]),
+        ("570.1", "12.8", True, []),
+        ("580.65.06", None, False, ["torch with CUDA"]),
+    ],
+)
+def test_doctor_of_a_gpu(
+    where: workspace.Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: str,
+    cuda: str | None,
+    usable: bool,
+    broken: list[str],
+) -> None:
+    import torch
+
+    monkeypatch.setattr(doctor, "gpus", lambda: [Gpu("GPU-1", "Unmeasured", "9.0", driver)])
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    report = run("doctor", "--json", code=3 if broken else 0)
+    assert [item["name"] for item in report["items"] if item["broken"]] == broken
+    assert report["level"] == ("proved" if broken else "accepted")
+    said = next(x for x in report["items"] if x["name"].startswith("dispatch"))
+    assert (said["name"], said["value"]) == ("dispatch on Unmeasured", None)
+    assert "coda-agent fit --all" in said["hint"] and "unmeasured.json.xz" in said["hint"]
+
+
+@pytest.mark.parametrize("last", ["base", "cu13"])
+def test_doctor_of_wheels_over_each_other(
+    where: workspace.Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str
+) -> None:
+    """Two wheels with a file of one name: the one that was unpacked first has it no more."""
+    version = metadata.version("nvidia-cutlass-dsl")
+    texts = {"base": "a = 1\n", "cu13": "a = 2\n"}
+    for name, text in texts.items():
+        about = tmp_path / f"nvidia_cutlass_dsl_libs_{name}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(
+            f"Name: nvidia-cutlass-dsl-libs-{name}\nVersion: {version}\n"
+        )
+        digest = urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        (about / "RECORD").write_text(f"cute/ops.py,sha256={digest},{len(text)}\n")
+    (tmp_path / "cute").mkdir()
+    (tmp_path / "cute" / "ops.py").write_text(texts[last])
+    monkeypatch.setattr(
+        doctor, "distributions", lambda: metadata.distributions(path=[str(tmp_path)])
+    )
+    report = run("doctor", "--json", code=3)
+    (found,) = (item for item in report["items"] if item["broken"])
+    first = {"base": "cu13", "cu13": "base"}[last]
+    assert report["level"] is None and found["name"] == "nvidia-cutlass-dsl"
+    assert found["hint"].startswith(f"nvidia-cutlass-dsl-libs-{first} {version}: not the files of")
+    assert "--no-deps nvidia-cutlass-dsl-libs-" in found["hint"]
 
 
 def test_a_tools_inputs_on_the_command_line(tmp_path: Path) -> None:
@@ -546,6 +606,37 @@ def test_a_tools_inputs_on_the_command_line(tmp_path: Path) -> None:
         read(["old=@nothing.py"])
     with pytest.raises(CodaError, match="is not KEY=VALUE"):
         read(["old"])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_ends_with_an_example(name: str) -> None:
+    said = CliRunner().invoke(app, [*name.split(), "--help"], terminal_width=80).stdout
+    assert said.rstrip().endswith(f"Example: coda-agent {EXAMPLES[name]}")
+    assert EXAMPLES[name].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("show gemm_sw", ["gemm_swiglu"]),
+        ("generate mi", ["mine", "mine.py"]),
+        ("generate gemm_dropout", ["gemm_dropout_residual"]),
+        ("tune gemm_sy", ["gemm_symlog"]),
+        ("export gemm_symlog gemm_ro", ["gemm_rope"]),
+        ("bench --suite pa", ["paper"]),
+        ("eval run --suite smo", ["smoke"]),
+        ("primitives RowS", ["RowSum"]),
+    ],
+)
+def test_a_shell_completes_names(where: workspace.Workspace, words: str, found: list[str]) -> None:
+    (where.specs / "mine.md").touch()
+    (where.root / "mine.py").touch()
+    asked = {
+        "_CODA_AGENT_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"coda-agent {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    assert runner.invoke(app, [], env=asked, prog_name="coda-agent").stdout.split() == found
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -203,11 +203,7 @@ def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> No
     ("text", "gate", "said"),
     [
         ("import os\n" + RIGHT, "static", "only imports and @epilogue"),
-        (
-            candidate("d = acc * r", 'return {"D": d}'),
-            "static",
-            "'O' is declared but never written",
-        ),
+        (candidate("d = acc * r", 'return {"D": d}'), "static", "'O' is declared but never written"),
         (
             candidate("d = acc + pairs(acc)", 'return {"D": d, "O": d}'),
             "static",
@@ -219,13 +215,9 @@ def test_a_plausible_slip_is_refused_by_the_numbers(spec: Spec, slip: str) -> No
             "mixes a full-width value with a half-width one",
         ),
         (RIGHT.replace("r: ColVector", "r: RowVector"), "compile", "r is RowVector, (N)"),
-        (
-            RIGHT.replace("r: ColVector", "s: ColVector").replace("* r", "* s"),
-            "compile",
-            "takes ['s']",
-        ),
+        (RIGHT.replace("r: ColVector", "s: ColVector").replace("* r", "* s"), "compile", "takes ['s']"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_candidate_fails_its_gate_with_one_line(
     spec: Spec, text: str, gate: str, said: str
 ) -> None:

@@ -80,17 +80,13 @@ def test_a_function_that_is_called_like_a_primitive(where: workspace.Workspace) 
         (["my_model:ffn_gate"], "", "my_model.py:6: nothing says what x is (give --shape x=SIZES"),
         (["my_model:ffn_gate", "--shape", "y=3"], "", "ffn_gate has no argument 'y'"),
         (["my_model:ffn_gate", "--shape", "x=3;4"], "", "--shape 'x=3;4' is no example (expected"),
-        (
-            ["my_model:ffn_gate", "--shape", "x=3:bool"],
-            "",
-            "(no kernel reads bool: give x in another",
-        ),
+        (["my_model:ffn_gate", "--shape", "x=3:bool"], "", "(no kernel reads bool: give x in another"),
         (["my_model:ffn_gate", *SHAPES, "--name", "a-b"], "", "'a-b' is no name of a spec"),
         (["my_model:ffn_gate", *SHAPES, "--name", "swiglu"], "", "(such as --name gemm_swiglu)"),
         (["-"], "hello world", "stdin is no Python: invalid syntax, line 1"),
         (["-"], "x = 3", "stdin defines no function"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_writes_nothing(
     where: workspace.Workspace, args: list[str], stdin: str, message: str
 ) -> None:

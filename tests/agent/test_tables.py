@@ -19,3 +19,11 @@ def test_rows_are_aligned_escaped_and_named() -> None:
 def test_equal_extents_have_a_short_name() -> None:
     assert shape_text({"K": 4096, "M": 4096, "N": 4096}) == "4096³"
     assert shape_text({"K": 8, "M": 4, "N": 2}) == "4×2×8"
+
+
+def test_columns_fit_a_width_and_keep_names_whole() -> None:
+    rows = [("gemm_residual_partial_rmsnorm_bwd", "level", "what it is " * 9), ("a", "", "b" * 50)]
+    lines = columns(rows, 80).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[0].startswith(rows[0][0] + "  level  what")
+    assert " ".join(" ".join(lines[:3]).split()).split()[2:] == ("what it is " * 9).split()
+    assert columns(rows).splitlines()[0].endswith("what it is")

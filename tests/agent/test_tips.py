@@ -146,14 +146,11 @@ def test_a_solution_is_no_tip(tips: Tips, text: str, why: str) -> None:
     [
         (b'{"kind": "outcome", "tip": 1}', "no record of a tip: tip: Input"),
         (b'{"kind": "tip", "id": "a", "text": 1}', "no record of a tip: text: Input"),
-        (
-            b'{"kind": "outcome", "tip": "a", "run": "r", "arm": "text", "success": 1}',
-            "no record of a tip: arm: Input",
-        ),
+        (b'{"kind": "outcome", "tip": "a", "run": "r", "arm": "text", "success": 1}', "no record of a tip: arm: Input"),
         (b"[" * 9999, "not JSON: recursion"),
         (b"\xff", "not JSON: expected"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_record_is_an_error(tips: Tips, line: bytes, fault: str) -> None:
     tips.add(tip("One.", "any"), [])
     with tips.path.open("ab") as file:

@@ -73,21 +73,15 @@ def test_the_digest_is_of_what_decides_a_trial(tmp_path: Path) -> None:
     [
         (GOOD.replace("specs", "spec"), r"unknown key 'spec'; expected title, specs, shapes"),
         (GOOD + "budget = { euros = 3 }\n", "unknown key 'budget.euros'"),
-        (
-            GOOD.replace("proved", "great"),
-            "goal: Input should be 'proved', 'verified' or 'accepted'",
-        ),
+        (GOOD.replace("proved", "great"), "goal: Input should be 'proved', 'verified' or 'accepted'"),
         ('title = "T"\ngoal = "proved"\n', "specs: Field required"),
         (GOOD.replace("gemm_swiglu", "gemm_rope"), "a spec is listed twice"),
-        (
-            GOOD + "[shapes.gemm_fp8_rmsnorm]\nbench = []\n",
-            "gemm_fp8_rmsnorm is not among its specs",
-        ),
+        (GOOD + "[shapes.gemm_fp8_rmsnorm]\nbench = []\n", "gemm_fp8_rmsnorm is not among its specs"),
         (GOOD + "trials = 0\n", "trials: Input should be greater than 0"),
         (GOOD.replace('["gemm_rope", "gemm_swiglu"]', "[]"), "specs is empty, expected specs ="),
         (GOOD + "specs = 3\n", "Cannot overwrite a value"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_file_is_refused_with_its_name_and_fault(
     tmp_path: Path, text: str, said: str
 ) -> None:

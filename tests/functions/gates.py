@@ -115,10 +115,6 @@ def llama_mlp_hidden(x, gate_proj, up_proj):
     return F.silu(F.linear(x, gate_proj)) * F.linear(x, up_proj)
 
 
-def gemma_geglu(x, gate, up):
-    return F.gelu(x @ gate.T, approximate="tanh") * (x @ up.T)
-
-
 def gpt2_mlp_gelu_new(x, w, b):
     h = x @ w + b
     return (
@@ -237,11 +233,6 @@ def two_layer_mlp_next(x, w1):
     return F.relu(x @ w1.T)
 
 
-def qwen3_gate_up(x, gate_up_proj):
-    gate, up = F.linear(x, gate_up_proj).chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 def mamba2_in_proj(u, in_proj):
     z, xbc = F.linear(u, in_proj).chunk(2, dim=-1)
     return z * torch.sigmoid(z), xbc
@@ -251,10 +242,6 @@ def mamba2_decay(u, w_dt, dt_bias, A_log):
     dt = F.softplus(F.linear(u, w_dt).float() + dt_bias)
     dA = torch.exp(-dt * A_log.exp())
     return dt, dA
-
-
-def dit_mlp_residual(h, w, b, gate_mlp, x):
-    return x + gate_mlp.unsqueeze(1) * F.linear(h, w, b)
 
 
 def flux_single_linear1(x_mod, w, b):
@@ -304,7 +291,6 @@ EXAMPLES = {
     "rwkv_decay": "x=96,80 w=128,80 base=128:float32",
     "conformer_glu": "x=2,48,80 w=256,80 b=256",
     "llama_mlp_hidden": "x=96,80 gate_proj=256,80 up_proj=256,80",
-    "gemma_geglu": "x=2,48,80 gate=256,80 up=256,80",
     "gpt2_mlp_gelu_new": "x=2,48,80 w=80,320 b=320",
     "gpt2_mlp_out": "x=2,48,320 w=320,80 b=80 residual=2,48,80",
     "dit_gate_msa": "x=2,48,80 w=128,80 b=128 gate_msa=2,128 residual=2,48,128",
@@ -328,10 +314,8 @@ EXAMPLES = {
     "two_layer_mlp": "x=96,80 w1=128,80 w2=64,128",
     "bernoulli_gate_next": "x=96,80 w=128,80 seed= offset=",
     "two_layer_mlp_next": "x=96,80 w1=128,80",
-    "qwen3_gate_up": "x=2,48,80 gate_up_proj=512,80",
     "mamba2_in_proj": "u=2,48,80 in_proj=512,80",
     "mamba2_decay": "u=2,48,80 w_dt=32,80 dt_bias=32:float32 A_log=32:float32",
-    "dit_mlp_residual": "h=2,48,80 w=128,80 b=128 gate_mlp=2,128 x=2,48,128",
     "flux_single_linear1": "x_mod=2,48,128 w=896,128 b=896",
     "flux_single_linear2": "attn=2,48,80 mlp=2,48,320 w=128,400 b=128 gate=2,1,128 x=2,48,128",
     "t5_gated_gelu": "x=2,48,80 wi_0=256,80 wi_1=256,80",

@@ -271,11 +271,6 @@ def weight_grad_accumulate(dy, x, main_grad):
     return main_grad + (dy.t() @ x).float()
 
 
-def linear_bias_grad(dy, w, y):
-    dx = (dy @ w) * (y > 0)
-    return dx, dx.float().sum(0)
-
-
 EXAMPLES = {
     "bert_intermediate": "hidden_states=2,48,80 weight=128,80 bias=128",
     "nemotron_up": "x=96,80 weight=128,80",
@@ -332,5 +327,4 @@ EXAMPLES = {
     "relu_squared_backward": "dy=96,80 w=80,128 h=96,128",
     "weight_grad_flat": "grad_output=2,48,128 x=2,48,80",
     "weight_grad_accumulate": "dy=96,128 x=96,80 main_grad=128,80:float32",
-    "linear_bias_grad": "dy=96,80 w=80,128 y=96,128",
 }

@@ -179,19 +179,9 @@ def causal_softmax_stats(q, k):
     return s, m, l
 
 
-def mixtral_routing_next(x, gate):
-    router_logits = F.linear(x, gate).float()
-    return router_logits, router_logits.logsumexp(-1)
-
-
 def lm_cross_entropy_next(h, w, targets):
     logits = F.linear(h, w).float()
     return logits.gather(-1, targets[:, None]).squeeze(-1), logits.logsumexp(-1)
-
-
-def kl_to_reference_next(h, w):
-    logits = F.linear(h, w).float()
-    return logits, logits.logsumexp(-1)
 
 
 def simclr_similarity_next(anchor, positive, temperature: float = 0.5):
@@ -214,18 +204,9 @@ def deepseek_expert_accumulate(h, w_down, topk_weight, out):
     return out + (h @ w_down.T) * topk_weight[:, None]
 
 
-def deepseek_sigmoid_router(x, gate, e_score_correction_bias, n_group: int = 4):
-    scores = F.linear(x.float(), gate.float()).sigmoid()
-    return scores, scores + e_score_correction_bias
-
-
 def siglip_patch_embed(patches, w, b, position_embeddings):
     x = F.linear(patches, w, b)
     return x + position_embeddings.unsqueeze(0)
-
-
-def siglip_mlp_fc1(x, w, b):
-    return F.gelu(F.linear(x, w, b), approximate="tanh")
 
 
 def siglip_pair_loss(img, txt, logit_scale, logit_bias):
@@ -234,12 +215,6 @@ def siglip_pair_loss(img, txt, logit_scale, logit_bias):
     m = torch.arange(logits.shape[1], device=logits.device)
     labels = 2.0 * (n[:, None] == m[None, :]) - 1.0
     return -F.logsigmoid(labels * logits.float()).sum(-1)
-
-
-def chunked_logits_lse(h, lm_head, labels):
-    logits = F.linear(h, lm_head).float()
-    target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return target, torch.logsumexp(logits, dim=-1)
 
 
 def lm_loss_per_token(h, lm_head, labels):
@@ -315,18 +290,13 @@ EXAMPLES = {
     "ppo_ratio_loss": "h=96,80 w=512,80 action=96:int64 lse=96:float32 old=96:float32 adv=96:float32",
     "simclr_similarity": "anchor=96,80 positive=96,80",
     "causal_softmax_stats": "q=96,64 k=128,64",
-    "mixtral_routing_next": "x=96,80 gate=64,80",
     "lm_cross_entropy_next": "h=96,80 w=512,80 targets=96:int64",
-    "kl_to_reference_next": "h=96,80 w=512,80",
     "simclr_similarity_next": "anchor=96,80 positive=96,80",
     "causal_softmax_stats_next": "q=96,64 k=128,64",
     "qwen3_moe_router": "hidden_states=2,48,80 gate=64,80",
     "deepseek_expert_accumulate": "h=96,80 w_down=128,80 topk_weight=96 out=96,128",
-    "deepseek_sigmoid_router": "x=96,80 gate=64,80 e_score_correction_bias=64:float32",
     "siglip_patch_embed": "patches=2,48,80 w=128,80 b=128 position_embeddings=48,128",
-    "siglip_mlp_fc1": "x=2,48,80 w=320,80 b=320",
     "siglip_pair_loss": "img=96,80 txt=128,80 logit_scale= logit_bias=",
-    "chunked_logits_lse": "h=96,80 lm_head=512,80 labels=96:int64",
     "lm_loss_per_token": "h=96,80 lm_head=512,80 labels=96:int64",
     "dpo_logp": "h=96,80 lm_head=512,80 labels=96:int64",
     "distill_mse": "h=96,80 w=128,80 teacher=96,128",

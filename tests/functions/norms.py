@@ -133,12 +133,6 @@ def dora_column_scale(x, weight, lora_out, magnitude, weight_norm):
     return out * (magnitude / weight_norm)
 
 
-def rms_norm_input_grad(dy, w, x, rstd, g, dot):
-    dxn = (dy @ w).float() * g
-    xn = x.float() * rstd[:, None]
-    return ((dxn - xn * dot[:, None]) * rstd[:, None]).to(dy.dtype)
-
-
 EXAMPLES = {
     "qwen3_q_norm": "x=96,80 w_q=256,80 g=64",
     "delayed_gemma_norm": "x=96,80 w=128,80 inv_rms=96:float32 g=128",
@@ -163,5 +157,4 @@ EXAMPLES = {
     "gemma3_q_norm": "x=96,80 wq=256,80 weight=128",
     "mamba2_gated_out_statistic": "x=96,80 w_z=256,80 y=96,256",
     "dora_column_scale": "x=96,80 weight=128,80 lora_out=96,128 magnitude=128 weight_norm=128",
-    "rms_norm_input_grad": "dy=96,80 w=80,128 x=96,128 rstd=96:float32 g=128 dot=96:float32",
 }

@@ -96,14 +96,6 @@ def fp8_grad_output(dy8, w8, scale_dy, scale_w, act):
     return (dx * (act > 0)).to(torch.bfloat16)
 
 
-def fp8_blockwise_store(x, w):
-    y = F.linear(x, w).float()
-    blocks = y.view(y.shape[0], -1, 128)
-    scale = blocks.abs().amax(-1).clamp(min=1e-4) / 448.0
-    q = (blocks / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    return q.view_as(y), scale
-
-
 def smoothquant_fake_int8(x, w, b, step):
     y = F.linear(x, w, b).float()
     return torch.round(y / step).clamp(-128, 127) * step
@@ -133,7 +125,6 @@ EXAMPLES = {
     "int8_requantise_next": "x=96,80 w=128,80 scale=128:float32",
     "fp8_delayed_scaling": "x=96,80:float8_e4m3fn w=128,80:float8_e4m3fn scale_x= scale_w= scale_out=",
     "fp8_grad_output": "dy8=96,80:float8_e4m3fn w8=80,128:float8_e4m3fn scale_dy= scale_w= act=96,128",
-    "fp8_blockwise_store": "x=96,80 w=256,80",
     "smoothquant_fake_int8": "x=96,80 w=128,80 b=128 step=128:float32",
     "kv_cache_quantised": "x=2,48,80 w=128,80 k_scale=",
 }

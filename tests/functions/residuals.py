@@ -58,25 +58,12 @@ def dit_modulation_six(c, w, b):
     return shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp
 
 
-def peft_lora_forward(x, w, x_a, lora_b, scaling: float = 2.0):
-    result = F.linear(x, w)
-    result = result + F.linear(x_a, lora_b) * scaling
-    return result
-
-
 def adapter_down(x, down, b):
     return F.leaky_relu(F.linear(x, down, b), 0.2)
 
 
 def dropout_residual_train(x, w, b, p: float = 0.1):
     return F.dropout(F.linear(x, w, b), p=p, training=True)
-
-
-def dit_modulation_six_next(c, w, b):
-    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = F.linear(c, w, b).chunk(
-        6, dim=1
-    )
-    return shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp
 
 
 def dropout_residual_train_next(x, w, b, seed, offset, p: float = 0.1):
@@ -103,10 +90,6 @@ def peft_lora_two_products(x, w, lora_a, lora_b):
 
 def peft_lora_two_products_next(x, w, xa, lora_b):
     return x @ w.T + xa @ lora_b.T
-
-
-def llama_down_proj(x, down_proj, residual):
-    return residual + F.linear(x, down_proj)
 
 
 def dit_modulation_three(c, w, b):
@@ -145,17 +128,14 @@ EXAMPLES = {
     "peft_lora_update": "result=96,128 xa=96,16 lora_B=128,16",
     "t5_ff_clamped": "h=2,48,80 wo=128,80 residual=2,48,128",
     "dit_modulation_six": "c=64,80 w=768,80 b=768",
-    "peft_lora_forward": "x=96,80 w=128,80 x_a=96,16 lora_b=128,16",
     "adapter_down": "x=2,48,80 down=16,80 b=16",
     "dropout_residual_train": "x=96,80 w=128,80 b=128",
-    "dit_modulation_six_next": "c=64,80 w=768,80 b=768",
     "dropout_residual_train_next": "x=96,80 w=128,80 b=128 seed= offset=",
     "cait_layer_scale": "x=2,48,80 w=128,80 b=128 gamma=128 shortcut=2,48,128",
     "beit_drop_path": "x=2,48,80 w=128,80 b=128 keep_mask=2,1,1 shortcut=2,48,128",
     "dit_final_modulate": "x=2,48,80 w=128,80 b=128 shift=2,1,128 scale=2,1,128",
     "peft_lora_two_products": "x=96,80 w=128,80 lora_a=16,80 lora_b=128,16",
     "peft_lora_two_products_next": "x=96,80 w=128,80 xa=96,16 lora_b=128,16",
-    "llama_down_proj": "x=2,48,80 down_proj=128,80 residual=2,48,128",
     "dit_modulation_three": "c=64,80 w=384,80 b=384",
     "lora_merged_forward": "x=96,80 weight=128,80 lora_A_out=96,16 lora_B=128,16 bias=128",
     "lora_down": "x=2,48,80 lora_A=16,80",

@@ -56,28 +56,12 @@ def test_same_computation_same_digest(other: Program) -> None:
 
 
 DIFFERENT: dict[str, tuple[type, Callable[..., Any], Callable[..., Any]]] = {
-    "a constant": (
-        Tile,
-        lambda acc, r: {"O": acc * r + 2.0},
-        lambda acc, r: {"O": acc * r + 2.0000000000000004},
-    ),
-    "operands in order": (
-        Tile,
-        lambda acc, r, b: {"O": acc * r + b},
-        lambda acc, b, r: {"O": acc * r + b},
-    ),
+    "a constant": (Tile, lambda acc, r: {"O": acc * r + 2.0}, lambda acc, r: {"O": acc * r + 2.0000000000000004}),
+    "operands in order": (Tile, lambda acc, r, b: {"O": acc * r + b}, lambda acc, b, r: {"O": acc * r + b}),
     "an operation": (Tile, lambda acc, r: {"O": acc + r}, lambda acc, r: {"O": acc - r}),
     "kinds of operands": (Tile, lambda acc, r: {"O": acc * r}, lambda acc, b: {"O": acc * b}),
-    "the order of what does not commute": (
-        Tile,
-        lambda acc, C: {"O": acc - C},
-        lambda acc, C: {"O": C - acc},
-    ),
-    "which of two like operands": (
-        Tile,
-        lambda acc, p, q: {"O": acc * p + q},
-        lambda acc, p, q: {"O": acc * q + p},
-    ),
+    "the order of what does not commute": (Tile, lambda acc, C: {"O": acc - C}, lambda acc, C: {"O": C - acc}),
+    "which of two like operands": (Tile, lambda acc, p, q: {"O": acc * p + q}, lambda acc, p, q: {"O": acc * q + p}),
     "lanes of a pair": (
         HalfTile,
         lambda acc: {"O": swiglu(*pairs(acc))},
@@ -88,7 +72,7 @@ DIFFERENT: dict[str, tuple[type, Callable[..., Any], Callable[..., Any]]] = {
         lambda acc, Z: {"O": interleave(*[acc * x for x in pairs(Z)])},
         lambda acc, Z: {"O": interleave(*[acc * x for x in reversed(pairs(Z))])},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("of", DIFFERENT)

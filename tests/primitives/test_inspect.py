@@ -131,12 +131,10 @@ def test_costs_by_hand() -> None:
 
 
 def test_cost_options() -> None:
-    found = inspect_program(
-        counted, 96, 320, 64, element_bytes=4, gemm_bytes=1, vector_bytes=2, block=192
-    )
+    found = inspect_program(counted, 96, 320, 64, element_bytes=8, gemm_bytes=1, block=192)
     tile, half = 96 * 320, 96 * 160
-    read = (96 * 64 + 320 * 64) + 4 * tile + 2 * (96 + 320)
-    assert found.bytes_moved == read + 4 * tile + 4 * half + 2 * (4 * 96 * 2)
+    read = (96 * 64 + 320 * 64) + 8 * tile + 4 * (96 + 320)
+    assert found.bytes_moved == read + 8 * tile + 8 * half + 2 * (4 * 96 * 2)
 
 
 def wide_product(acc, Z: WideTile):

@@ -213,9 +213,7 @@ GEMM_ERRORS: dict[str, tuple[Any, Any, str]] = {
     "integer B": (A, B.int(), "B is torch.int32, expected a bfloat16 or float16 tensor"),
     "two dtypes": (A, B.half(), "A is torch.bfloat16 and B torch.float16, expected one dtype"),
     "K differs": misfit(A, bf16(N, 40), "one K, the last dimension of both"),
-    "B transposed": misfit(
-        A, bf16(K, N), "one K, the last dimension of both (B is transposed: give B.mT)"
-    ),
+    "B transposed": misfit(A, bf16(K, N), "one K, the last dimension of both (B is transposed: give B.mT)"),
     "vector A": misfit(bf16(K), B, "(…, M, K) and (N, K)"),
     "batched B": misfit(A, bf16(2, N, K), "(…, M, K) and (N, K)"),
     "no columns": ragged(0, K),
@@ -223,9 +221,7 @@ GEMM_ERRORS: dict[str, tuple[Any, Any, str]] = {
     "ragged K": ragged(N, 36),
     "ragged N": ragged(270, K),
     "another device": (A, bf16(N, K).to("meta"), "B is on meta, A on cpu"),
-    "rows beyond 32 bits": (
-        A[:1].expand(1 << 31, -1), B, "M, N, K = 2147483648, 272, 32, expected each below 2³¹",
-    ),
+    "rows beyond 32 bits": (A[:1].expand(1 << 31, -1), B, "M, N, K = 2147483648, 272, 32, expected each below 2³¹"),
 }  # fmt: skip
 
 
@@ -252,12 +248,8 @@ OPERAND_ERRORS: list[tuple[str, Any, str]] = [
     ("r", torch.ones(M, 1), "program: operand 'r' has shape (24, 1), expected (24,)"),
     ("b", torch.ones(M), "program: operand 'b' has shape (24,), expected (272,)"),
     ("b", 1.5, "program: operand 'b' has shape 1.5, expected (272,)"),
-    (
-        "b",
-        torch.ones(N, device="meta"),
-        "program: operand 'b' is on meta, A on cpu",
-    ),
-]
+    ("b", torch.ones(N, device="meta"), "program: operand 'b' is on meta, A on cpu"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value", "message"), OPERAND_ERRORS)

@@ -245,6 +245,19 @@ def test_a_target_that_is_no_column_is_refused(index: int, differentiated: bool)
     assert "y: (M,) int64, from 0 to N - 1: a CPU refuses another" in str(kernel.__doc__)
 
 
+def test_help_says_what_a_kernel_computes_and_takes() -> None:
+    text = str(generated.gemm_swiglu.__doc__)
+    assert (
+        "    O[m, j] = silu(G[m, j]) · U[m, j]," in text
+        and "`B` interleave the two weights" in text
+    )
+    assert "Why fused" not in text and "PyTorch rounds" not in text
+    assert text.endswith(
+        "Sizes:\n    N: a multiple of 16\n    K: a multiple of 8\n\n"
+        "Example:\n    D, O = gemm_swiglu(A, B)"
+    )
+
+
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, coda_agent.generated; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -520,17 +533,13 @@ def test_what_the_judge_did_not_see_is_not_loaded(tmp_path: Path, file: str) -> 
         ("evidence.json", "", "not readable evidence: Invalid JSON"),
         ("evidence.json", "[" * 9999, "not readable evidence: Invalid JSON: recursion"),
         ("evidence.json", "[]", "not readable evidence: Input should be an object"),
-        (
-            "evidence.json",
-            '{"refused_tiles": [{"tile": [1]}]}',
-            r"evidence: refused_tiles\.0\.tile",
-        ),
+        ("evidence.json", '{"refused_tiles": [{"tile": [1]}]}', r"evidence: refused_tiles\.0\.tile"),
         ("evidence.json", '{"compiled": {"spills": {"t": -1}}}', r"compiled\.spills\.t: Input"),
         ("tuned.json", "9" * 5000, "not hold measured tiles: Invalid JSON: number out"),
         ("tuned.json", '{"H": {"float16": [{}]}}', r"measured tiles: H\.float16\.0\.m: Field"),
         ("tuned.json", '{"H": 1}', "measured tiles: H: Input should be an object"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, fault: str) -> None:
     folder = tmp_path / "gemm_rope"
     shutil.copytree(SPECS.parent / "generated" / "gemm_rope", folder)

@@ -64,14 +64,12 @@ def test_gradients_are_those_of_the_whole(name: str) -> None:
         assert error < 4e-3
 
 
-def test_torch_compiles_it_and_it_takes_out() -> None:
+def test_torch_compiles_it() -> None:
     kernel = generated.gemm_rmsnorm_rope.without("D")
     values = drawn(kernel)
     plain: Any = kernel(*values)
     compiled: Any = torch.compile(lambda *x: kernel(*x) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*values), plain * 2)
-    into = torch.empty_like(plain)
-    assert kernel(*values, out={"O": into}) is into and torch.equal(into, plain)
 
 
 def test_tiles_are_chosen_by_what_was_measured_of_the_whole() -> None:

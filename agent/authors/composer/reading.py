@@ -72,8 +72,8 @@ class Reading:
         leaving: The same of each output.
     """
 
-    def __init__(self, traced: Retraced, merged: Merged, name: str, *, halves: bool) -> None:
-        self.traced, self.merged, self.name, self.halves = traced, merged, name, halves
+    def __init__(self, traced: Retraced, merged: Merged, *, halves: bool) -> None:
+        self.traced, self.merged, self.halves = traced, merged, halves
         self.original: dict[fx.Node, fx.Node] = {}
         self.parts: Mapping[str, tuple[str, int, int]] = {}
         self.product = products(traced.graph)[0]
@@ -298,7 +298,7 @@ class Reading:
         inputs = {x: _entry(n, s, sizes) for x, (n, s) in self._inputs().items()}
         extents, lengths = self.roles.extents(sizes), self.merged.lengths
         return Problem(
-            name=self.name,
+            name="kernel",
             module=module,
             extents=extents,
             gemm=(self._name(self.a), self._name(self.b)),

@@ -29,13 +29,12 @@ from coda_agent.agent.authors.composer.rounding import of_stored
 _OUTSIDE = 16
 
 
-def compose_graph(graph: fx.Graph, *, name: str = "kernel") -> Composition:
+def compose_graph(graph: fx.Graph) -> Composition:
     """Compose the program of an ATen subgraph.
 
     Args:
         graph: Calls of ATen, each with `meta["val"]`; its placeholders are tensors, its output is
             a list of nodes of which some need a product.
-        name: Of the program.
 
     Raises:
         Refusal: no program computes it; names the node that is the reason.
@@ -44,17 +43,17 @@ def compose_graph(graph: fx.Graph, *, name: str = "kernel") -> Composition:
     pieces = _pieces(traced)
     if len(pieces) == 1:
         try:
-            return _composed(traced, name)
+            return _composed(traced)
         except Refusal:
             traced = retraced(graph)
             if not _leave_largest(traced):
                 raise
-            return _composed(traced, name)
+            return _composed(traced)
     parts = []
     for piece in pieces:
         traced = retraced(graph)
         traced.returning([traced.outputs[x] for x in piece])
-        parts.append(_composed(traced, name))
+        parts.append(_composed(traced))
     return joined(parts)
 
 
@@ -98,13 +97,13 @@ def _products_of(node: fx.Node, every: Sequence[fx.Node]) -> set[fx.Node]:
     return seen.intersection(every)
 
 
-def _composed(traced: Retraced, name: str) -> Composition:
+def _composed(traced: Retraced) -> Composition:
     merged, halves = None, False
     for _ in range(_OUTSIDE):
         reading: Reading | None = None
         try:
             merged = merged or merge(traced)
-            reading = Reading(traced, merged, name, halves=halves)
+            reading = Reading(traced, merged, halves=halves)
             rewritten, program = reading.rewritten()
             ports = reading.ports()
             operands = {x: ports[x] for x in program.operands}

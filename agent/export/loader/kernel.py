@@ -11,6 +11,7 @@ import torch
 
 from coda_agent.agent.export.loader.store import KernelError, Store
 from coda_agent.agent.export.loader.variant import Variant
+from coda_agent.runtime.call_cache import filled, traced
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -67,9 +68,11 @@ class Kernel:
     def __call__(self, *args: Any, block_size: Optional[int] = None, **inputs: Any) -> Any:
         key = tuple([self._chosen(p, inputs) for p in self._parameters]) if self._parameters else ()
         values = args if not inputs and len(args) == self._count else self._named(args, inputs)
-        variant, traced = self.variants[key], _traced()
-        call = None if traced else variant.calls.find(values, block_size)
-        results = call(values) if call else self._anew(key, values, block_size, traced)
+        variant, tracing = self.variants[key], traced()
+        call = None if tracing else variant.calls.find(values, block_size)
+        results = (
+            variant.run(call, values) if call else self._anew(key, values, block_size, tracing)
+        )
         if not variant.updated:
             return results
         others = (
@@ -80,7 +83,7 @@ class Kernel:
         return tuple(others) if len(others) > 1 else others[0]
 
     def _anew(
-        self, key: tuple[str, ...], given: Sequence[Any], block_size: Optional[int], traced: bool
+        self, key: tuple[str, ...], given: Sequence[Any], block_size: Optional[int], tracing: bool
     ) -> Any:
         """The results where no such call was made before; by the operator where calls are traced,
         or a tensor is no plain one."""
@@ -92,9 +95,10 @@ class Kernel:
                 raise KernelError(
                     f"{self.__name__}: input {self._inputs[i]!r} is {got}, expected a tensor"
                 )
-        in_memory = self._fill(values)
+        device = next(x.device for i, x in enumerate(values) if i not in self._scalars)
+        in_memory = filled(values, self._scalars, device)
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
-        if not traced and all(type(x) in _PLAIN and not x.is_neg() for x in tensors):
+        if not tracing and all(type(x) in _PLAIN and not x.is_neg() for x in tensors):
             return variant(values, block_size)
         variant.refuse_gradients(values)  # what is compiled would leave them out
         op = getattr(getattr(torch.ops, self._id), self.__name__ + "_" * bool(variant.updated))
@@ -118,16 +122,6 @@ class Kernel:
             given = ", ".join([*names[: len(args)], *inputs])
             raise KernelError(f"{self.__name__} takes {', '.join(names)}, given were {given}")
         return [*args, *(inputs[x] for x in rest)]
-
-    def _fill(self, values: list[Any]) -> bool:
-        """Whether scalars are in memory; then the others among `values` are brought there too."""
-        numbers = [i for i in self._scalars if not isinstance(values[i], torch.Tensor)]
-        if len(numbers) == len(self._scalars):
-            return False
-        device = next(x.device for i, x in enumerate(values) if i not in self._scalars)
-        for i in numbers:
-            values[i] = torch.full((), values[i], dtype=torch.float32, device=device)
-        return True
 
     def register(self, library: torch.library.Library) -> None:
         """Register the operators: `<name>`, and `<name>_` of variants that overwrite an input."""
@@ -163,11 +157,3 @@ class Kernel:
         library.impl(name + overload, partial(body, Variant.__call__), "CUDA")
         fake = partial(body, Variant.fake)
         torch.library.register_fake(f"{self._id}::{name}{overload}", fake, lib=library)
-
-
-def _traced() -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
+from operator import itemgetter
 from typing import Any, Mapping, Optional, Sequence
 
 import torch
 
-from coda_agent.agent.export.loader.call import Call, Chosen, buffer, extents, led, picked
+from coda_agent.agent.export.loader.call import Chosen, buffer, extents, led, planned
 from coda_agent.agent.export.loader.fold import Fold, folding
 from coda_agent.agent.export.loader.store import KernelError, Store
-from coda_agent.runtime.call_cache import Calls
+from coda_agent.runtime.call_cache import CallPlan, Calls, picked
 
 _CAPABILITIES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
 
@@ -44,11 +45,12 @@ class Variant:
         self.shown: list[tuple[int, int]] = about["shown"]
         self.returned: list[int] = about["returned"]
         a, b, *_ = self._places
-        self.calls: Calls[Call] = Calls(a, b, kernel["scalars"], len(inputs))
+        self._inputs_of = itemgetter(*self._places)
+        self.calls: Calls[CallPlan] = Calls(a, b, kernel["scalars"], len(inputs))
 
     def __call__(self, values: Sequence[Any], block_size: Optional[int] = None) -> Any:
         if call := self.calls.find(values, block_size):
-            return call(values)
+            return self.run(call, values)
         self.refuse_gradients(values)
         call = self.calls.recall(values, block_size)
         if call is None:
@@ -57,7 +59,14 @@ class Variant:
                 return self.fake(values, block_size)
             call = self._resolved(values, (m, n, k), form, block_size)
             self.calls.keep(values, block_size, call)
-        return call(values)
+        return self.run(call, values)
+
+    def run(self, call: CallPlan, values: Sequence[Any]) -> Any:
+        """The outputs that overwrite no input, by a resolved call with such inputs."""
+        results = call(self._inputs_of(values))
+        for _, place in self.updated:  # or what autograd saved would not know
+            torch.autograd.graph.increment_version(values[place])
+        return picked(self.returned, results)
 
     def fake(self, values: Sequence[Any], block_size: Optional[int] = None) -> Any:
         """What a call returns, in shapes, dtypes and strides alone."""
@@ -78,7 +87,9 @@ class Variant:
             else:
                 t = a.new_empty(buffer(x, (m, n, 0), tile), dtype=kind)
                 results.append(t.mT if reduction and reduction["over_rows"] else t)
-        return picked(self.returned, [led(x, t, a) for x, t in zip(self._outputs, results)])
+        return picked(
+            self.returned, [led(x, t, a.shape[:-1]) for x, t in zip(self._outputs, results)]
+        )
 
     def _error(self, message: str) -> KernelError:
         return KernelError(f"{self._name}: {message}")
@@ -151,7 +162,7 @@ class Variant:
         shape: tuple[int, int, int],
         form: Mapping[str, Any],
         block_size: Optional[int],
-    ) -> Call:
+    ) -> CallPlan:
         """What runs a call, and later ones with such arguments."""
         if max(shape) >> 31:
             raise self._error(f"M, N, K = {', '.join(map(str, shape))}, expected each below 2**31")
@@ -180,7 +191,7 @@ class Variant:
             if x["reduction"] and (not raw or x["reduction"]["over_rows"])
         ]
         chosen = Chosen(form["outputs"], tile, found["order"], launch, folds)
-        return Call(self._about, chosen, values, shape)
+        return planned(self._about, chosen, self._inputs_of(values), shape)
 
     def _arch(self, form: Mapping[str, Any], device: torch.device) -> str:
         """The architecture of a device.

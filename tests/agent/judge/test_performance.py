@@ -25,7 +25,7 @@ from coda_agent.agent.judge.records import (
     Tuned,
     Untimed,
 )
-from coda_agent.agent.judge.timing import Samples
+from coda_agent.agent.judge.samples import Samples
 from coda_agent.primitives.errors import CompileError, MachineError
 from coda_agent.primitives.inspect import Ceiling
 from coda_agent.primitives.program import Program

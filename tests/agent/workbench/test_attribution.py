@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from coda_agent.agent.judge.timing import Samples, interleave
+from coda_agent.agent.judge.samples import Samples
+from coda_agent.agent.judge.timing import interleave
 from coda_agent.agent.workbench.attribution import PRODUCT, WHOLE, parts, said
 from coda_agent.primitives import (
     ColMax,

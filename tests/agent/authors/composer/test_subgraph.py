@@ -171,21 +171,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
     "row scale": (row_scaled, (ROWS, WEIGHT, tensor(24, dtype=torch.float32)), "Tile"),
     "swiglu": (swiglu, (BATCH, WEIGHT), "Tile HalfTile"),
     "rotation": (rotated_heads, (BATCH, WEIGHT, tensor(12, 64), tensor(12, 64)), "Tile"),
-    "rotation by sample": (
-        rotated_by_sample, (BATCH, WEIGHT, tensor(2, 12, 64), tensor(2, 12, 64)), "Tile"
-    ),
+    "rotation by sample": (rotated_by_sample, (BATCH, WEIGHT, tensor(2, 12, 64), tensor(2, 12, 64)), "Tile"),
     "scalar": (scaled, (ROWS, WEIGHT, torch.tensor(0.3)), "Tile"),
     "head norm": (head_norm, (ROWS, tensor(256, 32), tensor(128)), "Tile"),
-    "log-sum-exp": (
-        log_sum_exp,
-        (ROWS, WEIGHT, torch.arange(24) * 5),
-        "Tile RowLogSumExp RowGather",
-    ),
+    "log-sum-exp": (log_sum_exp, (ROWS, WEIGHT, torch.arange(24) * 5), "Tile RowLogSumExp RowGather"),
     "gelu gradient": (gelu_gradient, (ROWS, WEIGHT.T, tensor(24, 128)), "Tile Tile"),
     "swiglu gradient": (swiglu_gradient, (ROWS, WEIGHT.T, tensor(24, 256)), "Tile Tile"),
-    "gated by sample": (
-        gated, (BATCH, WEIGHT, tensor(2, 128), tensor(2, 12, 128), tensor(128)), "Tile"
-    ),
+    "gated by sample": (gated, (BATCH, WEIGHT, tensor(2, 128), tensor(2, 12, 128), tensor(128)), "Tile"),
     "norm before": (normed_before, (ROWS, WEIGHT, tensor(32)), "Tile"),
     "column sum": (columns_summed, (ROWS, WEIGHT, tensor(24, 128)), "Tile ColSum"),
     "two gates": (two_gates, (ROWS, WEIGHT, tensor(128, 32) * 2), "HalfTile"),
@@ -204,9 +196,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
     "packed heads": (packed_heads, (BATCH, tensor(192, 32), tensor(192)), "Tile"),
     "packed and scaled": (packed_and_scaled, (ROWS, tensor(32, 192), tensor(192)), "Tile"),
     "transposed norm": (head_norm_transposed, (BATCH, WEIGHT, tensor(32)), "Tile"),
-    "sum": (
-        summed, (ROWS, tensor(24, 48), WEIGHT.T, tensor(48, 128), tensor(128)), "Tile"
-    ),
+    "sum": (summed, (ROWS, tensor(24, 48), WEIGHT.T, tensor(48, 128), tensor(128)), "Tile"),
     "weight gradient": (weight_gradient, (tensor(24, 64), ROWS), "Tile"),
 }  # fmt: skip
 

@@ -1,0 +1,81 @@
+"""What `help` says of a kernel, out of its spec."""
+
+import math
+import re
+from collections.abc import Collection, Iterator
+
+from coda_agent.runtime.user_layout import Declared
+from coda_agent.specs import Spec
+from coda_agent.specs.format import Output
+
+
+def documentation(spec: Spec, columns: Collection[str]) -> str:
+    """Write a kernel's docstring: mathematics, inputs with their domains, outputs, sizes, a call.
+
+    Args:
+        spec: Its spec.
+        columns: Inputs that are numbers of columns.
+    """
+    declared = spec.declared
+    given = [_tensor(spec, name, x, name in columns) for name, x in declared.inputs.items()]
+    made = [_tensor(spec, name, x, False) for name, x in declared.outputs.items()]
+    said = [spec.summary, *_mathematics(spec)]
+    packed = spec.layout and Declared(spec.name, spec.layout, ()).hint
+    parts = {
+        "Args": given,
+        "Parameters": [*_parameters(spec)],
+        "Returns": made,
+        "Packed": packed.split("; ") if packed else [],
+        "Sizes": [*_sizes(spec)],
+        "Example": [_call(spec)],
+    }
+    for title, lines in parts.items():
+        said += ["", f"{title}:", *(f"    {line}" for line in lines)] * bool(lines)
+    return "\n".join(said)
+
+
+def _mathematics(spec: Spec) -> Iterator[str]:
+    """The formulas of the spec's prose, and the paragraph that follows them."""
+    section = re.search(r"^## Mathematics\n(.*?)(?=^## |\Z)", spec.prose, re.S | re.M)
+    for part in section[1].strip("\n").split("\n\n") if section else ():
+        yield from ("", part)
+        if not part.startswith("    "):
+            return
+
+
+def _tensor(spec: Spec, name: str, tensor: Output, column: bool) -> str:
+    shapes = tensor.shape.cases.values()
+    shown = " or ".join(f"({', '.join(map(str, s))}{',' * (len(s) == 1)})" for s in shapes)
+    said = f"{shown} {' or '.join(spec.types.get(tensor.dtype, (tensor.dtype,)))}"
+    match getattr(tensor, "domain", None):
+        case (0.0, math.inf):
+            said += ", positive"
+        case (low, high):
+            said += f", from {low:g} to {high:g}"
+    if column:
+        said += f", from 0 to {spec.gemm_dims[1]} - 1: a CPU refuses another, and a GPU "
+        said += "takes 0 for its element"
+    return f"{name}: {said}"
+
+
+def _parameters(spec: Spec) -> Iterator[str]:
+    """What is fixed in a kernel, and what a choice overwrites."""
+    for name, values in spec.parameters.items():
+        yield f"{name}: {' or '.join(map(repr, values))}, by default the first"
+    if place := spec.in_place:
+        where = " and ".join(f"{name}={value!r}" for name, value in place.when.items())
+        said = f"{place.output} overwrites {place.input}"
+        yield f"{said} where {where}" if where else said
+
+
+def _sizes(spec: Spec) -> Iterator[str]:
+    for name, dim in spec.declared.dims.items():
+        if dim.only:
+            yield f"{name}: {dim.only}"
+        elif dim.multiple_of > 1:
+            yield f"{name}: a multiple of {dim.multiple_of}"
+
+
+def _call(spec: Spec) -> str:
+    declared = spec.declared
+    return f"{', '.join(declared.outputs)} = {spec.name}({', '.join(declared.inputs)})"
