@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import torch
@@ -31,18 +30,8 @@ variant"), and is wrong at it for pairs."""
 _FAILED: set[tuple[str, TileConfig]] = set()
 
 
-def build(
-    kernels: Iterable[tuple[Region, Kernel]],
-    device: torch.device,
-    meanwhile: Callable[[], None],
-) -> None:
-    """Compile the kernels of regions, with their tiles, into the cache of objects.
-
-    Args:
-        kernels: They.
-        device: Where they run.
-        meanwhile: What this process does while others compile, if they do.
-    """
+def build(kernels: Iterable[tuple[Region, Kernel]], device: torch.device) -> None:
+    """Compile the kernels of regions, with their tiles, into the cache of objects."""
     from coda_agent.agent.execution.pool import CompilePool
 
     jobs: list[CompileJob] = []
@@ -52,10 +41,8 @@ def build(
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if len(jobs) < _LEAST or cores < 2:
         return
-    with ThreadPoolExecutor(1) as aside, CompilePool(min(cores, len(jobs), 14)) as pool:
-        building = aside.submit(pool.map, jobs, lambda *_: None)
-        meanwhile()
-        for job, built in zip(jobs, building.result(), strict=True):
+    with CompilePool(min(cores, len(jobs), 14)) as pool:
+        for job, built in zip(jobs, pool.map(jobs, lambda *_: None), strict=True):
             if isinstance(built, CompileError):
                 _FAILED.add((job.program.digest, job.config))
 

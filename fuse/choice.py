@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -69,9 +69,17 @@ def _path(place: Around, kernel: Kernel, device: torch.device) -> Path:
 def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str]:
     import_quack()
     text = kernel.text if kernel.like else _tiled(place.region, kernel, device)
-    given, inputs = _given(place, device)
-    own = _AHEAD.pop(described(place.part), None) or _compiled(_calls(place), given)
-    ours = _compiled(place.by_kernel(text), given)
+    given = drawn(place.part, place.region, device)
+    inputs = [x for x in given if isinstance(x, torch.Tensor)]
+
+    def compiled(call: Callable[..., Any]) -> Inductor:
+        def function(*tensors: torch.Tensor) -> Any:
+            rest = iter(tensors)
+            return call(*(next(rest) if isinstance(x, torch.Tensor) else x for x in given))
+
+        return Inductor(function)
+
+    own, ours = compiled(fx.GraphModule({}, place.part)), compiled(place.by_kernel(text))
     with torch.no_grad():
         for call in (own, ours):  # it is compiled at its first call
             call(*inputs)
@@ -80,38 +88,6 @@ def _timed(place: Around, kernel: Kernel, device: torch.device) -> dict[str, str
     times = "in us " + ", ".join(f"{name} {time:.1f}" for name, time in found.items())
     loss = "" if best == "the kernel" else f"gains nothing: {times}"
     return {"text": text, "loss": loss, "times": times}
-
-
-def compile_ahead(place: Around, device: torch.device) -> None:
-    """Compile Inductor's code of what a kernel is timed beside."""
-    with suppress(torch.OutOfMemoryError):  # as where it is timed
-        given, inputs = _given(place, device)
-        _AHEAD[described(place.part)] = own = _compiled(_calls(place), given)
-        own.compile(inputs)
-
-
-_AHEAD: dict[str, Inductor] = {}
-
-
-def _given(place: Around, device: torch.device) -> tuple[list[Any], list[torch.Tensor]]:
-    """Draw what a region's surroundings take, and the tensors among that."""
-    given = drawn(place.part, place.region, device)
-    return given, [x for x in given if isinstance(x, torch.Tensor)]
-
-
-def _calls(place: Around) -> fx.GraphModule:
-    return fx.GraphModule({}, place.part)
-
-
-def _compiled(call: Callable[..., Any], given: Sequence[Any]) -> Inductor:
-    """Let Inductor compile a call, as a function of the tensors among what is given to it."""
-    kinds = [torch.Tensor if isinstance(x, torch.Tensor) else x for x in given]  # keeps no memory
-
-    def function(*tensors: torch.Tensor) -> Any:
-        rest = iter(tensors)
-        return call(*(next(rest) if x is torch.Tensor else x for x in kinds))
-
-    return Inductor(function)
 
 
 def _tiled(region: Region, kernel: Kernel, device: torch.device) -> str:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from coda_agent.agent.authors.composer.retrace import share
 from coda_agent.fuse.around import Around, alone, around
 from coda_agent.fuse.build import build
-from coda_agent.fuse.choice import SOURCES, compile_ahead, timed, untimed
+from coda_agent.fuse.choice import SOURCES, timed, untimed
 from coda_agent.fuse.hints import hinted
 from coda_agent.fuse.kernels import Kernel, chosen
 from coda_agent.fuse.nodes import PRODUCTS
@@ -97,13 +97,7 @@ def put_kernels(graph: fx.Graph, *, fp8: bool = False) -> None:
         if timing:
             new = {_key(x, kernels[r]): (x, kernels[r]) for r, x in places.items()}
             left = [pair for key, pair in new.items() if key not in _JUDGED]
-            left = [(x, k) for x, k in left if untimed(x, k, device)]
-
-            def meanwhile() -> None:
-                for place, _ in left:
-                    compile_ahead(place, device)
-
-            build([(x.region, k) for x, k in left], device, meanwhile)
+            build([(x.region, k) for x, k in left if untimed(x, k, device)], device)
         for region, place in places.items():
             found = _judged(place, kernels[region], device)
             if isinstance(found, str):

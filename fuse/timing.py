@@ -33,12 +33,9 @@ class Inductor:
         self._compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        self.compile(tensors)
+        if self._compiled is None:
+            self._compiled = self._for(tensors)
         return [*self._compiled(*tensors)]
-
-    def compile(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Compile for tensors like these; nothing runs."""
-        self._compiled = self._compiled or self._for(tensors)
 
     def _for(self, tensors: Sequence[torch.Tensor]) -> Any:
         import torch
