@@ -44,7 +44,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Sho
         kwargs: The same by name.
 
     Returns:
-        An entry for each graph: its `steps`, each a kernel or a call of PyTorch with the reason,
+        An entry for each graph, with its `steps` (kernels, and calls of PyTorch with the reason),
         its `eager` cost, and its `kernels` as text and as data.
     """
     import torch

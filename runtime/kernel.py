@@ -256,7 +256,7 @@ class Kernel:
                 in the spec's proportion.
 
         Returns:
-            The spec's tensors by name: views, but of halves and of what is scaled.
+            The spec's tensors by name, which are views but of halves and of what is scaled.
 
         Raises:
             LaunchError: no such input is packed, or the extents leave the proportion open.
