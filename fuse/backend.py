@@ -38,6 +38,9 @@ def coda(
         options: Inductor's. `{"fp8": "forward"}` is ours: products of weights in FP8, in the
             forward pass of a graph with gradients.
 
+    Returns:
+        The compiled graph.
+
     Raises:
         CodaError: `fp8` is something else.
     """

@@ -42,6 +42,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Sho
         function: It, compiled or not; options are those that it is compiled with.
         args: What it is called with; where gradients are recorded, graphs are of both passes.
         kwargs: The same by name.
+
+    Returns:
+        An entry for each graph, with its `steps` (kernels, and calls of PyTorch with the reason),
+        its `eager` cost, and its `kernels` as text and as data.
     """
     import torch
     from torch._inductor import config
@@ -65,7 +69,16 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Sho
 
 
 def mm(product: Callable[..., Any], sides: Sequence[Any], epilogue: Callable[..., Any]) -> Any:
-    """FlexGEMM's call: `epilogue` of a product such as torch.mm of two matrices."""
+    """Compute an epilogue of a product, in FlexGEMM's spelling.
+
+    Args:
+        product: Such as torch.mm.
+        sides: What it multiplies, such as two matrices.
+        epilogue: A function of the product.
+
+    Returns:
+        What `epilogue(product(*sides))` gives, by `fuse`.
+    """
     return _applied()(product, sides, epilogue)
 
 

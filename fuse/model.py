@@ -14,7 +14,7 @@ from coda_agent.fuse.show import Shown, products
 
 
 class Report:
-    """What became of a model.
+    """Say what became of a model: print it.
 
     Attributes:
         model: It.

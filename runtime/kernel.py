@@ -182,14 +182,19 @@ class Kernel:
         return (*others[:o], given[i], *others[o:]) if others else given[i]
 
     def without(self, *outputs: str) -> Kernel:
-        """The kernel that neither computes nor stores these outputs: inference has no use for what
-        only a backward pass reads. It returns the others. Its tiles are chosen as this one's are.
+        """Give the kernel that neither computes nor stores these outputs.
+
+        Inference has no use for what only a backward pass reads. Make it once, outside of what
+        torch.compile traces. Its tiles are chosen as this one's are.
 
             project = gemm_rmsnorm_rope.without("D")
             O = project(A, B, r, cs)
 
         Args:
             outputs: Names in the spec; calls with the same ones give the same kernel.
+
+        Returns:
+            A kernel of the same inputs and the other outputs.
 
         Raises:
             LaunchError: no such output, one that may overwrite an input, or what is left reads less
@@ -224,8 +229,15 @@ class Kernel:
         return self
 
     def pack(self, **tensors: torch.Tensor) -> torch.Tensor:
-        """The input that a kernel takes in the place of these tensors of its spec, which no view
-        brings into its form. Pack a weight once, not at every call.
+        """Make the input that a kernel takes in the place of tensors of its spec.
+
+        No view brings these into the kernel's form. Pack a weight once, not at every call.
+
+        Args:
+            tensors: By their names in the spec, as `help` of the kernel shows under "Packed".
+
+        Returns:
+            The packed tensor.
 
         Raises:
             LaunchError: no input is made of exactly these.
@@ -235,7 +247,20 @@ class Kernel:
     def unpack(
         self, name: str, packed: torch.Tensor, extents: Sequence[int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The inverse of `pack`: arguments and errors are those of `Declared.unpack`."""
+        """Take a packed tensor apart again: the inverse of `pack`.
+
+        Args:
+            name: Of the kernel's input.
+            packed: What `pack` gave, or its gradient.
+            extents: Of each part along the dimension in which they lie side by side; by default
+                in the spec's proportion.
+
+        Returns:
+            The spec's tensors by name, which are views but of halves and of what is scaled.
+
+        Raises:
+            LaunchError: no such input is packed, or the extents leave the proportion open.
+        """
         return self._layout().unpack(name, packed, extents)
 
     def given(self, values: Sequence[Any]) -> list[Any]:
@@ -506,10 +531,17 @@ _LOADED: dict[str, tuple[str, Kernel]] = {}
 
 
 def load_kernel(folder: Path) -> Kernel:
-    """The kernel in `folder`: kernel.py, spec.md and, if there, tuned.json and evidence.json.
+    """Load a kernel from its folder, such as a workspace's `generated/ffn_gate`.
 
-    Its operator is `coda_agent::<name>` for a kernel of this package. Elsewhere, where other
+    The folder has kernel.py, spec.md and, of an accepted one, tuned.json and evidence.json. Its
+    operator is `coda_agent::<name>` for a kernel of this package. Elsewhere, where other
     contents may come under the same name, `coda_agent::<name>_<digest of the files>`.
+
+    Args:
+        folder: It.
+
+    Returns:
+        The function, which `help` describes.
 
     Raises:
         WorkspaceError: the folder holds no kernel, or not the one its evidence was made for, or a

@@ -1,5 +1,8 @@
-"""Scripts of examples/ run to their end."""
+"""Scripts of examples/ run to their end, and the notebook gives what is stored in it."""
 
+import contextlib
+import io
+import json
 import re
 import runpy
 import sys
@@ -51,3 +54,17 @@ def test_a_function_becomes_a_kernel(run: Callable[..., str]) -> None:
     assert "x = tanh(acc + b)" in printed
     differences = re.findall(r"^(?:largest|of).*: ([\d.]+)$", printed, re.M)
     assert len(differences) == 2 and all(float(x) < 0.03 for x in differences)
+
+
+def test_the_notebook_gives_what_it_shows() -> None:
+    """Cell by cell in one namespace, as Jupyter does; numbers may differ in their digits."""
+    cells = json.loads((EXAMPLES / "a_kernel.ipynb").read_text())["cells"]
+    space: dict[str, object] = {}
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        code = compile("".join(cell["source"]), f"cell {cell['execution_count']}", "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Jupyter shows them aside
+            exec(code, space)
+        shown = "".join(text for output in cell["outputs"] for text in output["text"])
+        wanted, got = (re.sub(r"0\.\d+", "0.…", x) for x in (shown, printed.getvalue()))
+        assert got == wanted

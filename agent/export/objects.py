@@ -85,7 +85,7 @@ def choose(kernel: Kernel, wanted: Wanted) -> Choices:
         if wanted.gpu not in kernel.tuned and not kernel.model(wanted.gpu, dtype):
             raise CodaError(
                 f"nothing was measured of {spec.name} on a {wanted.gpu!r}",
-                hint=f"known: {', '.join(kernel.tuned)}; coda-agent fit measures on the GPU here",
+                hint=f"known: {', '.join(kernel.tuned) or 'none'}; coda-agent fit measures here",
             )
         lines = kernel.tuned.get(wanted.gpu, {}).get(dtype, [])
         measured = [(line["m"], line["n"], line["k"]) for line in lines]

@@ -62,6 +62,9 @@ def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
             return apply("maximum", x, y)
         if (p, q) == (y, x):
             return apply("minimum", x, y)
+        # What PyTorch's graphs have of a softplus, which is its argument above 20.
+        if q.is_number(20.0) and (y.op, y.args, p) == ("softplus", (x,), x):
+            return y
         # p > 0 ? p : p · slope, from either side
         for zero, above, below in ((q, x, y), (p, y, x)):
             if zero.is_number(0.0) and above in (p, q) and below.op == "mul":

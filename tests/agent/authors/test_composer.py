@@ -443,6 +443,7 @@ CASES = [
         MM + "return {'O': torch.log(1 + torch.exp(D))}",
         MM + "return {'O': torch.log1p(D.exp())}",
         MM + "return {'O': -F.logsigmoid(-D)}",
+        MM + "return {'O': torch.where(D > 20, D, D.exp().log1p())}",
     ),
     *spelled(
         lambda acc, b: {"O": tanh(acc + b)},
